@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from autopar.rules.registry import register_rule
     from autopar.runtime.data.loader import ParallelLoader
     from autopar.runtime.model.module import ParallelModel
+    from autopar.runtime.parameters.grad_scaler import GradScaler
     from autopar.runtime.recording.run import Run
     from autopar.search.result.result import SearchResult
     from autopar.testing.rule_proof import prove_rule
@@ -31,6 +32,7 @@ _HOMES = {
     "AutoparError": "autopar.errors",
     "ClusterSpec": "autopar.ir.cluster",
     "Estimate": "autopar.cost_model.estimate",
+    "GradScaler": "autopar.runtime.parameters.grad_scaler",
     "Plan": "autopar.ir.plan",
     "ParallelLoader": "autopar.runtime.data.loader",
     "ParallelModel": "autopar.runtime.model.module",
@@ -44,6 +46,7 @@ __all__ = [
     "AutoparError",
     "ClusterSpec",
     "Estimate",
+    "GradScaler",
     "ParallelLoader",
     "ParallelModel",
     "Plan",

@@ -16,6 +16,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from autopar._torch import private
 from autopar.capture.any_size import capture
 from autopar.capture.export.export import Inputs, LossFunction, input_names, inputs_of_shapes
+from autopar.capture.passes.autocast import ambient_autocast, autocast_as
 from autopar.capture.program import batch_and_sequence
 from autopar.capture.weightless import weightless
 from autopar.errors import AutoparError, InfeasibleError, InputError, PlanError
@@ -108,7 +109,8 @@ def parallelize(
     program, decided = _decide(
         model, cluster, inputs, plan, world_size, loss_fn, derived=example_inputs is None, specialise=specialise
     )
-    again = _replan(model, cluster, inputs, program, decided, loss_fn)
+    without_weights = weightless(model)
+    again = _replan(without_weights, cluster, inputs, program, decided, loss_fn)
     source = parameter_source(model, state=state, seed=seed, dtype=None)
     on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     differ = state is None and weights_differ(model)
@@ -120,7 +122,9 @@ def parallelize(
         source = kept_from_first_rank(source, dict.fromkeys([*names, *program.buffers]), needed)
     # of a model that holds weights nothing but buffers is kept
     buffers = source if on_meta else {name: source(name) for name in program.buffers}.__getitem__
-    return ParallelModel(program, decided, source, device, seed=seed, replan=again, buffers=buffers)
+    return ParallelModel(
+        program, decided, source, device, seed=seed, replan=again, buffers=buffers, origin=without_weights
+    )
 
 
 def _refuse_hooks(model: nn.Module) -> None:
@@ -265,14 +269,15 @@ def _replan(
     loss_fn: LossFunction | None,
 ) -> Replan:
     """Captures the model, of which it holds no weights, for other shapes or in eval mode, cut into the same stages."""
-    model = weightless(model)
+    around = ambient_autocast()
     placed = stages_by_parameter(program, stages_of(program, plan.cuts, plan.recomputed))
 
     def replan(sizes: InputShapes, *, training: bool, held: Mapping[str, Storage]) -> tuple[Program, Plan]:
         example = inputs_of_shapes(model, inputs, sizes, loss_fn)
         local_batch, _ = batch_and_sequence(input_names(model, example, loss_fn))
         own = replace(plan.degrees, micro_batch=local_batch, accumulate=1, micro_batches=1)
-        again = capture_for(model, example, own, loss_fn, training=training, decided_as=program)
+        with autocast_as(around):
+            again = capture_for(model, example, own, loss_fn, training=training, decided_as=program)
         name = type(model).__name__
         return again, _labelled(again, lambda: label_plan(again, cluster, own, name, held=held, stage_of=placed))
 

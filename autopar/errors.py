@@ -73,6 +73,14 @@ class PlanError(InputError):
     """
 
 
+class CheckpointError(InputError):
+    """Raised when a checkpoint cannot be written or loaded.
+
+    The disk is full, a file is damaged, another job saves there, or the checkpoint is of another model. All ranks raise
+    it.
+    """
+
+
 class CaptureError(AutoparError):
     """Raised when a model cannot be captured as one graph; names the module and the source line.
 

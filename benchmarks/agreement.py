@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.nn import functional as F
 
+from autopar.runtime.checkpoint.saving import Saver
 from autopar.runtime.model.preflight_check import PreflightCheck
 
 SHAPES: Mapping[str, tuple[int, ...]] = {"tokens": (8, 1024), "images": (32, 3, 224, 224)}
@@ -66,7 +67,7 @@ def programs(world_size: int, data: str) -> dict[str, Step]:
     labels[: len(labels) // 2] = -100
     batch, model = {"x": x, "labels": labels}, Words() if is_text else Pixels()
     parallel = autopar.parallelize(model, f"{world_size}xcpu", example_inputs=batch, plan={"dp": world_size, "zero": 0})
-    agreement = PreflightCheck(parallel.rank_mesh, parallel.program.inputs)
+    agreement = PreflightCheck(parallel.rank_mesh, parallel.program.inputs, Saver())
     read = read_batch(parallel.program, batch, shape[0], any_shape=False)
     analysis, constants = analyse(parallel.program, parallel.plan.mesh), dict[str, torch.Tensor]()
     code = KnownCode(parallel.program, analysis, parallel.plan, parallel.rank_mesh, torch.device("cpu"))

@@ -17,7 +17,7 @@ from autopar.cost_model.machine.fitted_constants import Mechanisms
 from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.memory.formula import MemoryBasis, StepMemory, memory_basis, step_memory
 from autopar.cost_model.memory.per_stage import memory_of_ranks, staged_memory
-from autopar.cost_model.pipeline.stages import Stages, pipeline_of, stages_at, whole_message_s
+from autopar.cost_model.pipeline.stages import Stages, is_by_stage, pipeline_of, stages_at, whole_message_s
 from autopar.cost_model.step.assembly import Pipeline, Pipelined
 from autopar.cost_model.step.context import Passes
 from autopar.cost_model.step.experts import with_experts
@@ -31,6 +31,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.offload import ACTIVATIONS
 from autopar.ir.rank_order import ORDERS
+from autopar.ir.stages import How
 
 if TYPE_CHECKING:
     from autopar.cost_model.machine.profile import DeviceProfile
@@ -67,13 +68,16 @@ class Question:
 
     @property
     def is_by_stage(self) -> bool:
-        """Whether every stage has its own number of blocks that compute again."""
-        return isinstance(self.degrees.recompute_blocks, tuple) and bool(self.cuts)
+        """Whether every stage has its own numbers of recomputed blocks."""
+        return is_by_stage(self.degrees) and bool(self.cuts)
 
 
 def layout_of(works: ProgramWorks, question: Question) -> Layouts:
-    """The one layout of a question; stages that recompute by themselves are not in it."""
-    level = 2 if question.degrees.recompute == "full" and not question.is_by_stage else 0
+    """The one layout of a question, at its highest level of recomputation.
+
+    Stages that recompute by themselves are not in it.
+    """
+    level = max(level_shares(works, question))
     return layouts_of_degrees(works, [question.degrees], recompute=level, cp=question.cp, ep=question.ep)
 
 
@@ -134,19 +138,20 @@ class Pricing:
         their own, arrays of all pipeline ranks instead of the slowest one's."""
         stages = self.stages()
         pipeline = None if stages is None else self._pipeline(stages, every_rank=every_rank)
-        found = [self._step(one, pipeline) for one in self._with_and_without(layouts)]
-        return step_between(self.recomputed_share(), found)
+        found = [self._step(one, pipeline) for one in self.at_levels(layouts)]
+        return step_between(self._shares(), found)
 
     def mean_passes_and_message(self) -> tuple[dict[str, Passes], float]:
         """Seconds of one micro-batch of the question's layout in every role, with recomputation in some blocks those of
         the mean block, without what stages recompute by themselves; and of a whole message between stages."""
-        share = self.recomputed_share()
-        found = [self._passes_and_message(one) for one in self._with_and_without(layout_of(self.works, self.question))]
+        share = self._shares()
+        found = [self._passes_and_message(one) for one in self.at_levels(layout_of(self.works, self.question))]
         return {
             role: Passes(
                 forward=_between(share, [one[role].forward for one, _ in found]),
                 backward=_between(share, [one[role].backward for one, _ in found]),
                 weight=_between(share, [np.asarray(one[role].weight) for one, _ in found]),
+                selective=np.asarray(found[0][0][role].selective),
             )
             for role in found[0][0]
         }, found[0][1]
@@ -164,7 +169,7 @@ class Pricing:
         return found, whole_message_s(messages[0], self.question.engine, self.machine.mechanisms.message_exposed)
 
     def memory(self, layouts: Layouts) -> StepMemory:
-        return memory_between(self.recomputed_share(), [self._memory(one) for one in self._with_and_without(layouts)])
+        return memory_between(self._shares(), [self._memory(one) for one in self.at_levels(layouts)])
 
     def memory_of_ranks(self, layouts: Layouts) -> StepMemory:
         """What every pipeline rank holds, in arrays of all ranks."""
@@ -172,16 +177,15 @@ class Pricing:
         if stages is None:
             return self.memory(layouts)
         found = [
-            memory_of_ranks(stages, self.family(one), one, self._memory_basis())
-            for one in self._with_and_without(layouts)
+            memory_of_ranks(stages, self.family(one), one, self._memory_basis()) for one in self.at_levels(layouts)
         ]
-        return memory_between(self.recomputed_share(), found)
+        return memory_between(self._shares(), found)
 
     def host_bytes(self, layouts: Layouts) -> float:
         """Bytes of host memory for one device."""
         engine, saved = self.machine.engine, np.zeros(1)
         if is_on_host(engine, ACTIVATIONS):
-            saved = activations(self.family(layouts), self.shape, layouts, engine, fused=self.fused)[0]
+            saved = activations(self.family(layouts), self.shape, layouts, engine, fused=self.fused).none
         return float(host_bytes(engine, self.shape, self.works.num_parameters, saved, layouts)[0])
 
     def flops(self, sequences: float) -> tuple[float, float]:
@@ -196,9 +200,17 @@ class Pricing:
         forward = {role: sum(flops) for role, flops in zip(roles, found, strict=True)}
         repeated = sum(count * forward[role] for role, count in self.works.counts)
         whole = repeated + forward["first"] + forward["last"]
-        again = repeated * self.recomputed_share() if self.question.degrees.recompute == "full" else 0.0
+        shares = block_shares(self.works, self.question.degrees)
+        again = repeated * shares["full"] + shares["selective"] * self._selected_flops(ones, tokens)
         again += sum(in_chunks)
         return PASSES * float(whole) * sequences, float(again) * sequences
+
+    def _selected_flops(self, ones: Mapping[str, float], tokens: float) -> float:
+        """FLOP of selective recomputation in all blocks, of one sequence over all devices."""
+        kinds = {role: self.works.family.block(role, "tp").selected for role, _ in self.works.counts}
+        flops = tuple(tuple(one.flops for one in own.operators) if own else () for own in kinds.values())
+        found = evaluate(flops, {**ones, "s": tokens, "S": tokens})
+        return float(sum(n * sum(own) for (_, n), own in zip(self.works.counts, found, strict=True)))
 
     def utilisation(self, sequences: float, step_s: float, num_devices: int) -> Utilisation:
         """Of a step of `step_s` over so many sequences in all."""
@@ -231,18 +243,43 @@ class Pricing:
         return staged_memory(stages, family, layouts, basis)
 
     def recomputed_share(self) -> float:
-        """The part of the repeated blocks that computes again, where anything does."""
-        degrees = self.question.degrees
-        if degrees.recompute_blocks is None:
-            return 1.0
-        blocks = sum(count for _, count in self.works.counts)
-        own = degrees.recompute_blocks
-        return min(1.0, (sum(own) if isinstance(own, tuple) else own * degrees.num_stages) / blocks)
+        """The part of the repeated blocks that is recomputed, fully or selectively."""
+        shares = block_shares(self.works, self.question.degrees)
+        return shares["full"] + shares["selective"]
 
-    def _with_and_without(self, layouts: Layouts) -> list[Layouts]:
-        if self.recomputed_share() == 1.0 or self.question.is_by_stage:
+    def _shares(self) -> list[float]:
+        return [*level_shares(self.works, self.question).values()]
+
+    def at_levels(self, layouts: Layouts) -> list[Layouts]:
+        """The question's layout at every level of recomputation that some of its blocks have."""
+        if layouts.recompute.size == 1 and float(layouts.recompute[0]) == 0.0:
             return [layouts]
-        return [replace(layouts, recompute=np.zeros(1)), layouts]
+        levels = level_shares(self.works, self.question)
+        return [replace(layouts, recompute=np.full(1, float(level))) for level in levels]
+
+
+def block_shares(works: ProgramWorks, degrees: Degrees) -> dict[How, float]:
+    """The parts of the repeated blocks that are recomputed fully and selectively."""
+    every = sum(count for _, count in works.counts)
+
+    def share(of_stage: Callable[[int], int | None]) -> float:
+        counts = [of_stage(stage) for stage in range(degrees.num_stages)]
+        return 1.0 if None in counts else min(1.0, sum(n for n in counts if n) / every)
+
+    full = share(degrees.full_blocks_of)
+    return {"full": full, "selective": min(share(degrees.selective_blocks_of), 1.0 - full)}
+
+
+def level_shares(works: ProgramWorks, question: Question) -> dict[int, float]:
+    """The levels of recomputation (positions in `RECOMPUTE`) of a question's blocks, with the part of each.
+
+    Stages that recompute by themselves count as level 0.
+    """
+    if question.is_by_stage:
+        return {0: 1.0}
+    shares = block_shares(works, question.degrees)
+    found = {0: 1.0 - shares["full"] - shares["selective"], 1: shares["selective"], 2: shares["full"]}
+    return {level: share for level, share in found.items() if share > 0} or {0: 1.0}
 
 
 def family_at(works: ProgramWorks, layouts: Layouts, constants: Mechanisms) -> Family[Any]:
@@ -273,30 +310,37 @@ def evaluated(
     return replace(family, blocks=blocks)
 
 
-def step_between(share: float, found: Sequence[StepSeconds]) -> StepSeconds:
-    """A step that recomputes a share of the blocks, from one without and one with all of it, or as the one is."""
+def step_between(shares: Sequence[float], found: Sequence[StepSeconds]) -> StepSeconds:
+    """A step of blocks with several levels of recomputation, from the steps with each level and its part of the blocks.
+
+    A single step is returned as it is.
+    """
     return StepSeconds(
-        seconds=_between(share, [one.seconds for one in found]),
-        parts={name: _between(share, [one.parts[name] for one in found]) for name in found[0].parts},
-        hidden={name: _between(share, [one.hidden[name] for one in found]) for name in found[0].hidden},
+        seconds=_between(shares, [one.seconds for one in found]),
+        parts={name: _between(shares, [one.parts[name] for one in found]) for name in found[0].parts},
+        hidden={name: _between(shares, [one.hidden[name] for one in found]) for name in found[0].hidden},
     )
 
 
-def memory_between(share: float, found: Sequence[StepMemory]) -> StepMemory:
+def memory_between(shares: Sequence[float], found: Sequence[StepMemory]) -> StepMemory:
     """`step_between` for memory. A recomputed block takes the same room, whatever the number of recomputed blocks."""
-    parts = parts_between(share, [one.parts for one in found])
+    parts = parts_between(shares, [one.parts for one in found])
     return StepMemory(peak_bytes=np.asarray(sum(parts.values())), parts=parts)
 
 
-def parts_between(share: float, found: Sequence[Mapping[str, _V]]) -> dict[str, _V]:
-    """The parts of `memory_between`, arrays or numbers."""
-    parts = {name: _between(share, [one[name] for one in found]) for name in found[0]}
+def parts_between(shares: Sequence[float], found: Sequence[Mapping[str, _V]]) -> dict[str, _V]:
+    """The parts of `memory_between`, arrays or numbers, of levels in their order."""
+    parts = {name: _between(shares, [one[name] for one in found]) for name in found[0]}
     parts["workspace"] = found[-1]["workspace"]
     return parts
 
 
-def _between(share: float, values: Sequence[_V]) -> _V:
-    return values[0] if len(values) == 1 else (1 - share) * values[0] + share * values[1]
+def _between(shares: Sequence[float], values: Sequence[_V]) -> _V:
+    if len(values) == 1:
+        return values[0]
+    found: Any = sum(share * value for share, value in zip(shares, values, strict=True))
+    mean: _V = found
+    return mean
 
 
 def shape_of_works(works: ProgramWorks) -> Shape:

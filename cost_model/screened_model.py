@@ -47,7 +47,7 @@ def _parameters_only(family: Family[Polynomial]) -> Family[Polynomial]:
     def of_work(work: BlockWork[Polynomial]) -> BlockWork[Polynomial]:
         bare = replace(work, products=(), eager=(), fused=(), sent=())
         nothing = Polynomial()
-        return replace(bare, saved_eager_bytes=nothing, saved_fused_bytes=nothing, input_bytes=nothing)
+        return replace(bare, saved_eager_bytes=nothing, saved_fused_bytes=nothing, input_bytes=nothing, selected=None)
 
     blocks = tuple((role, tuple((name, of_work(work)) for name, work in found)) for role, found in family.blocks)
     return replace(family, blocks=blocks)

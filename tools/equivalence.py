@@ -64,6 +64,28 @@ PIPELINES: Mapping[str, Wish] = {
     },
 }
 
+RECOMPUTED_FAMILIES = ("llama", "gpt2", "mixtral", "t5", "convnext")
+RECOMPUTATIONS: Mapping[str, Wish] = {
+    "selective": {"recompute": "selective"},
+    "full": {"recompute": "full"},
+    "1 block full, 1 selective": {"recompute": "auto", "recompute_blocks": 1, "selective_blocks": 1},
+    "selective, tp=2, sequence": {"recompute": "selective", "tp": 2, "sequence_parallel": True},
+    "selective, tp=2 × dp=2, ZeRO 1": {"recompute": "selective", "tp": 2, "dp": 2, "zero": 1, "accumulate": 2},
+    "selective, tp=2 × dp=2, ZeRO 2": {"recompute": "selective", "tp": 2, "dp": 2, "zero": 2, "accumulate": 2},
+    "selective, tp=2 × dp=2, ZeRO 3": {"recompute": "selective", "tp": 2, "dp": 2, "zero": 3, "accumulate": 2},
+    "full, tp=2 × dp=2, ZeRO 3": {"recompute": "full", "tp": 2, "dp": 2, "zero": 3, "accumulate": 2},
+    "selective, pp=2 × tp=2": {"recompute": "selective", "pp": 2, "tp": 2, "micro_batches": 3},
+    "selective, pp=2, interleaved-zero-bubble": {
+        "recompute": "selective", "pp": 2, "schedule": "interleaved-zero-bubble", "virtual_stages": 2,
+        "micro_batches": 6,
+    },
+    "stages of their own, pp=2 × dp=2, ZeRO 3": {
+        "recompute": "auto", "recompute_blocks": (1, 0), "selective_blocks": (0, 1), "pp": 2, "dp": 2, "zero": 3,
+        "micro_batches": 3,
+    },
+    "selective, 4 chunks of the loss, tp=2": {"recompute": "selective", "tp": 2, "loss_chunks": 4},
+}  # fmt: skip
+
 # Of mixtures of experts. A data-parallel rank has 4 sequences.
 MIXTURE_PLANS: Mapping[str, Wish] = {
     "tp=2": {"tp": 2},
@@ -167,6 +189,10 @@ class Table:
         return f"{family}_of_{batch}{self.suffix}"
 
 
+def _recomputes(report: Any, loads: Sequence[Sequence[int]]) -> None:
+    assert report.plan.degrees.recompute != "none", report.plan.degrees
+
+
 def _has_empty_experts(report: Any, loads: Sequence[Sequence[int]]) -> None:
     assert loads and all(0 in load and sum(count > 0 for count in load) > 1 for load in loads), loads
 
@@ -208,6 +234,15 @@ def tables() -> Mapping[str, Table]:
             plans=PIPELINES,
             suffix="_of_12",
             plans_are_rows=True,
+        ),
+        "recomputation": Table(
+            heading="Recomputation",
+            about="selective and full recomputation",
+            families=tuple(f"zoo:{f}" for f in RECOMPUTED_FAMILIES),
+            plans=RECOMPUTATIONS,
+            suffix="_of_12",
+            plans_are_rows=True,
+            check=_recomputes,
         ),
         "mixtures": Table(
             heading="Mixtures of experts",

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import schedules
@@ -222,6 +222,17 @@ def storage_id(tensor: torch.Tensor) -> int:
     return int(StorageWeakRef(tensor.untyped_storage()).cdata)
 
 
+def storage_reference(tensor: torch.Tensor) -> Any:
+    """A reference that frees nothing later, but keeps the number of the tensor's storage from being used again."""
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def saved_tensor_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+    """The hooks of the innermost `torch.autograd.graph.saved_tensors_hooks`: pack and unpack. None without hooks."""
+    found: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return found
+
+
 class LiveStorages(TorchDispatchMode):
     """Counts the bytes of the live storages that operators made in this context, and their peak.
 
@@ -306,6 +317,11 @@ def hook_after_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], 
     """Call a hook when autograd, or FSDP2, has added to a parameter's gradient, whatever class the parameter has."""
     with without_torch_function():
         torch.Tensor.register_post_accumulate_grad_hook(parameter, hook)  # type: ignore[no-untyped-call]
+
+
+def unscale_and_check(gradients: list[torch.Tensor], found: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+    """Multiply gradients by a number in place. `found` becomes 1 if an element is NaN or infinite."""
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse_scale)
 
 
 def group_name_of(arguments: dict[str, Any]) -> str | None:
@@ -398,6 +414,20 @@ def backward_hooked(model: nn.Module) -> dict[str, list[str]]:
 def after_backward(function: Callable[[], None]) -> None:
     """Call a function when the backward pass that runs now has ended, after the functions that were named before."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+@contextmanager
+def without_step_hooks(optimizer: Any) -> Iterator[None]:
+    """A context in which the step of an optimizer calls no hooks of its users."""
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    before = {name: getattr(optimizer, name) for name in names if hasattr(optimizer, name)}
+    for name, hooks in before.items():
+        setattr(optimizer, name, type(hooks)())
+    try:
+        yield
+    finally:
+        for name, hooks in before.items():
+            setattr(optimizer, name, hooks)
 
 
 def uncompiled(model: nn.Module) -> nn.Module:

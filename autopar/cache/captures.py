@@ -57,6 +57,7 @@ def captured_model(
     dtype: str | None = None,
     training: bool = True,
     specialise: bool = False,
+    precision: str | None = None,
 ) -> CapturedModel:
     """The model that `spec` names, captured, or its capture of an earlier time in `folder` (None: keep nothing).
 
@@ -64,7 +65,7 @@ def captured_model(
     """
     if is_factory(spec):
         found = resolve_model(spec, layers=layers, hidden=hidden, seq_len=seq_len, dtype=dtype)
-        return _captured_now(found, None, training=training, specialise=specialise)
+        return _captured_now(found, None, training=training, specialise=specialise, precision=precision)
 
     def build(batch: int) -> ResolvedModel:
         return resolve_model(spec, layers=layers, hidden=hidden, seq_len=seq_len, batch=batch, dtype=dtype)
@@ -73,7 +74,9 @@ def captured_model(
         from autopar.capture.program import capture_program
 
         found = build(batch)
-        return capture_program(found.model, found.example_inputs, training=training, specialise=specialise)
+        return capture_program(
+            found.model, found.example_inputs, training=training, specialise=specialise, precision=precision
+        )
 
     config, name, _ = config_named(spec)
     asked = {
@@ -83,6 +86,7 @@ def captured_model(
         "dtype": checked_dtype(dtype),
         "training": training,
         "specialise": specialise,
+        "precision": precision,
     }
     file = None if folder is None else kept_file(folder, "capture", config, asked, CAPTURED_BATCH, _versions())
     notes: list[str] = []
@@ -97,14 +101,17 @@ def captured_model(
                 return replace(read(), again=again)
 
             return CapturedModel(name=name, digest=header.sha256, read=kept, local_batch=None, notes=header.notes)
-    made = _captured_now(build(CAPTURED_BATCH), CAPTURED_BATCH, training=training, specialise=specialise)
+    built = build(CAPTURED_BATCH)
+    made = _captured_now(built, CAPTURED_BATCH, training=training, specialise=specialise, precision=precision)
     if file is not None and made.capture.record is not None:
         about = {"model": name, **{k: str(v) for k, v in asked.items() if v is not None}}
         _keep(made, file, about, notes.append)
     return replace(made, notes=(*made.notes, *notes))
 
 
-def _captured_now(found: ResolvedModel, batch: int | None, *, training: bool, specialise: bool) -> CapturedModel:
+def _captured_now(
+    found: ResolvedModel, batch: int | None, *, training: bool, specialise: bool, precision: str | None
+) -> CapturedModel:
     from autopar.capture.any_size import capture
     from autopar.capture.export.export import input_names
     from autopar.capture.program import batch_and_sequence
@@ -118,6 +125,7 @@ def _captured_now(found: ResolvedModel, batch: int | None, *, training: bool, sp
         loss_fn=found.loss_fn,
         training=training,
         specialise=specialise,
+        precision=precision,
     )
     from_factory = found.kind == "factory"
     digest = None if from_factory or made.record is None else digest_of(made.record)

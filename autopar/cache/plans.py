@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autopar.cache.store import SEARCHING, KeptFile, kept_file, versions
-from autopar.errors import InputError
 from autopar.planning.options import PlanOptions
 from autopar.planning.study_question import question_about
 
@@ -32,7 +31,7 @@ def kept_search(
     *,
     on_progress: Callable[[str], None],
 ) -> SearchResult:
-    """What `autopar.planning.search.search_captured` finds, or found before. `asked` names a precision."""
+    """What `autopar.planning.search.search_captured` finds, or found before. Captures have a digest."""
     is_kept = not (asked.study or asked.timeout_s) and captured.digest is not None
     file = _file(folder / "plans", captured, cluster, asked) if is_kept else None
     known = None if file is None else file.read(_read, on_progress)
@@ -55,11 +54,11 @@ def _read(path: Path) -> SearchResult:
 
 
 def _file(folder: Path, captured: CapturedModel, cluster: ClusterSpec, asked: PlanOptions) -> KeptFile:
+    from autopar.cost_model.machine.cluster import default_precision
     from autopar.planning.machine import machine_of
 
-    if asked.precision is None:
-        raise InputError("a search is kept by its precision; name one")
-    machine = machine_of(cluster, asked.profile, asked.precision)
+    machine = machine_of(cluster, asked.profile, asked.precision or default_precision(cluster), asked.reduce_dtype)
     question = question_about(asked, cluster, machine, captured.name)
     options = [asked.top, asked.trials, asked.seed, asked.report, asked.what_if, list(machine.assumptions)]
+    options += [asked.precision, asked.reduce_dtype]
     return kept_file(folder, "search", captured.digest, question, options, versions(SEARCHING))

@@ -13,6 +13,7 @@ from torch import nn
 
 from autopar.capture.export.data_reads import Reading
 from autopar.capture.export.export import Inputs, LossFunction
+from autopar.capture.precision import in_precision, inputs_in_precision
 from autopar.capture.program import (
     NO_SECOND_CAPTURE,
     CaptureRequest,
@@ -39,14 +40,15 @@ def capture(
     loss_fn: LossFunction | None = None,
     training: bool = True,
     specialise: bool = False,
+    precision: str | None = None,
 ) -> Capture:
     """Capture a model for any batch size, with the arguments and errors of `capture_program`.
 
     The result keeps the model and its inputs, because some sizes need another capture.
     """
     asked = CaptureRequest(
-        model=model,
-        inputs=example_inputs,
+        model=in_precision(model, precision),
+        inputs=inputs_in_precision(example_inputs, precision),
         loss_fn=loss_fn,
         training=training,
         reading=Reading(specialise=specialise),

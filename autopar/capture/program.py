@@ -30,6 +30,7 @@ from autopar.capture.passes.constants import (
 from autopar.capture.passes.loss_terms import denominator_of
 from autopar.capture.passes.normalize import normalise, remove_dead
 from autopar.capture.passes.packings import split_packings
+from autopar.capture.precision import checked_precision, in_precision, inputs_in_precision
 from autopar.capture.shared_axes import axes_of, with_note_on_axes
 from autopar.capture.targets import judged
 from autopar.errors import CaptureError
@@ -55,6 +56,7 @@ def capture_program(
     loss_fn: LossFunction | None = None,
     training: bool = True,
     specialise: bool = False,
+    precision: str | None = None,
 ) -> Program:
     """Capture a model's training step as one graph, cut into distinct blocks.
 
@@ -69,6 +71,8 @@ def capture_program(
         training: Whether to capture in training mode. Otherwise the model is captured in eval mode.
         specialise: Whether branches on inputs are captured as the example inputs take them. The program's `decisions`
             say what a later batch must decide alike.
+        precision: "fp32", "bf16" or "fp16": parameters and floating inputs have this dtype. By default the model is
+            captured as it is written.
 
     Returns:
         The captured program. `autopar.estimate` prices it without another capture.
@@ -82,8 +86,8 @@ def capture_program(
         ['input', 'target']
     """
     asked = CaptureRequest(
-        model=private.uncompiled(model),
-        inputs=example_inputs,
+        model=in_precision(private.uncompiled(model), checked_precision(precision)),
+        inputs=inputs_in_precision(example_inputs, precision),
         loss_fn=loss_fn,
         training=training,
         reading=Reading(specialise=specialise),

@@ -8,7 +8,6 @@ import typer
 from autopar.cli.estimate_trace import Correct, Trace, check_trace_options, compared, show_trace, trace_to_dict
 from autopar.cli.options.checks import refuse_options
 from autopar.cli.options.model_argument import (
-    MODEL_DTYPES,
     ClusterOption,
     Hidden,
     Json,
@@ -16,7 +15,7 @@ from autopar.cli.options.model_argument import (
     ModelArgument,
     Specialise,
 )
-from autopar.cli.options.search_options import Precision, Profile
+from autopar.cli.options.search_options import Profile
 from autopar.cli.output import console, print_json, progress, table
 from autopar.errors import Problem
 from autopar.ir.cluster import ClusterSpec
@@ -48,7 +47,6 @@ def estimate(
         str, typer.Option(help="Framework that runs the plan: autopar, or another one such as megatron or fsdp.")
     ] = "autopar",
     profile: Profile = None,
-    precision: Precision = None,
     cp: Annotated[int, typer.Option(help="Context-parallel degree: priced, not run.")] = 1,
     ep: Annotated[int, typer.Option(help="Expert-parallel degree: priced, not run.")] = 1,
     tokens: Annotated[
@@ -75,20 +73,21 @@ def estimate(
     Example: autopar estimate llama3-8b -c 64xh100 --seq-len 8192 --global-batch 128 --tp 2 --zero 1 --tokens 15e12
     """
     recorded = check_trace_options(trace, correct, engine)
+    precision = options.precision
     spec, found_engine, found_profile, wanted = _inputs(cluster, engine, profile, precision, tokens, grams_co2_per_kwh)
     ranks = ranks_of_a_part(spec.num_devices, cp=cp, ep=ep)
     degrees = options.degrees(ranks)
     with progress(f"building {model}") as on_progress:
         own = is_factory(model)
         batch = None if own else degrees.local_batch
-        dtype = None if own else MODEL_DTYPES[wanted]
+        dtype = None if own else "float32"
         found = resolve_model(model, layers=layers, hidden=hidden, seq_len=options.seq_len, batch=batch, dtype=dtype)
         from autopar.planning.estimate import estimate as run
 
         made = run(
             found.model,
             spec,
-            options.wish(),
+            {name: value for name, value in options.wish().items() if name != "precision"},
             example_inputs=found.example_inputs,
             loss_fn=found.loss_fn,
             specialise=specialise,

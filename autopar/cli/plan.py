@@ -10,7 +10,6 @@ import typer
 from autopar.cache.captures import CapturedModel, captured_model
 from autopar.cache.store import cache_folder
 from autopar.cli.options.model_argument import (
-    MODEL_DTYPES,
     ClusterOption,
     Hidden,
     Json,
@@ -23,7 +22,6 @@ from autopar.cli.options.search_options import (
     Fix,
     Forbid,
     Objective,
-    Precision,
     Profile,
     Seed,
     Study,
@@ -59,7 +57,6 @@ def plan(
     seed: Seed = 0,
     study: Study = None,
     what_if: WhatIf = False,
-    precision: Precision = None,
     profile: Profile = None,
     layers: Layers = None,
     hidden: Hidden = None,
@@ -84,8 +81,11 @@ def plan(
     from autopar.cost_model.machine.profile_io import load_profile
 
     spec = ClusterSpec.parse(cluster)
+    wanted = checked_precision(options.precision, spec)
     options.check()
-    wanted = checked_precision(precision, spec)
+    is_own = is_factory(model)
+    # on CPUs a preset computes in the float32 in which it is built
+    is_named = options.precision is not None or (not is_own and wanted != "fp32")
     asked = replace(
         options,
         global_batch=options.global_batch or default_global_batch(options, spec.num_devices, None),
@@ -100,14 +100,13 @@ def plan(
         what_if=what_if,
         report=report is not None,
         profile=None if profile is None else load_profile(profile),
-        precision=None if precision is None and is_factory(model) else wanted,
+        precision=wanted if is_named else None,
     )
     asked.check_search(spec.num_devices)  # before the model is captured, which takes longer
     with progress(f"capturing {model}") as on_progress:
-        dtype = None if is_factory(model) else MODEL_DTYPES[wanted]
         captured = captured_model(
-            model, folder=cache_folder(), layers=layers, hidden=hidden, seq_len=options.seq_len, dtype=dtype,
-            specialise=specialise,
+            model, folder=cache_folder(), layers=layers, hidden=hidden, seq_len=options.seq_len,
+            dtype=None if is_own else "float32", specialise=specialise, precision=asked.wish().get("precision"),
         )  # fmt: skip
         if options.global_batch is None and captured.local_batch is not None:
             batch = default_global_batch(options, spec.num_devices, captured.local_batch)

@@ -40,8 +40,13 @@ from autopar.runtime.verify.error_metrics import (
     measured,
     worst,
 )
-from autopar.runtime.verify.float64_program import casts_lower
+from autopar.runtime.verify.float64_program import casts_lower, promoted
 from autopar.runtime.verify.noise import Change, Noise, samples_of
+from autopar.runtime.verify.precision_bound import (
+    DIRECT_TOLERANCES,
+    compare_with_float32,
+    is_bounded,
+)
 from autopar.runtime.verify.random_batches import notes_on_inputs, random_batches, values_that_decide
 from autopar.runtime.verify.reference import Batch, Source, Steps, check_reference, constants_of, reference_steps
 from autopar.runtime.verify.shared_draws import draws_anything
@@ -71,6 +76,7 @@ class Job:
     steps: int = 1
     seed: int = 0
     specialise: bool = False
+    precision: str | None = None  # the plan's
 
 
 def resolve(job: Job) -> ResolvedModel:
@@ -84,6 +90,8 @@ def resolve(job: Job) -> ResolvedModel:
         if not is_factory(job.spec):
             return made(dtype=storage)
         found = made()
+        if job.precision is not None:
+            return found
         own = {p.dtype for p in found.model.parameters() if p.is_floating_point()}
         if job.dtype == "float64" and own == {torch.float64}:
             return found
@@ -122,7 +130,8 @@ def verify(
     Raises `InputError` or `PlanError` on bad input before any rank starts, and `RankError` where a rank fails.
     """
     started = time.monotonic()
-    check_dtype(dtype)
+    precision = _precision_of(degrees, plan)
+    dtype = _dtype_beside(precision, dtype)
     job = Job(
         spec=spec,
         layers=layers,
@@ -133,6 +142,7 @@ def verify(
         steps=steps,
         seed=seed,
         specialise=specialise,
+        precision=precision,
     )
     model, program, decided = decide(job, world_size, degrees, plan, on_progress)
     on_progress("single-device steps")
@@ -143,6 +153,7 @@ def verify(
     data = random_batches(checked, decided.degrees, steps, seed, given, constants)
     reference = reference_steps(checked, source, data, decided.degrees)
     check_reference(reference)
+    exact = in_float32(checked, source, data, decided.degrees) if is_bounded(decided.degrees) else reference
     _, was_quietened = without_attention_dropout(program)
     draws = draws_anything(program)
     captured: tuple[Quantity, ...] = ()
@@ -150,15 +161,19 @@ def verify(
     count = decided.degrees.num_micro_batches
     if not draws and (count == 1 or decided.degrees.per_micro_batch):
         micro_batches = split_micro_batches(program, data[0], count)
-        captured, captured_notes = against_model(model, program, source, micro_batches, reference)
+        captured, captured_notes = against_model(model, program, source, micro_batches, exact)
     on_progress(f"the same steps on {world_size} ranks")
     with nullcontext(ranks) if ranks is not None else Ranks(world_size) as world:
         describe = partial(rank_name, decided.degrees)
         target, arguments = "autopar.commands.verify:rank_steps", (job, decided, to_bytes(program), given)
         parts: list[Steps | None] = world.run(target, *arguments, describe=describe)
     found = merge_stages([part for part in parts if part is not None])
-    noise = noise_of(checked, source, data, decided.degrees, reference)
-    quantities, notes = compare_with_noise(reference, found, TOLERANCES[dtype], noise)
+    if precision is not None and is_bounded(decided.degrees) and not draws:
+        quantities, notes = compare_with_float32(exact, reference, found, precision)
+    else:  # random numbers of 16 bits are other numbers than those of float32
+        tolerance = TOLERANCES[dtype] if not is_bounded(decided.degrees) else DIRECT_TOLERANCES[precision or ""]
+        noise = noise_of(checked, source, data, decided.degrees, reference)
+        quantities, notes = compare_with_noise(reference, found, tolerance, noise)
     notes += captured_notes + notes_on_inputs(checked, constants)
     if draws:
         notes += ("both sides drew the same random numbers, and the unmodified model was not compared",)
@@ -170,6 +185,31 @@ def verify(
         notes=notes,
         seconds=time.monotonic() - started,
     )
+
+
+def _precision_of(degrees: Mapping[str, Any] | None, plan: Path | str | None) -> str | None:
+    """The precision that the plan file or the degrees name."""
+    named = Plan.load(plan).degrees if plan is not None else degrees_from(degrees_from_wish(degrees), "options")
+    return named.precision
+
+
+def _dtype_beside(precision: str | None, dtype: str) -> str:
+    """The dtype of the weights of a check. A plan with a precision has float32 weights."""
+    check_dtype(dtype)
+    if precision is None:
+        return dtype
+    if dtype not in ("float64", "float32"):
+        raise InputError(
+            f"dtype {dtype!r} beside precision {precision!r}: the precision decides the dtypes; leave one of them out"
+        )
+    return "float32"
+
+
+def in_float32(program: Program, source: Source, data: Sequence[Batch], degrees: Degrees) -> Steps:
+    """The steps of a program on one device if every 16-bit value is float32."""
+    wide = [{n: t.float() if t.is_floating_point() else t for n, t in batch.items()} for batch in data]
+    plain = replace(degrees, precision=None, reduce_dtype=None)
+    return reference_steps(promoted(program, torch.float32), source, wide, plain)
 
 
 def decide(

@@ -21,8 +21,11 @@ def read_text(path: str | os.PathLike[str], *, max_bytes: int) -> tuple[str | No
         os.close(descriptor)
         return _refused(path, "must be a regular file")
     with open(descriptor, "rb") as file:
-        data = file.read(max_bytes + 1)
-    if len(data) > max_bytes:
+        is_large = (
+            os.fstat(descriptor).st_size > max_bytes
+        )  # a file of holes has a size, and costs memory when it is read
+        data = b"" if is_large else file.read(max_bytes + 1)
+    if is_large or len(data) > max_bytes:
         return _refused(path, f"must be at most {max_bytes} bytes", "is it the right file?")
     try:
         text = data.decode("utf-8-sig")

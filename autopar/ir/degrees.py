@@ -9,11 +9,13 @@ from typing import Any
 from autopar.errors import PlanError, Problem, did_you_mean
 from autopar.ir.offload import NO_OFFLOAD, OFFLOADS, OPTIMIZER, PARAMETERS, parts_of_offload
 from autopar.ir.optimizers import DEFAULT_OPTIMIZER
+from autopar.ir.precision import PRECISIONS
 from autopar.ir.rank_order import ORDERS, strides
 from autopar.ir.schedules.registry import DEFAULT_SCHEDULE, SCHEDULE_NAMES, SCHEDULES, rank_of_stage
 from autopar.ir.sharding import Mesh
 
 MAX_DEGREE = 1_000_000
+_OF_STAGES = ("recompute_blocks", "selective_blocks")  # one number for all stages, or one for each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,16 +27,23 @@ class Degrees:
     loss of a step is the mean of the separate losses of its micro-batches.
 
     `pp` ranks hold `virtual_stages` pipeline stages each and run `micro_batches` in the order of `schedule`
-    (`autopar.ir.schedules`), `accumulate` times a step. With `recompute` "full" the values inside blocks are computed
-    again for the backward pass, in the first `recompute_blocks` repeated blocks of a stage (one number for all stages,
-    or one for each), or in all of them. `cut_at` are the module paths at which the stages after the first begin, if the
-    user gave them. `order` is the order of mesh dimensions over ranks (`autopar.ir.rank_order`).
+    (`autopar.ir.schedules`), `accumulate` times a step. `cut_at` are the module paths at which the stages after the
+    first begin, if the user gave them. `order` is the order of mesh dimensions over ranks (`autopar.ir.rank_order`).
+
+    `recompute` says which values of repeated blocks are computed again for the backward pass. "full" computes all
+    values inside a block again, "selective" the values of the operators in `BlockLabels.recomputed`. Both hold for the
+    first `recompute_blocks` repeated blocks of a stage (one number for all stages, or one for each), or for all of
+    them. With "auto" the first `recompute_blocks` blocks of a stage are recomputed fully, and the next
+    `selective_blocks` selectively. "auto" without both numbers asks for the least recomputation that fits.
 
     The head's product and the loss run in `loss_chunks` chunks of tokens, so that the logits never exist whole
     (`autopar.lowering.loss_chunks`).
 
     `offload` says what is in host memory instead of device memory (`autopar.ir.offload`). `optimizer` names the
     optimizer whose state the memory counts (`autopar.ir.optimizers`). Another one may train.
+
+    `precision` ("fp32", "bf16" or "fp16") is the dtype of computing beside float32 master weights, and `reduce_dtype`
+    the dtype of sums of gradients (`autopar.ir.precision`). None leaves the dtypes as the model is written.
     """
 
     pp: int = 1
@@ -52,11 +61,14 @@ class Degrees:
     micro_batches: int = 1
     recompute: str = "none"
     recompute_blocks: int | tuple[int, ...] | None = None
+    selective_blocks: int | tuple[int, ...] | None = None
     cut_at: tuple[str, ...] | None = None
     order: str = ORDERS[0]
     loss_chunks: int = 1
     offload: str = NO_OFFLOAD
     optimizer: str = DEFAULT_OPTIMIZER
+    precision: str | None = None
+    reduce_dtype: str | None = None
 
     @property
     def dp(self) -> int:
@@ -86,10 +98,22 @@ class Degrees:
     def num_stages(self) -> int:
         return self.pp * self.virtual_stages
 
-    def recomputed_blocks_of(self, stage: int) -> int | None:
-        """How many repeated blocks of a stage compute again, where anything does; None for all."""
-        blocks = self.recompute_blocks
-        return blocks[stage] if isinstance(blocks, tuple) else blocks
+    def full_blocks_of(self, stage: int) -> int | None:
+        """How many of the first repeated blocks of a stage are recomputed fully; None for all."""
+        if self.recompute in ("none", "selective") or self.is_recompute_open:
+            return 0
+        return _of_stage(self.recompute_blocks, stage)
+
+    def selective_blocks_of(self, stage: int) -> int | None:
+        """How many of the blocks after the fully recomputed ones are recomputed selectively; None for all."""
+        if self.recompute in ("none", "full") or self.is_recompute_open:
+            return 0
+        return _of_stage(self.recompute_blocks if self.recompute == "selective" else self.selective_blocks, stage)
+
+    @property
+    def is_recompute_open(self) -> bool:
+        """Whether the least recomputation that fits is still to be found."""
+        return self.recompute == "auto" and self.recompute_blocks is None and self.selective_blocks is None
 
     def offloads(self, part: str) -> bool:
         """Whether a part is on the host: one of `OPTIMIZER`, `PARAMETERS` and `ACTIVATIONS` (`autopar.ir.offload`)."""
@@ -132,13 +156,23 @@ class Degrees:
         return Mesh(("dp", *(f"tp{i}" for i in range(len(self.tp_dims)))), (self.dp, *self.tp_dims))
 
 
+RECOMPUTE = ("none", "selective", "full", "auto")
+
+
+def _of_stage(blocks: int | tuple[int, ...] | None, stage: int) -> int | None:
+    return blocks[stage] if isinstance(blocks, tuple) else blocks
+
+
 _ALIASES = {"dp": "dp_shard"}
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "schedule": SCHEDULE_NAMES,
-    "recompute": ("none", "full"),
+    "recompute": RECOMPUTE,
     "order": ORDERS,
     "offload": OFFLOADS,
+    "precision": PRECISIONS,
+    "reduce_dtype": PRECISIONS,
 }
+_MAY_BE_OPEN = ("micro_batch", *_OF_STAGES, "precision", "reduce_dtype")
 
 
 def degrees_from(data: Any, source: str = "plan") -> Degrees:
@@ -169,12 +203,14 @@ def degrees_from(data: Any, source: str = "plan") -> Degrees:
             values[name], rule = _paths(value)
         elif name == "optimizer":
             rule = "" if isinstance(value, str) and value else "must be a name such as adamw"
+        elif value is None and name in _MAY_BE_OPEN:
+            continue
         elif name in _CHOICES:
             rule = "" if value in _CHOICES[name] else f"must be one of {', '.join(_CHOICES[name])}"
-        elif value is None and name in ("micro_batch", "recompute_blocks"):
-            continue
-        elif name == "recompute_blocks" and not isinstance(value, int):
-            values[name], rule = _blocks_of_stages(value)
+        elif name in _OF_STAGES and not isinstance(value, int):
+            values[name], rule = _blocks_of_stages(value, least=0 if data.get("recompute") == "auto" else 1)
+        elif name in _OF_STAGES and data.get("recompute") == "auto":
+            rule = "" if _is_count(value) else "must be a whole number of at least 0"
         elif isinstance(value, bool) or not isinstance(value, int):
             rule = "must be a whole number"
         elif name == "zero":
@@ -215,13 +251,13 @@ def _paths(value: Any) -> tuple[tuple[str, ...] | None, str]:
     return tuple(split), ""
 
 
-def _blocks_of_stages(value: Any) -> tuple[int | tuple[int, ...] | None, str]:
+def _blocks_of_stages(value: Any, *, least: int) -> tuple[int | tuple[int, ...] | None, str]:
     """One number for every stage, also as one text with commas. A single number holds for all stages."""
     split = [int(n) if n.strip().isdecimal() else n for n in value.split(",")] if isinstance(value, str) else value
     if not isinstance(split, (list, tuple)) or not split or any(not _is_count(one) for one in split):
         return None, "must be a whole number, or one for every stage such as 3,2,1,0"
     if len(split) == 1:
-        return split[0], "" if split[0] else "must be at least 1; leave recompute out to recompute nothing"
+        return split[0], "" if split[0] >= least else "must be at least 1; leave recompute out to recompute nothing"
     return tuple(split), ""
 
 

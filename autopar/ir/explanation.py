@@ -1,8 +1,8 @@
 """A plan in words and tables: sections that print as plain text here, and as rich tables on the command line."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
 
 from autopar.ir.degrees import Degrees
 from autopar.ir.offload import HELD, NO_OFFLOAD
@@ -20,6 +20,8 @@ class _Labelled(Protocol):
     def name(self) -> str: ...
     @property
     def labels(self) -> Mapping[str, tuple[str, ...]]: ...
+    @property
+    def recomputed(self) -> tuple[str, ...]: ...
 
 
 class Explained(Protocol):
@@ -58,7 +60,8 @@ def sections(plan: Explained, *, with_order: bool = True) -> list[Section]:
     """The sections about a plan. Operators without a rule come first; `with_order` adds the order of passes."""
     found = [_header(plan)]
     if plan.summary is not None:
-        found = [_without_rule(plan.summary), *found, *_stages(plan, with_order), _parameters(plan), *_traffic(plan)]
+        found = [_without_rule(plan.summary), *found, *_stages(plan, with_order), *_recomputed(plan)]
+        found += [_parameters(plan), *_traffic(plan)]
         found.append(_once_a_step(plan.summary))
     else:
         found.append(Section(title="Labels", lines=tuple(_bare(plan))))
@@ -110,6 +113,13 @@ def _header(plan: Explained) -> Section:
         lines.append(f"sequence parallelism on tp: {chosen}")
         if not plan.regather:
             lines.append("gathered inputs of products are saved for backward, not gathered again (no regather)")
+    if degrees.precision is not None:
+        stored = "; parameters, gradients and optimizer state in fp32" if degrees.precision != "fp32" else ""
+        lines.append(f"precision: {degrees.precision}{stored}")
+    if degrees.precision is not None or degrees.reduce_dtype is not None:
+        lines.append(f"gradients are summed over ranks in {degrees.reduce_dtype or 'fp32'}")
+    if degrees.recompute != "none" and degrees.pp == 1:
+        lines.append(f"recomputation: {recomputation_of(asdict(degrees))}")
     if degrees.loss_chunks > 1:
         lines.append(f"logits and loss: in {degrees.loss_chunks} chunks of tokens, computed again for backward")
     if degrees.offload != NO_OFFLOAD:
@@ -130,6 +140,25 @@ def _without_rule(summary: Summary) -> Section:
         ),
         is_warning=True,
     )
+
+
+def _recomputed(plan: Explained) -> list[Section]:
+    """The operators of selective recomputation, and their effect on one call of each block."""
+    assert plan.summary is not None
+    if not any(block.selective for block in plan.summary.blocks):
+        return []
+    rows, lines = [], []
+    for block, labels in zip(plan.summary.blocks, plan.blocks, strict=True):
+        if block.selective is None:
+            continue
+        one = block.selective
+        freed = f"{readable_bytes(one.saved_bytes - one.saved_selectively)} ({one.freed:.0%})"
+        flops = f"{one.more_flops:.3g} ({one.more_flops / one.flops:.1%})" if one.flops else "0"
+        rows.append((block.name, str(one.num_operators), readable_bytes(one.saved_bytes), freed, flops))
+        lines.append(f"{block.name}: {', '.join(labels.recomputed)}")
+    title = "Selective recomputation (one call of a block for a micro-batch, on one rank)"
+    columns = ("block", "operators", "saved without it", "freed", "more FLOP (of forward and backward)")
+    return [Section(title=title, lines=tuple(lines), columns=columns, rows=tuple(rows))]
 
 
 def _parameters(plan: Explained) -> Section:
@@ -192,8 +221,7 @@ def _stages(plan: Explained, with_order: bool) -> list[Section]:
         )
     columns = ("stage", "pp rank", "blocks", "parameters", "time", "sends", "computes again")
     title = "Pipeline stages (time: one micro-batch on one rank, forward and backward, at the device's peak)"
-    is_recomputing = degrees.recompute != "none"
-    recomputed = f", {recomputation_in_words(degrees.recompute_blocks, degrees.pp)}" if is_recomputing else ""
+    recomputed = f", {recomputation_of(asdict(degrees))}" if degrees.recompute != "none" else ""
     count = degrees.micro_batches
     lines = [f"schedule {degrees.schedule}, {count} micro-batch{'es' * (count > 1)}{recomputed}"]
     for rank, order in enumerate(
@@ -206,6 +234,34 @@ def _stages(plan: Explained, with_order: bool) -> list[Section]:
     return [Section(title=title, lines=(lines[0],), columns=columns, rows=tuple(rows))] + [
         Section(title="Order of actions (stage, pass, micro-batch)", lines=tuple(lines[1:]))
     ] * (len(lines) > 1)
+
+
+def recomputation_of(degrees: Mapping[str, Any]) -> str:
+    """The recomputation of degrees in words.
+
+    >>> recomputation_of({"recompute": "selective"})
+    'every block is recomputed selectively'
+    >>> recomputation_of({"recompute": "auto", "recompute_blocks": 1, "selective_blocks": 2, "pp": 4})
+    'every stage recomputes 1 block; selectively, every stage recomputes 2 blocks'
+    >>> recomputation_of({"recompute": "auto", "recompute_blocks": 1, "pp": 4})
+    'every stage recomputes 1 block, and the other blocks selectively'
+    """
+    kind, blocks, pp = degrees.get("recompute"), degrees.get("recompute_blocks"), degrees.get("pp", 1)
+    selective = degrees.get("selective_blocks")
+    words = recomputation_in_words(blocks, pp)
+    if kind == "auto" and blocks is None and selective is None:
+        return "the least recomputation that fits"
+    if kind == "auto" and not _any(blocks):
+        return f"{recomputation_in_words(selective, pp)} selectively"
+    if kind == "auto" and selective is None and blocks is not None:
+        return f"{words}, and the other blocks selectively"
+    if kind == "auto" and _any(selective):
+        return f"{words}; selectively, {recomputation_in_words(selective, pp)}"
+    return f"{words} selectively" if kind == "selective" else words
+
+
+def _any(blocks: int | Sequence[int] | None) -> bool:
+    return blocks is None or (blocks > 0 if isinstance(blocks, int) else any(blocks))
 
 
 def recomputation_in_words(blocks: int | Sequence[int] | None, pp: int) -> str:

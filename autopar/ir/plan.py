@@ -25,6 +25,8 @@ class BlockLabels:
 
     `ports` gives the type of each placeholder's value; for a parameter, it is the type in which it is stored. `labels`
     gives the variant of each operator by node key. `results` gives the type in which each output leaves the block.
+    `recomputed` has the keys of the operators whose results are not saved but computed again in the backward pass, in
+    the calls that are recomputed selectively.
     """
 
     name: str
@@ -32,6 +34,7 @@ class BlockLabels:
     ports: Mapping[str, tuple[Type, ...]] = field(hash=False)
     labels: Mapping[str, tuple[str, ...]] = field(hash=False)
     results: Mapping[str, tuple[Type, ...]] = field(hash=False)
+    recomputed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,6 +204,9 @@ def _wrong_numbers(plan: Plan) -> list[Problem]:
     sizes = {"batch": plan.batch, "sequence": plan.sequence}
     rule = "must be a whole number above 0"
     found = [Problem(path=k, value=v, rule=rule) for k, v in sizes.items() if v is not None and v < 1]
+    if plan.degrees.is_recompute_open:
+        rule = "needs recompute_blocks or selective_blocks in a plan that runs"
+        found.append(Problem(path="degrees.recompute", value="auto", rule=rule))
     if len(plan.cuts) != plan.degrees.num_stages - 1:
         rule = f"must be {plan.degrees.num_stages - 1} whole numbers, one less than stages"
         found.append(Problem(path="cuts", value=list(plan.cuts), rule=rule))
@@ -215,4 +221,5 @@ def labels_to_dict(block: BlockLabels) -> dict[str, Any]:
         "ports": {k: [str(t) for t in v] for k, v in block.ports.items()},
         "labels": {k: list(v) for k, v in block.labels.items()},
         "results": {k: [str(t) for t in v] for k, v in block.results.items()},
+        "recomputed": list(block.recomputed),
     }

@@ -7,7 +7,7 @@ every stage that uses it computes it anew from the inputs: masks and position ta
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from autopar.errors import PlanError
 from autopar.ir.degrees import Degrees
@@ -16,6 +16,9 @@ from autopar.ir.program import Block, CallSite, Program
 
 if TYPE_CHECKING:
     from torch import fx
+
+
+How: TypeAlias = Literal["selective", "full"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,17 +74,21 @@ def needs_denominator(program: Program, stages: Iterable[Stage]) -> bool:
     return program.denominator is not None and any(program.denominator in call.arguments for call in calls)
 
 
-def recomputed_calls(program: Program, degrees: Degrees, stages: Sequence[Stage]) -> frozenset[int]:
-    """The calls whose inner values are computed again: of each stage the first repeated blocks, or all blocks where
-    none repeats."""
+def recomputed_calls(program: Program, degrees: Degrees, stages: Sequence[Stage]) -> Mapping[int, How]:
+    """How the backward pass repeats calls: of each stage the first repeated blocks fully, the next ones selectively.
+
+    Other calls are not in the result. Where no block repeats, all blocks count.
+    """
     if degrees.recompute == "none":
-        return frozenset()
+        return {}
     repeated = {i for i, call in enumerate(program.calls) if len(program.uses_of_block(call.block)) > 1}
-    found: set[int] = set()
+    found: dict[int, How] = {}
     for stage in stages:
         own = [i for i in stage.calls if i in repeated or not repeated]
-        found.update(own[: degrees.recomputed_blocks_of(stage.index)])
-    return frozenset(found)
+        full = own[: degrees.full_blocks_of(stage.index)]
+        found |= dict.fromkeys(full, "full")
+        found |= dict.fromkeys(own[len(full) :][: degrees.selective_blocks_of(stage.index)], "selective")
+    return found
 
 
 def offloaded_calls(program: Program, degrees: Degrees, stages: Sequence[Stage]) -> frozenset[int]:

@@ -19,14 +19,31 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SelectiveSummary:
+    """Selective recomputation of one call of a block for a micro-batch, on one rank."""
+
+    num_operators: int
+    saved_bytes: float  # for the backward pass, without recomputation
+    saved_selectively: float
+    flops: float  # of the block, forward and backward
+    more_flops: float  # of the recomputed operators
+
+    @property
+    def freed(self) -> float:
+        """The freed part of the saved bytes."""
+        return 1 - self.saved_selectively / self.saved_bytes if self.saved_bytes else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSummary:
-    """A distinct block: its number of calls, its collectives per call, the types of its results."""
+    """A distinct block: its number of calls, its collectives per call, the types of its results, its recomputation."""
 
     name: str
     num_calls: int
     num_operators: int
     traffic: tuple[Traffic, ...]
     results: tuple[str, ...]
+    selective: SelectiveSummary | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

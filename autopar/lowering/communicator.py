@@ -61,6 +61,14 @@ class RandomNumbers(Protocol):
         """Whether dropout drops anything."""
         ...
 
+    def position(self) -> Any:
+        """What the next draws depend on."""
+        ...
+
+    def go_to(self, position: Any) -> None:
+        """The next draws are the draws at an earlier `position`."""
+        ...
+
     def keep_mask(self, x: torch.Tensor, probability: float) -> torch.Tensor:
         """A boolean mask shaped like `x`, False with `probability`."""
         ...

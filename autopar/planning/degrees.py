@@ -6,7 +6,7 @@
 This module does not import torch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -113,14 +113,25 @@ def _only_with_stages(asked: Degrees, given: Mapping[str, Any]) -> list[Problem]
     if asked.cut_at is not None and len(asked.cut_at) != asked.num_stages - 1:
         rule = f"must have {asked.num_stages - 1} paths, one for each stage after the first; it has {len(asked.cut_at)}"
         problems.append(Problem(path="cut_at", value=", ".join(asked.cut_at), rule=rule))
-    blocks = asked.recompute_blocks
+    problems += [
+        problem for name in ("recompute_blocks", "selective_blocks") for problem in _recomputed_blocks(asked, name)
+    ]
+    return problems
+
+
+def _recomputed_blocks(asked: Degrees, name: str) -> Iterator[Problem]:
+    blocks = getattr(asked, name)
+    if blocks is None:
+        return
     if isinstance(blocks, tuple) and len(blocks) != asked.num_stages:
         rule = f"must be one number for all stages, or {asked.num_stages} numbers, one for each stage"
-        problems.append(Problem(path="recompute_blocks", value=", ".join(map(str, blocks)), rule=rule))
-    if blocks is not None and asked.recompute == "none":
-        rule, hint = "needs recompute = full", "set it, or leave recompute_blocks out"
-        problems.append(Problem(path="recompute_blocks", value=blocks, rule=rule, suggestion=hint))
-    return problems
+        yield Problem(path=name, value=", ".join(map(str, blocks)), rule=rule)
+    if asked.recompute == "none":
+        rule, hint = "needs recompute = selective, full or auto", f"set it, or leave {name} out"
+        yield Problem(path=name, value=blocks, rule=rule, suggestion=hint)
+    elif name == "selective_blocks" and asked.recompute != "auto":
+        hint = f"recompute_blocks counts the blocks of recompute = {asked.recompute}; leave selective_blocks out"
+        yield Problem(path=name, value=blocks, rule="needs recompute = auto", suggestion=hint)
 
 
 def _split_in_time(asked: Degrees, local_batch: int | None, given: Mapping[str, Any]) -> tuple[Degrees, list[Problem]]:

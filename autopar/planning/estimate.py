@@ -20,19 +20,21 @@ from autopar.capture.program import batch_and_sequence
 from autopar.cost_model.estimate import Estimate, estimate_works
 from autopar.cost_model.exact_memory import fullest_rank, with_exact_memory
 from autopar.cost_model.machine.cluster import precision_of
-from autopar.cost_model.machine.engine import Engine, engine_named
+from autopar.cost_model.machine.engine import Engine, engine_named, with_sums_in
 from autopar.cost_model.machine.profile import DeviceProfile
 from autopar.cost_model.machine.profile_io import load_profile
 from autopar.cost_model.pricing import Question
-from autopar.cost_model.work.program_costs import ProgramWorks, program_works
-from autopar.errors import InputError
+from autopar.cost_model.work.program_costs import ProgramWorks, dtype_of, program_works
+from autopar.errors import InputError, PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.plan import BlockLabels, Plan
+from autopar.ir.precision import PRECISIONS
 from autopar.ir.program import Program
 from autopar.planning.degrees import ranks_of_a_part, resolve_degrees
 from autopar.planning.fixed import PlanLike, capture_for, check_plan, choose_labels
-from autopar.planning.machine import machinery_of
+from autopar.planning.machine import machinery_of, own_machinery
+from autopar.planning.recomputed import decided, with_recomputed, without_unread
 from autopar.search.bounds.lower_bounds import Beyond, Machinery
 from autopar.search.pricing.cuts import call_seconds, choose_cuts
 from autopar.search.pricing.recomputed_values import values_to_recompute
@@ -81,7 +83,7 @@ def estimate(
         global_batch: Sequences of one step on all ranks. By default the inputs are one rank's step.
         engine: The framework whose mechanisms are priced (``cost_model/machine/engines``).
         profile: A device profile, its shipped name, or its file.
-        precision: Of products: bf16, fp16, fp8 or fp32; by default the model's dtype. Bytes follow the model's dtype.
+        precision: Of computing: bf16, fp16, fp32, or fp8 (priced only); by default the model's dtype.
         cp: The degree of context parallelism, which is priced and not run.
         ep: The degree of expert parallelism, which is priced and not run.
         tokens: The tokens of a whole training run, to predict its days, money and energy.
@@ -108,7 +110,7 @@ def estimate(
     """
     spec = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
     model_or_program = _uncompiled(model_or_program)
-    given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+    given, precision = _with_precision(plan, precision, model_or_program)
     report = on_progress or (lambda _: None)
     chosen = _checked_engine(engine, spec, cp, ep, exact_memory)
     asked = _Asked(given, example_inputs, loss_fn, spec.num_devices // cp, global_batch, report, specialise)
@@ -118,11 +120,11 @@ def estimate(
     priceable = priceable_of(program, spec, degrees, chosen, own_plan)
     report("pricing")
     question = Question(
-        cluster=spec, degrees=priceable.degrees, engine=chosen, cp=cp, ep=ep,
+        cluster=spec, degrees=priceable.degrees, engine=with_sums_in(chosen, degrees.reduce_dtype), cp=cp, ep=ep,
         precision=precision or precision_of(priceable.works.dtype, spec),
         profile=load_profile(profile) if isinstance(profile, (str, Path)) else profile,
     )  # fmt: skip
-    question = replace(question, cuts=_cuts(program, priceable, question) if own_plan is None else own_plan.cuts)
+    priceable, question = _as_it_runs(program, priceable, question, own_plan)
     name = name or (own_plan.model if own_plan is not None else type(model_or_program).__name__)
     made = estimate_works(priceable.works, question, name=name, tokens=tokens, grams_co2_per_kwh=grams_co2_per_kwh)
     if not exact_memory:
@@ -130,6 +132,38 @@ def estimate(
     report("counting the tensors of a rank")
     whole = own_plan or _whole_plan(program, priceable, question)
     return with_exact_memory(made, fullest_rank(program, analyse(program, whole.mesh), whole))
+
+
+def _with_precision(
+    plan: PlanLike, precision: str | None, model_or_program: nn.Module | Program
+) -> tuple[Plan | Mapping[str, Any] | None, str | None]:
+    """The wished degrees with the precision, and the precision of products. A plan and a program have their own."""
+    given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+    if isinstance(given, Plan):
+        return given, precision or given.degrees.precision
+    own = dict(given or {}).get("precision")
+    if precision is not None and own not in (None, precision):
+        raise InputError(f"precision {precision!r} beside {own!r} in the plan; give one of them")
+    precision = precision or own
+    if precision in PRECISIONS and not isinstance(model_or_program, Program):
+        return {**(given or {}), "precision": precision}, precision
+    return given, precision
+
+
+def _as_it_runs(
+    program: Program, priceable: Priceable, question: Question, plan: Plan | None
+) -> tuple[Priceable, Question]:
+    """Both with the cuts of stages, and with the least recomputation that fits if autopar's own plan leaves it open."""
+    question = replace(question, cuts=_cuts(program, priceable, question) if plan is None else plan.cuts)
+    if question.engine.name != OWN:
+        if question.degrees.is_recompute_open:
+            raise PlanError(
+                f"recompute = auto is found for engine {OWN} only; with engine {question.engine.name} give none, "
+                "selective or full"
+            )
+        return priceable, question
+    own = decided(priceable.works, question.degrees, _machinery(question), question.cuts)
+    return replace(priceable, degrees=own), replace(question, degrees=own)
 
 
 def _uncompiled(given: nn.Module | Program) -> nn.Module | Program:
@@ -201,7 +235,12 @@ def _whole_plan(program: Program, priceable: Priceable, question: Question) -> P
         machine, analysis = _machinery(question).machine, analyse(program, degrees.mesh)
         again = values_to_recompute(program, analysis, cuts, degrees, machine)
     return Plan(
-        fingerprint=program.fingerprint, model="", degrees=degrees, blocks=priceable.labels, cuts=cuts, recomputed=again
+        fingerprint=program.fingerprint,
+        model="",
+        degrees=degrees,
+        cuts=cuts,
+        recomputed=again,
+        blocks=without_unread(priceable.labels, degrees),
     )
 
 
@@ -248,6 +287,9 @@ def _priceable(
         wanted = degrees if is_own else replace(degrees, dp_shard=1, dp_replicate=1)
         found, analysis, labelling = choose_labels(program, cluster, wanted)
         labels = labelling.blocks
+        if is_own:
+            speeds = own_machinery(cluster, dtype_of(program)).machine.speeds
+            labels = with_recomputed(program, analysis, labels, found, speeds, regather=regather)
     works = program_works(
         program, analysis, labels, found.mesh, regather=regather, loss_chunks=degrees.loss_chunks if is_own else 1
     )

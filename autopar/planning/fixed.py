@@ -16,7 +16,7 @@ from autopar.cost_model.memory.lower_bound import refuse_what_does_not_fit
 from autopar.cost_model.work.coverage import Coverage
 from autopar.cost_model.work.coverage import coverage as coverage_of
 from autopar.cost_model.work.program_costs import ProgramWorks, dtype_of, program_works
-from autopar.errors import InfeasibleError, PlanError
+from autopar.errors import InfeasibleError, PlanError, did_you_mean
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.plan import Plan
@@ -28,6 +28,7 @@ from autopar.lowering.loss_region import why_whole
 from autopar.memo import Memo
 from autopar.planning.degrees import resolve_degrees
 from autopar.planning.machine import own_machinery
+from autopar.planning.recomputed import decided, with_recomputed, without_unread
 from autopar.report.explain import summarise
 from autopar.search.labels.result import Labelling
 from autopar.search.pricing.cuts import call_seconds, choose_cuts, cuts_like
@@ -84,18 +85,20 @@ def capture_for(
 ) -> Program:
     """The program at the global micro-batch of `degrees`.
 
-    With `decided_as` the model takes the decisions of another program of it, and none of its own.
+    With `decided_as` the model takes the decisions of another program of it, and none of its own. With a precision,
+    parameters and floating inputs have its dtype.
 
     Raises `PlanError` if accumulation would change the loss and `degrees` do not accept that.
     """
     from autopar.capture.any_size import captured
     from autopar.capture.export.data_reads import Reading
+    from autopar.capture.precision import in_precision, inputs_in_precision
     from autopar.capture.program import CaptureRequest, batch_and_sequence, capture_twice
 
     answers = None if decided_as is None else {decision.key: decision for decision in decided_as.decisions}
     asked = CaptureRequest(
-        model=model,
-        inputs=example_inputs,
+        model=in_precision(model, degrees.precision),
+        inputs=inputs_in_precision(example_inputs, degrees.precision),
         loss_fn=loss_fn,
         training=training,
         reading=Reading(specialise=specialise or bool(answers), answers=answers),
@@ -154,9 +157,16 @@ def label_plan(
 
     Raises `PlanError` if a degree does not divide the model, and `InfeasibleError` if the plan cannot fit a device.
     """
-    labelled = labelled or choose_labels(program, cluster, degrees, held=held, regather=regather)
+    if labelled is None:
+        degrees, analysis, found = choose_labels(program, cluster, degrees, held=held, regather=regather)
+        speeds = own_machinery(cluster, dtype_of(program)).machine.speeds
+        own = with_recomputed(program, analysis, found.blocks, degrees, speeds, regather=regather)
+        labelled = degrees, analysis, replace(found, blocks=own)
     degrees, analysis, found = labelled
     stages = _stages(program, labelled, cluster, stage_of, searched, regather=regather)
+    if degrees.is_recompute_open:
+        degrees = decided(_works(program, labelled, regather), degrees, _on(program, cluster), stages.cuts)
+    found = replace(found, blocks=without_unread(found.blocks, degrees))
     refuse_what_does_not_fit(program, analysis, found.blocks, degrees, cluster, stages.cuts)
     notes = (*program.notes, *found.notes)
     if degrees.loss_chunks > 1 and (why := why_whole(program, analysis, found.blocks, degrees.mesh)):
@@ -188,24 +198,33 @@ def _stages(
     *,
     regather: bool,
 ) -> _Stages:
-    degrees, analysis, found = labelled
+    degrees, analysis, _ = labelled
     if degrees.num_stages == 1:
         return _Stages()
     call_s: tuple[float, ...] = ()
-    on = searched.on if searched is not None else own_machinery(cluster, dtype_of(program))
+    on = searched.on if searched is not None else _on(program, cluster)
     if stage_of is not None:
         cuts = cuts_like(program, stage_of, degrees.num_stages)
     elif searched is not None:
         cuts, call_s = searched.cuts, call_seconds(searched.works, degrees, on)
     else:
-        works = program_works(
-            program, analysis, found.blocks, degrees.mesh, regather=regather, loss_chunks=degrees.loss_chunks
-        )
+        works = _works(program, labelled, regather)
         call_s = call_seconds(works, degrees, on)
         cuts = choose_cuts(program, works, degrees, call_s)
     recomputed = values_to_recompute(program, analysis, cuts, degrees, on.machine)
     check_stages(program, stages_of(program, cuts, recomputed))
     return _Stages(cuts=cuts, recomputed=recomputed, call_s=call_s)
+
+
+def _on(program: Program, cluster: ClusterSpec) -> "Machinery":
+    return own_machinery(cluster, dtype_of(program))
+
+
+def _works(program: Program, labelled: Labelled, regather: bool) -> ProgramWorks:
+    degrees, analysis, found = labelled
+    return program_works(
+        program, analysis, found.blocks, degrees.mesh, regather=regather, loss_chunks=degrees.loss_chunks
+    )
 
 
 def choose_labels(
@@ -356,4 +375,11 @@ def check_plan(plan: Plan, program: Program, world_size: int, local_batch: int |
             )
             + "; plan again for this model"
         )
+    for block, labels in zip(program.blocks, plan.blocks, strict=True):
+        known = {node.meta["key"] for node in block.graph.nodes if node.op == "call_function"}
+        if unknown := [key for key in labels.recomputed if key not in known]:
+            raise PlanError(
+                f"block {labels.name}: `recomputed` names the operator {unknown[0]!r}; "
+                f"{did_you_mean(unknown[0], sorted(known))}"
+            )
     check_stages(program, stages_of(program, plan.cuts, plan.recomputed))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from autopar.cache.labels import AGAIN, CHOSEN_FOR_KEPT, KEPT, Chosen, labels_file, labels_text, read_labels
 from autopar.capture.analysis import Analysis, analyse
-from autopar.cost_model.work.program_costs import ProgramWorks, merged_works
+from autopar.cost_model.work.program_costs import ProgramWorks, dtype_of, merged_works
 from autopar.errors import PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
@@ -21,6 +21,8 @@ from autopar.ir.program import Program
 from autopar.ir.sharding import I, Mesh
 from autopar.memo import Memo
 from autopar.planning.fixed import Labelled, choose_labels
+from autopar.planning.machine import own_machinery
+from autopar.planning.recomputed import chosen_keys, fastest, recomputable_of, repeated_blocks
 from autopar.search.labels.check import check
 from autopar.search.labels.result import Labelling
 
@@ -47,11 +49,13 @@ class SearchLabels:
         folder: Path | None = None,
         on_progress: Callable[[str], None] = lambda _: None,
         memo: Memo | None = None,
+        selective: bool = False,
     ) -> None:
         self.program, self.cluster, self.regather, self.folder = program, cluster, regather, folder
         self.on_progress, self.loss_chunks, self.optimizer = on_progress, loss_chunks, optimizer
         self.wanted = replace(LABELLED, sequence_parallel=sequence_parallel)
         self.memo = Memo() if memo is None else memo
+        self.selective = selective  # whether operators are chosen for selective recomputation
 
     def works(self, tp: int) -> ProgramWorks:
         """The block costs. Raises `PlanError` if the degree does not divide the model, and `InfeasibleError`."""
@@ -90,7 +94,7 @@ class SearchLabels:
     def _found(self, gathers: str, wanted: Degrees, chunks: int, make: Callable[[], Chosen]) -> Chosen:
         if self.folder is None:
             return make()
-        wanted = replace(wanted, loss_chunks=chunks)
+        wanted = replace(wanted, loss_chunks=chunks, recompute="auto" if self.selective else "none")
         file = labels_file(self.folder, self.program, self.cluster, wanted, gathers)
         chosen = file.read(read_labels, self.on_progress)
         if chosen is None:
@@ -112,8 +116,21 @@ class SearchLabels:
 
     def _choose(self, wanted: Degrees) -> Chosen:
         degrees, _, found = choose_labels(self.program, self.cluster, wanted, regather=self.regather, memo=self.memo)
+        if self.selective:
+            found = self._selecting(found, degrees.mesh)
         works = [work for _, work in self._blocks(found, degrees.mesh, self.loss_chunks)]
         return degrees, found, self._merged(works, found, regather=self.regather, loss_chunks=self.loss_chunks)
+
+    def _selecting(self, found: Labelling, mesh: Mesh) -> Labelling:
+        """Labels with the operators of repeated blocks that selective recomputation computes again."""
+        choose = fastest(own_machinery(self.cluster, dtype_of(self.program)).machine.speeds)
+        blocks, labels = self._blocks(found, mesh, 1), list(found.blocks)
+        for index in repeated_blocks(self.program):
+            flow, work = blocks[index]
+            values = self.memo(recomputable_of, flow, work)
+            keys = chosen_keys(values, work, mesh, self.program.sequence, choose)
+            labels[index] = replace(labels[index], recomputed=keys)
+        return replace(found, blocks=tuple(labels))
 
     def _merged(
         self, works: "Sequence[SymbolicWork]", found: Labelling, *, regather: bool, loss_chunks: int
@@ -124,9 +141,21 @@ class SearchLabels:
         """The program's blocks under labels. Blocks of another degree with the same labels are used again."""
         analysis, symbolic = self.memo(analyse, self.program, mesh), _symbolic(found.mesh)
         every = [
-            self.memo(_block, self.memo, self.program, analysis, index, labels, symbolic, self.regather)
+            self.memo(
+                _block,
+                self.memo,
+                self.program,
+                analysis,
+                index,
+                replace(labels, recomputed=()),
+                symbolic,
+                self.regather,
+            )
             for index, labels in enumerate(found.blocks)
         ]
+        for index, labels in enumerate(found.blocks):
+            if labels.recomputed:
+                every[index] = self.memo(_selected, self.memo, *every[index], labels.recomputed)
         return [one if chunks == 1 else self.memo(_in_chunks, *one, chunks) for one in every]
 
     def hold(self, chosen: int, tp: int) -> bool:
@@ -171,6 +200,14 @@ def _block(
     runs = memo(block_runs, program, memo(analyse, program))[index]  # equal for any labels
     flow = flow_of(program, index, analysis, labels, memo(naming_of, analysis, mesh), runs, regather)
     return flow, work_of(flow)
+
+
+def _selected(memo: Memo, flow: "Flow", work: "SymbolicWork", keys: tuple[str, ...]) -> "tuple[Flow, SymbolicWork]":
+    """A block with selective recomputation of some operators."""
+    from autopar.cost_model.work.recomputable import selected
+
+    own = replace(flow, labels=replace(flow.labels, recomputed=keys))
+    return own, replace(work, selected=selected(memo(recomputable_of, flow, work), keys))
 
 
 def _in_chunks(flow: "Flow", work: "SymbolicWork", chunks: int) -> "tuple[Flow, SymbolicWork]":

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from autopar.cost_model.machine.cluster import cluster_machine, precision_of
-from autopar.cost_model.machine.engine import engine_named
+from autopar.cost_model.machine.engine import engine_named, with_sums_in
 from autopar.cost_model.machine.fitted_constants import mechanisms
 from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.machine.profile import DeviceProfile
@@ -16,17 +16,22 @@ if TYPE_CHECKING:
 ENGINE = "autopar"
 
 
-def machine_of(cluster: ClusterSpec, profile: DeviceProfile | None, precision: str) -> Machine:
+def machine_of(
+    cluster: ClusterSpec, profile: DeviceProfile | None, precision: str, reduce_dtype: str | None = None
+) -> Machine:
     """The cluster as a machine. Raises `InputError` if the precision is unknown or the devices do not have it."""
-    return cluster_machine(cluster, engine_named(ENGINE), mechanisms(), precision=precision, profile=profile)
+    engine = with_sums_in(engine_named(ENGINE), reduce_dtype)
+    return cluster_machine(cluster, engine, mechanisms(), precision=precision, profile=profile)
 
 
 def machinery_of(
     cluster: ClusterSpec,
     profile: DeviceProfile | None,
     precision: str,
+    reduce_dtype: str | None = None,
     *,
     recompute_blocks: int | tuple[int, ...] | None = None,
+    most_level: int = 2,
     cuts: tuple[int, ...] | None = None,
 ) -> "Machinery":
     """The machine of `machine_of` with the decisions that price candidates.
@@ -36,8 +41,9 @@ def machinery_of(
     from autopar.search.bounds.lower_bounds import Machinery
 
     return Machinery(
-        machine=machine_of(cluster, profile, precision),
+        machine=machine_of(cluster, profile, precision, reduce_dtype),
         recompute_blocks=recompute_blocks,
+        most_level=most_level,
         cuts=cuts,
     )
 

@@ -71,7 +71,9 @@ class PlanOptions:
         ORDERS[0],
     )
     recompute: str | None = _option(
-        "Activations that backward computes again: none, or full (all activations inside blocks).", "none"
+        "Activations that backward computes again: none, selective (of the operators that free many bytes for little "
+        "work), full (all activations inside blocks), or auto (the least that fits).",
+        "none",
     )
     recompute_blocks: str | None = _option(
         "Recompute only the first k repeated blocks of each stage: one number, or one for every stage such as 3,2,1,0.",
@@ -87,6 +89,16 @@ class PlanOptions:
         f"The optimizer whose state the memory counts: {', '.join(OPTIMIZERS)}. Another name counts as "
         f"{DEFAULT_OPTIMIZER}.",
         DEFAULT_OPTIMIZER,
+        is_searched=False,
+    )
+    precision: str | None = _option(
+        "Dtype of computing, beside float32 master weights: fp32, bf16 or fp16. fp8 is priced and not run.",
+        "as the model is written; presets and configs: bf16, fp16 where a device has no bf16, fp32 on CPUs",
+        is_searched=False,
+    )
+    reduce_dtype: str | None = _option(
+        "Dtype in which ranks sum gradients: fp32, bf16 or fp16.",
+        "fp32 with a precision, otherwise the dtype of the gradients",
         is_searched=False,
     )
     global_batch: int | None = _option(
@@ -109,7 +121,6 @@ class PlanOptions:
     what_if: bool = False  # also search plans that autopar prices and does not run
     report: bool = False  # also collect the curves and the graph that only a report draws
     profile: "DeviceProfile | None" = None
-    precision: str | None = None
 
     def given(self) -> dict[str, Any]:
         """The options of the first part that were given, by name."""
@@ -118,7 +129,10 @@ class PlanOptions:
 
     def wish(self) -> dict[str, Any]:
         """The given options that are degrees, as `autopar.parallelize(plan=...)` takes them."""
-        return {name: value for name, value in self.given().items() if name not in _NOT_DEGREES}
+        wish = {name: value for name, value in self.given().items() if name not in _NOT_DEGREES}
+        if wish.get("precision") == "fp8":
+            wish["precision"] = "bf16"  # what fp8 is priced beside
+        return wish
 
     def degrees(self, world_size: int) -> Degrees:
         """Degrees for a number of ranks. Raises `PlanError` with every violation at once."""

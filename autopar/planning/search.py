@@ -48,7 +48,14 @@ from autopar.search.pricing.exact import Priced
 from autopar.search.pricing.objective import Goal, Part, goal_of
 from autopar.search.result.result import Closest, SearchResult
 from autopar.search.space.candidates import tensor_degrees, what_would_be_legal
-from autopar.search.space.constraints import Constraints, Values, recompute_blocks_of, shared_degrees
+from autopar.search.space.constraints import (
+    Constraints,
+    Values,
+    is_selective,
+    most_level_of,
+    recompute_blocks_of,
+    shared_degrees,
+)
 
 if TYPE_CHECKING:
     from autopar.capture.export.export import Inputs, LossFunction
@@ -76,6 +83,7 @@ def plan(
     what_if: bool = False,
     profile: DeviceProfile | str | Path | None = None,
     precision: str | None = None,
+    reduce_dtype: str | None = None,
     name: str = "",
     on_progress: Callable[[str], None] | None = None,
     specialise: bool = False,
@@ -93,14 +101,14 @@ def plan(
         fix: The values that a word of `Plan.degrees` must have, one or several: ``{"tp": (4, 8)}``.
         forbid: The values that a word must not have.
         top: The number of other plans to explain.
-        trials: The number of variations of stage cuts that Optuna tries, if a pipeline is among the best plans.
+        trials: The variations of stage cuts that Optuna tries, if a pipeline is among the best plans.
         seed: The seed of Optuna's sampler.
         timeout_s: Seconds until the search ends with the best plan so far and its gap.
-        study: A journal (``plan.log``) or database (``plan.db``, ``sqlite:///plan.db``) that keeps the trials, and that
-            several processes may share.
+        study: A journal (``plan.log``) or database (``plan.db``, ``sqlite:///plan.db``) of trials, perhaps shared.
         what_if: Also search plans that autopar prices and does not run; the best is `SearchResult.beyond`.
         profile: A device profile or its file; by default the cluster's, else the shipped one.
-        precision: Of products: "bf16", "fp16", "fp8" or "fp32"; by default the module's dtype.
+        precision: Of computing: "bf16", "fp16", "fp32", or "fp8" (priced only); by default the module's dtype.
+        reduce_dtype: The dtype of gradient sums over ranks.
         name: The model's name in the result; by default its class.
         on_progress: A function that receives a text before each part of the work.
         specialise: Whether branches on inputs are captured as the example inputs take them.
@@ -125,18 +133,21 @@ def plan(
     from autopar.capture.any_size import capture
 
     asked = PlanOptions(
-        global_batch=global_batch, local_batch=local_batch, objective=objective,
-        fix=fix or {}, forbid=forbid or {}, top=top, trials=trials, seed=seed,
-        timeout_s=timeout_s, study=None if study is None else str(study), what_if=what_if,
-        profile=load_profile(profile) if isinstance(profile, (str, Path)) else profile, precision=precision,
+        global_batch=global_batch, local_batch=local_batch, objective=objective, fix=fix or {}, forbid=forbid or {},
+        top=top, trials=trials, seed=seed, timeout_s=timeout_s, study=None if study is None else str(study),
+        profile=_profile(profile), what_if=what_if, precision=precision, reduce_dtype=reduce_dtype,
     )  # fmt: skip
     spec = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
     report = on_progress or (lambda _: None)
     asked.check_search(spec.num_devices)
-    model = private.uncompiled(model)
     report("capturing")
-    captured = capture(model, example_inputs, batch=LABELLED_DP, loss_fn=loss_fn, specialise=specialise)
+    model, how = private.uncompiled(model), {"precision": asked.wish().get("precision"), "specialise": specialise}
+    captured = capture(model, example_inputs, batch=LABELLED_DP, loss_fn=loss_fn, **how)  # type: ignore[arg-type]
     return search_captured(captured, spec, asked, name=name or type(model).__name__, on_progress=report)
+
+
+def _profile(given: DeviceProfile | str | Path | None) -> DeviceProfile | None:
+    return load_profile(given) if isinstance(given, (str, Path)) else given
 
 
 def search_captured(
@@ -154,26 +165,27 @@ def search_captured(
     program = program_for(captured, LABELLED)
     fix, forbid = asked.narrowing()
     cuts = cuts_at(program, fix["cut_at"][0]) if "cut_at" in fix else None
-    regather, chunks = (fix.get(word, (None,))[0] for word in ("regather", "loss_chunks"))  # None: the search decides
+    # None: the search decides
+    regather, chunks, sums = (fix.get(word, (None,))[0] for word in ("regather", "loss_chunks", "reduce_dtype"))
     labels = SearchLabels(
         program, cluster, fix.get("sequence_parallel", (None,))[0], regather=regather is not False,
         loss_chunks=chunks or 1, optimizer=shared_degrees(fix).get("optimizer", DEFAULT_OPTIMIZER),
-        folder=labels_folder, on_progress=on_progress,
+        folder=labels_folder, on_progress=on_progress, selective=is_selective(fix),
     )  # fmt: skip
     works_of = labels.works
 
     def machinery(part: ClusterSpec) -> Machinery:
         precision = asked.precision or precision_of(works_of(1).dtype, cluster)
-        return machinery_of(part, asked.profile, precision, recompute_blocks=recompute_blocks_of(fix), cuts=cuts)
+        return machinery_of(
+            part, asked.profile, precision, sums,
+            recompute_blocks=recompute_blocks_of(fix), most_level=most_level_of(fix), cuts=cuts,
+        )  # fmt: skip
 
     goal = goal_of(asked.objective, cluster, machinery, per_sequence=asked.local_batch is not None)
     on = goal.parts[cluster.num_devices].on
     place = _checked_study(asked, question_of(asked, program, cluster, on, name))
     deadline = np.inf if asked.timeout_s is None else started + asked.timeout_s
-
-    def should_continue() -> bool:
-        return time.monotonic() < deadline
-
+    should_continue = partial(_is_before, deadline)
     constraints = _constraints(program, works_of(1), goal, asked, (fix, forbid, cuts), singly=captured.has_one_sequence)
     how: Any = {"most_exact": _MOST_PRICED, "should_continue": should_continue}
 
@@ -246,6 +258,10 @@ def _searched(space: _Space, on_progress: Callable[[str], None], goal: Goal, bel
     if "loss_chunks" not in constraints.fix:
         found = with_chunks(found, labels.works_in_chunks, chunks_of(labels.program.sequence), **space.how)
     return found
+
+
+def _is_before(deadline_s: float) -> bool:
+    return time.monotonic() < deadline_s
 
 
 def _works_of(best: Priced | None, labels: SearchLabels) -> Works:

@@ -10,6 +10,7 @@ from math import prod
 from autopar.capture.analysis import Analysis
 from autopar.capture.nodes import operator_name, value_infos
 from autopar.cost_model.machine.collectives import sent_bytes
+from autopar.cost_model.work.block_work import PASSES, evaluate, sizes_on
 from autopar.cost_model.work.coverage import whole_on_every_rank, works_of
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
@@ -17,7 +18,15 @@ from autopar.ir.program import Program
 from autopar.ir.sharding import Dims, Type, owned_by
 from autopar.ir.stages import main_calls, stages_of
 from autopar.ir.storage import boundary_types
-from autopar.ir.summary import BlockSummary, ParameterSummary, StageSummary, Summary, Traffic, WithoutRule
+from autopar.ir.summary import (
+    BlockSummary,
+    ParameterSummary,
+    SelectiveSummary,
+    StageSummary,
+    Summary,
+    Traffic,
+    WithoutRule,
+)
 from autopar.lowering.collectives import collectives_of
 
 _FEATURES = {("linear", 0): "column-parallel", ("linear", 1): "row-parallel", ("embedding", 0): "vocabulary-parallel"}
@@ -130,6 +139,25 @@ def _block(program: Program, analysis: Analysis, plan: Plan, index: int) -> Bloc
             for (dim, when, collective), (count, sent) in sorted(totals.items())
         ),
         results=tuple(results),
+        selective=_selective(program, analysis, plan, index) if plan.blocks[index].recomputed else None,
+    )
+
+
+def _selective(program: Program, analysis: Analysis, plan: Plan, index: int) -> SelectiveSummary | None:
+    """Selective recomputation of a block, as the cost model counts it."""
+    from autopar.cost_model.work.export import block_runs, flow_of, naming_of, work_of
+
+    runs, naming = block_runs(program, analysis)[index], naming_of(analysis, plan.mesh)
+    work = work_of(flow_of(program, index, analysis, plan.blocks[index], naming, runs, plan.regather))
+    found = evaluate(work, sizes_on(plan.mesh, program.sequence, plan.degrees.micro_batch))
+    if found.selected is None:
+        return None
+    return SelectiveSummary(
+        num_operators=len(found.selected.operators),
+        saved_bytes=float(found.saved_eager_bytes),
+        saved_selectively=float(found.selected.saved_bytes),
+        flops=PASSES * float(sum(one.flops for one in found.products if one.kind != "again")),
+        more_flops=float(sum(one.flops for one in found.selected.operators)),
     )
 
 

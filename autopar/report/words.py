@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from autopar.cost_model.parts import MEMORY
-from autopar.ir.explanation import recomputation_in_words
+from autopar.ir.explanation import recomputation_of
 from autopar.ir.offload import NO_OFFLOAD, offload_in_words
 from autopar.ir.rank_order import ORDERS
 from autopar.ir.schedules.registry import DEFAULT_SCHEDULE
@@ -50,7 +50,7 @@ def _degree_words(d: Mapping[str, Any]) -> Iterator[str]:
     if d.get("accumulate", 1) > 1:
         yield f"{d['accumulate']} micro-batches accumulated"
     if d.get("recompute", "none") != "none":
-        yield recomputation_in_words(d.get("recompute_blocks"), pp)
+        yield recomputation_of(d)
     if not d.get("regather", True):
         yield "gathered inputs are saved"
     if d.get("loss_chunks", 1) > 1:

@@ -17,6 +17,7 @@ from autopar.ir.sharding import Mesh
 from autopar.ir.stages import kept_results, needed_results
 from autopar.ir.storage import boundary_types
 from autopar.lowering.local_graph import LocalGraph, local_graph
+from autopar.lowering.recomputation import SelectiveBlock
 from autopar.runtime.codegen.execute import (
     BlockFunction,
     constant_values,
@@ -73,7 +74,7 @@ def run_in_one_process(
     """Run loss and backward of the generated program on `mesh.size` ranks in this process.
 
     `generated` are the blocks to run instead of generating them with `options`. Without `outputs` the model's outputs
-    are not computed, as in a training step.
+    are not computed, as in a training step. Blocks whose labels name recomputed operators are recomputed selectively.
     """
     types = boundary_types(program, labels)
     state = {name: buffers[name] for name in program.updates}
@@ -83,7 +84,10 @@ def run_in_one_process(
     with private.one_process_ranks(mesh.size):
         ranks = make_mesh(mesh)
         streams = SharedDraws(mesh, ranks.dims)
-        modules = [graph_module(g.graph, "Generated", module_attributes(g, ranks, streams)) for g in blocks]
+        modules: list[BlockFunction] = []
+        for block, own in zip(blocks, labels, strict=True):
+            module = graph_module(block.graph, "Generated", module_attributes(block, ranks, streams))
+            modules.append(SelectiveBlock(module, own.recomputed) if own.recomputed else module)
         values: dict[str, Any] = {}
         for name, kinds in types.items():
             if name in whole:

@@ -116,6 +116,12 @@ class NoNumbers:
 
     training = True
 
+    def position(self) -> None:
+        """No draw depends on anything."""
+
+    def go_to(self, position: None) -> None:
+        """Nothing to go back to."""
+
     def keep_mask(self, x: torch.Tensor, probability: float) -> torch.Tensor:
         return torch.empty_like(x, dtype=torch.bool)
 

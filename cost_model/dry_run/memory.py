@@ -1,9 +1,11 @@
 """The memory of one rank in a step, by category. It is exact: it follows from the plan's storage and torch's autograd.
 
-    parameters    shards between steps, padded as ZeRO pads them; a copy in every stage that takes a tied one
-    gradients     after the step, in the layout of the parameters
+    parameters    shards between steps, padded as ZeRO pads them; a copy in every stage that takes a tied one. With a
+                  precision they are float32 (`autopar.ir.precision`)
+    gradients     after the step, in the layout and dtype of the parameters
     optimizer     the state of the plan's optimizer (`autopar.ir.optimizers`)
-    gathered      the most parameters that ZeRO holds whole at once, by the order of gathers (zero_traffic)
+    gathered      the most parameters that ZeRO holds whole at once, by the order of gathers (zero_traffic); with a
+                  precision the copies of all other parameters in the dtype of computing
     whole         gradients that wait whole for their sum: of every group where ZeRO 1 accumulates or the schedule
                   splits the backward pass, else of the largest group
     buffers       the operand of the largest gather or reduce-scatter, which is a copy
@@ -64,7 +66,7 @@ def rank_memory(program: Program, analysis: Analysis, plan: Plan, rank: int = 0,
 def memory_of(setting: RankView, runs: Mapping[int, StageRun]) -> RankMemory:
     """The memory of a rank, from one micro-batch of each of its stages."""
     degrees = setting.plan.degrees
-    gathered = whole = largest = 0
+    gathered, whole, largest = _copied_bytes(setting), 0, 0
     for stage in setting.own_stages:
         groups = groups_of(setting, stage, runs[stage.index])
         gathered += zero_step(setting, stage, groups, Ledger()).most_bytes
@@ -159,14 +161,15 @@ def gradient_bytes(setting: RankView, runs: Mapping[int, StageRun]) -> int:
     for stage in setting.own_stages:
         for group in groups_of(setting, stage, runs[stage.index]):
             if not left.isdisjoint(group.names) and group.gradient_bytes:
-                total += group.gradient_bytes // setting.plan.degrees.dp_shard
-                left -= {name for name in group.names if name in runs[stage.index].gradients}
+                reached = [name for name in group.names if name in runs[stage.index].gradients]
+                total += sum(_stored_bytes(setting, name) for name in reached)
+                left -= set(reached)
     return total + sum(_stored_bytes(setting, name) for name in left)
 
 
 def _stored_bytes(setting: RankView, name: str) -> int:
     """Bytes of this rank's part of a parameter between steps, with ZeRO's padding."""
-    item = setting.program.parameters[name].dtype.itemsize
+    item = setting.stored_itemsize(name)
     if is_sharded(setting, name):
         return padded_elements(setting, name) // setting.plan.degrees.dp_shard * item
     return prod(setting.own_shape(name)) * item
@@ -175,7 +178,16 @@ def _stored_bytes(setting: RankView, name: str) -> int:
 def _parameter_bytes(setting: RankView) -> int:
     stored = sum(_stored_bytes(setting, name) for stage in setting.own_stages for name in stage.parameters)
     unused = setting.program.unused.values() if any(stage.index == 0 for stage in setting.own_stages) else ()
-    return stored + sum(info.num_elements * info.dtype.itemsize for info in unused)
+    return stored + sum(info.num_elements * setting.stored_itemsize(info.name) for info in unused)
+
+
+def _copied_bytes(setting: RankView) -> int:
+    """Bytes of the copies of float32 weights in the dtype of computing, of parameters that FSDP2 does not gather."""
+    infos, total = setting.program.parameters, 0
+    for name in (name for stage in setting.own_stages for name in stage.parameters):
+        if not is_sharded(setting, name) and infos[name].dtype.itemsize != setting.stored_itemsize(name):
+            total += prod(setting.own_shape(name)) * infos[name].dtype.itemsize
+    return total
 
 
 def _saved_peak(setting: RankView, runs: Mapping[int, StageRun], sizes: Callable[[StageRun], tuple[int, int]]) -> int:

@@ -6,9 +6,10 @@ from functools import cached_property
 
 from autopar.capture.analysis import Analysis
 from autopar.ir.plan import Plan
+from autopar.ir.precision import stored_dtype, summed_dtype
 from autopar.ir.program import Program
 from autopar.ir.sharding import Type
-from autopar.ir.stages import Stage, offloaded_calls, recomputed_calls, separates, stages_of
+from autopar.ir.stages import How, Stage, offloaded_calls, recomputed_calls, separates, stages_of
 from autopar.ir.storage import Storage, boundary_types, storage_of
 
 
@@ -67,11 +68,19 @@ class RankView:
         own = [self.coordinates[mesh.names[i]] for i in mesh.owning("parameters")]
         return self.storages[name].own_shape(own)
 
+    def stored_itemsize(self, name: str) -> int:
+        """Bytes of an element of a parameter between steps, of its gradient and of a moment of the optimizer."""
+        return stored_dtype(self.program.every_parameter[name].dtype, self.plan.degrees).itemsize
+
+    def summed_itemsize(self, name: str) -> int:
+        """Bytes of an element of a parameter's gradient while ranks sum it."""
+        return summed_dtype(self.program.every_parameter[name].dtype, self.plan.degrees).itemsize
+
     def local_shape(self, value: str) -> tuple[int, ...]:
         return self.analysis.outer[value].local_shape(self.types[value], self.plan.mesh.degrees)
 
     @cached_property
-    def recomputed(self) -> frozenset[int]:
+    def recomputed(self) -> Mapping[int, How]:
         return recomputed_calls(self.program, self.plan.degrees, self.stages)
 
     @cached_property

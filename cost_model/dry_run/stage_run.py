@@ -19,9 +19,11 @@ from autopar.capture.nodes import value_infos
 from autopar.cost_model.dry_run.ledger import CollectiveTotal, Key, Ledger, NoNumbers, PricedDim
 from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.cost_model.dry_run.saved_bytes import SavedBytes
+from autopar.ir.precision import is_low
 from autopar.ir.program import CallSite
 from autopar.ir.stages import Stage, kept_results, needed_results, num_averaged, values_that_stay
 from autopar.lowering.local_graph import local_graph
+from autopar.lowering.recomputation import SelectiveBlock
 from autopar.lowering.saved_on_host import saved_on_host
 
 _Values = dict[str, Any]
@@ -109,6 +111,7 @@ class _Run:
         self.ledger = Ledger()
         self.kept = needed_results(self.program)
         self.modules: dict[tuple[int, tuple[str, ...]], fx.GraphModule] = {}
+        self.selective_blocks: dict[int, SelectiveBlock] = {}
         self.infos = value_infos(self.program)
         self.stays = values_that_stay(self.program, setting.offloaded)
 
@@ -143,6 +146,11 @@ class _Run:
                 setattr(root, name, PricedDim(name, mesh.degree_of(name), at, self.ledger))
             self.modules[key] = fx.GraphModule(root, made.graph, f"Block{index}")
         return self.modules[key]
+
+    def selective(self, index: int, module: fx.GraphModule) -> SelectiveBlock:
+        if index not in self.selective_blocks:
+            self.selective_blocks[index] = SelectiveBlock(module, self.plan.blocks[index].recomputed)
+        return self.selective_blocks[index]
 
     def given(self) -> _Values:
         """This rank's part of a micro-batch, constants, buffers that forward changes, and the loss's denominator."""
@@ -258,7 +266,9 @@ class _Run:
             if again is None:
                 self.made[index] = any(value.requires_grad for value in values)
         if stage.index == len(self.setting.stages) - 1:
-            scope[self.program.loss] = scope[self.program.loss] / num_averaged(self.program, self.plan.degrees)
+            loss = scope[self.program.loss]
+            wide = loss.float() if is_low(loss.dtype) else loss
+            scope[self.program.loss] = wide / num_averaged(self.program, self.plan.degrees)
         return scope
 
     def function(self, call: CallSite, index: int, again: tuple[str, ...] | None) -> Callable[..., Any]:
@@ -267,8 +277,11 @@ class _Run:
         else:
             pairs = zip(self.program.blocks[call.block].outputs, call.results, strict=True)
             module = self.module(call.block, [o for o, r in pairs if r in again])
+        how = self.setting.recomputed.get(index)
         run: Callable[..., Any] = module
-        if index in self.setting.recomputed:
+        if how == "selective":
+            run = self.selective(call.block, module)
+        elif how == "full":
             run = partial(self.checkpointed, module, call)
         return partial(self.offloading, run, call) if index in self.setting.offloaded else run
 

@@ -29,6 +29,7 @@ from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.cost_model.dry_run.stage_run import StageRun, run_denominator, run_stages
 from autopar.cost_model.dry_run.zero import groups_of, is_sharded, shard_elements, stage_passes, zero_step
 from autopar.ir.plan import Plan
+from autopar.ir.precision import is_low, summed_dtype
 from autopar.ir.program import Program
 from autopar.ir.sharding import owned_by
 from autopar.ir.stages import Stage, needs_denominator, stages_by_parameter
@@ -37,6 +38,7 @@ from autopar.ir.storage import buckets
 ALL_RANKS, PIPELINE = "all ranks", "pp"
 StepPart = Literal["comparison", "denominator", "blocks", "zero", "messages", "loss", "tied", "replicated"]
 _AGREEMENT_BYTES, _AGREEMENT_BYTES_PER_INPUT = 32, 16
+_WIDE_LOSS_BYTES = 4  # losses of 16 bits are summed in float32
 
 
 def step_traffic(
@@ -118,7 +120,8 @@ def _all_messages(setting: RankView, ledger: Ledger) -> None:
 def _loss(setting: RankView, ledger: Ledger) -> None:
     ranks = setting.plan.degrees.pp
     if ranks > 1:
-        size = value_infos(setting.program)[setting.program.loss].dtype.itemsize
+        dtype = value_infos(setting.program)[setting.program.loss].dtype
+        size = dtype.itemsize if not is_low(dtype) else _WIDE_LOSS_BYTES
         ledger.add(PIPELINE, "all_reduce", collective("all_reduce", ranks, size))
 
 
@@ -154,8 +157,9 @@ def local_gradient_elements(setting: RankView, name: str) -> int:
 
 def _summed(setting: RankView, names: Iterable[str], mesh_dim: str, ranks: int, ledger: Ledger) -> None:
     """Gradients of parameters summed over ranks in buckets."""
-    infos = setting.program.parameters
-    sizes = [(local_gradient_elements(setting, n) * infos[n].dtype.itemsize, infos[n].dtype) for n in names]
+    infos, degrees = setting.program.parameters, setting.plan.degrees
+    dtypes = [(n, summed_dtype(infos[n].dtype, degrees)) for n in names]
+    sizes = [(local_gradient_elements(setting, n) * dtype.itemsize, dtype) for n, dtype in dtypes]
     for bucket in buckets(sizes):
         size = sum(sizes[i][0] for i in bucket)
         ledger.add(mesh_dim, "all_reduce", collective("all_reduce", ranks, size))

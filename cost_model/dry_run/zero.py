@@ -27,8 +27,9 @@ ROOT = -1
 class ParameterGroup:
     """Parameters that are gathered at once: `call` is their place among the stage's calls, `ROOT` for shared ones.
 
-    Bytes of one rank: the operand of a gather is its padded shard. The operand of a reduce-scatter is the padded whole
-    of the parameters with a gradient. `own_gradient_bytes` is this rank's part of their sums, without padding.
+    Bytes of one rank: the operand of a gather is its padded shard in the dtype of computing. The operand of a
+    reduce-scatter is the padded whole of the parameters with a gradient, in the dtype in which gradients are summed.
+    `own_gradient_bytes` is this rank's part of their sums, without padding.
     """
 
     call: int
@@ -79,17 +80,15 @@ def groups_of(setting: RankView, stage: Stage, run: StageRun) -> list[ParameterG
     found = []
     for at in order:
         names = by_call[at]
-        sizes = {n: padded_elements(setting, n) * setting.program.parameters[n].dtype.itemsize for n in names}
+        infos, elements = setting.program.parameters, {n: padded_elements(setting, n) for n in names}
         found.append(
             ParameterGroup(
                 call=at,
                 names=tuple(names),
-                shard_bytes=sum(sizes.values()) // setting.plan.degrees.dp_shard,
-                gradient_bytes=sum(sizes[n] for n in names if n in run.gradients),
+                shard_bytes=sum(elements[n] * infos[n].dtype.itemsize for n in names) // setting.plan.degrees.dp_shard,
+                gradient_bytes=sum(elements[n] * setting.summed_itemsize(n) for n in names if n in run.gradients),
                 own_gradient_bytes=sum(
-                    shard_elements(setting, n) * setting.program.parameters[n].dtype.itemsize
-                    for n in names
-                    if n in run.gradients
+                    shard_elements(setting, n) * setting.stored_itemsize(n) for n in names if n in run.gradients
                 ),
                 flows=at == ROOT or stage.calls[at] in run.flows,
             )

@@ -19,6 +19,7 @@ from autopar.errors import InputError, did_you_mean
 from autopar.files.strict_model import NamedModel, read_folder, read_named
 
 DEFAULT = "autopar"
+MASTER = "fp32"
 _Text = Annotated[str, Field(min_length=8, max_length=400)]
 
 
@@ -126,6 +127,14 @@ def engine_named(name: str) -> Engine:
 
 def _folder() -> AbstractContextManager[Path]:
     return resources.as_file(resources.files("autopar.cost_model.machine") / "engines")
+
+
+def with_sums_in(engine: Engine, reduce_dtype: str | None) -> Engine:
+    """autopar's engine if ranks sum gradients in a dtype of `autopar.ir.precision`. Other engines keep their bytes."""
+    if reduce_dtype is None or engine.name != DEFAULT:
+        return engine
+    size = 4 if reduce_dtype == MASTER else 2
+    return engine.model_copy(update={"gradient_bytes": size, "shard_gradient_bytes": size})
 
 
 def engine_of_framework(framework: str | None) -> Engine | None:

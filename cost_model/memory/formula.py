@@ -11,7 +11,8 @@ State is by Rajbhandari et al. 2020, "ZeRO", section 3.1. ZeRO 1 divides master 
 gradients too. ZeRO 3 divides all state, and gathers one block for computing and one ahead of it. With stages, a rank's
 weights and gradients stay whole for a step (torchtitan, FSDP under pipelines).
 
-Under full recomputation, the saved tensors are the inputs of blocks, and the values of one recomputed block. The first
+Under full recomputation, the saved tensors are the inputs of blocks, and the values of one recomputed block. Under
+selective recomputation, they are the tensors of the other operators, and the recomputed values of one block. The first
 rank has min(n, p) micro-batches in flight under 1F1B, and p·(1 + (p-1)/(p·v)) interleaved (Narayanan et al. 2021,
 section 2.2; Korthikanti et al. 2022, section 4.2.3).
 
@@ -26,13 +27,12 @@ import numpy as np
 from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.step.layouts import Layouts, Shape
-from autopar.cost_model.step.offload import device_state_bytes, fsdp_stage, is_on_host
+from autopar.cost_model.step.offload import device_state_bytes, fsdp_stage
 from autopar.cost_model.step.rank_parameters import RankParameters, blocks_per_rank, first_and_last
-from autopar.cost_model.step.saved_bytes import activations
+from autopar.cost_model.step.saved_bytes import SavedBytes, activations, on_device
 from autopar.cost_model.step.unique_rows import spread
 from autopar.cost_model.work.block_work import Family
 from autopar.ir.arrays import Floats
-from autopar.ir.offload import ACTIVATIONS
 
 FLOAT_BYTES = 4
 ADAM_BYTES = 8  # of the state of one trained parameter in the engines' figures: two moments in float32
@@ -80,17 +80,14 @@ class StepMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockBytes:
-    """Bytes that one mean block saves of one micro-batch, bytes of its input, and bytes of the logits."""
+    """Bytes that one mean block saves of one micro-batch, and bytes of the logits."""
 
-    saved: Floats
-    inputs: Floats
+    saved: SavedBytes
     logits: Floats
 
     def at(self, index: Any) -> "BlockBytes":
         """The bytes of an index."""
-        return BlockBytes(
-            saved=spread(self.saved, index), inputs=spread(self.inputs, index), logits=spread(self.logits, index)
-        )
+        return BlockBytes(saved=self.saved.at(index), logits=spread(self.logits, index))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,8 +120,8 @@ def fuller(first: RankBytes, last: RankBytes, of_first: Floats, of_last: Floats)
 
 def block_bytes(family: Family[Any], layouts: Layouts, basis: MemoryBasis) -> BlockBytes:
     """What blocks and head keep of one micro-batch; of no field but tp, sp, cp, dp and micro-batch."""
-    saved, inputs = activations(family, basis.shape, layouts, basis.engine, fused=basis.fused)
-    return BlockBytes(saved=saved, inputs=inputs, logits=logit_bytes(family, basis.shape))
+    saved = on_device(activations(family, basis.shape, layouts, basis.engine, fused=basis.fused), basis.engine)
+    return BlockBytes(saved=saved, logits=logit_bytes(family, basis.shape))
 
 
 def end_parameters(family: Family[Any], layouts: Layouts, basis: MemoryBasis) -> Ends:
@@ -141,8 +138,7 @@ def ends_bytes(layouts: Layouts, basis: MemoryBasis, blocks: BlockBytes, ends: E
     flight = np.where(has_stages, flight, 1)
     at_last = np.where(has_stages, np.minimum(n, np.maximum(flight - p + 1, 1)), 1)
     per_rank = blocks_per_rank(shape.blocks, layouts, engine)[0]
-    kept = kept_bytes(blocks.saved, blocks.inputs, layouts.recompute, engine)
-    working = np.where((layouts.recompute == 2) | is_on_host(engine, ACTIVATIONS), blocks.saved, 0.0)
+    kept, working = blocks.saved.kept(layouts.recompute), blocks.saved.working(layouts.recompute)
 
     def of_rank(parameters: RankParameters, live: Floats, logits: Floats) -> RankBytes:
         parts = state_bytes(parameters, shape, layouts, engine)
@@ -180,23 +176,6 @@ def state_bytes(parameters: RankParameters, shape: Shape, layouts: Layouts, engi
     each["optimizer state"] = (divided - ADAM_BYTES + shape.moment_bytes, 1)
     found = {name: np.asarray(size * parameters.sharded(layouts, stage)) for name, (size, stage) in each.items()}
     return device_state_bytes(found, parameters, shape, layouts, engine)
-
-
-def kept_bytes(saved: Floats, inputs: Floats, recompute: Floats, engine: Engine) -> Floats:
-    """The bytes of a micro-batch that a block saves on the device.
-
-    They follow from the bytes that it saves without recomputation, and from the bytes of its `inputs`.
-    """
-    if is_on_host(engine, ACTIVATIONS):
-        return 0.0 * (saved + inputs)
-    return kept_anywhere(saved, inputs, recompute, engine)
-
-
-def kept_anywhere(saved: Floats, inputs: Floats, recompute: Floats, engine: Engine) -> Floats:
-    """As `kept_bytes`, on the device or on the host."""
-    partly = saved if engine.selective == "attention" else (saved + inputs) / 2
-    selective = np.where(recompute == 1, partly, saved)
-    return np.where(recompute == 2, inputs, selective)
 
 
 def logit_bytes(family: Family[Any], shape: Shape) -> Floats:

@@ -17,19 +17,24 @@ from autopar.cost_model.memory.formula import (
     MemoryBasis,
     StepMemory,
     gathered_bytes,
-    kept_bytes,
     logit_bytes,
     state_bytes,
 )
 from autopar.cost_model.pipeline.simulator import most_held
-from autopar.cost_model.pipeline.stages import ENDS, MOST_ACTIONS, Stages, calls_by_role, per_rank
+from autopar.cost_model.pipeline.stages import (
+    ENDS,
+    MOST_ACTIONS,
+    Stages,
+    calls_by_role,
+    per_rank,
+    recomputed,
+    recomputed_selectively,
+)
 from autopar.cost_model.step.layouts import Layouts
-from autopar.cost_model.step.offload import is_on_host
 from autopar.cost_model.step.rank_parameters import RankParameters, block_parameters
-from autopar.cost_model.step.saved_bytes import activations
+from autopar.cost_model.step.saved_bytes import SavedBytes, activations, on_device
 from autopar.cost_model.work.block_work import Family
 from autopar.ir.arrays import Floats
-from autopar.ir.offload import ACTIVATIONS
 from autopar.ir.schedules.registry import SCHEDULES
 
 
@@ -37,8 +42,7 @@ from autopar.ir.schedules.registry import SCHEDULES
 class RoleBytes:
     """Bytes and elements of every layout by role."""
 
-    saved: Mapping[str, Floats]  # bytes that a repeated block saves of a micro-batch without recomputation
-    inputs: Mapping[str, Floats]  # bytes of the block's input
+    saved: Mapping[str, SavedBytes]  # of a repeated block and a micro-batch
     dense: Mapping[str, Floats]  # elements of parameters without experts
     expert: Mapping[str, Floats]  # elements of experts
     logits: Floats
@@ -48,11 +52,13 @@ def role_bytes(family: Family[Any], layouts: Layouts, basis: MemoryBasis) -> Rol
     """What every role keeps and holds, for `held_by_ranks`."""
     shape, engine = basis.shape, basis.engine
     alone = {role: replace(shape, counts=((role, np.ones(1)),)) for role, _ in shape.counts}
-    found = {role: activations(family, one, layouts, engine, fused=basis.fused) for role, one in alone.items()}
+    found = {
+        role: on_device(activations(family, one, layouts, engine, fused=basis.fused), engine)
+        for role, one in alone.items()
+    }
     parameters = {role: block_parameters(family, layouts, role) for role in family.roles}
     return RoleBytes(
-        saved={role: saved for role, (saved, _) in found.items()},
-        inputs={role: inputs for role, (_, inputs) in found.items()},
+        saved=found,
         dense={role: one.dense for role, one in parameters.items()},
         expert={role: one.expert for role, one in parameters.items()},
         logits=logit_bytes(family, shape),
@@ -67,9 +73,9 @@ def staged_memory(stages: Stages, family: Family[Any], layouts: Layouts, basis: 
 def memory_of_ranks(stages: Stages, family: Family[Any], layouts: Layouts, basis: MemoryBasis) -> StepMemory:
     """What every pipeline rank of one layout holds, in arrays of all ranks."""
     found = held_by_ranks(stages, role_bytes(family, layouts, basis), 0, layouts, basis)
-    if stages.again is not None:
-        return found.memory(found.first_blocks(stages.again))
-    return found.memory(found.calls if np.all(layouts.recompute == 2) else 0.0 * found.calls)
+    if stages.full is not None and stages.selective is not None:
+        return found.memory(*found.first_blocks(stages.full, stages.selective))
+    return found.memory(*found.every_block(int(np.max(layouts.recompute))))
 
 
 def fullest(found: StepMemory) -> StepMemory:
@@ -83,9 +89,10 @@ def fullest(found: StepMemory) -> StepMemory:
 class HeldByRanks:
     """The memory of ranks before any recomputation.
 
-    `calls` is the number of calls of every role in each stage. `saved` is the bytes that a call saves of a micro-batch,
-    `freed` the part of them that recomputation frees. `kept_bytes` is the bytes that a stage saves without
-    recomputation.
+    `calls` is the number of calls of every role in each stage. `saved` is the bytes that a call saves of a micro-batch.
+    Full recomputation frees `freed` of them, and selective recomputation `freed_selectively`. `again` is what selective
+    recomputation of a call makes again at once, and `whole` what full recomputation makes. `always` is on the device
+    while a call runs. `kept_bytes` is the bytes that a stage saves without recomputation.
     """
 
     stages: Stages
@@ -93,28 +100,45 @@ class HeldByRanks:
     is_block: NDArray[np.bool_]
     saved: NDArray[np.float64]
     freed: NDArray[np.float64]
+    freed_selectively: NDArray[np.float64]
+    again: NDArray[np.float64]
+    whole: NDArray[np.float64]
+    always: NDArray[np.float64]
     kept_bytes: NDArray[np.float64]
     state: Mapping[str, Floats]
     logits: Floats
     cache: float
     reserve_bytes: float
-    on_host: bool = False  # whether blocks save their activations on the host
 
-    def first_blocks(self, again: Sequence[int]) -> NDArray[np.float64]:
-        """How many blocks of every role are among the first ones of each stage that compute again."""
+    def every_block(self, level: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """The calls that are recomputed fully and selectively if all calls have one `level` (`RECOMPUTE`)."""
+        return self.calls * (level == 2), self.calls * (level == 1)
+
+    def first_blocks(
+        self, full: Sequence[int], selective: Sequence[int]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """The fully and the selectively recomputed calls of every role, from the numbers of blocks of every stage."""
+        stages = replace(self.stages, full=tuple(full), selective=tuple(selective))
         if np.count_nonzero(self.is_block) == 1:
-            return np.asarray(np.minimum(self.calls, np.array(again)[:, None]) * self.is_block)
+            mine = self.calls * self.is_block
+            first = np.minimum(mine, np.array(full)[:, None])
+            return first, np.minimum(mine - first, np.array(selective)[:, None])
         roles, _ = calls_by_role(self.stages.roles)
-        first = [own[:most] for own, most in zip(self.stages.repeated, again, strict=True)]
-        return np.array([[own.count(role) for role in roles] for own in first], dtype=np.float64)
+        fully, partly = (
+            np.array([[own.count(role) for role in roles] for own in found], dtype=np.float64)
+            for found in (recomputed(stages), recomputed_selectively(stages))
+        )
+        return fully, partly
 
-    def memory(self, again: NDArray[np.float64]) -> StepMemory:
-        """Memory of every rank where stages compute so many calls of every role again."""
+    def memory(self, full: NDArray[np.float64], selective: NDArray[np.float64]) -> StepMemory:
+        """Memory of every rank where stages recompute so many calls of every role."""
         pp = self.stages.pp
         working = np.zeros(pp)
-        works = (again > 0) | (self.on_host & self.is_block & (self.calls > 0))
-        np.maximum.at(working, self.stages.rank_index, np.where(works, self.saved, 0.0).max(axis=1))
-        live = _live_bytes(self.stages, self.kept_bytes - again @ self.freed)
+        largest = np.maximum(np.where(full > 0, self.whole, 0.0), np.where(selective > 0, self.again, 0.0))
+        largest = np.maximum(largest, np.where(self.calls > 0, self.always, 0.0))
+        np.maximum.at(working, self.stages.rank_index, largest.max(axis=1))
+        freed = full @ self.freed + selective @ self.freed_selectively
+        live = _live_bytes(self.stages, self.kept_bytes - freed)
         parts = {**self.state, "activations": live, "workspace": working, "logits": self.logits}
         held = sum(parts.values())
         parts |= {"cache": np.asarray(self.cache * held), "reserve": np.full(pp, self.reserve_bytes)}
@@ -132,25 +156,31 @@ def held_by_ranks(stages: Stages, blocks: RoleBytes, index: int, layout: Layouts
         return np.array([float(_at(values[role], index)) if role in values else 0.0 for role in roles])
 
     is_end = np.array([role in ENDS for role in roles])
-    saved, inputs, dense = of_roles(blocks.saved), of_roles(blocks.inputs), of_roles(blocks.dense)
+    saved, selective, inputs, again, whole, always = (
+        of_roles({role: getattr(one, name) for role, one in blocks.saved.items()})
+        for name in ("none", "selective", "full", "again", "whole", "always")
+    )
+    dense = of_roles(blocks.dense)
     ends = of_ranks * (is_end * dense)
     elements = of_ranks @ (~is_end * dense) + (ends.max(axis=1) if np.all(basis.shape.is_tied) else ends.sum(axis=1))
     parameters = RankParameters(dense=elements, expert=of_ranks @ of_roles(blocks.expert))
     state = _stage_state(parameters, layout, basis)
-    on_host = is_on_host(basis.engine, ACTIVATIONS)
     has_last = of_ranks @ np.array([float(role == "last") for role in roles]) > 0
     return HeldByRanks(
         stages=stages,
         calls=calls,
         is_block=~is_end,
         saved=saved,
-        freed=0.0 * saved if on_host else saved - inputs,
-        kept_bytes=calls @ kept_bytes(saved, inputs, np.where(layout.recompute == 1, 1, 0), basis.engine),
+        freed=saved - inputs,
+        freed_selectively=saved - selective,
+        again=again,
+        whole=whole,
+        always=always,
+        kept_bytes=calls @ saved,
         state={name: part + nothing for name, part in state.items()},
         logits=np.where(has_last, float(_at(blocks.logits, index)), 0.0),
         cache=basis.cache,
         reserve_bytes=float(basis.reserve_bytes),
-        on_host=on_host,
     )
 
 
@@ -162,24 +192,24 @@ def _stage_state(parameters: RankParameters, layout: Layouts, basis: MemoryBasis
 
 def bytes_of_roles(
     blocks: RoleBytes, index: int, layout: Layouts, basis: MemoryBasis
-) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+) -> tuple[dict[str, float], list[dict[str, float]]]:
     """The memory of one call of every role under the layout at an `index` of `blocks`.
 
-    It has the state of its parameters (with the logits), the bytes saved of a micro-batch without recomputation, and
-    its input.
+    It has the state of its parameters (with the logits), and the bytes saved of a micro-batch without recomputation,
+    with selective and with full recomputation.
     """
-    dense, expert, saved, inputs = (
-        {role: float(_at(values, index)) for role, values in one.items()}
-        for one in (blocks.dense, blocks.expert, blocks.saved, blocks.inputs)
+    dense, expert = (
+        {role: float(_at(values, index)) for role, values in one.items()} for one in (blocks.dense, blocks.expert)
     )
+    saved = [
+        {role: float(_at(getattr(one, name), index)) for role, one in blocks.saved.items()}
+        for name in ("none", "selective", "full")
+    ]
     parameters = RankParameters(dense=np.array([*dense.values()]), expert=np.array([*expert.values()]))
     parts = _stage_state(parameters, layout, basis)
     state = dict(zip(dense, np.sum([np.broadcast_to(one, len(dense)) for one in parts.values()], axis=0), strict=True))
     state["last"] = state.get("last", 0.0) + float(_at(blocks.logits, index))
-    if is_on_host(basis.engine, ACTIVATIONS):
-        nothing = dict.fromkeys(saved, 0.0)
-        return state, nothing, nothing
-    return state, saved, inputs
+    return state, saved
 
 
 def _at(values: Floats, index: int) -> Any:

@@ -7,7 +7,7 @@ counted on the same list (`autopar.cost_model.memory.per_stage`).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Literal
@@ -33,8 +33,9 @@ ENDS = ("first", "last")
 class Stages:
     """The roles of every stage's calls, and how micro-batches pass through them: `runs` times the schedule.
 
-    `again` are how many of its first repeated blocks every stage computes again; None where that is the same in all
-    stages, as layouts have it: then `recomputes` says whether it is any.
+    `full` are how many of its first repeated blocks every stage recomputes fully, `selective` how many of the next ones
+    it recomputes selectively. They are None where that is the same in all stages, as layouts have it: then `recomputes`
+    says whether it is any.
     """
 
     roles: tuple[tuple[str, ...], ...]
@@ -43,7 +44,8 @@ class Stages:
     virtual: int
     micro_batches: int
     runs: int
-    again: tuple[int, ...] | None = None
+    full: tuple[int, ...] | None = None
+    selective: tuple[int, ...] | None = None
     recomputes: bool = False
 
     @property
@@ -84,16 +86,29 @@ def _repeated(of_stages: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], 
 def stages_at(calls: Sequence[str], cuts: Sequence[int], degrees: Degrees) -> Stages:
     """Calls, given by their roles, cut before the given positions."""
     bounds = pairwise((0, *cuts, len(calls)))
-    return Stages(
+    found = Stages(
         roles=tuple(tuple(role for role in calls[start:stop] if role) for start, stop in bounds),
         schedule=degrees.schedule,
         pp=degrees.pp,
         virtual=degrees.virtual_stages,
         micro_batches=degrees.micro_batches,
         runs=degrees.accumulate,
-        again=degrees.recompute_blocks if isinstance(degrees.recompute_blocks, tuple) else None,
-        recomputes=degrees.recompute == "full",
+        recomputes=degrees.recompute != "none" and not degrees.is_recompute_open,
     )
+    if not is_by_stage(degrees):
+        return found
+    full, selective = [], []
+    for stage, own in enumerate(found.repeated):
+        fully, partly = degrees.full_blocks_of(stage), degrees.selective_blocks_of(stage)
+        full.append(len(own) if fully is None else min(fully, len(own)))
+        rest = len(own) - full[-1]
+        selective.append(rest if partly is None else min(partly, rest))
+    return replace(found, full=tuple(full), selective=tuple(selective))
+
+
+def is_by_stage(degrees: Degrees) -> bool:
+    """Whether stages have their own numbers of recomputed blocks."""
+    return isinstance(degrees.recompute_blocks, tuple) or isinstance(degrees.selective_blocks, tuple)
 
 
 def pipeline_of(
@@ -140,7 +155,7 @@ def pipelines_of(
         columns = [
             np.broadcast_to(one, size).tolist()
             for each in passes.values()
-            for one in (each.forward, each.backward, np.asarray(each.weight))
+            for one in (each.forward, each.backward, np.asarray(each.weight), np.asarray(each.selective))
         ]
         messages = np.broadcast_to(message / (message_exposed if is_overlapped else 1.0), size).tolist()
         found = [
@@ -161,8 +176,8 @@ def _pipelined(
     is_overlapped: bool,
     ranks_per_core: float,
 ) -> tuple[float, float, float, float, float]:
-    """The fields of `Pipelined` for one layout. Each role has forward, backward and weight seconds."""
-    passes = {role: seconds[3 * k : 3 * k + 3] for k, role in enumerate(roles)}
+    """The fields of `Pipelined` for one layout. Each role has the seconds of the fields of `Passes`."""
+    passes = {role: seconds[4 * k : 4 * k + 4] for k, role in enumerate(roles)}
     busy, blocks, again, total, sending = _of_ranks(stages, passes, message, is_overlapped, ranks_per_core)
     slowest = int(np.argmax(busy))
     own, waited, held, repeated = (
@@ -187,9 +202,12 @@ def _of_ranks(
 
 
 def seconds_of_roles(passes: Mapping[str, Passes]) -> dict[str, list[float]]:
-    """Forward, backward and weight seconds of every role of one layout."""
+    """The seconds of the fields of `Passes` for every role of one layout."""
     return {
-        role: [float(np.max(one)) for one in (each.forward, each.backward, np.asarray(each.weight))]
+        role: [
+            float(np.max(one))
+            for one in (each.forward, each.backward, np.asarray(each.weight), np.asarray(each.selective))
+        ]
         for role, each in passes.items()
     }
 
@@ -203,22 +221,32 @@ def seconds_of_stages(stages: Stages, passes: Mapping[str, Sequence[float]]) -> 
     forward, backward, weight = (counts @ np.array([passes[role][k] for role in roles]) for k in range(3))
     if SCHEDULES[stages.schedule].splits_backward:
         weight = np.where(_is_whole(stages), 0.0, weight)
-    if stages.again is None:
+    if stages.full is None:
         return forward, backward, weight, np.zeros(len(stages.roles))
-    again = np.array([sum(passes[role][0] for role in own) for own in recomputed(stages)])
+    again = np.zeros(len(stages.roles))
+    for which, own in ((0, recomputed(stages)), (3, recomputed_selectively(stages))):
+        again += [sum(passes[role][which] for role in roles) for roles in own]
     return forward, backward + again, weight, again
 
 
 def _is_whole(stages: Stages) -> list[bool]:
     """The stages that recompute, whose backward passes therefore do not run in parts (`autopar.ir.stages.separates`).
     The first one's is one part anyway."""
-    again = stages.again or [len(own) * stages.recomputes for own in stages.repeated]
-    return [False, *(min(most, len(own)) > 0 for most, own in zip(again[1:], stages.repeated[1:], strict=True))]
+    if stages.full is None or stages.selective is None:
+        return [False, *(stages.recomputes and len(own) > 0 for own in stages.repeated[1:])]
+    return [False, *(a + b > 0 for a, b in zip(stages.full[1:], stages.selective[1:], strict=True))]
 
 
 def recomputed(stages: Stages) -> list[tuple[str, ...]]:
-    """The roles of the blocks that every stage computes again, where stages differ in that."""
-    return [own[:most] for own, most in zip(stages.repeated, stages.again or [0] * len(stages.roles), strict=True)]
+    """The roles of the blocks that every stage recomputes fully, where stages differ in that."""
+    return [own[:most] for own, most in zip(stages.repeated, stages.full or [0] * len(stages.roles), strict=True)]
+
+
+def recomputed_selectively(stages: Stages) -> list[tuple[str, ...]]:
+    """The roles of the blocks that every stage recomputes selectively, where stages differ in that."""
+    nothing = (0,) * len(stages.roles)
+    counts = zip(stages.repeated, stages.full or nothing, stages.selective or nothing, strict=True)
+    return [own[first : first + most] for own, first, most in counts]
 
 
 @lru_cache(maxsize=256)

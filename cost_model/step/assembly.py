@@ -120,7 +120,10 @@ def assembled(basis: Basis, layouts: Layouts, prices: StepPrices, pipeline: Pipe
 
 
 def _of_roles(prices: StepPrices, blocks: Mapping[str, Passes]) -> dict[str, Passes]:
-    known = {role: replace(one, weight=prices.blocks[role].weight) for role, one in blocks.items()}
+    known = {
+        role: replace(one, weight=prices.blocks[role].weight, selective=prices.blocks[role].selective)
+        for role, one in blocks.items()
+    }
     return {**known, "first": prices.first, "last": prices.last}
 
 
@@ -216,7 +219,7 @@ def _host_seconds(
     """Waiting for the host. What a mean block keeps depends on recomputation."""
     kept = weighted(
         [
-            (share, np.where(layouts.recompute == 2, prices.blocks[role].input_bytes, prices.blocks[role].saved_bytes))
+            (share, prices.blocks[role].saved.kept(layouts.recompute))
             for role, share in repeated_roles(basis.shape).items()
         ]
     )

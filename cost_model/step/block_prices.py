@@ -5,7 +5,7 @@ block sends over data-parallel ranks, its price depends on the distance between 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from autopar.cost_model.step.context import Basis, Passes
 from autopar.cost_model.step.experts import count_seconds, exchange_seconds, has_experts
 from autopar.cost_model.step.layouts import Layouts
 from autopar.cost_model.step.offload import is_on_host
-from autopar.cost_model.step.saved_bytes import activations
+from autopar.cost_model.step.saved_bytes import SavedBytes, activations
 from autopar.cost_model.step.unique_rows import spread
 from autopar.cost_model.work.block_work import PASSES, BlockWork, Family
 from autopar.ir.arrays import Floats
@@ -23,6 +23,11 @@ from autopar.ir.offload import ACTIVATIONS
 from autopar.ir.sharding import owned_by
 
 CONTEXT_EXPOSED = 0.1  # exposed part of a ring's keys and values: assumed
+
+_NOTHING = np.zeros(1)
+NOTHING_SAVED = SavedBytes(
+    none=_NOTHING, selective=_NOTHING, full=_NOTHING, again=_NOTHING, whole=_NOTHING, always=_NOTHING
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +41,7 @@ class BlockPrices:
     selective: Floats
     parts: Mapping[str, Floats]  # by name: seconds that computing takes or waits
     hidden: Mapping[str, Floats]  # by name: seconds of collectives that run beside computing
-    saved_bytes: Floats = field(default_factory=lambda: np.zeros(1))
-    input_bytes: Floats = field(default_factory=lambda: np.zeros(1))
+    saved: SavedBytes = NOTHING_SAVED  # on the host, if saved tensors are there
 
     def at(self, index: Any, *, with_parts: bool = True) -> "BlockPrices":
         """The prices of an index."""
@@ -52,8 +56,7 @@ class BlockPrices:
             selective=spread(self.selective, index),
             parts=parts,
             hidden=hidden,
-            saved_bytes=spread(np.asarray(self.saved_bytes), index),
-            input_bytes=spread(np.asarray(self.input_bytes), index),
+            saved=self.saved.at(index),
         )
 
 
@@ -81,21 +84,32 @@ def block_prices(basis: Basis, family: Family[Any], layouts: Layouts, role: str)
         forward=seconds.forward + forward,
         backward=seconds.backward + backward,
         weight=seconds.products / PASSES,
-        selective=seconds.attention_forward if basis.machine.engine.selective == "attention" else seconds.forward / 2,
+        selective=_selective(basis, family, layouts, role, seconds),
         parts=parts,
         hidden=hidden,
         **_saved(basis, family, layouts, role),
     )
 
 
-def _saved(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> dict[str, Floats]:
+def _saved(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> dict[str, SavedBytes]:
     """The bytes that go to the host, if the saved tensors do."""
     engine = basis.machine.engine
     if not is_on_host(engine, ACTIVATIONS):
         return {}
     alone = replace(basis.shape, counts=((role, np.ones(1)),))
-    saved, inputs = activations(family, alone, layouts, engine, fused=basis.fused)
-    return {"saved_bytes": saved, "input_bytes": inputs}
+    saved = activations(family, alone, layouts, engine, fused=basis.fused)
+    return {"saved": saved}
+
+
+def _selective(basis: Basis, family: Family[Any], layouts: Layouts, role: str, whole: BlockSeconds) -> Floats:
+    """Seconds of selective recomputation: of the block's chosen operators, or as the engine recomputes."""
+    work = family.block(role, "tp")
+    if work.selected is None:
+        return whole.attention_forward if basis.machine.engine.selective == "attention" else whole.forward / 2
+    again = work.selected.operators
+    products, others = (tuple(one for one in again if (one.kind == "memory") is kind) for kind in (False, True))
+    own = replace(work, products=products, eager=others, fused=others, sent=())
+    return _seconds(basis, own, layouts, basis.machine.in_float8).forward
 
 
 def end_passes(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> Passes:

@@ -27,9 +27,10 @@ class Passes:
     forward: Floats
     backward: Floats
     weight: Floats | float = 0.0  # the part of `backward` that makes gradients of weights: no other pass waits for it
+    selective: Floats | float = 0.0  # of selective recomputation, which `backward` may have or not
 
     def at(self, index: Any) -> "Passes":
-        """The seconds of an index, without `weight`."""
+        """The seconds of an index, without `weight` and `selective`."""
         return Passes(forward=spread(self.forward, index), backward=spread(self.backward, index))
 
     @property

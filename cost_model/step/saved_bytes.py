@@ -1,23 +1,63 @@
 """The bytes that repeated blocks save for the backward pass of one micro-batch."""
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.step.layouts import Layouts, Shape
+from autopar.cost_model.step.offload import is_on_host
+from autopar.cost_model.step.unique_rows import spread
 from autopar.cost_model.work.block_work import BlockWork, Family
 from autopar.ir.arrays import Floats
+from autopar.ir.offload import ACTIVATIONS
 
 # softmax output 2, dropout mask 1, dropped output 2, an element of the scores (Korthikanti et al. 2022, equation 1)
 SAVED_SCORE_BYTES = 5
 
 
-def activations(
-    family: Family[Any], shape: Shape, layouts: Layouts, engine: Engine, *, fused: bool
-) -> tuple[Floats, Floats]:
-    """Bytes that one mean block keeps of one micro-batch, and bytes of its input."""
-    saved, inputs = np.zeros(1), np.zeros(1)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedBytes:
+    """Bytes that a block saves of one micro-batch, by the level of recomputation.
+
+    `again` is what selective recomputation makes again at once. `whole` is everything that the block saves without
+    recomputation; full recomputation makes it again. `always` is the part of it that is on the device under every
+    level while the block runs.
+    """
+
+    none: Floats
+    selective: Floats
+    full: Floats
+    again: Floats
+    whole: Floats
+    always: Floats
+
+    def at(self, index: Any) -> "SavedBytes":
+        """The bytes of an index."""
+        return SavedBytes(**{name: spread(np.asarray(getattr(self, name)), index) for name in self.__slots__})
+
+    def kept(self, recompute: Floats) -> Floats:
+        """The saved bytes of layouts."""
+        return np.where(recompute == 2, self.full, np.where(recompute == 1, self.selective, self.none))
+
+    def working(self, recompute: Floats) -> Floats:
+        """The bytes that exist besides while the block runs."""
+        made_again = np.where(recompute == 2, self.whole, np.where(recompute == 1, self.again, 0.0))
+        return np.maximum(made_again, self.always)
+
+
+def on_device(saved: SavedBytes, engine: Engine) -> SavedBytes:
+    """The part of the bytes on the device. With activations on the host it is one block's tensors before they move."""
+    if not is_on_host(engine, ACTIVATIONS):
+        return saved
+    nothing = 0.0 * saved.whole
+    return replace(saved, none=nothing, selective=nothing, full=nothing, always=saved.whole)
+
+
+def activations(family: Family[Any], shape: Shape, layouts: Layouts, engine: Engine, *, fused: bool) -> SavedBytes:
+    """Bytes that one mean block saves of one micro-batch, on the device or on the host."""
+    saved, inputs, selective, again = (np.zeros(1) for _ in range(4))
     for role, count in shape.counts:
         if not np.any(count > 0):
             continue
@@ -26,9 +66,15 @@ def activations(
             work = family.block(role, variant)
             one = work.saved_fused_bytes if engine.pointwise == "fused" else work.saved_eager_bytes
             one = one + (0.0 if fused else _scores(work))
-            saved = saved + share * is_chosen * one
-            inputs = inputs + share * is_chosen * work.input_bytes
-    return saved, inputs
+            weight = share * is_chosen
+            saved, inputs = saved + weight * one, inputs + weight * work.input_bytes
+            if work.selected is not None:
+                selective = selective + weight * work.selected.saved_bytes
+                again = again + weight * (one - work.selected.saved_bytes)
+            else:
+                attention = engine.selective == "attention"
+                selective = selective + weight * (one if attention else (one + work.input_bytes) / 2)
+    return SavedBytes(none=saved, selective=selective, full=inputs, again=again, whole=saved, always=np.zeros(1))
 
 
 def _scores(work: BlockWork[Any]) -> Floats:

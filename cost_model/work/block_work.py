@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from autopar.cost_model.work.polynomials import Evaluation, Polynomial, Term, evaluation_of, total
 from autopar.errors import InputError, Problem, did_you_mean
-from autopar.ir.sharding import owned_by
+from autopar.ir.sharding import Mesh, owned_by
 from autopar.lowering.conversions import Collective
 
 if TYPE_CHECKING:
@@ -106,6 +106,14 @@ class Sent(Generic[V]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Selected(Generic[V]):
+    """Selective recomputation of a block: the bytes that it still saves, and the operators that it computes again."""
+
+    saved_bytes: V
+    operators: tuple[Operator[V], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockWork(Generic[V]):
     """One block on one rank.
 
@@ -114,7 +122,7 @@ class BlockWork(Generic[V]):
     torch's autograd saves for backward. `saved_fused_bytes` counts the saved tensors if fused groups recompute their
     inner values. `input_bytes` counts the block's inputs, which full recomputation saves. Parameters are elements on
     one rank: split over tensor ranks, whole on each tensor rank, and of experts. Expert parallelism divides experts
-    further.
+    further. `selected` is the work of selective recomputation; None if no operators are chosen.
     """
 
     role: str
@@ -128,6 +136,7 @@ class BlockWork(Generic[V]):
     parameters_split: V
     parameters_whole: V
     parameters_expert: V
+    selected: Selected[V] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +175,13 @@ def evaluate(works: Any, numbers: Mapping[str, Number]) -> Any:
         named = ", ".join(f"{name} ({SYMBOLS.get(name, 'a size of the model')})" for name in missing)
         raise InputError(f"no number for {named}; give one for every symbol of the expressions")
     return build(evaluation.values(numbers))
+
+
+def sizes_on(mesh: Mesh, sequence: int | None, micro_batch: int | None = None) -> dict[str, float]:
+    """The numbers of the symbols of a captured block's expressions on a mesh; one sequence without `micro_batch`."""
+    numbers = {name: float(degree) for name, degree in mesh.as_dict().items()}
+    numbers |= {"t": numbers.get("tp", 1.0), "d": numbers.get("dp", 1.0), "b": float(micro_batch or 1)}
+    return numbers | dict.fromkeys(("s", "S"), float(sequence or 1))
 
 
 @functools.cache
@@ -211,7 +227,8 @@ def to_json(family: Family[Polynomial]) -> str:
                 [c.numerator if c.denominator == 1 else [c.numerator, c.denominator], dict(p)] for c, p in value.terms
             ]
         if dataclasses.is_dataclass(value):
-            return {each.name: plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
+            every = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+            return {name: plain(one) for name, one in every.items() if one is not None}
         return [plain(item) for item in value] if isinstance(value, tuple) else value
 
     records = {"kernels_forward", "is_forward"}  # keys of the objects that stand in one line
@@ -284,6 +301,8 @@ class _Reader:
 
     def record(self, kind: Any, data: Any, path: str) -> Any:
         fields = {each.name: each for each in dataclasses.fields(kind)}
+        if isinstance(data, dict):
+            fields = {name: each for name, each in fields.items() if name != "selected" or name in data}
         if not isinstance(data, dict) or set(data) != set(fields):
             self.fail(path, f"must be an object with exactly the keys {', '.join(fields)}")
             return None
@@ -293,6 +312,8 @@ class _Reader:
     def field(self, kind: str, data: Any, path: str) -> Any:
         if kind == "V":
             return self.expression(data, path)
+        if kind.startswith("Selected"):
+            return self.record(Selected, data, path)
         if kind.startswith("tuple["):
             record = Operator if "Operator" in kind else Sent
             if not isinstance(data, list):

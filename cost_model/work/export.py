@@ -14,11 +14,12 @@ from math import prod
 
 from autopar.capture.analysis import Analysis
 from autopar.cost_model.work.autograd_probe import NodeRun, ProbedRuns, run_block
-from autopar.cost_model.work.block_work import BlockWork, Cause, Operator, Sent
+from autopar.cost_model.work.block_work import BlockWork, Cause, Operator, Selected, Sent
 from autopar.cost_model.work.conversion_steps import ConversionStep, conversion_steps
 from autopar.cost_model.work.fusion import Flow, Need, needs_of_product
 from autopar.cost_model.work.operator_cost import EXPERT_PRODUCTS, forward_flops, target_name
 from autopar.cost_model.work.polynomials import Expr, Polynomial, polynomial, symbol
+from autopar.cost_model.work.recomputable import recomputable, selected
 from autopar.cost_model.work.sizes import Naming, sequence_sizes, sizes_of
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Block, Program
@@ -146,13 +147,14 @@ def _is_linear(nodes: Mapping[str, object], name: str | None, operand: int) -> b
 def work_of(flow: Flow, role: str | None = None) -> SymbolicWork:
     """The work of a block, under the block's name or the name in `role`."""
     # a product with a size of zero, such as a pruned layer's, computes nothing
-    products = [n for n in flow.runs if flow.is_product(n) and 0 not in flow.sizes[n].factors().values()]
+    names = [n for n in flow.runs if flow.is_product(n) and 0 not in flow.sizes[n].factors().values()]
     pairs = zip(flow.groups, flow.needs_of_groups, strict=True)
     split, whole, expert = _parameters(flow)
+    products, eager = tuple(one for name in names for one in _products(flow, name)), tuple(_eager(flow))
     return BlockWork(
         role=role or flow.block.name,
-        products=tuple(one for name in products for one in _products(flow, name)),
-        eager=tuple(_eager(flow)),
+        products=products,
+        eager=eager,
         fused=tuple(_fused(flow, members, flow.written, needs) for members, needs in pairs),
         sent=tuple(_sent(flow)),
         saved_eager_bytes=polynomial(_saved_eager(flow)),
@@ -161,7 +163,13 @@ def work_of(flow: Flow, role: str | None = None) -> SymbolicWork:
         parameters_split=polynomial(split),
         parameters_whole=polynomial(whole),
         parameters_expert=polynomial(expert),
+        selected=_selected(flow, (*products, *eager)),
     )
+
+
+def _selected(flow: Flow, works: Sequence[Operator[Polynomial]]) -> Selected[Polynomial] | None:
+    keys = flow.labels.recomputed
+    return selected(recomputable(flow, works), keys) if keys else None
 
 
 def kept_work(flow: Flow, work: SymbolicWork) -> SymbolicWork:
@@ -174,6 +182,7 @@ def kept_work(flow: Flow, work: SymbolicWork) -> SymbolicWork:
         sent=tuple(_sent(kept)),
         saved_eager_bytes=polynomial(_saved_eager(kept)),
         saved_fused_bytes=polynomial(_saved_fused(kept, flow.needs_of_groups)),
+        selected=_selected(kept, (*work.products, *work.eager)),
     )
 
 

@@ -7,11 +7,11 @@ tensor ranks. All variants of a role are therefore the same work.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.capture.analysis import Analysis
-from autopar.cost_model.work.block_work import VARIANTS, BlockWork, Family, evaluate
+from autopar.cost_model.work.block_work import VARIANTS, BlockWork, Family, Selected, evaluate
 from autopar.cost_model.work.operator_cost import EXPERT_PRODUCTS
 from autopar.cost_model.work.polynomials import Polynomial
 from autopar.ir.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OwnPart, optimizer_named
@@ -19,6 +19,8 @@ from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Program, hidden_parameters
 from autopar.ir.sharding import Mesh
 from autopar.ir.stages import main_calls
+
+_ENDS = ("first", "last")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -63,6 +65,11 @@ class ProgramWorks:
         """Whether the head's product and the loss run in chunks."""
         roles = (self.family.block(role, VARIANTS[0]) for role in self.family.roles)
         return any(one.kind == "again" for work in roles for one in work.products)
+
+    @property
+    def has_selected(self) -> bool:
+        """Whether operators of repeated blocks are chosen for selective recomputation."""
+        return any(self.family.block(role, VARIANTS[0]).selected is not None for role in self.family.roles)
 
     @property
     def regathers(self) -> bool:
@@ -112,13 +119,15 @@ def merged_works(
             used.setdefault(role, [works[block]])
     renamed = {role: _name(role, found, i) for i, (role, found) in enumerate(used.items())}
     merged = {role: _merged(renamed[role], found) for role, found in used.items()}
+    if any(work.selected is not None for work in merged.values()):
+        merged = {role: work if role in _ENDS else _with_selected(work) for role, work in merged.items()}
     family = Family(
         name=name or "captured",
         source=_source(program, mesh),
         blocks=tuple((renamed[role], tuple((v, work) for v in VARIANTS)) for role, work in merged.items()),
     )
-    ends = ("first", "last")  # several calls of an end are priced with the first call
-    calls = tuple("" if role in ends and role in roles[:i] else renamed[role] for i, role in enumerate(roles))
+    # several calls of an end are priced with the first call
+    calls = tuple("" if role in _ENDS and role in roles[:i] else renamed[role] for i, role in enumerate(roles))
     repeated = [renamed[role] for role in used if role not in ("first", "last")]
     hidden, size, dtype = _residual(program, roles)
     experts, per_token = _experts(works, mesh)
@@ -161,6 +170,12 @@ def _optimizers(program: Program) -> dict[str, tuple[float, float]]:
         )
         for name, one in OPTIMIZERS.items()
     }
+
+
+def _with_selected(work: BlockWork[Polynomial]) -> BlockWork[Polynomial]:
+    """A block beside blocks with selective recomputation. Without chosen operators it saves everything."""
+    nothing: Selected[Polynomial] = Selected(saved_bytes=work.saved_eager_bytes, operators=())
+    return work if work.selected is not None else replace(work, selected=nothing)
 
 
 def dtype_of(program: Program) -> str:
@@ -214,7 +229,9 @@ def _merged(role: str, works: Sequence[BlockWork[Polynomial]]) -> BlockWork[Poly
         name: tuple(one for work in works for one in getattr(work, name)) for name in ("products", "eager", "fused")
     }
     lists["sent"] = tuple(one for work in works for one in work.sent if not one.is_once_a_step)
-    return BlockWork(role=role, input_bytes=works[0].input_bytes if works else Polynomial(), **sums, **lists)
+    own = works[0].selected if len(works) == 1 and role not in _ENDS else None
+    of_inputs = works[0].input_bytes if works else Polynomial()
+    return BlockWork(role=role, input_bytes=of_inputs, selected=own, **sums, **lists)
 
 
 def _residual(program: Program, roles: Sequence[str]) -> tuple[int, int, str]:

@@ -32,6 +32,14 @@ class RandomStream:
         self._when = (step, micro_batch, call)
         self._draws = 0
 
+    def position(self) -> tuple[tuple[int, int, int], int, bool]:
+        """The call, the number of draws so far, and whether dropout drops."""
+        return self._when, self._draws, self.training
+
+    def go_to(self, position: tuple[tuple[int, int, int], int, bool]) -> None:
+        """Draw as at an earlier `position`."""
+        self._when, self._draws, self.training = position
+
     def _seed_of(self, draw: int, at: tuple[int, ...]) -> int:
         names = tuple(dim.name for dim in self.dims)
         digest = hashlib.sha256(repr((self.seed, self._when, draw, names, at)).encode()).digest()
@@ -79,6 +87,12 @@ class Streams:
         if key not in self._made:
             self._made[key] = RandomStream([self._dims[n] for n in key], self.seed, self._device)
         return self._made[key]
+
+    def reseed(self, seed: int) -> None:
+        """Draw from another seed from now on."""
+        self.seed = seed
+        for stream in self._made.values():
+            stream.seed = seed
 
     def begin(self, step: int, micro_batch: int, call: int = 0, *, training: bool = True) -> None:
         """Restart every stream for a call of a block in a micro-batch of a step; in evaluation nothing is dropped."""

@@ -1,4 +1,4 @@
-"""Values and tensors from rank 0 to all ranks."""
+"""Values and tensors from rank 0 to all ranks, and errors of one rank to all ranks."""
 
 from collections.abc import Callable, Container, Iterable
 from typing import Any, TypeVar, cast
@@ -22,21 +22,35 @@ def any_rank(flag: bool) -> bool:
     return bool(count.item())
 
 
-def broadcast_object(value: _T) -> _T:
+def broadcast_object(value: _T, group: dist.ProcessGroup | None = None) -> _T:
     """Rank 0's value on every rank. Collective."""
     held = [value]
-    dist.broadcast_object_list(held)
+    dist.broadcast_object_list(held, group=group)
     return held[0]
 
 
-def gather_objects(value: _T) -> list[_T]:
+def gather_objects(value: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
     """Every rank's value on every rank, in rank order. Collective."""
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, value)
+    dist.all_gather_object(every, value, group=group)
     return every
 
 
-def run_on_first_rank(action: Callable[[], _T]) -> _T:
+def run_on_all_ranks(action: Callable[[], _T], group: dist.ProcessGroup | None = None) -> list[_T]:
+    """The results of all ranks' actions. The first rank's `AutoparError` is raised on every rank. Collective."""
+    result = error = None
+    try:
+        result = action()
+    except AutoparError as raised:
+        error = raised
+    every = gather_objects((result, error), group)
+    for _, failure in every:
+        if failure is not None:
+            raise failure
+    return cast(list[_T], [one for one, _ in every])
+
+
+def run_on_first_rank(action: Callable[[], _T], group: dist.ProcessGroup | None = None) -> _T:
     """The result of rank 0's action on every rank. Its `AutoparError` is raised on every rank. Collective."""
     result = error = None
     if dist.get_rank() == 0:
@@ -44,7 +58,7 @@ def run_on_first_rank(action: Callable[[], _T]) -> _T:
             result = action()
         except AutoparError as raised:
             error = raised
-    result, error = broadcast_object((result, error))
+    result, error = broadcast_object((result, error), group)
     if error is not None:
         raise error
     return cast(_T, result)

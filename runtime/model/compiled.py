@@ -15,6 +15,7 @@ from autopar.ir.sharding import Type
 from autopar.ir.stages import kept_results, needed_results
 from autopar.ir.storage import Storage, boundary_types
 from autopar.lowering.local_graph import local_graph
+from autopar.lowering.recomputation import SelectiveBlock
 from autopar.runtime.codegen.execute import constant_values, graph_module, module_attributes
 from autopar.runtime.codegen.passes.evaluation import use_running_statistics
 from autopar.runtime.codegen.randomness import Streams
@@ -87,6 +88,10 @@ class CompiledProgram:
         if (index, keep) not in self._partial:
             self._partial[index, keep] = self._generated(index, keep, False)
         return self._partial[index, keep]
+
+    def selective_module(self, index: int, compiled: Callable[[fx.GraphModule], Callable[..., Any]]) -> SelectiveBlock:
+        """Code of a block in training with selective recomputation; `compiled` makes the function of a part."""
+        return SelectiveBlock(self.code_modules(outputs=False)[index], self.plan.blocks[index].recomputed, compiled)
 
     def _generated(self, index: int, keep: Sequence[str], outputs: bool) -> fx.GraphModule:
         generated = local_graph(

@@ -24,10 +24,18 @@ class Batch:
     problems: tuple[str, ...] = ()
 
 
-def read_batch(program: Program, batch: Mapping[str, Any] | Sequence[Any], sequences: int, *, any_shape: bool) -> Batch:
+def read_batch(
+    program: Program,
+    batch: Mapping[str, Any] | Sequence[Any],
+    sequences: int,
+    *,
+    any_shape: bool,
+    casts: bool = False,
+) -> Batch:
     """The tensors of a batch by input name. The batch dimension may have any size, the others only if `any_shape`.
 
-    `sequences` is the expected number of sequences, for messages.
+    `sequences` is the expected number of sequences, for messages. With `casts`, floating tensors are cast to the dtype
+    of the program's input.
     """
     infos = {info.name: info for info in program.inputs}
     problems: list[str] = []
@@ -54,6 +62,8 @@ def read_batch(program: Program, batch: Mapping[str, Any] | Sequence[Any], seque
         fits = value.dim() == len(wanted) if any_shape else _rows(value.shape, info) == _rows(wanted, info)
         if not fits:
             problems.append(f"input {name!r}: shape {tuple(value.shape)}, expected {wanted} on this rank")
+        if casts and value.is_floating_point() and info.dtype.is_floating_point:
+            value = value.to(info.dtype)
         if value.dtype != info.dtype:
             problems.append(f"input {name!r}: dtype {value.dtype}, expected {info.dtype}; convert it with .to(...)")
         found[name] = value

@@ -18,18 +18,19 @@ from autopar.runtime.data.parts import Collate
 from autopar.runtime.distributed.hang_report import reports_position
 from autopar.runtime.model import zero
 from autopar.runtime.model.autograd_step import with_backward
+from autopar.runtime.model.checkpointed import CheckpointedModel
 from autopar.runtime.model.compiled import CompiledProgram, readable
 from autopar.runtime.model.expert_load import Counts, counting, load_of_experts, routings
 from autopar.runtime.model.inputs import as_batch, rows_of_rank
 from autopar.runtime.model.outputs import refuse_autocast, step_loss
 from autopar.runtime.model.pipeline import refuse_compiling
 from autopar.runtime.model.preflight_check import STEP
-from autopar.runtime.model.running import RunningModel
 from autopar.runtime.parameters.flat_shards import FlatShards
+from autopar.runtime.parameters.grad_scaler import adopted
 from autopar.runtime.profile.trace_step import trace_step
 
 
-class ParallelModel(RunningModel):
+class ParallelModel(CheckpointedModel):
     """A model split over the ranks of a job according to a `Plan`; `autopar.parallelize` makes it.
 
     Parameters are DTensors under the model's own names. A pipeline rank holds the parameters of its own stages only,
@@ -48,6 +49,7 @@ class ParallelModel(RunningModel):
         buffers: A function from a buffer's name to its whole tensor; `source` by default.
         streams: A function from this rank's mesh to the streams of random numbers. Verification draws the same numbers
             under every plan.
+        origin: The unmodified model without its weights, which `export_hf` needs.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.Tanh(), torch.nn.Linear(12, 4))
@@ -84,6 +86,7 @@ class ParallelModel(RunningModel):
             seed=self.streams.seed,
             replan=self._shapes.replan,
             buffers=self.buffer,
+            origin=self._origin[0],
         )
         made._step = self._step
         own = dict(self.named_parameters())
@@ -111,6 +114,7 @@ class ParallelModel(RunningModel):
         refuse_compiling(self.plan.degrees)
         self._compile_options = options
         self._compiled_code.clear()
+        self._selective_code.clear()
 
     @reports_position
     def forward(self, *args: Any, **inputs: Any) -> torch.Tensor:
@@ -143,12 +147,14 @@ class ParallelModel(RunningModel):
             )
         refuse_autocast(self.device.type)
         compiled, (values,), _ = self._prepared(batch, STEP, 1)
+        self._forget_copies()
         (denominator,) = self._denominators(compiled, [values])
         (stage,), (module,) = self.stages_in(compiled), self.stage_modules().values()
         self._before_backward(module, last=self._sums)
         found = self._run_stage(compiled, module, stage, values | denominator, 0, num_averaged=1)
         loss: torch.Tensor = found[compiled.program.loss]
         self._step += 1
+        self._forget_copies()
         if not loss.requires_grad:
             zero.free_gathered(module)
             return loss
@@ -175,7 +181,9 @@ class ParallelModel(RunningModel):
             self._sums = before
 
     @reports_position
-    def forward_backward(self, batch: Mapping[str, Any] | Sequence[Any]) -> torch.Tensor:
+    def forward_backward(
+        self, batch: Mapping[str, Any] | Sequence[Any], *, scaler: torch.amp.GradScaler | None = None
+    ) -> torch.Tensor:
         """Compute the loss and gradients of one training step.
 
         Gradients are added to `.grad`, already summed over ranks. With fewer sequences than planned the batch is
@@ -188,10 +196,12 @@ class ParallelModel(RunningModel):
         Args:
             batch: This rank's part of the global batch, ``micro_batch × micro_batches × accumulate`` sequences: a dict
                 of tensors by name, or a tuple. Ranks that differ only in ``tp`` or ``pp`` pass the same data.
+            scaler: The scaler of the loss, for float16. Gradients are scaled, as after ``scaler.scale(loss)``. A
+                `torch.amp.GradScaler` becomes an `autopar.GradScaler`. Every rank passes one with the same settings.
 
         Returns:
-            The loss of the global batch, a scalar that is equal on every rank. If the plan says `per_micro_batch`, it
-            is the mean of the micro-batches' losses.
+            The loss of the global batch, not scaled, a scalar that is equal on every rank. If the plan says
+            `per_micro_batch`, it is the mean of the micro-batches' losses.
 
         Raises:
             RuntimeInputError: A batch has a wrong name, shape or dtype, or the ranks disagree. All ranks raise it.
@@ -209,11 +219,14 @@ class ParallelModel(RunningModel):
         denominators = self._denominators(compiled, micro_batches)
         values = [own | more for own, more in zip(micro_batches, denominators, strict=True)]
         earlier = self._set_aside()
+        self._forget_copies()
         self.ties.copy_to_twins(self.stage_modules())
+        scale = None if scaler is None else adopted(scaler).scale(torch.ones((), device=self.device))
         if degrees.pp == 1:
-            loss = self._step_without_stages(compiled, values)
+            loss = self._step_without_stages(compiled, values, scale)
         else:
-            loss = self._step_in_stages(compiled, values)
+            loss = self._step_in_stages(compiled, values, scale)
+        self._forget_copies()
         with torch.no_grad():
             self.ties.sum_gradients(self.stage_modules())
             self._sum_deferred()

@@ -6,6 +6,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autopar.errors import RuntimeInputError
+from autopar.ir.precision import is_low
 from autopar.ir.sharding import Dims, R, Type
 from autopar.runtime.distributed.mesh import RankMesh
 from autopar.runtime.parameters.relayout import gathered
@@ -44,6 +45,11 @@ def as_dtensor(local: torch.Tensor, dims: Dims, types: Sequence[Type], mesh: Ran
     )
 
 
+def wide(loss: torch.Tensor) -> torch.Tensor:
+    """A loss in at least float32: losses of micro-batches add up, and a scale may make them large."""
+    return loss.float() if is_low(loss.dtype) else loss
+
+
 class StepLoss(torch.Tensor):
     """The loss of a step whose backward pass has run. Values that are computed from it are `StepLoss`es too."""
 
@@ -51,7 +57,7 @@ class StepLoss(torch.Tensor):
         """Raise: the gradients are there already."""
         raise RuntimeInputError(
             "forward_backward has run the backward pass, and the gradients are summed over all ranks; leave backward() "
-            "out. To scale the loss, scale it inside the model or in loss_fn. With bfloat16 no GradScaler is needed"
+            "out. For float16, pass scaler=... to forward_backward. With bfloat16 no GradScaler is needed"
         )
 
 
@@ -65,5 +71,6 @@ def refuse_autocast(device_type: str) -> None:
     if torch.is_autocast_enabled(device_type):
         raise RuntimeInputError(
             f"torch.autocast is on for {device_type!r}, but the model was captured with fixed dtypes; leave it out. "
-            "For lower precision call model.to(torch.bfloat16) before parallelize"
+            "For lower precision pass plan={..., 'precision': 'bf16'}, or call parallelize under autocast: then the "
+            "captured model has the casts of autocast"
         )

@@ -28,6 +28,7 @@ from autopar.runtime.distributed.hang_report import Place, frames_of, rank_posit
 from autopar.runtime.distributed.mesh import MeshDim
 from autopar.runtime.model import zero
 from autopar.runtime.model.compiled import CompiledProgram
+from autopar.runtime.model.outputs import wide
 from autopar.runtime.model.stage import StageModule
 
 _Values = dict[str, Any]
@@ -168,7 +169,9 @@ class Pipeline:
     ) -> None:
         self.stages, self.modules, self.loss = stages, modules, compiled.program.loss
         self.place = Place(degrees=degrees, pipeline=pipeline)
-        self.no_loss = torch.zeros((), dtype=value_infos(compiled.program)[self.loss].dtype, device=compiled.device)
+        self.no_loss = wide(
+            torch.zeros((), dtype=value_infos(compiled.program)[self.loss].dtype, device=compiled.device)
+        )
         self.count = degrees.micro_batches if trains else 1
         order = (
             actions(degrees.schedule, degrees.pp, degrees.virtual_stages, self.count)
@@ -182,14 +185,14 @@ class Pipeline:
             stage = stages[number]
             is_last, detaches = number == len(stages) - 1, degrees.splits_backward
             submodule = _Submodule(modules[number], stage, self.loss, is_last, detaches)
-            sent = (self.loss,) if is_last else stage.sends
+            sent = _loss_meta(compiled) if is_last else _metas(compiled, stage.sends)
             made = _TorchStage(
                 submodule,
                 number,
                 len(stages),
                 device,
                 input_args=_metas(compiled, stage.receives),
-                output_args=_metas(compiled, sent),
+                output_args=sent,
                 group=pipeline.group,
                 degrees=degrees,
                 separates=separates(compiled.program, stage, recomputed),
@@ -262,6 +265,11 @@ def _metas(compiled: CompiledProgram, names: Sequence[str]) -> tuple[torch.Tenso
         meta = torch.empty(shape, dtype=info.dtype, device="meta")
         found.append(meta.requires_grad_(info.differentiable))
     return tuple(found)
+
+
+def _loss_meta(compiled: CompiledProgram) -> tuple[torch.Tensor]:
+    (meta,) = _metas(compiled, (compiled.program.loss,))
+    return (wide(meta.detach()).requires_grad_(meta.requires_grad),)
 
 
 def refuse_compiling(degrees: Degrees) -> None:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from autopar._torch import private
 from autopar.errors import Problem, RuntimeInputError
 from autopar.ir.program import InputInfo
+from autopar.runtime.checkpoint.saving import Saver
 from autopar.runtime.distributed.mesh import RankMesh
 from autopar.runtime.distributed.mesh import named_ranks as _ranks
 from autopar.runtime.model.inputs import Batch, batch_error
@@ -34,8 +35,9 @@ _KINDS = (
     "in forward_backward",
     "in evaluate",
     "logging metrics",
+    "not saved",
 )
-READING, ENDED, FAILED, STEP, EVALUATION, LOGGING = range(len(_KINDS))
+READING, ENDED, FAILED, STEP, EVALUATION, LOGGING, NOT_SAVED = range(len(_KINDS))
 NUM_CHUNKS = 4096  # per tensor: sums of chunks, weighted by their position
 MAX_WORDS = 2**18  # of 8 bytes; of a larger tensor so many are read, evenly spread
 FITS, UNFIT, UNSURE = range(3)  # what a rank knows of its own batch; unsure of its indices
@@ -43,10 +45,13 @@ _Row = Sequence[int]  # kind and mode, step, what is known of the batch, sequenc
 
 
 class PreflightCheck:
-    """Compares the next call of the ranks of a mesh: its kind, mode, step, shapes and data."""
+    """Compares the next call of the ranks of a mesh: its kind, mode, step, shapes and data.
 
-    def __init__(self, mesh: RankMesh, inputs: Sequence[InputInfo]) -> None:
-        self.mesh, self.inputs = mesh, tuple(inputs)
+    A rank whose asynchronous save has failed says so here, and all ranks raise the error of the save.
+    """
+
+    def __init__(self, mesh: RankMesh, inputs: Sequence[InputInfo], saver: Saver) -> None:
+        self.mesh, self.inputs, self.saver = mesh, tuple(inputs), saver
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         on_gpu = self.world_size > 1 and dist.get_backend() != "gloo"
         self._group = dist.new_group(backend="gloo", timeout=private.group_timeout()) if on_gpu else None
@@ -56,7 +61,10 @@ class PreflightCheck:
 
         Raises `RuntimeInputError` on all ranks where they do not agree.
         """
+        kind = NOT_SAVED if self.saver.has_failed else kind
         if self.world_size == 1:
+            if kind == NOT_SAVED:
+                self.saver.finish()
             if batch.problems:
                 raise batch_error(batch.problems)
             return [batch.sequences], unsure
@@ -65,6 +73,8 @@ class PreflightCheck:
             value = batch.tensors.get(info.name)
             row += [0, 0] if value is None else [_shape_hash(value, info), checksum(value)]
         rows = self.exchange(row)
+        if any(r[0] // 2 == NOT_SAVED for r in rows):
+            self.saver.finish()
         if batch.problems and all(r[0] == row[0] for r in rows):
             raise batch_error(batch.problems)
         text = disagreement(rows, self.inputs, self.mesh.dims["dp"].of)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,7 +14,9 @@ from autopar.errors import PlanError, RuntimeInputError
 from autopar.ir.offload import PARAMETERS
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.ir.stages import Stage, needs_denominator, num_averaged, offloaded_calls, recomputed_calls
+from autopar.ir.stages import How, Stage, needs_denominator, num_averaged, offloaded_calls, recomputed_calls
+from autopar.lowering.recomputation import SelectiveBlock
+from autopar.runtime.checkpoint.saving import Saver
 from autopar.runtime.codegen.randomness import Streams
 from autopar.runtime.distributed.hang_report import Place
 from autopar.runtime.distributed.mesh import RankMesh, training_mesh
@@ -26,7 +29,7 @@ from autopar.runtime.model.inputs import (
     read_batch,
     sequences_to_run,
 )
-from autopar.runtime.model.outputs import as_dtensor, refuse_autocast
+from autopar.runtime.model.outputs import as_dtensor, refuse_autocast, wide
 from autopar.runtime.model.pipeline import Pipeline
 from autopar.runtime.model.preflight_check import EVALUATION, STEP, PreflightCheck
 from autopar.runtime.model.shape_cache import Replan, ShapeCache
@@ -53,19 +56,23 @@ class RunningModel(ShardedModel):
         replan: Replan | None = None,
         buffers: Callable[[str], torch.Tensor] | None = None,
         streams: Callable[[RankMesh], Streams] | None = None,
+        origin: nn.Module | None = None,
     ) -> None:
         mesh = training_mesh(plan.degrees, device.type)
         drawing = Streams(mesh.dims, seed, device) if streams is None else streams(mesh)
         super().__init__(program, plan, mesh, source, device, drawing, buffers or source)
         self._compile_options: dict[str, Any] | None = None
         self._compiled_code = WeakKeyDictionary[CompiledProgram, dict[bool, list[Callable[..., Any]]]]()
+        self._selective_code = WeakKeyDictionary[CompiledProgram, dict[int, SelectiveBlock]]()
         self._step = 0
         self.num_trained = (0, 0)  # samples and tokens of the training steps of all ranks so far
         self._sums = True  # whether a backward pass ends with the sums over ranks
         self._waits = False  # whether gradients of earlier calls wait for their sums
         self._earlier: list[tuple[nn.Parameter, torch.Tensor]] = []  # gradients of the calls before a backward pass
         self._fillers: dict[str, torch.Tensor] = {}
-        self._preflight = PreflightCheck(mesh, program.inputs)
+        self._saver = Saver()
+        self._origin = (origin,)  # in a tuple, because it is no part of this module
+        self._preflight = PreflightCheck(mesh, program.inputs, self._saver)
         self.place = Place(degrees=plan.degrees, pipeline=mesh.pipeline)
         self._shapes = ShapeCache(self.base, self.placements, replan)
         self._pipelines = WeakKeyDictionary[CompiledProgram, dict[bool, Pipeline]]()
@@ -210,12 +217,22 @@ class RunningModel(ShardedModel):
             state={name: self.buffer(name) for name in compiled.program.updates},
             streams=self.streams,
             when=when,
-            recomputed=frozenset() if outputs else self._recomputed(compiled),
+            recomputed={} if outputs else self._recomputed(compiled),
+            selective=partial(self._selective, compiled),
             offloaded=frozenset() if outputs else self._offloaded(compiled),
             copies=self.copies,
         )
 
-    def _recomputed(self, compiled: CompiledProgram) -> frozenset[int]:
+    def _selective(self, compiled: CompiledProgram, block: int) -> SelectiveBlock:
+        """The code of a block with selective recomputation."""
+        made = self._selective_code.setdefault(compiled, {})
+        if block not in made:
+            options = self._compile_options
+            how = (lambda module: module) if options is None else partial(torch.compile, **options)
+            made[block] = compiled.selective_module(block, how)
+        return made[block]
+
+    def _recomputed(self, compiled: CompiledProgram) -> Mapping[int, How]:
         return recomputed_calls(compiled.program, self.plan.degrees, self.stages_in(compiled))
 
     def _offloaded(self, compiled: CompiledProgram) -> frozenset[int]:
@@ -227,7 +244,8 @@ class RunningModel(ShardedModel):
         """What runs a batch, its micro-batches on the device, and whether any rank's was padded. Collective."""
         shapes, evaluates = self._shapes, kind == EVALUATION
         planned = shapes.base.micro_batch * micro_batches
-        own = read_batch(self.program, batch, planned, any_shape=shapes.can_capture)
+        casts = self.plan.degrees.precision is not None
+        own = read_batch(self.program, batch, planned, any_shape=shapes.can_capture, casts=casts)
         is_unsure = shapes.is_unsure(own, micro_batches, self.training)
         counts, is_unsure = self._preflight.check(kind, self.training, self._step, own, is_unsure)
         sequences = sequences_to_run(
@@ -295,13 +313,15 @@ class RunningModel(ShardedModel):
         stages = self.stages_in(compiled)
         return needs_denominator(compiled.program, (stages[index] for index in self.stage_modules()))
 
-    def _step_without_stages(self, compiled: CompiledProgram, micro_batches: MicroBatches) -> torch.Tensor:
+    def _step_without_stages(
+        self, compiled: CompiledProgram, micro_batches: MicroBatches, scale: torch.Tensor | None
+    ) -> torch.Tensor:
         (stage,), (module,) = self.stages_in(compiled), self.stage_modules().values()
         loss, count = torch.zeros((), device=self.device), num_averaged(compiled.program, self.plan.degrees)
         for index, values in enumerate(micro_batches):
             self._before_backward(module, last=index == len(micro_batches) - 1)
             out = self._run_stage(compiled, module, stage, values, index, count)[compiled.program.loss]
-            out.backward()
+            (out if scale is None else out * scale).backward()
             loss = loss + out.detach()
         return loss
 
@@ -310,7 +330,9 @@ class RunningModel(ShardedModel):
         if self._backward_step is not None:
             self._backward_step.is_last = last
 
-    def _step_in_stages(self, compiled: CompiledProgram, micro_batches: MicroBatches) -> torch.Tensor:
+    def _step_in_stages(
+        self, compiled: CompiledProgram, micro_batches: MicroBatches, scale: torch.Tensor | None
+    ) -> torch.Tensor:
         """Every run of the schedule; the loss is sent from the last stage to all."""
         pipeline, count = self.rank_mesh.pipeline, self.plan.degrees.micro_batches
         averaged = num_averaged(compiled.program, self.plan.degrees)
@@ -320,12 +342,16 @@ class RunningModel(ShardedModel):
 
             def run(module: StageModule, stage: Stage, received: dict[str, Any], index: int, at: int = first) -> Any:
                 values = micro_batches[at + index] | received
-                return self._run_stage(compiled, module, stage, values, at + index, averaged)
+                found = self._run_stage(compiled, module, stage, values, at + index, averaged)
+                if scale is not None and stage.index == len(self.stages_in(compiled)) - 1:
+                    found[compiled.program.loss] = found[compiled.program.loss] * scale
+                return found
 
             is_final = first + count == len(micro_batches)
             found = self._pipeline(compiled, trains=True).step(run, is_final=is_final)
             loss = found if loss is None else loss + found
         assert loss is not None
+        loss = loss if scale is None else loss / scale
         dist.all_reduce(loss, group=pipeline.group)
         return loss
 
@@ -352,7 +378,7 @@ class RunningModel(ShardedModel):
                 if update in found:
                     self.buffer(name).copy_(found[update])  # it may be sent too
         if program.loss in found and stage.index == len(self.stages_in(compiled)) - 1:
-            found[program.loss] = found[program.loss] / num_averaged
+            found[program.loss] = wide(found[program.loss]) / num_averaged
         return found
 
     def _pipeline(self, compiled: CompiledProgram, *, trains: bool) -> Pipeline:
@@ -387,6 +413,7 @@ class RunningModel(ShardedModel):
         program = compiled.program
         if program.denominator is not None and self._needs_denominator(compiled):
             values[program.denominator] = compiled.denominator(values)
+        self._forget_copies()
         self.streams.training = not self.training  # what a model in eval mode still draws is meant
         run = self._execution(compiled, functions(compiled, True), (self._step, 0), outputs=True)
         scope: dict[str, Any] = {}
@@ -398,6 +425,7 @@ class RunningModel(ShardedModel):
             loss = self._evaluate_in_stages(compiled, run, values, scope)
         for module in self.stage_modules().values():
             zero.free_gathered(module)
+        self._forget_copies()
         found = {"loss": loss}
         whole = self.rank_mesh.device_mesh.size() == 1
         for key, name in program.outputs.items() if not is_padded else ():
@@ -421,6 +449,6 @@ class RunningModel(ShardedModel):
         assert pipeline is not None
         stages.evaluate(run)
         is_last = len(self.stages_in(compiled)) - 1 in self.stage_modules()
-        loss = scope[compiled.program.loss].clone() if is_last else stages.no_loss.clone()
+        loss = wide(scope[compiled.program.loss].clone()) if is_last else stages.no_loss.clone()
         dist.all_reduce(loss, group=pipeline.group)
         return loss

@@ -13,6 +13,7 @@ from autopar.errors import PlanError, RuntimeInputError
 from autopar.ir.degrees import offload_problems
 from autopar.ir.offload import OPTIMIZER
 from autopar.ir.plan import Plan
+from autopar.ir.precision import stored_dtype, summed_dtype
 from autopar.ir.program import Program, StateInfo
 from autopar.ir.sharding import owned_by
 from autopar.ir.stages import Stage, stage_of_buffers, stages_by_parameter, stages_of
@@ -22,12 +23,12 @@ from autopar.runtime.distributed.hang_report import reports_position
 from autopar.runtime.distributed.mesh import MeshDim, RankMesh
 from autopar.runtime.model import zero
 from autopar.runtime.model.compiled import CompiledProgram, compile_program
-from autopar.runtime.model.gradients import gradient_norm, local_gradient, sum_over
 from autopar.runtime.model.stage import StageModule, attribute
 from autopar.runtime.model.tied_parameters import TiedParameters
 from autopar.runtime.offload.backward_step import BackwardStep
 from autopar.runtime.offload.host_memory import HostCopies, HostParameters
 from autopar.runtime.parameters.checkpoint_state import flat_state, load_whole, names_of_state, optimizer_state
+from autopar.runtime.parameters.gradients import gradient_norm, local_gradient, nonfinite_error, sum_over
 from autopar.runtime.parameters.packed import complete_gradients, join_packed, packed_source
 from autopar.runtime.parameters.placement import make_parameter
 from autopar.runtime.parameters.relayout import whole_placement
@@ -84,6 +85,8 @@ class ShardedModel(nn.Module):
         if plan.degrees.offloads(OPTIMIZER):
             self._on_host = HostParameters(dict(self._computed()), self.placements, self.copies)
         self._parameters_of_model = parameters_of_model(program, dict(self.stored_parameters()))
+        infos = program.every_parameter
+        self._summed = {p: summed_dtype(infos[n].dtype, plan.degrees) for n, p in self.stored_parameters()}
         self._segments = [segment for module in self.stage_modules().values() for segment in module.segments]
 
     def _stage_module(self, stage: Stage, source: Callable[[str], torch.Tensor]) -> StageModule:
@@ -145,7 +148,7 @@ class ShardedModel(nn.Module):
         at = [mesh.dims[n].coordinate for n in self.plan.mesh.names]
         for name, how in names.items():
             info = self.program.every_parameter[name]
-            whole = source(name).to(info.dtype)
+            whole = source(name).to(stored_dtype(info.dtype, self.plan.degrees))
             used = name in self.program.parameters
             zero_dim = how.zero_dim(self.plan.degrees.dp_shard) if used else None
             over = zero.mesh_of(self.plan.degrees, mesh, zero_dim)
@@ -266,14 +269,30 @@ class ShardedModel(nn.Module):
         for name, parameter in self.named_parameters():
             state = flat_state(parameter.detach(), self.placements.get(name))
             found |= dict.fromkeys((name, *aliases[name]), state)
-        changed = stage_of_buffers(self.program, self.stages_in(self.base))
-        for first, info in self.program.buffers.items():
-            changing = {changed[n] for n in (first, *info.aliases) if n in changed}
-            if info.persistent and changing <= self.stage_modules().keys():  # another stage has the new value
-                found |= dict.fromkeys((first, *info.aliases), self.buffer(first))
+        for first, buffer, persistent in self.own_buffers():
+            if persistent:
+                found |= dict.fromkeys((first, *self.program.buffers[first].aliases), buffer)
         destination = {} if destination is None else destination
         destination.update({prefix + name: value for name, value in found.items()})
         return destination
+
+    def own_buffers(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
+        """Iterate over the buffers that are state: persistent ones, and others that the forward pass changes.
+
+        A stage that changes a buffer has its new value. The other stages leave it out.
+
+        Yields:
+            The buffer's first name, its value, and whether a state dict holds it.
+
+        Example:
+            >>> list(parallel.own_buffers())
+            []
+        """
+        changed = stage_of_buffers(self.program, self.stages_in(self.base))
+        for first, info in self.program.buffers.items():
+            changing = {changed[n] for n in (first, *info.aliases) if n in changed}
+            if (info.persistent or changing) and changing <= self.stage_modules().keys():
+                yield first, self.buffer(first), info.persistent
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -379,7 +398,14 @@ class ShardedModel(nn.Module):
 
     def _sum_deferred(self) -> None:
         for dim, parameters in self._deferred():
-            sum_over([g for p in parameters if (g := local_gradient(p)) is not None], dim.group, self.device)
+            pairs = [(g, self._summed[p]) for p in parameters if (g := local_gradient(p)) is not None]
+            sum_over([g for g, _ in pairs], dim.group, self.device, [dtype for _, dtype in pairs])
+
+    def _forget_copies(self) -> None:
+        """Drop the copies of master weights, which hold for one step."""
+        for module in self.stage_modules().values():
+            for copies in module.all_copies():
+                copies.clear()
 
     def _show_gradients(self, earlier: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
         """Call hooks with the gradients of this step, add the gradients of earlier calls, and show them to the user."""
@@ -425,17 +451,20 @@ class ShardedModel(nn.Module):
         )
 
     @reports_position
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+    def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Scale all gradients so that their global 2-norm is at most `max_norm`.
 
         Args:
             max_norm: The largest allowed norm.
+            error_if_nonfinite: Whether a norm that is NaN or infinite raises, on all ranks, before any gradient
+                changes. With a scaler leave it off: the scaler skips such a step.
 
         Returns:
             The norm before scaling, a float64 scalar that is equal on every rank.
 
         Raises:
-            RuntimeInputError: The parameters step in the backward pass.
+            RuntimeInputError: The parameters step in the backward pass, or the norm is not finite. The message names
+                the first such parameter, its ranks and the reason.
 
         Example:
             >>> norm = parallel.clip_grad_norm_(1.0)
@@ -450,6 +479,8 @@ class ShardedModel(nn.Module):
         named = {name: p for name, p in self.stored_parameters() if p.grad is not None}
         parameters = list(named.values())
         norm = gradient_norm(named, self.ties.num_ranks, self.rank_mesh.device_mesh.size(), self.device)
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise nonfinite_error(named, list(self.program.every_parameter), float(norm))
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for parameter in parameters:
             grad = local_gradient(parameter)

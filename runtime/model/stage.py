@@ -1,7 +1,7 @@
 """`StageModule`: the parameters of one pipeline stage and how its calls run; without a pipeline there is one stage."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autopar._torch import private
 from autopar.ir.program import CallSite, Program
-from autopar.ir.stages import Stage, owners, values_that_stay
+from autopar.ir.stages import How, Stage, owners, values_that_stay
 from autopar.ir.storage import Storage
 from autopar.lowering.saved_on_host import saved_on_host
 from autopar.runtime.codegen.execute import BlockFunction
@@ -20,21 +20,27 @@ from autopar.runtime.codegen.randomness import Streams
 from autopar.runtime.model.compiled import CompiledProgram
 from autopar.runtime.model.zero import is_gathered, own_memory
 from autopar.runtime.offload.host_memory import HostCopies
+from autopar.runtime.parameters.compute_copies import ComputeCopies
 from autopar.runtime.parameters.placement import local_value
 from autopar.runtime.parameters.relayout import relayout
 from autopar.runtime.profile.timeline import range_name
 
 
 class Segment(nn.Module):
-    """The parameters of one call of a block in training, gathered while code that needs them runs."""
+    """The parameters of one call of a block in training, gathered while code that needs them runs.
 
-    def __init__(self, names: Mapping[str, Storage]) -> None:
+    `dtypes` are the dtypes in which blocks take parameters.
+    """
+
+    def __init__(self, names: Mapping[str, Storage], dtypes: Mapping[str, torch.dtype]) -> None:
         super().__init__()
         self.names = dict(names)
+        self.copies = ComputeCopies(dtypes)
 
     def forward(self, run: Callable[..., Any], *arguments: Any) -> Any:
         """`run` of this segment's parameters by name, and of the arguments."""
-        own = {name: local_value(getattr(self, attribute(name)), how) for name, how in self.names.items()}
+        local = {name: local_value(getattr(self, attribute(name)), how) for name, how in self.names.items()}
+        own = {name: self.copies.of(name, value) for name, value in local.items()}
         return own_memory(run(own, *arguments), own) if is_gathered(self) else run(own, *arguments)
 
 
@@ -47,8 +53,9 @@ def attribute(name: str) -> str:
 class Execution:
     """How a stage runs one micro-batch.
 
-    `functions` run the distinct blocks; `partly` runs one block for some of its results. `state` are the buffers that
-    the forward pass changes. `when` is (step, micro-batch). `recomputed` are the calls that the backward pass repeats.
+    `functions` run the distinct blocks, and `selective` run them with selective recomputation; `partly` runs one block
+    for some of its results. `state` are the buffers that the forward pass changes. `when` is (step, micro-batch).
+    `recomputed` are the calls that the backward pass repeats, fully or selectively.
     `offloaded` are the calls whose saved tensors wait on the host.
     """
 
@@ -60,7 +67,8 @@ class Execution:
     streams: Streams
     when: tuple[int, int]
     copies: HostCopies
-    recomputed: frozenset[int] = frozenset()
+    recomputed: Mapping[int, How] = field(default_factory=dict)
+    selective: Callable[[int], BlockFunction] | None = None
     offloaded: frozenset[int] = frozenset()
 
     @cached_property
@@ -88,14 +96,24 @@ class StageModule(nn.Module):
         owner_by_name = owners(program, stage.calls)
         self.segment_of = {name: at for name, at in owner_by_name.items() if at is not None}
         self.segments = nn.ModuleList()
+        dtypes = {name: info.dtype for name, info in program.every_parameter.items()}
+        self.copies = ComputeCopies(dtypes)
         for at in range(len(stage.calls)):
             own = {name: held[name] for name, owner in self.segment_of.items() if owner == at}
-            segment = Segment(own)
+            segment = Segment(own, dtypes)
             fill(segment, own)
             self.segments.append(segment)
         shared = [name for name, at in owner_by_name.items() if at is None]
         self.shared = {name: held[name] for name in (*shared, *unused)}
         fill(self, self.shared)
+
+    def all_copies(self) -> list[ComputeCopies]:
+        """The copies in the dtype of computing, of this module and its segments."""
+        found = [self.copies]
+        for segment in self.segments:
+            assert isinstance(segment, Segment)
+            found.append(segment.copies)
+        return found
 
     def owner_of(self) -> dict[str, nn.Module]:
         """The module that holds each parameter of this stage."""
@@ -110,7 +128,7 @@ class StageModule(nn.Module):
         compiled = run.compiled
         program = compiled.program
         shared = {
-            name: self._taken(compiled, name, local_value(getattr(self, attribute(name)), how))
+            name: self._taken(compiled, name, self.copies.of(name, local_value(getattr(self, attribute(name)), how)))
             for name, how in self.shared.items()
             if name in stage.parameters
         }
@@ -131,7 +149,10 @@ class StageModule(nn.Module):
         compiled, call = run.compiled, run.compiled.program.calls[index]
         kept = stage.again.get(index)
         function = run.functions[call.block] if kept is None else run.partly(call.block, _outputs(compiled, call, kept))
-        training = run.streams.training
+        how, training = run.recomputed.get(index), run.streams.training
+        if how == "selective" and kept is None:
+            assert run.selective is not None
+            function = run.selective(call.block)
 
         def inner(own: Mapping[str, torch.Tensor], *arguments: Any) -> Any:
             if private.is_profiling():
@@ -145,7 +166,7 @@ class StageModule(nn.Module):
             filled = [self._taken(compiled, a, own[a]) if isinstance(a, str) and a in own else v for a, v in pairs]
             return function(*filled)
 
-        outer: Callable[..., Any] = _recomputing(inner) if index in run.recomputed else inner
+        outer: Callable[..., Any] = _recomputing(inner) if how == "full" else inner
         if index in run.offloaded:
             outer = _offloading(outer, run, call)
         for segment in self._segments_of(call):

@@ -14,11 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from autopar.ir.degrees import Degrees
 from autopar.ir.plan import Plan
+from autopar.ir.precision import summed_dtype
 from autopar.ir.program import Program
 from autopar.ir.stages import stages_by_parameter, stages_of
 from autopar.runtime.distributed.mesh import RankMesh, group_of_stages, training_mesh
-from autopar.runtime.model.gradients import local_gradient, sum_over
 from autopar.runtime.model.stage import StageModule, attribute
+from autopar.runtime.parameters.gradients import local_gradient, sum_over
 
 
 def names_on_this_rank(program: Program, plan: Plan, device_type: str) -> set[str]:
@@ -35,6 +36,7 @@ class TiedParameters:
 
     def __init__(self, stages_of: Mapping[str, Sequence[int]], degrees: Degrees, mesh: RankMesh) -> None:
         self._stages_of = stages_of
+        self._degrees = degrees
         self._ranks_of = {
             name: tuple(sorted({degrees.rank_of_stage(s) for s in stages})) for name, stages in stages_of.items()
         }
@@ -67,7 +69,7 @@ class TiedParameters:
                 twin.grad = None
         for ranks, group in self._groups.items():
             names = [name for name in self.names if self._ranks_of[name] == ranks and self._own_rank in ranks]
-            gradients = []
+            gradients, dtypes = [], []
             for parameter in (self._copies(name, modules)[0] for name in names):
                 if parameter.requires_grad:
                     if parameter.grad is None:
@@ -75,7 +77,8 @@ class TiedParameters:
                     found = local_gradient(parameter)
                     assert found is not None
                     gradients.append(found)
-            sum_over(gradients, group, self._device)
+                    dtypes.append(summed_dtype(found.dtype, self._degrees))
+            sum_over(gradients, group, self._device, dtypes)
 
     def _twins(self, modules: Mapping[int, StageModule]) -> list[tuple[nn.Parameter, list[nn.Parameter]]]:
         every = (self._copies(name, modules) for name in self.names)

@@ -21,12 +21,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from autopar._torch import private
 from autopar.ir.degrees import Degrees
 from autopar.ir.offload import PARAMETERS
+from autopar.ir.precision import compute_dtype
 from autopar.runtime.distributed.mesh import RankMesh
 
 _Dims = Mapping[nn.Parameter, int | None]  # the dimension of a parameter to shard, None to leave it whole
@@ -69,6 +70,7 @@ def shard(module: nn.Module, dims: _Dims, degrees: Degrees, mesh: RankMesh, *, r
         shard_placement_fn=lambda p: Shard(dims[p] or 0),
         offload_policy=_place(degrees, mesh),
         ignored_params=whole,
+        mp_policy=_mixed_precision(degrees),
     )
     assert isinstance(module, FSDPModule)
     module.set_gradient_divide_factor(1.0)  # the loss is divided by the global denominator already
@@ -80,6 +82,16 @@ def _place(degrees: Degrees, mesh: RankMesh) -> OffloadPolicy:
     if not degrees.offloads(PARAMETERS):
         return OffloadPolicy()
     return CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+
+
+def _mixed_precision(degrees: Degrees) -> MixedPrecisionPolicy:
+    """What FSDP2 gathers and sums in. The master weights are float32, and float32 is summed if nothing else is said."""
+    precision, summed = degrees.precision, degrees.reduce_dtype or ("fp32" if degrees.precision else None)
+    return MixedPrecisionPolicy(
+        param_dtype=None if precision is None else compute_dtype(precision),
+        reduce_dtype=None if summed is None else compute_dtype(summed),
+        cast_forward_inputs=False,
+    )
 
 
 def _names(degrees: Degrees) -> tuple[str, ...]:

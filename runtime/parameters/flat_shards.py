@@ -5,7 +5,7 @@ of rows for ``(3, h, e)`` split on `h`. The parts of an unequal packing (`autopa
 chunks of the model's parameter. So a checkpoint does not depend on the plan.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -55,6 +55,13 @@ class FlatShards(torch.Tensor):
         made.chunks = tuple(chunk for part in rows for chunk in part.chunks())
         return made
 
+    def copied(self, copy: Callable[[tuple[int, ...], torch.Tensor], torch.Tensor]) -> "FlatShards":
+        """The same chunks with other values: what `copy` makes of the offsets and the values of each."""
+        made = torch.empty(self.shape, dtype=self.dtype, device="meta").as_subclass(FlatShards)
+        made.rows = self.rows
+        made.chunks = tuple((offsets, sizes, copy(offsets, values)) for offsets, sizes, values in self.chunks)
+        return made
+
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """Where the values are: loading replaces tensors that say they are on meta by new ones."""
@@ -88,6 +95,14 @@ class FlatShards(torch.Tensor):
             if index.offset is None or tuple(index.offset) == offsets:
                 return values
         raise ValueError(f"no chunk at {index} among {[c[0] for c in self.chunks]}")
+
+
+def as_shards(tensor: Any) -> FlatShards:
+    """A tensor of any kind as this rank's chunks of it."""
+    if isinstance(tensor, FlatShards):
+        return tensor
+    shape = tuple(tensor.shape)
+    return FlatShards.of([FlatRows(tensor=tensor, shape=shape)], shape)
 
 
 def _factors(shape: tuple[int, ...], flat_shape: tuple[int, ...]) -> list[int]:

@@ -33,6 +33,7 @@ from autopar.runtime.parameters.state_loading import (
     model_tensors,
     open_state,
 )
+from autopar.runtime.parameters.transformers_names import named_as_in_model
 
 # what modules call their own initialiser; transformers' `init_weights` is another thing and is never called
 _INITIALISERS = ("reset_parameters", "_reset_parameters", "init_weights")
@@ -60,7 +61,7 @@ def parameter_source(
     slots = model_tensors(model)
     entries: Mapping[str, StateEntry] = {}
     if state is not None:
-        entries = open_state(state)
+        entries = named_as_in_model(model, open_state(state))
         compare_state(slots, entries, ignored=ignored_names(model))
     first_names = {name: slot.name for slot in slots.values() for name in slot.names}
     initialiser = _Initialiser(model, seed)

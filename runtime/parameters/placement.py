@@ -69,7 +69,7 @@ def local_value(parameter: torch.Tensor, how: Storage) -> torch.Tensor:
     """The flat local tensor of a parameter inside a block.
 
     The cotangent of a replicated parameter is declared replicated even where it is partial: its sum is deferred to
-    once a step (`autopar.runtime.model.gradients`), on the shards that ZeRO leaves.
+    once a step (`autopar.runtime.parameters.gradients`), on the shards that ZeRO leaves.
     """
     if isinstance(parameter, DTensor):
         parameter = parameter.to_local(grad_placements=placements(how, parameter.device_mesh.ndim))

@@ -9,15 +9,18 @@ from torch import fx
 
 from autopar.errors import InputError
 from autopar.ir.degrees import Degrees
+from autopar.ir.precision import stored_dtype
 from autopar.ir.program import CallSite, Program
 from autopar.runtime.codegen.execute import captured_modules, constant_values, run_calls
 from autopar.runtime.codegen.passes.evaluation import use_running_statistics
 from autopar.runtime.model.inputs import split_micro_batches
+from autopar.runtime.model.outputs import wide
 from autopar.runtime.parameters.packed import complete_gradients, join_packed, packed_source
 from autopar.runtime.verify.shared_draws import on_one_device
 
 LEARNING_RATE = 1e-3
 MAX_NORM = 1.0
+LOSS_SCALE = 1024.0  # in float16
 Source = Callable[[str], torch.Tensor]
 Batch = Mapping[str, torch.Tensor]
 
@@ -43,6 +46,21 @@ def constants_of(program: Program, source: Source) -> dict[str, torch.Tensor]:
     return constant_values(program.constants, buffers, "cpu")
 
 
+def scaler_of(degrees: Degrees) -> torch.amp.GradScaler | None:
+    """torch's scaler for steps in float16, with a scale that small models do not overflow."""
+    return torch.amp.GradScaler("cpu", init_scale=LOSS_SCALE) if degrees.precision == "fp16" else None
+
+
+def step_with(scaler: torch.amp.GradScaler | None, optimizer: torch.optim.Optimizer) -> None:
+    """A step of the optimizer, skipped if the scaler has met an overflow. Gradients are gone after it."""
+    if scaler is None:
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+        scaler.update()
+    optimizer.zero_grad()
+
+
 class _Reference:
     """The captured program on one device: its blocks, weights and state."""
 
@@ -50,7 +68,9 @@ class _Reference:
         self.program, self.degrees = program, degrees
         source = packed_source(program, source)
         self.parameters = {
-            name: torch.nn.Parameter(source(name).to(info.dtype).clone(), requires_grad=info.requires_grad)
+            name: torch.nn.Parameter(
+                source(name).to(stored_dtype(info.dtype, degrees)).clone(), requires_grad=info.requires_grad
+            )
             for name, info in program.every_parameter.items()
         }
         self.state = {name: source(name).to(program.buffers[name].dtype).clone() for name in program.updates}
@@ -66,7 +86,9 @@ class _Reference:
         self, phase: str, given: Mapping[str, Any], when: tuple[int, int], *, trains: bool = True
     ) -> dict[str, Any]:
         """All values after the calls of one phase, in a step and micro-batch."""
-        values = {**self.parameters, **self.state, **self.constants, **given}
+        infos = self.program.every_parameter
+        taken = {name: parameter.to(infos[name].dtype) for name, parameter in self.parameters.items()}
+        values = {**taken, **self.state, **self.constants, **given}
         modules = self.training if trains else self.evaluating
         places = [i for i, call in enumerate(self.program.calls) if call.phase == phase]
 
@@ -87,16 +109,18 @@ class _Reference:
             own = [torch.stack(own).sum(0)] * len(own)
         return [{name: one} for one in own]
 
-    def forward_backward(self, pieces: Sequence[Batch], step: int) -> torch.Tensor:
-        """The loss of a step. Gradients and new values of buffers are kept."""
+    def forward_backward(
+        self, pieces: Sequence[Batch], step: int, scaler: torch.amp.GradScaler | None = None
+    ) -> torch.Tensor:
+        """The loss of a step. Gradients, scaled by a `scaler`, and new values of buffers are kept."""
         averages = self.program.loss_reduction == "mean" or self.degrees.per_micro_batch
         total = torch.zeros((), dtype=torch.float64)
         for index, (piece, denominator) in enumerate(zip(pieces, self.denominators(pieces), strict=True)):
             values = self.run("main", {**piece, **denominator}, (step, index))
-            loss = values[self.program.loss] / (len(pieces) if averages else 1)
+            loss = wide(values[self.program.loss]) / (len(pieces) if averages else 1)
             if not loss.requires_grad:
                 raise no_gradient(self.program)
-            loss.backward()
+            (loss if scaler is None else scaler.scale(loss)).backward()
             total = total + loss.detach()
             self.state = {name: values[update].detach() for name, update in self.program.updates.items()}
         complete_gradients(self.program, self.parameters)
@@ -113,18 +137,19 @@ def reference_steps(program: Program, source: Source, data: Sequence[Batch], deg
     """The steps of the captured program on one device, the whole batch at once or in micro-batches."""
     one = _Reference(program, source, degrees)
     optimizer = torch.optim.AdamW(one.parameters.values(), lr=LEARNING_RATE)
-    found = Steps()
+    found, scaler = Steps(), scaler_of(degrees)
     for step, batch in enumerate(data):
         pieces = split_micro_batches(program, batch, degrees.num_micro_batches)
         if step == 0:
             found.outputs = one.outputs(pieces)
-        found.losses.append(one.forward_backward(pieces, step))
+        found.losses.append(one.forward_backward(pieces, step, scaler))
+        if scaler is not None:
+            scaler.unscale_(optimizer)
         if step == 0:
             gradients = {n: p.grad.clone() for n, p in one.parameters.items() if p.grad is not None}
             found.gradients = join_packed(program, gradients)
         found.norms.append(torch.nn.utils.clip_grad_norm_(one.parameters.values(), MAX_NORM))
-        optimizer.step()
-        optimizer.zero_grad()
+        step_with(scaler, optimizer)
     found.weights = join_packed(program, {n: p.detach() for n, p in one.parameters.items()})
     found.buffers = one.state
     return found

@@ -39,6 +39,16 @@ class SharedStream:
         self._when, self._count, self.training = (step, micro_batch, call), 0, training
         self._draws = [draw for draw in self.use.draws if training or not draw.is_dropout]
 
+    def position(self) -> tuple[tuple[int, int, int], int, bool]:
+        """The call, the number of draws so far, and whether dropout drops."""
+        return self._when, self._count, self.training
+
+    def go_to(self, position: tuple[tuple[int, int, int], int, bool]) -> None:
+        """Draw as at an earlier `position`."""
+        when, count, training = position
+        self.begin(*when, training)
+        self._count = count
+
     def keep_mask(self, x: torch.Tensor, probability: float) -> torch.Tensor:
         """This rank's part of a boolean mask, True with probability 1 - `probability`."""
         draw = self._next()

@@ -29,7 +29,7 @@ from autopar.runtime.verify.error_metrics import (
 )
 from autopar.runtime.verify.float64_program import promoted
 from autopar.runtime.verify.noise import Noise
-from autopar.runtime.verify.reference import LEARNING_RATE, MAX_NORM, Steps
+from autopar.runtime.verify.reference import LEARNING_RATE, MAX_NORM, Steps, scaler_of, step_with
 from autopar.runtime.verify.shared_draws import SharedDraws
 
 HOW_TO_JUDGE = "use float64, a larger batch, larger inputs, or fewer steps"
@@ -96,19 +96,20 @@ def parallel_steps(
     model = ParallelModel(program, plan, source, torch.device("cpu"), streams=streams)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     coordinate = model.rank_mesh.dims["dp"].coordinate
-    found = Steps()
+    found, scaler = Steps(), scaler_of(plan.degrees)
     for step, batch in enumerate(data):
         own = this_ranks_part(program, batch, plan.degrees, coordinate)
         if step == 0:
             micro = split_micro_batches(program, own, plan.degrees.num_micro_batches)[-1]
             out = model.evaluate(structured(micro))
             found.outputs = {k: _whole(v) for k, v in out.items() if k != "loss"}
-        found.losses.append(model.forward_backward(structured(own)))
+        found.losses.append(model.forward_backward(structured(own), scaler=scaler))
+        if scaler is not None:
+            scaler.unscale_(optimizer)
         if step == 0:
             found.gradients = model.whole_gradients()
         found.norms.append(model.clip_grad_norm_(MAX_NORM))
-        optimizer.step()
-        optimizer.zero_grad()
+        step_with(scaler, optimizer)
     state = {n: _whole(v) for n, v in model.state_dict().items()}
     found.weights = {n: state[n] for n, _ in by_model_parameter(program) if n in state}
     found.buffers = {n: v for n, v in state.items() if n in program.updates}

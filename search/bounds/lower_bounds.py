@@ -1,7 +1,7 @@
 """Screening: a lower bound of the step time, and the least recomputation that fits, for every candidate at once.
 
 Bounds and plans share their prices (`autopar.cost_model.step.step`). Two things differ. The pipeline is bounded instead
-of replayed. Recomputation covers the least fraction of the blocks that fits, instead of whole blocks.
+of replayed. Recomputation has the least level that fits (`autopar.search.bounds.memory`), not whole blocks.
 """
 
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ from autopar.cost_model.step.unique_rows import distinct, numbered, spread
 from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.ir.arrays import Floats
 from autopar.ir.offload import ACTIVATIONS, NO_OFFLOAD
-from autopar.search.bounds.memory import memory_bounds
+from autopar.search.bounds.memory import MOST_LEVEL, level_weights, memory_bounds
 from autopar.search.bounds.pipeline import Run, lower_bound
 from autopar.search.bounds.uniform_partition import EvenCuts
 from autopar.search.space.candidates import Candidates
@@ -48,7 +48,7 @@ class Beyond:
     ep: int = 1
 
 
-NO_SHARE = 2.0  # of the blocks: recomputing all of them is not enough
+NO_LEVEL = 4.0  # recomputing every block is not enough
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +57,7 @@ class Machinery:
 
     machine: Machine
     recompute_blocks: int | tuple[int, ...] | None = None  # of every stage, or of each; None: the fewest that fit
+    most_level: int = 2  # the highest level of recomputation, a position in `RECOMPUTE`
     cuts: tuple[int, ...] | None = None  # calls before which stages begin; None: chosen by pricing
     beyond: Beyond = Beyond()
 
@@ -80,7 +81,7 @@ class Machinery:
         if not is_on_host(engine, ACTIVATIONS):
             return 0.0
         family = family_at(works, layouts, self.machine.mechanisms)
-        return activations(family, shape_of_works(works), layouts, engine, fused=engine.attention == "fused")[0]
+        return activations(family, shape_of_works(works), layouts, engine, fused=engine.attention == "fused").none
 
     def keeping(self, offload: str) -> "Machinery":
         """The same machinery with other values on the host."""
@@ -92,15 +93,17 @@ class Machinery:
 class Screened:
     """The result of screening: arrays with one element per candidate.
 
-    A bound is in seconds, and infinite if the candidate cannot fit. "Full" means that all blocks are recomputed. Memory
-    is the bytes of the fullest rank. `largest` is a position in `autopar.search.bounds.memory.PARTS`.
+    A bound is in seconds, and infinite if the candidate cannot fit. `level` is the least level of recomputation that
+    fits. The bounds named `selective` and `recomputed` are of the levels 1 and 2. Memory is the bytes of the fullest
+    rank. `largest` is a position in `autopar.search.bounds.memory.PARTS`.
     """
 
     seconds: Floats
     recomputed_seconds: Floats
     pipeline: Floats
+    selective_pipeline: Floats
     recomputed_pipeline: Floats
-    share: Floats
+    level: Floats
     by_stage_seconds: Floats
     without_bytes: Floats
     recomputed_bytes: Floats
@@ -110,6 +113,11 @@ class Screened:
     @property
     def fits(self) -> NDArray[np.bool_]:
         return np.isfinite(self.seconds)
+
+    @property
+    def pipelines(self) -> tuple[Floats, Floats, Floats]:
+        """Bounds of the pipeline's seconds at the levels 0, 1 and 2."""
+        return self.pipeline, self.selective_pipeline, self.recomputed_pipeline
 
 
 def layouts_of(
@@ -162,10 +170,12 @@ def screen(works: ProgramWorks, found: Candidates, on: Machinery) -> Screened:
     cuts: list[EvenCuts] = []
     prices = _prices(basis, works, layouts)
     bound = lower_bound(run, waits=0.0 if on.machine.engine.messages == "overlapped" else 1.0, found=cuts)
-    steps = [
+    levels = (0, 1, 2) if works.has_selected else (0, 2)
+    priced = [
         assembled(basis, replace(layouts, recompute=np.full(len(found), float(level))), prices, bound)
-        for level in (0, 2)
+        for level in levels
     ]
+    steps = [priced[0], priced[-2], priced[-1]]  # without chosen operators, level 1 is level 0
     memory = memory_bounds(
         found.schedule,
         family,
@@ -176,33 +186,38 @@ def screen(works: ProgramWorks, found: Candidates, on: Machinery) -> Screened:
         capacity_bytes=on.capacity_bytes,
         reserve_bytes=on.machine.reserve_bytes,
         fused=basis.fused,
+        has_selective=works.has_selected,
     )
-    least = np.broadcast_to(memory.share, layouts.pp.shape)
-    share = _of_whole_blocks(least, run)
+    least = np.broadcast_to(memory.level, layouts.pp.shape)
+    level = _of_whole_blocks(least, run)
     if isinstance(on.recompute_blocks, tuple):  # the memory of these stages is known when they are priced
-        share = np.zeros(len(found))
+        level = np.zeros(len(found))
     elif on.recompute_blocks is not None:
-        asked = np.minimum(on.recompute_blocks * run.pp * run.virtual / run.blocks, 1.0)
-        share = np.where(least <= asked * (1 + _ROUNDING), asked, NO_SHARE)
+        part = np.minimum(on.recompute_blocks * run.pp * run.virtual / run.blocks, 1.0)
+        asked = part if on.most_level == 1 else np.where(part > 0, 1 + part, 0.0)
+        level = np.where(least <= asked * (1 + _ROUNDING), asked, NO_LEVEL)
     if on.cuts is not None:  # nothing is known of their memory before they are priced
-        share = np.where(np.isfinite(share) & (share <= 1), share, 0.0)
-    mixed = (1 - share) * steps[0].seconds + share * steps[1].seconds
-    by_stage = (1 - memory.mean_share) * steps[0].seconds + memory.mean_share * steps[1].seconds
+        level = np.where(np.isfinite(level) & (level <= on.most_level), level, 0.0)
+    mixed = sum(part * step.seconds for part, step in zip(level_weights(level), steps, strict=True))
+    selective, full = memory.mean_selective, memory.mean_full
+    means = (1 - selective - full, selective, full)
+    by_stage = sum(part * step.seconds for part, step in zip(means, steps, strict=True))
     legal = np.isfinite(cuts[0].largest) & on.allows(works, layouts)
-    can = (share <= 1) & legal
+    can = (level <= on.most_level) & legal
     if on.cuts is not None:  # the bounds assume the cuts that make the slowest stage fastest
         mixed = np.zeros(len(found))
     return Screened(
         seconds=np.where(can, mixed, np.inf),
-        recomputed_seconds=np.where(can, steps[1].seconds, np.inf),
+        recomputed_seconds=np.where(can, steps[2].seconds, np.inf),
         pipeline=_of_pipeline(basis, steps[0]),
-        recomputed_pipeline=_of_pipeline(basis, steps[1]),
-        share=share,
-        by_stage_seconds=np.where((memory.mean_share <= 1) & legal, by_stage, np.inf),
-        without_bytes=np.broadcast_to(memory.without, share.shape),
-        recomputed_bytes=np.broadcast_to(memory.recomputed, share.shape),
-        state_bytes=np.broadcast_to(memory.state, share.shape),
-        largest=np.broadcast_to(memory.largest, share.shape),
+        selective_pipeline=_of_pipeline(basis, steps[1]),
+        recomputed_pipeline=_of_pipeline(basis, steps[2]),
+        level=level,
+        by_stage_seconds=np.where((full <= 1) & legal, by_stage, np.inf),
+        without_bytes=np.broadcast_to(memory.without, level.shape),
+        recomputed_bytes=np.broadcast_to(memory.recomputed, level.shape),
+        state_bytes=np.broadcast_to(memory.state, level.shape),
+        largest=np.broadcast_to(memory.largest, level.shape),
     )
 
 
@@ -239,8 +254,15 @@ def _prices(basis: Basis, works: ProgramWorks, layouts: Layouts) -> StepPrices:
         one = end_passes(basis, blocks, few, role)
         return replace(one.at(of_blocks.index), weight=spread(np.asarray(one.weight), of_blocks.index))
 
+    known: list[tuple[Floats, DataPrices]] = []  # levels of recomputation have the same blocks
+
     def data(per_rank: Floats) -> DataPrices:
         per_rank = np.broadcast_to(per_rank, layouts.tp.shape)
+        if not known or not np.array_equal(known[0][0], per_rank):
+            known[:] = [(per_rank, data_of(per_rank))]
+        return known[0][1]
+
+    def data_of(per_rank: Floats) -> DataPrices:
         each = distinct([*(columns[name] for name in RANK_FIELDS), numbered(per_rank)])
         rows = each.rows
         at = layouts.only(RANK_FIELDS, rows)
@@ -256,8 +278,9 @@ def _prices(basis: Basis, works: ProgramWorks, layouts: Layouts) -> StepPrices:
     )
 
 
-def _of_whole_blocks(share: Floats, run: Run) -> Floats:
-    """The fraction as plans recompute it: the same number of whole blocks in every stage, or all blocks."""
+def _of_whole_blocks(level: Floats, run: Run) -> Floats:
+    """The level as plans recompute: the same number of whole blocks of a level in every stage, or all blocks."""
     stages = run.pp * run.virtual
-    blocks = np.ceil(share * run.blocks / stages * (1 - _ROUNDING))
-    return np.where(share > 1, share, np.minimum(blocks * stages / run.blocks, 1.0))
+    whole = np.maximum(np.ceil(level * (1 - _ROUNDING)) - 1, 0.0)
+    blocks = np.ceil((level - whole) * run.blocks / stages * (1 - _ROUNDING))
+    return np.where(level > MOST_LEVEL, level, whole + np.minimum(blocks * stages / run.blocks, 1.0))

@@ -5,13 +5,16 @@ Memory is counted on the first and on the last pipeline rank. `autopar.cost_mode
 state of its parameters, the weights that ZeRO 3 gathers, the activations of the micro-batches in flight, and the
 logits.
 
-Recomputation of a fraction of the blocks saves the same fraction of the activations. It adds the values of one block
-while this block is computed again. A rank with several stages holds more micro-batches of one stage than of another. If
-the order of passes leaves this stage open, the bound assumes the smallest one. The chosen plan is counted again.
+Recomputation has a level from 0 to 2. At 0 no block is recomputed, at 1 every block selectively, at 2 every block
+fully. Between two levels, the fraction counts the blocks that have the higher one. A fraction of the blocks saves the
+same fraction of the activations. It adds the values of one block that are computed again.
+
+A rank with several stages holds more micro-batches of one stage than of another. If the order of passes leaves this
+stage open, the bound assumes the smallest one. The chosen plan is counted again.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,22 +23,21 @@ from numpy.typing import NDArray
 from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.memory.formula import (
     gathered_bytes,
-    kept_bytes,
     logit_bytes,
     state_bytes,
 )
 from autopar.cost_model.step.layouts import Layouts, Shape
-from autopar.cost_model.step.offload import is_on_host
 from autopar.cost_model.step.rank_parameters import rank_parameters
-from autopar.cost_model.step.saved_bytes import activations
+from autopar.cost_model.step.saved_bytes import activations, on_device
 from autopar.cost_model.work.block_work import Family
 from autopar.ir.arrays import Floats
-from autopar.ir.offload import ACTIVATIONS
 from autopar.ir.schedules.interleaved_1f1b import round_size
 from autopar.ir.schedules.registry import SCHEDULE_NAMES, SCHEDULES
 from autopar.search.bounds.pipeline import IS_V
 from autopar.search.bounds.uniform_partition import EvenCuts
 
+MOST_LEVEL = 2.0  # every block is recomputed fully
+_End = tuple[Floats, Floats, Floats, Floats]  # state of a rank, and its activations at the levels 0, 1 and 2
 MOST_SHARE = 2.0  # largest share of a rank's blocks; above 1 the rank would give blocks to others
 MEAN_OF = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125, 0.0)  # the first rank's weight in a mean with the last
 # the parts of a rank's memory, by the names of `autopar.cost_model.memory.formula`; the activations include the block
@@ -48,16 +50,18 @@ class MemoryBounds:
     """Memory and recomputation: arrays with one element per candidate.
 
     Memory is the bytes of the fullest rank, without recomputation and with recomputation of all blocks. `state` is the
-    part of the first figure that is parameters, gradients, optimizer state and gathered weights. `share` is the least
-    fraction of the blocks to recompute. Above 1 the candidate never fits. `mean_share` estimates this fraction if every
-    rank chooses its own number of blocks. `largest` is a position in `PARTS`: the largest part of the fullest rank.
+    part of the first figure that is parameters, gradients, optimizer state and gathered weights. `level` is the least
+    level of recomputation. Above 2 the candidate never fits. `mean_selective` and `mean_full` estimate the fractions of
+    the blocks that are recomputed selectively and fully if every rank chooses its own number of blocks. `largest` is a
+    position in `PARTS`: the largest part of the fullest rank.
     """
 
     without: Floats
     recomputed: Floats
     state: Floats
-    share: Floats
-    mean_share: Floats
+    level: Floats
+    mean_selective: Floats
+    mean_full: Floats
     largest: Floats
 
 
@@ -72,40 +76,48 @@ def memory_bounds(
     capacity_bytes: float,
     reserve_bytes: float,
     fused: bool,
+    has_selective: bool,
 ) -> MemoryBounds:
-    """Memory bounds of candidates.
+    """Memory bounds of candidates. With `has_selective` blocks can be recomputed selectively.
 
     `schedule` holds positions in `SCHEDULE_NAMES`. `capacity_bytes` is the memory that a rank may use.
     """
-    saved, inputs = activations(family, shape, layouts, engine, fused=fused)
-    kept = [kept_bytes(saved, inputs, np.asarray(level), engine) for level in (0, 2)]
-    found: list[tuple[Floats, Floats, Floats]] = []
+    saved = on_device(activations(family, shape, layouts, engine, fused=fused), engine)
+    if not has_selective:  # the selective level is no recomputation
+        saved = replace(saved, selective=saved.none, again=np.zeros(1))
+    found: list[_End] = []
     states: list[dict[str, Floats]] = []
     owned = [_own(schedule, layouts, cuts, is_last) for is_last in (False, True)]
     # a rank without a repeated block recomputes nothing, and may be the fullest
-    working = np.where((owned[0][0] > 0) & (owned[1][0] > 0), saved, 0.0)
-    always = working if is_on_host(engine, ACTIVATIONS) else np.zeros(1)  # a block's tensors before they are moved
-    working = working - always
+    has_blocks = (owned[0][0] > 0) & (owned[1][0] > 0)
+    always = np.where(has_blocks, saved.always, 0.0)  # a block's tensors before they are moved to the host
+    working = (
+        np.where(has_blocks, np.maximum(saved.again - saved.always, 0.0), 0.0),
+        np.where(has_blocks, saved.whole - saved.always, 0.0),
+    )
     for is_last, (blocks, ends) in zip((False, True), owned, strict=True):
         parts = _state(family, shape, layouts, engine, blocks, ends)
         parts["logits"] = np.where(ends[1], logit_bytes(family, shape), 0.0)
         states.append(parts)
         state = reserve_bytes + np.asarray(sum(parts.values())) + always
         held = np.where(layouts.pp > 1, _held_blocks(schedule, layouts, cuts, blocks, is_last), blocks)
-        found.append((state, held * kept[0], held * kept[1]))
-    shares = [_share(capacity_bytes, *one, working=working) for one in found]
-    totals = [[state + a for state, a, _ in found], [state + b + working for state, _, b in found]]
+        found.append((state, held * saved.none, held * saved.selective, held * saved.full))
+    levels = [_level(capacity_bytes, one, working) for one in found]
+    totals = [[state + a for state, a, _, _ in found], [state + b + working[1] for state, _, _, b in found]]
     least = [np.minimum(*each) for each in zip(*totals, strict=True)]
     again = np.maximum(*totals[1]) < np.maximum(*totals[0])
     by_part = [
-        state | {"activations": np.where(again, b + working, a)} for state, (_, a, b) in zip(states, found, strict=True)
+        state | {"activations": np.where(again, b + working[1], a)}
+        for state, (_, a, _, b) in zip(states, found, strict=True)
     ]
+    selective, full = _mean_shares(capacity_bytes, found, working)
     return MemoryBounds(
         without=np.maximum(*totals[0]),
         recomputed=np.maximum(*totals[1]),
         state=np.where(totals[0][0] >= totals[0][1], found[0][0], found[1][0]),
-        share=np.maximum(*shares),
-        mean_share=_mean_share(capacity_bytes, found, working=working),
+        level=np.maximum(*levels),
+        mean_selective=selective,
+        mean_full=full,
         largest=np.where(least[0] >= least[1], *(_largest(parts) for parts in by_part)),
     )
 
@@ -167,22 +179,37 @@ def _state(
     return state_bytes(parameters, shape, layouts, engine) | {"gathered": gathered}
 
 
-def _share(capacity: float, state: Floats, without: Floats, recomputed: Floats, *, working: Floats) -> Floats:
-    """The least part of the blocks to recompute."""
-    fits = state + without <= capacity
-    saves = np.maximum(without - recomputed, 1e-9)
-    share = (state + without + working - capacity) / saves
-    return np.where(fits, 0.0, np.maximum(share, 1e-9))
+def level_weights(level: Floats) -> tuple[Floats, Floats, Floats]:
+    """The fractions of the blocks that are not recomputed, recomputed selectively, and recomputed fully.
+
+    Above the highest level the last fraction is above 1.
+    """
+    selective = np.maximum(1.0 - np.abs(level - 1.0), 0.0)
+    full = np.maximum(level - 1.0, 0.0)
+    return np.maximum(1.0 - level, 0.0), selective, full
 
 
-def _mean_share(capacity: float, ends: Sequence[tuple[Floats, Floats, Floats]], *, working: Floats) -> Floats:
-    """The fraction of the blocks to recompute, as the mean of all ranks.
+def _level(capacity: float, end: _End, working: tuple[Floats, Floats]) -> Floats:
+    """The least level of recomputation with which a rank fits."""
+    state, none, selective, full = end
+
+    def part(before: Floats, after: Floats, more: Floats) -> Floats:
+        return np.asarray(np.maximum((state + before + more - capacity) / np.maximum(before - after, 1e-9), 1e-9))
+
+    first, second = part(none, selective, working[0]), part(selective, full, working[1])
+    return np.where(state + none <= capacity, 0.0, np.where(first <= 1, first, 1 + second))
+
+
+def _mean_shares(capacity: float, ends: Sequence[_End], working: tuple[Floats, Floats]) -> tuple[Floats, Floats]:
+    """The fractions of the blocks to recompute selectively and fully, as the mean of all ranks.
 
     A rank's memory is interpolated between the first and the last rank.
     """
     first, last = ends
-    shares = []
+    found = []
     for part in MEAN_OF:
-        state, without, recomputed = (part * a + (1 - part) * b for a, b in zip(first, last, strict=True))
-        shares.append(np.minimum(_share(capacity, state, without, recomputed, working=working), MOST_SHARE))
-    return np.asarray(np.mean(np.broadcast_arrays(*shares), axis=0))
+        state, none, selective, full = (part * a + (1 - part) * b for a, b in zip(first, last, strict=True))
+        level = np.minimum(_level(capacity, (state, none, selective, full), working), 1 + MOST_SHARE)
+        found.append(np.stack(np.broadcast_arrays(*level_weights(level)[1:])))
+    mean = np.mean(np.broadcast_arrays(*found), axis=0)
+    return mean[0], mean[1]

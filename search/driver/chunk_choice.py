@@ -4,13 +4,11 @@ Candidates are searched with whole logits. In chunks, the product of the head is
 kernels are smaller. A plan in chunks is therefore better only if the free memory makes it fit, or makes it recompute
 fewer blocks. So only candidates that recompute or do not fit are screened again, with the block costs of chunks, and
 only if their pipeline alone is faster than the best plan. Their exact prices come in the order of their bounds, until
-no bound is below the best. At last the number of chunks is lowered while that makes the plan better.
-
-The proof is about plans with whole logits and plans with the largest number of chunks. Plans with other numbers are not
-searched, because these numbers change their seconds little.
+no bound is below the best. This is done for the largest number of chunks, for half of it, and so on down to 2. Fewer
+chunks take less time and more memory. The proof is about all these numbers.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -28,13 +26,13 @@ from autopar.search.pricing.batch import Together
 from autopar.search.pricing.exact import AS_IT_IS, Priced
 
 TOKENS_OF_A_CHUNK = 1024  # of one sequence; fewer rows make the head's product slow
-FEWEST, MOST = 4, 64  # chunks that a search tries first
+FEWEST, MOST = 4, 64  # of the largest number of chunks that a search tries
 # the block costs of a tensor degree with the loss in so many chunks; raises AutoparError as `Works` does
 WorksInChunks = Callable[[int, int], ProgramWorks]
 
 
 def chunks_of(sequence: int | None) -> int:
-    """The number of chunks that a search tries for sequences of so many tokens: a power of two.
+    """The largest number of chunks that a search tries for sequences of so many tokens: a power of two.
 
     >>> [chunks_of(tokens) for tokens in (None, 512, 8192, 12_000, 1_000_000)]
     [4, 4, 8, 8, 64]
@@ -53,33 +51,37 @@ def with_chunks(
 ) -> Searched:
     """The search's result with the best plan whose loss runs in chunks, if it is better, and with a bound of both.
 
-    `chunks` is the largest number of chunks.
+    `chunks` is the largest number of chunks, a power of two.
     """
-    choice = _InChunks(found, works_in_chunks, chunks)
-    if not np.any(np.isfinite(choice.bounds)):
-        return found
-    proof = best_first(
-        choice.bounds,
-        found.classes,
-        choice.value,
-        most=most_exact if should_continue() else 0,
-        should_continue=should_continue,
-        prefetch=lambda likely: choice.price(likely),
-        added=choice.added,
-    )
-    own, best = found.proof, choice.best()
-    least = np.inf if best is None else found.goal.value(best)  # in fewer chunks perhaps better than the bound
-    bound = min(own.bound, proof.bound, least)
-    both = replace(own, bound=bound, is_proven=own.is_proven and proof.is_proven)
-    return replace(found, chunked=best, proof=both)
+    best, proof = None, found.proof
+    least = np.inf if found.best is None else found.goal.value(found.best)
+    while chunks > 1:
+        choice = _InChunks(found, works_in_chunks, chunks, least)
+        if np.any(np.isfinite(choice.bounds)):
+            own = best_first(
+                choice.bounds,
+                found.classes,
+                choice.value,
+                most=most_exact if should_continue() else 0,
+                should_continue=should_continue,
+                prefetch=choice.price,
+                added=choice.added,
+            )
+            better = choice.best()
+            if better is not None:
+                best, least = better, found.goal.value(better)
+            bound = min(proof.bound, own.bound, least)
+            proof = replace(proof, bound=bound, is_proven=proof.is_proven and own.is_proven)
+        chunks //= 2
+    return replace(found, chunked=best, proof=proof)
 
 
 class _InChunks:
-    """Candidates that may beat the best plan if their loss runs in chunks."""
+    """Candidates that may beat the value `least` of the best plan if their loss runs in so many chunks."""
 
-    def __init__(self, found: Searched, works_in_chunks: WorksInChunks, chunks: int) -> None:
+    def __init__(self, found: Searched, works_in_chunks: WorksInChunks, chunks: int, least: float) -> None:
         self.found, self.goal, self.works_in_chunks, self.chunks = found, found.goal, works_in_chunks, chunks
-        self.least = np.inf if found.best is None else found.goal.value(found.best) * (1 - ROUNDING)
+        self.least = least * (1 - ROUNDING)
         self.works: dict[int, ProgramWorks] = {}
         self.refused = set(found.refused)
         self.together = Together(found.candidates, self.works, self.goal)
@@ -122,7 +124,7 @@ class _InChunks:
         c, screened = self.found.candidates, self.found.screened
         if self.goal.is_memory:
             return np.ones(len(c), dtype=bool)
-        gains = screened.share > 0
+        gains = screened.level > 0
         for index, one in self.found.exact.items():
             gains[index] |= not one.fits or one.degrees.recompute != "none"
         gains &= self.goal.bounds(c, replace(screened, seconds=screened.pipeline)) < self.least
@@ -189,22 +191,9 @@ class _InChunks:
         return np.asarray(values + added_seconds(screened, index, one, alike) * worth)
 
     def best(self) -> Priced | None:
-        """The best fitting plan in chunks, with the number of chunks that makes it best. None if there is none."""
+        """The best fitting plan in chunks. None if it is not below the least value."""
         fitting = [(self.goal.value(one), index) for (index, _), one in self.together.found.items() if one.fits]
-        if not fitting:
+        if not fitting or min(fitting)[0] >= self.least:
             return None
-        tried = list(self._with_fewer(min(fitting)[1]))
-        value, chunks, one = min(tried, key=lambda each: each[:2])
-        return replace(one, degrees=replace(one.degrees, loss_chunks=chunks)) if value < self.least else None
-
-    def _with_fewer(self, index: int) -> Iterator[tuple[float, int, Priced]]:
-        """A candidate in fewer and fewer chunks while it fits, with its value and the number of chunks."""
-        chunks, one = self.chunks, self.together.priced(index)
-        tp = int(self.found.candidates.tp[index])
-        while one.fits:
-            yield self.goal.value(one), chunks, one
-            chunks //= 2
-            if chunks == 1:
-                return
-            works = {tp: self.works_in_chunks(tp, chunks)}
-            one = Together(self.found.candidates, works, self.goal).priced(index)
+        one = self.together.priced(min(fitting)[1])
+        return replace(one, degrees=replace(one.degrees, loss_chunks=self.chunks))

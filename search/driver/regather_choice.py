@@ -27,6 +27,7 @@ from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.errors import AutoparError
 from autopar.ir.arrays import Floats
 from autopar.search.bounds.lower_bounds import Machinery, basis_of, layouts_of, screen
+from autopar.search.bounds.memory import level_weights
 from autopar.search.bounds.pipeline import SPLITS_BACKWARD
 from autopar.search.driver.alternatives import raised_seconds
 from autopar.search.driver.branch_and_bound import ROUNDING, best_first
@@ -131,11 +132,11 @@ class _Kept:
         screening says. Infinite if the new value is not below the least value.
         """
         screened, one = self.found.screened, self.together.found[index, AS_IT_IS]
-        levels = (screened.pipeline[index], screened.recomputed_pipeline[index])
+        levels = [each[index] for each in screened.pipelines]
         more = [pipeline - bound for pipeline, bound in zip(one.pipelines, levels, strict=False)]
         more += [NOTHING_KNOWN] * (len(levels) - len(more))
-        share, known = screened.share[alike], self.bounds[alike]
-        seconds = screened.seconds[alike] + (1 - share) * more[0] + share * more[1]
+        parts, known = level_weights(screened.level[alike]), self.bounds[alike]
+        seconds = screened.seconds[alike] + sum(part * each for part, each in zip(parts, more, strict=True))
         values = seconds * self.per_second[alike]
         return np.where(values < self.least, np.maximum(values - known, 0.0), np.inf)
 

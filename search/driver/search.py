@@ -24,6 +24,7 @@ from autopar.errors import AutoparError
 from autopar.ir.arrays import Floats
 from autopar.ir.cluster import ClusterSpec
 from autopar.search.bounds.lower_bounds import Machinery, Screened, screen
+from autopar.search.bounds.memory import level_weights
 from autopar.search.driver.branch_and_bound import Proof, best_first
 from autopar.search.driver.optuna_refine import Refined, refine
 from autopar.search.driver.optuna_seeds import NEARLY, kinds_of, starts_of
@@ -135,10 +136,10 @@ def added_seconds(screened: Screened, index: int, one: Priced, alike: NDArray[np
     They are the exact time of its pipeline less the bound, at the recomputation of each candidate. State, gradient sums
     and the optimizer differ in a class.
     """
-    bounds = (screened.pipeline[index], screened.recomputed_pipeline[index])[: len(one.pipelines)]
-    more = [max(0.0, pipeline - bound) for pipeline, bound in zip(one.pipelines, bounds, strict=True)]
-    share = screened.share[alike]
-    found = [part * seconds for part, seconds in zip((1 - share, share), more, strict=False)]
+    bounds = [each[index] for each in screened.pipelines]
+    more = [max(0.0, pipeline - bound) for pipeline, bound in zip(one.pipelines, bounds, strict=False)]
+    parts = level_weights(screened.level[alike])
+    found = [part * seconds for part, seconds in zip(parts, more, strict=False)]
     return np.asarray(sum(found, np.zeros(len(alike))))
 
 
@@ -327,7 +328,7 @@ class _Search:
         if self.goal.is_memory or any(on.recompute_blocks is not None for on, _ in self.machinery):
             return []
         screened = Screened(**self.columns)
-        recomputes = screened.share > 0
+        recomputes = screened.level > 0
         recomputes[[index for index, one in self.exact.items() if one.degrees.recompute != "none"]] = True
         mine = can_be_priced & recomputes & (self.candidates.pp > 1)
         if not np.any(mine):

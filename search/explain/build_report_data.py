@@ -24,6 +24,7 @@ from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.schedules.registry import SCHEDULE_NAMES, actions
 from autopar.search.bounds.lower_bounds import Machinery
+from autopar.search.bounds.memory import MOST_LEVEL
 from autopar.search.driver.alternatives import raised_seconds
 from autopar.search.driver.search import Searched
 from autopar.search.explain.step_formulas import terms_of
@@ -160,7 +161,8 @@ def points_of(found: Searched, most: int = MOST_POINTS) -> Points:
     screened, candidates = found.screened, found.candidates
     seconds = raised_seconds(found)
     has_bound = np.isfinite(seconds)  # the other candidates may have a tensor degree without labels
-    share, whole, again = (x[has_bound] for x in (screened.share, screened.without_bytes, screened.recomputed_bytes))
+    level, whole, again = (x[has_bound] for x in (screened.level, screened.without_bytes, screened.recomputed_bytes))
+    share = level / MOST_LEVEL
     needed = np.full(len(seconds), np.inf)
     needed[has_bound] = (1 - share) * whole + share * again
     needed = np.minimum(needed, _capacities(found))  # enough blocks are recomputed to fit

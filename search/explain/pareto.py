@@ -81,7 +81,7 @@ def _bounds(found: Searched, priced: Sequence[int]) -> tuple[Floats, NDArray[np.
     usable = screened.fits.copy()
     usable[priced] = False
     some = np.flatnonzero(usable)
-    held = np.where(screened.share > 0, np.minimum(capacity, screened.without_bytes), screened.without_bytes)
+    held = np.where(screened.level > 0, np.minimum(capacity, screened.without_bytes), screened.without_bytes)
     every = some[screened.recomputed_bytes[some] < held[some]]
     rows = [
         np.stack([screened.seconds[some], held[some], devices[some]], axis=1),

@@ -9,7 +9,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from autopar.cost_model.pipeline.stages import ENDS, recomputed, seconds_of_roles, seconds_of_stages
+from autopar.cost_model.pipeline.stages import (
+    ENDS,
+    recomputed,
+    recomputed_selectively,
+    seconds_of_roles,
+    seconds_of_stages,
+)
 from autopar.cost_model.pricing import Pricing, layout_of
 from autopar.search.pricing.exact import Priced
 from autopar.search.result.report_data import Term, Value
@@ -52,12 +58,14 @@ class _Terms:
                 self.pricing.recomputed_share(),
             )
         forward, backward, _, _ = seconds_of_stages(stages, seconds_of_roles(self.passes))
-        of_stages = zip(forward + backward, map(len, stages.repeated), map(len, recomputed(stages)), strict=True)
+        again_of = zip(recomputed(stages), recomputed_selectively(stages), strict=True)
+        counts = [len(fully) + len(partly) for fully, partly in again_of]
+        of_stages = zip(forward + backward, map(len, stages.repeated), counts, strict=True)
         of_ranks = np.zeros((stages.pp, 3))
         for rank, own in zip(stages.ranks, of_stages, strict=True):
             of_ranks[rank] += own
         busy, blocks, again = of_ranks.mean(axis=0) if self.machine.ranks_per_core > 1 else max(of_ranks.tolist())
-        return busy, blocks, self.pricing.recomputed_share() if stages.again is None else again / max(blocks, 1)
+        return busy, blocks, self.pricing.recomputed_share() if stages.full is None else again / max(blocks, 1)
 
     @property
     def n(self) -> Value:
@@ -138,7 +146,7 @@ class _Terms:
             self.n,
             self.own_blocks,
             Value(symbol="c", meaning="recomputed part of the blocks", value=self.share, unit=""),
-            Value(symbol="t", meaning="forward pass of a block", value=each, unit="s"),
+            Value(symbol="t", meaning="recomputation of such a block", value=each, unit="s"),
         )
         return self.term("recomputation", "n * L * c * t", values, "cost_model/step/assembly.py")
 

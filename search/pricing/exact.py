@@ -1,9 +1,10 @@
 """Exact prices: stages are cut by the seconds of their blocks, and action lists are replayed.
 
-Cuts make the slowest stage fastest. Recomputation covers the fewest blocks that let the plan fit. Either all stages
-recompute the same number of blocks, as the bounds assume, or each stage its own number
-(`autopar.search.pricing.per_stage_recompute`). The price equals the figure that `autopar.estimate` prints for the plan.
-Candidates of one tensor degree are prepared together: everything but cuts, stages and their memory is array arithmetic.
+Cuts make the slowest stage fastest. Recomputation is the least that lets the plan fit. It takes *steps*: each makes
+another block of a stage selective, until all are, and then another block full. Either all stages take the same number
+of steps, as the bounds assume, or each stage its own number (`autopar.search.pricing.per_stage_recompute`). The price
+equals the figure that `autopar.estimate` prints for the plan. Candidates of one tensor degree are prepared together:
+everything but cuts, stages and their memory is array arithmetic.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,10 +27,16 @@ from autopar.ir.schedules.registry import SCHEDULES
 from autopar.memo import Memo
 from autopar.search.bounds.lower_bounds import Machinery, pipeline_seconds
 from autopar.search.pricing.cuts import even_cuts, seconds_of_calls
-from autopar.search.pricing.per_stage_recompute import CallCosts, costs_of, cuts_by_stage, fewest_blocks
+from autopar.search.pricing.per_stage_recompute import (
+    CallCosts,
+    Recomputed,
+    costs_of,
+    cuts_by_stage,
+    fewest_blocks,
+)
 from autopar.search.pricing.shared import SharedPrices
 
-LEVELS = (0, 2)  # of recomputation: none and full
+NONE, SELECTIVE, FULL = 0, 1, 2  # levels of recomputation, positions in `RECOMPUTE`
 
 
 class Cut(NamedTuple):
@@ -58,8 +65,8 @@ class Placed:
 class Priced(Placed):
     """A plan with its seconds.
 
-    `pipelines` are the seconds of its pipeline without recomputation and, if it recomputes, with full recomputation. A
-    plan with one stage has none.
+    `pipelines` are the seconds of its pipeline without recomputation, with selective and with full recomputation, up to
+    the highest level that the plan has. A plan with one stage has none.
     """
 
     seconds: float
@@ -109,6 +116,7 @@ class Prepared:
         self.shared = SharedPrices(works, layouts, on)
         self.allowed = np.broadcast_to(on.allows(works, layouts), len(layouts.tp))
         self.num_blocks = sum(count for _, count in works.counts)
+        self.levels = (NONE, SELECTIVE, FULL) if works.has_selected else (NONE, FULL)
 
     def priced(self, wanted: Sequence[tuple[int, Cut]]) -> list[Priced]:
         """The prices of candidates with one cut each. All of them have several stages, or all have one."""
@@ -132,7 +140,7 @@ class Prepared:
     def _without_stages(self, index: Sequence[int]) -> "list[_Unpriced]":
         layouts, positions = self.shared.layouts.at(index), np.array(index)
         found = []
-        for level in LEVELS:
+        for level in self.levels:
             again = replace(layouts, recompute=np.full(len(index), float(level)))
             parts = self.shared.unstaged_memory(again, positions).parts
             columns = [np.broadcast_to(part, len(index)).tolist() for part in parts.values()]
@@ -149,8 +157,8 @@ class Prepared:
         held = self._held(index, stages)
 
         parts = [
-            {name: float(part[0]) for name, part in fullest(held.memory(level * held.calls)).parts.items()}
-            for level in range(len(LEVELS))
+            {name: float(part[0]) for name, part in fullest(held.memory(*held.every_block(level))).parts.items()}
+            for level in self.levels
         ]
         if self._is_by_stage(cut, must_recompute=not self._fits(index, _needed(parts[0]))):
             return self._by_stage(index, cut, cuts, held)
@@ -201,21 +209,25 @@ class Prepared:
                 stages = stages_at(self.works.calls, cuts, self.degrees(index))
                 held = self._held(index, stages)
 
-        def memory(again: tuple[int, ...]) -> StepMemory:
-            return held.memory(held.first_blocks(again))
+        def memory(again: Recomputed) -> StepMemory:
+            return held.memory(*held.first_blocks(again.full, again.selective))
 
-        again = self.on.recompute_blocks
-        if not isinstance(again, tuple):
-            again = fewest_blocks(stages, lambda counts: memory(counts).needed_bytes, capacity)
+        if isinstance(pinned := self.on.recompute_blocks, tuple):
+            nothing = (0,) * len(pinned)
+            is_selective = self.on.most_level == SELECTIVE
+            again = Recomputed(nothing, pinned) if is_selective else Recomputed(pinned, nothing)
+        else:
+            again = fewest_blocks(
+                stages, lambda one: memory(one).needed_bytes, capacity, self.levels, self.on.most_level
+            )
         found = memory(again)
         needed, degrees = float(np.max(found.needed_bytes)), self.degrees(index)
         return _Unpriced(
             index=index,
-            degrees=replace(degrees, recompute="full", recompute_blocks=again) if any(again) else degrees,
+            degrees=recomputing(degrees, again.full, again.selective),
             cuts=cuts,
-            stages=replace(stages, again=again),
-            blocks=max(again),
-            share=0.0,
+            stages=replace(stages, full=again.full, selective=again.selective),
+            shares={NONE: 1.0},
             memory=fullest(found),
             needed_bytes=needed,
             fits=self._fits(index, needed),
@@ -223,9 +235,12 @@ class Prepared:
 
     def _costs(self, index: int, cut: Cut) -> CallCosts:
         shared, row = self.shared, int(self.shared.row[index])
-        held = bytes_of_roles(shared.bytes_of_roles, row, shared.layouts.at([index]), shared.memory_basis)
-        forward = {role: one for role, (one, _) in self._passes(index).items()}
-        return costs_of(self.works.calls, self._weights(index, cut), forward, *held)
+        state, saved = bytes_of_roles(shared.bytes_of_roles, row, shared.layouts.at([index]), shared.memory_basis)
+        again = [shared.selective_s[row] if self.works.has_selected else {}]
+        again.append({role: one for role, (one, _) in self._passes(index).items()})
+        if not self.works.has_selected:
+            saved[SELECTIVE] = saved[NONE]
+        return costs_of(self.works.calls, self._weights(index, cut), again, state, saved)
 
     def _recomputing(
         self,
@@ -235,45 +250,36 @@ class Prepared:
         stages: Stages | None,
         parts_of: Sequence[Mapping[str, float]],
     ) -> "_Unpriced":
-        """The recomputed blocks of every stage: the fewest that let a candidate fit, all if none fits, or the pinned
-        number.
+        """The recomputation of every stage: the fewest steps that let a candidate fit, all if none fits, or the pinned
+        number of blocks.
 
         If the goal is the least memory, no blocks or all blocks. `parts_of` are the parts of memory in bytes of each of
-        `LEVELS`.
+        the levels.
         """
+        of_level = dict(zip(self.levels, parts_of, strict=True))
 
-        def recomputing(blocks: int) -> tuple[float, dict[str, float]]:
-            every = blocks * degrees.num_stages >= self.num_blocks
-            share = 1.0 if every else blocks * degrees.num_stages / self.num_blocks
-            levels = (0,) if not blocks else (1,) if every else (0, 1)
-            return share, parts_between(share, [parts_of[level] for level in levels])
+        def parts_with(steps: int) -> dict[str, float]:
+            shares = self._shares(steps, degrees)
+            return parts_between([*shares.values()], [of_level[level] for level in shares])
 
-        def needed_with(blocks: int) -> float:
-            return _needed(recomputing(blocks)[1])
-
-        def fits_with(blocks: int) -> bool:
-            return self._fits(index, needed_with(blocks))
+        def needed_with(steps: int) -> float:
+            return _needed(parts_with(steps))
 
         most = -(-self.num_blocks // degrees.num_stages)
+        every = most * min(len(self.levels) - 1, self.on.most_level)
         if isinstance(self.on.recompute_blocks, int):
-            blocks = min(self.on.recompute_blocks, most)
+            steps = min(self.on.recompute_blocks, most)
         elif self.least_memory:
-            blocks = min((0, most), key=needed_with)
+            steps = min((0, every), key=needed_with)
         else:
-            blocks = 0 if fits_with(0) else most
-            least = 0 if blocks and fits_with(most) else blocks
-            while blocks - least > 1:
-                middle = (blocks + least) // 2
-                blocks, least = (middle, least) if fits_with(middle) else (blocks, middle)
-        share, parts = recomputing(blocks)
-        again = replace(degrees, recompute="full", recompute_blocks=None if share == 1 else blocks)
+            steps = self._fewest_steps(lambda count: self._fits(index, needed_with(count)), most, every)
+        parts, shares = parts_with(steps), self._shares(steps, degrees)
         return _Unpriced(
             index=index,
-            degrees=again if blocks else degrees,
+            degrees=self._recomputing_steps(degrees, steps, most),
             cuts=cuts,
-            stages=stages if stages is None else replace(stages, recomputes=blocks > 0),
-            blocks=blocks,
-            share=share,
+            stages=stages if stages is None else replace(stages, recomputes=steps > 0),
+            shares=shares,
             memory=StepMemory(
                 peak_bytes=np.array([sum(parts.values())]),
                 parts={name: np.array([part]) for name, part in parts.items()},
@@ -282,12 +288,50 @@ class Prepared:
             fits=self._fits(index, _needed(parts)),
         )
 
-    def _steps(self, plans: "Sequence[_Unpriced]") -> list[tuple[StepSeconds, tuple[float, ...]]]:
-        """The step of every plan, made from the steps without and with full recomputation.
+    @staticmethod
+    def _fewest_steps(fits: Callable[[int], bool], most: int, every: int) -> int:
+        """The fewest steps that fit, `every` if none fits. Within a level, more steps need less memory."""
+        least = 0
+        if fits(0):
+            return 0
+        for top in range(most, every + 1, most):
+            if fits(top):
+                while top - least > 1:
+                    middle = (top + least) // 2
+                    top, least = (middle, least) if fits(middle) else (top, middle)
+                return top
+            least = top
+        return every
 
-        Plans with stages also get the seconds of their pipelines. Without stages, only the needed steps are priced.
+    def _shares(self, steps: int, degrees: Degrees) -> dict[int, float]:
+        """The levels of the blocks after so many steps in every stage, with the part of the blocks of each."""
+        stages = degrees.num_stages
+        most = -(-self.num_blocks // stages)
+        if not steps:
+            return {NONE: 1.0}
+        whole, blocks = divmod(steps - 1, most)
+        blocks += 1
+        upper = self.levels[whole + 1]
+        if blocks * stages >= self.num_blocks:
+            return {upper: 1.0}
+        share = blocks * stages / self.num_blocks
+        return {self.levels[whole]: 1.0 - share, upper: share}
+
+    def _recomputing_steps(self, degrees: Degrees, steps: int, most: int) -> Degrees:
+        """The degrees after so many steps in every stage."""
+        shares = self._shares(steps, degrees)
+        blocks = (steps - 1) % most + 1
+        if FULL not in shares:
+            return recomputing(degrees, 0, 0 if not steps else None if shares.get(SELECTIVE) == 1 else blocks)
+        full = None if shares[FULL] == 1 else blocks
+        return recomputing(degrees, full, None if SELECTIVE in shares else 0)
+
+    def _steps(self, plans: "Sequence[_Unpriced]") -> list[tuple[StepSeconds, tuple[float, ...]]]:
+        """The step of every plan, made from the steps of the levels of its blocks.
+
+        Plans with stages also get the seconds of their pipelines, and are priced at all lower levels too.
         """
-        ones = [(k, level) for k, plan in enumerate(plans) for level in _levels(plan)]
+        ones = [(k, level) for k, plan in enumerate(plans) for level in self._levels(plan)]
         index = np.array([plans[k].index for k, _ in ones])
         layouts, blocks = self.shared.at(index, np.array([float(level) for _, level in ones]))
         stages, pipeline = [plans[k].stages for k, _ in ones], None
@@ -300,17 +344,23 @@ class Prepared:
         of_pipelines = np.broadcast_to(pipeline_seconds(steps), len(ones)).tolist()
         for k, seconds in self._in_parts(plans).items():
             of_pipelines[next(at for at, one in enumerate(ones) if one[0] == k)] = seconds
-        # the first and the last step of every plan, which may be the same
         first = np.flatnonzero(np.diff([k for k, _ in ones], prepend=-1))
-        last = np.append(first[1:], len(ones)) - 1
-        share = np.array([plan.share for plan in plans])
         rows = np.array([np.broadcast_to(row, len(ones)) for row in (steps.seconds, *_each(steps))])
-        both = (1 - share) * rows[:, first] + share * rows[:, last]
-        found = np.where(first == last, rows[:, first], both)
+        share = np.array([plans[k].shares.get(level, 0.0) for k, level in ones])
+        found = np.add.reduceat(rows * share, first, axis=1)
+        known = [dict[int, float]() for _ in plans]
+        for (k, level), seconds in zip(ones, of_pipelines, strict=True):
+            known[k][level] = seconds
         return [
-            (_step(steps, found[:, k : k + 1]), tuple(of_pipelines[a : b + 1]) if plan.cuts else ())
-            for k, (plan, a, b) in enumerate(zip(plans, first.tolist(), last.tolist(), strict=True))
+            (_step(steps, found[:, k : k + 1]), _by_level(known[k]) if plan.cuts else ())
+            for k, plan in enumerate(plans)
         ]
+
+    def _levels(self, plan: "_Unpriced") -> tuple[int, ...]:
+        """The levels whose steps make up a plan's step and its comparison with other plans of its class."""
+        if plan.stages is None:
+            return tuple(plan.shares)
+        return tuple(level for level in self.levels if level <= max(plan.shares))
 
     def _in_parts(self, plans: "Sequence[_Unpriced]") -> dict[int, float]:
         """Pipeline seconds of recomputing plans as if they did not recompute, if backward passes would run in parts.
@@ -335,27 +385,36 @@ class Prepared:
 class _Unpriced(Placed):
     """A candidate with its stages and its recomputation, before its seconds are known.
 
-    Every stage recomputes at most `blocks` blocks. `share` is the recomputed fraction of all blocks, if stages
-    recompute some of their blocks.
+    `shares` are the levels of recomputation of its blocks, with the part of the blocks of each. Stages that recompute
+    by themselves count as level 0.
     """
 
     index: int
     stages: Stages | None
-    blocks: int
-    share: float
+    shares: Mapping[int, float]
+
+
+def recomputing(
+    degrees: Degrees, full: int | tuple[int, ...] | None, selective: int | tuple[int, ...] | None
+) -> Degrees:
+    """Degrees with these numbers of fully and selectively recomputed blocks of every stage, or of each. None: all."""
+    has_full, has_selective = (blocks is None or bool(np.any(blocks)) for blocks in (full, selective))
+    if has_full and full is not None and has_selective:
+        return replace(degrees, recompute="auto", recompute_blocks=full, selective_blocks=selective)
+    if has_full or has_selective:
+        kind, blocks = ("full", full) if has_full else ("selective", selective)
+        return replace(degrees, recompute=kind, recompute_blocks=blocks)
+    return degrees
+
+
+def _by_level(known: Mapping[int, float]) -> tuple[float, ...]:
+    """Values of all levels up to the highest. Without a selective level, blocks at it are not recomputed."""
+    return tuple(known.get(level, known[NONE]) for level in range(max(known) + 1))
 
 
 def _needed(parts: Mapping[str, float]) -> float:
     """All parts of memory without the cache: the allocator gives the cache back before it fails."""
     return sum(part for name, part in parts.items() if name != "cache")
-
-
-def _levels(plan: _Unpriced) -> tuple[int, ...]:
-    """The levels of recomputation whose steps make up a plan's step and its comparison."""
-    none, full = LEVELS
-    if not plan.share:
-        return (none,)
-    return (full,) if plan.share == 1 and plan.stages is None else LEVELS
 
 
 def _each(step: StepSeconds) -> tuple[Floats, ...]:

@@ -3,8 +3,9 @@
 The first ranks of a pipeline hold the most micro-batches, so they must recompute more than the last ranks. A rank with
 fewer blocks recomputes less, and the other ranks wait less for it. A stage takes the seconds of its blocks, plus the
 seconds of the recomputation that it needs to fit. Both are known for any blocks in any place. Therefore the recursion
-of `autopar.search.pricing.stage_partition` finds the cut that makes the slowest stage fastest. Then every rank
-recomputes the fewest blocks that let it fit, first in the stages that hold the most micro-batches.
+of `autopar.search.pricing.stage_partition` finds the cut that makes the slowest stage fastest. Then every rank takes
+the fewest steps of recomputation that let it fit, first in the stages that hold the most micro-batches. A step makes
+another block selective, until all blocks of the rank are, and then another block full.
 
 The cut assumes that all stages of a rank are alike. The number of recomputed blocks is counted on the real stages.
 """
@@ -12,6 +13,7 @@ The cut assumes that all stages of a rank are alike. The number of recomputed bl
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,15 +30,17 @@ from autopar.search.pricing.stage_partition import partition_with
 class CallCosts:
     """Costs of every call in its place, per micro-batch.
 
-    Seconds are of the call and of its recomputation. Bytes are of its parameters' state and of its saved activations.
-    `freed_bytes` is the part of the saved bytes that recomputation avoids.
+    Seconds are of the call and of its selective and full recomputation. Bytes are of its parameters' state and of its
+    saved activations without recomputation, with selective and with full recomputation.
     """
 
     seconds: Floats
-    again_s: Floats
+    selective_s: Floats
+    full_s: Floats
     state_bytes: Floats
     saved_bytes: Floats
-    freed_bytes: Floats
+    selective_bytes: Floats
+    full_bytes: Floats
 
 
 def live_micro_batches(stages: Stages) -> Floats:
@@ -66,19 +70,16 @@ def cuts_by_stage(
         np.concatenate([[0.0], np.cumsum(one)])
         for one in (is_block, costs.state_bytes * ~is_block, costs.state_bytes * is_block, costs.saved_bytes)
     )
-    again_s, freed = (float(np.mean(one[is_block])) for one in (costs.again_s, costs.freed_bytes))
-    working = float(np.max(costs.saved_bytes))
+    steps = _Steps.of(costs, is_block)
 
     def more(stage: int, begins: NDArray[np.int64], stops: NDArray[np.int64]) -> Floats:
         def own(sums: Floats) -> Floats:
             return np.asarray(sums[stops] - sums[begins])
 
         held = own(of_ends) + virtual * (own(of_blocks) + live[stage] * own(saved))
-        saves = max(virtual * live[stage] * freed, 1e-9)
-        count = np.where(held > room_bytes, np.ceil((held + working - room_bytes) / saves), 0.0)
-        return np.where(count <= own(blocks), count * again_s, np.inf)
+        return steps.seconds(held - room_bytes, own(blocks), virtual * live[stage])
 
-    whole = costs.seconds + costs.again_s
+    whole = costs.seconds + costs.full_s
     most = (whole.sum() / len(stages.roles) + whole.max()) * (1 + 1e-9)
     sums = np.concatenate([[0.0], np.cumsum(costs.seconds)])
     longest = int((np.searchsorted(sums, sums + most, side="right") - 1 - np.arange(len(sums))).max())
@@ -94,23 +95,75 @@ def cuts_by_stage(
     return found
 
 
-def fewest_blocks(
-    stages: Stages, needed_bytes: Callable[[tuple[int, ...]], Floats], capacity_bytes: float
-) -> tuple[int, ...]:
-    """The fewest recomputed blocks of every stage that let its rank fit; all blocks of a rank that cannot fit.
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """The mean steps of a block, to selective and from there to full recomputation: seconds, bytes that a step frees,
+    and bytes that exist besides while a block runs backward."""
 
-    `needed_bytes` gives the bytes of every rank for numbers of recomputed blocks.
+    seconds_of: tuple[float, float]
+    freed: tuple[float, float]
+    working: tuple[float, float]
+
+    @staticmethod
+    def of(costs: CallCosts, is_block: NDArray[np.bool_]) -> "_Steps":
+        selective_s, full_s = (float(np.mean(one[is_block])) for one in (costs.selective_s, costs.full_s))
+        none, selective, full = (
+            float(np.mean(one[is_block])) for one in (costs.saved_bytes, costs.selective_bytes, costs.full_bytes)
+        )
+        working = float(np.max(costs.saved_bytes - costs.selective_bytes)), float(np.max(costs.saved_bytes))
+        return _Steps((selective_s, full_s - selective_s), (none - selective, selective - full), working)
+
+    def seconds(self, excess: Floats, blocks: Floats, live: float) -> Floats:
+        """Seconds of the fewest steps of so many blocks that free `excess` bytes. Infinite if there are none."""
+        if not np.any(excess > 0):
+            return np.zeros_like(excess)
+        saves = [max(live * one, 1e-9) for one in self.freed]
+        first = np.ceil((excess + self.working[0]) / saves[0])
+        found = np.where(excess > 0, first * self.seconds_of[0], 0.0)
+        more = (excess > 0) & (first > blocks)
+        if np.any(more):
+            second = np.ceil((excess + self.working[1] - blocks * live * self.freed[0]) / saves[1])
+            fully = blocks * self.seconds_of[0] + np.maximum(second, 1.0) * self.seconds_of[1]
+            found = np.where(more, np.where(second <= blocks, fully, np.inf), found)
+        return found
+
+
+class Recomputed(NamedTuple):
+    """The numbers of fully and of selectively recomputed blocks of every stage. The full ones come first."""
+
+    full: tuple[int, ...]
+    selective: tuple[int, ...]
+
+
+def fewest_blocks(
+    stages: Stages,
+    needed_bytes: Callable[[Recomputed], Floats],
+    capacity_bytes: float,
+    levels: Sequence[int] = (0, 2),
+    most_level: int = 2,
+) -> Recomputed:
+    """The fewest steps of recomputation of every stage that let its rank fit; all steps of a rank that cannot fit.
+
+    `needed_bytes` gives the bytes of every rank for numbers of recomputed blocks. `levels` are the levels that blocks
+    can have, up to `most_level`.
     """
     orders = _orders(stages)
-    least = np.zeros(stages.pp, dtype=np.int64)  # blocks with which a rank fits, once known
-    most = np.array([len(order) for order in orders])
-    least[needed_bytes(_of_stages(stages, orders, least)) > capacity_bytes] = 1
+    phases = [level for level in levels[1:] if level <= most_level]
+    size = np.array([len(order) for order in orders])
+
+    def fits(steps: NDArray[np.int64]) -> NDArray[np.bool_]:
+        return needed_bytes(_of_stages(stages, orders, steps, phases)) <= capacity_bytes
+
+    least, most = np.where(fits(0 * size), 0, 1), size
+    for phase in range(1, len(phases)):  # within a phase more steps need less memory
+        is_enough = (least == 0) | fits(np.where(least > 0, most, 0))
+        least, most = np.where(is_enough, least, phase * size + 1), np.where(is_enough, most, (phase + 1) * size)
     most = np.where(least > 0, most, 0)
     while np.any(least < most):
         middle = (least + most) // 2
-        fits = needed_bytes(_of_stages(stages, orders, middle)) <= capacity_bytes
-        least, most = np.where(fits, least, np.minimum(middle + 1, most)), np.where(fits, middle, most)
-    return _of_stages(stages, orders, most)
+        does = fits(middle)
+        least, most = np.where(does, least, np.minimum(middle + 1, most)), np.where(does, middle, most)
+    return _of_stages(stages, orders, most, phases)
 
 
 def _orders(stages: Stages) -> list[list[int]]:
@@ -126,33 +179,40 @@ def _orders(stages: Stages) -> list[list[int]]:
     return found
 
 
-def _of_stages(stages: Stages, orders: Sequence[Sequence[int]], counts: NDArray[np.int64]) -> tuple[int, ...]:
-    """The recomputed blocks of every stage, from the recomputed blocks of every rank."""
-    found = [0] * len(stages.roles)
-    for order, count in zip(orders, counts.tolist(), strict=True):
-        for stage in order[:count]:
-            found[stage] += 1
-    return tuple(found)
+def _of_stages(
+    stages: Stages, orders: Sequence[Sequence[int]], steps: NDArray[np.int64], phases: Sequence[int]
+) -> Recomputed:
+    """The recomputed blocks of every stage, from the steps of every rank. A phase is the level that its steps reach."""
+    reached = {level: [0] * len(stages.roles) for level in (1, 2)}
+    for order, count in zip(orders, steps.tolist(), strict=True):
+        for phase, level in enumerate(phases):
+            for stage in order[: max(0, count - phase * len(order))]:
+                reached[level][stage] += 1
+    full = tuple(reached[2])
+    return Recomputed(full, tuple(max(0, n - done) for n, done in zip(reached[1], full, strict=True)))
 
 
 def costs_of(
     calls: Sequence[str],
     seconds: Sequence[float],
-    forward_s: Mapping[str, float],
+    again_s: Sequence[Mapping[str, float]],
     state_bytes: Mapping[str, float],
-    saved_bytes: Mapping[str, float],
-    input_bytes: Mapping[str, float],
+    saved_bytes: Sequence[Mapping[str, float]],
 ) -> CallCosts:
-    """The costs of calls: `seconds` of each, and by their roles the seconds of the forward pass and the bytes."""
+    """The costs of calls: `seconds` of each, and by their roles the seconds of selective and full recomputation, and
+    the bytes."""
 
     def each(values: Mapping[str, float]) -> Floats:
         return np.array([values.get(role, 0.0) for role in calls])
 
-    saved = each(saved_bytes)
+    selective_s, full_s = (each({role: one for role, one in values.items() if role not in ENDS}) for values in again_s)
+    none, selective, full = map(each, saved_bytes)
     return CallCosts(
         seconds=np.array(seconds),
-        again_s=each({role: forward for role, forward in forward_s.items() if role not in ENDS}),
+        selective_s=selective_s,
+        full_s=full_s,
         state_bytes=each(state_bytes),
-        saved_bytes=saved,
-        freed_bytes=saved - each(input_bytes),
+        saved_bytes=none,
+        selective_bytes=selective,
+        full_bytes=full,
     )

@@ -110,6 +110,13 @@ class SharedPrices:
         return found
 
     @cached_property
+    def selective_s(self) -> list[dict[str, float]]:
+        """Seconds of selective recomputation of every repeated role, by a candidate's row."""
+        size = len(self.few.tp)
+        columns = {role: np.broadcast_to(one.selective, size).tolist() for role, one in self.blocks.items()}
+        return [{role: seconds[row] for role, seconds in columns.items()} for row in range(size)]
+
+    @cached_property
     def _gathers(self) -> dict[str, Gathers]:
         family = self._parameters(self.row_of_place)
         return {role: gather_prices(self.basis, family, self.places, role) for role in self.blocks}
@@ -137,6 +144,7 @@ class SharedPrices:
                 eager=(),
                 fused=(),
                 sent=(),
+                selected=None,
                 parameters_split=spread(np.asarray(work.parameters_split), row),
                 parameters_whole=spread(np.asarray(work.parameters_whole), row),
                 parameters_expert=spread(np.asarray(work.parameters_expert), row),

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from autopar.cost_model.parts import MEMORY
-from autopar.ir.explanation import readable_bytes, readable_seconds, recomputation_in_words
+from autopar.ir.explanation import readable_bytes, readable_seconds, recomputation_of
 from autopar.ir.offload import NO_OFFLOAD, offload_in_words
 from autopar.ir.rank_order import ORDERS
 
@@ -27,7 +27,7 @@ def plan_in_words(degrees: Mapping[str, Any]) -> str:
     if degrees.get("order", ORDERS[0]) != ORDERS[0]:
         parts.append(f"rank order {degrees['order']}")
     if degrees.get("recompute", "none") != "none":
-        parts.append(recomputation_in_words(degrees.get("recompute_blocks"), degrees.get("pp", 1)))
+        parts.append(recomputation_of(degrees))
     if not degrees.get("regather", True):
         parts.append("gathered inputs are saved")
     if degrees.get("loss_chunks", 1) > 1:

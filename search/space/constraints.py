@@ -17,14 +17,8 @@ from autopar.search.space.dimensions import BY_WORD, WORDS
 EVERY_BLOCK = 1_000_000  # `recompute_blocks` of a plan that recomputes all blocks
 # words of `fix` with one value, which all plans of the search share
 PINS = (
-    "sequence_parallel",
-    "per_micro_batch",
-    "recompute",
-    "recompute_blocks",
-    "cut_at",
-    "regather",
-    "loss_chunks",
-    "optimizer",
+    *("sequence_parallel", "per_micro_batch", "recompute", "recompute_blocks", "cut_at", "regather", "loss_chunks"),
+    *("precision", "reduce_dtype", "optimizer"),
 )
 # words of `fix` and `forbid` with values that the search tries one after another, each in a search of its own
 IN_TURN = {"offload": OFFLOADS}
@@ -147,6 +141,9 @@ def checked_values(
             else:
                 problems += [p for v in values if (p := BY_WORD[word].problem(f"{option} {word}", v)) is not None]
                 checked[-1][word] = values
+    if checked[0].get("recompute") == ("auto",) and "recompute_blocks" in checked[0]:
+        rule = "needs recompute = selective or full; with auto the search decides the blocks"
+        problems.append(Problem(path="fix recompute_blocks", rule=rule))
     if problems:
         raise InputError("the search cannot be narrowed like this", problems)
     return checked[0], checked[1]
@@ -159,7 +156,17 @@ def recompute_blocks_of(fix: Values) -> int | tuple[int, ...] | None:
     if "recompute_blocks" in fix:
         blocks: int | tuple[int, ...] = fix["recompute_blocks"][0]
         return blocks
-    return EVERY_BLOCK if "recompute" in fix else None
+    return EVERY_BLOCK if fix.get("recompute", ("auto",)) != ("auto",) else None
+
+
+def is_selective(fix: Values) -> bool:
+    """Whether plans may recompute selectively under `fix`. A number of blocks without a word means full."""
+    return fix.get("recompute", ("full",) if "recompute_blocks" in fix else ("auto",))[0] in ("selective", "auto")
+
+
+def most_level_of(fix: Values) -> int:
+    """The highest level of recomputation of plans under `fix`, a position in `RECOMPUTE`."""
+    return 1 if fix.get("recompute") == ("selective",) else 2
 
 
 def shared_degrees(fix: Values) -> dict[str, Any]:

@@ -14,11 +14,11 @@ import numpy as np
 from autopar.capture.analysis import Analysis
 from autopar.cost_model.machine.cluster import cluster_machine
 from autopar.cost_model.machine.collectives import sent_bytes
-from autopar.cost_model.machine.engine import engine_named
+from autopar.cost_model.machine.engine import engine_named, with_sums_in
 from autopar.cost_model.machine.fitted_constants import mechanisms
 from autopar.cost_model.machine.links import Links
-from autopar.cost_model.pipeline.stages import Stages
-from autopar.cost_model.pricing import Pricing, Question, layout_of
+from autopar.cost_model.pipeline.stages import Stages, recomputed, recomputed_selectively
+from autopar.cost_model.pricing import Pricing, Question, layout_of, level_shares
 from autopar.cost_model.step.assembly import Pipelined
 from autopar.cost_model.step.context import Passes
 from autopar.cost_model.step.step import step_seconds
@@ -60,7 +60,8 @@ def priced_collectives(program: Program, analysis: Analysis, plan: Plan, rank: i
         program, analysis, plan.blocks, plan.mesh, regather=plan.regather, loss_chunks=plan.degrees.loss_chunks
     )
     cluster = ClusterSpec.preset("4xh100")
-    question = Question(cluster=cluster, degrees=plan.degrees, engine=engine_named("autopar"), cuts=plan.cuts)
+    engine = with_sums_in(engine_named("autopar"), plan.degrees.reduce_dtype)
+    question = Question(cluster=cluster, degrees=plan.degrees, engine=engine, cuts=plan.cuts)
     machine = cluster_machine(cluster, question.engine, mechanisms(), precision="bf16")
     seen: set[Key] = set()
     _counted(works, question, machine, CountingLinks(**_fields(machine.links), seen=seen), rank)
@@ -107,15 +108,15 @@ def _counted(works: Any, question: Question, machine: Any, links: CountingLinks,
         return _rank_alone(stages, passes, float(np.max(message)), rank)
 
     pipeline = None if stages is None else summed
-    share = pricing.recomputed_share()
+    shares = level_shares(works, question).values()
     layouts = layout_of(works, question)
     found = [
         float(
             step_seconds(pricing.family(one), pricing.shape, one, counting, fused=True, pipeline=pipeline).seconds[0]
         )
-        for one in pricing._with_and_without(layouts)
+        for one in pricing.at_levels(layouts)
     ]  # fmt: skip
-    return found[0] if len(found) == 1 else (1 - share) * found[0] + share * found[1]
+    return sum(share * seconds for share, seconds in zip(shares, found, strict=True))
 
 
 def _rank_alone(stages: Stages, passes: Mapping[str, Passes], message: float, rank: int) -> Pipelined:
@@ -123,9 +124,8 @@ def _rank_alone(stages: Stages, passes: Mapping[str, Passes], message: float, ra
     busy = sum(float(np.max(passes[role].both)) for i in own for role in stages.roles[i])
     again = 0.0
     for i in own:
-        repeated = stages.repeated[i]
-        for role in repeated[: stages.again[i] if stages.again is not None else 0]:
-            again += float(np.max(passes[role].forward))
+        again += sum(float(np.max(passes[role].forward)) for role in recomputed(stages)[i])
+        again += sum(float(np.max(passes[role].selective)) for role in recomputed_selectively(stages)[i])
     others = [[near for near in (i - 1, i + 1) if 0 <= near < len(stages.roles)] for i in own]
     sends = sum(stages.ranks[near] != rank for neighbours in others for near in neighbours)
     n = stages.micro_batches * stages.runs

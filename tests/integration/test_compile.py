@@ -8,10 +8,11 @@ from autopar.runtime.distributed.launch import Ranks
 
 
 @pytest.mark.timeout(300)
-def test_compiled_blocks_compute_the_same(two_ranks: Ranks) -> None:
+@pytest.mark.parametrize("recompute", ("none", "selective"))
+def test_compiled_blocks_compute_the_same(two_ranks: Ranks, recompute: str) -> None:
     """With sequence parallelism, gathers that are repeated in backward, and the vocabulary-parallel loss."""
     wanted = Wanted(spec="llama3-8b", float64=True)
-    _, plan = planned(wanted, 2, {"tp": 2, "sequence_parallel": True})
+    _, plan = planned(wanted, 2, {"tp": 2, "sequence_parallel": True, "recompute": recompute})
     for plain, compiled, difference in two_ranks.run("integration_ranks:compiled_step", wanted, plan):
         torch.testing.assert_close(compiled, plain, rtol=1e-12, atol=0.0)
         assert difference < 1e-12

@@ -209,6 +209,8 @@ def test_recomputation_draws_the_same_numbers(two_ranks: Ranks) -> None:
         {"pp": 2, "micro_batches": 2},
         {"pp": 2, "micro_batches": 2, "recompute": "full"},
         {"pp": 2, "micro_batches": 2, "schedule": "interleaved-zero-bubble", "recompute": "full"},
+        {"pp": 2, "micro_batches": 2, "recompute": "selective"},
+        {"pp": 2, "micro_batches": 2, "schedule": "interleaved-zero-bubble", "recompute": "selective"},
     ]
     found = []
     for wish in wishes:

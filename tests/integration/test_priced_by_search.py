@@ -80,7 +80,8 @@ class Rank:
         setting, ledger = self.setting, Ledger()
         degrees, program = setting.plan.degrees, setting.program
         for stage in setting.own_stages:
-            for index in set(stage.calls) & setting.recomputed if degrees.tp > 1 else ():
+            full = {i for i in stage.calls if setting.recomputed.get(i) == "full"}
+            for index in full if degrees.tp > 1 else ():
                 block = program.blocks[program.calls[index].block]
                 node = next(n for n in block.graph.nodes if n.name == block.outputs[0])
                 whole = prod(node.meta["info"].shape) // degrees.dp * node.meta["info"].dtype.itemsize

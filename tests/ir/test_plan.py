@@ -62,7 +62,8 @@ def test_degrees() -> None:
 def test_recomputed_blocks_of_every_stage(text: Any, tmp_path: Path) -> None:
     degrees = degrees_from({"pp": 4, "recompute": "full", "recompute_blocks": text})
     assert degrees.recompute_blocks == (3, 1, 0, 0)
-    assert [degrees.recomputed_blocks_of(stage) for stage in range(4)] == [3, 1, 0, 0]
+    assert [degrees.full_blocks_of(stage) for stage in range(4)] == [3, 1, 0, 0]
+    assert [degrees.selective_blocks_of(stage) for stage in range(4)] == [0, 0, 0, 0]
     plan = a_plan(degrees=degrees, cuts=(1, 2, 3))
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
@@ -71,7 +72,24 @@ def test_recomputed_blocks_of_every_stage(text: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["3", [3], 3])
 def test_one_number_for_all_stages(text: Any) -> None:
     degrees = degrees_from({"pp": 2, "recompute": "full", "recompute_blocks": text})
-    assert [degrees.recomputed_blocks_of(stage) for stage in range(2)] == [3, 3]
+    assert [degrees.full_blocks_of(stage) for stage in range(2)] == [3, 3]
+
+
+def test_each_kind_of_recomputation_counts_its_own_blocks() -> None:
+    every = {"none": (0, 0), "full": (None, 0), "selective": (0, None), "auto": (0, 0)}
+    for kind, expected in every.items():
+        degrees = degrees_from({"recompute": kind})
+        assert (degrees.full_blocks_of(0), degrees.selective_blocks_of(0)) == expected, kind
+    mixed = degrees_from({"pp": 2, "recompute": "auto", "recompute_blocks": "1,0", "selective_blocks": 2})
+    assert [mixed.full_blocks_of(stage) for stage in range(2)] == [1, 0]
+    assert [mixed.selective_blocks_of(stage) for stage in range(2)] == [2, 2]
+    assert not mixed.is_recompute_open and degrees_from({"recompute": "auto"}).is_recompute_open
+
+
+def test_a_plan_with_open_recomputation_is_refused() -> None:
+    plan = a_plan(degrees=degrees_from({"recompute": "auto"}))
+    with pytest.raises(PlanError, match="recompute_blocks or selective_blocks"):
+        Plan.from_dict(plan.to_dict())
 
 
 @pytest.mark.parametrize("order", ORDERS)

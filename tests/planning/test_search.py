@@ -99,14 +99,18 @@ def test_recomputation_only_where_memory_forces_it() -> None:
     assert roomy.best is not None
     assert roomy.best.degrees["recompute"] == "none" and "loss_chunks" not in roomy.best.degrees
     needed = roomy.best.needed_bytes
-    either = searched(small((needed - 0.5e6) / 0.96), fix=fix)
-    assert either.best is not None
-    assert either.best.degrees["recompute"] == "none" and either.best.degrees["loss_chunks"] > 1
-    tight = searched(small((needed - 0.5e6) / 0.96), fix=fix | {"loss_chunks": 1})
-    assert tight.best is not None
-    assert tight.best.degrees["recompute"] == "full"
-    assert tight.best.degrees["recompute_blocks"] < LAYERS
-    assert tight.best.needed_bytes < needed
+    tight = small((needed - 0.5e6) / 0.96)
+    either = searched(tight, fix=fix).best
+    in_chunks = searched(tight, fix=fix | {"recompute": "none"}).best
+    full = searched(tight, fix=fix | {"loss_chunks": 1, "recompute": "full"}).best
+    selective = searched(tight, fix=fix | {"loss_chunks": 1, "recompute": "selective"}).best
+    some = searched(tight, fix=fix | {"loss_chunks": 1}).best
+    assert either and in_chunks and full and selective and some
+    assert in_chunks.degrees["loss_chunks"] > 1
+    assert some.degrees["recompute"] != "none" and some.degrees["recompute_blocks"] < LAYERS
+    ways = (in_chunks, full, selective, some)
+    assert roomy.best.step_s < either.step_s == min(way.step_s for way in ways) < full.step_s
+    assert all(way.needed_bytes < needed for way in ways)
 
 
 def test_what_leaves_no_plan_is_an_error() -> None:

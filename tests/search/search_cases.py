@@ -14,18 +14,22 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.device import Link
 from autopar.planning.fixed import choose_labels
+from autopar.planning.recomputed import with_recomputed
 from autopar.search.bounds.lower_bounds import Machinery
 from autopar.search.space.constraints import Constraints
 
 
 @cache
-def works_of(model: str, tp: int, layers: int = 6, vocabulary: int = 512) -> ProgramWorks:
-    """What the blocks of a tiny model cost, split over `tp` ranks."""
+def works_of(model: str, tp: int, layers: int = 6, vocabulary: int = 512, selective: bool = False) -> ProgramWorks:
+    """What the blocks of a tiny model cost, split over `tp` ranks, perhaps with operators that can be recomputed."""
     program = program_of(model, layers=layers, heads=16, vocabulary=vocabulary)
     degrees, analysis, found = choose_labels(
         program, ClusterSpec.preset("8xh100"), Degrees(tp=tp, dp_shard=2, micro_batch=1)
     )
-    return program_works(program, analysis, found.blocks, degrees.mesh)
+    blocks, wish = found.blocks, replace(degrees, recompute="auto" if selective else "none")
+    speeds = machinery_with(ClusterSpec.preset("8xh100"), 80e9).machine.speeds
+    blocks = with_recomputed(program, analysis, blocks, wish, speeds, regather=True)
+    return program_works(program, analysis, blocks, degrees.mesh)
 
 
 def machinery_with(cluster: ClusterSpec, memory_bytes: float, ranks_per_core: float = 1.0) -> Machinery:
@@ -51,6 +55,7 @@ class Case:
     ranks_per_core: float = 1.0
     per_host: int | None = None
     gigabits: float = 100.0
+    selective: bool = False
 
     @property
     def spec(self) -> ClusterSpec:
@@ -66,7 +71,7 @@ class Case:
         return machinery_with(self.spec, self.memory_bytes, self.ranks_per_core)
 
     def works(self, tp: int) -> ProgramWorks:
-        return replace(works_of(self.model, tp), sequence=self.tokens)
+        return replace(works_of(self.model, tp, selective=self.selective), sequence=self.tokens)
 
     @property
     def constraints(self) -> Constraints:

@@ -36,8 +36,10 @@ from autopar.capture.export.loss_arguments import (
 from autopar.capture.export.module_conversions import converted_alike
 from autopar.capture.export.own_changes import assigned_in_place, unchanged
 from autopar.capture.export.unusable import refuse_unusable
+from autopar.capture.export.without_data import device_of_regions, on_device_without_data
 from autopar.capture.flat_graph import Flat
 from autopar.capture.input_leaves import fixed_leaves, named_leaves
+from autopar.capture.passes.autocast import Autocast, ambient_autocast, autocast_as
 from autopar.capture.passes.in_place import needs_decomposition
 from autopar.errors import CaptureError
 from autopar.ir.program import Decision
@@ -55,6 +57,7 @@ class _Traced:
     names: tuple[str, ...]
     values: tuple[torch.Tensor, ...]
     keywords: tuple[str, ...]
+    autocast: tuple[Autocast, ...] = ()  # around the call of the model
     # an export restores the attributes of a module, but no list
     decided: list[Decision] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -82,8 +85,8 @@ class _Outputs(nn.Module):
         given = [(name, "input", tensor, value) for name, tensor, value in inputs]
         given += [(name.removeprefix("model."), kind, t, self._values[name]) for name, kind, t in self._own_state()]
         notes: list[str] = []
-        reading = DataReads(self.model, given, self._traced.reading)
-        with reading as reads, assigned_in_place(self.model, notes), converted_alike(self.model):
+        reading, changes = DataReads(self.model, given, self._traced.reading), assigned_in_place(self.model, notes)
+        with reading as reads, changes, converted_alike(self.model), autocast_as(self._traced.autocast):
             found = self._outputs(*args, **kwargs)
         self._traced.decided[:] = [decision for decision, _ in reads.decided]
         self._traced.notes[:] = [*reads.notes, *notes]
@@ -348,7 +351,12 @@ def _exported(
     on_meta = all(parameter.is_meta for parameter in model.parameters())
     if on_meta:  # meta activations cannot meet inputs on a device
         try:
-            return _export(model, _on_meta(example_inputs), example_inputs, loss_fn, training, reading, lines)
+            found = _export(model, _on_meta(example_inputs), example_inputs, loss_fn, training, reading, lines)
+            device_type = device_of_regions(found[0].graph_module)
+            if device_type is None:
+                return found
+            copied, inputs = on_device_without_data(model, example_inputs, device_type)
+            return _export(copied, inputs, example_inputs, loss_fn, training, reading, lines)
         except CaptureError:
             raise
         except Exception as error:
@@ -408,8 +416,11 @@ def _export(
     args, kwargs = split_inputs(example_inputs)
     named = tuple(input_names(model, values, loss_fn))
     tensors = tuple(leaf for leaf in pytree.tree_leaves(split_inputs(values)) if isinstance(leaf, torch.Tensor))
-    traced = _Traced(reading, named, tensors, tuple(kwargs))
+    around = ambient_autocast()
+    traced = _Traced(reading, named, tensors, tuple(kwargs), around)
     with ExitStack() as stack:
+        # a region that begins inside the trace is in the exported graph
+        stack.enter_context(autocast_as(around, enabled=False))
         stack.enter_context(_in_mode(model, training))
         stack.enter_context(_without_log_of_failures())
         stack.enter_context(warnings.catch_warnings())

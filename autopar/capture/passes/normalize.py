@@ -15,6 +15,7 @@ from autopar._torch.operators import aten
 from autopar.capture.nodes import arg, compute, output_nodes
 from autopar.capture.nodes import value as _value
 from autopar.capture.passes.aliases import one_name
+from autopar.capture.passes.autocast import mark_region, write_casts
 from autopar.capture.passes.cells import open_cells
 from autopar.capture.passes.control_flow import inline_control_flow
 from autopar.capture.passes.embedding_bags import embedding_bags
@@ -25,6 +26,7 @@ from autopar.capture.passes.recurrent import drop_between_layers
 from autopar.capture.passes.routing import tokens_are_parallel
 from autopar.capture.passes.several_outputs import one_output_each
 from autopar.errors import CaptureError
+from autopar.ir.precision import is_low
 from autopar.rules.rule import TensorInfo
 
 DROPPED = {aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten.sym_constrain_range_for_size.default}
@@ -41,7 +43,7 @@ NEW: Mapping[Any, float | None] = {aten.new_zeros.default: 0, aten.new_ones.defa
 
 
 def inline_regions(graph: fx.Graph, root: fx.GraphModule) -> None:
-    """Inline `set_grad_enabled` and `autocast` regions. The nodes of a no-grad region get ``meta["no_grad"]``."""
+    """Inline `set_grad_enabled` and `autocast` regions. Nodes note their region: ``meta["no_grad"]``, `mark_region`."""
     for node in list(graph.nodes):
         name = getattr(node.target, "__name__", str(node.target))
         if node.op != "call_function" or name not in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
@@ -63,6 +65,8 @@ def inline_regions(graph: fx.Graph, root: fx.GraphModule) -> None:
                     copy = graph.node_copy(inner, values.__getitem__)
                     copy.meta = dict(inner.meta) | ({"no_grad": True} if no_grad else {})
                     copy.meta.setdefault("nn_module_stack", node.meta.get("nn_module_stack"))
+                    if name == "wrap_with_autocast":
+                        mark_region(copy, node.args)
                     values[inner] = copy
         for user in list(node.users):
             assert user.target is operator.getitem, user
@@ -172,7 +176,10 @@ def flat_addmm_to_linear(graph: fx.Graph) -> None:
 
 
 def split_mean_loss(graph: fx.Graph) -> None:
-    """Split a mean cross-entropy into sum, count and division, because ranks sum the first two separately."""
+    """Split a mean cross-entropy into sum, count and division, because ranks sum the first two separately.
+
+    The sum and the count of 16-bit logits are float32: 16 bits hold no count above 256 (bfloat16) or 65,504 (float16).
+    """
     for node in list(graph.nodes):
         if node.target is not aten.cross_entropy_loss.default:
             continue
@@ -186,24 +193,28 @@ def split_mean_loss(graph: fx.Graph) -> None:
             continue
         if weight is not None or _value(target).dtype.is_floating_point:
             continue  # not split, because class weights change the denominator
-        value, ids = _value(node), _value(target)
+        low = _value(node).dtype
+        wide = torch.float32 if is_low(low) else low
         with graph.inserting_before(node):
+            logits = logits if wide == low else compute(graph, node, aten.to.dtype, logits, wide)
+            # not computed, because the values of targets and logits may lie on different devices
             total = graph.call_function(aten.cross_entropy_loss.default, (logits, target, None, 2, ignore, smoothing))
-            total.meta = dict(node.meta)
-            if reduction == 2:
-                node.replace_all_uses_with(total)
-                graph.erase_node(node)
-                continue
-            valid = graph.call_function(aten.ne.Scalar, (target, ignore))
-            count = graph.call_function(aten.sum.default, (valid,))
-            scale = graph.call_function(aten.to.dtype, (count, value.dtype))
-            mean = graph.call_function(aten.div.Tensor, (total, scale))
-            valid.meta = dict(node.meta) | {"val": ids.new_empty(ids.shape, dtype=torch.bool)}
-            count.meta = dict(node.meta) | {"val": ids.new_empty((), dtype=torch.int64)}
-            scale.meta = dict(node.meta)
-            mean.meta = dict(node.meta)
+            total.meta = dict(node.meta) | {"val": _value(node).to(wide)}
+            mean = total if reduction == 2 else _over_count(graph, node, total, target, ignore)
+            if wide != low and any(user.op != "output" for user in node.users):
+                mean = compute(graph, node, aten.to.dtype, mean, low)
         node.replace_all_uses_with(mean)
         graph.erase_node(node)
+
+
+def _over_count(graph: fx.Graph, like: fx.Node, total: fx.Node, target: Any, ignore: Any) -> fx.Node:
+    """A sum over targets, divided by the number of targets that count."""
+    valid = compute(graph, like, aten.ne.Scalar, target, ignore)
+    count = compute(graph, like, aten.sum.default, valid)
+    scale = compute(graph, like, aten.to.dtype, count, _value(total).dtype)
+    mean = graph.call_function(aten.div.Tensor, (total, scale))
+    mean.meta = dict(total.meta)
+    return mean
 
 
 def remove_dead(graph: fx.Graph) -> None:
@@ -242,6 +253,7 @@ def normalise(
     values of buffers. Returns the buffers that in-place operators change. Their new values become the last outputs.
     """
     inline_regions(graph, root)
+    write_casts(graph)
     inline_control_flow(graph, root)
     updates = functionalise(graph, buffers)
     output = graph.output_node()

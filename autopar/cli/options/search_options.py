@@ -51,10 +51,6 @@ WhatIf = Annotated[
         show_default=False,
     ),
 ]
-Precision = Annotated[
-    str | None,
-    typer.Option(help="Dtype of training: bf16, fp16, fp8 or fp32. (default: bf16; fp32 on CPUs)", show_default=False),
-]
 Profile = Annotated[
     Path | None,
     typer.Option(

@@ -41,6 +41,7 @@ def case(spec: str, *, regather: bool = True, layers: int = 2, **wish: Any) -> C
     return Case(spec, tuple(wish.items()), regather, layers)
 
 
+BY_STAGE: dict[str, Any] = {"recompute": "auto", "recompute_blocks": (1, 0), "selective_blocks": (1, 2)}
 CASES = (
     case(LLAMA, tp=4, sequence_parallel=False),
     case(LLAMA, tp=4, sequence_parallel=True),
@@ -82,12 +83,29 @@ CASES = (
     case(GPT2, tp=2, dp=2, zero=3, accumulate=2, loss_chunks=4),
     case(GPT2, pp=2, tp=2, micro_batches=4, schedule="dualpipev", loss_chunks=2),
     case(GEMMA2, tp=2, dp=2, zero=1, loss_chunks=4),
+    case(LLAMA, tp=2, dp=2, zero=0, accumulate=2, precision="bf16"),
+    case(LLAMA, tp=2, dp=2, zero=1, accumulate=2, precision="bf16", sequence_parallel=True),
+    case(LLAMA, dp=4, zero=2, accumulate=2, precision="bf16", reduce_dtype="bf16"),
+    case(LLAMA, tp=2, dp=2, zero=3, accumulate=2, precision="fp16", recompute="full"),
+    case(LLAMA, dp_replicate=2, dp_shard=2, zero=3, precision="bf16", reduce_dtype="bf16"),
+    case(GPT2, pp=2, dp=2, zero=2, micro_batches=4, precision="bf16"),
+    case(GPT2, pp=2, tp=2, micro_batches=2, precision="bf16", reduce_dtype="bf16"),
     case(MIXTRAL, tp=2, dp=2, zero=3),
     case(MIXTRAL, dp=4, zero=3, accumulate=2, recompute="full", recompute_blocks=1),
     case(MIXTRAL, pp=2, dp=2, zero=2, micro_batches=2),
     case(T5, pp=2, tp=2, micro_batches=2),
+    case(LLAMA, tp=2, dp=2, zero=3, accumulate=2, sequence_parallel=True, recompute="selective"),
+    case(LLAMA, tp=4, sequence_parallel=True, recompute="selective", loss_chunks=4, regather=False),
+    case(LLAMA, dp=4, zero=3, accumulate=2, recompute="auto", recompute_blocks=1, selective_blocks=1),
+    case(LLAMA, pp=2, tp=2, micro_batches=4, layers=4, **BY_STAGE),
+    case(GPT2, tp=2, dp=2, zero=2, accumulate=2, recompute="selective", recompute_blocks=1),
+    case(GPT2, pp=2, dp=2, zero=3, micro_batches=4, schedule="zbv-zero-bubble", recompute="selective"),
+    case(MIXTRAL, dp=4, zero=3, accumulate=2, recompute="selective"),
+    case(T5, pp=2, tp=2, micro_batches=2, recompute="selective"),
 )
 SHORT = (
+    case(LLAMA, tp=2, dp=2, zero=3, accumulate=2, sequence_parallel=True, recompute="selective"),
+    case(LLAMA, pp=2, tp=2, micro_batches=4, layers=4, **BY_STAGE),
     case(LLAMA, tp=4, sequence_parallel=True, loss_chunks=4),
     case(LLAMA, dp=4, zero=3, accumulate=2, recompute="full", loss_chunks=8),
     case(LLAMA, tp=4, sequence_parallel=True),
@@ -100,6 +118,8 @@ SHORT = (
     case(GPT2, pp=2, dp=2, zero=3, micro_batches=4, schedule="zbv-zero-bubble"),
     case(GPT2, pp=2, tp=2, micro_batches=2, schedule="interleaved-zero-bubble", recompute="full"),
     case(UNEVEN, tp=2, dp=2, zero=3),
+    case(LLAMA, tp=2, dp=2, zero=1, accumulate=2, precision="bf16", sequence_parallel=True),
+    case(GPT2, pp=2, tp=2, micro_batches=2, precision="bf16", reduce_dtype="bf16"),
 )
 
 
@@ -111,18 +131,18 @@ def degrees_of(one: Case) -> Degrees:
 
 
 @lru_cache(maxsize=2)
-def captured(spec: str, layers: int) -> tuple[Program, Callable[[str], torch.Tensor]]:
+def captured(spec: str, layers: int, precision: str | None = None) -> tuple[Program, Callable[[str], torch.Tensor]]:
     """The program and its seeded weights."""
     sizes: dict[str, Any] = {} if ":" in spec else {"layers": layers, "hidden": 64, "seq_len": 16}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         found = resolve_model(spec, batch=None if ":" in spec else BATCH, dtype="float32", **sizes)
-    degrees = Degrees(micro_batch=BATCH)
-    program = captured_once((spec, layers), lambda: capture_for(found.model, found.example_inputs, degrees))
+    degrees = Degrees(micro_batch=BATCH, precision=precision)
+    program = captured_once((spec, layers, precision), lambda: capture_for(found.model, found.example_inputs, degrees))
     return program, parameter_source(found.model)
 
 
 def planned_case(one: Case) -> tuple[Program, Plan]:
-    program, _ = captured(one.spec, one.layers)
+    program, _ = captured(one.spec, one.layers, degrees_of(one).precision)
     plan = label_plan(program, ClusterSpec.preset(f"{RANKS}xcpu"), degrees_of(one), one.name)
     return program, replace(plan, regather=one.regather)

@@ -28,7 +28,7 @@ Counts = dict[tuple[str, str], tuple[int, int]]
 
 def measured_step(rank: int, one: Case, plan: Plan) -> tuple[Counts, dict[str, int]]:
     """Calls and operand bytes of every collective of one step, and bytes of what this rank holds, by category."""
-    program, source = captured(one.spec, one.layers)
+    program, source = captured(one.spec, one.layers, plan.degrees.precision)
     model = ParallelModel(program, plan, source, torch.device("cpu"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     data = random_batches(program, plan.degrees, 2, 0)
@@ -142,7 +142,10 @@ class Kept:
 def kept_for_backward(
     model: ParallelModel, program: Program, part: Mapping[str, torch.Tensor]
 ) -> Iterator[Sequence[int]]:
-    """The most bytes that autograd keeps at once in here, without parameters, inputs, constants and buffers."""
+    """The most bytes that autograd keeps at once in here, without parameters, inputs, constants and buffers.
+
+    Copies of master weights in the dtype of computing count as parameters.
+    """
     outside = {private.storage_id(t) for t in (*part.values(), *model.base.constants().values())}
     outside |= {private.storage_id(model.buffer(name)) for name in program.updates}
     counter, sizes, most = Counter[int](), dict[int, int](), [0]
@@ -151,8 +154,13 @@ def kept_for_backward(
         names = module.names if hasattr(module, "names") else module.shared
         outside.update(private.storage_id(local(getattr(module, attribute(name)))) for name in names)
 
+    def is_copy(at: int) -> bool:
+        copies = [c for stage in model.stage_modules().values() for c in stage.all_copies()]
+        return any(private.storage_id(tensor) == at for copy in copies for tensor in copy.tensors())
+
     def pack(tensor: torch.Tensor) -> Any:
-        if private.storage_id(tensor) in outside:
+        at = private.storage_id(tensor)
+        if at in outside or is_copy(at):
             return tensor
         kept = Kept(tensor, counter, sizes)
         if sum(sizes.values()) > most[0]:

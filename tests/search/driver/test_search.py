@@ -33,6 +33,9 @@ LARGER_IN_HOSTS = (
     Case(model="llama", cluster="6xh100", per_host=3, gigabits=40, global_batch=6, tokens=128),
 )
 
+# blocks recompute some operators, all operators or none
+SELECTIVE = tuple(replace(case, selective=True) for case in CASES if case.memory_bytes < 80e9)
+
 LARGER = tuple(
     replace(case, cluster=cluster, global_batch=batch)
     for case, (cluster, batch) in product(CASES[:12], (("6xa100-80gb", 6), ("8xa100-80gb", 16), ("7xh100", 14)))
@@ -49,7 +52,7 @@ def searched(case: Case, most: int = 10_000) -> Searched:
     return search_degrees(case.works, case.spec, case.constraints, case.on, most_exact=most)
 
 
-@pytest.mark.parametrize("case", thinned(CASES, keep=CASES[::5]), ids=str)
+@pytest.mark.parametrize("case", thinned((*CASES, *SELECTIVE), keep=(*CASES[::5], *SELECTIVE[1::5])), ids=str)
 def test_no_plan_is_better_than_the_one_found(case: Case) -> None:
     found = searched(case)
     assert found.proof.is_proven
@@ -120,7 +123,11 @@ SHARED = replace(CASES[1], ranks_per_core=2.0)
 
 
 @pytest.mark.parametrize(
-    "case", thinned((*CASES[::3], *IN_HOSTS, SHARED), keep=(*CASES[::9], IN_HOSTS[1], SHARED)), ids=str
+    "case",
+    thinned(
+        (*CASES[::3], *SELECTIVE[::2], *IN_HOSTS, SHARED), keep=(*CASES[::9], *SELECTIVE[::8], IN_HOSTS[1], SHARED)
+    ),
+    ids=str,
 )
 def test_bounds_are_bounds(case: Case) -> None:
     found = candidates(case.constraints)

@@ -14,12 +14,13 @@ from search_cases import Case, machinery_with
 
 from autopar.cost_model.pipeline.stages import Stages, seconds_of_stages, stages_at
 from autopar.cost_model.pricing import layout_of
+from autopar.ir.arrays import Floats
 from autopar.ir.degrees import Degrees
 from autopar.search.bounds.lower_bounds import Machinery
 from autopar.search.driver.search import Searched, search_degrees
 from autopar.search.pricing import per_stage_recompute
 from autopar.search.pricing.exact import AS_IT_IS, BY_STAGE, Cut, Priced, priced, pricing_of
-from autopar.search.pricing.per_stage_recompute import fewest_blocks, live_micro_batches
+from autopar.search.pricing.per_stage_recompute import Recomputed, fewest_blocks, live_micro_batches
 from autopar.search.pricing.stage_partition import partition_with
 
 CASE = Case(model="llama", cluster="4xh100", global_batch=16, tokens=4096)
@@ -128,8 +129,23 @@ def _with_one_less(stages: Stages, again: tuple[int, ...]) -> Iterator[tuple[tup
 
 def test_a_rank_that_cannot_fit_recomputes_all() -> None:
     stages = stages_at(["first", *["layer:0"] * 6, "last"], (3, 5), Degrees(pp=3, micro_batches=4))
-    wanted = fewest_blocks(stages, lambda again: np.array([5.0, 1.0 - again[1], 3.0 - 2 * again[2]]), 0.5)
-    assert wanted == (2, 1, 2) == (len(stages.repeated[0]), 1, 2)
+    wanted = fewest_blocks(stages, lambda again: np.array([5.0, 1.0 - again.full[1], 3.0 - 2 * again.full[2]]), 0.5)
+    assert wanted.full == (2, 1, 2) == (len(stages.repeated[0]), 1, 2)
+    assert wanted.selective == (0, 0, 0)
+
+
+def test_blocks_are_recomputed_fully_only_where_selective_recomputation_is_not_enough() -> None:
+    """A rank needs 8 bytes without recomputation; a selective block frees 1 of them, a full block 3."""
+    stages = stages_at(["first", *["layer:0"] * 6, "last"], (3, 5), Degrees(pp=3, micro_batches=4))
+
+    def needed(again: Recomputed) -> Floats:
+        return np.array([8.0 - full * 3 - part for full, part in zip(again.full, again.selective, strict=True)])
+
+    every = {limit: fewest_blocks(stages, needed, limit, (0, 1, 2)) for limit in (8, 7, 6, 5, 4, 3, 2)}
+    of_first = {limit: (found.full[0], found.selective[0]) for limit, found in every.items()}
+    assert of_first == {8: (0, 0), 7: (0, 1), 6: (0, 2), 5: (1, 1), 4: (1, 1), 3: (2, 0), 2: (2, 0)}
+    only = fewest_blocks(stages, needed, 5.0, (0, 1, 2), most_level=1)
+    assert (only.full, only.selective) == ((0, 0, 0), (2, 2, 2))
 
 
 @pytest.mark.parametrize("wish", SCHEDULES, ids=str)

@@ -61,7 +61,9 @@ def test_what_fits_only_with_recomputation_does_not_fit_without(captured: Captur
     tight = small((roomy.best.needed_bytes - roomy.details.ranks[0].bytes["activations"] / 4) / USABLE)
     free = searched(captured, tight, **alone)
     assert free.best is not None
-    assert free.best.degrees["recompute"] == "full"
+    assert free.best.degrees["recompute"] == "selective"
+    full = searched(captured, tight, **alone, recompute="full")
+    assert full.best is not None and full.best.step_s > free.best.step_s
     kept = searched(captured, tight, **alone, recompute="none", offload="none")
     assert kept.best is None
     moved = searched(captured, tight, **alone, recompute="none")

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from autopar.errors import RuntimeInputError
 from autopar.ir.storage import buckets
 
 
@@ -15,14 +16,21 @@ def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
-def sum_over(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
+def sum_over(
+    tensors: Sequence[torch.Tensor],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    dtypes: Sequence[torch.dtype] | None = None,
+) -> None:
     """Sum tensors over a group in place, bucketed; every rank must pass the same shapes in the same order.
 
-    The group sends from `device`. Tensors may lie on the host.
+    The group sends from `device`. Tensors may lie on the host. `dtypes` are the dtypes in which the tensors are summed,
+    by default their own.
     """
-    for indices in buckets((t.numel() * t.element_size(), t.dtype) for t in tensors):
+    sent = [t.dtype for t in tensors] if dtypes is None else dtypes
+    for indices in buckets((t.numel() * dtype.itemsize, dtype) for t, dtype in zip(tensors, sent, strict=True)):
         bucket = [tensors[i] for i in indices]
-        flat = torch.cat([t.reshape(-1) for t in bucket]).to(device)
+        flat = torch.cat([t.reshape(-1) for t in bucket]).to(device, sent[indices[0]])
         dist.all_reduce(flat, group=group)
         for tensor, piece in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
             tensor.copy_(piece.view_as(tensor))
@@ -57,3 +65,31 @@ def gradient_norm(
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(total)
     return total.sqrt()
+
+
+def nonfinite_error(parameters: Mapping[str, torch.Tensor], names: Sequence[str], norm: float) -> RuntimeInputError:
+    """The error of a gradient norm that is not finite, equal on all ranks. Collective.
+
+    `names` are all parameters of the model in order, and `parameters` this rank's ones.
+    """
+    own = [
+        name
+        for name, parameter in parameters.items()
+        if (grad := local_gradient(parameter)) is not None and not bool(grad.isfinite().all())
+    ]
+    every: list[list[str]] = [own]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        every = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(every, own)
+    found = {name for held in every for name in held}
+    first = next((name for name in names if name in found), None)
+    if first is None:
+        return RuntimeInputError(f"the gradient norm is {norm} though all gradients are finite; lower the loss scale")
+    ranks = [rank for rank, held in enumerate(every) if first in held]
+    module = first.rpartition(".")[0] or "the model itself"
+    more = f", and of {len(found) - 1} more parameters" if len(found) > 1 else ""
+    return RuntimeInputError(
+        f"the gradient norm is {norm}: the gradient of {first!r} (module {module}) has NaN or infinite elements on "
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}{more}; look at the batch and the learning rate, "
+        "or scale the loss with a scaler in float16"
+    )

@@ -1,0 +1,160 @@
+"""The casts of `torch.autocast`, written into the graph.
+
+torch.export records the operators of an autocast region as they are called, and their results as autocast computes
+them. The casts themselves are not in the graph. This pass runs every operator of a region under autocast on tensors
+without data, sees which operands are cast, and puts these casts before the operator.
+
+The result is checked operator by operator: without autocast, and with its operands cast, the operator must run the
+same inner operators and give the same dtypes. An operator that casts values inside itself fails this check.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar._torch import private
+from autopar._torch.operators import aten
+from autopar._torch.private import TorchDispatchMode, pytree
+from autopar.capture.nodes import compute, value
+from autopar.errors import CaptureError
+
+REGION = "autocast"  # the key of a node's metadata
+
+
+@dataclass(frozen=True, slots=True)
+class Autocast:
+    """The settings of a region: the type of its devices, and the dtype of 16 bits."""
+
+    device_type: str
+    dtype: torch.dtype
+
+
+def ambient_autocast() -> tuple[Autocast, ...]:
+    """The settings of the `torch.autocast` blocks around the caller."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return tuple(Autocast(kind, torch.get_autocast_dtype(kind)) for kind in kinds)
+
+
+@contextmanager
+def autocast_as(settings: Sequence[Autocast], *, enabled: bool = True) -> Iterator[None]:
+    """`torch.autocast` blocks with some settings, or blocks that turn these off."""
+    with ExitStack() as stack:
+        for one in settings:
+            stack.enter_context(torch.autocast(one.device_type, dtype=one.dtype, enabled=enabled))
+        yield
+
+
+def mark_region(node: fx.Node, arguments: tuple[Any, ...]) -> None:
+    """Note the region of a node that is taken out of it. An inner region has marked its nodes before."""
+    device_type, dtype, enabled = arguments[:3]
+    node.meta.setdefault(REGION, Autocast(device_type, dtype) if enabled else None)
+
+
+def write_casts(graph: fx.Graph) -> None:
+    """Put the casts of autocast before the operators of its regions. Raises `CaptureError` if that is impossible."""
+    for node in list(graph.nodes):
+        region: Autocast | None = node.meta.get(REGION)
+        if region is not None and node.op == "call_function" and hasattr(node.target, "_schema"):
+            _write_casts_of(graph, node, region)
+
+
+def _write_casts_of(graph: fx.Graph, node: fx.Node, region: Autocast) -> None:
+    operands = [n for n in node.all_input_nodes if isinstance(value(n), torch.Tensor)]
+    tensors = {n: value(n) for n in operands}
+    if not any(t.is_floating_point() and t.device.type == region.device_type for t in tensors.values()):
+        return
+    under = _run(node, tensors, region)
+    if not under.casts and _dtypes(value(node)) == _dtypes(_run(node, tensors).result):
+        return
+    cast = {n: dtype for n in operands if (dtype := under.casts.get(private.storage_id(tensors[n]))) is not None}
+    with torch.no_grad():
+        given = tensors | {n: tensors[n].to(dtype) for n, dtype in cast.items()}
+    dtype = _given_dtype(node, under, given)
+    plain = _run(node, given, dtype=dtype)
+    if _dtypes(plain.result) != _dtypes(under.result) or plain.inner != under.inner:
+        raise CaptureError(
+            f"torch.autocast casts values inside {node.target} ({_module(node)}), so the casts cannot be written "
+            "before it; run this operator in a block of torch.autocast(..., enabled=False), or use "
+            "plan={'precision': 'bf16'} instead of autocast"
+        )
+    with graph.inserting_before(node):
+        for operand, low in cast.items():
+            node.replace_input_with(operand, compute(graph, node, aten.to.dtype, operand, low))
+    if dtype is not None:
+        node.kwargs = {**node.kwargs, "dtype": dtype}
+
+
+@dataclass(slots=True)
+class _Ran:
+    """A run of an operator: its result, the casts of its operands by storage, and the inner operators it called."""
+
+    result: Any = None
+    casts: dict[int, torch.dtype] = field(default_factory=dict)
+    inner: list[str] = field(default_factory=list)
+
+
+class _Watch(TorchDispatchMode):
+    """Notes casts of operands, or of views of them, and all other operators that compute something."""
+
+    def __init__(self, operands: set[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operands, self.ran = operands, _Ran()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        first = args[0] if args else None
+        at = private.storage_id(first) if isinstance(first, torch.Tensor) else None
+        if func is aten._to_copy.default and at in self.operands:
+            assert at is not None
+            self.ran.casts[at] = found.dtype
+        elif not func.is_view and func.namespace == "aten" and func is not aten.detach.default:
+            self.ran.inner.append(str(func))
+        return found
+
+
+def _run(
+    node: fx.Node,
+    tensors: dict[fx.Node, torch.Tensor],
+    region: Autocast | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> _Ran:
+    """A node's operator on values of its operands, under autocast or without it."""
+    given = lambda n: tensors[n] if n in tensors else value(n)  # noqa: E731
+    args, kwargs = fx.map_arg(node.args, given), fx.map_arg(node.kwargs, given)
+    kwargs = kwargs if dtype is None else {**kwargs, "dtype": dtype}
+    watch = _Watch({private.storage_id(t) for t in tensors.values()})
+    kind = region.device_type if region is not None else "cpu"
+    low = region.dtype if region is not None else None
+    with torch.no_grad(), torch.autocast(kind, dtype=low, enabled=region is not None, cache_enabled=False), watch:
+        watch.ran.result = node.target(*args, **kwargs)  # type: ignore[operator]
+    if node.target is aten._to_copy.default or str(node.target).startswith("aten.to."):
+        watch.ran.casts.clear()  # the cast that the model writes
+    return watch.ran
+
+
+def _given_dtype(node: fx.Node, under: _Ran, given: dict[fx.Node, torch.Tensor]) -> torch.dtype | None:
+    """The dtype argument that autocast sets instead of casting the operand, as of a softmax on CUDA."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    takes = any(a.name == "dtype" for a in schema.arguments)
+    results = list(_dtypes(under.result))
+    if not takes or len(results) != 1 or node.kwargs.get("dtype") is not None:
+        return None
+    place = next(i for i, a in enumerate(schema.arguments) if a.name == "dtype")
+    if len(node.args) > place or tuple(_dtypes(_run(node, given).result)) == tuple(results):
+        return None
+    return results[0]
+
+
+def _dtypes(result: Any) -> tuple[torch.dtype, ...]:
+    return tuple(leaf.dtype for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor))
+
+
+def _module(node: fx.Node) -> str:
+    stack: Any = node.meta.get("nn_module_stack") or {}
+    names = [path for path, _ in stack.values()]
+    return f"module {names[-1]!r}" if names and names[-1] else "the model itself"

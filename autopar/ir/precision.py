@@ -1,0 +1,61 @@
+"""The precision of a plan: dtypes of stored parameters, of computing, and of sums of gradients.
+
+With a precision, parameters and the optimizer's state are float32 (master weights). Blocks get the parameters in the
+precision's dtype. The program is captured so: its parameters have the dtype of computing. Without a precision,
+parameters are stored and used in the dtype in which the model is written.
+
+| value                                        | without a precision     | with a precision                        |
+|----------------------------------------------|-------------------------|-----------------------------------------|
+| parameters, gradients, optimizer state       | the model's dtype       | float32 (`stored_dtype`)                |
+| parameters in blocks, activations, inputs    | the model's dtype       | the precision's dtype (`COMPUTE_DTYPES`)|
+| sums of gradients over ranks (`summed_dtype`)| the gradient's dtype    | float32                                 |
+
+`reduce_dtype` replaces the last row. This module imports torch only inside functions.
+"""
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+COMPUTE_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+PRECISIONS = tuple(COMPUTE_DTYPES)
+MASTER_DTYPE = "float32"
+
+
+class Precise(Protocol):
+    """The words of a plan's degrees about precision. With this protocol the module does not import degrees."""
+
+    @property
+    def precision(self) -> str | None: ...
+    @property
+    def reduce_dtype(self) -> str | None: ...
+
+
+def compute_dtype(precision: str) -> "torch.dtype":
+    """The dtype of parameters in blocks, of activations and of floating inputs."""
+    return _dtype(COMPUTE_DTYPES[precision])
+
+
+def stored_dtype(dtype: "torch.dtype", degrees: Precise) -> "torch.dtype":
+    """The dtype in which a parameter is stored. `dtype` is its dtype in the program."""
+    return _dtype(MASTER_DTYPE) if degrees.precision is not None and dtype.is_floating_point else dtype
+
+
+def summed_dtype(dtype: "torch.dtype", degrees: Precise) -> "torch.dtype":
+    """The dtype in which ranks sum the gradient of a parameter. `dtype` is its dtype in the program."""
+    if degrees.reduce_dtype is not None and dtype.is_floating_point:
+        return compute_dtype(degrees.reduce_dtype)
+    return stored_dtype(dtype, degrees)
+
+
+def is_low(dtype: "torch.dtype") -> bool:
+    """Whether a dtype has 16 bits or less and a floating point."""
+    return dtype.is_floating_point and dtype.itemsize <= 2
+
+
+def _dtype(name: str) -> "torch.dtype":
+    import torch
+
+    found: torch.dtype = getattr(torch, name)
+    return found

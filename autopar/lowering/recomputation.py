@@ -1,0 +1,371 @@
+"""Selective recomputation: a block whose chosen operators are computed again in the backward pass.
+
+A block's graph is cut into *parts*: runs of operators that are recomputed, and runs of operators that are not. The
+forward pass runs all parts in their order. `torch.autograd.graph.saved_tensors_hooks` decides about every tensor that
+autograd saves:
+
+* A result of a recomputed part, and a tensor that a recomputed operator makes for itself, is not kept. Autograd gets a
+  note of the part and of the tensor's place in it.
+* Every other tensor is kept, as without recomputation.
+* The inputs of a recomputed part are kept, unless another recomputed part makes them.
+
+The first note that the backward pass reads runs the part again. The other notes of the part read the same results. A
+result is freed with the last note of it. A part whose results nobody saved is never run again.
+
+The cost model's dry run and the runtime run this code, so the counted bytes are the bytes of a step. Random operators
+draw the numbers of the forward pass again. Parts may be compiled: hooks lie around their functions. Every rank runs the
+same parts in the same order, so that collectives in recomputed parts meet.
+"""
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar._torch import private
+from autopar.errors import PlanError, did_you_mean
+from autopar.lowering.functions import conversion_of
+
+
+def recomputed_nodes(graph: fx.Graph, keys: Collection[str], block: str = "") -> frozenset[fx.Node]:
+    """The nodes of a generated graph that are recomputed if the operators with these keys are.
+
+    Conversions of recomputed values are recomputed too, except if they send a collective. A gather that is fused with
+    products is recomputed if all its products are. Raises `PlanError` for an unknown key.
+    """
+    known = {node.meta["key"] for node in graph.nodes if "key" in node.meta}
+    for key in keys:
+        if key not in known:
+            raise PlanError(
+                f"block {block}: `recomputed` names the operator {key!r}, which the block does not run; "
+                f"{did_you_mean(key, sorted(known))}, or plan again"
+            )
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        pieces = [user for user in node.users if user.target is operator.getitem]
+        if pieces:  # one function with several results
+            is_chosen = all(user.meta.get("key") in keys for user in pieces)
+        elif node.target is operator.getitem:
+            is_chosen = node.all_input_nodes[0] in found
+        else:
+            is_chosen = node.meta.get("key") in keys or (_follows(node) and _is_of(node, found))
+        if is_chosen:
+            found.add(node)
+    return frozenset(found)
+
+
+def _follows(node: fx.Node) -> bool:
+    """Whether a node belongs to a conversion and sends nothing in the forward pass."""
+    conversion = conversion_of(node.target)
+    return "key" not in node.meta and (conversion is None or conversion.wire[0] is None)
+
+
+def _is_of(node: fx.Node, found: Collection[fx.Node]) -> bool:
+    made = [one for one in node.all_input_nodes if one.op == "call_function"]
+    return bool(made) and all(one in found for one in made)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Part:
+    """Consecutive operators of a block, with the names of the values that they take and give.
+
+    `last_uses` are the values that no later part reads. `streams` are the random streams that the part draws from.
+    """
+
+    function: Callable[..., Any]
+    is_again: bool
+    takes: tuple[str, ...]
+    gives: tuple[str, ...]
+    last_uses: tuple[str, ...]
+    streams: tuple[Any, ...]
+
+
+class SelectiveBlock(torch.nn.Module):
+    """A generated block that computes the results of some of its operators again in the backward pass.
+
+    `module` is the block as it runs without recomputation. `compiled` makes another function of a part's module.
+    """
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        keys: Collection[str],
+        compiled: Callable[[fx.GraphModule], Callable[..., Any]] = lambda module: module,
+    ) -> None:
+        super().__init__()
+        graph = module.graph
+        self.takes = tuple(node.name for node in graph.nodes if node.op == "placeholder")
+        self.gives = tuple(value.name for value in _outputs(graph))
+        runs = _runs(graph, recomputed_nodes(graph, keys, type(module).__name__))
+        self.parts = _parts(module, runs, compiled)
+
+    def forward(self, *arguments: Any) -> tuple[Any, ...]:
+        """The results of the block."""
+        scope: dict[str, Any] = dict(zip(self.takes, arguments, strict=True))
+        del arguments
+        frame = _Frame()
+        with torch.autograd.graph.saved_tensors_hooks(frame.pack, frame.unpack):
+            for part in self.parts:
+                given = [scope[name] for name in part.takes]
+                made = frame.run(part, given) if part.is_again else part.function(*given)
+                del given
+                scope.update(zip(part.gives, made, strict=True))
+                del made
+                for name in part.last_uses:
+                    del scope[name]
+        frame.finish()
+        return tuple(scope[name] for name in self.gives)
+
+
+# ---- parts ----
+
+
+def _outputs(graph: fx.Graph) -> list[fx.Node]:
+    found: Any = graph.output_node().args[0]
+    return list(found)
+
+
+def _runs(graph: fx.Graph, again: Collection[fx.Node]) -> list[tuple[bool, list[fx.Node]]]:
+    """The operators in their order, cut where recomputation begins or ends."""
+    found: list[tuple[bool, list[fx.Node]]] = []
+    for node in graph.nodes:
+        if node.op == "call_function":
+            if not found or found[-1][0] != (node in again):
+                found.append((node in again, []))
+            found[-1][1].append(node)
+    return found
+
+
+def _parts(
+    module: fx.GraphModule,
+    runs: Sequence[tuple[bool, list[fx.Node]]],
+    compiled: Callable[[fx.GraphModule], Callable[..., Any]],
+) -> tuple[Part, ...]:
+    outputs = _outputs(module.graph)
+    left: set[fx.Node] = set(outputs)  # values that a later part or the caller reads
+    found: list[Part] = []
+    for is_again, nodes in reversed(runs):
+        own = set(nodes)
+        takes = list(dict.fromkeys(v for n in nodes for v in n.all_input_nodes if v not in own and v.op != "get_attr"))
+        gives = [node for node in nodes if node in left]
+        last = [value.name for value in takes if value not in left]
+        left = (left - own) | set(takes)
+        graph, attributes = _graph_of(nodes, takes, gives)
+        made = fx.GraphModule({name: getattr(module, name) for name in attributes}, graph, type(module).__name__)
+        streams = tuple(getattr(module, name) for name in attributes if hasattr(getattr(module, name), "go_to"))
+        found.append(
+            Part(
+                function=compiled(made),
+                is_again=is_again,
+                takes=tuple(value.name for value in takes),
+                gives=tuple(node.name for node in gives),
+                last_uses=tuple(last),
+                streams=streams,
+            )
+        )
+    return tuple(reversed(found))
+
+
+def _graph_of(
+    nodes: Sequence[fx.Node], takes: Sequence[fx.Node], gives: Sequence[fx.Node]
+) -> tuple[fx.Graph, list[str]]:
+    """A graph of some nodes of another graph, and the attributes that it reads."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for value in takes:
+        copies[value] = graph.placeholder(value.name)
+    attributes = dict.fromkeys(v for node in nodes for v in node.all_input_nodes if v.op == "get_attr")
+    for attribute in attributes:
+        copies[attribute] = graph.get_attr(str(attribute.target))
+    for node in nodes:
+        copies[node] = graph.node_copy(node, lambda value: copies[value])
+    graph.output(tuple(copies[node] for node in gives))
+    return graph, [str(attribute.target) for attribute in attributes]
+
+
+# ---- saved tensors ----
+
+
+class _Frame:
+    """The saved tensors of one call of a block."""
+
+    def __init__(self) -> None:
+        self.outer = private.saved_tensor_hooks()  # of the code around the block, which sees every kept tensor
+        self.made: dict[int, tuple[Any, _Run, int]] = {}  # results of recomputed parts by storage
+        self.running: _Run | None = None
+
+    def run(self, part: Part, given: Sequence[Any]) -> Sequence[Any]:
+        """Run a recomputed part forward."""
+        self.running = run = _Run(part, [self._input(value) for value in given])
+        try:
+            results: Sequence[Any] = part.function(*given)
+        finally:
+            self.running = None
+        for place, value in enumerate(results):
+            if isinstance(value, torch.Tensor) and private.storage_id(value) not in run.kept:
+                self.made.setdefault(private.storage_id(value), (private.storage_reference(value), run, place))
+                run.layouts[place] = _layout(value)
+        return results
+
+    def finish(self) -> None:
+        """Forget the results of the forward pass."""
+        self.made.clear()
+
+    def _input(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return _Input(self._saved(value), value)
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """What autograd holds for a tensor that it saves."""
+        run = self.running
+        if run is None:
+            return self._saved(tensor)
+        place = run.num_saved
+        run.num_saved += 1
+        if private.storage_id(tensor) in run.kept or private.storage_id(tensor) in self.made:
+            return self._saved(tensor)
+        return _Note(run, (_INNER, place), None)
+
+    def unpack(self, held: Any) -> torch.Tensor:
+        """The tensor of `held`."""
+        found: torch.Tensor = held.tensor()
+        return found
+
+    def _saved(self, tensor: torch.Tensor) -> "_Kept | _Note":
+        """A note if the tensor is the result of a recomputed part, or a view of it. Else the tensor is kept."""
+        found = self.made.get(private.storage_id(tensor))
+        if found is not None:
+            _, run, place = found
+            layout = _layout(tensor)
+            if layout == run.layouts[place]:
+                return _Note(run, (_RESULT, place), None)
+            if layout[0] == run.layouts[place][0]:
+                return _Note(run, (_RESULT, place), layout)
+        return _Kept(tensor, self.outer)
+
+
+_RESULT, _INNER = "result", "inner"  # of a part, and of an operator in it
+_Key = tuple[str, int]
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+
+
+class _Kept:
+    """A tensor that is kept, as the code around the block keeps it."""
+
+    def __init__(self, tensor: torch.Tensor, outer: Any) -> None:
+        # without its graph, else a result would keep the operator that keeps it
+        self.held: Any = tensor.detach() if outer is None else outer[0](tensor)
+        self.unpack = None if outer is None else outer[1]
+
+    def tensor(self) -> torch.Tensor:
+        found: torch.Tensor = self.held if self.unpack is None else self.unpack(self.held)
+        return found
+
+
+class _Note:
+    """A tensor that is computed again: its part, its key there, and the layout of a view of it."""
+
+    def __init__(self, run: "_Run", key: _Key, layout: tuple[Any, ...] | None) -> None:
+        self.run, self.key, self.layout = run, key, layout
+        run.notes[key] += 1
+
+    def __del__(self) -> None:
+        self.run.release(self.key)
+
+    def tensor(self) -> torch.Tensor:
+        found = self.run.value(self.key)
+        return found if self.layout is None else found.as_strided(*self.layout[1:])
+
+
+class _Input:
+    """An input of a recomputed part."""
+
+    def __init__(self, held: _Kept | _Note, value: torch.Tensor) -> None:
+        self.held, self.flows = held, value.requires_grad
+        self.storage = private.storage_id(value)
+
+
+class _Run:
+    """One run of a recomputed part: what it takes to run it again, and then the values that notes still ask for."""
+
+    def __init__(self, part: Part, inputs: Sequence[Any]) -> None:
+        self.part = part
+        self.inputs: Sequence[Any] | None = inputs
+        self.kept = {one.storage for one in inputs if isinstance(one, _Input) and isinstance(one.held, _Kept)}
+        self.positions = [stream.position() for stream in part.streams]
+        self.layouts: dict[int, tuple[Any, ...]] = {}
+        self.num_saved = 0
+        self.notes: Counter[_Key] = Counter()
+        self.values: dict[_Key, torch.Tensor] = {}
+
+    def value(self, key: _Key) -> torch.Tensor:
+        """A result of the part or a tensor that one of its operators saved. The first call runs the part again."""
+        if key not in self.values:
+            self._run_again()
+        return self.values[key]
+
+    def release(self, key: _Key) -> None:
+        """A note is gone."""
+        self.notes[key] -= 1
+        if not self.notes[key]:
+            del self.notes[key]
+            self.values.pop(key, None)
+
+    def _run_again(self) -> None:
+        assert self.inputs is not None
+        saves = any(kind == _INNER for kind, _ in self.notes)  # tensors that only autograd shows
+        given = [_again(one, flows=saves) for one in self.inputs]
+        saved: list[torch.Tensor] = []
+        with torch.set_grad_enabled(saves), _at(self.part.streams, self.positions), _collecting(saved, self.num_saved):
+            results = self.part.function(*given)
+        found: dict[_Key, Any] = {(_INNER, place): tensor for place, tensor in enumerate(saved)}
+        found |= {(_RESULT, place): value.detach() for place, value in enumerate(results) if _is_tensor(value)}
+        self.values = {key: found[key] for key in self.notes}
+        self.inputs = None
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _again(one: Any, *, flows: bool) -> Any:
+    if not isinstance(one, _Input):
+        return one
+    return one.held.tensor().detach().requires_grad_(flows and one.flows)
+
+
+@contextmanager
+def _at(streams: Sequence[Any], positions: Sequence[Any]) -> Iterator[None]:
+    """Random streams at earlier positions, and afterwards where they were."""
+    now = [stream.position() for stream in streams]
+    for stream, position in zip(streams, positions, strict=True):
+        stream.go_to(position)
+    try:
+        yield
+    finally:
+        for stream, position in zip(streams, now, strict=True):
+            stream.go_to(position)
+
+
+@contextmanager
+def _collecting(saved: list[torch.Tensor], expected: int) -> Iterator[None]:
+    """The tensors that autograd saves, in their order. They must be as many as in the forward pass."""
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor.detach())
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield
+    if torch.is_grad_enabled():
+        assert len(saved) == expected, f"a recomputed part saved {len(saved)} tensors, and {expected} before"

@@ -1,0 +1,160 @@
+"""The folder that `from_pretrained` of transformers loads: config, files of weights, and their index.
+
+Names, shapes and places in the files are known before a weight is read. The first rank makes the files with their
+headers. Then one tensor after the other is gathered, and the first rank that holds it writes it to its place.
+"""
+
+import copy
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autopar.errors import CheckpointError, InputError
+from autopar.runtime.checkpoint.folder import parts_of_size, sync_folder
+from autopar.runtime.checkpoint.tensor_files import dtype_name, header_of, pieces_of, write_at
+from autopar.runtime.parameters.transformers_names import is_pretrained, layout_on_disk, pieces_on_disk
+
+_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a tensor lies: its file, and its first byte."""
+
+    file: str
+    at: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The files of an export: the header and the size of each, and the place of every tensor."""
+
+    headers: Mapping[str, bytes]
+    sizes: Mapping[str, int]
+    places: Mapping[str, Place]
+    num_bytes: int
+
+
+class Export:
+    """The export of one model, whose tensors are `wholes` on meta by the model's names."""
+
+    def __init__(self, model: Any, wholes: Mapping[str, torch.Tensor], root: Path, shard_bytes: int) -> None:
+        if not is_pretrained(model):
+            raise InputError(
+                "export_hf needs a model of transformers itself, which has a config; use save for other models"
+            )
+        if shard_bytes < 1:
+            raise InputError(f"max_shard_bytes must be at least 1; got {shard_bytes!r}")
+        self._model, self._root = model, root
+        self._partial = root.with_name(f".{root.name}.partial")
+        for value in wholes.values():
+            dtype_name(value.dtype)
+        pieces = layout_on_disk(model, wholes)
+        self._layout = _layout({name: one for each in pieces.values() for name, one in each.items()}, shard_bytes)
+        self._dtype = next((one.dtype for one in wholes.values() if one.dtype.is_floating_point), torch.float32)
+
+    def begin(self) -> None:
+        """Make all files without weights. The first rank calls it."""
+        try:
+            if self._root.exists() and (not self._root.is_dir() or any(self._root.iterdir())):
+                raise InputError(f"{self._root} is not empty; name a new folder")
+            shutil.rmtree(self._partial, ignore_errors=True)
+            self._partial.mkdir(parents=True)
+            self._write_config()
+            for name, header in self._layout.headers.items():
+                with open(self._partial / name, "xb") as file:
+                    file.write(header)
+                    os.posix_fallocate(file.fileno(), 0, self._layout.sizes[name])  # a full disk shows here
+            if len(self._layout.headers) > 1:
+                weight_map = {name: place.file for name, place in sorted(self._layout.places.items())}
+                content = {"metadata": {"total_size": self._layout.num_bytes}, "weight_map": weight_map}
+                (self._partial / _INDEX).write_text(json.dumps(content, indent=2) + "\n")
+        except OSError as error:
+            self.discard()
+            raise CheckpointError(f"{self._root} cannot be written: {error.strerror or error}") from None
+
+    def _write_config(self) -> None:
+        config = copy.deepcopy(self._model.config)
+        config.architectures = [type(self._model).__name__]
+        config.dtype = str(self._dtype).removeprefix("torch.")
+        config.save_pretrained(self._partial)
+        if self._model.can_generate():
+            self._model.generation_config.save_pretrained(self._partial)
+
+    def write(self, tensors: Iterator[tuple[str, torch.Tensor | None]]) -> None:
+        """Write tensors to their places. None stands for a tensor that another rank writes. Gathering goes on after an
+        error, because other ranks take part in it."""
+        failure: OSError | None = None
+        for name, value in tensors:
+            if value is None or failure is not None:
+                continue
+            try:
+                for piece_name, piece in pieces_on_disk(self._model, name, value).items():
+                    self._write_one(self._layout.places[piece_name], piece)
+            except OSError as error:
+                failure = error
+        if failure is not None:
+            raise CheckpointError(f"{self._root} cannot be written: {failure.strerror or failure}")
+
+    def _write_one(self, place: Place, value: torch.Tensor) -> None:
+        descriptor = os.open(self._partial / place.file, os.O_WRONLY)
+        try:
+            at = place.at
+            for piece in pieces_of(value):
+                write_at(descriptor, piece, at)
+                at += len(piece)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def end(self) -> None:
+        """Name the folder, when all ranks have written."""
+        try:
+            sync_folder(self._partial)
+            if self._root.is_dir():
+                self._root.rmdir()
+            self._partial.rename(self._root)
+            sync_folder(self._root.parent)
+        except OSError as error:
+            raise CheckpointError(f"{self._root} cannot be written: {error.strerror or error}") from None
+
+    def discard(self) -> None:
+        """Remove what an export that failed has written."""
+        with suppress(OSError):
+            shutil.rmtree(self._partial)
+
+
+def _layout(tensors: Mapping[str, torch.Tensor], shard_bytes: int) -> Layout:
+    names, sizes = list(tensors), [one.nbytes for one in tensors.values()]
+    parts = list(parts_of_size(sizes, shard_bytes))
+    headers: dict[str, bytes] = {}
+    ends: dict[str, int] = {}
+    places: dict[str, Place] = {}
+    for number, part in enumerate(parts, 1):
+        file = _file_name(number, len(parts))
+        own = [names[index] for index in part]
+        entries: dict[str, tuple[torch.dtype, Sequence[int]]] = {n: (tensors[n].dtype, tensors[n].shape) for n in own}
+        headers[file], begins = header_of(entries, {"format": "pt"})
+        places |= {name: Place(file=file, at=at) for name, at in begins.items()}
+        ends[file] = len(headers[file]) + sum(tensors[name].nbytes for name in own)
+    return Layout(headers=headers, sizes=ends, places=places, num_bytes=sum(sizes))
+
+
+def _file_name(number: int, count: int) -> str:
+    return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def name_to_keep(names: Sequence[str], tied_to: Mapping[str, str]) -> str:
+    """Of a tied tensor's names, the one that transformers saves: the name that the others are tied to.
+
+    >>> name_to_keep(["lm_head.weight", "wte.weight"], {"lm_head.weight": "wte.weight"})
+    'wte.weight'
+    """
+    return next((tied_to[name] for name in names if tied_to.get(name) in names), names[0])

@@ -1,0 +1,250 @@
+"""Loading: the manifest, the hashes of all files, the differences from this model, then the tensors.
+
+Nothing of the model changes before every file is verified and every name, dtype and shape agrees. Each file is hashed
+by one rank. A rank then reads the elements that it holds.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from autopar.errors import CheckpointError, Problem
+from autopar.files.plain_data import read_plain
+from autopar.ir.storage import Storage
+from autopar.runtime.checkpoint import optimizers
+from autopar.runtime.checkpoint.folder import StepFolder, complete_steps, folder_of, listed
+from autopar.runtime.checkpoint.manifest import ITEM_BYTES, Manifest, file_problems, read_manifest, shares
+from autopar.runtime.checkpoint.optimizers import Optimizer, SavedOptimizer
+from autopar.runtime.checkpoint.plain import decode, tensors_named
+from autopar.runtime.checkpoint.saving import failures_text
+from autopar.runtime.checkpoint.storage import ManifestReader
+from autopar.runtime.checkpoint.tensor_files import dtype_name
+from autopar.runtime.distributed.broadcast import gather_objects, run_on_all_ranks, run_on_first_rank
+from autopar.runtime.parameters.flat_shards import FlatShards
+
+Description = tuple[str, tuple[int, ...]]  # dtype and shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint whose files are verified."""
+
+    folder: StepFolder
+    manifest: Manifest
+
+    def section(self, name: str) -> Any:
+        """A part of the plain data.
+
+        Raises:
+            CheckpointError: The checkpoint lacks it.
+        """
+        plain = self.manifest.plain
+        if not isinstance(plain, dict) or name not in plain:
+            raise CheckpointError(f"{self.folder.path} is no checkpoint of a model: it lacks {name!r}")
+        return plain[name]
+
+    def optimizers(self) -> tuple[SavedOptimizer, ...]:
+        """The saved optimizers.
+
+        Raises:
+            CheckpointError: They have another form.
+        """
+        problems: list[Problem] = []
+        found: tuple[SavedOptimizer, ...] | None = read_plain(
+            tuple[SavedOptimizer, ...], self.section("optimizers"), problems, path="optimizers"
+        )
+        if problems or found is None:
+            raise CheckpointError(f"{self.folder.path} is no checkpoint of a model", problems)
+        return found
+
+    def extra(self) -> dict[str, Any]:
+        """The extra data by name, as JSON has it."""
+        found = self.section("extra")
+        pairs = found.get("dict") if isinstance(found, dict) else None
+        if not isinstance(pairs, list) or not all(
+            isinstance(p, list) and len(p) == 2 and isinstance(p[0], str) for p in pairs
+        ):
+            raise CheckpointError(f"{self.folder.path} is no checkpoint of a model: its extra data has an unknown form")
+        return dict(pairs)
+
+    def counters(self) -> tuple[int, int]:
+        """The number of steps of the saved model, and the seed of its random numbers."""
+        found = decode(self.section("model"), {})
+        steps, seed = (found.get(key) for key in ("steps", "seed")) if isinstance(found, dict) else (None, None)
+        if type(steps) is not int or type(seed) is not int:
+            raise CheckpointError(f"{self.folder.path} is no checkpoint of a model: it lacks its steps and its seed")
+        return steps, seed
+
+
+def verified(root: Path, step: int | None, group: dist.ProcessGroup) -> Checkpoint:
+    """The checkpoint of a step, by default the latest, with all files as they were written. Collective.
+
+    Raises:
+        CheckpointError: There is no such checkpoint, or it is damaged. All ranks raise it.
+    """
+
+    def found() -> tuple[StepFolder, Manifest]:
+        folder = folder_of(root, step)
+        return folder, read_manifest(folder)
+
+    folder, manifest = run_on_first_rank(found, group)
+    own = shares(manifest, dist.get_world_size())[dist.get_rank()]
+    problems = [p for each in gather_objects(file_problems(folder.path, manifest, own), group) for p in each]
+    if problems:
+        others = {n: one for n, one in complete_steps(root).items() if n != folder.step}
+        remedy = f"load another step by its number: {listed(others)}" if others else "the folder has no other step"
+        raise CheckpointError(
+            f"the checkpoint {folder.path} is damaged, and nothing of it was loaded; {remedy}", problems
+        )
+    return Checkpoint(folder=folder, manifest=manifest)
+
+
+def refuse_differences(
+    checkpoint: Checkpoint,
+    tensors: Mapping[str, FlatShards],
+    given: Sequence[Optimizer],
+    named: Mapping[str, nn.Parameter],
+    extra_names: Sequence[str],
+    group: dist.ProcessGroup,
+    *,
+    weights_only: bool,
+) -> None:
+    """Raise one `CheckpointError` on all ranks that lists how the checkpoint differs from what it is loaded into.
+
+    `tensors` are the model's. Only the optimizers' classes and groups are compared here. Collective.
+    """
+    own = (described(tensors), [optimizers.group_names(one, named) for one in given], tuple(sorted(extra_names)))
+    ranks = gather_objects(own, group)
+    expected = {name: one for held, _, _ in ranks for name, one in held.items()}
+    problems = tensor_differences(checkpoint.manifest, expected, ("model", "buffers"))
+    saved = () if weights_only else checkpoint.optimizers()
+    if len(saved) != len(given) and not weights_only:
+        problems.append(
+            Problem(
+                path="optimizers",
+                rule=f"must be {len(saved)}, as in the checkpoint",
+                value=len(given),
+                suggestion="weights_only=True loads the model alone",
+            )
+        )
+    elif not weights_only:
+        for index, one in enumerate(saved):
+            problems += optimizers.differences(one, index, [kinds[index] for _, kinds, _ in ranks])
+    kept = checkpoint.extra()
+    asked = dict.fromkeys(name for _, _, names in ranks for name in names)
+    problems += [
+        Problem(path=f"extra[{name!r}]", rule="is not in the checkpoint") for name in asked if name not in kept
+    ]
+    if problems:
+        raise CheckpointError(
+            f"the checkpoint {checkpoint.folder.path} is not of this model; nothing was loaded", problems
+        )
+
+
+def described(tensors: Mapping[str, FlatShards]) -> dict[str, Description]:
+    """The dtype and the global shape of each tensor. Empty tensors are not part of a checkpoint."""
+    return {name: (dtype_name(one.dtype), tuple(one.shape)) for name, one in tensors.items() if one.numel()}
+
+
+def tensor_differences(
+    manifest: Manifest, expected: Mapping[str, Description], sections: Sequence[str]
+) -> list[Problem]:
+    """How the tensors of some sections of a checkpoint differ from the expected ones: names, dtypes, shapes."""
+    saved = {name: (t.dtype, t.shape) for name, t in manifest.tensors.items() if name.partition("/")[0] in sections}
+    problems = [Problem(path=n, rule="is missing in the checkpoint") for n in expected if n not in saved]
+    problems += [Problem(path=n, rule="is in the checkpoint only") for n in saved if n not in expected]
+    for name, (dtype, shape) in expected.items():
+        if name in saved and saved[name] != (dtype, shape):
+            then = f"{saved[name][0]} {saved[name][1]}"
+            problems.append(Problem(path=name, rule=f"must be {dtype} {shape}", value=then))
+    return problems
+
+
+def plain_tensors(checkpoint: Checkpoint, plain: Any) -> dict[str, torch.Tensor]:
+    """Memory for the tensors in plain data. A file of the checkpoint holds their bytes, so they are not larger."""
+    found: dict[str, torch.Tensor] = {}
+    for name in tensors_named(plain):
+        entry = checkpoint.manifest.tensors.get(name)
+        if entry is None:
+            raise CheckpointError(f"{checkpoint.folder.path} lacks the tensor {name}, which its plain data names")
+        assert entry.dtype in ITEM_BYTES
+        found[name] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+    return found
+
+
+def read_tensors(checkpoint: Checkpoint, tensors: Mapping[str, Any], group: dist.ProcessGroup) -> None:
+    """Read this rank's elements of tensors, in place. Collective.
+
+    Raises:
+        CheckpointError: A file cannot be read. All ranks raise it.
+    """
+    reader = ManifestReader(checkpoint.folder.path, checkpoint.manifest)
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    wanted = {name: one for name, one in tensors.items() if one.numel()}
+    try:
+        load(wanted, storage_reader=reader, planner=planner, process_group=group)
+    except CheckpointException as error:
+        raise CheckpointError(
+            f"reading {checkpoint.folder.path} failed, and the model holds a part of it: {failures_text(error)}"
+        ) from None
+
+
+def load_optimizers(
+    checkpoint: Checkpoint,
+    given: Sequence[Optimizer],
+    named: Mapping[str, nn.Parameter],
+    held: Mapping[str, Storage],
+    group: dist.ProcessGroup,
+) -> dict[str, FlatShards]:
+    """Prepare optimizers, and give their tensors by name, into which the checkpoint is read. Collective."""
+    if not given:
+        return {}
+    saved = checkpoint.optimizers()
+    options = [group.options for one in saved for group in one.groups]
+    memory = plain_tensors(
+        checkpoint, [*options, *(v for one in saved for keys in one.state.values() for v in keys.values())]
+    )
+    read_tensors(checkpoint, memory, group)
+    tensors: dict[str, FlatShards] = {}
+
+    def prepare() -> dict[str, Description]:
+        for index, (optimizer, one) in enumerate(zip(given, saved, strict=True)):
+            optimizers.set_options(optimizer, one, memory)
+            optimizers.prepare_state(optimizer, one, named, memory)
+            tensors.update(optimizers.state_tensors(optimizer, index, named, held, one))
+        return described(tensors)
+
+    expected = {name: one for each in run_on_all_ranks(prepare, group) for name, one in each.items()}
+    sections = [f"optimizer.{index}" for index in range(len(saved))]
+    problems = tensor_differences(checkpoint.manifest, expected, sections)
+    problems = [p for p in problems if p.path not in memory]
+    if problems:
+        raise CheckpointError(
+            f"the optimizer's state in {checkpoint.folder.path} is not that of this optimizer; parameters have "
+            "changed, so build the model again",
+            problems,
+        )
+    return tensors
+
+
+def read_extra(
+    checkpoint: Checkpoint, names: Sequence[str], group: dist.ProcessGroup
+) -> tuple[dict[str, Any], list[Any]]:
+    """The extra data of a checkpoint, and the state of some objects, each of its own. Collective.
+
+    Raises:
+        CheckpointError: The data has an unknown form. All ranks raise it.
+    """
+    encoded = checkpoint.extra()
+    memory = plain_tensors(checkpoint, list(encoded.values()))
+    read_tensors(checkpoint, memory, group)
+    found = {name: decode(value, memory) for name, value in encoded.items()}
+    return found, [decode(encoded[name], memory) for name in names]

@@ -1,0 +1,244 @@
+"""Optimizers in a checkpoint: their state by the model's names, and the options of their groups.
+
+State of a parameter's shape is split as the parameter is. Before a load, an optimizer gets its state from one step with
+zero gradients, as in torch.distributed.checkpoint. So every tensor has the layout that the optimizer itself gives it.
+The parameters that this step changes are loaded afterwards.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autopar._torch import private
+from autopar.errors import CheckpointError, InputError, Problem
+from autopar.ir.storage import Storage
+from autopar.runtime.checkpoint.plain import decode, encode
+from autopar.runtime.parameters.checkpoint_state import flat_state
+from autopar.runtime.parameters.flat_shards import FlatShards, as_shards
+
+Optimizer = torch.optim.Optimizer
+SPLIT: Any = {"split": True}  # in place of a tensor that lies among the tensors under its parameter's name and key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedGroup:
+    """A group of an optimizer: the names of its parameters, and its options as JSON has them."""
+
+    parameters: tuple[str, ...]
+    options: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedOptimizer:
+    """An optimizer: its class, its groups, and the state of each parameter by key as JSON has it."""
+
+    kind: str
+    groups: tuple[SavedGroup, ...]
+    state: Mapping[str, Mapping[str, Any]]
+
+
+def state_name(index: int, parameter: str, key: str) -> str:
+    """The name of a tensor of optimizer state in a checkpoint.
+
+    >>> state_name(0, "head.weight", "exp_avg")
+    'optimizer.0/head.weight/exp_avg'
+    """
+    return f"optimizer.{index}/{parameter}/{key}"
+
+
+def described(
+    optimizer: Optimizer,
+    index: int,
+    named: Mapping[str, nn.Parameter],
+    held: Mapping[str, Storage],
+    tensors: dict[str, FlatShards],
+    plain_tensors: dict[str, torch.Tensor],
+) -> SavedOptimizer:
+    """This rank's part of an optimizer. Its tensors are added to `tensors` and `plain_tensors`.
+
+    Raises:
+        InputError: The optimizer has parameters that are not of this model, or state that is no plain data.
+    """
+    names = {parameter: name for name, parameter in named.items()}
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        if any(parameter not in names for parameter in group["params"]):
+            raise InputError(
+                f"group {number} of the optimizer {type(optimizer).__name__} has parameters that are not of this "
+                "model; make the optimizer of parallel.parameters()"
+            )
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        encoded = encode(options, f"optimizer.{index}/groups/{number}", plain_tensors)
+        groups.append(SavedGroup(parameters=tuple(names[parameter] for parameter in group["params"]), options=encoded))
+    state = {
+        name: {
+            key: _entry(value, parameter, state_name(index, name, key), held.get(name), tensors, plain_tensors)
+            for key, value in optimizer.state[parameter].items()
+        }
+        for parameter, name in names.items()
+        if optimizer.state.get(parameter)
+    }
+    return SavedOptimizer(kind=type(optimizer).__name__, groups=tuple(groups), state=state)
+
+
+def _entry(
+    value: Any,
+    parameter: nn.Parameter,
+    name: str,
+    how: Storage | None,
+    tensors: dict[str, FlatShards],
+    plain_tensors: dict[str, torch.Tensor],
+) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return encode(value, name, plain_tensors)
+    if isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements):
+        raise InputError(f"{name} cannot be saved, because ranks hold parts of a sum; use another optimizer")
+    tensors[name] = as_shards(flat_state(value, how) if value.shape == parameter.shape else value)
+    return SPLIT
+
+
+def merged(parts: Sequence[SavedOptimizer]) -> SavedOptimizer:
+    """One optimizer of the parts of all ranks. Ranks of a pipeline have the parameters of their own stages.
+
+    Raises:
+        CheckpointError: Ranks have other optimizers, or groups with other options.
+    """
+    first = parts[0]
+    for rank, part in enumerate(parts):
+        if part.kind != first.kind or len(part.groups) != len(first.groups):
+            raise CheckpointError(
+                f"rank {rank} saves {part.kind} with {len(part.groups)} groups, but rank 0 {first.kind} with "
+                f"{len(first.groups)}; make the same optimizer on every rank"
+            )
+        for number, (own, other) in enumerate(zip(part.groups, first.groups, strict=True)):
+            if own.options != other.options:
+                raise CheckpointError(
+                    f"group {number} of {part.kind} has other options on rank {rank} than on rank 0; use the same "
+                    "options on every rank"
+                )
+    groups = [
+        SavedGroup(
+            parameters=tuple(dict.fromkeys(name for part in parts for name in part.groups[number].parameters)),
+            options=group.options,
+        )
+        for number, group in enumerate(first.groups)
+    ]
+    state = {name: keys for part in parts for name, keys in part.state.items()}
+    return SavedOptimizer(kind=first.kind, groups=tuple(groups), state=state)
+
+
+def group_names(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> tuple[str, list[list[str]]]:
+    """The class of an optimizer, and the names of this rank's parameters in each of its groups."""
+    names = {parameter: name for name, parameter in named.items()}
+    groups = [
+        [names.get(p, "a parameter of another model") for p in group["params"]] for group in optimizer.param_groups
+    ]
+    return type(optimizer).__name__, groups
+
+
+def differences(saved: SavedOptimizer, index: int, ranks: Sequence[tuple[str, list[list[str]]]]) -> list[Problem]:
+    """How an optimizer of all ranks differs from the saved one: its class, and the parameters of its groups."""
+    path, (kind, groups) = f"optimizer {index}", ranks[0]
+    if kind != saved.kind:
+        return [Problem(path=path, rule=f"must be {saved.kind}, as in the checkpoint", value=kind)]
+    if len(groups) != len(saved.groups):
+        rule = f"must have {len(saved.groups)} groups, as in the checkpoint"
+        return [Problem(path=path, rule=rule, value=len(groups))]
+    found = []
+    for number, group in enumerate(saved.groups):
+        now = {name for _, own in ranks for name in own[number]}
+        then = set(group.parameters)
+        found += [Problem(path=f"{path}, group {number}", rule=f"lacks {name}") for name in sorted(then - now)]
+        found += [Problem(path=f"{path}, group {number}", rule=f"has {n} in addition") for n in sorted(now - then)]
+    return found
+
+
+def set_options(optimizer: Optimizer, saved: SavedOptimizer, plain_tensors: Mapping[str, torch.Tensor]) -> None:
+    """Give the groups their saved options, such as the learning rate of the moment."""
+    for group, then in zip(optimizer.param_groups, saved.groups, strict=True):
+        for key, value in decode(then.options, plain_tensors).items():
+            now = group.get(key)
+            if isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor):
+                now.copy_(value)
+            else:
+                group[key] = value
+
+
+def prepare_state(
+    optimizer: Optimizer,
+    saved: SavedOptimizer,
+    named: Mapping[str, nn.Parameter],
+    plain_tensors: Mapping[str, torch.Tensor],
+) -> None:
+    """Make the state that a load fills, and set the values that are no tensors. It may change parameters.
+
+    Raises:
+        CheckpointError: The optimizer does not make the state that the checkpoint has.
+    """
+    state = saved.state
+    own = {p for group in optimizer.param_groups for p in group["params"]}
+    wanted = {named[name]: state[name] for name in state if name in named and named[name] in own}
+    lacking = [parameter for parameter, keys in wanted.items() if not _has_tensors(optimizer, parameter, keys)]
+    if lacking:
+        _step_with_zeros(optimizer, lacking)
+    for parameter in own:
+        if parameter not in wanted:
+            optimizer.state.pop(parameter, None)
+    for parameter, keys in wanted.items():
+        held = optimizer.state[parameter]
+        for key in [key for key in held if key not in keys]:
+            if isinstance(held[key], torch.Tensor):
+                name = next(name for name, one in named.items() if one is parameter)
+                raise CheckpointError(
+                    f"{type(optimizer).__name__} holds {key} of {name}, which the checkpoint does not have; make the "
+                    "optimizer with the options that it was saved with. Parameters have changed: build the model again"
+                )
+            del held[key]
+        held.update({key: decode(value, plain_tensors) for key, value in keys.items() if value != SPLIT})
+
+
+def _has_tensors(optimizer: Optimizer, parameter: nn.Parameter, keys: Mapping[str, Any]) -> bool:
+    held = optimizer.state.get(parameter, {})
+    return all(isinstance(held.get(key), torch.Tensor) for key, value in keys.items() if value == SPLIT)
+
+
+def _step_with_zeros(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    """One step in which only these parameters have gradients, which are zero."""
+    every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    before = [parameter.grad for parameter in every]
+    for parameter in every:
+        parameter.grad = None
+    try:
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        with private.without_step_hooks(optimizer):
+            optimizer.step()
+    except TypeError as error:
+        raise CheckpointError(
+            f"the state of {type(optimizer).__name__} cannot be made by a step with zero gradients ({error}); call "
+            "step() once before load"
+        ) from None
+    finally:
+        for parameter, grad in zip(every, before, strict=True):
+            parameter.grad = grad
+
+
+def state_tensors(
+    optimizer: Optimizer,
+    index: int,
+    named: Mapping[str, nn.Parameter],
+    held: Mapping[str, Storage],
+    saved: SavedOptimizer,
+) -> dict[str, FlatShards]:
+    """The tensors of this rank's optimizer state by their names in a checkpoint. Loading writes into them."""
+    found: dict[str, FlatShards] = {}
+    for name, parameter in named.items():
+        keys = saved.state.get(name, {})
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor) and keys.get(key, SPLIT) == SPLIT:
+                _entry(value, parameter, state_name(index, name, key), held.get(name), found, {})
+    return found

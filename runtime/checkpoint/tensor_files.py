@@ -1,0 +1,136 @@
+"""Files of safetensors: written whole, hashed on the way and durable; read in parts.
+
+The format (huggingface/safetensors): eight bytes with the length of the header, the header as JSON, the bytes of the
+tensors without gaps. Wider elements come first, so that every tensor is aligned.
+"""
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from autopar.errors import CheckpointError
+from autopar.runtime.checkpoint.manifest import ITEM_BYTES, FileEntry
+
+_CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_PIECE_BYTES = 1 << 22
+_ALIGNMENT = 8
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as manifests name it.
+
+    Raises:
+        CheckpointError: Files of safetensors do not have the dtype.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name not in ITEM_BYTES:
+        raise CheckpointError(f"checkpoints cannot hold {name}; convert such parameters and buffers to another dtype")
+    return name
+
+
+def header_of(
+    entries: Mapping[str, tuple[torch.dtype, Sequence[int]]], about: Mapping[str, str]
+) -> tuple[bytes, dict[str, int]]:
+    """The beginning of a file with tensors of given dtypes and shapes, and where in the file each tensor begins."""
+    content: dict[str, Any] = {"__metadata__": dict(about)} if about else {}
+    begins, at = dict[str, int](), 0
+    for name, (dtype, shape) in sorted(entries.items(), key=lambda item: -item[1][0].itemsize):
+        size = torch.Size(shape).numel() * dtype.itemsize
+        content[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
+        begins[name] = at
+        at += size
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    header = struct.pack("<Q", len(text)) + text
+    return header, {name: len(header) + begin for name, begin in begins.items()}
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileEntry:
+    """Write a new file, and return when it is on disk."""
+    header, begins = header_of({name: (one.dtype, one.shape) for name, one in tensors.items()}, {})
+    digest, size = hashlib.sha256(header), len(header)
+    with open(path, "xb", buffering=0) as file:
+        _write(file.fileno(), memoryview(header))
+        for name in begins:
+            for piece in pieces_of(tensors[name]):
+                _write(file.fileno(), piece)
+                digest.update(piece)
+                size += len(piece)
+        os.fsync(file.fileno())
+    return FileEntry(bytes=size, sha256=digest.hexdigest())
+
+
+def pieces_of(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor in its own order, a few megabytes at a time."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    if flat.numel():
+        whole = flat.view(torch.uint8).numpy().data
+        for start in range(0, len(whole), _PIECE_BYTES):
+            yield whole[start : start + _PIECE_BYTES]
+
+
+def _write(descriptor: int, content: memoryview) -> None:
+    while content:
+        content = content[os.write(descriptor, content) :]
+
+
+def write_at(descriptor: int, content: memoryview, at: int) -> None:
+    """Write bytes at a place of an open file."""
+    while content:
+        count = os.pwrite(descriptor, content, at)
+        content, at = content[count:], at + count
+
+
+class OpenFile:
+    """A file that is read: its tensors by name. Only the bytes of the asked elements are read from disk."""
+
+    def __init__(self, path: Path, file: Any) -> None:
+        self._path, self._file = path, file
+        self._names = frozenset(file.keys())
+
+    def read(self, name: str, dtype: torch.dtype, sizes: Sequence[int], part: tuple[slice, ...]) -> torch.Tensor:
+        """Elements of a tensor that must have this dtype and these sizes. They lie in the file's memory: copy them."""
+        if name not in self._names:
+            raise CheckpointError(f"{self._path} does not hold {name}, as the manifest says")
+        whole: torch.Tensor = self._file.get_tensor(name)
+        if whole.dtype is not dtype or tuple(whole.shape) != tuple(sizes):
+            raise CheckpointError(
+                f"{name} in {self._path} has dtype {whole.dtype} and shape {tuple(whole.shape)}, but the manifest says "
+                f"{dtype} and {tuple(sizes)}"
+            )
+        return whole[part]
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[OpenFile]:
+    """Open a file of safetensors."""
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            yield OpenFile(path, file)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None

@@ -1,0 +1,116 @@
+"""Names of transformers on disk: files of weights may name and cut tensors otherwise than the model does.
+
+The files of Mixtral, for example, have one tensor for each expert, and the model has all experts in one. transformers
+says how to convert both ways. Here one tensor of the model is converted at a time.
+"""
+
+import copy
+import sys
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.errors import InputError
+from autopar.runtime.parameters.state_loading import StateEntry
+
+
+def is_pretrained(model: nn.Module | None) -> bool:
+    """Whether a model is one of transformers. Nothing is imported for it."""
+    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    return kind is not None and isinstance(model, kind)
+
+
+def pieces_on_disk(model: Any, name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors of a file that make up one tensor of a model of transformers, perhaps on meta."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return dict(revert_weight_conversion(model, {name: value}))
+
+
+def layout_on_disk(model: Any, wholes: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    """The tensors of a file for each tensor of the model, all on meta.
+
+    Raises:
+        InputError: transformers needs several tensors of the model at once for one of them.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found = {name: pieces_on_disk(model, name, value) for name, value in wholes.items()}
+    alone = {name: piece.shape for pieces in found.values() for name, piece in pieces.items()}
+    together = {name: piece.shape for name, piece in revert_weight_conversion(model, dict(wholes)).items()}
+    if alone != together:
+        differing = sorted(alone.keys() ^ together.keys())[:3]
+        raise InputError(
+            f"{type(model).__name__} cannot be exported one tensor at a time ({', '.join(differing)}); gather its "
+            "weights from parallel.state_dict() and call save_pretrained"
+        )
+    return found
+
+
+def named_as_in_model(model: nn.Module, entries: Mapping[str, StateEntry]) -> dict[str, StateEntry]:
+    """The entries of a state under the names that a model of transformers has. Other models' entries stay as they are.
+
+    A tensor that is made of several ones is made when it is loaded.
+    """
+    conversions = _conversions(model)
+    if not conversions:
+        return dict(entries)
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
+    converters = [one for one in conversions if isinstance(one, WeightConverter)]
+    names = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
+    found: dict[str, StateEntry] = {}
+    joined: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
+    for name in sorted(entries, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters)
+        if target not in names:
+            found[name] = entries[name]  # the comparison with the model names it
+        elif pattern is None:
+            found[target] = entries[name]
+        else:
+            converter = next(one for one in converters if pattern in one.source_patterns)
+            joined.setdefault(target, (converter, []))[1].append((name, pattern))
+    for target, (converter, parts) in joined.items():
+        found |= _joined(model, target, converter, parts, entries)
+    return found
+
+
+def _conversions(model: nn.Module) -> list[Any]:
+    if not is_pretrained(model):
+        return []
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return list(get_model_conversion_mapping(model))
+
+
+def _joined(
+    model: nn.Module, target: str, converter: Any, parts: list[tuple[str, str]], entries: Mapping[str, StateEntry]
+) -> dict[str, StateEntry]:
+    """The tensors of the model that a converter makes of some entries: `target`, and perhaps others."""
+    unusable = next((entries[name].unusable for name, _ in parts if entries[name].unusable), None)
+
+    def made(*, on_meta: bool) -> dict[str, torch.Tensor]:
+        own = copy.deepcopy(converter)
+        for name, pattern in parts:
+            value = torch.empty(entries[name].shape, device="meta") if on_meta else entries[name].load()
+            own.add_tensor(target, name, pattern, value)
+        results = own.convert(target, model=model, config=model.config)
+        return {name: one[0] if isinstance(one, list) else one for name, one in results.items()}
+
+    def load(name: str) -> torch.Tensor:
+        return made(on_meta=False)[name]
+
+    try:
+        shapes = {name: tuple(one.shape) for name, one in made(on_meta=True).items()}
+    except Exception as error:  # whatever transformers raises for tensors that do not belong together
+        names = ", ".join(name for name, _ in parts[:3])
+        raise InputError(f"{names} and others do not make up {target}: {type(error).__name__}: {error}") from None
+    is_floating = all(entries[name].is_floating for name, _ in parts)
+    return {
+        name: StateEntry(shape=shape, is_floating=is_floating, load=partial(load, name), unusable=unusable)
+        for name, shape in shapes.items()
+    }

@@ -1,0 +1,148 @@
+"""The operators of a block that selective recomputation computes again: the exact choice, by an integer program.
+
+    r[n] = 1    operator n is recomputed
+    k[v] = 1    value v is saved
+
+    saved bytes = Σ k[v]·bytes(v) + Σ (1 - r[n])·own_bytes(n)        cost = Σ r[n]·cost(n)
+
+    k[v] + r[maker of v] ≥ 1       autograd saves v: it is saved, or made again
+    k[v] + r[maker of v] ≥ r[n]    operator n takes v: to run again, it needs v saved or made again
+
+A value without a maker is always saved if it is needed (`autopar.cost_model.work.recomputable`). Three questions are
+asked of this model: the fewest bytes at a limit of cost (`fewest_bytes`), the least cost at a limit of bytes
+(`least_cost`), and the best exchange of bytes for cost (`best_exchange`). The first two are knapsacks. The third is a
+minimum cut, so that its linear relaxation is integral.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from autopar.cost_model.machine.machine import Speeds
+from autopar.cost_model.work.block_work import PASSES, BlockWork, Operator
+from autopar.cost_model.work.recomputable import Recomputable
+from autopar.search.labels.mixed_program import MixedProgram
+
+MOST_FLOPS = 0.1  # more FLOP of a block, forward and backward, that selective recomputation may compute
+_TIE = 1e-6  # weight of the quantity that decides between equal ones
+_ROUNDING = 1e-9  # of a limit
+_TIME_LIMIT_S = 10.0
+
+
+def fewest_bytes(block: Recomputable[float], costs: Sequence[float], most_cost: float) -> tuple[int, ...]:
+    """The operators that leave the fewest saved bytes for at most this cost. Of equal sets the cheapest."""
+    found = _solved(block, costs, bytes_weight=1.0, cost_weight=_TIE, most_cost=most_cost)
+    assert found is not None  # to recompute nothing costs nothing
+    return found
+
+
+def least_cost(block: Recomputable[float], costs: Sequence[float], most_bytes: float) -> tuple[int, ...] | None:
+    """The cheapest operators that leave at most this many saved bytes. None if there are none."""
+    return _solved(block, costs, bytes_weight=_TIE, cost_weight=1.0, most_bytes=most_bytes)
+
+
+def best_exchange(block: Recomputable[float], costs: Sequence[float], bytes_per_cost: float) -> tuple[int, ...]:
+    """The operators with the least sum of saved bytes and of cost, which counts `bytes_per_cost` bytes."""
+    whole, every = _sums(block, costs)
+    weight = bytes_per_cost * every / whole if whole else 1.0
+    found = _solved(block, costs, bytes_weight=1.0, cost_weight=weight, is_integral=True)
+    assert found is not None
+    return found
+
+
+def saved_bytes(block: Recomputable[float], again: Sequence[int]) -> float:
+    """The bytes that a block saves if the operators at these positions are recomputed."""
+    chosen = set(again)
+    read = {value for n in chosen for value in block.operators[n].takes}
+    kept = (
+        value.num_bytes
+        for at, value in enumerate(block.values)
+        if (value.is_saved or at in read) and value.maker not in chosen
+    )
+    own = (one.own_bytes for n, one in enumerate(block.operators) if n not in chosen)
+    return block.other_bytes + sum(kept) + sum(own)
+
+
+def keys_of(block: Recomputable[Any], again: Sequence[int]) -> tuple[str, ...]:
+    """The keys of operators, with the keys of the views of their results."""
+    return tuple(key for n in again for key in block.operators[n].keys)
+
+
+def by_flops(block: Recomputable[float], work: BlockWork[float]) -> tuple[str, ...]:
+    """The operators that leave the fewest saved bytes for `MOST_FLOPS` more FLOP. Only products count FLOP."""
+    most = MOST_FLOPS * PASSES * sum(one.flops for one in work.products if one.kind != "again")
+    moved = max((one.work.forward_bytes for one in block.operators), default=0.0)
+    # bytes decide between operators without FLOP
+    costs = [
+        one.work.flops + (_TIE * most * one.work.forward_bytes / moved if moved else 0.0) for one in block.operators
+    ]
+    return keys_of(block, fewest_bytes(block, costs, most))
+
+
+def by_seconds(block: Recomputable[float], work: BlockWork[float], speeds: Speeds) -> tuple[str, ...]:
+    """The operators that free more bytes for each second than full recomputation of the block does."""
+    costs = [_seconds(one.work, speeds) for one in block.operators]
+    whole = sum(_seconds(one, speeds) for one in (*work.products, *work.eager) if one.kind != "again")
+    freed = saved_bytes(block, ()) - work.input_bytes
+    if whole <= 0 or freed <= 0:
+        return ()
+    return keys_of(block, best_exchange(block, costs, freed / whole))
+
+
+def _seconds(one: Operator[float], speeds: Speeds) -> float:
+    """Seconds of an operator's forward pass at the device's rates."""
+    moved = one.forward_bytes / speeds.bytes_per_s + one.kernels_forward * speeds.launch_s
+    return max(one.flops / speeds.product_flops_per_s, moved)
+
+
+def _sums(block: Recomputable[float], costs: Sequence[float]) -> tuple[float, float]:
+    """All bytes and all cost, to scale the program."""
+    whole = sum(value.num_bytes for value in block.values) + sum(one.own_bytes for one in block.operators)
+    return whole, sum(costs) or 1.0
+
+
+def _solved(
+    block: Recomputable[float],
+    costs: Sequence[float],
+    *,
+    bytes_weight: float,
+    cost_weight: float,
+    most_cost: float | None = None,
+    most_bytes: float | None = None,
+    is_integral: bool = False,
+) -> tuple[int, ...] | None:
+    """The positions of the recomputed operators. The linear relaxation of an `is_integral` program has them too."""
+    whole, every = _sums(block, costs)
+    if not whole:
+        return () if most_bytes is None or block.other_bytes <= most_bytes else None
+    program = MixedProgram()
+    column = program.continuous if is_integral else program.binary
+    again = [
+        column(cost_weight * cost / every - bytes_weight * one.own_bytes / whole)
+        for one, cost in zip(block.operators, costs, strict=True)
+    ]
+    readers: dict[int, list[int]] = {}
+    for n, one in enumerate(block.operators):
+        for place in one.takes:
+            readers.setdefault(place, []).append(n)
+    held: list[tuple[int, float]] = [(again[n], -one.own_bytes / whole) for n, one in enumerate(block.operators)]
+    fixed = block.other_bytes + sum(one.own_bytes for one in block.operators)
+    for at, value in enumerate(block.values):
+        if value.maker is None and value.is_saved:
+            fixed += value.num_bytes
+            continue
+        share = value.num_bytes / whole
+        is_kept = program.continuous(bytes_weight * share)
+        held.append((is_kept, share))
+        made = [] if value.maker is None else [(again[value.maker], -1.0)]
+        if value.is_saved:
+            program.at_most([(is_kept, -1.0), *made], -1.0)
+        for n in () if value.is_saved else readers.get(at, ()):
+            program.at_most([(again[n], 1.0), (is_kept, -1.0), *made], 0.0)
+    if most_cost is not None:
+        program.at_most(
+            ((n, cost / every) for n, cost in zip(again, costs, strict=True)), most_cost / every * (1 + _ROUNDING)
+        )
+    if most_bytes is not None:
+        program.at_most(held, (most_bytes - fixed) / whole + _ROUNDING)
+    found = program.solve(_TIME_LIMIT_S)
+    return None if found is None else tuple(n for n, at in enumerate(again) if found[0][at] > 0.5)

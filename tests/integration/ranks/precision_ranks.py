@@ -1,0 +1,122 @@
+"""Functions that ranks run in test_precision: steps with a scaler, and what ranks hold under a precision."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+import autopar
+from autopar.errors import RuntimeInputError
+from autopar.runtime.verify.verify import this_ranks_part
+
+HUGE = 60_000.0  # a sample so large that the gradients of float16 overflow
+
+
+class Net(nn.Module):
+    """Three blocks that a pipeline can cut. The last layer has no bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.Tanh()) for _ in range(2))
+        self.last = nn.Linear(16, 8, bias=False)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = self.first(x)
+        for layer in self.layers:
+            h = h + layer(h)
+        return {"loss": nn.functional.mse_loss(self.last(h).float(), target.float(), reduction="mean")}
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def batches(overflows: tuple[int, ...], steps: int = 6) -> list[dict[str, torch.Tensor]]:
+    """Batches of eight samples. In the steps of `overflows` the last sample is huge, so one rank alone overflows."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for step in range(steps):
+        x, target = (torch.randn(8, 8, generator=generator) for _ in range(2))
+        if step in overflows:
+            x[-1] *= HUGE
+        found.append({"x": x, "target": target})
+    return found
+
+
+Trace = list[tuple[float, dict[str, torch.Tensor]]]
+
+
+def single_steps(data: list[dict[str, torch.Tensor]], micro_batches: int) -> Trace:
+    """torch's scaler on one device: the scale and the weights after every step, by the rules of fp16."""
+    masters, low = net(), net().half()
+    optimizer = torch.optim.AdamW(masters.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+    found: Trace = []
+    for batch in data:
+        with torch.no_grad():
+            for own, master in zip(low.parameters(), masters.parameters(), strict=True):
+                own.copy_(master)
+        for index in range(micro_batches):
+            piece = {name: value.chunk(micro_batches)[index].half() for name, value in batch.items()}
+            low.zero_grad()
+            scaler.scale(low(**piece)["loss"] / micro_batches).backward()
+            for own, master in zip(low.parameters(), masters.parameters(), strict=True):
+                assert own.grad is not None
+                master.grad = own.grad.float() if master.grad is None else master.grad + own.grad.float()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(masters.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        found.append((scaler.get_scale(), copy.deepcopy({n: p.detach() for n, p in masters.named_parameters()})))
+    return found
+
+
+def scaled_steps(rank: int, degrees: dict[str, Any], overflows: tuple[int, ...], kind: str) -> Trace:
+    """The same steps on ranks. `kind` is how the scaler gets in: "torch", "autopar" or "loop"."""
+    data = batches(overflows)
+    world = torch.distributed.get_world_size()
+    dp = degrees.get("dp", 1)
+    example = {name: value[: 8 // dp] for name, value in data[0].items()}
+    parallel = autopar.parallelize(net(), f"{world}xcpu", example_inputs=example, plan={"precision": "fp16", **degrees})
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
+    made = autopar.GradScaler if kind == "autopar" else torch.amp.GradScaler
+    scaler = made("cpu", init_scale=256.0, growth_interval=2)
+    found: Trace = []
+    for batch in data:
+        own = this_ranks_part(parallel.program, batch, parallel.plan.degrees, parallel.rank_mesh.dims["dp"].coordinate)
+        if kind == "loop":
+            scaler.scale(parallel(**own)).backward()
+        else:
+            parallel.forward_backward(own, scaler=scaler)
+        scaler.unscale_(optimizer)
+        parallel.clip_grad_norm_(1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        state = {n: v.full_tensor() if hasattr(v, "full_tensor") else v for n, v in parallel.state_dict().items()}
+        found.append((scaler.get_scale(), {n: v.clone() for n, v in state.items()}))
+    assert {p.dtype for p in parallel.parameters()} == {torch.float32}
+    assert {v.dtype for s in optimizer.state.values() for v in s.values()} == {torch.float32}
+    return found
+
+
+def nonfinite_norm(rank: int) -> str:
+    """The message for a NaN in the batch of the last rank."""
+    world = torch.distributed.get_world_size()
+    data = batches(())[0]
+    parallel = autopar.parallelize(
+        net(), f"{world}xcpu", example_inputs={n: v[:4] for n, v in data.items()}, plan={"dp": 2, "tp": 2}
+    )
+    own = this_ranks_part(parallel.program, data, parallel.plan.degrees, parallel.rank_mesh.dims["dp"].coordinate)
+    if parallel.rank_mesh.dims["dp"].coordinate == 1:
+        own["x"][0] = float("nan")
+    parallel.forward_backward(own)
+    try:
+        parallel.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    except RuntimeInputError as error:
+        return str(error)
+    return ""
