@@ -19,6 +19,7 @@ COMMANDS = (
     "plan",
     "report",
     "status",
+    "checkpoint",
     "estimate",
     "coverage",
     "verify",

@@ -1,0 +1,94 @@
+"""`autopar checkpoint`: the checkpoints of a folder, and whether their files are as they were saved."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autopar.cli.options.model_argument import Json
+from autopar.cli.output import console, print_json, table
+from autopar.errors import CheckpointError, InputError
+
+if TYPE_CHECKING:
+    from autopar.runtime.checkpoint.folder import StepFolder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    """A step: its size and plan, what is wrong with it, and whether `latest` names it."""
+
+    step: int
+    folder: str
+    is_latest: bool
+    num_bytes: int
+    saved_at: str
+    plan: str
+    problems: list[str]
+
+
+def checkpoint(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="The folder of `parallel.save`.", show_default=False)],
+    verify: Annotated[bool, typer.Option("--verify", help="Compare every file with its SHA-256.")] = False,
+    as_json: Json = False,
+) -> None:
+    """List the checkpoints of a folder. The exit status is 1 if one of them is damaged.
+
+    Manifests and sizes of files are always checked. With --verify every file is read too.
+
+    Example: autopar checkpoint checkpoints --verify
+    """
+    from autopar.runtime.checkpoint.folder import complete_steps, latest_folder
+
+    if not path.is_dir():
+        raise InputError(f"{path} is no folder; name a folder of checkpoints")
+    latest = latest_folder(path)
+    rows = [_row(one, one == latest, verify) for one in complete_steps(path).values()]
+    if as_json:
+        print_json([{name: getattr(row, name) for name in _Row.__slots__} for row in rows])
+    elif not rows:
+        console().print(f"{path} holds no checkpoint")
+    else:
+        columns = ("step", "", "GB", "saved", "plan", "files" if verify else "sizes of files")
+        cells = [
+            (
+                str(row.step),
+                "latest" * row.is_latest,
+                f"{row.num_bytes / 1e9:.3f}",
+                row.saved_at,
+                row.plan,
+                "; ".join(row.problems) or "good",
+            )
+            for row in rows
+        ]
+        console().print(table(columns, cells, right=("step", "GB")))
+    if any(row.problems for row in rows):
+        raise typer.Exit(1)
+
+
+def _row(folder: "StepFolder", is_latest: bool, hashes: bool) -> _Row:
+    from autopar.runtime.checkpoint.manifest import file_problems, read_manifest
+
+    name = folder.path.name
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError as error:
+        return _Row(
+            step=folder.step,
+            folder=name,
+            is_latest=is_latest,
+            num_bytes=0,
+            saved_at="",
+            plan="",
+            problems=[str(error)],
+        )
+    found = file_problems(folder.path, manifest, manifest.files, hashes=hashes)
+    return _Row(
+        step=folder.step,
+        folder=name,
+        is_latest=is_latest,
+        num_bytes=manifest.num_bytes,
+        saved_at=manifest.saved_at,
+        plan=manifest.made_by.get("plan", ""),
+        problems=[f"{one.path}: {one.rule}" for one in found],
+    )
