@@ -214,6 +214,38 @@ def _is_offloaded(report: Any, loads: Sequence[Sequence[int]]) -> None:
     assert report.plan.degrees.offload != "none", report.plan.degrees
 
 
+def _levers(dense: tuple[str, ...], routed: tuple[str, ...]) -> dict[str, Table]:
+    """The tables of what trades time for memory."""
+    return {
+        "recomputation": Table(
+            heading="Recomputation",
+            about="selective and full recomputation",
+            families=tuple(f"zoo:{f}" for f in RECOMPUTED_FAMILIES),
+            plans=RECOMPUTATIONS,
+            suffix="_of_12",
+            plans_are_rows=True,
+            check=_recomputes,
+        ),
+        "offload": Table(
+            heading="Offload",
+            about="plans that keep values in host memory",
+            families=tuple(f"zoo:{f}" for f in ("llama", "gpt2", "phi3", "mixtral")),
+            plans=OFFLOAD_PLANS,
+            suffix="_of_12",
+            plans_are_rows=True,
+            check=_is_offloaded,
+        ),
+        "loss-in-chunks": Table(
+            heading="Loss in chunks",
+            about="logits and loss in chunks of tokens",
+            families=(*dense, *routed[:2]),
+            plans=CHUNK_PLANS,
+            suffix="_of_6",
+            check=_is_in_chunks,
+        ),
+    }
+
+
 def tables() -> Mapping[str, Table]:
     """All tables, by their flags. Needs the folder of the families in `sys.path`."""
     import mixtures  # type: ignore[import-not-found]
@@ -234,15 +266,6 @@ def tables() -> Mapping[str, Table]:
             plans=PIPELINES,
             suffix="_of_12",
             plans_are_rows=True,
-        ),
-        "recomputation": Table(
-            heading="Recomputation",
-            about="selective and full recomputation",
-            families=tuple(f"zoo:{f}" for f in RECOMPUTED_FAMILIES),
-            plans=RECOMPUTATIONS,
-            suffix="_of_12",
-            plans_are_rows=True,
-            check=_recomputes,
         ),
         "mixtures": Table(
             heading="Mixtures of experts",
@@ -281,24 +304,7 @@ def tables() -> Mapping[str, Table]:
             micro_batch=1,
             check=_has_one_sequence,
         ),
-        "loss-in-chunks": Table(
-            heading="Loss in chunks",
-            about="logits and loss in chunks of tokens",
-            families=(*dense, *routed[:2]),
-            plans=CHUNK_PLANS,
-            suffix="_of_6",
-            check=_is_in_chunks,
-        ),
-        "offload": Table(
-            heading="Offload",
-            about="plans that keep values in host memory",
-            families=tuple(f"zoo:{f}" for f in ("llama", "gpt2", "phi3", "mixtral")),
-            plans=OFFLOAD_PLANS,
-            suffix="_of_12",
-            plans_are_rows=True,
-            check=_is_offloaded,
-        ),
-    }
+    } | _levers(dense, routed)
 
 
 def world_size(wish: Wish) -> int:

@@ -114,7 +114,7 @@ def optimizer_bytes(setting: RankView, runs: Mapping[int, StageRun]) -> dict[str
         part = OwnPart(
             shape=first.shape if first.part is None else tuple(first.part.shape),
             num_elements=sum(local_gradient_elements(setting, name) for name in names),
-            element_bytes=first.dtype.itemsize,
+            element_bytes=setting.stored_itemsize(first.name),
             is_hidden=names[0] in hidden,
         )
         found[whole] = kind.held_bytes(part)
@@ -147,8 +147,7 @@ def trainable_bytes(setting: RankView) -> int:
 
 
 def gradient_elements_bytes(setting: RankView, names: Iterable[str]) -> int:
-    infos = setting.program.parameters
-    return sum(local_gradient_elements(setting, name) * infos[name].dtype.itemsize for name in names)
+    return sum(local_gradient_elements(setting, name) * setting.stored_itemsize(name) for name in names)
 
 
 def gradient_bytes(setting: RankView, runs: Mapping[int, StageRun]) -> int:

@@ -22,6 +22,7 @@ from autopar.ir.explanation import readable_bytes
 from autopar.ir.offload import OPTIMIZER, PARAMETERS
 from autopar.ir.optimizers import OwnPart, optimizer_named
 from autopar.ir.plan import BlockLabels
+from autopar.ir.precision import stored_dtype
 from autopar.ir.program import Program, StateInfo, hidden_parameters
 from autopar.ir.sharding import Type
 from autopar.ir.stages import needed_results, stages_of
@@ -130,7 +131,8 @@ def _bytes_of(info: StateInfo, split: int, degrees: Degrees, *, is_hidden: bool)
 
     FSDP2 gathers a parameter on the host for a block at a time under ZeRO 3, and for the step under ZeRO 1 and 2.
     """
-    whole, shards, zero = info.num_elements * info.dtype.itemsize / split, degrees.dp_shard, degrees.zero
+    item, shards, zero = stored_dtype(info.dtype, degrees).itemsize, degrees.dp_shard, degrees.zero
+    whole = info.num_elements * item / split
     weight = whole / (shards if zero == 3 else 1)
     if degrees.offloads(PARAMETERS):
         return 0.0 if degrees.fsdp_stage == 3 else weight
@@ -140,5 +142,5 @@ def _bytes_of(info: StateInfo, split: int, degrees: Degrees, *, is_hidden: bool)
     if degrees.offloads(OPTIMIZER):
         return weight + gradient
     elements = int(info.num_elements / split / (shards if zero >= 1 else 1))
-    own = OwnPart(shape=info.shape, num_elements=elements, element_bytes=info.dtype.itemsize, is_hidden=is_hidden)
+    own = OwnPart(shape=info.shape, num_elements=elements, element_bytes=item, is_hidden=is_hidden)
     return weight + gradient + optimizer_named(degrees.optimizer).state_bytes(own)

@@ -86,7 +86,7 @@ class ShardedModel(nn.Module):
             self._on_host = HostParameters(dict(self._computed()), self.placements, self.copies)
         self._parameters_of_model = parameters_of_model(program, dict(self.stored_parameters()))
         infos = program.every_parameter
-        self._summed = {p: summed_dtype(infos[n].dtype, plan.degrees) for n, p in self.stored_parameters()}
+        self._summed = {p: summed_dtype(infos[n].dtype, plan.degrees) for n, p in self._computed()}
         self._segments = [segment for module in self.stage_modules().values() for segment in module.segments]
 
     def _stage_module(self, stage: Stage, source: Callable[[str], torch.Tensor]) -> StageModule:
