@@ -125,7 +125,8 @@ SHARED = replace(CASES[1], ranks_per_core=2.0)
 @pytest.mark.parametrize(
     "case",
     thinned(
-        (*CASES[::3], *SELECTIVE[::2], *IN_HOSTS, SHARED), keep=(*CASES[::9], *SELECTIVE[::8], IN_HOSTS[1], SHARED)
+        (*CASES[::3], *SELECTIVE[::2], *IN_HOSTS, LARGER_IN_HOSTS[0], SHARED),
+        keep=(*CASES[::9], *SELECTIVE[::8], IN_HOSTS[1], LARGER_IN_HOSTS[0], SHARED),
     ),
     ids=str,
 )
