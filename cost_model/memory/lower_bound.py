@@ -129,16 +129,17 @@ def _state_bytes(program: Program, labels: Sequence[BlockLabels], degrees: Degre
 def _bytes_of(info: StateInfo, split: int, degrees: Degrees, *, is_hidden: bool) -> float:
     """One parameter that tensor ranks split: itself, its gradient and the optimizer's state, as far as on the device.
 
-    FSDP2 gathers a parameter on the host for a block at a time under ZeRO 3, and for the step under ZeRO 1 and 2.
+    FSDP2 gathers a parameter on the host for a block at a time under ZeRO 3, and for the step under ZeRO 1 and 2. Under
+    ZeRO 1 and 2 a whole parameter, and under ZeRO 1 its gradient, has the dtype of computing.
     """
     item, shards, zero = stored_dtype(info.dtype, degrees).itemsize, degrees.dp_shard, degrees.zero
-    whole = info.num_elements * item / split
+    whole = info.num_elements * (min(item, info.dtype.itemsize) if zero in (1, 2) else item) / split
     weight = whole / (shards if zero == 3 else 1)
     if degrees.offloads(PARAMETERS):
         return 0.0 if degrees.fsdp_stage == 3 else weight
     if not info.requires_grad:
         return weight
-    gradient = whole / (shards if zero >= 2 else 1)
+    gradient = info.num_elements * item / split / shards if zero >= 2 else whole
     if degrees.offloads(OPTIMIZER):
         return weight + gradient
     elements = int(info.num_elements / split / (shards if zero >= 1 else 1))

@@ -141,6 +141,15 @@ def test_state_by_zero_stage(zero: int, copies: float) -> None:
     assert least.state_bytes == 4 * copies * sum(p.numel() for p in model.parameters())
 
 
+@pytest.mark.parametrize(("zero", "each"), [(0, 16.0), (1, 8.0), (2, 8.0), (3, 8.0)])
+def test_state_with_float32_masters(zero: int, each: float) -> None:
+    """Bytes of a parameter on two ranks: under ZeRO 1 and 2 whole parameters have 16 bits, masters are shards."""
+    model, degrees = Feed(known=True), Degrees(dp_shard=2, zero=zero, precision="bf16")
+    program, plan = make_plan(model, ClusterSpec.preset("2xcpu"), {"x": torch.zeros(4, WIDTH)}, degrees)
+    least = least_memory(program, analyse(program, degrees.mesh), plan.blocks, degrees)
+    assert least.state_bytes == each * sum(p.numel() for p in model.parameters())
+
+
 def planned(memory_bytes: int, batch: int, **degrees: Any) -> None:
     wish = Degrees(**degrees)
     inputs = {"x": torch.zeros(batch, WIDTH)}
