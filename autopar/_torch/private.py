@@ -375,6 +375,12 @@ def with_local_part(like: Any, local: torch.Tensor) -> Any:
     return DTensor(local, spec, requires_grad=False)
 
 
+def local_part(tensor: Any) -> torch.Tensor:
+    """The memory of this rank behind a DTensor. Another tensor is returned."""
+    found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return found
+
+
 def tensor_without_memory(kind: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
     """A tensor of a subclass that has a shape, a dtype and a device, but no values of its own."""
     return torch.Tensor._make_wrapper_subclass(kind, tuple(shape), dtype=dtype, device=device)

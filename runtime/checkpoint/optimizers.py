@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from autopar._torch import private
 from autopar.errors import CheckpointError, InputError, Problem
 from autopar.ir.storage import Storage
+from autopar.runtime.checkpoint.known_chunks import KnownChunks
 from autopar.runtime.checkpoint.plain import decode, encode
 from autopar.runtime.parameters.checkpoint_state import flat_state
 from autopar.runtime.parameters.flat_shards import FlatShards, as_shards
@@ -57,6 +58,7 @@ def described(
     held: Mapping[str, Storage],
     tensors: dict[str, FlatShards],
     plain_tensors: dict[str, torch.Tensor],
+    known: KnownChunks,
 ) -> SavedOptimizer:
     """This rank's part of an optimizer. Its tensors are added to `tensors` and `plain_tensors`.
 
@@ -76,7 +78,7 @@ def described(
         groups.append(SavedGroup(parameters=tuple(names[parameter] for parameter in group["params"]), options=encoded))
     state = {
         name: {
-            key: _entry(value, parameter, state_name(index, name, key), held.get(name), tensors, plain_tensors)
+            key: _entry(value, parameter, state_name(index, name, key), held.get(name), tensors, plain_tensors, known)
             for key, value in optimizer.state[parameter].items()
         }
         for parameter, name in names.items()
@@ -92,12 +94,14 @@ def _entry(
     how: Storage | None,
     tensors: dict[str, FlatShards],
     plain_tensors: dict[str, torch.Tensor],
+    known: KnownChunks,
 ) -> Any:
     if not isinstance(value, torch.Tensor):
         return encode(value, name, plain_tensors)
     if isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements):
         raise InputError(f"{name} cannot be saved, because ranks hold parts of a sum; use another optimizer")
-    tensors[name] = as_shards(flat_state(value, how) if value.shape == parameter.shape else value)
+    is_like = value.shape == parameter.shape
+    tensors[name] = known.of(name, value, lambda plain: as_shards(flat_state(plain, how) if is_like else plain))
     return SPLIT
 
 
@@ -240,5 +244,5 @@ def state_tensors(
         keys = saved.state.get(name, {})
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor) and keys.get(key, SPLIT) == SPLIT:
-                _entry(value, parameter, state_name(index, name, key), held.get(name), found, {})
+                _entry(value, parameter, state_name(index, name, key), held.get(name), found, {}, KnownChunks())
     return found

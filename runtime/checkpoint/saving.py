@@ -27,6 +27,7 @@ from autopar._version import __version__
 from autopar.errors import CheckpointError, InputError
 from autopar.files.lock import FolderLock, take_lock
 from autopar.runtime.checkpoint.folder import new_partial, parsed, publish, remove_old
+from autopar.runtime.checkpoint.known_chunks import HostCopies, KnownChunks
 from autopar.runtime.checkpoint.manifest import FORMAT, Manifest, write_manifest
 from autopar.runtime.checkpoint.optimizers import SavedOptimizer, merged
 from autopar.runtime.checkpoint.storage import Contents, ManifestWriter
@@ -76,7 +77,8 @@ class Saver:
         self._locks: dict[Path, FolderLock] = {}
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
-        self._copies: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+        self._copies = HostCopies()
+        self.known = KnownChunks()
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -107,25 +109,16 @@ class Saver:
             return
         copied = replace(
             snapshot,
-            tensors={name: self._copied(name, shards) for name, shards in snapshot.tensors.items()},
+            tensors=self._copies.of(snapshot.tensors),
             plain_tensors={name: tensor.clone() for name, tensor in snapshot.plain_tensors.items()},
         )
         self._thread = threading.Thread(target=self._write_in_thread, args=(copied, group), name="autopar-save")
         self._thread.start()
 
-    def _copied(self, name: str, shards: FlatShards) -> FlatShards:
-        """A copy in host memory. The memory is kept for the next save."""
-
-        def copy(offsets: tuple[int, ...], values: torch.Tensor) -> torch.Tensor:
-            held = self._copies.get((name, offsets))
-            if held is None or held.shape != values.shape or held.dtype != values.dtype:
-                held = self._copies[name, offsets] = torch.empty(values.shape, dtype=values.dtype, device="cpu")
-            return held.copy_(values)
-
-        return shards.copied(copy)
-
     def _write_in_thread(self, snapshot: Snapshot, group: dist.ProcessGroup) -> None:
         try:
+            with suppress(RuntimeError):  # of a rank that is gone, which the save meets too
+                dist.barrier(group)  # writing would take processors from ranks that still copy
             self._write(snapshot, group)
         except CheckpointError as error:
             self._failure = error

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -223,12 +224,15 @@ class CheckpointedModel(RunningModel):
         A tied parameter comes under its first name.
         """
         found = {
-            f"model/{name}": as_shards(flat_state(parameter.detach(), self.placements.get(name)))
+            f"model/{name}": self._saver.known.of(f"model/{name}", parameter, partial(self._chunks_of, name))
             for name, parameter in self.named_parameters()
         }
         for name, buffer, persistent in self.own_buffers():
             found[f"{'model' if persistent else 'buffers'}/{name}"] = as_shards(buffer)
         return found
+
+    def _chunks_of(self, name: str, parameter: torch.Tensor) -> FlatShards:
+        return as_shards(flat_state(parameter, self.placements.get(name)))
 
     def _snapshot(
         self,
@@ -250,7 +254,7 @@ class CheckpointedModel(RunningModel):
             "extra": encode(states, "extra", plain_tensors),
         }
         parts = [
-            optimizers.described(one, index, named, self.placements, tensors, plain_tensors)
+            optimizers.described(one, index, named, self.placements, tensors, plain_tensors, self._saver.known)
             for index, one in enumerate(given)
         ]
         return Snapshot(

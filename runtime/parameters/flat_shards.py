@@ -56,16 +56,16 @@ class FlatShards(torch.Tensor):
         return made
 
     def copied(self, copy: Callable[[tuple[int, ...], torch.Tensor], torch.Tensor]) -> "FlatShards":
-        """The same chunks with other values: what `copy` makes of the offsets and the values of each."""
+        """The same chunks with values in host memory: what `copy` makes of the offsets and the values of each."""
         made = torch.empty(self.shape, dtype=self.dtype, device="meta").as_subclass(FlatShards)
-        made.rows = self.rows
+        made.rows = ()
         made.chunks = tuple((offsets, sizes, copy(offsets, values)) for offsets, sizes, values in self.chunks)
         return made
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """Where the values are: loading replaces tensors that say they are on meta by new ones."""
-        return self.rows[0].tensor.device
+        return self.rows[0].tensor.device if self.rows else torch.device("cpu")
 
     def full_tensor(self) -> torch.Tensor:
         """The whole tensor in its flat shape. Collective."""

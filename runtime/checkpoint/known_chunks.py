@@ -1,0 +1,78 @@
+"""Chunks of tensors that are saved again and again: which part of a tensor a rank holds is found once.
+
+An asynchronous save lets the step wait for its copy only. With many small tensors, finding their chunks takes longer
+than the copy.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+from weakref import ref
+
+import torch
+
+from autopar._torch import private
+from autopar.runtime.parameters.flat_shards import FlatShards
+from autopar.runtime.parameters.joined import JoinedTensor
+
+_Place = tuple[tuple[int, tuple[int, ...]], ...]  # address and shape of each part in this rank's memory
+
+
+class KnownChunks:
+    """The chunks of tensors by name, as long as a name means the same tensor in the same memory.
+
+    The tensors themselves are not kept alive.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[ref[torch.Tensor], _Place, FlatShards]] = {}
+
+    def of(self, name: str, tensor: torch.Tensor, make: Callable[[torch.Tensor], FlatShards]) -> FlatShards:
+        """The chunks of a tensor. `make` gets the tensor without its gradient."""
+        place = _place(tensor)
+        held = self._known.get(name)
+        if held is not None and held[0]() is tensor and held[1] == place:
+            return held[2]
+
+        def forget(gone: Any) -> None:
+            if name in self._known and self._known[name][0] is gone:
+                del self._known[name]
+
+        made = make(tensor.detach())
+        self._known[name] = (ref(tensor, forget), place, made)
+        return made
+
+
+class HostCopies:
+    """Copies of chunks in host memory, which the next copies overwrite."""
+
+    def __init__(self) -> None:
+        self._copies: dict[str, tuple[ref[FlatShards], FlatShards]] = {}
+
+    def of(self, tensors: Mapping[str, FlatShards]) -> dict[str, FlatShards]:
+        """A copy of every tensor."""
+        found = {name: self._memory(name, shards) for name, shards in tensors.items()}
+        self._copies = {name: self._copies[name] for name in found}
+        targets = [values for shards in found.values() for _, _, values in shards.chunks]
+        sources = [values for shards in tensors.values() for _, _, values in shards.chunks]
+        with torch.no_grad():
+            torch._foreach_copy_(targets, sources)
+        return found
+
+    def _memory(self, name: str, shards: FlatShards) -> FlatShards:
+        held = self._copies.get(name)
+        if held is None or held[0]() is not shards:
+            before = {} if held is None else {offsets: values for offsets, _, values in held[1].chunks}
+
+            def like(offsets: tuple[int, ...], values: torch.Tensor) -> torch.Tensor:
+                old = before.get(offsets)
+                if old is not None and old.shape == values.shape and old.dtype == values.dtype:
+                    return old
+                return torch.empty(values.shape, dtype=values.dtype, device="cpu")
+
+            held = self._copies[name] = (ref(shards), shards.copied(like))
+        return held[1]
+
+
+def _place(tensor: torch.Tensor) -> _Place:
+    parts = tensor.parts if isinstance(tensor, JoinedTensor) else (tensor,)
+    return tuple((one.data_ptr(), tuple(one.shape)) for one in map(private.local_part, parts))
