@@ -319,6 +319,11 @@ def hook_after_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], 
         torch.Tensor.register_post_accumulate_grad_hook(parameter, hook)  # type: ignore[no-untyped-call]
 
 
+def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy tensors into tensors of the same shapes, in one call."""
+    torch._foreach_copy_(targets, sources)
+
+
 def unscale_and_check(gradients: list[torch.Tensor], found: torch.Tensor, inverse_scale: torch.Tensor) -> None:
     """Multiply gradients by a number in place. `found` becomes 1 if an element is NaN or infinite."""
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse_scale)

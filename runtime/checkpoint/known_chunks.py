@@ -55,7 +55,7 @@ class HostCopies:
         targets = [values for shards in found.values() for _, _, values in shards.chunks]
         sources = [values for shards in tensors.values() for _, _, values in shards.chunks]
         with torch.no_grad():
-            torch._foreach_copy_(targets, sources)
+            private.copy_each(targets, sources)
         return found
 
     def _memory(self, name: str, shards: FlatShards) -> FlatShards:
