@@ -11,9 +11,9 @@ import typer
 from autopar.cli.options.checks import problems_of_target, refuse_options
 from autopar.cli.options.model_argument import Json
 from autopar.cli.output import console, print_json, progress, table
-from autopar.cli.validate_report import percent, reasons, signed, validation_page
 from autopar.errors import InputError, did_you_mean
 from autopar.files.atomic import write_text
+from autopar.report.validate_report import percent, reasons, signed, validation_page
 
 if TYPE_CHECKING:
     from autopar.cost_model.published.row import Row, RowEstimate, Unmodelled

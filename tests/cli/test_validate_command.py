@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from run import autopar, json_of, refused
 
-from autopar.cli.validate_report import validation_page
 from autopar.cost_model.published.row import COLUMNS, Row, RowEstimate, Unmodelled, read_rows
 from autopar.cost_model.published.validation import validate_rows
 from autopar.cost_model.published.vtrain_sweep import read_runs
+from autopar.report.validate_report import validation_page
 
 DATA = Path(__file__).resolve().parents[2] / "benchmarks" / "data"
 RUNS = DATA / "published_runs.csv"

@@ -192,10 +192,10 @@ def test_a_model_s_dtype_is_what_is_priced_and_said_where_it_is_not_the_devices(
         return [one for one in made.assumptions if "the model is" in one]
 
     whole, half = found("4xh100"), found("4xh100", precision="bf16")
-    assert (whole.precision, half.precision) == ("fp32", "bf16") and whole.step_s > half.step_s
-    assert whole.peak_bytes == half.peak_bytes
+    assert (whole.precision, half.precision) == ("fp32", "bf16")
+    assert whole.compute_s["matrix products"] > half.compute_s["matrix products"]
     assert ["without TF32" in one for one in said(whole)] == [True]
-    assert ["priced in bfloat16" in one and "messages in float32" in one for one in said(half)] == [True]
+    assert said(half) == []  # it computes and sends in bfloat16 beside float32 weights
     assert said(found("4xcpu")) == []
 
 

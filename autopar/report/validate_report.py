@@ -45,7 +45,7 @@ def validation_page(validation: Validation, *, title: str, subtitle: str) -> str
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"percent": percent, "signed": signed, "short": short_name}
-    text = resources.files("autopar.cli").joinpath("validate_report.html.jinja").read_text(encoding="utf-8")
+    text = resources.files("autopar.report").joinpath("validate_report.html.jinja").read_text(encoding="utf-8")
     timed = [c for c in validation.compared if c.time_error is not None]
     worst = sorted(timed, key=lambda c: -abs(c.time_error or 0.0))
     return environment.from_string(text).render(
