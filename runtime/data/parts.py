@@ -5,6 +5,7 @@ all of them. Worker w of W makes every W-th part, so the parts do not depend on 
 """
 
 import copy
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -65,9 +66,9 @@ class Parts(IterableDataset[Part]):
         worker = get_worker_info()
         return self.parts(*(0, 1) if worker is None else (worker.id, worker.num_workers))
 
+    @abstractmethod
     def parts(self, worker: int, num_workers: int) -> Iterator[Part]:
         """The parts that one worker makes."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
