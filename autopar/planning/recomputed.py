@@ -94,5 +94,5 @@ def decided(works: ProgramWorks, degrees: Degrees, on: "Machinery", cuts: tuple[
 
     if not degrees.is_recompute_open:
         return degrees
-    own = replace(on, cuts=cuts or None)
+    own = replace(on.keeping(degrees.offload), cuts=cuts or None)
     return priced(works, replace(degrees, recompute="none"), own).degrees
