@@ -27,7 +27,7 @@ from autopar.capture.passes.constants import (
     merge_equal,
     recognise_causal,
 )
-from autopar.capture.passes.loss_terms import denominator_of
+from autopar.capture.passes.loss_terms import denominator_of, numbers_as_terms
 from autopar.capture.passes.normalize import normalise, remove_dead
 from autopar.capture.passes.packings import split_packings
 from autopar.capture.precision import checked_precision, in_precision, inputs_in_precision
@@ -235,7 +235,7 @@ def mark_batch_literals(graph: fx.Graph, small: fx.Graph) -> None:
     for node, twin in zip(graph.nodes, small.nodes, strict=True):
         if node.op == "call_function" and operator_name(node) in ARITHMETIC:
             numbers = [[a for a in n.args if isinstance(a, (int, float))] for n in (node, twin)]
-            node.meta["batch_literal"] = numbers[0] != numbers[1]
+            node.meta["batch_literal"] = twin.meta["batch_literal"] = numbers[0] != numbers[1]
 
 
 def batch_and_sequence(named: Mapping[str, torch.Tensor]) -> tuple[int, int | None]:
@@ -331,10 +331,11 @@ def _small_capture(
 def fold_program(model: nn.Module, flat: Flat, inputs: tuple[InputInfo, ...], sizes: Sizes) -> Program:
     """The program of a normalised graph: its constants, denominator, blocks and axes."""
     kinds = {n: "state" if name in flat.updates else kind for n, (kind, name) in flat.placeholders.items()}
+    (loss, *_) = (node for node, name in zip(output_nodes(flat.graph), flat.outputs, strict=False) if name == "loss")
+    numbers_as_terms(flat.graph, loss)
     merge_equal(flat.graph, constant_nodes(flat.graph, kinds))
     constants = constant_nodes(flat.graph, kinds)
     is_constant = set(constants)
-    (loss, *_) = (node for node, name in zip(output_nodes(flat.graph), flat.outputs, strict=False) if name == "loss")
 
     def is_of_inputs(node: fx.Node) -> bool:
         roles = (kinds.get(n.name) for n in closure([node]))

@@ -5,11 +5,14 @@ The terms are those of a sum with factors: ``a / n + 0.1 * b``. There are two ki
 - ``a / n``, where n depends on inputs alone. It is divided by the sum of n over all micro-batches (S2).
 - Any other term b. It counts as ``b / m``, where m is the number of micro-batches (`OVER_MICRO_BATCHES`).
 
+A number that is added, as in ``loss + 0.0``, is a term too.
+
 All divisors are elements of one value, the program's denominator. The last element is 1 for each micro-batch, so its
 sum is m. `autopar.capture.micro_batches` decides whether each term is a sum or a mean.
 """
 
 from collections.abc import Callable, Iterator
+from numbers import Real
 from typing import Any
 
 import torch
@@ -22,7 +25,34 @@ from autopar.rules.rule import TensorInfo
 
 _UNARY = frozenset(["neg", "to", "_to_copy", "clone", "squeeze", "unsqueeze", "reshape"])
 _OVER_ALL = frozenset(["sum", "mean"])
+_SUMS = {"add": aten.add.Tensor, "sub": aten.sub.Tensor, "rsub": aten.rsub.Tensor}
 Place = tuple[fx.Node, fx.Node]  # a node and an operand of it, which is a term
+
+
+def numbers_as_terms(graph: fx.Graph, loss: fx.Node) -> None:
+    """Replace every number that is added to a term of the loss by a constant tensor.
+
+    A number that depends on the batch size stays a number.
+    """
+    stack, seen = [loss], {loss}
+    while stack:
+        node = stack.pop()
+        if _adds_a_number(node):
+            with graph.inserting_before(node):
+                like = value(node)
+                number = _new(graph, node, aten.full.default, [], node.args[1], dtype=like.dtype, device=like.device)
+            node.target = _SUMS[operator_name(node)]
+            node.args = (node.args[0], number, *node.args[2:])
+        found = [operand for operand in _linear_in(node) if operand not in seen]
+        seen.update(found)
+        stack += found
+
+
+def _adds_a_number(node: fx.Node) -> bool:
+    if node.op != "call_function" or operator_name(node) not in _SUMS or node.meta.get("batch_literal"):
+        return False
+    is_one = isinstance(value(node), torch.Tensor) and value(node).numel() == 1
+    return is_one and isinstance(node.args[0], fx.Node) and isinstance(node.args[1], Real)
 
 
 def denominator_of(graph: fx.Graph, loss: fx.Node, is_of_inputs: Callable[[fx.Node], bool]) -> fx.Node | None:
@@ -83,7 +113,7 @@ def _linear_in(node: fx.Node) -> Iterator[fx.Node]:
         yield from node.args[0]  # type: ignore[misc]
     elif value(node).numel() != 1 or any(value(operand).numel() != 1 for operand in operands):
         return
-    elif name in ("add", "sub") and len(operands) == 2:
+    elif name in _SUMS and len(operands) == 2:
         yield from operands
     elif name in _UNARY or (name in ("mul", "div") and len(operands) == 1 and operands[0] is node.args[0]):
         yield operands[0]
@@ -119,8 +149,8 @@ def _cast(graph: fx.Graph, node: fx.Node, like: fx.Node) -> fx.Node:
     return node if value(node).dtype == dtype else _new(graph, node, aten.to.dtype, node, dtype)
 
 
-def _new(graph: fx.Graph, like: fx.Node, target: Any, *args: Any) -> fx.Node:
-    node = compute(graph, like, target, *args)
+def _new(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    node = compute(graph, like, target, *args, **kwargs)
     flows = any(n.meta["info"].differentiable for n in node.all_input_nodes)
     node.meta["info"] = TensorInfo(tuple(value(node).shape), value(node).dtype, flows)
     return node

@@ -49,6 +49,10 @@ EXACT: Mapping[str, Terms] = {
     "everything": lambda one, two, z, w: (one + 0.3 * (two - 0.2 * z)) * 2 + 0.01 * w,
     "a stack": lambda one, two, z, w: one + 0.1 * torch.stack([z, 2 * z, two]).mean(),
     "a mean of tokens": lambda one, two, z, w: z + 0.01 * w,
+    "plus zero": lambda one, two, z, w: one + 0.0,
+    "and numbers": lambda one, two, z, w: 2.0 - 3 * (one + 0.5) + 0.1 * (z - 1),
+    "a number with a factor": lambda one, two, z, w: torch.add(one, 0.5, alpha=3) + torch.tensor(0.25),
+    "a mean of tokens and a number": lambda one, two, z, w: 1.5 - z,
 }
 COUPLED: Mapping[str, Terms] = {
     "a square": lambda one, two, z, w: one + z.square(),
@@ -95,7 +99,7 @@ def test_micro_batches_have_the_gradients_of_the_batch(name: str, count: int) ->
             torch.testing.assert_close(found.gradients[parameter], tensor.grad, rtol=1e-10, atol=1e-14)
 
 
-@pytest.mark.parametrize("name", ["everything", "two means", "and a decay"])
+@pytest.mark.parametrize("name", ["everything", "two means", "and a decay", "and numbers"])
 def test_ranks_have_it_too(name: str) -> None:
     case = case_of((model_of(lambda *terms: EXACT[name](*terms) + 0.0 * terms[1]), batch_of()))
     for mesh in (Mesh.of(dp=2), Mesh.of(dp=3, tp=2)):
@@ -119,6 +123,13 @@ class ReportsTerms(TwoHeads):
         return {"loss": F.cross_entropy(scores.flatten(0, 1), labels.flatten()) + 0.5 * term, "term": term}
 
 
+class CountsSequences(TwoHeads):
+    """The loss has the number of sequences as a term."""
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor, next_labels: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens, labels, next_labels) + 0.01 * len(tokens)
+
+
 def test_outputs_are_those_of_the_model() -> None:
     """A term that is an output is not divided there."""
     torch.manual_seed(0)
@@ -136,6 +147,18 @@ def test_a_sum_beside_a_mean_is_refused() -> None:
     """A sum over the batch is no mean of the sums over micro-batches."""
     program = capture_program(TwoHeads(EXACT["and a mean of tokens"], sums=True), batch_of(), batch=2)
     assert "adds a sum over the batch to a mean" in str(program.mixes_batch)
+
+
+def test_a_number_beside_a_sum_is_refused() -> None:
+    """A sum over the micro-batches would have the number several times."""
+    program = capture_program(TwoHeads(lambda one, two, z, w: z + 1.0, sums=True), batch_of(), batch=2)
+    assert program.mixes_batch is not None
+
+
+def test_a_number_that_depends_on_the_batch_size_is_refused() -> None:
+    """The batch has another number than its micro-batches."""
+    program = capture_program(CountsSequences(EXACT["one mean"]), batch_of(), batch=2)
+    assert "not linear" in str(program.mixes_batch)
 
 
 def test_a_loss_of_one_term_is_left_alone() -> None:
