@@ -32,7 +32,7 @@ from autopar.capture.passes.normalize import normalise, remove_dead
 from autopar.capture.passes.packings import split_packings
 from autopar.capture.precision import checked_precision, in_precision, inputs_in_precision
 from autopar.capture.shared_axes import axes_of, with_note_on_axes
-from autopar.capture.targets import judged
+from autopar.capture.targets import agreed, judged
 from autopar.errors import CaptureError
 from autopar.ir.program import (
     Block,
@@ -182,6 +182,7 @@ def capture_twice(asked: CaptureRequest, batch: int | None = None) -> Twice:
         twin = fold_program(asked.model, small, _inputs_at(named, sizes, at, sequence_varies), others)
         twin = replace(twin, fixed=fixed)
         program = with_note_on_axes(program, [axes_of(block) for block in twin.blocks])
+        program, twin = agreed(program, twin)
     return Twice(
         program=program,
         small=twin,
@@ -203,9 +204,9 @@ def with_same_sequence(twice: Twice, asked: CaptureRequest) -> Twice:
     remove_dead(flat.graph)
     others = Sizes(batch=at[0], sequence=at[1])
     third = fold_program(asked.model, flat, _inputs_at(named, sizes, at, sequence_varies=True), others)
-    return replace(
-        twice, small=replace(third, fixed=fixed_inputs(asked.model, asked.inputs, asked.loss_fn)), small_sizes=others
-    )
+    third = replace(third, fixed=fixed_inputs(asked.model, asked.inputs, asked.loss_fn))
+    program, small = agreed(twice.program, third)
+    return replace(twice, program=program, small=small, small_sizes=others)
 
 
 def _inputs_at(

@@ -56,6 +56,25 @@ def judged(program: Program) -> Program:
     return replace(found, ignored=ignored_targets(found, analysis))
 
 
+def agreed(program: Program, small: Program) -> tuple[Program, Program]:
+    """The programs of two captures. Micro-batches are exact only if both captures say so.
+
+    The small capture's reason counts first, because few dimensions have its sizes by chance.
+    """
+    reason = small.mixes_batch or program.mixes_batch
+    return coupled(program, reason), coupled(small, reason)
+
+
+def coupled(program: Program, reason: str | None) -> Program:
+    """The program with a reason against micro-batches that was found at other sizes. None leaves it as it is.
+
+    At some batch sizes a dimension has the size of the batch by chance, such as ``x.view(2, -1)`` at two sequences.
+    """
+    if reason is None:
+        return program
+    return replace(program, loss_reduction="sum", mixes_batch=reason, ignored=None)
+
+
 def ignored_targets(program: Program, analysis: Analysis) -> dict[str, int] | None:
     """The inputs that can mark samples, with the number that marks an ignored one. None if no sample can be ignored."""
     if program.mixes_batch is not None or program.loss_reduction != "sum":

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from autopar.capture.any_size import capture
 from autopar.capture.program import capture_program
 from autopar.ir.degrees import Degrees
 from autopar.runtime.parameters.materialise import parameter_source
@@ -30,6 +31,28 @@ def test_a_loss_is_a_sum_or_a_mean_over_the_batch(reduction: str) -> None:
     program = capture_program(Regression(reduction), {"x": torch.randn(6, 4), "target": torch.randn(6, 4)})
     assert program.mixes_batch is None
     assert program.loss_reduction == reduction
+
+
+class Halves(nn.Module):
+    """A weight for each half of all tokens. Two sequences are the halves by chance, six sequences are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.weights = nn.Linear(4, 8), nn.Parameter(torch.tensor([1.0, 2.0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        halves = self.layer(x).view(2, x.shape[0] * x.shape[1], 4)
+        return (halves * self.weights.view(2, 1, 1)).tanh().square().mean()
+
+
+@pytest.mark.parametrize("batch", [2, 3, 4, 6])
+def test_a_number_that_equals_the_batch_by_chance_hides_no_coupling(batch: int) -> None:
+    """The message names the operator that couples samples, and no operator before it."""
+    x = torch.randn(6, 5, 4)
+    captured = capture(Halves(), {"x": x})
+    for program in (capture_program(Halves(), {"x": x}, batch=batch), captured.at(batch=batch)):
+        assert "reshape:0 (aten.reshape.default) needs all samples at once" in str(program.mixes_batch)
+        assert program.ignored is None
 
 
 class Counting(nn.Module):

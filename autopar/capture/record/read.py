@@ -27,7 +27,7 @@ from autopar.capture.record.schema import (
     Size,
     StateRecord,
 )
-from autopar.capture.targets import judged
+from autopar.capture.targets import coupled, judged
 from autopar.errors import CaptureError
 from autopar.ir.program import (
     Block,
@@ -85,7 +85,7 @@ def program_at(record: ProgramRecord, sizes: Sizes) -> Program:
         decisions=tuple(Decision(**dict(decision)) for decision in record.decisions),
     )
     if sizes.batch > 1:
-        return judged(program)
+        return coupled(judged(program), record.mixes_batch)
     ignored = None if record.ignored is None else dict(record.ignored)
     verdicts: dict[str, Any] = {"loss_reduction": record.loss_reduction, "mixes_batch": record.mixes_batch}
     return replace(described(program, analyse(program)), ignored=ignored, **verdicts)
