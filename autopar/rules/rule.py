@@ -277,11 +277,16 @@ def parse(
 
 
 def make_rule(inputs: tuple[Spec, ...], output: Spec, sizes: Mapping[str, int], **options: Any) -> Rule:
-    """A rule from explicit factor names. The output lacks the `reduced` factors; additive operands are added to it."""
+    """A rule from explicit factor names. The output lacks the `reduced` factors; additive operands are added to it.
+
+    A dimension without elements is never split.
+    """
     in_output = {f for dim in output for f in dim}
     used = in_output | {f for spec in inputs for dim in spec for f in dim}
     reduced = frozenset(f for f in used if f not in in_output)
     ordered = {f: n for f, n in sizes.items() if f in used}  # labels must come in the same order in every process
+    empty = frozenset(f for f, size in ordered.items() if size == 0)
+    options["whole"] = options.get("whole", frozenset()) | empty
     return Rule(inputs=inputs, output=output, sizes=ordered, reduced=reduced, **options)
 
 

@@ -4,12 +4,14 @@ import copy
 
 import pytest
 import torch
+from equivalence import case_of, check, labelled
 from torch import nn
 from torch.nn import functional
 
 from autopar.capture.any_size import capture
 from autopar.capture.program import capture_program
 from autopar.ir.degrees import Degrees
+from autopar.ir.sharding import Mesh
 from autopar.runtime.parameters.materialise import parameter_source
 from autopar.runtime.verify.float64_program import promoted
 from autopar.runtime.verify.reference import reference_steps
@@ -53,6 +55,29 @@ def test_a_number_that_equals_the_batch_by_chance_hides_no_coupling(batch: int) 
     for program in (capture_program(Halves(), {"x": x}, batch=batch), captured.at(batch=batch)):
         assert "reshape:0 (aten.reshape.default) needs all samples at once" in str(program.mixes_batch)
         assert program.ignored is None
+
+
+class Pools(nn.Module):
+    """Attention to all tokens and to pooled tokens. No token is pooled at short lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        keys = self.layer(x)
+        pooled = keys[:, : len(x[0]) // 64].new_zeros((len(x), len(x[0]) // 64, 8)).unsqueeze(1)
+        every = torch.cat([keys.unsqueeze(1), pooled], 2).squeeze(1)
+        return functional.scaled_dot_product_attention(keys, every, every).square().mean()
+
+
+def test_a_value_without_elements_couples_nothing() -> None:
+    torch.manual_seed(0)
+    model, x = Pools().double(), torch.randn(6, 5, 4, dtype=torch.float64)
+    assert capture_program(model, {"x": x}, batch=2).mixes_batch is None
+    case = case_of((model, {"x": x}))
+    for mesh in (Mesh.of(dp=2), Mesh.of(dp=3, tp=2)):
+        check(case, labelled(case, mesh), mesh)
 
 
 class Counting(nn.Module):

@@ -13,7 +13,7 @@ from autopar.rules.families.pointwise import OPERATORS
 from autopar.rules.registry import registered, rule_of
 from autopar.rules.routed import ORDER, ROUTED
 from autopar.rules.rule import Step
-from autopar.testing.rule_proof import prove, run_steps
+from autopar.testing.rule_proof import prove, prove_rule, run_steps, sample_of
 
 aten = torch.ops.aten
 TARGETS = sorted(registered(), key=str)
@@ -59,6 +59,38 @@ def test_rule_holds_in_shards(target: Any) -> None:
     assert not missing, f"no draw of {target} splits {sorted(missing)}"
     inner = {factor for factor, axis in split if axis}
     assert inner or target in NEVER_SPLIT, f"no draw of {target} splits the inner axis of a product"
+
+
+def _empty(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.float64)
+
+
+WITHOUT_ELEMENTS = {
+    aten.full_like.default: (_empty(4, 0, 6), 0.0),
+    aten.new_full.default: (_empty(4, 0, 6), [4, 0, 6], 0.0),
+    aten.unsqueeze.default: (_empty(4, 0, 6), 1),
+    aten.squeeze.dim: (_empty(4, 1, 0, 6), 1),
+    aten.reshape.default: (_empty(4, 0, 6), [4, 0, 2, 3]),
+    aten.transpose.int: (_empty(4, 0, 6), 0, 1),
+    aten.expand.default: (_empty(4, 1, 0, 6), [4, 2, 0, 6]),
+    aten.add.Tensor: (_empty(4, 0, 6), _empty(1, 6)),
+    aten.cat.default: ([_empty(4, 0, 6), torch.randn(4, 3, 6).double()], 1),
+    aten.slice.Tensor: (torch.randn(4, 3, 6).double(), 1, 0, 0),
+    aten.sum.dim_IntList: (_empty(4, 0, 6), [1]),
+    aten.linear.default: (_empty(4, 0, 6), torch.randn(2, 6).double()),
+}
+
+
+@pytest.mark.parametrize("target", WITHOUT_ELEMENTS, ids=str)
+def test_a_dimension_without_elements_is_whole_and_the_others_are_split(target: Any) -> None:
+    """Caches and pools of a model may be empty at short lengths, beside a batch that is split."""
+    proof = prove_rule(target, [WITHOUT_ELEMENTS[target]])
+    assert proof.splits, proof
+
+
+def test_a_reshape_without_elements_may_move_them() -> None:
+    rule = rule_of(sample_of(aten.reshape.default, (_empty(4, 0, 6), [4, 6, 0]), {}).call)
+    assert rule.known and [factor for factor in rule.sizes if factor not in rule.whole] == ["r0"]
 
 
 def test_an_operator_without_a_sample_fails() -> None:

@@ -25,8 +25,9 @@ def rule_from(
 ) -> Rule:
     """A rule from one spec per operand and one for the output; sizes of packed factors are given in `sizes`.
 
-    Factors of size 1 and broadcast dimensions become the empty product. Sets in `linear` that contain a bool are
-    dropped: a sum over ranks of bools means nothing. Raises `RuleError` where a spec does not fit its shape.
+    Factors of size 1 and broadcast dimensions become the empty product. A dimension without elements stays whole. Sets
+    in `linear` that contain a bool are dropped: a sum over ranks of bools means nothing. Raises `RuleError` where a spec
+    does not fit its shape.
     """
     assert options.keys() <= PERMITTED_OPTIONS, options
     shapes = [operand.shape for operand in call.operands]
@@ -39,7 +40,8 @@ def rule_from(
             raise RuleError(f"{call.target}: {spec} does not fit a tensor of shape {shape}")
         for dim, size in zip(spec, shape, strict=True):
             if len(dim) == 1 and dim[0] not in (sizes or {}):
-                known[dim[0]] = max(size, known.get(dim[0], 1))
+                met = (size, known.get(dim[0], 1))
+                known[dim[0]] = max(met) if all(met) else 0
     fitted = [_fit(call, s, shape, known) for s, shape in zip(specs, [*shapes, call.output.shape], strict=True)]
     used = {f for spec in fitted for dim in spec for f in dim}
     return make_rule(

@@ -47,7 +47,7 @@ def reshape_rule(call: Call) -> Rule:
     """Factors are the common refinement of both shapes; where two factorisations cross, that span is whole."""
     source, target = call.operands[0].shape, call.output.shape
     if 0 in source:
-        raise RuleError("an empty tensor has no factors")
+        return _without_elements(call)
     left: list[Dim] = [()] * len(source)
     right: list[Dim] = [()] * len(target)
     sizes: dict[str, int] = {}
@@ -68,6 +68,26 @@ def reshape_rule(call: Call) -> Rule:
             for d in group:
                 spec[d] = _take(rest, unnamed, shape[d])
     return rule_from(call, [left], right, sizes=sizes, whole=whole, linear=[{0}], emit=emit_reshape)
+
+
+def _without_elements(call: Call) -> Rule:
+    """The equal sizes at the begin and at the end of both shapes are factors. The dimensions between them are whole."""
+    shapes = (call.operands[0].shape, call.output.shape)
+    specs: tuple[list[Dim], list[Dim]] = tuple([()] * len(shape) for shape in shapes)  # type: ignore[assignment]
+    left, right = ([d for d, size in enumerate(shape) if size != 1] for shape in shapes)
+    sizes: dict[str, int] = {}
+    for end in (0, -1):
+        while left and right and shapes[0][left[end]] == shapes[1][right[end]]:
+            a, b = left.pop(end), right.pop(end)
+            sizes[f"r{a}"] = shapes[0][a]
+            specs[0][a] = specs[1][b] = (f"r{a}",)
+    whole = set()
+    for prefix, shape, spec, rest in zip("xy", shapes, specs, (left, right), strict=True):
+        for d in rest:
+            spec[d] = (f"{prefix}{d}",)
+            sizes[f"{prefix}{d}"] = shape[d]
+            whole.add(f"{prefix}{d}")
+    return rule_from(call, [specs[0]], specs[1], sizes=sizes, whole=whole, linear=[{0}], emit=emit_reshape)
 
 
 rule(
