@@ -26,8 +26,8 @@ def rule_from(
     """A rule from one spec per operand and one for the output; sizes of packed factors are given in `sizes`.
 
     Factors of size 1 and broadcast dimensions become the empty product. A dimension without elements stays whole. Sets
-    in `linear` that contain a bool are dropped: a sum over ranks of bools means nothing. Raises `RuleError` where a spec
-    does not fit its shape.
+    in `linear` that contain a bool are dropped: a sum over ranks of bools means nothing. Raises `RuleError` where a
+    spec does not fit its shape.
     """
     assert options.keys() <= PERMITTED_OPTIONS, options
     shapes = [operand.shape for operand in call.operands]
