@@ -11,7 +11,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -37,13 +37,18 @@ def on_ranks(num_ranks: int, train: Callable[[], None]) -> None:
         dist.barrier()
         dist.destroy_process_group()
         return
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    quiet = {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "TORCH_LOGS": "-dtensor"}
     print(f"starting {num_ranks} ranks", flush=True)
+    sys.exit(start_ranks(num_ranks, sys.argv[1:]))
+
+
+def start_ranks(num_ranks: int, arguments: Sequence[str], *, quiet: bool = False) -> int:
+    """Run this script under torchrun with other arguments, and return its status. `quiet` hides what it reports."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    few_words = {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "TORCH_LOGS": "-dtensor"}
     with tempfile.TemporaryDirectory() as logs:  # torchrun leaves the folder that it makes by itself
-        command = [*launcher, "--log-dir", logs, os.path.abspath(sys.argv[0]), *sys.argv[1:]]
-        status = subprocess.run(command, env=quiet | os.environ).returncode
-    sys.exit(status)
+        command = [*launcher, "--log-dir", logs, os.path.abspath(sys.argv[0]), *arguments]
+        errors = subprocess.DEVNULL if quiet else None
+        return subprocess.run(command, env=few_words | os.environ, stderr=errors).returncode
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

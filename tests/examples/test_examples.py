@@ -49,6 +49,50 @@ def test_demo(tmp_path: Path, plan: str, sizes: str) -> None:
 
 
 @pytest.mark.timeout(400)
+def test_demo_in_low_precision(tmp_path: Path) -> None:
+    """Every loss is within 2 % of float32 on one device."""
+    sizes = ["--steps", "12", "--check-steps", "12", "--layers", "2", "--hidden", "64", "--seq-len", "32"]
+    shown = forked.run(EXAMPLES / "demo.py", ["--precision", "bf16", *sizes, "--out", str(tmp_path / "out")], tmp_path)
+    assert "first 12 steps against one device in float32: worst relative difference" in shown
+    found = json.loads((tmp_path / "out" / "losses.json").read_text())
+    assert found["loss"] == pytest.approx(found["single_device_loss"], rel=0.02)
+    assert found["loss"] != pytest.approx(found["single_device_loss"], rel=1e-6)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("check", [False, long(True)], ids=["resumed", "beside a whole run"])
+def test_long_run(tmp_path: Path, check: bool) -> None:
+    """The ranks are killed. The run goes on from its checkpoint, on the next sample, under another plan."""
+    sizes = ["--layers", "2", "--width", "64", "--seq-len", "32", "--batch", "8", "--steps", "8"]
+    options = [*sizes, "--save-every", "2", "--kill", "5", *(["--check"] if check else [])]
+    shown = under_torchrun(EXAMPLES / "long_run.py", options, tmp_path)
+    assert "all ranks were killed after step 5" in shown
+    assert "loaded the checkpoint of step 4" in shown
+    run = tmp_path / "long_run_output"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    logged = [(line["step"], line["loss"]) for line in lines if "loss" in line]
+    assert [step for step, _ in logged] == [1, 2, 3, 4, 5, 5, 6, 7, 8]
+    assert logged[5][1] == pytest.approx(logged[4][1], rel=0.005)  # the same samples and weights, in bfloat16
+    if check:
+        worst = re.search(r"8 losses with and without the kill differ by at most (\S+) ", shown)
+        assert worst is not None
+        assert float(worst[1]) < 0.02
+    exported = exported_loss(run / "exported")
+    assert exported < logged[0][1]
+
+
+def exported_loss(folder: Path) -> float:
+    """The loss of an exported model on the first bytes of the text that the examples learn."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.tensor([list(b"import os, sys, re\n\ndef main(self):")])
+    loss: float = model(input_ids=ids, labels=ids).loss.item()
+    return loss
+
+
+@pytest.mark.timeout(400)
 def test_train_gpt2_and_its_checkpoint(tmp_path: Path) -> None:
     import torch
     import torch.distributed.checkpoint as dcp
