@@ -26,10 +26,11 @@ _INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a tensor lies: its file, and its first byte."""
+    """Where a tensor lies: its file, its first byte, and the number of its bytes."""
 
     file: str
     at: int
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +105,7 @@ class Export:
             raise CheckpointError(f"{self._root} cannot be written: {failure.strerror or failure}")
 
     def _write_one(self, place: Place, value: torch.Tensor) -> None:
+        assert value.nbytes == place.num_bytes, (place, value.shape, value.dtype)
         descriptor = os.open(self._partial / place.file, os.O_WRONLY)
         try:
             at = place.at
@@ -142,7 +144,7 @@ def _layout(tensors: Mapping[str, torch.Tensor], shard_bytes: int) -> Layout:
         own = [names[index] for index in part]
         entries: dict[str, tuple[torch.dtype, Sequence[int]]] = {n: (tensors[n].dtype, tensors[n].shape) for n in own}
         headers[file], begins = header_of(entries, {"format": "pt"})
-        places |= {name: Place(file=file, at=at) for name, at in begins.items()}
+        places |= {name: Place(file=file, at=at, num_bytes=tensors[name].nbytes) for name, at in begins.items()}
         ends[file] = len(headers[file]) + sum(tensors[name].nbytes for name in own)
     return Layout(headers=headers, sizes=ends, places=places, num_bytes=sum(sizes))
 

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import CheckpointError, InputError
+from autopar.ir.precision import stored_dtype
 from autopar.runtime.checkpoint import optimizers
 from autopar.runtime.checkpoint.export import Export, name_to_keep
 from autopar.runtime.checkpoint.folder import latest_folder
@@ -204,7 +205,8 @@ class CheckpointedModel(RunningModel):
         infos = dict(by_model_parameter(self.program))
         if name in infos:
             (info, *_), part = infos[name], infos[name][0].part
-            return torch.empty(info.shape if part is None else part.shape, dtype=info.dtype, device="meta")
+            dtype = stored_dtype(info.dtype, self.plan.degrees)
+            return torch.empty(info.shape if part is None else part.shape, dtype=dtype, device="meta")
         info = self.program.buffers[name]
         return torch.empty(info.shape, dtype=info.dtype, device="meta")
 

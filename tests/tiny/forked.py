@@ -123,7 +123,7 @@ def _script(script: Path, arguments: tuple[str, ...], rank: Mapping[str, str] | 
     sys.exit(status)
 
 
-def _show(command: Sequence[str], env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+def _show(command: Sequence[str], env: Mapping[str, str], **_: object) -> subprocess.CompletedProcess[str]:
     """In place of starting torchrun: print its command line."""
     assert env.keys() >= QUIET.keys()
     print("\0".join(command), flush=True)
