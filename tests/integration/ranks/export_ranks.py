@@ -73,7 +73,8 @@ def exported(rank: int, world_size: int, family: str, wish: Mapping[str, Any], f
     again = error_of(lambda: parallel.export_hf(folder))
     state = whole_everywhere({"model": parallel.state_dict()})["model"]
     outputs = parallel.eval().evaluate(parallel.local_batch(batch))
-    logits = outputs["logits"].full_tensor() if "logits" in outputs else None
+    logits = outputs.get("logits")
+    logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
     other = parallelize(built(family, 1), f"{world_size}xcpu", example_inputs=example, plan=wish, state=folder)
     found = whole_everywhere({"model": other.state_dict()})["model"]
     differing = [name for name, value in state.items() if not torch.equal(found[name], value)]
