@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from common import MAX_NORM, SEED, Batch, Text, on_ranks, parser, say, start_ranks
 from demo import build_model, warm_up
 from torch.utils.data import Dataset

@@ -8,6 +8,7 @@ import torch
 from checkpoint_ranks import error_of
 from pipeline_ranks import whole_everywhere
 from shared_captures import captured_by_first_rank
+from torch.distributed.tensor import DTensor
 
 from autopar.api import parallelize
 from autopar.runtime.parameters.state_loading import open_state
