@@ -185,7 +185,9 @@ class Pricing:
         """Bytes of host memory for one device."""
         engine, saved = self.machine.engine, np.zeros(1)
         if is_on_host(engine, ACTIVATIONS):
-            saved = activations(self.family(layouts), self.shape, layouts, engine, fused=self.fused).none
+            shares = block_shares(self.works, self.question.degrees)
+            found = activations(self.family(layouts), self.shape, layouts, engine, fused=self.fused)
+            saved = found.mixed(shares["selective"], shares["full"])
         return float(host_bytes(engine, self.shape, self.works.num_parameters, saved, layouts)[0])
 
     def flops(self, sequences: float) -> tuple[float, float]:

@@ -198,11 +198,13 @@ class _Frame:
     def __init__(self) -> None:
         self.outer = private.saved_tensor_hooks()  # of the code around the block, which sees every kept tensor
         self.made: dict[int, tuple[Any, _Run, int]] = {}  # results of recomputed parts by storage
+        self.runs: list[_Run] = []
         self.running: _Run | None = None
 
     def run(self, part: Part, given: Sequence[Any]) -> Sequence[Any]:
         """Run a recomputed part forward."""
         self.running = run = _Run(part, [self._input(value) for value in given])
+        self.runs.append(run)
         try:
             results: Sequence[Any] = part.function(*given)
         finally:
@@ -214,13 +216,19 @@ class _Frame:
         return results
 
     def finish(self) -> None:
-        """Forget the results of the forward pass."""
+        """Keep the inputs of the parts that will run again, and forget the results of the forward pass.
+
+        The last part comes first: a part runs again if autograd, or a later part that runs again, asks for its values.
+        """
+        for run in reversed(self.runs):
+            run.keep_inputs(self.outer)
+        self.runs.clear()
         self.made.clear()
 
     def _input(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        return _Input(self._saved(value), value)
+        return _Input(self._remade(value), value)
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """What autograd holds for a tensor that it saves."""
@@ -239,16 +247,21 @@ class _Frame:
         return found
 
     def _saved(self, tensor: torch.Tensor) -> "_Kept | _Note":
-        """A note if the tensor is the result of a recomputed part, or a view of it. Else the tensor is kept."""
+        """A note if the tensor is computed again. Else the tensor is kept."""
+        found = self._remade(tensor)
+        return _Kept(tensor, self.outer) if found is None else _Note(*found)
+
+    def _remade(self, tensor: torch.Tensor) -> "_Remade | None":
+        """How a tensor is computed again: it is the result of a recomputed part, or a view of it."""
         found = self.made.get(private.storage_id(tensor))
         if found is not None:
             _, run, place = found
             layout = _layout(tensor)
             if layout == run.layouts[place]:
-                return _Note(run, (_RESULT, place), None)
+                return run, (_RESULT, place), None
             if layout[0] == run.layouts[place][0]:
-                return _Note(run, (_RESULT, place), layout)
-        return _Kept(tensor, self.outer)
+                return run, (_RESULT, place), layout
+        return None
 
 
 _RESULT, _INNER = "result", "inner"  # of a part, and of an operator in it
@@ -287,12 +300,25 @@ class _Note:
         return found if self.layout is None else found.as_strided(*self.layout[1:])
 
 
-class _Input:
-    """An input of a recomputed part."""
+_Remade = tuple["_Run", _Key, tuple[Any, ...] | None]  # the arguments of a note
 
-    def __init__(self, held: _Kept | _Note, value: torch.Tensor) -> None:
-        self.held, self.flows = held, value.requires_grad
+
+class _Input:
+    """An input of a recomputed part. It is held once it is known that the part runs again."""
+
+    def __init__(self, remade: _Remade | None, value: torch.Tensor) -> None:
+        self.remade, self.flows = remade, value.requires_grad
+        self.value = value.detach() if remade is None else None
         self.storage = private.storage_id(value)
+        self.held: _Kept | _Note | None = None
+
+    def keep(self, outer: Any) -> None:
+        """Hold the input for the backward pass."""
+        if self.remade is not None:
+            self.held = _Note(*self.remade)
+        elif self.value is not None:
+            self.held = _Kept(self.value, outer)
+        self.remade = self.value = None
 
 
 class _Run:
@@ -301,12 +327,20 @@ class _Run:
     def __init__(self, part: Part, inputs: Sequence[Any]) -> None:
         self.part = part
         self.inputs: Sequence[Any] | None = inputs
-        self.kept = {one.storage for one in inputs if isinstance(one, _Input) and isinstance(one.held, _Kept)}
+        self.kept = {one.storage for one in inputs if isinstance(one, _Input) and one.remade is None}
         self.positions = [stream.position() for stream in part.streams]
         self.layouts: dict[int, tuple[Any, ...]] = {}
         self.num_saved = 0
         self.notes: Counter[_Key] = Counter()
         self.values: dict[_Key, torch.Tensor] = {}
+
+    def keep_inputs(self, outer: Any) -> None:
+        """Hold the inputs for the backward pass, if a note asks for a value of this run."""
+        if not self.notes:
+            self.inputs = None
+        for one in self.inputs or ():
+            if isinstance(one, _Input):
+                one.keep(outer)
 
     def value(self, key: _Key) -> torch.Tensor:
         """A result of the part or a tensor that one of its operators saved. The first call runs the part again."""
@@ -341,6 +375,7 @@ def _is_tensor(value: Any) -> bool:
 def _again(one: Any, *, flows: bool) -> Any:
     if not isinstance(one, _Input):
         return one
+    assert one.held is not None
     return one.held.tensor().detach().requires_grad_(flows and one.flows)
 
 

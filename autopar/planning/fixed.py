@@ -222,9 +222,10 @@ def _on(program: Program, cluster: ClusterSpec) -> "Machinery":
 
 def _works(program: Program, labelled: Labelled, regather: bool) -> ProgramWorks:
     degrees, analysis, found = labelled
-    return program_works(
+    works = program_works(
         program, analysis, found.blocks, degrees.mesh, regather=regather, loss_chunks=degrees.loss_chunks
     )
+    return replace(works, optimizer=degrees.optimizer)
 
 
 def choose_labels(

@@ -125,7 +125,16 @@ def pipeline_of(
         one = whole_message_s(message, engine, message_exposed)
         busy, blocks, again, total, sending = _of_ranks(stages, seconds, one, is_overlapped, ranks_per_core)
         idle = np.maximum(0.0, total - stages.micro_batches * busy - sending)
-        return Pipelined(busy=busy, blocks=blocks, again=again, idle=stages.runs * idle, messages=stages.runs * sending)
+        full, selective = _recomputed_of_ranks(stages)
+        return Pipelined(
+            busy=busy,
+            blocks=blocks,
+            again=again,
+            full=full,
+            selective=selective,
+            idle=stages.runs * idle,
+            messages=stages.runs * sending,
+        )
 
     return priced
 
@@ -162,8 +171,10 @@ def pipelines_of(
             memo(_pipelined, each, roles, seconds, one, is_overlapped, ranks_per_core)
             for each, one, seconds in zip(stages, messages, zip(*columns, strict=True), strict=True)
         ]
-        busy, blocks, again, idle, sending = np.array(found).T
-        return Pipelined(busy=busy, blocks=blocks, again=again, idle=idle, messages=sending)
+        busy, blocks, again, full, selective, idle, sending = np.array(found).T
+        return Pipelined(
+            busy=busy, blocks=blocks, again=again, full=full, selective=selective, idle=idle, messages=sending
+        )
 
     return priced
 
@@ -175,16 +186,29 @@ def _pipelined(
     message: float,
     is_overlapped: bool,
     ranks_per_core: float,
-) -> tuple[float, float, float, float, float]:
-    """The fields of `Pipelined` for one layout. Each role has the seconds of the fields of `Passes`."""
+) -> tuple[float, ...]:
+    """The fields of `Pipelined` for one layout: seconds and blocks of a rank, then its idle seconds and its messages.
+
+    Each role has the seconds of the fields of `Passes`.
+    """
     passes = {role: seconds[4 * k : 4 * k + 4] for k, role in enumerate(roles)}
     busy, blocks, again, total, sending = _of_ranks(stages, passes, message, is_overlapped, ranks_per_core)
     slowest = int(np.argmax(busy))
-    own, waited, held, repeated = (
-        float(np.mean(values) if ranks_per_core > 1 else values[slowest]) for values in (busy, sending, blocks, again)
+    own, *others, waited = (
+        float(np.mean(values) if ranks_per_core > 1 else values[slowest])
+        for values in (busy, blocks, again, *_recomputed_of_ranks(stages), sending)
     )
     idle = max(0.0, total - stages.micro_batches * own - waited)
-    return own, held, repeated, stages.runs * idle, stages.runs * waited
+    return own, *others, stages.runs * idle, stages.runs * waited
+
+
+def _recomputed_of_ranks(stages: Stages) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The fully and the selectively recomputed blocks of every rank, where stages differ in that."""
+    full, selective = (
+        per_rank(stages, np.array([len(own) for own in found], dtype=np.float64))
+        for found in (recomputed(stages), recomputed_selectively(stages))
+    )
+    return full, selective
 
 
 def _of_ranks(

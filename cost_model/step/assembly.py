@@ -28,8 +28,10 @@ class Pipelined:
     blocks: Floats  # repeated blocks of the rank
     idle: Floats  # seconds of the step
     messages: Floats  # seconds of the step in which the rank waits for messages
-    # seconds of `busy` in blocks that only some stages recompute
+    # seconds of `busy` in blocks that only some stages recompute, and how many blocks of the rank those are
     again: Floats = field(default_factory=lambda: np.zeros(1))
+    selective: Floats = field(default_factory=lambda: np.zeros(1))
+    full: Floats = field(default_factory=lambda: np.zeros(1))
 
 
 # maps the passes of every role and the seconds of one message to the busiest rank of a plan's own stages
@@ -216,14 +218,13 @@ def _accumulation(basis: Basis, layouts: Layouts, parameters: RankParameters) ->
 def _host_seconds(
     basis: Basis, layouts: Layouts, prices: StepPrices, data: DataPrices, mean: Passes, own: Pipelined
 ) -> HostSeconds:
-    """Waiting for the host. What a mean block keeps depends on recomputation."""
-    kept = weighted(
-        [
-            (share, prices.blocks[role].saved.kept(layouts.recompute))
-            for role, share in repeated_roles(basis.shape).items()
-        ]
-    )
-    return host_seconds(basis, layouts, data.parameters, mean, own.blocks, kept)
+    """Waiting for the host. A rank moves what its blocks save, which depends on recomputation."""
+    moved = np.zeros(1)
+    for role, share in repeated_roles(basis.shape).items():
+        one = prices.blocks[role].saved
+        freed = own.selective * (one.none - one.selective) + own.full * (one.none - one.full)
+        moved = moved + share * (own.blocks * one.kept(layouts.recompute) - freed)
+    return host_seconds(basis, layouts, data.parameters, mean, own.blocks, moved)
 
 
 def _optimizer(basis: Basis, layouts: Layouts, parameters: RankParameters) -> Floats:

@@ -123,12 +123,12 @@ def device_state_bytes(
 
 
 def host_seconds(
-    basis: "Basis", layouts: Layouts, parameters: "RankParameters", mean: "Passes", blocks: Floats, kept: Floats
+    basis: "Basis", layouts: Layouts, parameters: "RankParameters", mean: "Passes", blocks: Floats, saved: Floats
 ) -> HostSeconds:
     """The waiting of every layout.
 
-    `mean` are the passes of a mean block, of which a rank has `blocks`, and of which each keeps `kept` bytes of a
-    micro-batch for its backward pass.
+    `mean` are the passes of a mean block, of which a rank has `blocks`. The blocks save `saved` bytes of a micro-batch
+    for their backward passes.
     """
     engine, host, n = basis.machine.engine, host_of(basis.machine), layouts.micro_batches
     if engine.offload == NO_OFFLOAD:
@@ -152,6 +152,6 @@ def host_seconds(
         down = behind_backward + np.where(stage >= 2, (n - 1) * added, 0.0)
         copies = copies + up + down
     if is_on_host(engine, ACTIVATIONS):
-        moving = blocks * kept / host.link_bytes_per_s
+        moving = saved / host.link_bytes_per_s
         copies = copies + n * (np.maximum(moving - forward, 0.0) + moving)
     return HostSeconds(copies=np.asarray(copies), update=update)

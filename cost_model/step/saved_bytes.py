@@ -41,6 +41,11 @@ class SavedBytes:
         """The saved bytes of layouts."""
         return np.where(recompute == 2, self.full, np.where(recompute == 1, self.selective, self.none))
 
+    def mixed(self, selective: Floats | float, full: Floats | float) -> Floats:
+        """The saved bytes of the mean block, if these parts of the blocks are recomputed selectively and fully."""
+        found: Floats = (1 - selective - full) * self.none + selective * self.selective + full * self.full
+        return found
+
     def working(self, recompute: Floats) -> Floats:
         """The bytes that exist besides while the block runs."""
         made_again = np.where(recompute == 2, self.whole, np.where(recompute == 1, self.again, 0.0))

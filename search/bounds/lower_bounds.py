@@ -4,6 +4,7 @@ Bounds and plans share their prices (`autopar.cost_model.step.step`). Two things
 of replayed. Recomputation has the least level that fits (`autopar.search.bounds.memory`), not whole blocks.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -76,12 +77,28 @@ class Machinery:
         return np.asarray(found)
 
     def _saved(self, works: ProgramWorks, layouts: Layouts) -> Floats | float:
-        """Bytes that a mean block saves of a micro-batch, if they go to the host."""
+        """Bytes that a mean block saves of a micro-batch, if they go to the host.
+
+        Recomputation that is open is none: it frees no device memory.
+        """
         engine = self.machine.engine
         if not is_on_host(engine, ACTIVATIONS):
             return 0.0
         family = family_at(works, layouts, self.machine.mechanisms)
-        return activations(family, shape_of_works(works), layouts, engine, fused=engine.attention == "fused").none
+        saved = activations(family, shape_of_works(works), layouts, engine, fused=engine.attention == "fused")
+        part = self._pinned_part(works, layouts)
+        selective = part if self.most_level == 1 and works.has_selected else 0.0
+        full = part if self.most_level > 1 or not works.has_selected else 0.0
+        return saved.mixed(selective, full)
+
+    def _pinned_part(self, works: ProgramWorks, layouts: Layouts) -> Floats | float:
+        """The part of the blocks that are recomputed because `recompute_blocks` says so."""
+        pinned, every = self.recompute_blocks, sum(count for _, count in works.counts)
+        if pinned is None:
+            return 0.0
+        if isinstance(pinned, tuple):
+            return min(1.0, sum(pinned) / every)
+        return np.minimum(pinned * layouts.pp * np.maximum(layouts.virtual, 1) / every, 1.0)
 
     def keeping(self, offload: str) -> "Machinery":
         """The same machinery with other values on the host."""
@@ -199,6 +216,8 @@ def screen(works: ProgramWorks, found: Candidates, on: Machinery) -> Screened:
     if on.cuts is not None:  # nothing is known of their memory before they are priced
         level = np.where(np.isfinite(level) & (level <= on.most_level), level, 0.0)
     mixed = sum(part * step.seconds for part, step in zip(level_weights(level), steps, strict=True))
+    if isinstance(on.recompute_blocks, tuple):
+        mixed = _least_of_stages(steps)
     selective, full = memory.mean_selective, memory.mean_full
     means = (1 - selective - full, selective, full)
     by_stage = sum(part * step.seconds for part, step in zip(means, steps, strict=True))
@@ -219,6 +238,15 @@ def screen(works: ProgramWorks, found: Candidates, on: Machinery) -> Screened:
         state_bytes=np.broadcast_to(memory.state, level.shape),
         largest=np.broadcast_to(memory.largest, level.shape),
     )
+
+
+def _least_of_stages(steps: Sequence[Assembled]) -> Floats:
+    """The least seconds if every stage recomputes a number of blocks of its own: as without recomputation.
+
+    Recomputed blocks save less, so fewer bytes go to the host.
+    """
+    copies = np.minimum.reduce(np.broadcast_arrays(*(step.host_copies for step in steps)))
+    return np.asarray((steps[0].before - steps[0].host_copies + copies) * (1 + steps[0].straggling))
 
 
 def pipeline_seconds(step: StepSeconds) -> Floats:

@@ -185,3 +185,22 @@ def test_a_view_of_a_recomputed_result_is_that_part_of_it() -> None:
     )  # fmt: skip
     expected = gradients(made)
     torch.testing.assert_close(gradients(SelectiveBlock(made, ["exp"])), expected, rtol=0, atol=0)
+
+
+def test_the_inputs_of_a_part_that_never_runs_again_are_not_kept() -> None:
+    """So offload does not move them. The second case has a part whose only reader never runs again."""
+    for keys in (["neg"], ["neg", "half"]):
+        seen: list[int] = []
+        made = block(
+            [("mm", torch.mm, ["x", "w"]), ("neg", torch.neg, ["mm"]), ("more", torch.add, ["neg", "w"]),
+             ("half", lambda x: x * 0.5, ["neg"]), ("last", torch.add, ["half", "more"])],
+        )  # fmt: skip
+        x, w = (torch.rand(8, 8, requires_grad=True) for _ in range(2))
+
+        def note(one: torch.Tensor, at: list[int] = seen) -> torch.Tensor:
+            at.append(one.data_ptr())
+            return one
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda one: one):
+            SelectiveBlock(made, keys)(x, w)
+        assert sorted(seen) == sorted([x.data_ptr(), w.data_ptr()])

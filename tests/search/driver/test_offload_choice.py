@@ -1,26 +1,29 @@
 """Offload in the search: bounds and the best plan against full enumeration, prices by hand, and remedies that run."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from deep_models import Deep, machinery
 from search_cases import Case
 
+from autopar.cost_model.pricing import layout_of
 from autopar.cost_model.step.layouts import Layouts
 from autopar.cost_model.step.offload import can_offload, host_bytes, state_bytes_on_host
 from autopar.errors import InputError
 from autopar.ir.cluster import ClusterSpec
+from autopar.ir.degrees import Degrees
 from autopar.ir.device import HostShare
 from autopar.ir.offload import OFFLOADS
 from autopar.search.bounds.lower_bounds import Machinery, basis_of, screen
 from autopar.search.driver.infeasible import Asked, closest
 from autopar.search.driver.offload_choice import search_offloads
 from autopar.search.driver.search import Searched, search_degrees
-from autopar.search.pricing.exact import Priced, priced
+from autopar.search.pricing.exact import Priced, priced, pricing_of
 from autopar.search.pricing.objective import Goal, Part
 from autopar.search.space.candidates import candidates, tensor_degrees
-from autopar.search.space.constraints import Constraints
+from autopar.search.space.constraints import EVERY_BLOCK, Constraints
 
 HOST = HostShare(link_bytes_per_s=20e9, memory_bytes=1e9, memory_bytes_per_s=40e9)
 FORBID = {"schedule": ("gpipe", "interleaved-1f1b", "interleaved-zero-bubble", "dualpipev")}
@@ -36,9 +39,9 @@ def case_of(memory_bytes: float) -> tuple[Case, Machinery]:
     return case, hosted(case.on)
 
 
-def enumerated(case: Case, on: Machinery) -> list[tuple[Priced, float]]:
+def enumerated(case: Case, on: Machinery, fix: Any = None) -> list[tuple[Priced, float]]:
     """Every candidate with its exact price and its bound."""
-    every, found = candidates(case.constraints.narrowed(forbid=FORBID)), []
+    every, found = candidates(case.constraints.narrowed(fix, FORBID)), []
     for tp in set(every.tp.tolist()):
         mine = every.at(every.tp == tp)
         bounds = screen(case.works(tp), mine, on).seconds
@@ -174,3 +177,59 @@ def test_seven_billion_on_24_gb_with_offload_or_with_less_state() -> None:
     told = closest(asked)
     assert told is not None
     assert "with --offload " in told.remedy
+
+
+PINNED = (
+    {"recompute_blocks": EVERY_BLOCK, "most_level": 1},
+    {"recompute_blocks": 1, "most_level": 1},
+    {"recompute_blocks": EVERY_BLOCK},
+    {"recompute_blocks": 2},
+    {"recompute_blocks": (2, 0)},
+    {"recompute_blocks": (1, 3), "most_level": 1},
+)
+
+
+@pytest.mark.parametrize("link_bytes_per_s", [20e9, 1e8])
+@pytest.mark.parametrize("pins", PINNED, ids=str)
+def test_bounds_hold_for_recomputed_blocks_with_activations_on_the_host(
+    pins: dict[str, Any], link_bytes_per_s: float
+) -> None:
+    """A price is the one of the plan alone, and no bound is above it."""
+    case, on = case_of(80e9)
+    case = replace(case, selective=pins.get("most_level") == 1)
+    on = replace(hosted(on, replace(HOST, link_bytes_per_s=link_bytes_per_s)).keeping("activations"), **pins)
+    num_priced, blocks = 0, pins["recompute_blocks"]
+    kind = {"recompute": "selective" if case.selective else "full"}
+    for one, bound in enumerated(case, on, kind | {"recompute_blocks": blocks} if isinstance(blocks, tuple) else kind):
+        assert one.degrees.recompute == ("selective" if case.selective else "full")
+        pricing = pricing_of(case.works(one.degrees.tp), one, case.spec, on)
+        layouts = layout_of(pricing.works, pricing.question)
+        assert float(pricing.step(layouts).seconds[0]) == pytest.approx(one.seconds, rel=1e-9)
+        assert float(np.max(pricing.memory(layouts).needed_bytes)) == pytest.approx(one.needed_bytes, rel=1e-9)
+        assert one.fits
+        assert bound <= one.seconds * (1 + 1e-9), one.degrees
+        num_priced += 1
+    assert num_priced > 3
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_what_recomputation_does_not_save_is_not_copied(stages: int) -> None:
+    """Numbers of blocks of each stage, which are all its blocks, have the price of all blocks."""
+    case, on = case_of(80e9)
+    degrees = Degrees(pp=stages, dp_shard=4 // stages, zero=0, micro_batch=1, micro_batches=stages)
+
+    def moved(level: int, blocks: int | tuple[int, ...]) -> tuple[float, float]:
+        """Seconds of copies, and bytes on the host."""
+        works = replace(case, selective=level == 1).works(1)
+        own = replace(on.keeping("activations"), recompute_blocks=blocks, most_level=level)
+        found = priced(works, degrees, own)
+        pricing = pricing_of(works, found, case.spec, own)
+        return float(found.step.parts["host copies"].max()), pricing.host_bytes(layout_of(works, pricing.question))
+
+    none, selective, full = moved(2, 0), moved(1, EVERY_BLOCK), moved(2, EVERY_BLOCK)
+    for at in (0, 1):
+        assert none[at] > selective[at] > full[at] > 0
+    if stages > 1:
+        every = (sum(count for _, count in case.works(1).counts),) * stages
+        assert moved(1, every) == pytest.approx(selective)
+        assert moved(2, every) == pytest.approx(full)
