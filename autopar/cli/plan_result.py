@@ -40,6 +40,8 @@ def _count(found: SearchResult) -> str:
 
 def _proof(found: SearchResult) -> str:
     priced = f"{found.counted.priced:,} priced exactly"
+    if found.bound is None and found.best is not None and found.best.degrees.get("loss_chunks", 1) > 1:
+        return "no candidate fits with whole logits; with the loss in chunks this plan does"
     if found.bound is None:
         return f"no candidate fits; with refined stages this plan does ({found.refined:,} variations tried)"
     if found.saved_by_own_stages:

@@ -79,6 +79,12 @@ class PlanOptions:
         "Recompute only the first k repeated blocks of each stage: one number, or one for every stage such as 3,2,1,0.",
         "all blocks",
     )
+    selective_blocks: str | None = _option(
+        "With --recompute auto, recompute these blocks of each stage selectively, behind the fully recomputed ones: one "
+        "number, or one for every stage.",
+        "the least that fits",
+        is_searched=False,
+    )
     loss_chunks: int | None = _option(
         "Chunks of tokens in which the logits and the loss are computed, one after the other. 1 is off.", "1"
     )
@@ -162,6 +168,11 @@ class PlanOptions:
         """
         fixed, forbidden = checked_values(self.fix, self.forbid)
         wish = self.wish()
+        if self.selective_blocks is not None:
+            raise InputError(
+                "--selective-blocks: a search chooses the numbers itself; leave it out, or give it to estimate, verify or "
+                "parallelize with all degrees"
+            )
         runs = wish.pop("accumulate", 1)
         if runs > 1 and wish.get("pp", 1) > 1:
             raise PlanError(

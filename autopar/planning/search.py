@@ -289,6 +289,7 @@ def _closest(space: _Space, machinery: Callable[[ClusterSpec], Machinery], deadl
         cluster=space.cluster,
         constraints=space.constraints,
         machinery=lambda cluster: machinery(cluster).keeping(first),
+        works_in_chunks=space.labels.works_in_chunks,
     )
     until = min(deadline, time.monotonic() + MOST_SECONDS_FOR_HELP)
     return closest(asked, lambda: time.monotonic() < until)

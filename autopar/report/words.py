@@ -105,6 +105,8 @@ def why_best(found: SearchResult) -> list[str]:
 def _proof(found: SearchResult) -> str:
     counted = found.counted
     start = f"Of {counted.candidates:,} candidates {counted.priced:,} were priced exactly"
+    if found.bound is None and found.best is not None and found.best.degrees.get("loss_chunks", 1) > 1:
+        return f"{start}; none of them fits with whole logits. With the loss in chunks this plan does."
     if found.bound is None:
         return f"{start}; none of them fits. With refined stages this plan does."
     if found.saved_by_own_stages:

@@ -19,7 +19,7 @@ from autopar.errors import InfeasibleError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.explanation import readable_bytes
-from autopar.ir.offload import OPTIMIZER, PARAMETERS
+from autopar.ir.offload import ACTIVATIONS, NO_OFFLOAD, OPTIMIZER, PARAMETERS
 from autopar.ir.optimizers import OwnPart, optimizer_named
 from autopar.ir.plan import BlockLabels
 from autopar.ir.precision import stored_dtype
@@ -95,8 +95,9 @@ def refuse_what_does_not_fit(
     how = "whole on every rank" if least.is_whole else "one rank's part"
     per_rank = f"a micro-batch of {degrees.micro_batch} sequences" if degrees.micro_batch else "the batch"
     split = "more devices (tp, or dp with --zero 3)" if degrees.zero == 3 or degrees.dp == 1 else "--zero 3"
+    is_here = degrees.offload in (NO_OFFLOAD, ACTIVATIONS)
     remedy = (
-        f"split the state over {split}"
+        f"split the state over {split}{', or keep it on the host (--offload optimizer)' * is_here}"
         if least.state_bytes > least.operator_bytes
         else f"make {per_rank} or the sequence smaller, or give the operator a rule"
         if least.is_whole

@@ -2,6 +2,8 @@
 
     per micro-batch   several micro-batches with separate losses, if the samples of a batch depend on each other
     a wish less       the space without one word of --fix or --forbid
+    recomputation     as much as the search chooses, if the user asked for less
+    loss in chunks    as many chunks as it takes, if the user asked for fewer
     offload           values on the host, if the user excluded them
     optimizer         an optimizer with less state
     shorter           half the tokens of a sequence, then a quarter and so on, until a plan fits
@@ -25,13 +27,14 @@ from autopar.ir.offload import OFFLOADS
 from autopar.ir.optimizers import OPTIMIZERS
 from autopar.search.bounds.lower_bounds import Machinery
 from autopar.search.bounds.memory import PARTS
+from autopar.search.driver.chunk_choice import WorksInChunks, chunks_of
 from autopar.search.driver.search import Searched, Works, search_degrees
 from autopar.search.pricing.exact import Priced
 from autopar.search.pricing.objective import Goal, Part
 from autopar.search.result.format import plan_in_words
 from autopar.search.result.result import Closest, Counted, degrees_in_plain
 from autopar.search.space.candidates import constraints_on
-from autopar.search.space.constraints import Constraints
+from autopar.search.space.constraints import Constraints, most_level_of, recompute_blocks_of
 
 LEAST_TOKENS = 64
 MOST_TRIES = 24  # numbers of hosts; in the second half each is a quarter larger than the number before
@@ -47,6 +50,7 @@ class Asked:
     cluster: ClusterSpec
     constraints: Constraints
     machinery: Callable[[ClusterSpec], Machinery]
+    works_in_chunks: WorksInChunks | None = None
 
 
 def counted(found: Searched, capacity_bytes: float) -> Counted:
@@ -92,7 +96,10 @@ def closest(asked: Asked, should_continue: Callable[[], bool] = lambda: True) ->
 
 def _remedies(asked: Asked, should_continue: Callable[[], bool]) -> Iterator[str]:
     """At most one remedy of each kind, the cheapest kind first."""
-    for find in (_per_micro_batch, _fewer_wishes, _offloaded, _other_optimizer, _shorter, _more_devices):
+    kinds = (
+        _per_micro_batch, _fewer_wishes, _recomputed, _in_chunks, _offloaded, _other_optimizer, _shorter, _more_devices,
+    )  # fmt: skip
+    for find in kinds:
         found = find(asked, should_continue) if should_continue() else None
         if found is not None:
             yield found
@@ -115,6 +122,45 @@ def _fewer_wishes(asked: Asked, should_continue: Callable[[], bool]) -> str | No
     return None
 
 
+def _recomputed(asked: Asked, _: Callable[[], bool]) -> str | None:
+    """More recomputation than the user asked for."""
+    if recompute_blocks_of(asked.constraints.fix) is None and most_level_of(asked.constraints.fix) == 2:
+        return None
+
+    def free(cluster: ClusterSpec) -> Machinery:
+        return replace(asked.machinery(cluster), recompute_blocks=None, most_level=2)
+
+    found = _fitting(_without_words(replace(asked, machinery=free), "recompute", "recompute_blocks"))
+    return None if found is None else f"with --recompute auto: {_words(found)}"
+
+
+def _in_chunks(asked: Asked, should_continue: Callable[[], bool]) -> str | None:
+    """More chunks of the loss than the user asked for. Without a wish the search has tried all numbers."""
+    (given,) = asked.constraints.fix.get("loss_chunks", (None,))
+    works_in_chunks, chunks = asked.works_in_chunks, 2
+    if given is None or works_in_chunks is None:
+        return None
+    while chunks <= chunks_of(asked.works_of(1).sequence) and should_continue():
+        more = replace(asked, works_of=_with_chunks(works_in_chunks, chunks))
+        found = _fitting(_without_words(more, "loss_chunks")) if chunks > given else None
+        if found is not None:
+            return f"with --loss-chunks {chunks}: {_words(found)}"
+        chunks *= 2
+    return None
+
+
+def _with_chunks(works_in_chunks: WorksInChunks, chunks: int) -> Works:
+    def chunked(tp: int) -> ProgramWorks:
+        return works_in_chunks(tp, chunks)
+
+    return chunked
+
+
+def _without_words(asked: Asked, *words: str) -> Asked:
+    fixed = {word: values for word, values in asked.constraints.fix.items() if word not in words}
+    return replace(asked, constraints=replace(asked.constraints, fix=fixed))
+
+
 def _offloaded(asked: Asked, should_continue: Callable[[], bool]) -> str | None:
     """Values of `offload` that the search did not try."""
     tried = asked.constraints.first_offloads
@@ -133,8 +179,7 @@ def _keeping(asked: Asked, offload: str) -> Asked:
     def on_host(cluster: ClusterSpec) -> Machinery:
         return asked.machinery(cluster).keeping(offload)
 
-    fixed = {word: values for word, values in asked.constraints.fix.items() if word != "offload"}
-    return replace(asked, machinery=on_host, constraints=replace(asked.constraints, fix=fixed))
+    return _without_words(replace(asked, machinery=on_host), "offload")
 
 
 def _other_optimizer(asked: Asked, should_continue: Callable[[], bool]) -> str | None:

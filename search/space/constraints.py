@@ -137,7 +137,8 @@ def checked_values(
                 checked[-1][word] = values
             elif word not in WORDS:
                 known = (*WORDS, *IN_TURN, *PINS) if option == "fix" else (*WORDS, *IN_TURN)
-                problems.append(Problem(path=f"{option} {word}", rule=f"is unknown; {did_you_mean(word, known)}"))
+                rule = "can only be fixed" if word in PINS else f"is unknown; {did_you_mean(word, known)}"
+                problems.append(Problem(path=f"{option} {word}", rule=rule))
             else:
                 problems += [p for v in values if (p := BY_WORD[word].problem(f"{option} {word}", v)) is not None]
                 checked[-1][word] = values

@@ -1,6 +1,7 @@
 """`autopar plan`: its output and files, and the options that it refuses for a model."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,19 @@ def test_where_nothing_fits_the_closest_plan_is_named() -> None:
     data = json.loads(shown.stdout)
     assert (shown.exit_code, data["plan"]) == (3, None)
     assert data["closest"]["missing_bytes"] > 0
+
+
+def test_remedies_of_a_plan_that_does_not_fit_run() -> None:
+    """Each option that the message names makes a plan fit in place of what was asked for."""
+    model = ("plan", "llama3-8b", "-c", "8xrtx4090", "--seq-len", "8192", "--global-batch", "8")
+    asked = {"--loss-chunks": "1", "--recompute": "none", "--offload": "none"}
+    message = refused(*model, *(word for pair in asked.items() for word in pair), status=3)
+    remedies = dict(re.findall(r"with (--[a-z-]+) (\S+?):? ", message.partition("What would help: ")[2]))
+    assert remedies.keys() >= {"--loss-chunks", "--recompute", "--offload"}, message
+    for option, value in remedies.items():
+        words = [word for pair in (asked | {option: value}).items() for word in pair]
+        shown = autopar(*model, *words)
+        assert shown.exit_code == 0, (option, value, shown.stderr)
 
 
 def test_the_least_memory_is_told_in_bytes() -> None:
