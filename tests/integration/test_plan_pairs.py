@@ -126,3 +126,15 @@ def test_dropout_goes_on_bitwise(world_size: int, wish: dict[str, Any], worlds: 
     losses, found = worlds(world_size).run("checkpoint_ranks:with_dropout", world_size, wish, str(tmp_path), True)[0]
     assert losses == unbroken[2:]
     assert not differing(found, end)
+
+
+@pytest.mark.long
+def test_optimizers_of_torch(four_ranks: Ranks, tmp_path: Path) -> None:
+    """State of every shape: scalars, rows and columns of Adafactor, numbers that are no tensors."""
+    saving, loading = {"tp": 2, "dp": 2, "zero": 3}, {"dp": 4, "zero": 1}
+    results = four_ranks.run("checkpoint_ranks:optimizers_go_on", 4, saving, loading, str(tmp_path))
+    assert all(not names for found in results for names in found.values()), results[0]
+
+
+def test_memory_that_changes_between_saves(two_ranks: Ranks, tmp_path: Path) -> None:
+    assert two_ranks.run("checkpoint_ranks:memory_that_changes", str(tmp_path)) == [[True] * 4] * 2

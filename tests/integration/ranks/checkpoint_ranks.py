@@ -126,3 +126,86 @@ def error_of(action: Any) -> str:
     except AutoparError as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "SGD": {"lr": 0.05, "momentum": 0.9},
+    "Adagrad": {"lr": 0.01},
+    "RMSprop": {"lr": 0.01, "momentum": 0.5, "centered": True},
+    "NAdam": {"lr": 0.01},
+    "Adafactor": {"lr": 0.01},
+    "Rprop": {"lr": 0.001},
+    "ASGD": {"lr": 0.01},
+    "Adamax": {"lr": 0.01},
+}
+
+
+@captured_by_first_rank
+def optimizers_go_on(rank: int, world_size: int, saving: Any, loading: Any, folder: str) -> dict[str, list[str]]:
+    """For each optimizer what is not bit-equal after a load under another plan, or after a step under the same one."""
+    found = {}
+    data = [rows(GLOBAL_BATCH, LENGTH, seed) for seed in range(3)]
+
+    def made(wish: Mapping[str, Any], seed: int, kind: str) -> Any:
+        local = GLOBAL_BATCH // wish.get("dp", 1)
+        model = parallelize(tokens(seed), f"{world_size}xcpu", example_inputs=rows(local, LENGTH, 0), plan=wish)
+        own = [
+            p for p in model.parameters() if p.numel() or kind != "Adafactor"
+        ]  # it divides by the number of elements
+        return model, getattr(torch.optim, kind)(own, **OPTIMIZERS[kind])
+
+    def step(model: ParallelModel, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+        model.forward_backward(model.local_batch(batch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for kind in OPTIMIZERS:
+        model, optimizer = made(saving, 0, kind)
+        for batch in data[:2]:
+            step(model, optimizer, batch)
+        model.save(f"{folder}/{kind}", optimizer, step=2)
+        saved = whole_everywhere(_tensors(state_of(model, optimizer)))
+        step(model, optimizer, data[2])
+        end = whole_everywhere(_tensors(state_of(model, optimizer)))
+        again, other = made(saving, 1, kind)
+        again.load(f"{folder}/{kind}", other)
+        step(again, other, data[2])
+        found[kind] = differing(whole_everywhere(_tensors(state_of(again, other))), end)
+        elsewhere, other = made(loading, 2, kind)
+        elsewhere.load(f"{folder}/{kind}", other)
+        found[kind] += differing(whole_everywhere(_tensors(state_of(elsewhere, other))), saved)
+    return found
+
+
+def _tensors(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {
+        part: {
+            name: value if isinstance(value, torch.Tensor) else torch.tensor(value) for name, value in values.items()
+        }
+        for part, values in state.items()
+    }
+
+
+@captured_by_first_rank
+def memory_that_changes(rank: int, folder: str) -> list[bool]:
+    """Whether asynchronous saves hold the values of the moment, also where parameters or optimizer have new memory."""
+    model = parallelize(tokens(), "2xcpu", example_inputs=rows(4, LENGTH, 0), plan={"dp": 2, "zero": 3})
+    found = []
+    for step in range(1, 5):
+        if step != 2:  # in the second round the optimizer goes on, in the others it is a new one
+            optimizer = torch.optim.AdamW(model.parameters())
+        if step == 3:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.data = parameter.data * 2
+        model.forward_backward(model.local_batch(rows(GLOBAL_BATCH, LENGTH, step)))
+        optimizer.step()
+        optimizer.zero_grad()
+        expected = whole_everywhere(state_of(model, optimizer))
+        model.save(folder, optimizer, step=step, asynchronous=True)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(3)  # the step after the save
+        model.load(folder, optimizer)
+        found.append(not differing(whole_everywhere(state_of(model, optimizer)), expected))
+    return found
