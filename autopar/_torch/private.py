@@ -324,6 +324,18 @@ def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     torch._foreach_copy_(targets, sources)
 
 
+@contextmanager
+def outside_of_workers() -> Iterator[None]:
+    """`torch.utils.data.get_worker_info()` is None, as in a process that is no worker of a loader."""
+    from torch.utils.data._utils import worker
+
+    held, worker._worker_info = worker._worker_info, None
+    try:
+        yield
+    finally:
+        worker._worker_info = held
+
+
 def unscale_and_check(gradients: list[torch.Tensor], found: torch.Tensor, inverse_scale: torch.Tensor) -> None:
     """Multiply gradients by a number in place. `found` becomes 1 if an element is NaN or infinite."""
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse_scale)

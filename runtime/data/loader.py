@@ -4,12 +4,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import IterableDataset, default_collate
 
 from autopar.errors import Problem, RuntimeInputError, did_you_mean
-from autopar.runtime.data.draws import undisturbed
-from autopar.runtime.data.parts import Collate, MapParts, Parts, Split, StreamParts, state_of
+from autopar.runtime.data.parts import Collate, MapParts, Part, Parts, Split, StreamParts, state_of
+from autopar.runtime.data.reading import Reading, read_parts
 
 _VERSION = 1
 _KEYS = ("version", "epoch", "offset", "seed", "shuffle", "length", "stream")
@@ -94,8 +93,8 @@ class ParallelLoader:
         turn = self._turn
         self._agree(self._facts())
         self._refuse_short()
-        for batch, size, state in self._lockstep(self._parts()):
-            self._offset, self._state = self._offset + size, state
+        for batch, place, state in self._lockstep(self._read()):
+            self._offset, self._state = place, state
             yield batch
             if turn != self._turn:
                 raise RuntimeInputError(
@@ -202,20 +201,14 @@ class ParallelLoader:
                 "drop_last=True, which leaves them out of the epoch"
             )
 
-    def _parts(self) -> Iterator[Any]:
+    def _read(self) -> Iterator[Part]:
         options = self._options
-        loader = DataLoader(
-            self._dataset(),
-            batch_size=None,
-            collate_fn=_as_it_is,
-            num_workers=options.num_workers,
-            prefetch_factor=options.prefetch_factor,
-            pin_memory=options.pin_memory,
-            generator=torch.Generator(),  # else torch draws a number of the training loop's
+        how = Reading(
+            num_workers=options.num_workers, prefetch_factor=options.prefetch_factor, pin_memory=options.pin_memory
         )
-        return undisturbed(loader) if not options.num_workers else iter(loader)
+        return read_parts(self._parts(), how)
 
-    def _dataset(self) -> Parts:
+    def _parts(self) -> Parts:
         options = self._options
         common = {
             "source": self._source, "collate": options.collate_fn, "split": self._split, "seed": options.seed,
@@ -229,7 +222,3 @@ class ParallelLoader:
 def is_stream(source: Any) -> bool:
     """Whether a dataset is read from its beginning to its end, and not by index."""
     return isinstance(source, IterableDataset) or not (hasattr(source, "__getitem__") and hasattr(source, "__len__"))
-
-
-def _as_it_is(item: Any) -> Any:
-    return item

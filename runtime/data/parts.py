@@ -1,7 +1,8 @@
 """One rank's parts of the global batches of an epoch, as a process that reads data makes them.
 
 A global batch is a run of consecutive places in the order of samples. The rank's process and each of its workers know
-all of them. Worker w of W makes every W-th part, so the parts do not depend on the number of workers.
+all of them. Worker w of W makes every W-th part, so the parts do not depend on the number of workers. An iterable is
+read as if there were no workers: many split themselves over workers, and each worker reads them whole here.
 """
 
 import copy
@@ -14,13 +15,13 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from autopar._torch.private import pytree
+from autopar._torch import private
 from autopar.errors import RuntimeInputError
 from autopar.runtime.data.draws import seed_draws
 from autopar.runtime.data.order import SampleOrder, number_of
 
 Collate = Callable[[list[Any]], Any]
-Part = tuple[Any, int, Any]  # this rank's batch, the samples of the global batch, the dataset's state after them
+Part = tuple[Any, int, Any]  # this rank's batch, the place after the global batch, the dataset's state there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +87,7 @@ class MapParts(Parts):
                 rows = self.split.even_rows(size)
                 indices: list[int] = order.at(range(first + rows.start, first + rows.stop) or [first]).tolist()
                 batch = collated(self.collate, self._samples(indices), self._number(indices[0], 1), is_empty=not rows)
-                yield batch, size, None
+                yield batch, first + size, None
             first += size
 
     def _samples(self, indices: list[int]) -> list[Any]:
@@ -115,18 +116,20 @@ class StreamParts(Parts):
     def parts(self, worker: int, num_workers: int) -> Iterator[Part]:
         split, first = self.split, self.offset
         rows = split.even_rows(split.global_batch)  # the batch may end before them
-        stream = self._at_offset()
+        with private.outside_of_workers():
+            stream = self._at_offset()
         number = 0
         while True:
             seed_draws(number_of(self.seed, self.epoch, first, 0))
             is_own = number % num_workers == worker
-            size, kept = _taken(stream, split.global_batch, rows if is_own else range(0))
+            with private.outside_of_workers():
+                size, kept = _taken(stream, split.global_batch, rows if is_own else range(0))
             if not size or (size < split.global_batch and split.drop_last):
                 return
             if is_own:
                 is_empty = size <= rows.start
                 drawn = number_of(self.seed, self.epoch, first, 1)
-                yield collated(self.collate, kept, drawn, is_empty=is_empty), size, state_of(self.source)
+                yield collated(self.collate, kept, drawn, is_empty=is_empty), first + size, state_of(self.source)
             if size < split.global_batch:
                 return
             first, number = first + size, number + 1
@@ -178,14 +181,14 @@ def collated(collate: Collate, samples: Sequence[Any], number: int, *, is_empty:
     batch = collate(list(samples))
     if not is_empty:
         return batch
-    leaves, spec = pytree.tree_flatten(batch)
-    twice, same_spec = pytree.tree_flatten(collate([*samples, *samples]))
+    leaves, spec = private.pytree.tree_flatten(batch)
+    twice, same_spec = private.pytree.tree_flatten(collate([*samples, *samples]))
     if spec != same_spec:
         raise RuntimeInputError(
             "this rank has no sample of the last batch, and collate_fn makes no batch without rows: a batch of two "
             "samples has another structure than one of one; return tensors, or pass drop_last=True"
         )
-    return pytree.tree_unflatten([_without_rows(*pair) for pair in zip(leaves, twice, strict=True)], spec)
+    return private.pytree.tree_unflatten([_without_rows(*pair) for pair in zip(leaves, twice, strict=True)], spec)
 
 
 def _without_rows(one: Any, two: Any) -> Any:

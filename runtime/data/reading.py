@@ -1,0 +1,110 @@
+"""Parts as the training loop gets them, read here or ahead by workers.
+
+torchdata's `StatefulDataLoader` reads a dataset with a state, if torchdata is installed. Its workers report the state
+of the dataset with every part, and the loader gives the state at the part that the loop has got. This state is of one
+number of workers and ranks. The worker that is furthest holds the dataset's own state, which fits every plan.
+Positions are equal with torch's `DataLoader`, to which the parts bring this state themselves.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from autopar.runtime.data.draws import undisturbed
+from autopar.runtime.data.parts import Part, Parts, StreamParts, is_stateful
+
+_POSITION = "autopar position"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """Who reads: this process or so many workers, as `DataLoader` has it."""
+
+    num_workers: int
+    prefetch_factor: int | None
+    pin_memory: bool
+
+
+def read_parts(parts: Parts, how: Reading) -> Iterator[Part]:
+    """The parts of a rank. The loop around them draws the same random numbers as without them."""
+    items = _reported(parts, how) if isinstance(parts, StreamParts) and is_stateful(parts.source) else None
+    if items is None:
+        items = iter(DataLoader(parts, **_options(how)))
+    return items if how.num_workers else undisturbed(items)
+
+
+def _options(how: Reading) -> dict[str, Any]:
+    return {
+        "batch_size": None,
+        "collate_fn": _as_it_is,
+        "num_workers": how.num_workers,
+        "prefetch_factor": how.prefetch_factor,
+        "pin_memory": how.pin_memory,
+        "generator": torch.Generator(),  # else torch draws a number of the training loop's
+    }
+
+
+def _reported(parts: StreamParts, how: Reading) -> Iterator[Part] | None:
+    """The parts through torchdata, with the positions that its loader gives. None without torchdata."""
+    try:
+        from torchdata.stateful_dataloader import StatefulDataLoader
+    except ImportError:
+        return None
+    return _with_positions(StatefulDataLoader(_Reported(parts), snapshot_every_n_steps=1, **_options(how)))
+
+
+def _with_positions(loader: Any) -> Iterator[Part]:
+    for batch, place in loader:
+        found, state = max(_positions(loader.state_dict()), key=lambda position: position[0])
+        assert found == place, f"torchdata gives the position {found} for a part that ends at {place}"
+        yield batch, place, state
+
+
+def _positions(state: Any) -> Iterator[tuple[int, Any]]:
+    """Every position in the state of torchdata's loader, which has one for each worker at places of its own."""
+    if isinstance(state, Mapping):
+        for key, value in state.items():
+            if key == _POSITION:
+                yield value
+            else:
+                yield from _positions(value)
+
+
+class _Reported(IterableDataset[tuple[Any, int]]):
+    """Parts without their states, which the iterator gives when it is asked."""
+
+    def __init__(self, parts: StreamParts) -> None:
+        self._parts = parts
+
+    def __iter__(self) -> "_ReportedIterator":
+        return _ReportedIterator(self._parts)
+
+
+class _ReportedIterator(Iterator[tuple[Any, int]]):
+    """An iterator with a state, as torchdata's protocol `Stateful` wants it.
+
+    torchdata sends only entries of dicts that changed. It takes `1` and `True` for equal, and changes the order of
+    keys. A position is a tuple, which it sends whole.
+    """
+
+    def __init__(self, parts: StreamParts) -> None:
+        self._parts = parts
+        self.load_state_dict({_POSITION: (parts.offset, parts.state)})
+
+    def __next__(self) -> tuple[Any, int]:
+        batch, *self._position = next(self._items)
+        return batch, self._position[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {_POSITION: tuple(self._position)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._position = list(state[_POSITION])
+        self._items = iter(replace(self._parts, offset=self._position[0], state=self._position[1]))
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
