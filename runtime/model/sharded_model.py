@@ -93,9 +93,11 @@ class ShardedModel(nn.Module):
         zero_dims: dict[nn.Parameter, int | None] = {}
 
         def fill(module: nn.Module, names: Mapping[str, Storage]) -> None:
-            zero_dims.update(self._fill(module, names, source))
+            own = self._fill(module, names, source)
             if not isinstance(module, StageModule):
-                zero.shard(module, zero_dims, self.plan.degrees, self.rank_mesh)
+                zero.shard(module, own, self.plan.degrees, self.rank_mesh)
+                own = {parameter: None for parameter, dim in own.items() if dim is None}  # frees what is sharded now
+            zero_dims.update(own)
 
         unused = tuple(self.program.unused) if stage.index == 0 else ()
         made = StageModule(self.program, stage, self.placements, fill, unused)
