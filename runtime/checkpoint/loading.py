@@ -12,19 +12,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from autopar.errors import CheckpointError, Problem
 from autopar.files.plain_data import read_plain
 from autopar.ir.storage import Storage
 from autopar.runtime.checkpoint import optimizers
 from autopar.runtime.checkpoint.folder import StepFolder, complete_steps, folder_of, listed
+from autopar.runtime.checkpoint.known_chunks import KnownChunks
 from autopar.runtime.checkpoint.manifest import ITEM_BYTES, Manifest, file_problems, read_manifest, shares
 from autopar.runtime.checkpoint.optimizers import Optimizer, SavedOptimizer
 from autopar.runtime.checkpoint.plain import decode, tensors_named
-from autopar.runtime.checkpoint.saving import failures_text
+from autopar.runtime.checkpoint.saving import cause_text, failures_text
 from autopar.runtime.checkpoint.storage import ManifestReader
 from autopar.runtime.checkpoint.tensor_files import dtype_name
 from autopar.runtime.distributed.broadcast import gather_objects, run_on_all_ranks, run_on_first_rank
@@ -183,18 +182,31 @@ def plain_tensors(checkpoint: Checkpoint, plain: Any) -> dict[str, torch.Tensor]
 def read_tensors(checkpoint: Checkpoint, tensors: Mapping[str, Any], group: dist.ProcessGroup) -> None:
     """Read this rank's elements of tensors, in place. Collective.
 
+    Every rank makes its own plan from the manifest. torch's `load` gathers the plans of all ranks and sends them back,
+    which changes nothing here, and takes longer than reading small models.
+
     Raises:
         CheckpointError: A file cannot be read. All ranks raise it.
     """
-    reader = ManifestReader(checkpoint.folder.path, checkpoint.manifest)
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     wanted = {name: one for name, one in tensors.items() if one.numel()}
+    failure = None
     try:
-        load(wanted, storage_reader=reader, planner=planner, process_group=group)
-    except CheckpointException as error:
+        _read_own(ManifestReader(checkpoint.folder.path, checkpoint.manifest), wanted)
+    except Exception as error:
+        failure = cause_text(error)
+    failures = {rank: text for rank, text in enumerate(gather_objects(failure, group)) if text is not None}
+    if failures:
         raise CheckpointError(
-            f"reading {checkpoint.folder.path} failed, and the model holds a part of it: {failures_text(error)}"
-        ) from None
+            f"reading {checkpoint.folder.path} failed, and the model may hold a part of it: {failures_text(failures)}"
+        )
+
+
+def _read_own(reader: ManifestReader, wanted: dict[str, Any]) -> None:
+    if not wanted:
+        return
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(wanted, reader.read_metadata(), is_coordinator=False)
+    reader.read_data(planner.finish_plan(planner.create_local_plan()), planner)
 
 
 def load_optimizers(
@@ -202,6 +214,7 @@ def load_optimizers(
     given: Sequence[Optimizer],
     named: Mapping[str, nn.Parameter],
     held: Mapping[str, Storage],
+    known: KnownChunks,
     group: dist.ProcessGroup,
 ) -> dict[str, FlatShards]:
     """Prepare optimizers, and give their tensors by name, into which the checkpoint is read. Collective."""
@@ -219,7 +232,7 @@ def load_optimizers(
         for index, (optimizer, one) in enumerate(zip(given, saved, strict=True)):
             optimizers.set_options(optimizer, one, memory)
             optimizers.prepare_state(optimizer, one, named, memory)
-            tensors.update(optimizers.state_tensors(optimizer, index, named, held, one))
+            tensors.update(optimizers.state_tensors(optimizer, index, named, held, one, known))
         return described(tensors)
 
     expected = {name: one for each in run_on_all_ranks(prepare, group) for name, one in each.items()}

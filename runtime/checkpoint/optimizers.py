@@ -237,6 +237,7 @@ def state_tensors(
     named: Mapping[str, nn.Parameter],
     held: Mapping[str, Storage],
     saved: SavedOptimizer,
+    known: KnownChunks,
 ) -> dict[str, FlatShards]:
     """The tensors of this rank's optimizer state by their names in a checkpoint. Loading writes into them."""
     found: dict[str, FlatShards] = {}
@@ -244,5 +245,5 @@ def state_tensors(
         keys = saved.state.get(name, {})
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor) and keys.get(key, SPLIT) == SPLIT:
-                _entry(value, parameter, state_name(index, name, key), held.get(name), found, {}, KnownChunks())
+                _entry(value, parameter, state_name(index, name, key), held.get(name), found, {}, known)
     return found

@@ -136,7 +136,8 @@ class Saver:
             save(tensors, storage_writer=writer, planner=planner, process_group=group)
         except CheckpointException as error:
             target.discard()
-            raise CheckpointError(f"the checkpoint was not saved: {failures_text(error)}") from None
+            causes = {rank: cause_text(cause) for rank, (cause, _) in error.failures.items()}
+            raise CheckpointError(f"the checkpoint was not saved: {failures_text(causes)}") from None
         except Exception as error:
             raise CheckpointError(f"step {snapshot.step} was not saved: {type(error).__name__}: {error}") from error
 
@@ -260,11 +261,15 @@ def _refusal(snapshot: Snapshot, rank: int) -> Any:
     return refusal
 
 
-def failures_text(error: CheckpointException) -> str:
-    """The errors of the ranks that failed, the first ones."""
+def cause_text(error: BaseException) -> str:
+    """An error of one rank for the message that all ranks raise."""
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def failures_text(failures: Mapping[int, str]) -> str:
+    """The errors of the ranks that failed, the first ones. `failures` are texts by rank."""
     texts: dict[str, list[int]] = {}
-    for rank, (cause, _) in sorted(error.failures.items()):
-        text = str(cause) if isinstance(cause, CheckpointError) else f"{type(cause).__name__}: {cause}"
+    for rank, text in sorted(failures.items()):
         texts.setdefault(text, []).append(rank)
     shown = [f"{named_ranks(ranks)}: {text}" for text, ranks in list(texts.items())[:MAX_SHOWN]]
     return "; ".join(shown)

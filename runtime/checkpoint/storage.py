@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from autopar.errors import CheckpointError
@@ -145,16 +145,14 @@ def _tensor_metadata(metadata: Metadata, name: str) -> TensorStorageMetadata:
     return found
 
 
-class ManifestReader(StorageReader):
+class ManifestReader:
     """Reads the chunks that one rank needs from the files of a checkpoint whose manifest is known."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder, self._manifest = folder, manifest
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self) -> Metadata:
+        """The tensors and their chunks, as torch's planner has them."""
         return Metadata(
             state_dict_metadata={
                 name: TensorStorageMetadata(
@@ -169,16 +167,8 @@ class ManifestReader(StorageReader):
             }
         )
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        """Read the elements of a plan, in place."""
         by_file: dict[str, list[tuple[ReadItem, Chunk]]] = {}
         for item in plan.items:
             chunk = self._chunk_at(item.storage_index)
@@ -187,9 +177,6 @@ class ManifestReader(StorageReader):
             with opened(self._folder / name) as file:
                 for item, chunk in items:
                     self._read(file, item, chunk, planner)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
 
     def _read(self, file: Any, item: ReadItem, chunk: Chunk, planner: LoadPlanner) -> None:
         if item.type is LoadItemType.BYTE_IO:
@@ -207,7 +194,3 @@ class ManifestReader(StorageReader):
         chunks, offset = self._manifest.tensors[index.fqn].chunks, tuple(index.offset or ())
         hinted = chunks[index.index :][:1] if index.index is not None else ()
         return next(chunk for chunk in (*hinted, *chunks) if chunk.offsets == offset)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return False

@@ -124,7 +124,7 @@ class CheckpointedModel(RunningModel):
         refuse_differences(checkpoint, tensors, given, named, list(objects), group, weights_only=weights_only)
         found, states = read_extra(checkpoint, list(objects), group)
         counters = checkpoint.counters()
-        tensors |= load_optimizers(checkpoint, given, named, self.placements, group)
+        tensors |= load_optimizers(checkpoint, given, named, self.placements, self._saver.known, group)
         read_tensors(checkpoint, tensors, group)
         if not weights_only:
             self._step, seed = counters
