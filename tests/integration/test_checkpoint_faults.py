@@ -199,6 +199,15 @@ def test_hostile_files(saved: Path, two_ranks: Ranks, tmp_path: Path) -> None:
     assert not mark.exists()
 
 
+def test_a_file_that_is_lost_while_it_is_loaded(saved: Path, two_ranks: Ranks, tmp_path: Path) -> None:
+    """The hash was right, and then one rank cannot read: one error on all ranks. The next load finds the file."""
+    folder = copied(saved, tmp_path / "saved")
+    (text, again), other = two_ranks.run("checkpoint_fault_ranks:file_lost_while_loading", str(folder), OTHER)
+    assert other == (text, again) and again == "no error"
+    assert text.startswith("CheckpointError: reading ") and f"{OTHER} cannot be read" in text, text
+    assert "the model may hold a part of it" in text
+
+
 def test_checkpoints_of_something_else(saved: Path, two_ranks: Ranks) -> None:
     """Every difference is listed, and the model is as it was."""
     first, other = two_ranks.run("checkpoint_fault_ranks:loads_of_others", str(saved))

@@ -35,6 +35,21 @@ def test_losses_of_a_run_under_several_plans_are_those_of_one_device(
     assert found == pytest.approx(expected, abs=1e-9)
 
 
+STREAM_STARTS = ((2, {"dp": 2, "zero": 3}, 3), (4, {"dp": 4, "zero": 1}, 2), (1, {"dp": 1}, 100))
+
+
+def test_a_stream_goes_on_from_a_checkpoint_with_other_ranks_and_workers(worlds: World, tmp_path: Path) -> None:
+    """2, 4 and 1 ranks with workers, in one epoch: every sample once and in order, also from asynchronous saves."""
+    found: list[list[Any]] = []
+    for start, (size, wish, most) in enumerate(STREAM_STARTS):
+        every = worlds(size).run("loader_ranks:stream_read", size, wish, str(tmp_path), most, start)
+        assert [dp for dp, _ in every] == list(range(size))
+        found += [[row for part in parts for row in part] for parts in zip(*(b for _, b in every), strict=True)]
+    expected = [loader_ranks.numbered(number)["input_ids"].tolist() for number in range(3 * loader_ranks.SAMPLES)]
+    assert [row for batch in found for row in batch] == expected
+    assert [len(batch) for batch in found] == [4] * 8 + [1]
+
+
 @pytest.mark.parametrize(("kind", "workers"), [("by index", 0), ("by index", 2), ("stream", 0), long("stream", 2)])
 def test_replicas_read_equal_data(kind: str, workers: int, four_ranks: Ranks) -> None:
     """Also what samples draw; the data-parallel ranks together read every sample once."""

@@ -21,6 +21,8 @@ from data_models import rows
 from data_ranks import LENGTH, made
 from shared_captures import captured_by_first_rank
 
+from autopar.runtime.checkpoint.loading import verified
+from autopar.runtime.model import checkpointed
 from autopar.runtime.model.module import ParallelModel
 
 WISH = {"dp": 2, "zero": 3}
@@ -342,3 +344,26 @@ def plant_pickles(step: Path, mark: Path) -> None:
 def copied(source: Path, target: Path) -> Path:
     shutil.copytree(source, target)
     return target
+
+
+@captured_by_first_rank
+def file_lost_while_loading(rank: int, folder: str, name: str) -> tuple[str, str]:
+    """The error of a load whose file goes after its hash was compared; and of a load when it is back."""
+    parallel, optimizer = model_and_optimizer()
+    path = max(Path(folder).glob(f"step-*/{name}"))
+
+    def then_gone(*arguments: Any) -> Any:
+        found = verified(*arguments)
+        dist.barrier()
+        if rank == 0:
+            path.rename(path.with_suffix(".gone"))
+        dist.barrier()
+        return found
+
+    with mock.patch.object(checkpointed, "verified", then_gone):
+        first = error_of(lambda: parallel.load(folder, optimizer))
+    dist.barrier()
+    if rank == 0:
+        path.with_suffix(".gone").rename(path)
+    dist.barrier()
+    return first, error_of(lambda: parallel.load(folder, optimizer))

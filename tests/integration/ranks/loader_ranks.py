@@ -1,9 +1,7 @@
 """Functions of ranks in test_loader: `Ranks.run("loader_ranks:name", ...)`."""
 
-import json
 from collections.abc import Mapping
 from multiprocessing import current_process, set_start_method
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,12 +9,11 @@ import torch.distributed as dist
 from data_models import VOCABULARY, rows, tokens
 from data_ranks import LENGTH, made
 from shared_captures import captured_by_first_rank
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from autopar.errors import AutoparError
 from autopar.runtime.data.order import SampleOrder
 from autopar.runtime.data.parts import MapParts, Split
-from autopar.runtime.model.module import ParallelModel
 
 SAMPLES, GLOBAL_BATCH, EPOCHS, SEED, RATE = 11, 8, 3, 3, 0.5
 
@@ -46,6 +43,33 @@ class RowStream(IterableDataset[Any]):
 
     def __iter__(self) -> Any:
         return (self.rows[index] for index in range(self.rows.length))
+
+
+class StatefulRows(RowStream):
+    """The same with a state, split over workers as torch's documentation has it."""
+
+    def __init__(self, length: int = 3 * SAMPLES) -> None:
+        super().__init__()
+        self.length, self.place, self.begin = length, 0, 0
+
+    def __iter__(self) -> Any:
+        for number in range(self.begin, self.length):
+            worker, self.place = get_worker_info(), number + 1
+            if worker is None or number % worker.num_workers == worker.id:
+                yield numbered(number)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place, "seen": torch.arange(self.place)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        assert state["seen"].tolist() == list(range(state["place"]))
+        self.begin = self.place = state["place"]
+
+
+def numbered(number: int) -> dict[str, torch.Tensor]:
+    """A sequence that no other number has."""
+    digits = [number // VOCABULARY**place % VOCABULARY for place in range(LENGTH)]
+    return {"input_ids": torch.tensor(digits), "labels": torch.tensor(digits)}
 
 
 def may_start_workers() -> None:
@@ -78,27 +102,22 @@ def on_one_device() -> list[float]:
 
 
 @captured_by_first_rank
-def trained(
-    rank: int, world_size: int, wish: Mapping[str, Any], folder: str, most: int, workers: int = 0
-) -> list[float]:
-    """The losses of the next steps of the run that a folder holds, at most so many; the run is saved after each."""
+def trained(rank: int, world_size: int, wish: Mapping[str, Any], folder: str, most: int, start: int) -> list[float]:
+    """The losses of the next steps of a run, at most so many. It is saved after each in the folder of this start, and
+    goes on from the folder of the start before, with one worker more."""
     parallel, _ = made(world_size, wish, GLOBAL_BATCH // wish.get("dp", 1))
     may_start_workers()
-    loader = parallel.loader(Rows(), shuffle=True, seed=SEED, num_workers=workers)
+    loader = parallel.loader(Rows(), shuffle=True, seed=SEED, num_workers=start)
     optimizer = torch.optim.SGD([p for p in parallel.parameters() if p.requires_grad], RATE)
-    weights, position = Path(folder, "weights.pt"), Path(folder, "position.json")
-    if position.exists():
-        parallel.load_state_dict(torch.load(weights))
-        loader.load_state_dict(json.loads(position.read_text()))
+    if start:
+        parallel.load(f"{folder}/{start - 1}", optimizer, {"loader": loader})
     found: list[float] = []
     for _ in range(loader.epoch, EPOCHS):
         for batch in loader:
             found.append(parallel.forward_backward(batch).item())
             optimizer.step()
             optimizer.zero_grad()
-            save(parallel, weights)
-            if rank == 0:
-                position.write_text(json.dumps(loader.state_dict()))
+            parallel.save(f"{folder}/{start}", optimizer, {"loader": loader}, step=len(found), keep_last=2)
             if len(found) == most:
                 dist.barrier()
                 return found
@@ -106,16 +125,28 @@ def trained(
     return found
 
 
-def save(parallel: ParallelModel, path: Path) -> None:
-    """The whole weights of all stages."""
-    own = {
-        name: getattr(value, "full_tensor", lambda value=value: value)()
-        for name, value in parallel.state_dict().items()
-    }
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, own)
-    if dist.get_rank() == 0:
-        torch.save({name: value for one in every for name, value in one.items()}, path)
+@captured_by_first_rank
+def stream_read(
+    rank: int, world_size: int, wish: Mapping[str, Any], folder: str, most: int, start: int
+) -> tuple[int, list[list[Any]]]:
+    """The next batches of an epoch of a stream, at most so many, with saves and loads as in `trained`.
+
+    Returns this rank's data-parallel coordinate, and the first tokens of the rows of each batch.
+    """
+    parallel, _ = made(world_size, wish, GLOBAL_BATCH // wish.get("dp", 1))
+    may_start_workers()
+    loader = parallel.loader(StatefulRows(), global_batch=4, num_workers=2 - start % 2)
+    if start:
+        parallel.load(f"{folder}/{start - 1}", extra={"loader": loader})
+    found: list[list[Any]] = []
+    for batch in loader:
+        found.append(batch["input_ids"].tolist())
+        is_odd = bool(len(found) % 2)
+        parallel.save(f"{folder}/{start}", extra={"loader": loader}, step=len(found), asynchronous=is_odd)
+        if len(found) == most:
+            break
+    parallel.finish_saving()
+    return parallel.rank_mesh.dims["dp"].coordinate, found
 
 
 @captured_by_first_rank
