@@ -188,7 +188,7 @@ def _of_file(path: Path, entry: FileEntry, hashes: bool) -> list[Problem]:
     except OSError as error:
         is_link = path.is_symlink()
         return [Problem(path=path.name, rule="is a link" if is_link else f"cannot be opened: {error.strerror}")]
-    with open(descriptor, "rb", buffering=0) as file:
+    try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             return [Problem(path=path.name, rule="must be a regular file")]
@@ -197,8 +197,12 @@ def _of_file(path: Path, entry: FileEntry, hashes: bool) -> list[Problem]:
         if not hashes:
             return []
         digest = hashlib.sha256()
-        while piece := file.read(_PIECE_BYTES):
+        while piece := os.read(descriptor, _PIECE_BYTES):
             digest.update(piece)
+    except OSError as error:
+        return [Problem(path=path.name, rule=f"cannot be read: {error.strerror}")]
+    finally:
+        os.close(descriptor)
     if digest.hexdigest() == entry.sha256:
         return []
     return [Problem(path=path.name, rule="is damaged: its content does not have the SHA-256 of the manifest")]
