@@ -90,20 +90,24 @@ class _ReportedIterator(Iterator[tuple[Any, int]]):
     keys. A position is a tuple, which it sends whole.
     """
 
+    _position: tuple[int, Any]
+    _items: Iterator[Part]
+
     def __init__(self, parts: StreamParts) -> None:
         self._parts = parts
         self.load_state_dict({_POSITION: (parts.offset, parts.state)})
 
     def __next__(self) -> tuple[Any, int]:
-        batch, *self._position = next(self._items)
-        return batch, self._position[0]
+        batch, place, state = next(self._items)
+        self._position = place, state
+        return batch, place
 
     def state_dict(self) -> dict[str, Any]:
-        return {_POSITION: tuple(self._position)}
+        return {_POSITION: self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._position = list(state[_POSITION])
-        self._items = iter(replace(self._parts, offset=self._position[0], state=self._position[1]))
+        self._position = place, held = state[_POSITION]
+        self._items = iter(replace(self._parts, offset=place, state=held))
 
 
 def _as_it_is(item: Any) -> Any:
