@@ -9,8 +9,8 @@ import hashlib
 import json
 import logging
 import shutil
-import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -75,7 +75,8 @@ class Saver:
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = None
         self._locks: dict[Path, FolderLock] = {}
-        self._thread: threading.Thread | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="autopar-save")  # starting a thread would wait for it
+        self._pending: Future[None] | None = None
         self._failure: CheckpointError | None = None
         self._copies = HostCopies()
         self.known = KnownChunks()
@@ -94,9 +95,9 @@ class Saver:
 
     def finish(self) -> None:
         """Wait for the asynchronous save, and raise its error."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -112,8 +113,7 @@ class Saver:
             tensors=self._copies.of(snapshot.tensors),
             plain_tensors={name: tensor.clone() for name, tensor in snapshot.plain_tensors.items()},
         )
-        self._thread = threading.Thread(target=self._write_in_thread, args=(copied, group), name="autopar-save")
-        self._thread.start()
+        self._pending = self._thread.submit(self._write_in_thread, copied, group)
 
     def _write_in_thread(self, snapshot: Snapshot, group: dist.ProcessGroup) -> None:
         try:

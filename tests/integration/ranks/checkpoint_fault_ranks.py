@@ -145,9 +145,9 @@ def full_disk(rank: int, folder: str) -> dict[str, Any]:
 
 
 def wait_for_thread(parallel: ParallelModel) -> None:
-    thread = parallel._saver._thread
-    assert thread is not None
-    thread.join()
+    pending = parallel._saver._pending
+    assert pending is not None
+    pending.result()
 
 
 @contextmanager
