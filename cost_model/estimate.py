@@ -226,8 +226,6 @@ def formula_only(question: Question, precision: str) -> tuple[str, ...]:
         found.append(f"expert parallelism {question.ep}: priced as two all-to-alls a pass, autopar does not run it yet")
     if question.engine.name != "autopar":
         found.append(f"engine {question.engine.name}: priced with that framework's mechanisms, autopar runs its own")
-    if precision == "fp8":
-        found.append("fp8: priced as products in float8, autopar does not cast to it")
     return tuple(found)
 
 

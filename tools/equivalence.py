@@ -163,7 +163,12 @@ OFFLOAD_PLANS: Mapping[str, Wish] = {
     "dp=2, ZeRO 0: parameters": {"dp": 2, "zero": 0, "offload": "parameters"},
     **{
         f"tp=2 × dp=2, ZeRO 3, {recompute} recomputation: {one}": {
-            "tp": 2, "dp": 2, "zero": 3, "accumulate": 2, "recompute": recompute, "offload": one,
+            "tp": 2,
+            "dp": 2,
+            "zero": 3,
+            "accumulate": 2,
+            "recompute": recompute,
+            "offload": one,
         }
         for recompute, one in (("selective", "activations"), ("full", "activations"), ("selective", OFFLOADED[-1]))
     },

@@ -13,7 +13,7 @@ from torch import nn
 
 from autopar.capture.export.data_reads import Reading
 from autopar.capture.export.export import Inputs, LossFunction
-from autopar.capture.precision import in_precision, inputs_in_precision
+from autopar.capture.precision import in_precision, inputs_in_precision, products_of
 from autopar.capture.program import (
     NO_SECOND_CAPTURE,
     CaptureRequest,
@@ -52,6 +52,7 @@ def capture(
         loss_fn=loss_fn,
         training=training,
         reading=Reading(specialise=specialise),
+        products=products_of(precision),
     )
     return captured(asked, batch)
 

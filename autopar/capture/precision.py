@@ -12,7 +12,8 @@ from torch import nn
 
 from autopar._torch.private import pytree
 from autopar.errors import InputError
-from autopar.ir.precision import PRECISIONS, compute_dtype
+from autopar.ir.precision import EIGHT_BITS, PRECISIONS, compute_dtype
+from autopar.rules.scaled_product import check_torchao
 
 if TYPE_CHECKING:
     from autopar.capture.export.export import Inputs
@@ -22,6 +23,17 @@ def checked_precision(precision: str | None) -> str | None:
     """A precision that parameters can have. Raises InputError for another one."""
     if precision is not None and precision not in PRECISIONS:
         raise InputError(f"precision {precision!r} is unknown; use {', '.join(PRECISIONS)}, or leave it out")
+    return precision
+
+
+def products_of(precision: str | None) -> str | None:
+    """The format of linear layers under a precision with operands of eight bits; None under another one.
+
+    Raises InputError if torchao is missing.
+    """
+    if precision not in EIGHT_BITS:
+        return None
+    check_torchao(precision)
     return precision
 
 

@@ -30,7 +30,8 @@ from autopar.capture.passes.constants import (
 from autopar.capture.passes.loss_terms import denominator_of, numbers_as_terms
 from autopar.capture.passes.normalize import normalise, remove_dead
 from autopar.capture.passes.packings import split_packings
-from autopar.capture.precision import checked_precision, in_precision, inputs_in_precision
+from autopar.capture.passes.scaled_products import scale_products
+from autopar.capture.precision import checked_precision, in_precision, inputs_in_precision, products_of
 from autopar.capture.shared_axes import axes_of, with_note_on_axes
 from autopar.capture.targets import agreed, judged
 from autopar.errors import CaptureError
@@ -43,6 +44,7 @@ from autopar.ir.program import (
     Program,
     Role,
     StateInfo,
+    is_between,
 )
 
 _ROLES: Mapping[str, Role] = {"parameter": "parameter", "input": "input", "state": "buffer"}  # of placeholders by kind
@@ -71,8 +73,8 @@ def capture_program(
         training: Whether to capture in training mode. Otherwise the model is captured in eval mode.
         specialise: Whether branches on inputs are captured as the example inputs take them. The program's `decisions`
             say what a later batch must decide alike.
-        precision: "fp32", "bf16" or "fp16": parameters and floating inputs have this dtype. By default the model is
-            captured as it is written.
+        precision: "fp32", "bf16", "fp16", "fp8" or "mxfp8": parameters and floating inputs have its dtype of
+            computing. By default the model is captured as it is written.
 
     Returns:
         The captured program. `autopar.estimate` prices it without another capture.
@@ -91,6 +93,7 @@ def capture_program(
         loss_fn=loss_fn,
         training=training,
         reading=Reading(specialise=specialise),
+        products=products_of(precision),
     )
     return capture_twice(asked, batch).program
 
@@ -104,6 +107,7 @@ class CaptureRequest:
     loss_fn: LossFunction | None = None
     training: bool = True
     reading: Reading = field(default_factory=Reading)
+    products: str | None = None  # the format of linear layers with operands of eight bits
 
     @property
     def named_inputs(self) -> Mapping[str, torch.Tensor]:
@@ -172,14 +176,15 @@ def capture_twice(asked: CaptureRequest, batch: int | None = None) -> Twice:
     others = Sizes(batch=wanted[0], sequence=wanted[1] if sequence_varies else None)
     fixed = fixed_inputs(asked.model, asked.inputs, asked.loss_fn)
     program = replace(
-        fold_program(asked.model, flat, _inputs_at(named, sizes, first, sequence_varies), found), fixed=fixed
+        fold_program(asked.model, flat, _inputs_at(named, sizes, first, sequence_varies), found, asked.products),
+        fixed=fixed,
     )
     notes, twin = program.notes, None
     if small is None:
         program = replace(program, notes=(*notes, NO_SECOND_CAPTURE))
     else:
         at = wanted[0], others.sequence or first[1]
-        twin = fold_program(asked.model, small, _inputs_at(named, sizes, at, sequence_varies), others)
+        twin = fold_program(asked.model, small, _inputs_at(named, sizes, at, sequence_varies), others, asked.products)
         twin = replace(twin, fixed=fixed)
         program = with_note_on_axes(program, [axes_of(block) for block in twin.blocks])
         program, twin = agreed(program, twin)
@@ -203,7 +208,7 @@ def with_same_sequence(twice: Twice, asked: CaptureRequest) -> Twice:
     make_causal(flat.graph, twice.causal)  # the small masks have shown which are causal
     remove_dead(flat.graph)
     others = Sizes(batch=at[0], sequence=at[1])
-    third = fold_program(asked.model, flat, _inputs_at(named, sizes, at, sequence_varies=True), others)
+    third = fold_program(asked.model, flat, _inputs_at(named, sizes, at, sequence_varies=True), others, asked.products)
     third = replace(third, fixed=fixed_inputs(asked.model, asked.inputs, asked.loss_fn))
     program, small = agreed(twice.program, third)
     return replace(twice, program=program, small=small, small_sizes=others)
@@ -329,8 +334,13 @@ def _small_capture(
     return None, False
 
 
-def fold_program(model: nn.Module, flat: Flat, inputs: tuple[InputInfo, ...], sizes: Sizes) -> Program:
-    """The program of a normalised graph: its constants, denominator, blocks and axes."""
+def fold_program(
+    model: nn.Module, flat: Flat, inputs: tuple[InputInfo, ...], sizes: Sizes, products: str | None = None
+) -> Program:
+    """The program of a normalised graph: its constants, denominator, blocks and axes.
+
+    `products` is the format of the linear layers of repeated blocks, if their operands have eight bits.
+    """
     kinds = {n: "state" if name in flat.updates else kind for n, (kind, name) in flat.placeholders.items()}
     (loss, *_) = (node for node, name in zip(output_nodes(flat.graph), flat.outputs, strict=False) if name == "loss")
     numbers_as_terms(flat.graph, loss)
@@ -365,6 +375,8 @@ def fold_program(model: nn.Module, flat: Flat, inputs: tuple[InputInfo, ...], si
         names[node] = f"constant_{i}"
     used_later = set(every) | ({denominator} if denominator is not None else set())
     distinct, calls = _fold_with_denominator(segments, role_of, names, used_later, bool(den_nodes))
+    if products is not None:
+        distinct = _with_scaled_products(distinct, calls, products)
     constant_graph = constants_graph(flat, leaves, [names[n] for n in leaves])
     parameters = _parameters(model, flat.parts)
     used = {a for c in calls for a in c.arguments if isinstance(a, str)}
@@ -393,6 +405,18 @@ def fold_program(model: nn.Module, flat: Flat, inputs: tuple[InputInfo, ...], si
         updates={name: names[node] for name, node in updates.items()},
     )
     return judged(program)
+
+
+def _with_scaled_products(distinct: tuple[Block, ...], calls: tuple[CallSite, ...], format: str) -> tuple[Block, ...]:
+    """The blocks; the linear layers of repeated ones are scaled products. Another graph has another signature."""
+    repeated, found = {call.block for call in calls if not is_between(call.path)}, list[Block]()
+    for index, block in enumerate(distinct):
+        if index in repeated:
+            scale_products(block.graph, block.ports, format)
+            signature = folding.signature_of(block.graph, block.ports, block.outputs)
+            block = replace(block, signature=signature)
+        found.append(block)
+    return tuple(found)
 
 
 def _fold_with_denominator(

@@ -9,7 +9,6 @@ from autopar.cli.options.model_argument import Hidden, Json, Layers, ModelArgume
 from autopar.cli.options.small_model import LocalBatch, WorldSize, check_numbers, wish_and_sizes
 from autopar.cli.output import console, print_json, progress, table
 from autopar.commands.next_step import VerifyCommand, next_after_difference, suggesting_next_step
-from autopar.errors import InputError
 from autopar.ir.explanation import sizes_in_words
 from autopar.planning.options import PlanOptions
 
@@ -51,8 +50,6 @@ def verify(
     path = None if plan is None else str(plan)
     command = VerifyCommand(model=model, world_size=world_size, specialise=specialise, plan=path)
     with suggesting_next_step(command, options), progress("importing torch") as on_progress:
-        if options.precision == "fp8":
-            raise InputError("--precision fp8 is priced and not run; verify bf16, fp16 or fp32")
         check_numbers(world_size=world_size, steps=steps, batch=batch)
         wish, sizes = wish_and_sizes(model, world_size, options, plan, layers=layers, hidden=hidden, batch=batch)
         from autopar.commands.verify import verify as run

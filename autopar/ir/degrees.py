@@ -9,7 +9,7 @@ from typing import Any
 from autopar.errors import PlanError, Problem, did_you_mean
 from autopar.ir.offload import NO_OFFLOAD, OFFLOADS, OPTIMIZER, PARAMETERS, parts_of_offload
 from autopar.ir.optimizers import DEFAULT_OPTIMIZER
-from autopar.ir.precision import PRECISIONS
+from autopar.ir.precision import PRECISIONS, REDUCE_DTYPES
 from autopar.ir.rank_order import ORDERS, strides
 from autopar.ir.schedules.registry import DEFAULT_SCHEDULE, SCHEDULE_NAMES, SCHEDULES, rank_of_stage
 from autopar.ir.sharding import Mesh
@@ -42,8 +42,8 @@ class Degrees:
     `offload` says what is in host memory instead of device memory (`autopar.ir.offload`). `optimizer` names the
     optimizer whose state the memory counts (`autopar.ir.optimizers`). Another one may train.
 
-    `precision` ("fp32", "bf16" or "fp16") is the dtype of computing beside float32 master weights, and `reduce_dtype`
-    the dtype of sums of gradients (`autopar.ir.precision`). None leaves the dtypes as the model is written.
+    `precision` ("fp32", "bf16", "fp16", "fp8" or "mxfp8") is the dtype of computing beside float32 master weights, and
+    `reduce_dtype` the dtype of sums of gradients (`autopar.ir.precision`). None leaves the dtypes of the model.
     """
 
     pp: int = 1
@@ -170,7 +170,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "order": ORDERS,
     "offload": OFFLOADS,
     "precision": PRECISIONS,
-    "reduce_dtype": PRECISIONS,
+    "reduce_dtype": REDUCE_DTYPES,
 }
 _MAY_BE_OPEN = ("micro_batch", *_OF_STAGES, "precision", "reduce_dtype")
 

@@ -2,7 +2,8 @@
 
 With a precision, parameters and the optimizer's state are float32 (master weights). Blocks get the parameters in the
 precision's dtype. The program is captured so: its parameters have the dtype of computing. Without a precision,
-parameters are stored and used in the dtype in which the model is written.
+parameters are stored and used in the dtype in which the model is written. fp8 and mxfp8 are bf16 with linear layers
+whose operands have eight bits (`autopar.rules.scaled_product`).
 
 | value                                        | without a precision     | with a precision                        |
 |----------------------------------------------|-------------------------|-----------------------------------------|
@@ -18,7 +19,9 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch
 
-COMPUTE_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+REDUCE_DTYPES = ("fp32", "bf16", "fp16")
+EIGHT_BITS = ("fp8", "mxfp8")
+COMPUTE_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16", "mxfp8": "bfloat16"}
 PRECISIONS = tuple(COMPUTE_DTYPES)
 MASTER_DTYPE = "float32"
 

@@ -205,6 +205,11 @@ class Program:
         return tuple(call for call in self.calls if call.block == index)
 
 
+def is_between(path: str) -> bool:
+    """Whether a call lies before, between or behind the repeated blocks, by its path."""
+    return path.startswith(("denominator", "prologue", "epilogue", "between_"))
+
+
 def hidden_parameters(program: Program) -> frozenset[str]:
     """The parameters that repeated blocks take: no embedding and no head. All parameters if no block repeats."""
     repeated = [call for call in program.calls if len(program.uses_of_block(call.block)) > 1]

@@ -83,7 +83,7 @@ def estimate(
         global_batch: Sequences of one step on all ranks. By default the inputs are one rank's step.
         engine: The framework whose mechanisms are priced (``cost_model/machine/engines``).
         profile: A device profile, its shipped name, or its file.
-        precision: Of computing: bf16, fp16, fp32, or fp8 (priced only); by default the model's dtype.
+        precision: Of computing: bf16, fp16, fp32, fp8 or mxfp8; by default the model's dtype.
         cp: The degree of context parallelism, which is priced and not run.
         ep: The degree of expert parallelism, which is priced and not run.
         tokens: The tokens of a whole training run, to predict its days, money and energy.

@@ -92,7 +92,7 @@ def capture_for(
     """
     from autopar.capture.any_size import captured
     from autopar.capture.export.data_reads import Reading
-    from autopar.capture.precision import in_precision, inputs_in_precision
+    from autopar.capture.precision import in_precision, inputs_in_precision, products_of
     from autopar.capture.program import CaptureRequest, batch_and_sequence, capture_twice
 
     answers = None if decided_as is None else {decision.key: decision for decision in decided_as.decisions}
@@ -102,6 +102,7 @@ def capture_for(
         loss_fn=loss_fn,
         training=training,
         reading=Reading(specialise=specialise or bool(answers), answers=answers),
+        products=products_of(degrees.precision),
     )
     local_batch, _ = batch_and_sequence(asked.named_inputs)
     batch = (degrees.micro_batch or local_batch) * degrees.dp

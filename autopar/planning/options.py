@@ -80,8 +80,8 @@ class PlanOptions:
         "all blocks",
     )
     selective_blocks: str | None = _option(
-        "With --recompute auto, recompute these blocks of each stage selectively, behind the fully recomputed ones: one "
-        "number, or one for every stage.",
+        "With --recompute auto, recompute these blocks of each stage selectively, behind the fully recomputed blocks: "
+        "one number, or one for every stage.",
         "the least that fits",
         is_searched=False,
     )
@@ -98,7 +98,8 @@ class PlanOptions:
         is_searched=False,
     )
     precision: str | None = _option(
-        "Dtype of computing, beside float32 master weights: fp32, bf16 or fp16. fp8 is priced and not run.",
+        "Dtype of computing, beside float32 master weights: fp32, bf16 or fp16. fp8 and mxfp8 are bf16 with linear "
+        "layers of eight bits.",
         "as the model is written; presets and configs: bf16, fp16 where a device has no bf16, fp32 on CPUs",
         is_searched=False,
     )
@@ -135,10 +136,7 @@ class PlanOptions:
 
     def wish(self) -> dict[str, Any]:
         """The given options that are degrees, as `autopar.parallelize(plan=...)` takes them."""
-        wish = {name: value for name, value in self.given().items() if name not in _NOT_DEGREES}
-        if wish.get("precision") == "fp8":
-            wish["precision"] = "bf16"  # what fp8 is priced beside
-        return wish
+        return {name: value for name, value in self.given().items() if name not in _NOT_DEGREES}
 
     def degrees(self, world_size: int) -> Degrees:
         """Degrees for a number of ranks. Raises `PlanError` with every violation at once."""
@@ -170,8 +168,8 @@ class PlanOptions:
         wish = self.wish()
         if self.selective_blocks is not None:
             raise InputError(
-                "--selective-blocks: a search chooses the numbers itself; leave it out, or give it to estimate, verify or "
-                "parallelize with all degrees"
+                "--selective-blocks: a search chooses the numbers itself; leave it out, or give it to estimate, verify "
+                "or parallelize with all degrees"
             )
         runs = wish.pop("accumulate", 1)
         if runs > 1 and wish.get("pp", 1) > 1:

@@ -107,7 +107,7 @@ def plan(
         study: A journal (``plan.log``) or database (``plan.db``, ``sqlite:///plan.db``) of trials, perhaps shared.
         what_if: Also search plans that autopar prices and does not run; the best is `SearchResult.beyond`.
         profile: A device profile or its file; by default the cluster's, else the shipped one.
-        precision: Of computing: "bf16", "fp16", "fp32", or "fp8" (priced only); by default the module's dtype.
+        precision: Of computing: "bf16", "fp16", "fp32", "fp8" or "mxfp8"; by default the module's dtype.
         reduce_dtype: The dtype of gradient sums over ranks.
         name: The model's name in the result; by default its class.
         on_progress: A function that receives a text before each part of the work.

@@ -12,7 +12,7 @@ from autopar.errors import InputError, did_you_mean
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.device import Device, Link
 
-PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp8": "float8", "fp32": "float32"}
+PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp8": "float8", "mxfp8": "float8", "fp32": "float32"}
 _OF_DTYPE = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 # no message crosses these: a host of one device, a cluster of one host
 _NO_LINK = Link(bytes_per_s=1e12, latency_s=1e-6, name="none")
@@ -36,7 +36,7 @@ def precision_of(dtype: str, cluster: ClusterSpec) -> str:
 
 def dtype_assumptions(dtype: str, precision: str, cluster: ClusterSpec) -> tuple[str, ...]:
     """A sentence for the user if the price of a model of `dtype` in `precision` may surprise; else nothing."""
-    if precision == "fp8":  # marked as priced and not run
+    if PRECISIONS[precision] == "float8":  # of products alone
         return ()
     if PRECISIONS[precision] != dtype:
         priced = PRECISIONS[precision]

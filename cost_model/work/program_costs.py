@@ -16,7 +16,7 @@ from autopar.cost_model.work.operator_cost import EXPERT_PRODUCTS
 from autopar.cost_model.work.polynomials import Polynomial
 from autopar.ir.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OwnPart, optimizer_named
 from autopar.ir.plan import BlockLabels
-from autopar.ir.program import Program, hidden_parameters
+from autopar.ir.program import Program, hidden_parameters, is_between
 from autopar.ir.sharding import Mesh
 from autopar.ir.stages import main_calls
 
@@ -190,8 +190,7 @@ def _source(program: Program, mesh: Mesh) -> str:
 def _roles(program: Program) -> list[str]:
     """A role per main call. The role of a repeated block is the number of the block."""
     calls = [program.calls[i] for i in main_calls(program)]
-    between = ("prologue", "epilogue", "between_")
-    repeated = [i for i, call in enumerate(calls) if not call.path.startswith(between)]
+    repeated = [i for i, call in enumerate(calls) if not is_between(call.path)]
     if not repeated:
         sizes = [len(program.blocks[call.block].graph.nodes) for call in calls]
         repeated = [sizes.index(max(sizes))]

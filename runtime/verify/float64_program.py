@@ -12,8 +12,10 @@ import torch
 from torch import fx
 
 from autopar._torch import private
+from autopar._torch.operators import aten
 from autopar.ir.program import Program
 from autopar.rules.rule import TensorInfo
+from autopar.rules.scaled_product import SCALED_LINEAR
 
 LOWER = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -53,6 +55,8 @@ def promote_graph(graph: fx.Graph, dtype: torch.dtype) -> fx.Graph:
             node.meta["literal"] = literal.to(_higher(literal.dtype, dtype))
         node.args = tuple(_higher(a, dtype) if isinstance(a, torch.dtype) else a for a in node.args)
         node.kwargs = {k: _higher(v, dtype) if isinstance(v, torch.dtype) else v for k, v in node.kwargs.items()}
+        if node.target is SCALED_LINEAR:  # operands of eight bits
+            node.target, node.args = aten.linear.default, node.args[:2]
         if _has_default_dtype(old):
             node.kwargs = {**node.kwargs, "dtype": dtype}
     return copy

@@ -13,10 +13,12 @@ from autopar.rules.families.pointwise import OPERATORS
 from autopar.rules.registry import registered, rule_of
 from autopar.rules.routed import ORDER, ROUTED
 from autopar.rules.rule import Step
+from autopar.rules.scaled_product import SCALED_LINEAR
 from autopar.testing.rule_proof import prove, prove_rule, run_steps, sample_of
 
 aten = torch.ops.aten
-TARGETS = sorted(registered(), key=str)
+# eight bits round whole and split operands differently: test_scaled_product.py takes values that stay as they are
+TARGETS = sorted(registered() - {SCALED_LINEAR}, key=str)
 NUM_DRAWS = 16
 NUM_POINTWISE_DRAWS = 7
 # values depend on position, or a partial result means nothing: nothing is ever split

@@ -9,6 +9,7 @@ from autopar.rules.families._notation import aligned, in_order, linear_sets, mul
 from autopar.rules.grouped_product import GROUPED_MM
 from autopar.rules.registry import rule
 from autopar.rules.rule import Call, Dim, Rule, parse
+from autopar.rules.scaled_product import MULTIPLES, SCALED_LINEAR
 
 
 @rule(aten.linear.default)
@@ -17,6 +18,14 @@ def linear(call: Call) -> Rule:
     groups = [{0, 2}] if len(call.operands) > 2 else [{0}]
     text = "... i, o i[, o] -> ... o"
     return parse(text, call, additive=(2,), linear=[sorted(g) for g in groups], flops=multiply_adds)
+
+
+@rule(SCALED_LINEAR)
+def scaled_linear(call: Call) -> Rule:
+    """Sizes are multiples of what a kernel takes, also on a rank. A sum of rounded products is no rounded sum."""
+    count = MULTIPLES[str(call.args[2])]
+    sizes = {"j": count, "p": count}
+    return parse("... (i j), (o p) (i j) -> ... (o p)", call, sizes=sizes, whole="j p", flops=multiply_adds)
 
 
 def _product(call: Call, text: str) -> Rule:
