@@ -292,7 +292,7 @@ def capture_flat(
     )
     changeable = {node: name for node, (kind, name) in placeholders.items() if kind in ("buffer", "input")}
     if needs_decomposition(exported.graph_module, changeable):
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), ctc_loss_traced():
             warnings.simplefilter("ignore")
             exported = exported.run_decompositions({})
         placeholders = _placeholders(model, exported, tuple(input_names(model, example_inputs, loss_fn)))
