@@ -26,7 +26,7 @@ from autopar.runtime.model.outputs import refuse_autocast, step_loss
 from autopar.runtime.model.pipeline import refuse_compiling
 from autopar.runtime.model.preflight_check import STEP
 from autopar.runtime.parameters.flat_shards import FlatShards
-from autopar.runtime.parameters.grad_scaler import adopted
+from autopar.runtime.parameters.grad_scaler import adopted, settings_of
 from autopar.runtime.profile.trace_step import trace_step
 
 
@@ -190,8 +190,8 @@ class ParallelModel(CheckpointedModel):
         padded, if the model can ignore samples. Another sequence length, or another number of sequences on all ranks,
         captures the model again, once for each shape.
 
-        Before anything else is sent, the ranks compare step, shapes and data. This is one all-gather on the host of
-        8 × (4 + 2 × inputs) bytes a rank. Another one follows if a rank is unsure of the indices in its batch.
+        Before anything else is sent, the ranks compare step, scalers, shapes and data. This is one all-gather on the
+        host of 8 × (5 + 2 × inputs) bytes a rank. Another one follows if a rank is unsure of the indices in its batch.
 
         Args:
             batch: This rank's part of the global batch, ``micro_batch × micro_batches × accumulate`` sequences: a dict
@@ -214,7 +214,7 @@ class ParallelModel(CheckpointedModel):
         """
         refuse_autocast(self.device.type)
         degrees = self.plan.degrees
-        compiled, micro_batches, _ = self._prepared(batch, STEP, degrees.num_micro_batches)
+        compiled, micro_batches, _ = self._prepared(batch, STEP, degrees.num_micro_batches, settings_of(scaler))
         compiled.code_modules(outputs=False)
         denominators = self._denominators(compiled, micro_batches)
         values = [own | more for own, more in zip(micro_batches, denominators, strict=True)]

@@ -4,7 +4,7 @@ Ranks that differ only in `tp` or `pp` must hold the same sequences. Shapes may 
 sequences only. All ranks must be at the same step. A difference is an error on all ranks, so that no rank waits in a
 collective that another rank never enters.
 
-The cost is an all-gather of 8 × (4 + 2 × inputs) bytes a rank, over gloo on the host, and a checksum of the inputs. Of
+The cost is an all-gather of 8 × (5 + 2 × inputs) bytes a rank, over gloo on the host, and a checksum of the inputs. Of
 an input above 2 MiB an evenly spread part is read, so a difference in a few elements may be missed. Inputs on a GPU are
 copied back for it; pass them on CPU to avoid the copy. On 2 gloo ranks of 2 shared CPU cores it took 0.7 ms for
 8 × 1,024 token ids and labels, 2.1 ms for 32 images (least of 15 rounds, torch 2.13, 2026-11-23,
@@ -27,6 +27,7 @@ from autopar.runtime.checkpoint.saving import Saver
 from autopar.runtime.distributed.mesh import RankMesh
 from autopar.runtime.distributed.mesh import named_ranks as _ranks
 from autopar.runtime.model.inputs import Batch, batch_error
+from autopar.runtime.parameters.grad_scaler import SAME_SETTINGS
 
 _KINDS = (
     "reading data",
@@ -41,7 +42,7 @@ READING, ENDED, FAILED, STEP, EVALUATION, LOGGING, NOT_SAVED = range(len(_KINDS)
 NUM_CHUNKS = 4096  # per tensor: sums of chunks, weighted by their position
 MAX_WORDS = 2**18  # of 8 bytes; of a larger tensor so many are read, evenly spread
 FITS, UNFIT, UNSURE = range(3)  # what a rank knows of its own batch; unsure of its indices
-_Row = Sequence[int]  # kind and mode, step, what is known of the batch, sequences; then per input shape and checksum
+_Row = Sequence[int]  # kind and mode, step, what is known of the batch, sequences, scaler; per input shape and checksum
 
 
 class PreflightCheck:
@@ -56,10 +57,13 @@ class PreflightCheck:
         on_gpu = self.world_size > 1 and dist.get_backend() != "gloo"
         self._group = dist.new_group(backend="gloo", timeout=private.group_timeout()) if on_gpu else None
 
-    def check(self, kind: int, training: bool, step: int, batch: Batch, unsure: bool) -> tuple[list[int], bool]:
+    def check(
+        self, kind: int, training: bool, step: int, batch: Batch, unsure: bool, scaler: str = ""
+    ) -> tuple[list[int], bool]:
         """Every rank's number of sequences, and whether any rank is unsure of the indices in its batch.
 
-        Raises `RuntimeInputError` on all ranks where they do not agree.
+        `scaler` is the text of the settings of this rank's scaler, empty without one. Raises `RuntimeInputError` on all
+        ranks where they do not agree.
         """
         kind = NOT_SAVED if self.saver.has_failed else kind
         if self.world_size == 1:
@@ -69,6 +73,7 @@ class PreflightCheck:
                 raise batch_error(batch.problems)
             return [batch.sequences], unsure
         row = [2 * kind + training, step, UNFIT if batch.problems else UNSURE if unsure else FITS, batch.sequences]
+        row.append(_number(scaler) if scaler else 0)
         for info in self.inputs:
             value = batch.tensors.get(info.name)
             row += [0, 0] if value is None else [_shape_hash(value, info), checksum(value)]
@@ -77,7 +82,7 @@ class PreflightCheck:
             self.saver.finish()
         if batch.problems and all(r[0] == row[0] for r in rows):
             raise batch_error(batch.problems)
-        text = disagreement(rows, self.inputs, self.mesh.dims["dp"].of)
+        text = disagreement(rows, self.inputs, self.mesh.dims["dp"].of) or _scalers_differ(rows, scaler)
         if text:
             raise RuntimeInputError(text)
         return [r[3] for r in rows], any(r[2] == UNSURE for r in rows)
@@ -127,10 +132,10 @@ class PreflightCheck:
             count += 1
 
     def exchange(self, row: _Row) -> list[list[int]]:
-        """The rows of all ranks. A row has at most 4 + 2 × inputs integers. Collective."""
+        """The rows of all ranks. A row has at most 5 + 2 × inputs integers. Collective."""
         if self.world_size == 1:
             return [list(row)]
-        width = 4 + 2 * len(self.inputs)  # one shape for all kinds: gloo aborts where shapes differ
+        width = 5 + 2 * len(self.inputs)  # one shape for all kinds: gloo aborts where shapes differ
         own = torch.tensor([*row, *[0] * (width - len(row))], dtype=torch.int64)
         every = [torch.empty_like(own) for _ in range(self.world_size)]
         dist.all_gather(every, own, group=self._group)
@@ -168,7 +173,7 @@ def disagreement(rows: Sequence[_Row], inputs: Sequence[InputInfo], dp_of: Calla
 def _data_disagreement(rows: Sequence[_Row], inputs: Sequence[InputInfo], dp_of: Callable[[int], int]) -> str:
     replicas = list(_groups([dp_of(rank) for rank in range(len(rows))]).values())
     for index, info in enumerate(inputs):
-        shapes = _groups([row[4 + 2 * index] for row in rows])
+        shapes = _groups([row[5 + 2 * index] for row in rows])
         if len(shapes) > 1:
             usual, *unusual = shapes.values()
             return (
@@ -179,7 +184,7 @@ def _data_disagreement(rows: Sequence[_Row], inputs: Sequence[InputInfo], dp_of:
         others: list[int] = []
         batched = info.batch_dim is not None
         for ranks in replicas if batched else [list(range(len(rows)))]:
-            values = _groups([(rows[rank][3] if batched else 0, rows[rank][5 + 2 * index]) for rank in ranks])
+            values = _groups([(rows[rank][3] if batched else 0, rows[rank][6 + 2 * index]) for rank in ranks])
             named = [[ranks[k] for k in group] for group in values.values()]
             first += named[0] if len(named) > 1 else []
             others += _joined(named[1:])
@@ -190,6 +195,23 @@ def _data_disagreement(rows: Sequence[_Row], inputs: Sequence[InputInfo], dp_of:
                 "same data on these ranks: parallel.loader(dataset) does"
             )
     return ""
+
+
+def _scalers_differ(rows: Sequence[_Row], own: str) -> str:
+    groups = _groups([row[4] for row in rows])
+    if len(groups) == 1:
+        return ""
+    without = groups.pop(0, None)
+    if without is not None:
+        return (
+            f"{_ranks(without)} passed no scaler, or a disabled one, and {_ranks(_joined(groups.values()))} passed a "
+            "scaler; pass forward_backward one with equal settings on every rank, or none"
+        )
+    usual, *others = groups.values()
+    return (
+        f"{_ranks(_joined(others))} passed a scaler with other settings than {_ranks(usual)}; here {own}; "
+        f"{SAME_SETTINGS}"
+    )
 
 
 def checksum(value: torch.Tensor) -> int:

@@ -97,7 +97,7 @@ class RunningModel(ShardedModel):
         """Give the integers of all ranks, sent over gloo on the host. Collective.
 
         Args:
-            row: This rank's integers, at most 4 + 2 × inputs.
+            row: This rank's integers, at most 5 + 2 × inputs.
 
         Returns:
             The rows of all ranks, padded with zeros.
@@ -239,7 +239,7 @@ class RunningModel(ShardedModel):
         return offloaded_calls(compiled.program, self.plan.degrees, self.stages_in(compiled))
 
     def _prepared(
-        self, batch: Mapping[str, Any] | Sequence[Any], kind: int, micro_batches: int
+        self, batch: Mapping[str, Any] | Sequence[Any], kind: int, micro_batches: int, scaler: str = ""
     ) -> tuple[CompiledProgram, MicroBatches, bool]:
         """What runs a batch, its micro-batches on the device, and whether any rank's was padded. Collective."""
         shapes, evaluates = self._shapes, kind == EVALUATION
@@ -247,7 +247,7 @@ class RunningModel(ShardedModel):
         casts = self.plan.degrees.precision is not None
         own = read_batch(self.program, batch, planned, any_shape=shapes.can_capture, casts=casts)
         is_unsure = shapes.is_unsure(own, micro_batches, self.training)
-        counts, is_unsure = self._preflight.check(kind, self.training, self._step, own, is_unsure)
+        counts, is_unsure = self._preflight.check(kind, self.training, self._step, own, is_unsure, scaler)
         sequences = sequences_to_run(
             counts,
             planned,

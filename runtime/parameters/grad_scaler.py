@@ -3,8 +3,12 @@
 A rank sees the gradients of its own shards and pipeline stages. torch's `GradScaler` looks at these gradients alone, so
 one rank would skip a step that another rank takes. Here the flag of an overflow is the maximum over all ranks, whatever
 mesh dimension they lie on. All ranks skip the step, and all lower their scale once.
+
+Ranks with different settings would sum gradients of different scales. `forward_backward` compares the settings before
+it sends anything else (`PreflightCheck`). In a loop of the user, `unscale_` compares them together with the flag.
 """
 
+import hashlib
 from collections import defaultdict
 from typing import Any
 
@@ -23,7 +27,7 @@ class GradScaler(torch.amp.GradScaler):
     """A `torch.amp.GradScaler` for a `ParallelModel`. It takes the same arguments and is used in the same way.
 
     `unscale_` is collective: all ranks call it, or `step`, with their optimizers in the same order. Each optimizer has
-    one decision of all ranks.
+    one decision of all ranks. The settings of all ranks are equal.
 
     Example:
         >>> scaler = autopar.GradScaler("cpu", init_scale=1024.0)
@@ -33,9 +37,41 @@ class GradScaler(torch.amp.GradScaler):
         >>> norm = parallel.clip_grad_norm_(1.0)
         >>> scaler.step(optimizer)
         >>> scaler.update()
-        >>> scaler.get_scale()
-        1024.0
+        >>> scaler.get_scale(), scaler.skipped
+        (1024.0, False)
     """
+
+    _agreed = ""  # the settings that all ranks have
+    _given_scale: float | None = None  # the scale that the user has set
+    _overflow: torch.Tensor | None = None  # the flag of the last step
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the step before the last `update` was left out, on all ranks, because of an overflow.
+
+        With several optimizers, whether one of them left it out. A flag on a GPU is waited for.
+        """
+        return self._overflow is not None and bool(self._overflow.item())
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Set the scale of the next step, as torch's `GradScaler` does.
+
+        Args:
+            new_scale: The scale, equal on all ranks. By default it follows from the overflows of this step.
+
+        Example:
+            >>> scaler = autopar.GradScaler("cpu")
+            >>> loss = parallel.forward_backward(batch, scaler=scaler)
+            >>> scaler.update(512.0)
+            >>> scaler.get_scale()
+            512.0
+        """
+        if self._enabled:
+            states = self._per_optimizer_states.values()
+            flags = [flag.reshape(()) for state in states for flag in state["found_inf_per_device"].values()]
+            self._overflow = torch.stack(flags).amax() if flags else None
+            self._given_scale = self._given_scale if new_scale is None else float(new_scale)
+        super().update(new_scale)
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
@@ -55,28 +91,74 @@ class GradScaler(torch.amp.GradScaler):
         with torch.no_grad():
             for gradients in by_dtype.values():
                 private.unscale_and_check(gradients, found_inf, inv_scale)
-        return {found_inf.device: any_overflow(found_inf)}
+        return {found_inf.device: self._any_overflow(found_inf)}
+
+    def _any_overflow(self, found: torch.Tensor) -> torch.Tensor:
+        """The largest of the ranks' flags, on every rank. Collective. Settings are compared if that is still open."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return found
+        settings = settings_of(self)
+        number = int.from_bytes(hashlib.sha256(settings.encode()).digest()[:3], "big")  # exact in float32
+        row = torch.stack([found, torch.full_like(found, number), torch.full_like(found, -number)])
+        dist.all_reduce(row, op=dist.ReduceOp.MAX)
+        if self._agreed != settings:
+            if float(row[1]) != -float(row[2]):
+                raise RuntimeInputError(
+                    f"ranks have scalers with other settings; rank {dist.get_rank()} has {settings}; {SAME_SETTINGS}"
+                )
+            self._agreed = settings
+        return found.copy_(row[0])
 
 
-def any_overflow(found: torch.Tensor) -> torch.Tensor:
-    """The largest of the ranks' flags, on every rank. Collective."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return found
+SAME_SETTINGS = "make the scaler with equal arguments, and load the same state, on every rank"
+
+
+def settings_of(scaler: Any) -> str:
+    """The settings of a scaler that all ranks must share, as text. Empty without a scaler, or for one that is disabled.
+
+    The scale itself is left out, because reading it from a GPU waits for the step before. It follows from the settings
+    and from the flags, which are equal on all ranks.
+    """
+    if scaler is None:
+        return ""
+    if not isinstance(scaler, torch.amp.GradScaler):
+        return type(scaler).__name__  # refused by `adopted`, on all ranks if all pass one
+    if not scaler.is_enabled():
+        return ""
+    values = {
+        "init_scale": scaler._init_scale,
+        "growth_factor": scaler.get_growth_factor(),
+        "backoff_factor": scaler.get_backoff_factor(),
+        "growth_interval": scaler.get_growth_interval(),
+        "steps without overflow at the start": scaler._init_growth_tracker or None,
+        "scale that was set": _scale_at_adoption(scaler),
+    }
+    return ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
+
+
+def _scale_at_adoption(scaler: torch.amp.GradScaler) -> float | None:
+    """The scale that the user has set, or that a scaler of torch has reached before it is adopted."""
+    if isinstance(scaler, GradScaler):
+        return scaler._given_scale
+    return None if scaler._scale is None else float(scaler._scale)
 
 
 def adopted(scaler: Any) -> GradScaler:
-    """The scaler of a step. A scaler of torch becomes a `GradScaler` in place, with its scale and its counts.
+    """The scaler of a step, on whose settings the ranks agree. A scaler of torch becomes a `GradScaler` in place.
 
-    Raises RuntimeInputError for an object that is no scaler of torch.
+    It keeps its scale and its counts. Raises RuntimeInputError for an object that is no scaler of torch.
     """
     if isinstance(scaler, GradScaler):
+        scaler._agreed = settings_of(scaler)
         return scaler
     if type(scaler) not in _OF_TORCH:
         raise RuntimeInputError(
             f"scaler is a {type(scaler).__name__}, expected an autopar.GradScaler or a torch.amp.GradScaler; other "
             "scalers do not agree with the other ranks about an overflow"
         )
+    reached = _scale_at_adoption(scaler) if scaler.is_enabled() else None
     scaler.__class__ = GradScaler
     found: GradScaler = scaler
+    found._given_scale = reached
+    found._agreed = settings_of(found)
     return found

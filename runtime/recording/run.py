@@ -124,7 +124,7 @@ class Run:
         """Write the metrics of a step. Collective.
 
         Samples, tokens and the time since the last call are counted here. The memory is the peak of the rank that held
-        most: of the allocator on a GPU, of the process on a CPU. One all-gather of 8 × (4 + 2 × inputs) bytes a rank
+        most: of the allocator on a GPU, of the process on a CPU. One all-gather of 8 × (5 + 2 × inputs) bytes a rank
         over gloo joins them.
 
         Args:
@@ -132,7 +132,7 @@ class Run:
             loss: The loss of the step. A tensor on a GPU is waited for.
             learning_rate: The learning rate of the step.
             gradient_norm: The norm of the gradients, as `clip_grad_norm_` returns it.
-            skipped: Whether the optimizer left the step out, as a `GradScaler` does after an overflow.
+            skipped: Whether the optimizer left the step out: `skipped` of an `autopar.GradScaler`.
             extra: Further numbers by name.
 
         Raises:

@@ -1,7 +1,10 @@
 """Precision: fp16 with an overflow on one rank equals torch's scaler on one device, and steps are within the bound."""
 
+import json
+import math
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,6 +45,42 @@ def test_an_overflow_on_one_rank(degrees: dict[str, Any], kind: str, worlds: Cal
                 if step in OVERFLOWS:
                     assert torch.equal(value, before[name]), (step, name)
             before = weights
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("scale", "rank 1 passed a scaler with other settings than ranks 0, 2, 3; here init_scale"),
+        ("missing", "rank 1 passed no scaler, or a disabled one, and ranks 0, 2, 3 passed a scaler"),
+        ("disabled", "rank 1 passed no scaler, or a disabled one, and ranks 0, 2, 3 passed a scaler"),
+        ("interval", "rank 1 passed a scaler with other settings than ranks 0, 2, 3"),
+        ("another class", "rank 1 passed a scaler with other settings than ranks 0, 2, 3; here "),
+        ("loaded", "rank 1 passed a scaler with other settings than ranks 0, 2, 3"),
+        ("set", "rank 1 passed a scaler with other settings than ranks 0, 2, 3"),
+        ("loop", "ranks have scalers with other settings; rank "),
+    ],
+)
+def test_scalers_that_differ(kind: str, message: str, worlds: Callable[[int], Ranks]) -> None:
+    """One error on every rank before a hang. The ranks go on with equal scalers afterwards."""
+    for found in worlds(4).run("precision_ranks:different_scalers", {"dp": 2, "tp": 2, "zero": 1}, kind):
+        refusal, loss = found
+        assert message in refusal
+        assert math.isfinite(float(loss))
+
+
+def test_scalers_that_differ_on_stages(worlds: Callable[[int], Ranks]) -> None:
+    degrees = {"pp": 2, "dp": 2, "zero": 2, "micro_batches": 2}
+    for refusal, _ in worlds(4).run("precision_ranks:different_scalers", degrees, "missing"):
+        assert "passed no scaler" in refusal
+
+
+def test_skipped_steps_are_logged(tmp_path: Path, worlds: Callable[[int], Ranks]) -> None:
+    """The scaler of every rank says which steps were left out, and the run counts them."""
+    skips = [step in OVERFLOWS for step in range(6)]
+    for found in worlds(4).run("precision_ranks:logged_skips", str(tmp_path)):
+        assert [False, *skips] == found
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert skips == [line.get("skipped", False) for line in lines if "loss" in line]
 
 
 def test_a_nan_names_parameter_and_ranks(worlds: Callable[[int], Ranks]) -> None:

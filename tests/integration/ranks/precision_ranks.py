@@ -104,6 +104,79 @@ def scaled_steps(rank: int, degrees: dict[str, Any], overflows: tuple[int, ...],
     return found
 
 
+def different_scalers(rank: int, degrees: dict[str, Any], kind: str) -> list[str]:
+    """The messages of steps whose scalers differ on rank 1, and the losses of a step with equal scalers after them.
+
+    `kind` says how the scalers differ. In a loop of the user, the scaler itself compares them.
+    """
+    world = torch.distributed.get_world_size()
+    data = batches(())[0]
+    example = {name: value[: 8 // degrees.get("dp", 1)] for name, value in data.items()}
+    parallel = autopar.parallelize(net(), f"{world}xcpu", example_inputs=example, plan={"precision": "fp16", **degrees})
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=1e-2)
+    own = this_ranks_part(parallel.program, data, parallel.plan.degrees, parallel.rank_mesh.dims["dp"].coordinate)
+    is_odd = rank == 1
+    scaler: Any = torch.amp.GradScaler("cpu", init_scale=256.0)
+    odd = {
+        "scale": lambda: autopar.GradScaler("cpu", init_scale=512.0),
+        "interval": lambda: torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3),
+        "missing": lambda: None,
+        "disabled": lambda: torch.amp.GradScaler("cpu", enabled=False),
+        "another class": lambda: object(),
+        "loaded": lambda: loaded(torch.amp.GradScaler("cpu", init_scale=256.0)),
+        "set": lambda: autopar.GradScaler("cpu", init_scale=256.0),
+        "loop": lambda: autopar.GradScaler("cpu", init_scale=512.0),
+    }[kind]
+    if kind == "loop":
+        scaler = autopar.GradScaler("cpu", init_scale=256.0)
+    if is_odd:
+        scaler = odd()
+    found = []
+    if kind == "set":  # equal settings, until rank 1 sets its scale
+        parallel.forward_backward(own, scaler=scaler)
+        scaler.step(optimizer)
+        scaler.update(1024.0 if is_odd else None)
+    try:
+        if kind == "loop":
+            scaler.scale(parallel(**own)).backward()
+            scaler.unscale_(optimizer)
+        else:
+            parallel.forward_backward(own, scaler=scaler)
+    except RuntimeInputError as error:
+        found.append(str(error))
+    optimizer.zero_grad()
+    equal = torch.amp.GradScaler("cpu", init_scale=128.0)
+    found.append(str(float(parallel.forward_backward(own, scaler=equal))))
+    return found
+
+
+def loaded(scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
+    """A scaler with the state of a checkpoint that the other ranks did not load."""
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 2048.0})
+    return scaler
+
+
+def logged_skips(rank: int, folder: str) -> list[bool]:
+    """Whether each step was skipped, as the scaler says it and as rank 0 logs it."""
+    data = batches((1, 4))
+    world = torch.distributed.get_world_size()
+    example = {name: value[:4] for name, value in data[0].items()}
+    plan = {"precision": "fp16", "dp": 2, "tp": 2}
+    parallel = autopar.parallelize(net(), f"{world}xcpu", example_inputs=example, plan=plan)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=1e-2)
+    scaler = autopar.GradScaler("cpu", init_scale=256.0)
+    found = [scaler.skipped]
+    with autopar.Run(folder, parallel) as run:
+        for step, batch in enumerate(data):
+            loss = parallel.forward_backward(parallel.local_batch(batch), scaler=scaler)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            run.log(step, loss, skipped=scaler.skipped)
+            found.append(scaler.skipped)
+    return found
+
+
 def nonfinite_norm(rank: int) -> str:
     """The message for a NaN in the batch of the last rank."""
     world = torch.distributed.get_world_size()
