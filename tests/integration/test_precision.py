@@ -48,6 +48,21 @@ def test_an_overflow_on_one_rank(degrees: dict[str, Any], kind: str, worlds: Cal
 
 
 @pytest.mark.parametrize(
+    "degrees",
+    [
+        {"dp": 2, "tp": 2, "zero": 3},
+        {"pp": 2, "dp": 2, "zero": 2, "micro_batches": 2},
+        long({"dp": 2, "tp": 2, "zero": 0}),
+        long({"dp": 4, "zero": 1}),
+    ],
+)
+def test_an_overflow_in_one_ranks_shard(degrees: dict[str, Any], worlds: Callable[[int], Ranks]) -> None:
+    """No sum of gradients tells the other ranks. They skip the step too, and lower their scales."""
+    for found in worlds(4).run("precision_ranks:overflow_in_a_shard", degrees):
+        assert found == (128.0, True, True)
+
+
+@pytest.mark.parametrize(
     ("kind", "message"),
     [
         ("scale", "rank 1 passed a scaler with other settings than ranks 0, 2, 3; here init_scale"),

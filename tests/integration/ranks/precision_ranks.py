@@ -8,6 +8,8 @@ from torch import nn
 
 import autopar
 from autopar.errors import RuntimeInputError
+from autopar.runtime.parameters.gradients import local_gradient
+from autopar.runtime.parameters.user_view import parts_of
 from autopar.runtime.verify.verify import this_ranks_part
 
 HUGE = 60_000.0  # a sample so large that the gradients of float16 overflow
@@ -154,6 +156,32 @@ def loaded(scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
     """A scaler with the state of a checkpoint that the other ranks did not load."""
     scaler.load_state_dict({**scaler.state_dict(), "scale": 2048.0})
     return scaler
+
+
+def overflow_in_a_shard(rank: int, degrees: dict[str, Any]) -> tuple[float, bool, bool]:
+    """A step in which only the gradients that rank 1 holds overflow: the scale, whether it was skipped, as it is said
+    and as the weights show it."""
+    world = torch.distributed.get_world_size()
+    data = batches(())[0]
+    example = {name: value[: 8 // degrees.get("dp", 1)] for name, value in data.items()}
+    parallel = autopar.parallelize(net(), f"{world}xcpu", example_inputs=example, plan={"precision": "fp16", **degrees})
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=1e-2)
+    scaler = autopar.GradScaler("cpu", init_scale=256.0)
+    own = this_ranks_part(parallel.program, data, parallel.plan.degrees, parallel.rank_mesh.dims["dp"].coordinate)
+    parallel.forward_backward(own, scaler=scaler)
+    parts = [part for parameter in parallel.parameters() for part in parts_of(parameter)]
+    if rank == 1:
+        held = [g for part in parts if (g := local_gradient(part)) is not None and g.numel()]
+        held[0].view(-1)[0] = float("inf")
+    before = [local_value(part).clone() for part in parts]
+    scaler.step(optimizer)
+    scaler.update()
+    is_unchanged = all(torch.equal(old, local_value(part)) for old, part in zip(before, parts, strict=True))
+    return scaler.get_scale(), scaler.skipped, is_unchanged
+
+
+def local_value(part: torch.Tensor) -> torch.Tensor:
+    return part.to_local().detach() if hasattr(part, "to_local") else part.detach()
 
 
 def logged_skips(rank: int, folder: str) -> list[bool]:
