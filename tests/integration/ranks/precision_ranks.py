@@ -205,6 +205,32 @@ def logged_skips(rank: int, folder: str) -> list[bool]:
     return found
 
 
+def steps_of_t5(rank: int, degrees: dict[str, Any]) -> tuple[int, float, list[float]]:
+    """20 steps of a small T5 in float16 from torch's first scale: skipped steps, the last scale and the losses."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=512, d_model=64, d_kv=32, d_ff=256, num_layers=2, num_decoder_layers=2, num_heads=2,
+        dropout_rate=0.0, use_cache=False, decoder_start_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = T5ForConditionalGeneration(config)
+    ids = torch.randint(0, 512, (4, 16), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    parallel = autopar.parallelize(model, f"{size}xcpu", example_inputs=batch, plan={"precision": "fp16", **degrees})
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-4)
+    scaler = autopar.GradScaler("cpu")
+    skipped, losses = 0, []
+    for _ in range(20):
+        losses.append(float(parallel.forward_backward(batch, scaler=scaler)))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        skipped += scaler.skipped
+    return skipped, scaler.get_scale(), losses
+
+
 def nonfinite_norm(rank: int) -> str:
     """The message for a NaN in the batch of the last rank."""
     world = torch.distributed.get_world_size()
