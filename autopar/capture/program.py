@@ -2,9 +2,8 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import fx, nn
@@ -33,6 +32,7 @@ from autopar.capture.passes.packings import split_packings
 from autopar.capture.passes.scaled_products import scale_products
 from autopar.capture.precision import checked_precision, in_precision, inputs_in_precision, products_of
 from autopar.capture.shared_axes import axes_of, with_note_on_axes
+from autopar.capture.state import buffers_of, parameters_of
 from autopar.capture.targets import agreed, judged
 from autopar.errors import CaptureError
 from autopar.ir.program import (
@@ -40,10 +40,8 @@ from autopar.ir.program import (
     CallSite,
     Constants,
     InputInfo,
-    PartOf,
     Program,
     Role,
-    StateInfo,
     is_between,
 )
 
@@ -305,7 +303,7 @@ def _normalised(model: nn.Module, flat: Flat) -> Flat:
     trainable = {n for n, p in model.named_parameters() if p.requires_grad}
     names = frozenset(n for n, name in flat.of_kind("parameter").items() if name in trainable)
     updates = normalise(flat.graph, flat.root, names, flat.of_kind("buffer"), len(flat.updates))
-    split_packings(flat, frozenset(n for n, p in _parameters(model, {}).items() if p.aliases))
+    split_packings(flat, frozenset(n for n, p in parameters_of(model, {}).items() if p.aliases))
     found = replace(flat, updates=(*flat.updates, *updates))
     refuse_changing(found.decisions, found.updates)
     return found
@@ -378,7 +376,7 @@ def fold_program(
     if products is not None:
         distinct = _with_scaled_products(distinct, calls, products)
     constant_graph = constants_graph(flat, leaves, [names[n] for n in leaves])
-    parameters = _parameters(model, flat.parts)
+    parameters = parameters_of(model, flat.parts)
     used = {a for c in calls for a in c.arguments if isinstance(a, str)}
     program = Program(
         blocks=distinct,
@@ -401,7 +399,7 @@ def fold_program(
         ),
         batch=sizes.batch,
         sequence=sizes.sequence,
-        buffers=_buffers(model),
+        buffers=buffers_of(model),
         updates={name: names[node] for name, node in updates.items()},
     )
     return judged(program)
@@ -462,58 +460,3 @@ def constants_graph(flat: Flat, leaves: list[fx.Node], names: list[str]) -> Cons
         buffers.append(name)
     graph.output(tuple(values[n] for n in leaves))
     return Constants(graph=graph, buffers=tuple(buffers), results=tuple(names))
-
-
-def _parameters(model: nn.Module, parts: Mapping[str, PartOf]) -> dict[str, StateInfo]:
-    """The parameters by first name, in the model's order. Pieces replace the unequally packed parameters."""
-    first: dict[int, str] = {}
-    aliases: dict[str, list[str]] = {}
-    found: dict[str, Any] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        if id(p) in first:
-            aliases[first[id(p)]].append(name)
-            continue
-        first[id(p)] = name
-        aliases[name] = []
-        found[name] = p
-    packed: dict[str, list[PartOf]] = {}
-    for part in sorted(parts.values(), key=lambda part: part.start):
-        packed.setdefault(part.name, []).append(part)
-    infos = [
-        StateInfo(
-            name=name if part is None else part.piece_name,
-            aliases=tuple(aliases[name]),
-            shape=tuple(p.shape) if part is None else part.piece_shape,
-            dtype=p.dtype,
-            requires_grad=p.requires_grad,
-            part=part,
-        )
-        for name, p in found.items()
-        for part in packed.get(name, (None,))
-    ]
-    return {info.name: info for info in infos}
-
-
-def _buffers(model: nn.Module) -> dict[str, StateInfo]:
-    lasting = {id(buffer) for buffer in _persistent(model)}
-    names: dict[int, list[str]] = {}
-    found = dict(model.named_buffers(remove_duplicate=False))
-    for name, buffer in found.items():
-        names.setdefault(id(buffer), []).append(name)
-    return {
-        first: StateInfo(
-            name=first,
-            aliases=tuple(others),
-            shape=tuple(found[first].shape),
-            dtype=found[first].dtype,
-            persistent=key in lasting,
-        )
-        for key, (first, *others) in names.items()
-    }
-
-
-def _persistent(model: nn.Module) -> Iterator[torch.Tensor]:
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                yield buffer

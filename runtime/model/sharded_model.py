@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar._torch.private import IncompatibleKeys
-from autopar.errors import PlanError, Problem, RuntimeInputError
+from autopar.errors import PlanError, RuntimeInputError
 from autopar.ir.degrees import offload_problems
 from autopar.ir.offload import OPTIMIZER
 from autopar.ir.plan import Plan
@@ -18,8 +18,8 @@ from autopar.ir.program import Program, StateInfo
 from autopar.ir.sharding import owned_by
 from autopar.ir.stages import Stage, stage_of_buffers, stages_by_parameter, stages_of
 from autopar.ir.storage import Storage, storage_of
-from autopar.rules.scaled_product import CAPABILITIES
 from autopar.runtime.codegen.randomness import Streams
+from autopar.runtime.distributed.device_precision import precision_problems
 from autopar.runtime.distributed.hang_report import reports_position
 from autopar.runtime.distributed.mesh import MeshDim, RankMesh
 from autopar.runtime.model import zero
@@ -41,19 +41,6 @@ from autopar.runtime.parameters.user_view import (
     show_gradient,
     show_parameter,
 )
-
-
-def precision_problems(precision: str | None, device: torch.device) -> list[Problem]:
-    """Why a device cannot compute in a precision. A CPU emulates all of them."""
-    needed = CAPABILITIES.get(precision or "")
-    if needed is None or device.type != "cuda":
-        return []
-    found = torch.cuda.get_device_capability(device)
-    if found >= needed:
-        return []
-    name, words = torch.cuda.get_device_name(device), [".".join(map(str, one)) for one in (needed, found)]
-    rule = f"needs compute capability {words[0]}, and {name} has {words[1]}"
-    return [Problem(path="precision", value=precision, rule=rule, suggestion="use bf16")]
 
 
 class ShardedModel(nn.Module):

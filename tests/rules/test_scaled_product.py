@@ -16,7 +16,7 @@ from autopar.ir.plan import Plan
 from autopar.planning.degrees import resolve_degrees
 from autopar.planning.fixed import make_plan
 from autopar.rules.scaled_product import SCALED_LINEAR
-from autopar.runtime.model.sharded_model import precision_problems
+from autopar.runtime.distributed.device_precision import precision_problems
 
 pytest.importorskip("torchao")
 pytest.importorskip("transformers")
