@@ -174,7 +174,7 @@ def estimate_works(
         scaling_efficiency=alone / seconds,
         least_devices=devices // degrees.dp,
         run=None if tokens is None else run_cost(cluster, tokens, per_step, seconds, grams_co2_per_kwh),
-        formula_only=formula_only(question, precision),
+        formula_only=formula_only(question),
         assumptions=(
             *machine.assumptions,
             *dtype_assumptions(works.dtype, precision, cluster),
@@ -190,7 +190,8 @@ def optimizer_assumption(works: ProgramWorks, degrees: Degrees) -> str | None:
     if name == DEFAULT_OPTIMIZER or (unknown := assumption_of(name)) is not None:
         return None if name == DEFAULT_OPTIMIZER else unknown
     ranks = degrees.tp * (degrees.dp_shard if degrees.fsdp_stage else 1)
-    gathered = works.optimizers.get(name, (0.0, 0.0))[1] * works.num_parameters / degrees.pp * works.element_bytes
+    part = works.optimizers[name].gathered_part if name in works.optimizers else 0.0
+    gathered = part * works.num_parameters / degrees.pp * works.stored_bytes
     said = f"the update of optimizer {name} is priced as AdamW's"
     if not gathered or ranks == 1:
         return said
@@ -217,7 +218,7 @@ def run_cost(
     )
 
 
-def formula_only(question: Question, precision: str) -> tuple[str, ...]:
+def formula_only(question: Question) -> tuple[str, ...]:
     """The parts of a question that autopar prices and does not run."""
     found = []
     if question.cp > 1:

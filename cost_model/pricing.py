@@ -358,6 +358,7 @@ def shape_of_works(works: ProgramWorks) -> Shape:
         experts_per_token=np.array([works.experts_per_token]),
         is_tied=np.array([works.is_tied]),
         element_bytes=float(works.element_bytes),
+        stored_bytes=float(works.stored_bytes),
         moment_bytes=works.moment_bytes,
         tensor_dims=tuple(dims),
     )

@@ -5,6 +5,7 @@ source.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -70,4 +71,6 @@ def _plain(value: Any) -> dict[str, Any]:
 
 
 def _of(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _of(one) for key, one in value.items()}
     return asdict(value) if hasattr(value, "__dataclass_fields__") else value

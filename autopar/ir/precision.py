@@ -24,6 +24,7 @@ EIGHT_BITS = ("fp8", "mxfp8")
 COMPUTE_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16", "mxfp8": "bfloat16"}
 PRECISIONS = tuple(COMPUTE_DTYPES)
 MASTER_DTYPE = "float32"
+MASTER_BYTES = 4  # of an element
 
 
 class Precise(Protocol):

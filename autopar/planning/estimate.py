@@ -120,7 +120,8 @@ def estimate(
     priceable = priceable_of(program, spec, degrees, chosen, own_plan)
     report("pricing")
     question = Question(
-        cluster=spec, degrees=priceable.degrees, engine=with_sums_in(chosen, degrees.reduce_dtype), cp=cp, ep=ep,
+        cluster=spec, degrees=priceable.degrees, cp=cp, ep=ep,
+        engine=with_sums_in(chosen, degrees.reduce_dtype, priceable.works.stored_bytes),
         precision=precision or precision_of(priceable.works.dtype, spec),
         profile=load_profile(profile) if isinstance(profile, (str, Path)) else profile,
     )  # fmt: skip
@@ -293,7 +294,9 @@ def _priceable(
     works = program_works(
         program, analysis, labels, found.mesh, regather=regather, loss_chunks=degrees.loss_chunks if is_own else 1
     )
-    works = replace(works, optimizer=degrees.optimizer)
+    works = works.with_state_of(degrees)
+    if not is_own:  # other frameworks keep master weights
+        works = replace(works, has_master_weights=True)
     return Priceable(works=works, labels=tuple(labels), degrees=replace(degrees, tp_dims=found.tp_dims))
 
 

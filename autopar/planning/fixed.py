@@ -226,7 +226,7 @@ def _works(program: Program, labelled: Labelled, regather: bool) -> ProgramWorks
     works = program_works(
         program, analysis, found.blocks, degrees.mesh, regather=regather, loss_chunks=degrees.loss_chunks
     )
-    return replace(works, optimizer=degrees.optimizer)
+    return works.with_state_of(degrees)
 
 
 def choose_labels(

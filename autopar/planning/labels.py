@@ -15,7 +15,6 @@ from autopar.cost_model.work.program_costs import ProgramWorks, dtype_of, merged
 from autopar.errors import PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
-from autopar.ir.optimizers import DEFAULT_OPTIMIZER
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Program
 from autopar.ir.sharding import I, Mesh
@@ -45,14 +44,15 @@ class SearchLabels:
         *,
         regather: bool = True,
         loss_chunks: int = 1,
-        optimizer: str = DEFAULT_OPTIMIZER,
+        state: Degrees = LABELLED,
         folder: Path | None = None,
         on_progress: Callable[[str], None] = lambda _: None,
         memo: Memo | None = None,
         selective: bool = False,
     ) -> None:
         self.program, self.cluster, self.regather, self.folder = program, cluster, regather, folder
-        self.on_progress, self.loss_chunks, self.optimizer = on_progress, loss_chunks, optimizer
+        self.on_progress, self.loss_chunks = on_progress, loss_chunks
+        self.state = state  # degrees with the optimizer and the precision that decide about state
         self.wanted = replace(LABELLED, sequence_parallel=sequence_parallel)
         self.memo = Memo() if memo is None else memo
         self.selective = selective  # whether operators are chosen for selective recomputation
@@ -89,7 +89,7 @@ class SearchLabels:
 
     def _from_file(self, gathers: str, wanted: Degrees, chunks: int, make: Callable[[], Chosen]) -> Chosen:
         degrees, found, works = self._found(gathers, wanted, chunks, make)
-        return degrees, found, replace(works, optimizer=self.optimizer)
+        return degrees, found, works.with_state_of(self.state)
 
     def _found(self, gathers: str, wanted: Degrees, chunks: int, make: Callable[[], Chosen]) -> Chosen:
         if self.folder is None:

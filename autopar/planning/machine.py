@@ -9,6 +9,7 @@ from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.machine.profile import DeviceProfile
 from autopar.errors import InputError
 from autopar.ir.cluster import ClusterSpec
+from autopar.ir.precision import MASTER_BYTES
 
 if TYPE_CHECKING:
     from autopar.search.bounds.lower_bounds import Machinery
@@ -17,10 +18,14 @@ ENGINE = "autopar"
 
 
 def machine_of(
-    cluster: ClusterSpec, profile: DeviceProfile | None, precision: str, reduce_dtype: str | None = None
+    cluster: ClusterSpec,
+    profile: DeviceProfile | None,
+    precision: str,
+    reduce_dtype: str | None = None,
+    stored_bytes: int = MASTER_BYTES,
 ) -> Machine:
     """The cluster as a machine. Raises `InputError` if the precision is unknown or the devices do not have it."""
-    engine = with_sums_in(engine_named(ENGINE), reduce_dtype)
+    engine = with_sums_in(engine_named(ENGINE), reduce_dtype, stored_bytes)
     return cluster_machine(cluster, engine, mechanisms(), precision=precision, profile=profile)
 
 
@@ -29,6 +34,7 @@ def machinery_of(
     profile: DeviceProfile | None,
     precision: str,
     reduce_dtype: str | None = None,
+    stored_bytes: int = MASTER_BYTES,
     *,
     recompute_blocks: int | tuple[int, ...] | None = None,
     most_level: int = 2,
@@ -41,7 +47,7 @@ def machinery_of(
     from autopar.search.bounds.lower_bounds import Machinery
 
     return Machinery(
-        machine=machine_of(cluster, profile, precision, reduce_dtype),
+        machine=machine_of(cluster, profile, precision, reduce_dtype, stored_bytes),
         recompute_blocks=recompute_blocks,
         most_level=most_level,
         cuts=cuts,

@@ -24,7 +24,7 @@ from autopar.cost_model.machine.profile_io import load_profile
 from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.errors import PlanError
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.optimizers import DEFAULT_OPTIMIZER
+from autopar.ir.degrees import Degrees
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.planning.fixed import SearchedStages, label_plan, program_for
@@ -169,7 +169,7 @@ def search_captured(
     regather, chunks, sums = (fix.get(word, (None,))[0] for word in ("regather", "loss_chunks", "reduce_dtype"))
     labels = SearchLabels(
         program, cluster, fix.get("sequence_parallel", (None,))[0], regather=regather is not False,
-        loss_chunks=chunks or 1, optimizer=shared_degrees(fix).get("optimizer", DEFAULT_OPTIMIZER),
+        loss_chunks=chunks or 1, state=_deciding_state(fix),
         folder=labels_folder, on_progress=on_progress, selective=is_selective(fix),
     )  # fmt: skip
     works_of = labels.works
@@ -177,7 +177,7 @@ def search_captured(
     def machinery(part: ClusterSpec) -> Machinery:
         precision = asked.precision or precision_of(works_of(1).dtype, cluster)
         return machinery_of(
-            part, asked.profile, precision, sums,
+            part, asked.profile, precision, sums, works_of(1).stored_bytes,
             recompute_blocks=recompute_blocks_of(fix), most_level=most_level_of(fix), cuts=cuts,
         )  # fmt: skip
 
@@ -237,6 +237,12 @@ class _Space:
     asked: PlanOptions
     place: StudyPlace | None
     how: Mapping[str, Any]
+
+
+def _deciding_state(fix: Values) -> Degrees:
+    """Degrees with the fixed words that decide about state."""
+    shared = shared_degrees(fix)
+    return replace(LABELLED, **{word: shared[word] for word in ("optimizer", "precision") if word in shared})
 
 
 def _searched(space: _Space, on_progress: Callable[[str], None], goal: Goal, below: float) -> Searched:

@@ -60,6 +60,8 @@ class Engine(NamedModel):
     casts_to_float8        operands are cast by kernels of their own
     state_bytes            of one trained parameter: weight, gradient, master weight, Adam's moments
     sharded_state_bytes    the part of `state_bytes` that ZeRO 1 divides
+    zero_weights           under ZeRO the optimizer updates a shard of the weights that blocks compute with ("shared");
+                           or blocks compute with copies, gathered and cast from the stored shards ("copied")
     optimizer_bytes        bytes read and written for one trained parameter between its gradient's sum and the next
                            forward pass: unscaling, norm, clipping, Adam, casts
     offload                what is in host memory instead of device memory (`autopar.ir.offload`)
@@ -92,6 +94,7 @@ class Engine(NamedModel):
     sharded_state_bytes: Literal[12, 16, 24]
     optimizer_bytes: Annotated[int, Field(ge=20, le=100)]
     expert_rows: Literal["counted", "padded"] = "counted"
+    zero_weights: Literal["shared", "copied"] = "shared"
     offload: Literal[
         "none", "optimizer", "parameters", "activations", "optimizer+activations", "parameters+activations"
     ] = "none"
@@ -129,11 +132,14 @@ def _folder() -> AbstractContextManager[Path]:
     return resources.as_file(resources.files("autopar.cost_model.machine") / "engines")
 
 
-def with_sums_in(engine: Engine, reduce_dtype: str | None) -> Engine:
-    """autopar's engine if ranks sum gradients in a dtype of `autopar.ir.precision`. Other engines keep their bytes."""
-    if reduce_dtype is None or engine.name != DEFAULT:
+def with_sums_in(engine: Engine, reduce_dtype: str | None, stored_bytes: int) -> Engine:
+    """autopar's engine if ranks sum gradients in a dtype of `autopar.ir.precision`. Other engines keep their bytes.
+
+    Without a dtype the gradients are summed as they are stored, in `stored_bytes` an element.
+    """
+    if engine.name != DEFAULT:
         return engine
-    size = 4 if reduce_dtype == MASTER else 2
+    size = stored_bytes if reduce_dtype is None else 4 if reduce_dtype == MASTER else 2
     return engine.model_copy(update={"gradient_bytes": size, "shard_gradient_bytes": size})
 
 

@@ -1,7 +1,7 @@
 """Peak memory of one rank for many layouts at once: state, gathered weights, activations in flight, logits, reserve.
 
     part           bytes
-    state          16 to 28 for each trained parameter, divided by ZeRO
+    state          8 to 28 for each trained parameter, divided by ZeRO
     gathered       the whole weights of two blocks, under ZeRO 3
     activations    the saved tensors of all micro-batches in flight
     logits         the logits of the last rank, their float32 copy and its gradient
@@ -9,7 +9,9 @@
 
 State is by Rajbhandari et al. 2020, "ZeRO", section 3.1. ZeRO 1 divides master weights and moments. ZeRO 2 divides the
 gradients too. ZeRO 3 divides all state, and gathers one block for computing and one ahead of it. With stages, a rank's
-weights and gradients stay whole for a step (torchtitan, FSDP under pipelines).
+weights and gradients stay whole for a step (torchtitan, FSDP under pipelines). Beside 16-bit weights of a `precision`,
+autopar holds 16 bytes: master weights, gradients and moments in float32. A model that is written in 16 bits and has no
+`precision` holds all state in 16 bits.
 
 Under full recomputation, the saved tensors are the inputs of blocks, and the values of one recomputed block. Under
 selective recomputation, they are the tensors of the other operators, and the recomputed values of one block. The first
@@ -27,7 +29,7 @@ import numpy as np
 from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.step.layouts import Layouts, Shape
-from autopar.cost_model.step.offload import device_state_bytes, fsdp_stage
+from autopar.cost_model.step.offload import StateParts, device_state, fsdp_stage
 from autopar.cost_model.step.rank_parameters import RankParameters, blocks_per_rank, first_and_last
 from autopar.cost_model.step.saved_bytes import SavedBytes, activations, on_device
 from autopar.cost_model.step.unique_rows import spread
@@ -36,7 +38,6 @@ from autopar.ir.arrays import Floats
 
 FLOAT_BYTES = 4
 ADAM_BYTES = 8  # of the state of one trained parameter in the engines' figures: two moments in float32
-GRADIENT_BYTES = 4  # of whole gradients, summed over micro-batches in float32
 GATHERED_BLOCKS = 2
 
 Ends: TypeAlias = tuple[RankParameters, RankParameters]  # of the first and of the last pipeline rank
@@ -162,20 +163,32 @@ def gathered_bytes(
     if not np.any(stage >= 3):
         return np.zeros(1)
     some = shape.element_bytes * GATHERED_BLOCKS * parameters.whole / np.maximum(blocks, 1)
-    gathered = np.where(has_stages, (shape.element_bytes + GRADIENT_BYTES) * parameters.whole, some)
+    gathered = np.where(has_stages, (shape.element_bytes + shape.stored_bytes) * parameters.whole, some)
     return np.where(stage >= 3, gathered, 0.0)
 
 
 def state_bytes(parameters: RankParameters, shape: Shape, layouts: Layouts, engine: Engine) -> dict[str, Floats]:
     """Bytes of a rank's parameters, of their gradients and of the optimizer's state."""
-    divided: float = engine.sharded_state_bytes if engine.sharded_state_bytes < engine.state_bytes else 12
-    if shape.element_bytes == FLOAT_BYTES:  # no master copy: the optimizer has Adam's moments alone
-        divided = ADAM_BYTES
-    weights = shape.element_bytes
-    each = {"parameters": (weights, 3), "gradients": (engine.state_bytes - divided - weights, 2)}
-    each["optimizer state"] = (divided - ADAM_BYTES + shape.moment_bytes, 1)
-    found = {name: np.asarray(size * parameters.sharded(layouts, stage)) for name, (size, stage) in each.items()}
-    return device_state_bytes(found, parameters, shape, layouts, engine)
+    weights, gradients, master = shape.element_bytes, shape.stored_bytes, 0.0
+    if shape.has_master_weights:
+        divided: float = engine.sharded_state_bytes if engine.sharded_state_bytes < engine.state_bytes else 12
+        gradients, master = engine.state_bytes - divided - weights, divided - ADAM_BYTES
+    is_copied = engine.zero_weights == "copied"
+    of_blocks, stored = weights * parameters.sharded(layouts, 3), master * parameters.sharded(layouts, 1)
+    if is_copied:
+        stage = fsdp_stage(layouts, engine)
+        is_copy = (stage >= 1) | shape.has_master_weights
+        stored = np.where(is_copy, shape.stored_bytes * parameters.sharded(layouts, 1), 0.0)
+        of_blocks = np.where(stage >= 3, 0.0, of_blocks)  # counted as gathered
+    parts = StateParts(
+        weights=np.asarray(of_blocks),
+        gradients=np.asarray(gradients * parameters.sharded(layouts, 2)),
+        stored=np.asarray(stored),
+        moments=np.asarray(shape.moment_bytes * parameters.sharded(layouts, 1)),
+    )
+    kept = device_state(parts, parameters, shape, layouts, engine)
+    own, others = (kept.weights + kept.stored, 0.0) if is_copied else (kept.weights, kept.stored)
+    return {"parameters": own, "gradients": kept.gradients, "optimizer state": others + kept.moments}
 
 
 def logit_bytes(family: Family[Any], shape: Shape) -> Floats:

@@ -115,10 +115,16 @@ class Shape:
     sequence: Floats
     experts_per_token: Floats
     is_tied: Floats
-    element_bytes: float = 2.0  # of weights and activations
-    moment_bytes: float = 8.0  # of the optimizer's state of one trained parameter in float32; Adam's two moments
+    element_bytes: float = 2.0  # of weights in blocks and of activations
+    stored_bytes: float = 4.0  # of weights between steps and of gradients; master weights if more than `element_bytes`
+    moment_bytes: float = 8.0  # of the optimizer's state of one trained parameter; Adam's two moments
     # name, ranks and stride of each mesh dimension, if several dimensions multiply to `tp`
     tensor_dims: tuple[tuple[str, int, int], ...] = ()
+
+    @property
+    def has_master_weights(self) -> bool:
+        """Whether blocks compute with casts of the stored weights."""
+        return self.stored_bytes > self.element_bytes
 
     @property
     def blocks(self) -> Floats:

@@ -12,8 +12,7 @@ training", section 4.1; their one-step delay is not assumed, because it changes 
 from data sheets.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,9 +28,7 @@ if TYPE_CHECKING:
     from autopar.cost_model.step.context import Basis, Passes
     from autopar.cost_model.step.rank_parameters import RankParameters
 
-FLOAT_BYTES = 4
 BLOCKS_WITH_GRADIENTS = 2  # on the device: gradients of one block are computed while another block's go down
-ADDED_BYTES = 8  # of the sum, read and written; reading the gradient counts extra
 ASSUMED_LINK_BYTES_PER_S = 16e9  # of a host without figures: PCIe 3.0 x16 (PCI-SIG), and as much for its memory
 
 
@@ -77,15 +74,13 @@ def can_offload(engine: "Engine", layouts: Layouts) -> Floats:
 
 
 def fsdp_stage(layouts: Layouts, engine: "Engine") -> Floats:
-    """The ZeRO stage that FSDP2 runs; one data-parallel rank with its parameters on the host runs stage 3."""
-    if not is_on_host(engine, PARAMETERS):
-        return np.asarray(layouts.zero)
-    return np.where(layouts.data_ranks <= 1, 3, layouts.zero)
+    """The ZeRO stage that FSDP2 runs. One data-parallel rank runs none, or stage 3 with its parameters on the host."""
+    return np.where(layouts.data_ranks > 1, layouts.zero, 3 if is_on_host(engine, PARAMETERS) else 0)
 
 
 def state_bytes_on_host(shape: Shape) -> float:
-    """Bytes of a parameter on the host: its float32 value, its gradient, and the optimizer's state."""
-    return 2 * FLOAT_BYTES + shape.moment_bytes
+    """Bytes of a parameter on the host: its stored value, its gradient, and the optimizer's state."""
+    return 2 * shape.stored_bytes + shape.moment_bytes
 
 
 def host_bytes(engine: "Engine", shape: Shape, parameters: float, saved: Floats | float, layouts: Layouts) -> Floats:
@@ -104,22 +99,36 @@ def host_bytes(engine: "Engine", shape: Shape, parameters: float, saved: Floats 
     return np.asarray(found)
 
 
-def device_state_bytes(
-    found: Mapping[str, Floats], parameters: "RankParameters", shape: Shape, layouts: Layouts, engine: "Engine"
-) -> dict[str, Floats]:
-    """The part of `autopar.cost_model.memory.formula.state_bytes`, given as `found`, that stays on the device.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateParts:
+    """Bytes of state on one rank. `stored` is zero where blocks compute with the stored weights themselves."""
 
-    Under ZeRO 1 and 2 the gathered parameters stay whole from the first forward pass to the last backward pass.
+    weights: Floats  # that blocks compute with
+    gradients: Floats
+    stored: Floats  # what the optimizer updates: master weights, or the shards of gathered weights
+    moments: Floats
+
+
+def device_state(
+    every: StateParts, parameters: "RankParameters", shape: Shape, layouts: Layouts, engine: "Engine"
+) -> StateParts:
+    """The part of the state that stays on the device.
+
+    Where the host updates, the device keeps a copy of the stored weights. Under ZeRO 1 and 2 the gathered parameters
+    stay whole from the first forward pass to the last backward pass.
     """
-    here = dict(found)
-    if is_on_host(engine, OPTIMIZER) or is_on_host(engine, PARAMETERS):
-        here["optimizer state"] = np.zeros(1) * found["optimizer state"]
-    if is_on_host(engine, PARAMETERS):
-        stage = fsdp_stage(layouts, engine)
-        held = np.minimum(1.0, BLOCKS_WITH_GRADIENTS * layouts.pp / shape.blocks)
-        here["parameters"] = np.where(stage >= 3, 0.0, shape.element_bytes * parameters.whole)
-        here["gradients"] = np.where(stage >= 2, shape.element_bytes * held * parameters.whole, found["gradients"])
-    return here
+    if is_on_host(engine, OPTIMIZER):
+        return replace(every, moments=0.0 * every.moments)
+    if not is_on_host(engine, PARAMETERS):
+        return every
+    stage = fsdp_stage(layouts, engine)
+    held = np.minimum(1.0, BLOCKS_WITH_GRADIENTS * layouts.pp / shape.blocks)
+    return StateParts(
+        weights=np.where(stage >= 3, 0.0, shape.element_bytes * parameters.whole),
+        gradients=np.where(stage >= 2, shape.element_bytes * held * parameters.whole, every.gradients),
+        stored=0.0 * every.stored,
+        moments=0.0 * every.moments,
+    )
 
 
 def host_seconds(
@@ -133,13 +142,13 @@ def host_seconds(
     engine, host, n = basis.machine.engine, host_of(basis.machine), layouts.micro_batches
     if engine.offload == NO_OFFLOAD:
         return HostSeconds(copies=np.zeros(1), update=None)
-    size, elements = basis.shape.element_bytes, parameters.sharded(layouts, 1)
+    size, elements = basis.shape.stored_bytes, parameters.sharded(layouts, 1)
     one_way = size * elements / host.link_bytes_per_s
     beside = 0.0 if basis.machine.speeds.in_one_thread else blocks  # on a CPU a copy takes the cores of the computation
     forward, backward = beside * mean.forward, beside * mean.backward
     copies, update = np.zeros(1), None
     if is_on_host(engine, OPTIMIZER) or is_on_host(engine, PARAMETERS):
-        moved = (size + 2 * (FLOAT_BYTES + basis.shape.moment_bytes)) * elements
+        moved = (size + 2 * (size + basis.shape.moment_bytes)) * elements
         update = np.asarray(moved / host.memory_bytes_per_s)
     if is_on_host(engine, OPTIMIZER):
         copies = copies + 2 * one_way
@@ -148,7 +157,7 @@ def host_seconds(
         behind_forward, behind_backward = np.maximum(one_way - forward, 0.0), np.maximum(one_way - backward, 0.0)
         again = n * (behind_forward + behind_backward)
         up = np.where((stage >= 3) & (layouts.pp == 1), again, behind_forward)
-        added = one_way + (size + ADDED_BYTES) * elements / host.memory_bytes_per_s
+        added = one_way + 3 * size * elements / host.memory_bytes_per_s  # reads gradient and sum, writes the sum
         down = behind_backward + np.where(stage >= 2, (n - 1) * added, 0.0)
         copies = copies + up + down
     if is_on_host(engine, ACTIVATIONS):

@@ -14,13 +14,28 @@ from autopar.capture.analysis import Analysis
 from autopar.cost_model.work.block_work import VARIANTS, BlockWork, Family, Selected, evaluate
 from autopar.cost_model.work.operator_cost import EXPERT_PRODUCTS
 from autopar.cost_model.work.polynomials import Polynomial
+from autopar.ir.degrees import Degrees
 from autopar.ir.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OwnPart, optimizer_named
 from autopar.ir.plan import BlockLabels
+from autopar.ir.precision import MASTER_BYTES
 from autopar.ir.program import Program, hidden_parameters, is_between
 from autopar.ir.sharding import Mesh
 from autopar.ir.stages import main_calls
 
 _ENDS = ("first", "last")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerFigures:
+    """What an optimizer of `autopar.ir.optimizers` holds of one trained parameter, as the mean over a model.
+
+    The state has `master_bytes` beside master weights, and `own_bytes` beside parameters in the model's own dtype.
+    Gradients of `gathered_part` of the elements are gathered for the update.
+    """
+
+    master_bytes: float = 8.0
+    own_bytes: float = 8.0
+    gathered_part: float = 0.0
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -50,15 +65,28 @@ class ProgramWorks:
     sequence_parallel: bool
     regather: bool = True
     loss_chunks: int = 1
-    # bytes of a trained parameter's state in float32, and the part of the elements whose gradients are gathered for
-    # the update, by optimizer (`autopar.ir.optimizers`)
-    optimizers: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    optimizers: Mapping[str, "OptimizerFigures"] = field(default_factory=dict)
     optimizer: str = DEFAULT_OPTIMIZER
+    has_master_weights: bool = False  # whether a `precision` of the plan keeps parameters in float32
 
     @property
     def moment_bytes(self) -> float:
         """Bytes of the chosen optimizer's state of one trained parameter, as the mean over the model."""
-        return self.optimizers.get(optimizer_named(self.optimizer).name, (8.0, 0.0))[0]
+        return self.moment_bytes_of(self.optimizer)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of an element of a parameter between steps, and of its gradient."""
+        return max(MASTER_BYTES, self.element_bytes) if self.has_master_weights else self.element_bytes
+
+    def moment_bytes_of(self, optimizer: str) -> float:
+        """Bytes of an optimizer's state of one trained parameter, as the mean over the model."""
+        found = self.optimizers.get(optimizer_named(optimizer).name, OptimizerFigures())
+        return found.master_bytes if self.has_master_weights else found.own_bytes
+
+    def with_state_of(self, degrees: Degrees) -> "ProgramWorks":
+        """These works with the optimizer and the stored dtype of a plan."""
+        return replace(self, optimizer=degrees.optimizer, has_master_weights=degrees.precision is not None)
 
     @property
     def is_chunked(self) -> bool:
@@ -154,19 +182,24 @@ def merged_works(
     )
 
 
-def _optimizers(program: Program) -> dict[str, tuple[float, float]]:
-    """The figures of `ProgramWorks.optimizers`."""
-    hidden = hidden_parameters(program)
-    parts = [
-        OwnPart(shape=info.shape, num_elements=info.num_elements, element_bytes=4, is_hidden=name in hidden)
-        for name, info in program.parameters.items()
-        if info.requires_grad
+def _optimizers(program: Program) -> dict[str, OptimizerFigures]:
+    hidden, trained = hidden_parameters(program), [i for i in program.parameters.values() if i.requires_grad]
+    own = [
+        OwnPart(
+            shape=info.shape,
+            num_elements=info.num_elements,
+            element_bytes=info.dtype.itemsize,
+            is_hidden=info.name in hidden,
+        )
+        for info in trained
     ]
-    total = max(1, sum(part.num_elements for part in parts))
+    master = [replace(part, element_bytes=MASTER_BYTES) for part in own]
+    total = max(1, sum(part.num_elements for part in own))
     return {
-        name: (
-            sum(one.state_bytes(part) for part in parts) / total,
-            sum(part.num_elements for part in parts if one.is_whole(part)) / total,
+        name: OptimizerFigures(
+            master_bytes=sum(one.state_bytes(part) for part in master) / total,
+            own_bytes=sum(one.state_bytes(part) for part in own) / total,
+            gathered_part=sum(part.num_elements for part in own if one.is_whole(part)) / total,
         )
         for name, one in OPTIMIZERS.items()
     }

@@ -221,6 +221,7 @@ class RunningModel(ShardedModel):
             selective=partial(self._selective, compiled),
             offloaded=frozenset() if outputs else self._offloaded(compiled),
             copies=self.copies,
+            stops_early=self._compile_options is None,
         )
 
     def _selective(self, compiled: CompiledProgram, block: int) -> SelectiveBlock:

@@ -56,7 +56,8 @@ class Execution:
     `functions` run the distinct blocks, and `selective` run them with selective recomputation; `partly` runs one block
     for some of its results. `state` are the buffers that the forward pass changes. `when` is (step, micro-batch).
     `recomputed` are the calls that the backward pass repeats, fully or selectively.
-    `offloaded` are the calls whose saved tensors wait on the host.
+    `offloaded` are the calls whose saved tensors wait on the host. Full recomputation `stops_early`, at the last value
+    that is needed. Compiled blocks save their values at their end; stopping there breaks `fullgraph` of torch.compile.
     """
 
     compiled: CompiledProgram
@@ -70,6 +71,7 @@ class Execution:
     recomputed: Mapping[int, How] = field(default_factory=dict)
     selective: Callable[[int], BlockFunction] | None = None
     offloaded: frozenset[int] = frozenset()
+    stops_early: bool = True
 
     @cached_property
     def stays(self) -> frozenset[str]:
@@ -166,7 +168,7 @@ class StageModule(nn.Module):
             filled = [self._taken(compiled, a, own[a]) if isinstance(a, str) and a in own else v for a, v in pairs]
             return function(*filled)
 
-        outer: Callable[..., Any] = _recomputing(inner) if how == "full" else inner
+        outer: Callable[..., Any] = _recomputing(inner, run.stops_early) if how == "full" else inner
         if index in run.offloaded:
             outer = _offloading(outer, run, call)
         for segment in self._segments_of(call):
@@ -195,10 +197,10 @@ def _outputs(compiled: CompiledProgram, call: CallSite, results: Sequence[str]) 
     return tuple(output for output, result in pairs if result in results)
 
 
-def _recomputing(run: Callable[..., Any]) -> Callable[..., Any]:
+def _recomputing(run: Callable[..., Any], stops_early: bool) -> Callable[..., Any]:
     """`run` whose inner values the backward pass computes again. Random streams restart with every call, so that torch
     has no state of generators to keep."""
-    return partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
+    return partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False, early_stop=stops_early)
 
 
 def _offloading(run: Callable[..., Any], execution: Execution, call: CallSite) -> Callable[..., Any]:

@@ -38,7 +38,7 @@ from autopar.search.space.constraints import Constraints, most_level_of, recompu
 
 LEAST_TOKENS = 64
 MOST_TRIES = 24  # numbers of hosts; in the second half each is a quarter larger than the number before
-_MOST_PRICED = 20
+_MOST_PRICED = 100
 ANY_LINK = Link(bytes_per_s=1e9, latency_s=1e-6, name="none")  # memory does not depend on the link
 
 
@@ -186,7 +186,7 @@ def _other_optimizer(asked: Asked, should_continue: Callable[[], bool]) -> str |
     """The optimizer with the most state that a plan has room for, of the ones with less state than the plan's own."""
     works = asked.works_of(1)
     alone = asked.cluster.num_devices == 1
-    known = {name: size for name, (size, _) in works.optimizers.items() if alone or OPTIMIZERS[name].runs_split}
+    known = {name: works.moment_bytes_of(name) for name in works.optimizers if alone or OPTIMIZERS[name].runs_split}
     sizes = {name: size for name, size in known.items() if size < works.moment_bytes}
     for name in sorted(sizes, key=lambda one: -sizes[one]):
         if not should_continue():

@@ -47,7 +47,7 @@ class Found:
         question = Question(
             cluster=cluster, degrees=self.best.degrees, engine=on.machine.engine, cp=beyond.cp, ep=beyond.ep
         )
-        return formula_only(question, on.machine.precision)
+        return formula_only(question)
 
     @property
     def assumptions(self) -> tuple[str, ...]:

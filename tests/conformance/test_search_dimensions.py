@@ -126,7 +126,7 @@ def test_it_is_priced(word: str, captured: Capture, labels: SearchLabels, two_ho
     own, seconds = values(found, word), {}
     for value in [*dict.fromkeys(own)][:2]:
         degrees = found.degrees(own.index(value))
-        works, on = labels.works(degrees.tp), machinery_of(two_hosts, None, "bf16")
+        works, on = labels.works(degrees.tp), machinery_of(two_hosts, None, "bf16", stored_bytes=2)
         price = priced(works, degrees, on)
         shown = degrees_in_plain(price.degrees, price.cuts)
         assert BY_WORD[word].value_of(degrees_from({n: v for n, v in shown.items() if n != "cuts"})) == value

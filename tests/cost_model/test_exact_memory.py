@@ -12,6 +12,7 @@ from autopar.capture.analysis import analyse
 from autopar.cost_model.dry_run.memory import memory_of, rank_memory, run_stages
 from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.cost_model.estimate import Estimate
+from autopar.cost_model.exact_memory import WAITING
 from autopar.cost_model.parts import MEMORY
 from autopar.errors import InputError
 from autopar.ir.cluster import ClusterSpec
@@ -26,13 +27,20 @@ BATCH, STATE = 4, ("parameters", "gradients", "optimizer state")
 @pytest.fixture(scope="module")
 def program() -> Program:
     """A small Llama in float32, captured at four sequences over all data-parallel ranks."""
+    return capture_for(_llama(torch.float32), _tokens(), resolve_degrees({"micro_batch": BATCH}, 1))
+
+
+def _llama(dtype: torch.dtype) -> nn.Module:
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 4}
     with torch.device("meta"):
         made: nn.Module = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=8))
+    return made.train().to(dtype)
+
+
+def _tokens() -> dict[str, torch.Tensor]:
     ids = torch.empty(BATCH, 32, dtype=torch.long, device="meta")
-    batch = {"input_ids": ids, "labels": ids.clone()}
-    return capture_for(made.train(), batch, resolve_degrees({"micro_batch": BATCH}, 1))
+    return {"input_ids": ids, "labels": ids.clone()}
 
 
 def _wish(**wish: Any) -> dict[str, Any]:
@@ -81,6 +89,26 @@ def test_formulas_of_state_agree(program: Program, wish: dict[str, Any]) -> None
     for name in STATE:
         assert priced.memory_bytes[MEMORY[name]] == pytest.approx(exact.memory_bytes[MEMORY[name]], rel=0.01), name
     assert priced.step_s == exact.step_s
+
+
+@pytest.mark.parametrize("offload", [None, "optimizer"])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize(("dtype", "precision"), [("float32", "bf16"), ("float32", "fp32"), ("bfloat16", None)])
+def test_formulas_of_state_agree_in_every_precision(
+    dtype: str, precision: str | None, zero: int, offload: str | None
+) -> None:
+    """Together with the casts of weights. Under ZeRO 1, gradients are whole until the sum, which is counted beside."""
+    wish = {"dp": 2, "zero": zero, "micro_batch": 1, "accumulate": 2, "precision": precision, "offload": offload}
+    wish = {word: value for word, value in wish.items() if value is not None}
+    degrees = resolve_degrees(wish, 2)
+    program = capture_for(_llama(getattr(torch, dtype)), _tokens(), degrees)
+    exact = _exact(program, wish, "2xcpu").memory_bytes
+    priced = autopar.estimate(program, "2xcpu", wish).memory_bytes
+    names = STATE if zero == 3 else (*STATE, "gathered")
+    counted = sum(exact[MEMORY[name]] for name in names)
+    if zero == 1:  # shards of gradients after the sum are no formula's; the whole gradients before it are
+        counted += exact[WAITING] - exact[MEMORY["gradients"]]
+    assert sum(priced[MEMORY[name]] for name in names) == pytest.approx(counted, rel=0.01)
 
 
 def test_what_cannot_be_counted_is_refused(program: Program) -> None:

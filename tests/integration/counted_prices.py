@@ -60,7 +60,8 @@ def priced_collectives(program: Program, analysis: Analysis, plan: Plan, rank: i
         program, analysis, plan.blocks, plan.mesh, regather=plan.regather, loss_chunks=plan.degrees.loss_chunks
     )
     cluster = ClusterSpec.preset("4xh100")
-    engine = with_sums_in(engine_named("autopar"), plan.degrees.reduce_dtype)
+    works = works.with_state_of(plan.degrees)
+    engine = with_sums_in(engine_named("autopar"), plan.degrees.reduce_dtype, works.stored_bytes)
     question = Question(cluster=cluster, degrees=plan.degrees, engine=engine, cuts=plan.cuts)
     machine = cluster_machine(cluster, question.engine, mechanisms(), precision="bf16")
     seen: set[Key] = set()

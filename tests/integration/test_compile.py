@@ -8,7 +8,7 @@ from autopar.runtime.distributed.launch import Ranks
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("recompute", ("none", "selective"))
+@pytest.mark.parametrize("recompute", ("none", "selective", "full"))
 def test_compiled_blocks_compute_the_same(two_ranks: Ranks, recompute: str) -> None:
     """With sequence parallelism, gathers that are repeated in backward, and the vocabulary-parallel loss."""
     wanted = Wanted(spec="llama3-8b", float64=True)

@@ -66,7 +66,8 @@ def works_and_question(program: Program, engine: Engine, tp: int) -> tuple[Progr
     spec = ClusterSpec.preset(f"{2 * tp}xh100-sxm")
     wish = {"tp": tp, "dp": 2, "zero": 1, "micro_batch": 2, "sequence_parallel": tp > 1}
     found = priceable_of(program, spec, resolve_degrees(wish, 2 * tp), engine)
-    return found.works, Question(cluster=spec, degrees=found.degrees, engine=engine, precision="bf16")
+    works = replace(found.works, has_master_weights=True)  # as every published run
+    return works, Question(cluster=spec, degrees=found.degrees, engine=engine, precision="bf16")
 
 
 def row_like(config: Mapping[str, Any], works: ProgramWorks, engine: Engine, tp: int) -> Row:

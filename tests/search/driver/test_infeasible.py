@@ -113,7 +113,8 @@ def test_an_optimizer_with_less_state() -> None:
         r"with --optimizer ([\w-]+) \(([\d.]+) instead of 8 bytes", told(closest(asked(case, ON_DEVICES)))
     )
     assert words is not None
-    sizes = {name: size for name, (size, _) in case.works(1).optimizers.items() if OPTIMIZERS[name].runs_split}
+    works = case.works(1)
+    sizes = {name: works.moment_bytes_of(name) for name in works.optimizers if OPTIMIZERS[name].runs_split}
     assert float(words[2]) == pytest.approx(sizes[words[1]], rel=0.01)
 
     def found(name: str) -> bool:
