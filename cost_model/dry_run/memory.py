@@ -76,7 +76,7 @@ def memory_of(setting: RankView, runs: Mapping[int, StageRun]) -> RankMemory:
         whole += sum(waits) if splits or accumulates else max(waits)
         largest = max(largest, *(group.shard_bytes * degrees.dp_shard for group in groups), *waits)
         if degrees.offloads(PARAMETERS):  # a shard on its way to the host or from it
-            whole += max([group.shard_bytes for group in groups] or [0])
+            whole += max([group.stored_bytes for group in groups] or [0])
     state = optimizer_bytes(setting, runs)
     own = [name for name in trained(setting, runs) if name in setting.program.parameters]
     in_shards = [name for name in own if is_sharded(setting, name)]

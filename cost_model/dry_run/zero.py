@@ -27,14 +27,16 @@ ROOT = -1
 class ParameterGroup:
     """Parameters that are gathered at once: `call` is their place among the stage's calls, `ROOT` for shared ones.
 
-    Bytes of one rank: the operand of a gather is its padded shard in the dtype of computing. The operand of a
-    reduce-scatter is the padded whole of the parameters with a gradient, in the dtype in which gradients are summed.
+    Bytes of one rank: the operand of a gather is its padded shard in the dtype of computing. Between steps, and on its
+    way from the host, the shard has `stored_bytes`. The operand of a reduce-scatter is the padded whole of the parameters
+    with a gradient, in the dtype in which gradients are summed.
     `own_gradient_bytes` is this rank's part of their sums, without padding.
     """
 
     call: int
     names: tuple[str, ...]
     shard_bytes: int
+    stored_bytes: int
     gradient_bytes: int
     flows: bool
     own_gradient_bytes: int = 0
@@ -80,12 +82,14 @@ def groups_of(setting: RankView, stage: Stage, run: StageRun) -> list[ParameterG
     found = []
     for at in order:
         names = by_call[at]
-        infos, elements = setting.program.parameters, {n: padded_elements(setting, n) for n in names}
+        infos, ranks = setting.program.parameters, setting.plan.degrees.dp_shard
+        elements = {n: padded_elements(setting, n) for n in names}
         found.append(
             ParameterGroup(
                 call=at,
                 names=tuple(names),
-                shard_bytes=sum(elements[n] * infos[n].dtype.itemsize for n in names) // setting.plan.degrees.dp_shard,
+                shard_bytes=sum(elements[n] * infos[n].dtype.itemsize for n in names) // ranks,
+                stored_bytes=sum(elements[n] * setting.stored_itemsize(n) for n in names) // ranks,
                 gradient_bytes=sum(elements[n] * setting.summed_itemsize(n) for n in names if n in run.gradients),
                 own_gradient_bytes=sum(
                     shard_elements(setting, n) * setting.stored_itemsize(n) for n in names if n in run.gradients
@@ -140,11 +144,11 @@ class _Hooks:
     def gather(self, at: int, *, ahead: bool = False) -> None:
         if at not in self.gathered and at not in self.ahead:
             self._send("all_gather", self.groups[at].shard_bytes)
-            self.to_device_bytes += self.groups[at].shard_bytes * (self.degrees.dp_shard > 1)
+            self.to_device_bytes += self.groups[at].stored_bytes * (self.degrees.dp_shard > 1)
             self.ahead.add(at)
         if not ahead and at in self.ahead:
             # one rank gathers nothing, and copies when the values are used
-            self.to_device_bytes += self.groups[at].shard_bytes * (self.degrees.dp_shard == 1)
+            self.to_device_bytes += self.groups[at].stored_bytes * (self.degrees.dp_shard == 1)
             self.ahead.remove(at)
             self.gathered.add(at)
         held = sum(self.groups[g].shard_bytes for g in self.gathered | self.ahead) * self.degrees.dp_shard

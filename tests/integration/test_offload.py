@@ -28,6 +28,9 @@ PLANS = (
     case(GPT2, pp=2, dp=2, zero=2, micro_batches=4),
     case(GPT2, pp=2, dp=2, zero=3, micro_batches=4, schedule="zbv-zero-bubble"),
     case(GPT2, tp=2, dp=2, zero=3, accumulate=2),
+    case(LLAMA, tp=2, dp=2, zero=2, accumulate=2, precision="bf16"),
+    case(LLAMA, dp=4, zero=3, accumulate=2, precision="bf16", recompute="selective", loss_chunks=4),
+    case(GPT2, pp=2, dp=2, zero=1, micro_batches=4, precision="bf16", reduce_dtype="bf16"),
 )
 CASES = [(plan, offload) for plan in PLANS for offload in OFFLOADS[1:]]
 SHORT = CASES[::7]  # each value of offload, and each plan but a few
@@ -37,7 +40,7 @@ def named(value: object) -> str:
     return value.name if isinstance(value, Case) else str(value)
 
 
-@pytest.mark.parametrize("one", thinned(PLANS, keep=PLANS[3:4]), ids=named)
+@pytest.mark.parametrize("one", thinned(PLANS, keep=[PLANS[3], PLANS[10]]), ids=named)
 def test_training_has_equal_bits(one: Case, worlds: Callable[[int], Ranks]) -> None:
     _, plan = planned_case(one)
     world = worlds(RANKS)
@@ -61,7 +64,7 @@ def test_moved_bytes_are_the_priced_ones(one: Case, offload: str, worlds: Callab
         assert HostMoves(**counted) == host_moves(setting, run_stages(setting)), f"rank {rank}"
 
 
-HELD = [(plan, offload) for plan in PLANS[:3] + PLANS[7:8] for offload in ("optimizer", "parameters")]
+HELD = [(plan, offload) for plan in PLANS[:3] + PLANS[7:8] + PLANS[10:] for offload in ("optimizer", "parameters")]
 
 
 @pytest.mark.parametrize(("one", "offload"), thinned(HELD, keep=HELD[2:4]), ids=named)

@@ -30,7 +30,9 @@ class _Stage:
 def groups(degrees: Degrees, shared: int = 0) -> list[ParameterGroup]:
     sizes = [(at, size * ITEM) for at, size in enumerate(CALLS)] + [(ROOT, shared * ITEM)] * bool(shared)
     return [
-        ParameterGroup(call=at, names=(), shard_bytes=size // degrees.dp_shard, gradient_bytes=size, flows=True)
+        ParameterGroup(
+            call=at, names=(), shard_bytes=size // degrees.dp_shard, stored_bytes=0, gradient_bytes=size, flows=True
+        )
         for at, size in sizes
     ]
 

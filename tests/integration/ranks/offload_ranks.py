@@ -23,7 +23,7 @@ STEPS = 2
 
 def made(one: Case, plan: Plan) -> tuple[ParallelModel, list[Any]]:
     """The model of a case in float64, and this rank's part of every batch."""
-    program, source = captured(one.spec, one.layers)
+    program, source = captured(one.spec, one.layers, plan.degrees.precision)
     model = ParallelModel(program, plan, source, torch.device("cpu"))
     data = random_batches(program, plan.degrees, STEPS, 0)
     at = model.rank_mesh.dims["dp"].coordinate
