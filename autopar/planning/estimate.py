@@ -119,9 +119,9 @@ def estimate(
     own_plan = given if isinstance(given, Plan) else None
     priceable = priceable_of(program, spec, degrees, chosen, own_plan)
     report("pricing")
+    chosen = with_sums_in(chosen, degrees.reduce_dtype, priceable.works.stored_bytes)
     question = Question(
-        cluster=spec, degrees=priceable.degrees, cp=cp, ep=ep,
-        engine=with_sums_in(chosen, degrees.reduce_dtype, priceable.works.stored_bytes),
+        cluster=spec, degrees=priceable.degrees, engine=chosen, cp=cp, ep=ep,
         precision=precision or precision_of(priceable.works.dtype, spec),
         profile=load_profile(profile) if isinstance(profile, (str, Path)) else profile,
     )  # fmt: skip

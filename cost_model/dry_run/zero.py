@@ -28,9 +28,9 @@ class ParameterGroup:
     """Parameters that are gathered at once: `call` is their place among the stage's calls, `ROOT` for shared ones.
 
     Bytes of one rank: the operand of a gather is its padded shard in the dtype of computing. Between steps, and on its
-    way from the host, the shard has `stored_bytes`. The operand of a reduce-scatter is the padded whole of the parameters
-    with a gradient, in the dtype in which gradients are summed.
-    `own_gradient_bytes` is this rank's part of their sums, without padding.
+    way from the host, the shard has `stored_bytes`. The operand of a reduce-scatter is the padded whole of the
+    parameters with a gradient, in the dtype in which gradients are summed. `own_gradient_bytes` is this rank's part of
+    their sums, without padding.
     """
 
     call: int
