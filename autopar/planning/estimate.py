@@ -119,7 +119,6 @@ def estimate(
     own_plan = given if isinstance(given, Plan) else None
     priceable = priceable_of(program, spec, degrees, chosen, own_plan)
     report("pricing")
-    chosen = with_sums_in(chosen, degrees.reduce_dtype, priceable.works.stored_bytes)
     question = Question(
         cluster=spec, degrees=priceable.degrees, engine=chosen, cp=cp, ep=ep,
         precision=precision or precision_of(priceable.works.dtype, spec),
@@ -154,8 +153,13 @@ def _with_precision(
 def _as_it_runs(
     program: Program, priceable: Priceable, question: Question, plan: Plan | None
 ) -> tuple[Priceable, Question]:
-    """Both with the cuts of stages, and with the least recomputation that fits if autopar's own plan leaves it open."""
-    question = replace(question, cuts=_cuts(program, priceable, question) if plan is None else plan.cuts)
+    """Both with the bytes of gradient sums, the cuts of stages, and the least recomputation that fits.
+
+    Recomputation is decided if autopar's own plan leaves it open.
+    """
+    engine = with_sums_in(question.engine, question.degrees.reduce_dtype, priceable.works.stored_bytes)
+    cuts = _cuts(program, priceable, question) if plan is None else plan.cuts
+    question = replace(question, engine=engine, cuts=cuts)
     if question.engine.name != OWN:
         if question.degrees.is_recompute_open:
             raise PlanError(
