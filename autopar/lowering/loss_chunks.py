@@ -33,6 +33,7 @@ _SLOPES: Mapping[Any, Callable[..., torch.Tensor]] = {
     aten.tanh.default: lambda grad, before, after: grad * (1 - after * after),
     aten.neg.default: lambda grad, before, after: -grad,
 }
+_READ_RESULT = (aten.tanh.default,)  # operators whose slope reads their result
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,11 @@ class _How:
             options = arguments.pop() if arguments and isinstance(arguments[-1], dict) else {}
             found.append(operator(found[-1], *arguments, **options))
         return found
+
+    def read_by_slopes(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The values that `through` reads. Of the others it reads the dtype, so they are empty."""
+        results = [False, *(operator in _READ_RESULT for operator, *_ in self.chain)]
+        return [value if read else value.new_empty(0) for value, read in zip(values, results, strict=True)]
 
     def through(self, values: Sequence[torch.Tensor], grad: torch.Tensor) -> torch.Tensor:
         """The gradient of logits from the gradient of the last of the chain's `values`."""
@@ -120,7 +126,8 @@ class _LossInChunks(torch.autograd.Function):
             if how.vocabulary is not None:
                 highest = how.vocabulary.all_reduce(highest, "max")
             wanted = torch.where(mine, torch.gather(scores, -1, local.unsqueeze(-1)).squeeze(-1), zero)
-            total = torch.exp(scores - highest.unsqueeze(-1)).sum(-1)
+            total = scores.sub_(highest.unsqueeze(-1)).exp_().sum(-1)  # a chunk exists once: nobody else has it
+            del scores
             if how.vocabulary is not None:
                 total, wanted = how.vocabulary.all_reduce(torch.stack((total, wanted))).unbind(0)
             logarithm = torch.log(total) + highest
@@ -163,6 +170,7 @@ class _LossInChunks(torch.autograd.Function):
                 biases = grad.sum(0) if biases is None else biases + grad.sum(0)
             if how.gathered is not None and scattering is not None:
                 parts.append(how.gathered.wait(scattering))
+            del grad
         hidden = None
         if into_x:
             hidden = torch.cat(parts, how.dim) if how.gathered is not None else torch.cat(parts).reshape(x.shape)
@@ -182,11 +190,16 @@ def _of_logits(
     logits = aten.linear.default(rows, weight, bias)
     with torch.set_grad_enabled(not how.has_slopes):
         values = how.values(logits if how.has_slopes else logits.detach().requires_grad_())
-    exact = how.exact(values[-1].detach())
+    exact, dtype = how.exact(values[-1].detach()), values[-1].dtype
+    del logits
+    if how.has_slopes:
+        values = how.read_by_slopes(values)
+    is_own = how.has_slopes and values[-1].numel() == 0
     local, mine, valid = how.own(target, exact.shape[-1])
-    into = torch.exp(exact - sums.unsqueeze(-1))
-    into = into.scatter_add(-1, local.unsqueeze(-1), -mine.to(into.dtype).unsqueeze(-1))
-    into = (into * (valid.to(into.dtype) * grad.to(into.dtype)).unsqueeze(-1)).to(values[-1].dtype)
+    into = (exact.sub_(sums.unsqueeze(-1)) if is_own else exact - sums.unsqueeze(-1)).exp_()
+    del exact
+    into.scatter_add_(-1, local.unsqueeze(-1), -mine.to(into.dtype).unsqueeze(-1))
+    into = into.mul_((valid.to(into.dtype) * grad.to(into.dtype)).unsqueeze(-1)).to(dtype)
     if how.has_slopes:
         return how.through(values, into)
     (found,) = torch.autograd.grad(values[-1], values[0], into)

@@ -58,7 +58,7 @@ class _CrossEntropySum(torch.autograd.Function):
         local, mine = own_ids(target, mesh, logits.shape[-1])
         mine = mine & valid
         highest = mesh.all_reduce(logits.amax(-1), "max")
-        exponents = torch.exp(logits - highest.unsqueeze(-1))
+        exponents = (logits - highest.unsqueeze(-1)).exp_()
         zero = torch.zeros((), dtype=logits.dtype, device=logits.device)
         own = torch.where(mine, torch.gather(logits, -1, local.unsqueeze(-1)).squeeze(-1), zero)
         sums = mesh.all_reduce(torch.stack((exponents.sum(-1), own)))
@@ -69,9 +69,8 @@ class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         probabilities, local, mine, valid = ctx.saved_tensors
-        one = torch.zeros_like(probabilities)
-        one.scatter_(-1, local.unsqueeze(-1), mine.to(one.dtype).unsqueeze(-1))
-        grad = (probabilities - one) * valid.to(one.dtype).unsqueeze(-1) * grads[0]
+        grad = probabilities * (valid.to(probabilities.dtype) * grads[0]).unsqueeze(-1)
+        grad.scatter_add_(-1, local.unsqueeze(-1), -(mine.to(grad.dtype) * grads[0]).unsqueeze(-1))
         return grad, None, None, None, None
 
 

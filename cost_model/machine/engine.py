@@ -57,6 +57,8 @@ class Engine(NamedModel):
     unstated_sequence_parallel    whether a run with tp > 1 has sequence parallelism if it does not state it
     balances_ends          embedding and head count as a block each if the stages do not divide the blocks
     selective              selective recomputation runs the "attention" core again, or every second block ("half")
+    loss                   logits exist in their own width, as a float32 copy and as its gradient ("fused"); or as the
+                           operators of an eager loss hold them (`autopar.cost_model.memory.formula.logit_bytes`)
     casts_to_float8        operands are cast by kernels of their own
     state_bytes            of one trained parameter: weight, gradient, master weight, Adam's moments
     sharded_state_bytes    the part of `state_bytes` that ZeRO 1 divides
@@ -95,6 +97,7 @@ class Engine(NamedModel):
     optimizer_bytes: Annotated[int, Field(ge=20, le=100)]
     expert_rows: Literal["counted", "padded"] = "counted"
     zero_weights: Literal["shared", "copied"] = "shared"
+    loss: Literal["fused", "eager"] = "fused"
     offload: Literal[
         "none", "optimizer", "parameters", "activations", "optimizer+activations", "parameters+activations"
     ] = "none"

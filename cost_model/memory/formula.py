@@ -122,7 +122,7 @@ def fuller(first: RankBytes, last: RankBytes, of_first: Floats, of_last: Floats)
 def block_bytes(family: Family[Any], layouts: Layouts, basis: MemoryBasis) -> BlockBytes:
     """What blocks and head keep of one micro-batch; of no field but tp, sp, cp, dp and micro-batch."""
     saved = on_device(activations(family, basis.shape, layouts, basis.engine, fused=basis.fused), basis.engine)
-    return BlockBytes(saved=saved, logits=logit_bytes(family, basis.shape))
+    return BlockBytes(saved=saved, logits=logit_bytes(family, basis.shape, layouts, basis.engine))
 
 
 def end_parameters(family: Family[Any], layouts: Layouts, basis: MemoryBasis) -> Ends:
@@ -191,15 +191,20 @@ def state_bytes(parameters: RankParameters, shape: Shape, layouts: Layouts, engi
     return {"parameters": own, "gradients": kept.gradients, "optimizer state": others + kept.moments}
 
 
-def logit_bytes(family: Family[Any], shape: Shape) -> Floats:
-    """Logits in their own width, a float32 copy and its gradient."""
-    return np.asarray((shape.element_bytes + 2 * FLOAT_BYTES) * _logits(family))
+def logit_bytes(family: Family[Any], shape: Shape, layouts: Layouts, engine: Engine) -> Floats:
+    """Bytes of the logits on one rank that exist at once: of all, or of one of the chunks of the loss.
 
-
-def _logits(family: Family[Any]) -> Floats:
-    """Elements of the logits on one rank that exist at once: of all, or of one of the chunks of the loss."""
-    every = family.block("last", "tp").products
-    chunked = {one.name for one in every if one.kind == "again"}
+    An eager loss computes on values of at least 32 bits. torch's cross-entropy holds three of them: logarithms of
+    probabilities, their gradient and that of the logits. The loss over a split vocabulary holds two: probabilities and
+    the gradient. The loss in chunks holds one, in place, and first the logits that it is cast from.
+    """
+    every, own = family.block("last", "tp").products, shape.element_bytes
+    chunked, exact = {one.name for one in every if one.kind == "again"}, max(own, FLOAT_BYTES)
     products = [one for one in every if one.kind == "matmul"]
-    whole = [one.m * one.n if one.name in chunked else one.count * one.m * one.n for one in products]
-    return np.asarray(sum(whole)) if products else np.zeros(1)
+    if not products:
+        return np.zeros(1)
+    whole, of_chunk = np.full(1, own + 2 * FLOAT_BYTES), own + 2 * FLOAT_BYTES
+    if engine.loss == "eager":
+        whole, of_chunk = np.where(layouts.tp > 1, 2, 3) * exact, exact + (own if own < exact else 0)
+    held = [of_chunk * one.m * one.n if one.name in chunked else whole * one.count * one.m * one.n for one in products]
+    return np.asarray(sum(held))

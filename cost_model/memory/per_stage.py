@@ -61,7 +61,7 @@ def role_bytes(family: Family[Any], layouts: Layouts, basis: MemoryBasis) -> Rol
         saved=found,
         dense={role: one.dense for role, one in parameters.items()},
         expert={role: one.expert for role, one in parameters.items()},
-        logits=logit_bytes(family, shape),
+        logits=logit_bytes(family, shape, layouts, engine),
     )
 
 

@@ -97,7 +97,7 @@ def memory_bounds(
     )
     for is_last, (blocks, ends) in zip((False, True), owned, strict=True):
         parts = _state(family, shape, layouts, engine, blocks, ends)
-        parts["logits"] = np.where(ends[1], logit_bytes(family, shape), 0.0)
+        parts["logits"] = np.where(ends[1], logit_bytes(family, shape, layouts, engine), 0.0)
         states.append(parts)
         state = reserve_bytes + np.asarray(sum(parts.values())) + always
         held = np.where(layouts.pp > 1, _held_blocks(schedule, layouts, cuts, blocks, is_last), blocks)

@@ -143,8 +143,11 @@ class _InChunks:
         one = self.found.candidates.at(index)
         layouts = layouts_of(one, sequence_parallel=works.sequence_parallel)
         part = next(iter(self.goal.parts.values()))
-        family = family_at(works, layouts, part.on.machine.mechanisms)
-        return float(np.max(logit_bytes(family, shape_of_works(works)))) / float(one.micro_batch[0])
+        machine = part.on.machine
+        held = logit_bytes(
+            family_at(works, layouts, machine.mechanisms), shape_of_works(works), layouts, machine.engine
+        )
+        return float(np.max(held)) / float(one.micro_batch[0])
 
     def _put(self, index: NDArray[np.intp], tp: int) -> None:
         """Screen candidates with the block costs of a tensor degree."""

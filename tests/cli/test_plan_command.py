@@ -76,7 +76,7 @@ def test_where_nothing_fits_the_closest_plan_is_named() -> None:
 
 def test_remedies_of_a_plan_that_does_not_fit_run() -> None:
     """Each option that the message names makes a plan fit in place of what was asked for."""
-    model = ("plan", "llama3-8b", "-c", "8xrtx4090", "--seq-len", "5120", "--global-batch", "8")
+    model = ("plan", "llama3-8b", "-c", "8xrtx4090", "--seq-len", "5632", "--global-batch", "8")
     asked = {"--loss-chunks": "1", "--recompute": "none", "--offload": "none"}
     message = refused(*model, *(word for pair in asked.items() for word in pair), status=3)
     remedies = dict(re.findall(r"with (--[a-z-]+) (\S+?):? ", message.partition("What would help: ")[2]))
