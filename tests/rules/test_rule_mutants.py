@@ -17,6 +17,7 @@ from autopar.rules.families.random import ALWAYS, DROPS
 from autopar.rules.registry import registered, rule_of
 from autopar.rules.routed import ROUTED
 from autopar.rules.rule import Rule, Spec
+from autopar.rules.scaled_product import SCALED_LINEAR
 from autopar.rules.variants import split_variants
 from autopar.testing.rule_proof import Disproved, OperatorSample, bind_factors, prove
 
@@ -87,7 +88,7 @@ def _targets() -> Iterator[Any]:
         if str(target).split(".")[0] not in ("aten", "autopar"):  # rules that other tests and examples registered
             continue
         name = str(target).split(".")[1]
-        if target in ROUTED:  # proved together, in test_routed_region.py
+        if target in ROUTED or target is SCALED_LINEAR:  # proved in test_routed_region.py, test_scaled_product.py
             continue
         random_values = target in {*ALWAYS, *DROPS} and target is not aten.scaled_dot_product_attention.default
         if (name not in OPERATORS or name in FEW_POINTWISE) and not random_values and target not in ALWAYS_RIGHT:
