@@ -112,11 +112,11 @@ def test_checksums_of_large_tensors_read_a_part() -> None:
 
 
 def row(kind: int = STEP, **changes: Any) -> list[int]:
-    values = {"training": True, "step": 3, "unfit": 0, "sequences": 2, "shape": 7, "ids": 11, "other": 5, "table": 13}
-    values |= changes
+    values = {"training": True, "step": 3, "unfit": 0, "sequences": 2, "scaler": 0}
+    values |= {"shape": 7, "ids": 11, "other": 5, "table": 13, **changes}
     return [
         2 * kind + values["training"],
-        *(values[n] for n in ("step", "unfit", "sequences", "shape", "ids", "other", "table")),
+        *(values[n] for n in ("step", "unfit", "sequences", "scaler", "shape", "ids", "other", "table")),
     ]
 
 
