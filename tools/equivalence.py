@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -320,10 +321,7 @@ def tables() -> Mapping[str, Table]:
 
 def world_size(wish: Wish) -> int:
     """Ranks that a wish needs."""
-    size: int = (
-        wish.get("pp", 1) * wish.get("tp", 1) * wish.get("dp", wish.get("dp_shard", 1)) * wish.get("dp_replicate", 1)
-    )
-    return size
+    return prod(wish.get(name, 1) for name in ("pp", "tp", "cp", "dp", "dp_shard", "dp_replicate"))
 
 
 class Worlds:

@@ -1,7 +1,7 @@
 """Axis analysis of a folded program: union-find over the dimensions of all values in all distinct blocks."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -11,7 +11,7 @@ from torch import fx
 from autopar.capture.axes import Axes, Variable
 from autopar.capture.nodes import output_nodes
 from autopar.ir.program import Block, CallSite, Program
-from autopar.ir.sharding import Dims, Mesh
+from autopar.ir.sharding import Dims, Mesh, owned_by
 from autopar.rules.registry import rule_of
 from autopar.rules.routed import ORDER, SORTED, UNTAKE
 from autopar.rules.rule import Call, Rule, TensorInfo, whole_rule
@@ -35,6 +35,7 @@ class Analysis:
     batch_axes: frozenset[int]
     sequence_axes: frozenset[int]
     hidden_axes: frozenset[int]
+    meant_for: Mapping[int, int] = field(default_factory=dict)  # a refined axis, and the mesh dimension that may split it
 
     @cached_property
     def ragged(self) -> tuple[Mapping[NodeName, frozenset[int]], ...]:
@@ -163,26 +164,36 @@ def _info_of(value: Any) -> TensorInfo | None:
 
 
 def _rivals(mesh: Mesh) -> list[int]:
-    """The degrees of the mesh dimensions that compete for axes. Empty if there is only one."""
-    found = [mesh.degrees[i] for i in mesh.owning("parameters") if mesh.degrees[i] > 1]
+    """The mesh dimensions that compete for axes. Empty if there is only one.
+
+    Only mesh dimensions other than `dp` compete for an axis, because `dp` owns the batch.
+    """
+    found = [i for i in (*mesh.owning("parameters"), *mesh.owning("sequence")) if mesh.degrees[i] > 1]
     return found if len(found) > 1 else []
 
 
-def refinement(axes: Axes, atoms: Sequence[int], mesh: Mesh) -> None:
-    """Split each atom into one part per tensor mesh dimension, if several of these dimensions may split it.
+def refinement(axes: Axes, atoms: Sequence[int], sequence: Collection[int], mesh: Mesh) -> dict[int, int]:
+    """Split each atom into one part per rival mesh dimension, if several of them may split it.
 
-    Only mesh dimensions other than `dp` compete for an axis, because `dp` owns the batch. A single other dimension
-    needs no refinement.
+    The outermost part is of the mesh dimension that owns the atom. So each rank of `cp` has a contiguous part of the
+    sequence, and each rank of `tp` contiguous parameters. Returns the new atoms, each with the mesh dimension that may
+    split it.
     """
-    rivals = _rivals(mesh)
+    rivals, meant_for = _rivals(mesh), dict[int, int]()
+    owners = sorted(rivals, key=lambda i: owned_by(mesh.names[i]) != "sequence")
     for atom in atoms:
-        parts, rest = [], axes.size(atom)
-        for degree, following in pairwise(rivals):
-            if rest % degree == 0 and (rest // degree) % following == 0:  # else only one of the two may split it
-                parts.append(degree)
+        parts, rest = list[int](), axes.size(atom)
+        order = owners if atom in sequence else rivals
+        for i, following in pairwise(order):
+            degree = mesh.degrees[i]
+            # else only one of the two may split it
+            if rest % degree == 0 and (rest // degree) % mesh.degrees[following] == 0:
+                parts.append(i)
                 rest //= degree
         if parts:
-            axes.split(atom, [*parts, rest])
+            children = axes.split(atom, [*(mesh.degrees[i] for i in parts), rest])
+            meant_for |= dict(zip(children, [*parts, order[-1]], strict=True))
+    return meant_for
 
 
 def analyse(program: Program, mesh: Mesh | None = None) -> Analysis:
@@ -206,15 +217,16 @@ def analyse(program: Program, mesh: Mesh | None = None) -> Analysis:
         if info.batch_dim is not None and info.name in state.outer
         for a in axes.atoms(state.outer[info.name][info.batch_dim])
     }
-    if mesh is not None and _rivals(mesh):
-        every = {a for block in state.values for dims in block.values() for a in axes.atoms(dims)}
-        refinement(axes, sorted(every - batch), mesh)
-    sequence = {
-        a
+    sequences = [
+        state.outer[info.name][info.sequence_dim]
         for info in program.inputs
         if info.sequence_dim is not None and info.name in state.outer
-        for a in axes.atoms(state.outer[info.name][info.sequence_dim])
-    }
+    ]
+    meant_for: dict[int, int] = {}
+    if mesh is not None and _rivals(mesh):
+        every = {a for block in state.values for dims in block.values() for a in axes.atoms(dims)}
+        meant_for = refinement(axes, sorted(every - batch), axes.atoms(sequences), mesh)
+    sequence = set(axes.atoms(sequences))
     crossing = {r for call in program.calls for r in call.results}
     hidden = {a for name in crossing for v in state.outer[name] for a in axes.atoms(v)} - batch - sequence
     zero_padded = [_zero_padded(b, state.rules[i], state.operands[i]) for i, b in enumerate(program.blocks)]
@@ -243,6 +255,7 @@ def analyse(program: Program, mesh: Mesh | None = None) -> Analysis:
         batch_axes=frozenset(batch),
         sequence_axes=frozenset(sequence),
         hidden_axes=frozenset(hidden),
+        meant_for=meant_for,
     )
 
 

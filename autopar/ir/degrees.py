@@ -23,8 +23,9 @@ class Degrees:
     """Degrees of the mesh and how data is cut. `micro_batch` is sequences per data-parallel rank and micro-batch.
 
     `tp_dims` is `tp` as the product of two mesh dimensions. Each splits axes of its own. With fewer key heads than
-    ranks, the first dimension splits the key heads, the second the queries of one key head. With `per_micro_batch` the
-    loss of a step is the mean of the separate losses of its micro-batches.
+    ranks, the first dimension splits the key heads, the second the queries of one key head. `cp` ranks share the same
+    samples and split their sequence. With `per_micro_batch` the loss of a step is the mean of the separate losses of
+    its micro-batches.
 
     `pp` ranks hold `virtual_stages` pipeline stages each and run `micro_batches` in the order of `schedule`
     (`autopar.ir.schedules`), `accumulate` times a step. `cut_at` are the module paths at which the stages after the
@@ -49,6 +50,7 @@ class Degrees:
     pp: int = 1
     tp: int = 1
     tp_dims: tuple[int, ...] | None = None
+    cp: int = 1
     dp_shard: int = 1
     dp_replicate: int = 1
     zero: int = 3
@@ -76,8 +78,18 @@ class Degrees:
         return self.dp_shard * self.dp_replicate
 
     @property
+    def shard_ranks(self) -> int:
+        """Ranks that ZeRO divides the state over. The ranks of `cp` hold the same parameters, as those of `dp` do."""
+        return self.dp_shard * self.cp
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that hold the same parameters, or shards of them."""
+        return self.dp_replicate * self.shard_ranks
+
+    @property
     def world_size(self) -> int:
-        return self.pp * self.dp * self.tp
+        return self.pp * self.data_ranks * self.tp
 
     @property
     def num_micro_batches(self) -> int:
@@ -123,9 +135,9 @@ class Degrees:
     def fsdp_stage(self) -> int:
         """The ZeRO stage that FSDP2 runs; 0 if it runs none.
 
-        Of one data-parallel rank FSDP2 holds the parameters only if they are on the host.
+        If one rank holds a parameter, FSDP2 holds the parameters only if they are on the host.
         """
-        if self.dp > 1:
+        if self.data_ranks > 1:
             return self.zero
         return 3 if self.offloads(PARAMETERS) else 0
 
@@ -140,20 +152,25 @@ class Degrees:
 
     @property
     def strides(self) -> dict[str, int]:
-        """How many ranks lie from one rank of pp, dp and tp to the next."""
-        return strides(self.order, {"pp": self.pp, "dp": self.dp, "tp": self.tp})
+        """How many ranks lie from one rank of pp, dp, cp and tp to the next."""
+        return strides(self.order, self._sizes)
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        return {"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp}
 
     def coordinate(self, name: str, rank: int) -> int:
-        """Where a rank is on pp, dp or tp."""
-        sizes = {"pp": self.pp, "dp": self.dp, "tp": self.tp}
-        return rank // self.strides[name] % sizes[name]
+        """Where a rank is on pp, dp, cp or tp."""
+        return rank // self.strides[name] % self._sizes[name]
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of labels: `dp` splits the batch, `tp` (or `tp0` and `tp1`) everything else."""
-        if self.tp_dims is None:
-            return Mesh(("dp", "tp"), (self.dp, self.tp))
-        return Mesh(("dp", *(f"tp{i}" for i in range(len(self.tp_dims)))), (self.dp, *self.tp_dims))
+        """The mesh of labels: `dp` splits the batch, `cp` the sequence, `tp` (or `tp0` and `tp1`) everything else.
+
+        Without context parallelism it has no `cp`.
+        """
+        tensor = {"tp": self.tp} if self.tp_dims is None else {f"tp{i}": n for i, n in enumerate(self.tp_dims)}
+        return Mesh.of(dp=self.dp, **({"cp": self.cp} if self.cp > 1 else {}), **tensor)
 
 
 RECOMPUTE = ("none", "selective", "full", "auto")
@@ -228,7 +245,7 @@ def degrees_from(data: Any, source: str = "plan") -> Degrees:
 
 def offload_problems(degrees: Degrees) -> list[Problem]:
     """Why the offload of a plan cannot run, with the plan that can."""
-    if degrees.offloads(PARAMETERS) and degrees.zero == 0 and degrees.dp > 1:
+    if degrees.offloads(PARAMETERS) and degrees.zero == 0 and degrees.data_ranks > 1:
         own = degrees.offload
         return [
             Problem(

@@ -10,11 +10,17 @@ ORDERS = ("pp-dp-tp", "dp-pp-tp")
 def strides(order: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
     """How many ranks lie from one rank of each dimension to the next, by the sizes of all.
 
+    The ranks of `cp`, if it has a size, lie inside of `dp`: its neighbours hold the parts of the same samples.
+
     >>> strides("pp-dp-tp", {"pp": 4, "dp": 2, "tp": 8}), strides("dp-pp-tp", {"pp": 4, "dp": 2, "tp": 8})
     ({'tp': 1, 'dp': 8, 'pp': 16}, {'tp': 1, 'pp': 8, 'dp': 32})
+    >>> strides("pp-dp-tp", {"pp": 4, "dp": 2, "cp": 3, "tp": 8})
+    {'tp': 1, 'cp': 8, 'dp': 24, 'pp': 48}
     """
     found, stride = {}, 1
     for name in reversed(order.split("-")):
-        found[name] = stride
-        stride = stride * sizes[name]
+        inner = ("cp", name) if name == "dp" and "cp" in sizes else (name,)
+        for one in inner:
+            found[one] = stride
+            stride = stride * sizes[one]
     return found

@@ -17,9 +17,11 @@ from math import prod
 from typing import Literal
 
 Kind = Literal["I", "R", "P", "S"]
-Owned = Literal["batch", "parameters"]  # what a mesh dimension owns: the only axes that it may split
+# What a mesh dimension owns. "batch": it splits samples only. "sequence": it splits the sequence, and heads and experts
+# inside of a block, but no parameters. "parameters": it splits any other axis.
+Owned = Literal["batch", "sequence", "parameters"]
 # a new kind of mesh dimension has its name here, and its meaning where `owned_by` is asked
-_OWNED: Mapping[str, Owned] = {"dp": "batch"}
+_OWNED: Mapping[str, Owned] = {"dp": "batch", "cp": "sequence"}
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -64,8 +66,12 @@ def moves_along(source: Type, target: Type, dims: frozenset[int]) -> bool:
 
 
 def owned_by(mesh_dim: str) -> Owned:
-    """What a mesh dimension owns, by its name. Tensor dimensions have many names: ``tp``, ``tp0``, ``tp0_tp1``."""
-    return _OWNED.get(mesh_dim, "parameters")
+    """What a mesh dimension owns, by its name. Dimensions of one kind have many names: ``tp``, ``tp0``, ``tp0_tp1``.
+
+    Ranks of a dimension that owns no parameters hold the same parameters. ZeRO shards these over them, and their
+    gradients are summed over them once a step.
+    """
+    return _OWNED.get(mesh_dim.partition("_")[0].rstrip("0123456789"), "parameters")
 
 
 def chunk(size: int, degree: int) -> int:
@@ -150,9 +156,10 @@ class Mesh:
         return prod(self.degrees)
 
     def joined(self, i: int) -> str | None:
-        """The name of mesh dimensions i and i + 1 taken as one. None unless both own parameters' axes."""
+        """The name of mesh dimensions i and i + 1 taken as one. None unless both own the same, and no samples."""
         pair = self.names[i : i + 2]
-        if len(pair) < 2 or 1 in self.degrees[i : i + 2] or any(owned_by(name) != "parameters" for name in pair):
+        kinds = {owned_by(name) for name in pair}
+        if len(pair) < 2 or 1 in self.degrees[i : i + 2] or len(kinds) > 1 or "batch" in kinds:
             return None
         return f"{self.names[i]}_{self.names[i + 1]}"
 
@@ -167,7 +174,7 @@ class Mesh:
         return prod(self.degrees[i] for i in self.indices(name))
 
     def owning(self, owned: Owned) -> list[int]:
-        """The mesh dimensions, by place, that own the batch or parameters' axes."""
+        """The mesh dimensions, by place, that own the batch, the sequence or parameters' axes."""
         return [i for i, name in enumerate(self.names) if owned_by(name) == owned]
 
     def as_dict(self) -> Mapping[str, int]:

@@ -1,6 +1,6 @@
 """Degrees from a partial wish: missing degrees are derived, illegal ones are listed with the nearest legal values.
 
-    world size   = pp × tp × dp_shard × dp_replicate
+    world size   = pp × tp × cp × dp_shard × dp_replicate
     global batch = dp × micro_batch × micro_batches × accumulate       where dp = dp_shard × dp_replicate
 
 This module does not import torch.
@@ -44,7 +44,8 @@ def resolve_degrees(
     given = {key: value for key, value in (wish or {}).items() if value is not None}
     asked = degrees_from(given)
     if not {"dp", "dp_shard"} & set(given):
-        asked = replace(asked, dp_shard=max(1, world_size // (asked.pp * asked.tp * asked.dp_replicate)))
+        others = asked.pp * asked.tp * asked.cp * asked.dp_replicate
+        asked = replace(asked, dp_shard=max(1, world_size // others))
     if asked.pp > 1 and "virtual_stages" not in given:
         asked = replace(asked, virtual_stages=SCHEDULES[asked.schedule].least_stages)
     problems = world_size_problems(asked, world_size) + _only_with_stages(asked, given)
@@ -65,7 +66,7 @@ def world_size_problems(degrees: Degrees, world_size: int) -> list[Problem]:
     if degrees.world_size == world_size:
         return []
     problems = []
-    for name in ("pp", "tp", "dp_shard", "dp_replicate"):
+    for name in ("pp", "tp", "cp", "dp_shard", "dp_replicate"):
         value = getattr(degrees, name)
         if world_size % value:
             near = _or(nearest_divisors(world_size, value))
@@ -75,12 +76,13 @@ def world_size_problems(degrees: Degrees, world_size: int) -> list[Problem]:
                 )
             )
     if not problems:
-        others = degrees.pp * degrees.tp * degrees.dp_replicate
+        others = degrees.pp * degrees.tp * degrees.cp * degrees.dp_replicate
         fits = world_size // others if world_size % others == 0 else None
         hint = f"use dp_shard {fits}" if fits else f"or describe a cluster of {degrees.world_size} devices"
         stages = f"pp {degrees.pp} × " if degrees.pp > 1 else ""
+        context = f"cp {degrees.cp} × " if degrees.cp > 1 else ""
         rule = (
-            f"{stages}tp {degrees.tp} × dp_shard {degrees.dp_shard} × dp_replicate {degrees.dp_replicate} = "
+            f"{stages}tp {degrees.tp} × {context}dp_shard {degrees.dp_shard} × dp_replicate {degrees.dp_replicate} = "
             f"{degrees.world_size} must be the number of ranks, {world_size}"
         )
         problems.append(Problem(path="degrees", rule=rule, suggestion=hint))

@@ -93,7 +93,7 @@ def _row(
     uses = _uses(program, generated, name, index, mesh_dim)
     arriving = {cotangent for cotangent, _ in uses}
     operators = sorted({operator for _, operator in uses if operator})
-    zero_sums = zero > 0 and owned_by(mesh_dim) == "batch"
+    zero_sums = zero > 0 and owned_by(mesh_dim) != "parameters"
     outside = "ZeRO" if zero_sums else "deferred sum"
     problem = ""
     if stored.kind == "R":

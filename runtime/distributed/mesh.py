@@ -80,13 +80,18 @@ class MeshDim:
 class RankMesh:
     """The running mesh: torch's `DeviceMesh`, one `MeshDim` per named dimension, and one per pair that can be joined.
 
-    `tensor_mesh` has all dimensions but the data-parallel ones; it splits parameters. It is None if there are none.
-    `pipeline` are the ranks that hold the stages of one pipeline. `device_mesh` is the mesh of this rank's stages.
+    `device_mesh` is the mesh of the parameters of this rank's stages: ``dp_replicate``, ``dp_shard`` and the tensor
+    dimensions. Its ``dp_shard`` has all ranks that ZeRO divides the state over, so the ranks of ``cp`` too.
+    `value_mesh` is the mesh of values. There ``dp_samples`` and ``cp`` take the place of ``dp_shard`` if ``cp`` is above
+    1. `tensor_mesh` has the tensor dimensions, which split parameters. It is None if there are none. `data` are the
+    ranks that hold the same parameters. `pipeline` are the ranks that hold the stages of one pipeline.
     """
 
     device_mesh: DeviceMesh
     dims: Mapping[str, MeshDim]
     spec: Mesh
+    value_mesh: DeviceMesh
+    data: MeshDim | None = None
     tensor_mesh: DeviceMesh | None = None
     pipeline: MeshDim | None = None
 
@@ -110,7 +115,7 @@ def make_mesh(spec: Mesh, device_type: str = "cpu") -> RankMesh:
         stride = prod(spec.degrees[index + 1 :])
         group = device_mesh.get_group(name)
         dims[name] = MeshDim(name, degree, group, (rank // stride) % degree, stride)
-    return RankMesh(device_mesh, dims | _joined(device_mesh, spec, rank), spec)
+    return RankMesh(device_mesh, dims | _joined(device_mesh, spec, rank), spec, device_mesh)
 
 
 def _bounded() -> Any:
@@ -137,34 +142,60 @@ def training_mesh(degrees: Degrees, device_type: str) -> RankMesh:
     It also has the mesh dimensions of generated code. Collective. A process that asks for the same mesh again gets the
     same groups, because every group costs threads and sockets.
     """
-    shape = (degrees.pp, degrees.dp_replicate, degrees.dp_shard)
+    shape = (degrees.pp, degrees.dp_replicate, degrees.dp_shard, degrees.cp)
     return _training_mesh(shape, degrees.mesh, degrees.order, device_type, dist.group.WORLD)
 
 
+_DATA = ("dp_replicate", "dp_shard")  # torch's names of the mesh dimensions whose ranks hold the same parameters
+
+
 @cache
-def _training_mesh(shape: tuple[int, int, int], spec: Mesh, order: str, device_type: str, world: object) -> RankMesh:
-    """The mesh of one world; `world` is the group of all its ranks."""
+def _training_mesh(
+    shape: tuple[int, int, int, int], spec: Mesh, order: str, device_type: str, world: object
+) -> RankMesh:
+    """The mesh of one world; `world` is the group of all its ranks. `shape` is pp, dp_replicate, dp_shard and cp."""
     tensor = tuple(spec.names[i] for i in spec.owning("parameters"))
-    parts = {"pp": ("pp",), "dp": ("dp_replicate", "dp_shard"), "tp": tensor}
+    pp, replicate, shard, cp = shape
+    parts = {"pp": ("pp",), "dp": _DATA, "tp": tensor}
     names = tuple(name for part in order.split("-") for name in parts[part])
-    sizes = dict(zip(("pp", *parts["dp"], *tensor), (*shape, *spec.degrees[1:]), strict=True))
+    sizes = {"pp": pp, "dp_replicate": replicate, "dp_shard": shard * cp, **{name: spec.degree_of(name) for name in tensor}}
     bounded = _bounded()  # a rank that hangs ends the others in time
     override: Any = dict.fromkeys(names, bounded) if bounded else None
     in_order = tuple(sizes[name] for name in names)
     every = init_device_mesh(device_type, in_order, mesh_dim_names=names, backend_override=override)
-    device_mesh = every[(*parts["dp"], *tensor)]
-    rank, lie = dist.get_rank(), strides(order, {"pp": shape[0], "dp": spec.degrees[0], "tp": prod(spec.degrees[1:])})
+    device_mesh = value_mesh = every[(*_DATA, *tensor)]
+    samples: tuple[str, ...] = _DATA
+    if cp > 1:
+        inner = ("dp_samples", "cp")
+        override = dict.fromkeys(inner, bounded) if bounded else None
+        value_mesh = every._unflatten("dp_shard", (shard, cp), inner, override)["dp_replicate", *inner, *tensor]
+        samples = ("dp_replicate", "dp_samples")
+    rank = dist.get_rank()
+    lie = strides(order, {"pp": pp, "dp": replicate * shard, "cp": cp, "tp": prod(map(spec.degree_of, tensor))})
+
+    def flat(mesh: DeviceMesh, dims: tuple[str, ...], name: str, stride: int) -> MeshDim:
+        group, degree = mesh[dims]._flatten(name, bounded).get_group(), prod(mesh[dims].shape)
+        return MeshDim(name, degree, group, (rank // stride) % degree, stride)
+
     dims = {}
-    for index, (name, degree) in enumerate(zip(spec.names, spec.degrees, strict=True)):
-        stride = lie["dp"] if name == "dp" else prod(spec.degrees[index + 1 :])
-        mesh = device_mesh["dp_replicate", "dp_shard"]._flatten("dp", bounded) if name == "dp" else device_mesh[name]
-        dims[name] = MeshDim(name, degree, mesh.get_group(), (rank // stride) % degree, stride)
-    dims |= _joined(device_mesh, spec, rank, bounded)
-    pipeline = None
-    if shape[0] > 1:
-        pipeline = MeshDim("pp", shape[0], every.get_group("pp"), rank // lie["pp"] % shape[0], lie["pp"])
-    tensor_mesh = device_mesh[tensor] if prod(spec.degrees[1:]) > 1 else None
-    return RankMesh(device_mesh, dims, spec, tensor_mesh, pipeline)
+    for name, degree in zip(spec.names, spec.degrees, strict=True):
+        stride = lie.get(name) or prod(spec.degrees[spec.names.index(name) + 1 :])
+        dims[name] = (
+            flat(value_mesh, samples, name, stride)
+            if name == "dp"
+            else MeshDim(name, degree, value_mesh.get_group(name), (rank // stride) % degree, stride)
+        )
+    dims |= _joined(value_mesh, spec, rank, bounded)
+    pipeline = MeshDim("pp", pp, every.get_group("pp"), rank // lie["pp"] % pp, lie["pp"]) if pp > 1 else None
+    return RankMesh(
+        device_mesh,
+        dims,
+        spec,
+        value_mesh,
+        data=dims["dp"] if cp == 1 else flat(device_mesh, _DATA, "dp_cp", lie["cp"]),
+        tensor_mesh=device_mesh[tensor] if prod(map(spec.degree_of, tensor)) > 1 else None,
+        pipeline=pipeline,
+    )
 
 
 def group_of_stages(mesh: RankMesh, stage_ranks: tuple[int, ...]) -> dist.ProcessGroup:

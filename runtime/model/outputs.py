@@ -11,7 +11,7 @@ from autopar.ir.sharding import Dims, R, Type
 from autopar.runtime.distributed.mesh import RankMesh
 from autopar.runtime.parameters.relayout import gathered
 
-_DATA = ("dp_replicate", "dp_shard")  # torch's names for the mesh dimension `dp`
+_DATA = ("dp_replicate", "dp_shard", "dp_samples")  # torch's names for the mesh dimension `dp`
 
 
 def as_dtensor(local: torch.Tensor, dims: Dims, types: Sequence[Type], mesh: RankMesh) -> torch.Tensor:
@@ -25,10 +25,10 @@ def as_dtensor(local: torch.Tensor, dims: Dims, types: Sequence[Type], mesh: Ran
             local = gathered(local, dims, current, i, R, mesh)
             current[i] = R
     by_name = dict(zip(mesh.spec.names, current, strict=True))
-    names = mesh.device_mesh.mesh_dim_names or ()
+    names = mesh.value_mesh.mesh_dim_names or ()
     kinds = [by_name["dp" if name in _DATA else name] for name in names]
     for kind, coordinate, degree in zip(
-        kinds, mesh.device_mesh.get_coordinate() or (), mesh.device_mesh.shape, strict=True
+        kinds, mesh.value_mesh.get_coordinate() or (), mesh.value_mesh.shape, strict=True
     ):
         if kind.kind == "S" and dims.shape[kind.dim] % degree:  # the last ranks hold padding
             size = local.shape[kind.dim]
@@ -37,7 +37,7 @@ def as_dtensor(local: torch.Tensor, dims: Dims, types: Sequence[Type], mesh: Ran
     stride = torch.empty(dims.shape, device="meta").stride()
     return DTensor.from_local(
         local.contiguous(),
-        mesh.device_mesh,
+        mesh.value_mesh,
         placements,
         run_check=False,
         shape=torch.Size(dims.shape),

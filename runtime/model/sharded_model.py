@@ -153,7 +153,7 @@ class ShardedModel(nn.Module):
             info = self.program.every_parameter[name]
             whole = source(name).to(stored_dtype(info.dtype, self.plan.degrees))
             used = name in self.program.parameters
-            zero_dim = how.zero_dim(self.plan.degrees.dp_shard) if used else None
+            zero_dim = how.zero_dim(self.plan.degrees.shard_ranks) if used else None
             over = zero.mesh_of(self.plan.degrees, mesh, zero_dim)
             made = make_parameter(how, whole, self.plan.mesh, at, over, self.device, requires_grad=info.requires_grad)
             zero_dims[made] = zero_dim
@@ -380,12 +380,13 @@ class ShardedModel(nn.Module):
     # Gradients.
 
     def _deferred(self) -> Iterator[tuple[MeshDim, list[nn.Parameter]]]:
-        """Per mesh dimension, the parameters whose gradient sum is deferred to once a step."""
+        """Per group of ranks, the parameters whose gradient sum is deferred to once a step."""
+        data = self.rank_mesh.data
+        if data is not None and data.degree > 1:
+            yield data, [p for _, p in self._computed() if not zero.is_zero_sharded(p)]
         for name, dim in self.rank_mesh.dims.items():
-            by_zero = owned_by(name) == "batch" and self.plan.degrees.zero > 0
-            if dim.degree > 1:
-                own = [p for n, p in self._computed() if name in self.placements[n].deferred]
-                yield dim, [p for p in own if not (by_zero and zero.is_zero_sharded(p))]
+            if dim.degree > 1 and owned_by(name) == "parameters":
+                yield dim, [p for n, p in self._computed() if name in self.placements[n].deferred]
 
     def _set_aside(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
         """Gradients of earlier calls are summed already; keep them out of what this call sums at its end."""

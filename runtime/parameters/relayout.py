@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from autopar.ir.program import StateInfo
-from autopar.ir.sharding import Dims, I, Mesh, R, Type, chunk
+from autopar.ir.sharding import Dims, I, Mesh, R, Type, chunk, owned_by
 from autopar.ir.storage import Storage, storage_of
 from autopar.lowering.functions import CONVERT
 from autopar.runtime.distributed.mesh import RankMesh
@@ -19,8 +19,8 @@ from autopar.runtime.parameters.shards import pad_axis
 def whole_placement(info: StateInfo, mesh: Mesh) -> Storage:
     """How a parameter is held that no block takes: whole on every rank."""
     sizes = tuple((size,) if size != 1 else () for size in info.shape)
-    batch = [i for i in mesh.owning("batch") if mesh.degrees[i] > 1]
-    types = tuple(R if i in batch else I for i in range(len(mesh.names)))
+    data = [i for i, name in enumerate(mesh.names) if owned_by(name) != "parameters" and mesh.degrees[i] > 1]
+    types = tuple(R if i in data else I for i in range(len(mesh.names)))
     return storage_of(Dims(sizes, sizes), types, mesh)
 
 

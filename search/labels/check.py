@@ -108,6 +108,11 @@ def _boundaries(program: Program, analysis: Analysis, labels: Sequence[BlockLabe
         if any(t.kind != "I" for t in types.get(name, ())):
             rule = "the loss, its denominator and new values of buffers are invariant"
             problems.append(Problem(path=name, rule=rule, value=types[name]))
+    for name in program.parameters:
+        for mesh_dim, t in zip(mesh.names, types.get(name, ()), strict=False):
+            if t.kind == "S" and owned_by(mesh_dim) != "parameters":
+                rule = f"{mesh_dim} splits no parameters; ZeRO shards them over its ranks"
+                problems.append(Problem(path=name, rule=rule, value=str(t)))
     for info in program.inputs:
         for mesh_dim, t in zip(mesh.names, types.get(info.name, ()), strict=False):
             if t.kind != "I" and (owned_by(mesh_dim) != "batch" or (t.dim, t.position) != (info.batch_dim, 0)):

@@ -4,9 +4,10 @@ All values that are bound to the same port, or leave a block by the same result,
 *boundary class*. This covers tied parameters and the shared ports of layers.
 
 A mesh dimension owns axes (`autopar.ir.sharding.owned_by`). `dp` owns the batch axes. Every other mesh dimension owns
-the other axes that no earlier one has split. It owns the sequence axes only if sequence parallelism is allowed. It owns
-the hidden axes of the residual stream only if much work stays whole without them, because they tie with better choices
-and slow the proof. No axis is split twice, so conversions on different mesh dimensions commute.
+the other axes that no earlier one has split. `tp` owns the sequence axes only if sequence parallelism is allowed. It
+owns the hidden axes of the residual stream only if much work stays whole without them, because they tie with better
+choices and slow the proof. `cp` never owns these hidden axes: values between blocks are split along the sequence. No
+axis is split twice, so conversions on different mesh dimensions commute.
 """
 
 from collections import Counter, defaultdict
@@ -148,10 +149,11 @@ def owned_axes(
     hidden: bool,
 ) -> frozenset[int]:
     """The axes that mesh dimension `index` may split."""
-    if owned_by(mesh.names[index]) == "batch":
+    owned = owned_by(mesh.names[index])
+    if owned == "batch":
         return analysis.batch_axes
-    taken = set(analysis.batch_axes)
-    if sequence is False:
+    taken = analysis.batch_axes | {axis for axis, other in analysis.meant_for.items() if other != index}
+    if owned == "parameters" and sequence is False:
         taken |= analysis.sequence_axes
     if not hidden:
         taken |= residual_axes(analysis, boundary)
@@ -271,6 +273,7 @@ def _types_of(
 
     Without `paddable` every axis may be split.
     """
+    owned = owned_by(mesh_dim)
     shards = [
         (S(d, p), axis)
         for d, (dim, sizes) in enumerate(zip(c.dims.axes, c.dims.sizes, strict=True))
@@ -281,17 +284,17 @@ def _types_of(
         return
     if c.role == "input":
         # the batch is cut before the model sees it, along its outermost axis
-        yield from [t for t, _ in shards if t.position == 0][:1] if owned_by(mesh_dim) == "batch" and shards else [I]
+        yield from [t for t, _ in shards if t.position == 0][:1] if owned == "batch" and shards else [I]
     elif c.fixed or c.role not in ("parameter", "value"):
         yield I
     elif c.role == "parameter" and pinned:
         yield from sorted(pinned)
     elif c.role == "parameter":
-        yield from [R] if owned_by(mesh_dim) == "batch" else [I, R, *(t for t, _ in shards)]
+        yield from [I, R, *(t for t, _ in shards)] if owned == "parameters" else [R]
     else:
         sequence = [t for t, axis in shards if axis in analysis.sequence_axes]
-        asked = require_sequence and c.consumed and c.differentiable and not c.shared
-        if asked and sequence and owned_by(mesh_dim) == "parameters":
+        asked = (require_sequence and owned == "parameters") or owned == "sequence"
+        if asked and sequence and c.consumed and c.differentiable and not c.shared:
             yield from sequence
         else:
             yield from [I, *([R] if c.differentiable else []), *(t for t, _ in shards)]

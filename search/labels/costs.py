@@ -246,12 +246,12 @@ class DimProblem:
         return self.prices.saved_byte_s / self.prices.unit_s * whole * self._part(form)
 
     def _conversions_of_neighbour(self, index: int, name: str) -> dict[tuple[str, str], int]:
-        """Conversions of a value on the tensor mesh dimension before this one, and by how much they shrink it.
+        """Conversions of a value on the mesh dimension of this kind before this one, and by how much they shrink it.
 
         Two equal conversions send as one. The second one adds the cost of the part that the first one leaves.
         """
-        tensor = [s for s in self.solved if owned_by(s.name) == "parameters"]
-        before = next((s for s in tensor if s.index == self.space.index - 1), None)
+        alike = [s for s in self.solved if owned_by(s.name) == owned_by(self.space.name)]
+        before = next((s for s in alike if s.index == self.space.index - 1), None)
         if before is None:
             return {}
         source = before.type_of(self.boundary, (index, name))

@@ -43,14 +43,20 @@ def batch_problems(program: Program, mesh: Mesh) -> list[Problem]:
     return found
 
 
-def sequence_problems(program: Program, name: str, degree: int) -> list[Problem]:
-    """Inputs whose sequence a required sequence parallelism cannot divide."""
+def context_problems(program: Program, mesh: Mesh) -> list[Problem]:
+    """Inputs whose sequence the context-parallel degree does not divide."""
+    context = {mesh.names[i]: mesh.degrees[i] for i in mesh.owning("sequence") if mesh.degrees[i] > 1}
+    return sequence_problems(program, " × ".join(context), prod(context.values()), option="cp") if context else []
+
+
+def sequence_problems(program: Program, name: str, degree: int, option: str = "sequence_parallel") -> list[Problem]:
+    """Inputs whose sequence a required split cannot divide."""
     sizes = {i.shape[i.sequence_dim] for i in program.inputs if i.sequence_dim is not None}
     if not sizes:
-        return [Problem(path="sequence_parallel", rule="no input has a sequence", suggestion="leave the option out")]
+        return [Problem(path=option, rule="no input has a sequence", suggestion="leave the option out")]
     return [
         Problem(
-            path="sequence_parallel",
+            path=option,
             rule=f"sequence length {size} is not divisible by {name}={degree}",
             suggestion=nearest_degrees(size, degree),
         )

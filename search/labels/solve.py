@@ -2,7 +2,7 @@
 
 `label` solves one network of choices per mesh dimension of size > 1. The network covers the *folded* program: each
 distinct block occurs once, with its costs times its number of calls. Therefore the number of layers does not change the
-size of the problem. Mesh dimensions are solved in turn, `dp` first. They never compete for an axis
+size of the problem. Mesh dimensions are solved in turn, `dp` first, `cp` last. They never compete for an axis
 (`autopar.search.labels.choices`). Solving them in turn is therefore exact, with one exception: an earlier dimension
 does not know how much a later one will shrink a value.
 
@@ -69,7 +69,7 @@ def label(
     started = time.perf_counter()
     mesh, pinned, memo = mesh or degrees.mesh, pinned or {}, Memo() if memo is None else memo
     boundary = boundary_of(program, analysis)
-    problems = legal.batch_problems(program, mesh)
+    problems = legal.batch_problems(program, mesh) + legal.context_problems(program, mesh)
     if degrees.sequence_parallel:
         tensor = {mesh.names[i]: mesh.degrees[i] for i in mesh.owning("parameters") if mesh.degrees[i] > 1}
         problems += legal.sequence_problems(program, " × ".join(tensor), prod(tensor.values())) if tensor else []
@@ -80,7 +80,8 @@ def label(
     gaps: list[float | None] = [0.0]
     added_work = 0.0
     for index in _order(mesh):
-        if problems and owned_by(mesh.names[index]) == "batch":
+        is_tensor = owned_by(mesh.names[index]) == "parameters"
+        if problems and not is_tensor:
             continue  # reported below, with the other indivisible axes
         prices = prices_of(program, analysis, boundary, cluster, mesh, index)
 
@@ -93,7 +94,7 @@ def label(
                 accumulate=degrees.num_micro_batches, regather=regather, pinned=pinned,
             )  # fmt: skip
 
-        found, solution, size_of, verdict = _settled(turn, hidden_axes, memo, owned_by(mesh.names[index]) == "batch")
+        found, solution, size_of, verdict = _settled(turn, hidden_axes, memo, is_tensor)
         problems, notes, added_work = (
             problems + verdict.problems,
             notes + verdict.notes,
@@ -118,7 +119,7 @@ def label(
     )
 
 
-def _settled(turn: Callable[[bool], "_Turn"], hidden_axes: bool, memo: Memo, is_data: bool) -> _Settled:
+def _settled(turn: Callable[[bool], "_Turn"], hidden_axes: bool, memo: Memo, is_tensor: bool) -> _Settled:
     """The labels of a turn. Hidden axes are tried where much work stays whole without them.
 
     A plain sequence of layers has a block for each layer, so every width is a hidden axis.
@@ -126,11 +127,11 @@ def _settled(turn: Callable[[bool], "_Turn"], hidden_axes: bool, memo: Memo, is_
     try:
         plain = turn(hidden_axes).settle(memo)
     except InfeasibleError:  # parameters may be held in parts of a hidden axis
-        if hidden_axes or is_data:
+        if hidden_axes or not is_tensor:
             raise
         return turn(True).settle(memo)
     solution, verdict = plain[1], plain[3]
-    if hidden_axes or is_data or not (verdict.splits_nothing or verdict.split_share < SPLIT_ENOUGH):
+    if hidden_axes or not is_tensor or not (verdict.splits_nothing or verdict.split_share < SPLIT_ENOUGH):
         return plain
     try:
         other = turn(True).settle(memo)
@@ -140,8 +141,9 @@ def _settled(turn: Callable[[bool], "_Turn"], hidden_axes: bool, memo: Memo, is_
 
 
 def _order(mesh: Mesh) -> list[int]:
-    """Mesh dimensions of size > 1, `dp` first."""
-    return [i for i in (*mesh.owning("batch"), *mesh.owning("parameters")) if mesh.degrees[i] > 1]
+    """Mesh dimensions of size > 1: `dp` first, then `tp`, whose choices of heads bind parameters, then `cp`."""
+    every = (*mesh.owning("batch"), *mesh.owning("parameters"), *mesh.owning("sequence"))
+    return [i for i in every if mesh.degrees[i] > 1]
 
 
 @dataclass(frozen=True, kw_only=True)
