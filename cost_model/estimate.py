@@ -189,7 +189,7 @@ def optimizer_assumption(works: ProgramWorks, degrees: Degrees) -> str | None:
     name = degrees.optimizer
     if name == DEFAULT_OPTIMIZER or (unknown := assumption_of(name)) is not None:
         return None if name == DEFAULT_OPTIMIZER else unknown
-    ranks = degrees.tp * (degrees.dp_shard if degrees.fsdp_stage else 1)
+    ranks = degrees.tp * (degrees.shard_ranks if degrees.fsdp_stage else 1)
     part = works.optimizers[name].gathered_part if name in works.optimizers else 0.0
     gathered = part * works.num_parameters / degrees.pp * works.stored_bytes
     said = f"the update of optimizer {name} is priced as AdamW's"
@@ -221,8 +221,6 @@ def run_cost(
 def formula_only(question: Question) -> tuple[str, ...]:
     """The parts of a question that autopar prices and does not run."""
     found = []
-    if question.cp > 1:
-        found.append(f"context parallelism {question.cp}: priced as ring attention, autopar does not run it yet")
     if question.ep > 1:
         found.append(f"expert parallelism {question.ep}: priced as two all-to-alls a pass, autopar does not run it yet")
     if question.engine.name != "autopar":
@@ -248,25 +246,24 @@ def _collectives(step: StepSeconds) -> tuple[CollectiveSeconds, ...]:
 
 def _degrees(question: Question) -> dict[str, Any]:
     found = {name: value for name, value in asdict(question.degrees).items() if value is not None}
-    return found | {"cp": question.cp, "ep": question.ep, "cuts": list(question.cuts)}
+    return found | {"ep": question.ep, "cuts": list(question.cuts)}
 
 
 def _check(works: ProgramWorks, question: Question, tokens: float | None, grams: float | None) -> None:
     degrees, problems = question.degrees, []
-    for name, value in (("cp", question.cp), ("ep", question.ep)):
-        if value < 1:
-            problems.append(Problem(path=name, value=value, rule="must be at least 1"))
-    if problems:
-        raise InputError("the estimate cannot be made", problems)
-    devices, asked = question.cluster.num_devices, degrees.world_size * question.cp
+    if question.ep < 1:
+        raise InputError(
+            "the estimate cannot be made", [Problem(path="ep", value=question.ep, rule="must be at least 1")]
+        )
+    devices, asked = question.cluster.num_devices, degrees.world_size
     if asked != devices:
         rule = f"pp × tp × dp × cp = {asked} must be the number of devices, {devices}"
         problems.append(Problem(path="degrees", rule=rule))
-    if works.sequence % question.cp:
+    if works.sequence % degrees.cp:
         problems.append(
-            Problem(path="cp", value=question.cp, rule=f"must divide the {works.sequence} tokens of a sequence")
+            Problem(path="cp", value=degrees.cp, rule=f"must divide the {works.sequence} tokens of a sequence")
         )
-    ranks, experts = degrees.dp * question.cp, works.num_experts
+    ranks, experts = degrees.dp * degrees.cp, works.num_experts
     if question.ep > 1 and not experts:
         problems.append(
             Problem(path="ep", value=question.ep, rule="the model has no experts", suggestion="leave it out")

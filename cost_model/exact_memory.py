@@ -45,7 +45,7 @@ def fullest_rank(program: Program, analysis: Analysis, plan: Plan) -> RankMemory
     known: dict[object, StageRun] = {}
     found = []
     for index in range(degrees.pp):
-        setting = RankView(program, analysis, plan, index * degrees.dp * degrees.tp)
+        setting = RankView(program, analysis, plan, index * degrees.strides["pp"])
         runs = {}
         for stage in setting.own_stages:
             runs[stage.index] = known.setdefault(stage.index, run_stage(setting, stage))

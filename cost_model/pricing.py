@@ -53,8 +53,8 @@ class Utilisation:
 class Question:
     """Everything that a price depends on beside the captured model, without the tokens of a run.
 
-    `cuts` are the calls before which pipeline stages begin (none: equal stages and the closed form of 1F1B); `cp` and
-    `ep` the degrees of context and expert parallelism, which no plan runs yet.
+    `cuts` are the calls before which pipeline stages begin (none: equal stages and the closed form of 1F1B); `ep` is
+    the degree of expert parallelism, which no plan runs yet.
     """
 
     cluster: ClusterSpec
@@ -63,7 +63,6 @@ class Question:
     precision: str | None = None
     profile: DeviceProfile | None = None
     cuts: tuple[int, ...] = ()
-    cp: int = 1
     ep: int = 1
 
     @property
@@ -78,12 +77,10 @@ def layout_of(works: ProgramWorks, question: Question) -> Layouts:
     Stages that recompute by themselves are not in it.
     """
     level = max(level_shares(works, question))
-    return layouts_of_degrees(works, [question.degrees], recompute=level, cp=question.cp, ep=question.ep)
+    return layouts_of_degrees(works, [question.degrees], recompute=level, ep=question.ep)
 
 
-def layouts_of_degrees(
-    works: ProgramWorks, degrees: Sequence[Degrees], *, recompute: int, cp: int = 1, ep: int = 1
-) -> Layouts:
+def layouts_of_degrees(works: ProgramWorks, degrees: Sequence[Degrees], *, recompute: int, ep: int = 1) -> Layouts:
     """A layout for each degrees, all with the same recomputation (a position in `RECOMPUTE`)."""
 
     def column(value: Callable[[Degrees], float]) -> Floats:
@@ -94,10 +91,10 @@ def layouts_of_degrees(
         sequence_parallel=works.sequence_parallel,
         pp=column(lambda one: one.pp),
         virtual=column(lambda one: one.virtual_stages),
-        cp=cp,
+        cp=column(lambda one: one.cp),
         ep=ep,
         dp=column(lambda one: one.dp),
-        shard=column(lambda one: one.dp_shard * cp),
+        shard=column(lambda one: one.shard_ranks),
         zero=column(lambda one: one.zero),
         micro_batch=column(lambda one: one.micro_batch or 1),
         micro_batches=column(lambda one: one.num_micro_batches),
@@ -290,7 +287,10 @@ def family_at(works: ProgramWorks, layouts: Layouts, constants: Mechanisms) -> F
 
 
 def evaluated(
-    works: ProgramWorks, family: Family[Any], layouts: Layouts, names: Collection[str] = ("b", "t", "tp", "d", "s", "S")
+    works: ProgramWorks,
+    family: Family[Any],
+    layouts: Layouts,
+    names: Collection[str] = ("b", "t", "tp", "d", "cp", "s", "S"),
 ) -> Family[Any]:
     """The numbers of a family of a captured model's expressions, which have those `names` of layouts."""
     tokens = float(works.sequence)
@@ -300,11 +300,14 @@ def evaluated(
         "b": lambda: layouts.micro_batch,
         "t": lambda: layouts.tp,
         "d": lambda: layouts.dp,
+        "cp": lambda: layouts.cp,
         "s": lambda: tokens / layouts.cp,
         "S": lambda: np.array([tokens]),
     }
     numbers |= {
-        name: value() for name, value in of_layouts.items() if name in names and (name != "tp" or name in sizes)
+        name: value()
+        for name, value in of_layouts.items()
+        if name in names and (name not in ("tp", "cp") or name in sizes)
     }
     roles = family.roles
     found = evaluate(tuple(family.block(role, "tp") for role in roles), numbers)  # both variants are one
@@ -348,7 +351,8 @@ def _between(shares: Sequence[float], values: Sequence[_V]) -> _V:
 def shape_of_works(works: ProgramWorks) -> Shape:
     """Facts of a captured model that its blocks do not hold."""
     mesh, dims = works.mesh, []
-    tensor = [(name, n) for name, n in zip(mesh.names, mesh.degrees, strict=True) if name not in ("dp", "tp")]
+    owning = [(mesh.names[i], mesh.degrees[i]) for i in mesh.owning("parameters")]
+    tensor = [(name, n) for name, n in owning if name != "tp"]
     for i, (name, n) in enumerate(tensor):
         dims.append((name, n, int(np.prod([m for _, m in tensor[i + 1 :]], initial=1))))
     return Shape(

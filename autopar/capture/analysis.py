@@ -35,7 +35,9 @@ class Analysis:
     batch_axes: frozenset[int]
     sequence_axes: frozenset[int]
     hidden_axes: frozenset[int]
-    meant_for: Mapping[int, int] = field(default_factory=dict)  # a refined axis, and the mesh dimension that may split it
+    meant_for: Mapping[int, int] = field(
+        default_factory=dict
+    )  # a refined axis, and the mesh dimension that may split it
 
     @cached_property
     def ragged(self) -> tuple[Mapping[NodeName, frozenset[int]], ...]:

@@ -1,5 +1,6 @@
 """`autopar coverage`: the part of a model's work that a mesh splits, and the price of operators that stay whole."""
 
+from math import prod
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -41,7 +42,7 @@ def coverage(
     Example: autopar coverage llama3-8b --tp 8
     """
     asked = options.given()
-    wanted = asked.get("tp", 1) * asked.get("dp", 1) * asked.get("dp_replicate", 1)
+    wanted = prod(asked.get(name, 1) for name in ("tp", "cp", "dp", "dp_replicate"))
     spec = ClusterSpec.parse(cluster or f"{wanted}x{DEFAULT_DEVICE}")
     degrees = options.degrees(spec.num_devices)
     with progress(f"building {model}") as on_progress:

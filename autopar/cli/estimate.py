@@ -21,7 +21,6 @@ from autopar.errors import Problem
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.explanation import readable_bytes, readable_seconds
 from autopar.models.load import is_factory, resolve_model
-from autopar.planning.degrees import ranks_of_a_part
 from autopar.planning.options import PlanOptions
 from autopar.search.result.format import plan_in_words
 
@@ -47,7 +46,6 @@ def estimate(
         str, typer.Option(help="Framework that runs the plan: autopar, or another one such as megatron or fsdp.")
     ] = "autopar",
     profile: Profile = None,
-    cp: Annotated[int, typer.Option(help="Context-parallel degree: priced, not run.")] = 1,
     ep: Annotated[int, typer.Option(help="Expert-parallel degree: priced, not run.")] = 1,
     tokens: Annotated[
         float | None,
@@ -75,8 +73,7 @@ def estimate(
     recorded = check_trace_options(trace, correct, engine)
     precision = options.precision
     spec, found_engine, found_profile, wanted = _inputs(cluster, engine, profile, precision, tokens, grams_co2_per_kwh)
-    ranks = ranks_of_a_part(spec.num_devices, cp=cp, ep=ep)
-    degrees = options.degrees(ranks)
+    degrees = options.degrees(spec.num_devices)
     with progress(f"building {model}") as on_progress:
         own = is_factory(model)
         batch = None if own else degrees.local_batch
@@ -95,7 +92,6 @@ def estimate(
             engine=found_engine,
             profile=found_profile,
             precision=wanted if precision is not None or not own else None,
-            cp=cp,
             ep=ep,
             tokens=tokens,
             grams_co2_per_kwh=grams_co2_per_kwh,

@@ -98,5 +98,5 @@ def _beyond(found: SearchResult, best: Contender, one: Contender) -> Section:
 
 def _not_possible(found: SearchResult) -> Section:
     counted = found.counted
-    lines = [what_does_not_fit(counted), *(f"tensor degree {tp}: {why}" for tp, why in counted.refused.items())]
+    lines = [what_does_not_fit(counted), *(f"{degrees}: {why}" for degrees, why in counted.refused.items())]
     return Section(title="Candidates that were ruled out", lines=tuple(lines))

@@ -10,26 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from autopar.errors import InputError, PlanError, Problem
+from autopar.errors import PlanError, Problem
 from autopar.ir.degrees import Degrees, degrees_from, offload_problems
 from autopar.ir.rank_order import ORDERS
 from autopar.ir.schedules.registry import SCHEDULES, schedule_problems
 
 DEFAULT_MICRO_BATCH = 2  # some models cannot run in micro-batches of one sequence
-
-
-def ranks_of_a_part(num_devices: int, *, cp: int, ep: int) -> int:
-    """The ranks of one part of the sequence. Raises `InputError` for degrees that cannot be priced."""
-    problems = [
-        Problem(path=name, value=value, rule="must be a whole number of at least 1")
-        for name, value in (("cp", cp), ("ep", ep))
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1
-    ]
-    if not problems and num_devices % cp:
-        problems.append(Problem(path="cp", value=cp, rule=f"must divide the {num_devices} devices"))
-    if problems:
-        raise InputError("the estimate cannot be made", problems)
-    return num_devices // cp
 
 
 def resolve_degrees(

@@ -57,35 +57,37 @@ class SearchLabels:
         self.memo = Memo() if memo is None else memo
         self.selective = selective  # whether operators are chosen for selective recomputation
 
-    def works(self, tp: int) -> ProgramWorks:
-        """The block costs. Raises `PlanError` if the degree does not divide the model, and `InfeasibleError`."""
-        return self.chosen(tp)[2]
+    def works(self, tp: int, cp: int = 1) -> ProgramWorks:
+        """The block costs. Raises `PlanError` if a degree does not divide the model, and `InfeasibleError`."""
+        return self.chosen(tp, cp)[2]
 
-    def works_kept(self, tp: int) -> ProgramWorks:
+    def works_kept(self, tp: int, cp: int = 1) -> ProgramWorks:
         """The block costs under the labels of `works` if gathered values are kept. Raises the same errors."""
-        if not self.works(tp).regathers:
-            return replace(self.works(tp), regather=False)
-        return self.memo(SearchLabels._kept, self, tp)[2]
+        if not self.works(tp, cp).regathers:
+            return replace(self.works(tp, cp), regather=False)
+        return self.memo(SearchLabels._kept, self, self._wanted(tp, cp))[2]
 
-    def works_in_chunks(self, tp: int, chunks: int) -> ProgramWorks:
+    def works_in_chunks(self, tp: int, cp: int = 1, *, chunks: int) -> ProgramWorks:
         """The block costs under the labels of `works` if the loss runs in chunks. Raises the same errors."""
-        return self.memo(SearchLabels._chunked, self, tp, chunks)[2]
+        return self.memo(SearchLabels._chunked, self, self._wanted(tp, cp), chunks)[2]
 
-    def chosen(self, tp: int) -> Chosen:
-        """The degrees, labels and block costs of a tensor degree. Raises the same errors as `works`."""
-        return self.memo(SearchLabels._chosen, self, tp)
+    def chosen(self, tp: int, cp: int = 1) -> Chosen:
+        """The degrees, labels and block costs of a tensor and a context degree. Raises the same errors as `works`."""
+        return self.memo(SearchLabels._chosen, self, self._wanted(tp, cp))
 
-    def _chosen(self, tp: int) -> Chosen:
-        wanted = replace(self.wanted, tp=tp)
+    def _wanted(self, tp: int, cp: int) -> Degrees:
+        return replace(self.wanted, tp=tp, cp=cp)
+
+    def _chosen(self, wanted: Degrees) -> Chosen:
         gathers = AGAIN if self.regather else CHOSEN_FOR_KEPT
         return self._from_file(gathers, wanted, self.loss_chunks, lambda: self._choose(wanted))
 
-    def _kept(self, tp: int) -> Chosen:
-        return self._from_file(KEPT, replace(self.wanted, tp=tp), self.loss_chunks, lambda: self._keeping(tp))
+    def _kept(self, wanted: Degrees) -> Chosen:
+        return self._from_file(KEPT, wanted, self.loss_chunks, lambda: self._keeping(wanted))
 
-    def _chunked(self, tp: int, chunks: int) -> Chosen:
+    def _chunked(self, wanted: Degrees, chunks: int) -> Chosen:
         gathers = AGAIN if self.regather else CHOSEN_FOR_KEPT
-        return self._from_file(gathers, replace(self.wanted, tp=tp), chunks, lambda: self._chunking(tp, chunks))
+        return self._from_file(gathers, wanted, chunks, lambda: self._chunking(wanted, chunks))
 
     def _from_file(self, gathers: str, wanted: Degrees, chunks: int, make: Callable[[], Chosen]) -> Chosen:
         degrees, found, works = self._found(gathers, wanted, chunks, make)
@@ -102,15 +104,15 @@ class SearchLabels:
             file.write(labels_text(chosen), self.on_progress)
         return chosen
 
-    def _keeping(self, tp: int) -> Chosen:
+    def _keeping(self, wanted: Degrees) -> Chosen:
         from autopar.cost_model.work.export import kept_work
 
-        degrees, found, _ = self.chosen(tp)
+        degrees, found, _ = self.chosen(wanted.tp, wanted.cp)
         works = [kept_work(flow, work) for flow, work in self._blocks(found, degrees.mesh, self.loss_chunks)]
         return degrees, found, self._merged(works, found, regather=False, loss_chunks=self.loss_chunks)
 
-    def _chunking(self, tp: int, chunks: int) -> Chosen:
-        degrees, found, _ = self.chosen(tp)
+    def _chunking(self, wanted: Degrees, chunks: int) -> Chosen:
+        degrees, found, _ = self.chosen(wanted.tp, wanted.cp)
         works = [work for _, work in self._blocks(found, degrees.mesh, chunks)]
         return degrees, found, self._merged(works, found, regather=self.regather, loss_chunks=chunks)
 
@@ -175,7 +177,7 @@ class SearchLabels:
 
         None if its blocks differ from the searched blocks.
         """
-        searched, found, _ = self.chosen(degrees.tp)
+        searched, found, _ = self.chosen(degrees.tp, degrees.cp)
         own = replace(degrees, tp_dims=searched.tp_dims)
         if len(program.blocks) != len(found.blocks):
             return None
@@ -222,7 +224,9 @@ def _in_chunks(flow: "Flow", work: "SymbolicWork", chunks: int) -> "tuple[Flow, 
 
 def _symbolic(mesh: Mesh) -> Mesh:
     """The mesh whose blocks have the same work: degrees are symbols, except with two tensor dimensions."""
-    return Mesh(mesh.names, tuple(min(degree, 2) for degree in mesh.degrees)) if len(mesh.names) == 2 else mesh
+    if len(mesh.owning("parameters")) > 1:
+        return mesh
+    return Mesh(mesh.names, tuple(min(degree, 2) for degree in mesh.degrees))
 
 
 def _is_split(mesh: Mesh) -> list[bool]:

@@ -41,7 +41,10 @@ class PlanOptions:
 
     pp: int | None = _option("Pipeline-parallel degree: ranks that hold different layers.", "1")
     tp: int | None = _option("Tensor-parallel degree: ranks that split each operator.", "1")
-    dp: int | None = _option("Data-parallel degree: ranks that shard the state.", "all ranks that pp and tp leave")
+    cp: int | None = _option(
+        "Context-parallel degree: ranks that split each sequence. They hold the same parameters and share samples.", "1"
+    )
+    dp: int | None = _option("Data-parallel degree: ranks that shard the state.", "all ranks that pp, tp and cp leave")
     dp_replicate: int | None = _option("Replicas of the sharded data-parallel group (hybrid sharding).", "1")
     zero: int | None = _option(
         "ZeRO stage. 0 shards nothing over dp, 1 the optimizer state, 2 also gradients, 3 also parameters.", "3"
@@ -235,7 +238,7 @@ def command_options() -> dict[str, Any]:
 
 def _check_divisors(fixed: Values, num_devices: int) -> None:
     problems = []
-    for word in ("pp", "tp", "dp_shard", "dp_replicate"):
+    for word in ("pp", "tp", "cp", "dp_shard", "dp_replicate"):
         values = fixed.get(word, (1,))
         if all(num_devices % int(value) for value in values):
             near = sorted({divisor for value in values for divisor in nearest_divisors(num_devices, int(value))})

@@ -47,7 +47,7 @@ from autopar.search.pricing.cuts import cuts_at
 from autopar.search.pricing.exact import Priced
 from autopar.search.pricing.objective import Goal, Part, goal_of
 from autopar.search.result.result import Closest, SearchResult
-from autopar.search.space.candidates import tensor_degrees, what_would_be_legal
+from autopar.search.space.candidates import context_degrees, tensor_degrees, what_would_be_legal
 from autopar.search.space.constraints import (
     Constraints,
     Values,
@@ -172,7 +172,7 @@ def search_captured(
         loss_chunks=chunks or 1, state=_deciding_state(fix),
         folder=labels_folder, on_progress=on_progress, selective=is_selective(fix),
     )  # fmt: skip
-    works_of = labels.works
+    works_of: Works = labels.works
 
     def machinery(part: ClusterSpec) -> Machinery:
         precision = asked.precision or precision_of(works_of(1).dtype, cluster)
@@ -202,7 +202,7 @@ def search_captured(
         on_progress("looking for a change with which a plan fits")
         nearest = _closest(space, machinery, deadline)
     else:
-        part, works = found.goal.part(best), works_of_best(best.degrees.tp)
+        part, works = found.goal.part(best), works_of_best(best.degrees.tp, best.degrees.cp)
         final, decided = _as_it_runs(captured, labels, best, works, part, shared_degrees(fix), name)
         check_result(found, decided, works, constraints)
     result = replace(
@@ -334,8 +334,8 @@ def _refuse_without_candidates(found: Searched, constraints: Constraints) -> Non
             f"no plan splits {batch} sequences over {constraints.num_devices} devices as asked; "
             f"{what_would_be_legal(constraints)}"
         )
-    if {int(tp) for tp in found.candidates.tp} <= set(found.refused):
-        reasons = "; ".join(f"tensor degree {tp}: {why}" for tp, why in found.refused.items())
+    if {*found.candidates.splits()} <= set(found.refused):
+        reasons = "; ".join(f"{split}: {why}" for split, why in found.refused.items())
         raise PlanError(f"the model cannot be split as asked: {reasons}")
 
 
@@ -358,6 +358,7 @@ def _constraints(
         local_batch=asked.local_batch,
         most_stages=sum(works.can_be_stage if cuts is None else map(bool, works.calls)),
         tensor_degrees=tensor_degrees(*counts),
+        context_degrees=context_degrees(program.sequence, *counts, fixed=fix.get("cp", ())),
         accumulates=program.mixes_batch is None or bool(shared_degrees(fix).get("per_micro_batch")),
         accumulates_singly=singly,
         devices_per_host=goal.parts[counts[-1]].on.machine.links.devices_per_host,

@@ -41,13 +41,18 @@ class RankView:
 
     @cached_property
     def coordinates(self) -> Mapping[str, int]:
-        """This rank's place on every mesh dimension; `dp` is dp_replicate and dp_shard together."""
+        """This rank's place on every mesh dimension.
+
+        `dp_replicate` and `dp_shard` are the places among the ranks that hold the same parameters: `dp` and `cp`
+        together.
+        """
         degrees, mesh = self.plan.degrees, self.plan.mesh
-        found = {name: degrees.coordinate(name, self.rank) for name in ("pp", "dp")}
-        found["dp_replicate"], found["dp_shard"] = divmod(found["dp"], degrees.dp_shard)
+        found = {name: degrees.coordinate(name, self.rank) for name in ("pp", "dp", "cp")}
+        found["dp_replicate"], place = divmod(found["dp"], degrees.dp_shard)
+        found["dp_shard"] = place * degrees.cp + found["cp"]
         rest = degrees.coordinate("tp", self.rank)
-        for name, size in reversed(list(zip(mesh.names[1:], mesh.degrees[1:], strict=True))):
-            rest, found[name] = divmod(rest, size)
+        for i in reversed(mesh.owning("parameters")):
+            rest, found[mesh.names[i]] = divmod(rest, mesh.degrees[i])
         return found
 
     @cached_property

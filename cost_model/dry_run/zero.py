@@ -42,6 +42,11 @@ class ParameterGroup:
     own_gradient_bytes: int = 0
 
 
+def data_name(degrees: Degrees) -> str:
+    """The name of the group of all ranks that hold the same parameters."""
+    return "dp" if degrees.cp == 1 else "dp_cp"
+
+
 def shards(setting: RankView) -> bool:
     """Whether FSDP2 holds parameters in shards between steps."""
     degrees = setting.plan.degrees
@@ -50,12 +55,12 @@ def shards(setting: RankView) -> bool:
 
 def is_sharded(setting: RankView, name: str) -> bool:
     storage = setting.storages.get(name)  # none: unused, whole everywhere
-    return shards(setting) and storage is not None and storage.zero_dim(setting.plan.degrees.dp_shard) is not None
+    return shards(setting) and storage is not None and storage.zero_dim(setting.plan.degrees.shard_ranks) is not None
 
 
 def padded_elements(setting: RankView, name: str) -> int:
     """Elements of one rank's part of a parameter, padded to what its ZeRO ranks divide."""
-    shape, ranks = list(setting.own_shape(name)), setting.plan.degrees.dp_shard
+    shape, ranks = list(setting.own_shape(name)), setting.plan.degrees.shard_ranks
     dim = setting.storages[name].zero_dim(ranks)
     assert dim is not None
     shape[dim] = -(-shape[dim] // ranks) * ranks
@@ -64,7 +69,7 @@ def padded_elements(setting: RankView, name: str) -> int:
 
 def shard_elements(setting: RankView, name: str) -> int:
     """Elements of this rank's shard without padding, in the parts of `torch.chunk`."""
-    shape, ranks = list(setting.own_shape(name)), setting.plan.degrees.dp_shard
+    shape, ranks = list(setting.own_shape(name)), setting.plan.degrees.shard_ranks
     dim = setting.storages[name].zero_dim(ranks)
     assert dim is not None
     size = -(-shape[dim] // ranks)
@@ -82,7 +87,7 @@ def groups_of(setting: RankView, stage: Stage, run: StageRun) -> list[ParameterG
     found = []
     for at in order:
         names = by_call[at]
-        infos, ranks = setting.program.parameters, setting.plan.degrees.dp_shard
+        infos, ranks = setting.program.parameters, setting.plan.degrees.shard_ranks
         elements = {n: padded_elements(setting, n) for n in names}
         found.append(
             ParameterGroup(
@@ -137,21 +142,21 @@ class _Hooks:
     to_host_bytes: int = 0
 
     def _send(self, kind: Collective, operand_bytes: int) -> None:
-        name = "dp" if self.degrees.dp_replicate == 1 else "dp_shard"
-        if self.degrees.dp_shard > 1:
-            self.ledger.add(name, kind, collective(kind, self.degrees.dp_shard, operand_bytes))
+        name = data_name(self.degrees) if self.degrees.dp_replicate == 1 else "dp_shard"
+        if self.degrees.shard_ranks > 1:
+            self.ledger.add(name, kind, collective(kind, self.degrees.shard_ranks, operand_bytes))
 
     def gather(self, at: int, *, ahead: bool = False) -> None:
         if at not in self.gathered and at not in self.ahead:
             self._send("all_gather", self.groups[at].shard_bytes)
-            self.to_device_bytes += self.groups[at].stored_bytes * (self.degrees.dp_shard > 1)
+            self.to_device_bytes += self.groups[at].stored_bytes * (self.degrees.shard_ranks > 1)
             self.ahead.add(at)
         if not ahead and at in self.ahead:
             # one rank gathers nothing, and copies when the values are used
-            self.to_device_bytes += self.groups[at].stored_bytes * (self.degrees.dp_shard == 1)
+            self.to_device_bytes += self.groups[at].stored_bytes * (self.degrees.shard_ranks == 1)
             self.ahead.remove(at)
             self.gathered.add(at)
-        held = sum(self.groups[g].shard_bytes for g in self.gathered | self.ahead) * self.degrees.dp_shard
+        held = sum(self.groups[g].shard_bytes for g in self.gathered | self.ahead) * self.degrees.shard_ranks
         self.most_bytes = max(self.most_bytes, held)
 
     def reduce(self, at: int) -> None:
@@ -160,7 +165,7 @@ class _Hooks:
             self._send("reduce_scatter", operand)
             self.to_host_bytes += self.groups[at].own_gradient_bytes
             if self.degrees.dp_replicate > 1:
-                part = collective("all_reduce", self.degrees.dp_replicate, operand // self.degrees.dp_shard)
+                part = collective("all_reduce", self.degrees.dp_replicate, operand // self.degrees.shard_ranks)
                 self.ledger.add("dp_replicate", "all_reduce", part)
 
     def forward(self, *, keeps: bool) -> None:

@@ -52,6 +52,8 @@ class Engine(NamedModel):
     shard_gradient_bytes   of one element of ZeRO 3's reduce-scatter
     messages               between stages: "blocking", or "overlapped" with computing
     splits_messages        a message is split over the tensor ranks and gathered again
+    context                with context parallelism, keys and values travel in a "ring" beside attention; or blocks send
+                           what their "labels" say
     unstated_virtual       the virtual stages of a run that does not state them: "one", or "all" its blocks
     unstated_zero          the ZeRO stage of a run that does not state it
     unstated_sequence_parallel    whether a run with tp > 1 has sequence parallelism if it does not state it
@@ -87,6 +89,7 @@ class Engine(NamedModel):
     shard_gradient_bytes: Literal[2, 4]
     messages: Literal["blocking", "overlapped"]
     splits_messages: bool
+    context: Literal["ring", "labels"] = "ring"
     unstated_virtual: Literal["one", "all"]
     unstated_zero: Literal[0, 1, 3]
     unstated_sequence_parallel: bool

@@ -94,7 +94,7 @@ def refuse_what_does_not_fit(
         return
     how = "whole on every rank" if least.is_whole else "one rank's part"
     per_rank = f"a micro-batch of {degrees.micro_batch} sequences" if degrees.micro_batch else "the batch"
-    split = "more devices (tp, or dp with --zero 3)" if degrees.zero == 3 or degrees.dp == 1 else "--zero 3"
+    split = "more devices (tp, or dp with --zero 3)" if degrees.zero == 3 or degrees.data_ranks == 1 else "--zero 3"
     is_here = degrees.offload in (NO_OFFLOAD, ACTIVATIONS)
     remedy = (
         f"split the state over {split}{', or keep it on the host (--offload optimizer)' * is_here}"
@@ -133,7 +133,7 @@ def _bytes_of(info: StateInfo, split: int, degrees: Degrees, *, is_hidden: bool)
     FSDP2 gathers a parameter on the host for a block at a time under ZeRO 3, and for the step under ZeRO 1 and 2. Under
     ZeRO 1 and 2 a whole parameter, and under ZeRO 1 its gradient, has the dtype of computing.
     """
-    item, shards, zero = stored_dtype(info.dtype, degrees).itemsize, degrees.dp_shard, degrees.zero
+    item, shards, zero = stored_dtype(info.dtype, degrees).itemsize, degrees.shard_ranks, degrees.zero
     whole = info.num_elements * (min(item, info.dtype.itemsize) if zero in (1, 2) else item) / split
     weight = whole / (shards if zero == 3 else 1)
     if degrees.offloads(PARAMETERS):

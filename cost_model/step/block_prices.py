@@ -64,22 +64,25 @@ def block_prices(basis: Basis, family: Family[Any], layouts: Layouts, role: str)
     """The prices of a repeated block without the collectives of ZeRO."""
     seconds = _of_variants(basis, family, layouts, role, in_float8=basis.machine.in_float8)
     forward, backward = _tensor_collectives(basis, family, layouts, role)
-    context = _context(basis, family, layouts, role)
+    context, ring = _context_collectives(basis, family, layouts, role), _ring(basis, family, layouts, role)
     experts, counts = _experts(basis, family, layouts, role)
     tensor = forward + backward
     behind = forward * _behind(basis, layouts, is_forward=True) + backward * _behind(basis, layouts, is_forward=False)
-    forward, backward = forward + context + experts + counts, backward + 2 * context + experts
+    forward, backward = (
+        forward + context[0] + ring + experts + counts,
+        backward + context[1] + 2 * ring + experts,
+    )
     parts = {
         "products": seconds.products,
         "attention": seconds.attention,
         "memory-bound": seconds.memory,
         "host": seconds.waiting,
         "tensor collectives": tensor,
-        "context collectives": 3 * context + 0.0 * forward,
+        "context collectives": sum(context) + 3 * ring + 0.0 * forward,
         "expert collectives": 2 * experts + 0.0 * forward,
         "expert counts": counts + 0.0 * forward,
     }
-    hidden = {"tensor collectives": behind, "context collectives": 3 * context * (1 / CONTEXT_EXPOSED - 1)}
+    hidden = {"tensor collectives": behind, "context collectives": 3 * ring * (1 / CONTEXT_EXPOSED - 1)}
     return BlockPrices(
         forward=seconds.forward + forward,
         backward=seconds.backward + backward,
@@ -118,9 +121,10 @@ def end_passes(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -
         return Passes(forward=np.zeros(1), backward=np.zeros(1))
     seconds = _of_variants(basis, family, layouts, role, in_float8=False)
     forward, backward = _tensor_collectives(basis, family, layouts, role)
+    context = _context_collectives(basis, family, layouts, role)
     return Passes(
-        forward=seconds.forward + forward,
-        backward=seconds.backward + backward,
+        forward=seconds.forward + forward + context[0],
+        backward=seconds.backward + backward + context[1],
         weight=seconds.products / PASSES,
     )
 
@@ -163,18 +167,34 @@ def _behind(basis: Basis, layouts: Layouts, *, is_forward: bool) -> Floats:
 
 
 def _tensor_collectives(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> tuple[Floats, Floats]:
-    """Exposed seconds of a block's tensor collectives, forward and backward."""
+    """Exposed seconds of a block's collectives over tensor ranks and ranks with other samples, forward and backward."""
+    forward, backward = _collectives(basis, family, layouts, role, of_context=False)
+    return (
+        forward * (1 - _hidden(basis, layouts, is_forward=True)),
+        backward * (1 - _hidden(basis, layouts, is_forward=False)),
+    )
+
+
+def _context_collectives(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> tuple[Floats, Floats]:
+    """Seconds of a block's collectives over context ranks, forward and backward. No computation hides them."""
+    return _collectives(basis, family, layouts, role, of_context=True)
+
+
+def _collectives(
+    basis: Basis, family: Family[Any], layouts: Layouts, role: str, *, of_context: bool
+) -> tuple[Floats, Floats]:
+    """Seconds of a block's collectives that are labelled, forward and backward, as if nothing hid them."""
     found, known = [np.zeros(1), np.zeros(1)], dict[tuple[str, str, bytes], Floats]()
     for variant, is_chosen in (("tp", 1 - layouts.sequence_parallel), ("sp", layouts.sequence_parallel)):
         for sent in family.block(role, variant).sent:
-            if sent.of == "parameter":
+            if sent.of == "parameter" or (owned_by(sent.mesh_dim) == "sequence") is not of_context:
                 continue
             key = sent.collective, sent.mesh_dim, np.asarray(sent.whole_bytes).tobytes()  # many are equal in a block
             if key not in known:
                 ranks, stride = _ranks(basis, layouts, sent.mesh_dim)
                 known[key] = basis.machine.links.seconds(sent.collective, sent.whole_bytes, ranks, stride)
             i = 0 if sent.is_forward else 1
-            found[i] = found[i] + is_chosen * known[key] * (1 - _hidden(basis, layouts, is_forward=sent.is_forward))
+            found[i] = found[i] + is_chosen * known[key]
     return found[0], found[1]
 
 
@@ -182,12 +202,16 @@ def _ranks(basis: Basis, layouts: Layouts, mesh_dim: str) -> tuple[Floats, Float
     """The number of ranks of a mesh dimension of labels, and the stride between them."""
     if owned_by(mesh_dim) == "batch":
         return layouts.dp, layouts.data_stride * layouts.cp
+    if owned_by(mesh_dim) == "sequence":
+        return layouts.cp, layouts.tp
     one = np.ones(1)
     return next(((n * one, by * one) for name, n, by in basis.shape.tensor_dims if name == mesh_dim), (layouts.tp, one))
 
 
-def _context(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> Floats:
+def _ring(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> Floats:
     """Exposed seconds of ring attention's keys and values, forward. Attention hides nine tenths of the ring."""
+    if basis.machine.engine.context == "labels":
+        return np.zeros(1)
     element_bytes = basis.shape.element_bytes
     kv_bytes = np.zeros(1)
     for one in family.block(role, "tp").products:

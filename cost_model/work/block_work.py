@@ -102,7 +102,7 @@ class Sent(Generic[V]):
     @property
     def is_once_a_step(self) -> bool:
         """Whether it sums a parameter's gradient over ranks with other samples (`autopar.cost_model.step.step`)."""
-        return self.of == "parameter" and owned_by(self.mesh_dim) == "batch"
+        return self.of == "parameter" and owned_by(self.mesh_dim) != "parameters"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +181,7 @@ def sizes_on(mesh: Mesh, sequence: int | None, micro_batch: int | None = None) -
     """The numbers of the symbols of a captured block's expressions on a mesh; one sequence without `micro_batch`."""
     numbers = {name: float(degree) for name, degree in mesh.as_dict().items()}
     numbers |= {"t": numbers.get("tp", 1.0), "d": numbers.get("dp", 1.0), "b": float(micro_batch or 1)}
-    return numbers | dict.fromkeys(("s", "S"), float(sequence or 1))
+    return numbers | {"s": float(sequence or 1) / numbers.get("cp", 1.0), "S": float(sequence or 1)}
 
 
 @functools.cache

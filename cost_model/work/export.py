@@ -4,7 +4,7 @@ An operator's FLOP come from its rule: symbols stand for the sizes of factors, d
 (`_product`). Kernels, their bytes and the saved tensors come from torch's autograd
 (`autopar.cost_model.work.autograd_probe`). Collectives come from the labelling's conversions, which the runtime runs
 too (`autopar.cost_model.work.conversion_steps`). Padding of uneven shards is left out. If the keys of attention are the
-sequence, their number is the symbol S. Context parallelism makes S larger than s.
+sequence, their number is the symbol S. Context parallelism that is not labelled makes S larger than s.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from autopar.cost_model.work.fusion import Flow, Need, needs_of_product
 from autopar.cost_model.work.operator_cost import EXPERT_PRODUCTS, forward_flops, target_name
 from autopar.cost_model.work.polynomials import Expr, Polynomial, polynomial, symbol
 from autopar.cost_model.work.recomputable import recomputable, selected
-from autopar.cost_model.work.sizes import Naming, sequence_sizes, sizes_of
+from autopar.cost_model.work.sizes import Naming, sizes_of
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Block, Program
 from autopar.ir.sharding import Mesh
@@ -57,7 +57,7 @@ def block_works(
 
 def naming_of(analysis: Analysis, mesh: Mesh, by_size: Mapping[int, Expr] | None = None) -> Naming:
     """The names of sizes on a mesh."""
-    return Naming(analysis=analysis, mesh=mesh, by_size=by_size or {}, sequence=sequence_sizes(analysis))
+    return Naming(analysis=analysis, mesh=mesh, by_size=by_size or {})
 
 
 def block_runs(program: Program, analysis: Analysis) -> tuple[Mapping[str, NodeRun], ...]:
@@ -258,7 +258,7 @@ def _product(flow: Flow, name: str) -> Operator[Polynomial]:
     sizes, run = flow.sizes[name], flow.runs[name]
     rule, factors = sizes.bound.rule, sizes.factors()
     if flow.is_attention(name):
-        factors = {f: n.subs(symbol("s"), symbol("S")) if f == "k" else n for f, n in factors.items()}
+        factors = {f: flow.naming.of_keys(n) if f == "k" else n for f, n in factors.items()}
     flops = forward_flops(rule, sizes.call, factors)
     spec = [{f for dim in dims for f in dim} for k, dims in enumerate(rule.inputs) if k not in rule.additive]
     left, right = (spec[0], spec[1]) if len(spec) > 1 else (spec[0], set())
@@ -322,7 +322,7 @@ def _attention_bytes(flow: Flow, name: str) -> tuple[Expr, Expr]:
         smallest = flow.base(operand)[1]
         whole = flow.naming.whole(flow.dims[smallest])
         has_keys = any("k" in dim for dim in sizes.bound.rule.inputs[k])
-        whole = whole.subs(symbol("s"), symbol("S")) if has_keys else whole
+        whole = flow.naming.of_keys(whole) if has_keys else whole
         operands.append(whole / flow.naming.divisor(sizes.types(k)) * sizes.call.operands[k].dtype.itemsize)
     statistics = [k.piece for k in flow.runs[name].kept if k.value is None]
     lse = _sum(sizes.piece_bytes(piece) for piece in statistics)

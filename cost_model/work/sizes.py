@@ -25,16 +25,15 @@ class Naming:
     """The names of sizes.
 
     `by_size` names axes by their captured size; these sizes must be pairwise distinct. The batch is b sequences per
-    data-parallel rank. The sequence is s tokens. Any other axis is its captured number.
+    data-parallel rank. The sequence is s tokens of each context rank. Any other axis is its captured number.
 
-    `sequence` is the size of every axis of a sequence. If two tensor mesh dimensions cut a sequence into several axes,
-    the last axis is s divided by the others. The other axes are numbers.
+    If several mesh dimensions cut a sequence into several axes, the axis of a context dimension is its degree, the last
+    axis is the rest of the sequence, and the other axes are numbers.
     """
 
     analysis: Analysis
     mesh: Mesh
     by_size: Mapping[int, Expr]
-    sequence: Mapping[int, Expr]
     memo: Memo = field(default_factory=Memo, repr=False)  # operators share sizes
 
     @cached_property
@@ -62,6 +61,10 @@ class Naming:
         """The divisor of a value's elements on one rank under its types."""
         return self.memo(self._divisor, types)
 
+    def of_keys(self, size: Expr) -> Expr:
+        """A size of keys, of which a rank may see S tokens. Labels that split the sequence say what a rank sees."""
+        return size if self.mesh.owning("sequence") else size.subs(symbol("s"), symbol("S"))
+
     def local(self, dims: Dims, types: Types) -> Expr:
         """Elements of a value on one rank."""
         return self.memo(self._local, dims, types)
@@ -80,7 +83,22 @@ class Naming:
             return symbol("b") * prod(self.degrees[i] for i in self.mesh.owning("batch"))
         if size in self.by_size:
             return self.by_size[size]
-        return self.sequence.get(atom, sympy.Integer(size))
+        return self._sequence.get(atom, sympy.Integer(size))
+
+    @cached_property
+    def _sequence(self) -> Mapping[int, Expr]:
+        """The size of every axis of a sequence."""
+        context = self.mesh.owning("sequence")
+        whole = prod((self.degrees[i] for i in context), start=symbol("s"))
+        found: dict[int, Expr] = dict.fromkeys(self.analysis.sequence_axes, whole)
+        for dims in self.analysis.outer.values():
+            for axes, sizes in zip(dims.axes, dims.sizes, strict=True):
+                if len(axes) > 1 and set(axes) <= self.analysis.sequence_axes:
+                    for atom, size in zip(axes, sizes, strict=True):
+                        mine = self.analysis.meant_for.get(atom)
+                        found[atom] = self.degrees[mine] if mine in context else symbol("s") ** 0 * size
+                    found[axes[-1]] = whole / prod(found[atom] for atom in axes[:-1])
+        return found
 
     def _whole(self, dims: Dims) -> Expr:
         import sympy
@@ -103,17 +121,6 @@ class Naming:
                 degree = prod(deg for is_split, deg in zip(here, self.degrees, strict=True) if is_split)
                 found[-1].append((atom, size, self.axis(atom, size) / degree))
         return found
-
-
-def sequence_sizes(analysis: Analysis) -> dict[int, Expr]:
-    """The size of every axis of a sequence; see `Naming`."""
-    found: dict[int, Expr] = {atom: symbol("s") for atom in analysis.sequence_axes}
-    for dims in analysis.outer.values():
-        for axes, sizes in zip(dims.axes, dims.sizes, strict=True):
-            if len(axes) > 1 and set(axes) <= analysis.sequence_axes:
-                found |= {atom: symbol("s") ** 0 * size for atom, size in zip(axes, sizes, strict=True)}
-                found[axes[-1]] = symbol("s") / prod(sizes[:-1])
-    return found
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

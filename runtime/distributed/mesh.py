@@ -158,7 +158,12 @@ def _training_mesh(
     pp, replicate, shard, cp = shape
     parts = {"pp": ("pp",), "dp": _DATA, "tp": tensor}
     names = tuple(name for part in order.split("-") for name in parts[part])
-    sizes = {"pp": pp, "dp_replicate": replicate, "dp_shard": shard * cp, **{name: spec.degree_of(name) for name in tensor}}
+    sizes = {
+        "pp": pp,
+        "dp_replicate": replicate,
+        "dp_shard": shard * cp,
+        **{name: spec.degree_of(name) for name in tensor},
+    }
     bounded = _bounded()  # a rank that hangs ends the others in time
     override: Any = dict.fromkeys(names, bounded) if bounded else None
     in_order = tuple(sizes[name] for name in names)

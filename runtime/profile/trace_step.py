@@ -90,9 +90,10 @@ def tracks_of(mesh: RankMesh, groups: Iterable[str]) -> dict[str, str]:
     own: in them, ranks agree on values before a step.
     """
     replicate, shard = mesh.device_mesh["dp_replicate"], mesh.device_mesh["dp_shard"]
-    both = replicate.size() > 1
-    found = {str(replicate.get_group().group_name): "dp_replicate" if both else "dp"}
-    found[str(shard.get_group().group_name)] = "dp_shard" if both else "dp"
+    both, all_data = replicate.size() > 1, "dp" if mesh.data is None else mesh.data.name
+    found = {str(replicate.get_group().group_name): "dp_replicate" if both else all_data}
+    found[str(shard.get_group().group_name)] = "dp_shard" if both else all_data
+    found |= {mesh.data.group_name: all_data} if mesh.data is not None else {}
     found |= {dim.group_name: name for name, dim in mesh.dims.items()}
     if mesh.pipeline is not None:
         found[mesh.pipeline.group_name] = "pp"
@@ -104,4 +105,5 @@ def tracks_of(mesh: RankMesh, groups: Iterable[str]) -> dict[str, str]:
 
 def rank_label(rank: int, degrees: Degrees) -> str:
     """A rank with its coordinates: ``rank 3: pp 1 dp 0 tp 1``."""
-    return f"rank {rank}: " + " ".join(f"{name} {degrees.coordinate(name, rank)}" for name in ("pp", "dp", "tp"))
+    names = ("pp", "dp", *(["cp"] if degrees.cp > 1 else []), "tp")
+    return f"rank {rank}: " + " ".join(f"{name} {degrees.coordinate(name, rank)}" for name in names)

@@ -43,9 +43,8 @@ _ROUNDING = 1e-9  # of a part of the blocks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beyond:
-    """Degrees of context and expert parallelism, which are priced but not run (`autopar.search.driver.priced_only`)."""
+    """The degree of expert parallelism, which is priced but not run (`autopar.search.driver.priced_only`)."""
 
-    cp: int = 1
     ep: int = 1
 
 
@@ -147,10 +146,10 @@ def layouts_of(
         sequence_parallel=sequence_parallel,
         pp=found.pp,
         virtual=found.virtual,
-        cp=more.cp,
+        cp=found.cp,
         ep=more.ep,
         dp=found.dp,
-        shard=found.dp_shard * more.cp,
+        shard=found.dp_shard * found.cp,
         zero=found.zero,
         micro_batch=found.micro_batch,
         micro_batches=found.micro_batches,

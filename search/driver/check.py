@@ -31,7 +31,7 @@ from autopar.search.space.dimensions import DIMENSIONS
 
 _SAME = 1e-9  # of a number that is counted twice
 # the fields of `Degrees` that a search decides
-DECIDED = ("pp", "tp", "dp_shard", "dp_replicate", "zero", "micro_batch", "accumulate", "micro_batches", "schedule",
+DECIDED = ("pp", "tp", "cp", "dp_shard", "dp_replicate", "zero", "micro_batch", "accumulate", "micro_batches", "schedule",
            "virtual_stages", "recompute", "recompute_blocks", "selective_blocks", "order")  # fmt: skip
 
 
@@ -53,10 +53,10 @@ def check_result(found: Searched, plan: Plan, works: ProgramWorks, constraints: 
 
 
 def _degrees(degrees: Degrees, constraints: Constraints) -> Iterator[Problem]:
-    used = degrees.pp * degrees.tp * degrees.dp_shard * degrees.dp_replicate
+    used = degrees.world_size
     allowed = (constraints.num_devices, *constraints.fewer_devices)
     if used not in allowed:
-        rule = f"pp · tp · dp_shard · dp_replicate must be {' or '.join(map(str, allowed))} devices"
+        rule = f"pp · tp · cp · dp_shard · dp_replicate must be {' or '.join(map(str, allowed))} devices"
         yield Problem(path="degrees", value=used, rule=rule)
     of_rank = (degrees.micro_batch or 0) * degrees.micro_batches * degrees.accumulate
     for name, asked, has in (
@@ -65,8 +65,9 @@ def _degrees(degrees: Degrees, constraints: Constraints) -> Iterator[Problem]:
     ):
         if asked is not None and has != asked:
             yield Problem(path=name, value=has, rule=f"must be {asked} sequences")
-    if degrees.tp not in constraints.tensor_degrees:
-        yield Problem(path="tp", value=degrees.tp, rule="does not divide the model")
+    for name, legal in (("tp", constraints.tensor_degrees), ("cp", constraints.context_degrees)):
+        if getattr(degrees, name) not in legal:
+            yield Problem(path=name, value=getattr(degrees, name), rule="does not divide the model")
     if degrees.num_micro_batches > 1 and not constraints.accumulates:
         yield Problem(path="micro_batches", value=degrees.num_micro_batches, rule="would change the loss")
     if degrees.schedule not in SCHEDULES:

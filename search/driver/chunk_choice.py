@@ -10,6 +10,7 @@ chunks take less time and more memory. The proof is about all these numbers.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,14 +22,19 @@ from autopar.errors import AutoparError
 from autopar.ir.arrays import Floats
 from autopar.search.bounds.lower_bounds import Screened, layouts_of, screen
 from autopar.search.driver.branch_and_bound import ROUNDING, best_first
-from autopar.search.driver.search import Searched, added_seconds
+from autopar.search.driver.search import Searched, added_seconds, stand_in
 from autopar.search.pricing.batch import Together
 from autopar.search.pricing.exact import AS_IT_IS, Priced
+from autopar.search.space.candidates import Split
 
 TOKENS_OF_A_CHUNK = 1024  # of one sequence; fewer rows make the head's product slow
 FEWEST, MOST = 4, 64  # of the largest number of chunks that a search tries
-# the block costs of a tensor degree with the loss in so many chunks; raises AutoparError as `Works` does
-WorksInChunks = Callable[[int, int], ProgramWorks]
+
+
+class WorksInChunks(Protocol):
+    """The block costs under the labels of a tensor degree and a context degree, with the loss in chunks."""
+
+    def __call__(self, tp: int, cp: int = 1, *, chunks: int) -> ProgramWorks: ...
 
 
 def chunks_of(sequence: int | None) -> int:
@@ -82,7 +88,7 @@ class _InChunks:
     def __init__(self, found: Searched, works_in_chunks: WorksInChunks, chunks: int, least: float) -> None:
         self.found, self.goal, self.works_in_chunks, self.chunks = found, found.goal, works_in_chunks, chunks
         self.least = least * (1 - ROUNDING)
-        self.works: dict[int, ProgramWorks] = {}
+        self.works: dict[Split, ProgramWorks] = {}
         self.refused = set(found.refused)
         self.together = Together(found.candidates, self.works, self.goal)
         self.columns = {name: np.full(len(found.candidates), np.inf) for name in Screened.__slots__}
@@ -91,19 +97,19 @@ class _InChunks:
 
     def _screen(self) -> None:
         """Bounds in chunks. A bound that is not below the least value is infinite."""
-        mine, tensor = self._can_gain(), self.found.candidates.tp
-        degrees = sorted({int(tp) for tp in tensor[mine]} - self.refused)
-        own = [tp for tp in degrees if tp in self.found.labelled]
-        for tp in own:
-            self._put(np.flatnonzero(mine & (tensor == tp)), tp)
-        first = min((tp for tp in self.found.labelled if tp > 1), default=None)
-        for tp in degrees:
-            index = np.flatnonzero(mine & (tensor == tp))
-            if tp in own or first is None:
+        mine, c = self._can_gain(), self.found.candidates
+        splits = [split for split in c.splits() if split not in self.refused and np.any(mine & c.of(split))]
+        own = [split for split in splits if split in self.found.labelled]
+        for split in own:
+            self._put(np.flatnonzero(mine & c.of(split)), split)
+        for split in splits:
+            index = np.flatnonzero(mine & c.of(split))
+            first = stand_in(split, self.found.labelled)
+            if split in own or first is None:
                 continue
-            self._put(index, first)  # as in the search, until a bound asks for the labels of this degree
+            self._put(index, first)  # as in the search, until a bound asks for the labels of this split
             if np.any(np.isfinite(self.bounds[index])):
-                self._put(index, tp)
+                self._put(index, split)
         self.screened_values = self.bounds.copy()
         self._raise()
 
@@ -129,17 +135,19 @@ class _InChunks:
             gains[index] |= not one.fits or one.degrees.recompute != "none"
         gains &= self.goal.bounds(c, replace(screened, seconds=screened.pipeline)) < self.least
         needed = np.minimum(screened.without_bytes, screened.recomputed_bytes)
-        for tp in {int(tp) for tp in c.tp[gains]}:
-            mine = np.flatnonzero(gains & (c.tp == tp))
-            freed = self._logits_of_a_sequence(tp, mine[:1]) * c.micro_batch[mine]
+        for split in c.splits():
+            mine = np.flatnonzero(gains & c.of(split))
+            if not len(mine):
+                continue
+            freed = self._logits_of_a_sequence(split, mine[:1]) * c.micro_batch[mine]
             capacity = max(part.on.capacity_bytes for part in self.goal.parts.values())
             gains[mine] = needed[mine] - freed <= capacity
         return gains
 
-    def _logits_of_a_sequence(self, tp: int, index: NDArray[np.intp]) -> float:
-        """Bytes of the logits of one sequence of a candidate of a tensor degree."""
+    def _logits_of_a_sequence(self, split: Split, index: NDArray[np.intp]) -> float:
+        """Bytes of the logits of one sequence of a candidate of a split."""
         every = self.found.together.works
-        works = every.get(tp) or every[min((other for other in every if other > 1), default=min(every))]
+        works = every.get(split) or every[stand_in(split, tuple(every)) or min(every)]
         one = self.found.candidates.at(index)
         layouts = layouts_of(one, sequence_parallel=works.sequence_parallel)
         part = next(iter(self.goal.parts.values()))
@@ -149,29 +157,29 @@ class _InChunks:
         )
         return float(np.max(held)) / float(one.micro_batch[0])
 
-    def _put(self, index: NDArray[np.intp], tp: int) -> None:
-        """Screen candidates with the block costs of a tensor degree."""
+    def _put(self, index: NDArray[np.intp], split: Split) -> None:
+        """Screen candidates with the block costs of a split."""
         self.bounds[index] = np.inf
-        if not self._can_price(tp):
+        if not self._can_price(split):
             return
         c = self.found.candidates
         for count, part in self.goal.parts.items():
             at = index[c.num_devices[index] == count]
             if len(at):
-                screened = screen(self.works[tp], c.at(at), part.on)
+                screened = screen(self.works[split], c.at(at), part.on)
                 for name, column in self.columns.items():
                     column[at] = getattr(screened, name)
                 values = self.goal.bounds(c.at(at), screened)
                 self.bounds[at] = np.where(values < self.least, values, np.inf)
 
-    def _can_price(self, tp: int) -> bool:
-        """Whether a tensor degree has labels, and the model a loss that runs in chunks."""
-        if tp not in self.works and tp not in self.refused:
+    def _can_price(self, split: Split) -> bool:
+        """Whether a split has labels, and the model a loss that runs in chunks."""
+        if split not in self.works and split not in self.refused:
             try:
-                self.works[tp] = self.works_in_chunks(tp, self.chunks)
+                self.works[split] = self.works_in_chunks(*split, chunks=self.chunks)
             except AutoparError:
-                self.refused.add(tp)
-        return tp in self.works and self.works[tp].is_chunked
+                self.refused.add(split)
+        return split in self.works and self.works[split].is_chunked
 
     def price(self, wanted: Sequence[int]) -> None:
         """Price candidates."""

@@ -66,7 +66,7 @@ def counted(found: Searched, capacity_bytes: float) -> Counted:
         no_room_for_activations=int(np.sum(without_room & ~for_state)),
         largest={name: many for name, many in sorted(numbers.items(), key=lambda one: -one[1]) if many},
         priced=len(found.exact),
-        refused=found.refused,
+        refused={str(split): why for split, why in found.refused.items()},
     )
 
 
@@ -201,8 +201,8 @@ def _other_optimizer(asked: Asked, should_continue: Callable[[], bool]) -> str |
 
 
 def _with_optimizer(works_of: Works, name: str) -> Works:
-    def other(tp: int) -> ProgramWorks:
-        return replace(works_of(tp), optimizer=name)
+    def other(tp: int, cp: int = 1) -> ProgramWorks:
+        return replace(works_of(tp, cp), optimizer=name)
 
     return other
 
@@ -218,8 +218,8 @@ def _shorter(asked: Asked, should_continue: Callable[[], bool]) -> str | None:
 
 
 def _at_length(works_of: Works, tokens: int) -> Works:
-    def shorter(tp: int) -> ProgramWorks:
-        return replace(works_of(tp), sequence=tokens)
+    def shorter(tp: int, cp: int = 1) -> ProgramWorks:
+        return replace(works_of(tp, cp), sequence=tokens)
 
     return shorter
 

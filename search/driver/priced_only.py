@@ -1,14 +1,12 @@
-"""Plans that autopar prices and does not run yet: context and expert parallelism.
+"""Plans that autopar prices and does not run yet: expert parallelism.
 
-Only a user's request starts this search. Every combination of the degrees is a search of its own over the space of
-plans (`autopar.search.driver.search`), with the same screening, bounds and exact prices. Context ranks hold shards of
-the state like data-parallel ranks. The best plan names its features that are formulas only
-(`autopar.cost_model.estimate.formula_only`).
+Only a user's request starts this search. Every degree is a search of its own over the space of plans
+(`autopar.search.driver.search`), with the same screening, bounds and exact prices. The best plan names its features
+that are formulas only (`autopar.cost_model.estimate.formula_only`).
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import product
 
 import numpy as np
 
@@ -23,7 +21,6 @@ from autopar.search.driver.search import Works, search_degrees
 from autopar.search.pricing.exact import Priced
 from autopar.search.pricing.objective import Goal, Part, parts_of
 from autopar.search.result.result import Contender, SearchResult, degrees_in_plain
-from autopar.search.space.candidates import MOST_TENSOR_RANKS
 from autopar.search.space.constraints import Constraints
 from autopar.search.space.dimensions import divisors
 
@@ -44,9 +41,7 @@ class Found:
     def formula_only(self, cluster: ClusterSpec) -> tuple[str, ...]:
         """The features of the plan that autopar prices and does not run."""
         on, beyond = self.machinery, self.beyond
-        question = Question(
-            cluster=cluster, degrees=self.best.degrees, engine=on.machine.engine, cp=beyond.cp, ep=beyond.ep
-        )
+        question = Question(cluster=cluster, degrees=self.best.degrees, engine=on.machine.engine, ep=beyond.ep)
         return formula_only(question)
 
     @property
@@ -71,7 +66,7 @@ def search_beyond(
         if not should_continue():
             return best if best is None else replace(best, bound=0.0)
         on_progress(f"what if: {words_of(beyond)}")
-        on, own = machinery_of(part.on, beyond), constraints_of(constraints, cluster, beyond)
+        on, own = machinery_of(part.on, beyond), constraints_of(constraints, cluster)
         parts = {own.num_devices: Part(cluster=cluster, on=on, weight=part.weight)}
         try:
             found = search_degrees(
@@ -98,7 +93,7 @@ def contender_of(found: Found, best: Priced | None, cluster: ClusterSpec) -> Con
     """The plan that autopar does not run, compared with the best plan that it runs."""
     one, beyond = found.best, found.beyond
     degrees = degrees_in_plain(one.degrees, one.cuts, regather=one.regather)
-    degrees |= {"cp": beyond.cp, "ep": beyond.ep}
+    degrees |= {"ep": beyond.ep}
     return Contender(
         degrees=degrees,
         step_s=one.seconds,
@@ -108,17 +103,15 @@ def contender_of(found: Found, best: Priced | None, cluster: ClusterSpec) -> Con
         reason="autopar does not run it",
         parts=parts_of(one.step.parts),
         value=found.value,
-        num_devices=one.degrees.world_size * beyond.cp,
+        num_devices=one.degrees.world_size,
         formula_only=found.formula_only(cluster),
     )
 
 
 def combinations(works: ProgramWorks, cluster: ClusterSpec) -> Iterator[Beyond]:
-    """All allowed combinations of cp and ep except the trivial one, fewest changes first."""
-    context = [n for n in divisors(cluster.num_devices) if works.sequence % n == 0 and n <= MOST_TENSOR_RANKS]
-    experts = [n for n in divisors(cluster.num_devices) if n == 1 or (works.num_experts and works.num_experts % n == 0)]
-    every = [Beyond(cp=cp, ep=ep) for cp, ep in product(context, experts)]
-    yield from sorted(every, key=lambda one: ((one.cp > 1) + (one.ep > 1), one.cp * one.ep))[1:]
+    """All allowed degrees of ep above 1."""
+    experts = [n for n in divisors(cluster.num_devices) if works.num_experts and works.num_experts % n == 0]
+    yield from (Beyond(ep=ep) for ep in experts if ep > 1)
 
 
 def machinery_of(on: Machinery, beyond: Beyond) -> Machinery:
@@ -126,20 +119,11 @@ def machinery_of(on: Machinery, beyond: Beyond) -> Machinery:
     return replace(on, beyond=beyond)
 
 
-def constraints_of(constraints: Constraints, cluster: ClusterSpec, beyond: Beyond) -> Constraints:
-    """The constraints of pp · tp · dp beside context ranks. Ranks lie in the default order."""
-    left = cluster.num_devices // beyond.cp
-    degrees = tuple(tp for tp in constraints.tensor_degrees if left % tp == 0)
-    return replace(
-        constraints,
-        num_devices=left,
-        fewer_devices=(),
-        tensor_degrees=degrees,
-        context=beyond.cp,
-        devices_per_host=None,
-    )
+def constraints_of(constraints: Constraints, cluster: ClusterSpec) -> Constraints:
+    """The constraints of a search beside expert ranks. Ranks lie in the default order."""
+    degrees = tuple(tp for tp in constraints.tensor_degrees if cluster.num_devices % tp == 0)
+    return replace(constraints, fewer_devices=(), tensor_degrees=degrees, devices_per_host=None)
 
 
 def words_of(beyond: Beyond) -> str:
-    """The degrees above 1."""
-    return ", ".join(f"{name} {n}" for name, n in (("cp", beyond.cp), ("ep", beyond.ep)) if n > 1)
+    return f"ep {beyond.ep}"

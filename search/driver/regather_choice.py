@@ -33,10 +33,10 @@ from autopar.search.driver.alternatives import raised_seconds
 from autopar.search.driver.branch_and_bound import ROUNDING, best_first
 from autopar.search.driver.optuna_refine import MOVES
 from autopar.search.driver.optuna_seeds import NEARLY
-from autopar.search.driver.search import Searched, Works
+from autopar.search.driver.search import Searched, Works, stand_in
 from autopar.search.pricing.batch import Together, Varied
 from autopar.search.pricing.exact import AS_IT_IS, Cut, Priced
-from autopar.search.space.candidates import Candidates
+from autopar.search.space.candidates import Candidates, Split
 
 _ENDS = ("first", "last")
 SPLITS = np.flatnonzero(SPLITS_BACKWARD)  # schedules that split the backward pass
@@ -76,8 +76,8 @@ class _Kept:
         assert found.proof.best is not None
         self.found, self.goal, self.works_kept = found, found.goal, works_kept
         self.least = found.proof.best.value * (1 - ROUNDING)
-        self.works: dict[int, ProgramWorks] = {}
-        self.refused: set[int] = set()
+        self.works: dict[Split, ProgramWorks] = {}
+        self.refused: set[Split] = set()
         self.together = Together(found.candidates, self.works, self.goal)
         self.per_second = self.goal.bounds(
             found.candidates, replace(found.screened, seconds=np.ones(len(found.candidates)))
@@ -95,30 +95,30 @@ class _Kept:
         bounds = self.goal.bounds(c, replace(self.found.screened, seconds=raised_seconds(self.found)))
         for index, one in self.found.exact.items():
             bounds[index] = self.goal.value(one) if one.fits else np.inf
-        bounds[c.tp == 1] = np.inf
+        bounds[c.of(Split(1))] = np.inf
         mine = np.flatnonzero(np.isfinite(bounds))
         if len(mine):
             bounds[mine] *= 1 - most_saved(self.found, mine)
-        for tp in self.found.labelled:
+        for split in self.found.labelled:
             for count, part in self.goal.parts.items():
-                mine = np.flatnonzero((bounds < self.least) & (c.tp == tp) & (c.num_devices == count))
-                if len(mine) and self._can_price(tp):
-                    screened = screen(self.works[tp], c.at(mine), part.on)
+                mine = np.flatnonzero((bounds < self.least) & c.of(split) & (c.num_devices == count))
+                if len(mine) and self._can_price(split):
+                    screened = screen(self.works[split], c.at(mine), part.on)
                     bounds[mine] = np.maximum(bounds[mine], self.goal.bounds(c.at(mine), screened))
         return np.where(bounds < self.least, bounds, np.inf)
 
-    def _can_price(self, tp: int) -> bool:
-        """Whether there are labels for a tensor degree."""
-        if tp not in self.works and tp not in self.refused:
+    def _can_price(self, split: Split) -> bool:
+        """Whether there are labels for a split."""
+        if split not in self.works and split not in self.refused:
             try:
-                self.works[tp] = self.works_kept(tp)
+                self.works[split] = self.works_kept(*split)
             except AutoparError:
-                self.refused.add(tp)
-        return tp in self.works
+                self.refused.add(split)
+        return split in self.works
 
     def price(self, wanted: Sequence[Varied]) -> None:
-        """Price the wanted candidates whose tensor degree has labels."""
-        self.together.price([one for one in wanted if self._can_price(int(self.found.candidates.tp[one[0]]))])
+        """Price the wanted candidates whose split has labels."""
+        self.together.price([one for one in wanted if self._can_price(self.found.candidates.split(one[0]))])
 
     def value(self, index: int) -> float:
         self.price([(index, AS_IT_IS)])
@@ -156,21 +156,22 @@ class _Kept:
             varied = [index for _, index in sorted(near)[:MOST_VARIED]]
             cuts = [Cut(first, last, by_stage=True) for first, last in product(MOVES, MOVES)]
             moved += [(index, cut) for index in varied for cut in cuts]
-        self.price([one for one in moved if c.tp[one[0]] > 1])
+        self.price([one for one in moved if c.split(one[0]) != Split(1)])
 
 
 def most_saved(found: Searched, index: NDArray[np.int64]) -> Floats:
     """The largest fraction of a step that each candidate can save by keeping gathered values."""
     c, works = found.candidates.at(index), found.together.works
-    columns = (c.tp, c.num_devices, c.micro_batch, c.dp, c.pp, c.order, np.isin(c.schedule, SPLITS))
+    columns = (c.tp, c.cp, c.num_devices, c.micro_batch, c.dp, c.pp, c.order, np.isin(c.schedule, SPLITS))
     each = distinct([numbered(column) for column in columns])
     few = c.at(each.rows)
     saved = np.zeros(len(few))
-    first = min((tp for tp in works if tp > 1), default=0)  # labels behind the bounds of unlabelled degrees
-    labelled = np.array([tp if tp in works else first for tp in few.tp.tolist()])
-    for tp, devices in {*zip(labelled.tolist(), few.num_devices.tolist(), strict=True)}:
-        mine = np.flatnonzero((labelled == tp) & (few.num_devices == devices))
-        saved[mine] = _most_saved(works[tp], few.at(mine), found.goal.parts[devices].on)
+    for split in few.splits():
+        labels = split if split in works else stand_in(split, tuple(works))  # the labels behind the bounds
+        for devices, part in found.goal.parts.items():
+            mine = np.flatnonzero(few.of(split) & (few.num_devices == devices))
+            if labels is not None and len(mine):
+                saved[mine] = _most_saved(works[labels], few.at(mine), part.on)
     return np.broadcast_to(spread(saved, each.index), len(index))
 
 

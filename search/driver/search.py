@@ -7,13 +7,14 @@
     refining     Optuna moves stage cuts of the best candidates, which bounds cannot rank
                  (`autopar.search.driver.optuna_refine`)
 
-Bounds and prices are values of the objective. Labels are chosen per tensor degree, only for degrees that a bound leaves
-open. Until then, screening uses the labels of the smallest degree above 1.
+Bounds and prices are values of the objective. Labels are chosen per split, which is a tensor degree and a context
+degree, only for splits that a bound leaves open. Until then, screening uses the labels of tensor degree 1, or of the
+smallest tensor degree above 1, and context ranks send nothing.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,19 +35,26 @@ from autopar.search.pricing.exact import AS_IT_IS, BY_STAGE, Cut, Priced
 from autopar.search.pricing.objective import Goal, Part
 from autopar.search.result.format import readable_value
 from autopar.search.space.baselines import Baseline, baselines
-from autopar.search.space.candidates import Candidates, candidates
+from autopar.search.space.candidates import Candidates, Split, candidates
 from autopar.search.space.constraints import Constraints
 
 MOST_BY_STAGE = 48  # prices of candidates whose stages recompute their own numbers of blocks
-# the block costs of a tensor degree; raises AutoparError if the model cannot be split like this
-Works = Callable[[int], ProgramWorks]
+
+
+class Works(Protocol):
+    """The block costs under the labels of a tensor degree and a context degree.
+
+    Raises `AutoparError` if the model cannot be split like this.
+    """
+
+    def __call__(self, tp: int, cp: int = 1) -> ProgramWorks: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Searched:
     """Candidates, their screening, and the exact prices by candidate.
 
-    `refused` gives the reason why a tensor degree cannot be used.
+    `refused` gives the reason why a split cannot be used.
     """
 
     candidates: Candidates
@@ -55,11 +63,11 @@ class Searched:
     proof: Proof
     baselines: tuple[Baseline, ...]
     refined: Refined
-    refused: Mapping[int, str] = field(hash=False)
-    labelled: tuple[int, ...]
+    refused: Mapping[Split, str] = field(hash=False)
+    labelled: tuple[Split, ...]
     goal: Goal
     classes: NDArray[np.int64] = field(hash=False, compare=False)  # one number for candidates with the same pipeline
-    together: Together = field(hash=False, compare=False)  # prices more candidates of tensor degrees with labels
+    together: Together = field(hash=False, compare=False)  # prices more candidates of splits with labels
     # the best plan that keeps gathered values, if one was priced (`autopar.search.driver.regather_choice`)
     kept: Priced | None = None
     # the best plan whose loss runs in chunks, if it is better (`autopar.search.driver.chunk_choice`)
@@ -111,11 +119,11 @@ def search_degrees(
     on_progress(f"{len(found.candidates):,} candidates")
     while True:
         proof = found.explore(most_exact, should_continue, on_progress)
-        open_degree = found.open_degree(proof)
-        if open_degree is None:
+        open_split = found.open_split(proof)
+        if open_split is None:
             return found.result(proof, found.refined(proof, trials, seed, place, should_continue, on_progress))
-        on_progress(f"labels for tensor degree {open_degree}")
-        found.label(open_degree)
+        on_progress(f"labels for {open_split}")
+        found.label(open_split)
 
 
 def classes_of(c: Candidates, goal: Goal) -> NDArray[np.int64]:
@@ -124,7 +132,7 @@ def classes_of(c: Candidates, goal: Goal) -> NDArray[np.int64]:
         return np.arange(len(c))
     alone = np.where(c.pp > 1, 0, 1 + np.arange(len(c)))  # without a pipeline bounds are exact
     columns: Sequence[Any] = (
-        c.num_devices, c.tp, c.pp, c.schedule, c.virtual, c.micro_batch, c.micro_batches, c.order,
+        c.num_devices, c.tp, c.cp, c.pp, c.schedule, c.virtual, c.micro_batch, c.micro_batches, c.order,
     )  # fmt: skip
     found = distinct([numbered(column) for column in (*columns, alone)]).index
     return np.zeros(len(c), dtype=np.int64) if found is None else found
@@ -143,6 +151,22 @@ def added_seconds(screened: Screened, index: int, one: Priced, alike: NDArray[np
     return np.asarray(sum(found, np.zeros(len(alike))))
 
 
+def stand_in(split: Split, labelled: Sequence[Split]) -> Split | None:
+    """The split whose labels screen the candidates of a split without labels; None if there is none.
+
+    It has no context ranks, and several tensor ranks if `split` has. It is the first labelled one.
+    """
+    alike = (one for one in labelled if one.cp == 1 and (one.tp > 1) == (split.tp > 1))
+    return next(alike, None)
+
+
+def _first(splits: Sequence[Split]) -> list[Split]:
+    """The splits that are labelled first: the smallest stand-ins. If there are none, the first split."""
+    alone = [split for split in splits if split.cp == 1]
+    found = [stand_in(Split(1), alone), stand_in(Split(2), alone)]
+    return [split for split in found if split is not None] or list(splits[:1])
+
+
 class _Search:
     """One search. It holds the data that rounds with different labels share."""
 
@@ -150,8 +174,8 @@ class _Search:
         self, works_of: Works, cluster: ClusterSpec, constraints: Constraints, goal: Goal, below: float
     ) -> None:
         self.works_of, self.goal, self.below = works_of, goal, below
-        self.refused: dict[int, str] = {}
-        self.works: dict[int, ProgramWorks] = {}
+        self.refused: dict[Split, str] = {}
+        self.works: dict[Split, ProgramWorks] = {}
         self.candidates = candidates(constraints)
         self.machinery: list[tuple[Machinery, NDArray[np.bool_]]] = []  # with the candidates that are priced on it
         for count, part in goal.parts.items():
@@ -165,29 +189,32 @@ class _Search:
         self.exact: dict[int, Priced] = {}
         self.classes = classes_of(self.candidates, goal)
         self.together = Together(self.candidates, self.works, goal)
-        degrees = sorted({int(tp) for tp in self.candidates.tp})
-        self.unlabelled = degrees
-        for tp in degrees[:2] if degrees[:1] == [1] else degrees[:1]:
-            self.label(tp)
+        self.unlabelled = self.candidates.splits()
+        for split in _first(self.unlabelled):
+            self.label(split)
         while not self.works and self.unlabelled:
             self.label(self.unlabelled[0])
         self.baselines = baselines(self.candidates, cluster)
 
-    def label(self, tp: int) -> None:
-        """Choose labels for a tensor degree, and screen the candidates that depend on them."""
-        self.unlabelled = [other for other in self.unlabelled if other != tp]
+    def label(self, split: Split) -> None:
+        """Choose labels for a split, and screen the candidates that depend on them."""
+        self.unlabelled = [other for other in self.unlabelled if other != split]
         try:
-            self.works[tp] = self.works_of(tp)
+            self.works[split] = self.works_of(*split)
         except AutoparError as error:
-            self.refused[tp] = str(error)
-            self._put(np.flatnonzero(self.candidates.tp == tp), None)
+            self.refused[split] = str(error)
+            self._put(np.flatnonzero(self.candidates.of(split)), None)
         else:
-            is_first = tp > 1 and sum(one > 1 for one in self.works) == 1
-            wanted = np.isin(self.candidates.tp, [tp, *(self.unlabelled if is_first else ())])
+            wanted = self.candidates.of(split, *self._without_own(split))
             for on, mine in self.machinery:
                 index = np.flatnonzero(wanted & mine)
                 if len(index):
-                    self._put(index, screen(self.works[tp], self.candidates.at(index), on))
+                    self._put(index, screen(self.works[split], self.candidates.at(index), on))
+
+    def _without_own(self, split: Split) -> Iterator[Split]:
+        """The splits without labels whose candidates are screened with the new labels of `split` for now."""
+        if stand_in(split, tuple(self.works)) == split:
+            yield from (other for other in self.unlabelled if stand_in(other, tuple(self.works)) == split)
 
     def _put(self, index: NDArray[Any], screened: Screened | None) -> None:
         for name, column in self.columns.items():
@@ -195,7 +222,7 @@ class _Search:
 
     def explore(self, most: int, should_continue: Callable[[], bool], on_progress: Callable[[str], None]) -> Proof:
         """Price candidates until the best is proven, or until a candidate without labels is next."""
-        needs_labels = np.isin(self.candidates.tp, self.unlabelled)
+        needs_labels = self.candidates.of(*self.unlabelled)
         bounds = self.bounds()
         stopped = False
 
@@ -242,11 +269,11 @@ class _Search:
         found = self.goal.bounds(self.candidates, Screened(**self.columns))
         return np.where(found < self.below, found, np.inf)
 
-    def open_degree(self, proof: Proof) -> int | None:
-        """The tensor degree without labels whose candidate was next."""
+    def open_split(self, proof: Proof) -> Split | None:
+        """The split without labels whose candidate was next."""
         last = proof.priced[-1].index if proof.priced else None
-        tp = None if last is None else int(self.candidates.tp[last])
-        return tp if tp in self.unlabelled else None
+        split = None if last is None else self.candidates.split(last)
+        return split if split in self.unlabelled else None
 
     def refined(
         self,
@@ -264,7 +291,7 @@ class _Search:
         """
         if not trials:
             return Refined()
-        can_be_priced, value = np.isin(self.candidates.tp, list(self.works)), self.goal.value
+        can_be_priced, value = self.candidates.of(*self.works), self.goal.value
         others = self.by_stage(can_be_priced, np.inf if proof.best is None else proof.best.value, should_continue)
         if proof.best is None and not others:
             return Refined()

@@ -43,7 +43,7 @@ def result_of(
     details = None
     if best is not None:
         part = goal.part(best)
-        details = details_of(best, works_of_best(best.degrees.tp), part.cluster, part.on)
+        details = details_of(best, works_of_best(best.degrees.tp, best.degrees.cp), part.cluster, part.on)
     others = next_best(
         found, together.priced, top, prefetch=lambda likely: together.price([(i, AS_IT_IS) for i in likely])
     )
@@ -120,17 +120,17 @@ def _priced_baselines(found: Searched, works_of: Works, hold: Hold) -> Iterator[
     """The legal baselines by candidate, their prices, and the tensor degree of borrowed labels.
 
     A tensor degree whose bound is far from the best has no labels. Its baseline borrows the labels of another degree if
-    they are legal; 0 means that nothing is borrowed.
+    they are legal; 0 means that nothing is borrowed. Baselines have no context ranks.
     """
-    split = min((tp for tp in found.labelled if tp > 1), default=0)
+    first = min((split.tp for split in found.labelled if split.tp > 1 and split.cp == 1), default=0)
     for index in (baseline.index for baseline in found.baselines):
-        tp = int(found.candidates.tp[index])
-        if tp in found.labelled:
+        split = found.candidates.split(index)
+        if split in found.labelled:
             yield index, found.together.priced(index), 0
-        elif tp not in found.refused:
-            borrowed = split if split and hold(split, tp) else 0
+        elif split not in found.refused:
+            borrowed = first if first and hold(first, split.tp) else 0
             try:
-                works = works_of(borrowed or tp)
+                works = works_of(borrowed or split.tp)
             except AutoparError:
                 continue
             degrees = found.candidates.degrees(index)

@@ -25,7 +25,7 @@ from autopar.search.driver.search import Works
 from autopar.search.pricing.exact import BY_STAGE, Priced, priced
 from autopar.search.pricing.objective import Part
 from autopar.search.result.report_data import Curve, CurvePoint
-from autopar.search.space.candidates import candidates
+from autopar.search.space.candidates import Split, candidates
 from autopar.search.space.constraints import Constraints
 from autopar.search.space.dimensions import divisors
 from autopar.search.space.subcluster import device_counts, part_of
@@ -123,7 +123,7 @@ def _batch(base: Base, factor: float) -> _Changed | None:
 
 
 def _sequence(base: Base, factor: float) -> _Changed | None:
-    tokens = base.works_of(base.best.degrees.tp).sequence * factor
+    tokens = base.works_of(*_split(base.best.degrees)).sequence * factor
     return _changed(base, tokens, sequence=int(tokens)) if tokens == int(tokens) else None
 
 
@@ -141,7 +141,7 @@ def _changed(
         cluster=cluster or base.part.cluster,
         on=on or base.part.on,
         global_batch=global_batch or base.global_batch,
-        sequence=sequence or base.works_of(base.best.degrees.tp).sequence,
+        sequence=sequence or base.works_of(*_split(base.best.degrees)).sequence,
     )
 
 
@@ -152,7 +152,7 @@ def _point(base: Base, factor: float, changed: _Changed) -> CurvePoint:
     degrees = adapted(base.best.degrees, changed.cluster.num_devices, changed.global_batch)
     one = base.best if factor == 1 else None
     if degrees is not None and one is None:
-        works = replace(base.works_of(degrees.tp), sequence=changed.sequence)
+        works = replace(base.works_of(*_split(degrees)), sequence=changed.sequence)
         one = priced(works, degrees, changed.on, cut=BY_STAGE)
     tokens, bound = float(changed.global_batch * changed.sequence), _bound(base, changed)
     return CurvePoint(
@@ -168,7 +168,7 @@ def _point(base: Base, factor: float, changed: _Changed) -> CurvePoint:
 
 def adapted(degrees: Degrees, num_devices: int, global_batch: int) -> Degrees | None:
     """The same plan on other devices and batches, still without recomputation. None if it cannot be split so."""
-    dp, rest = divmod(num_devices, degrees.pp * degrees.tp)
+    dp, rest = divmod(num_devices, degrees.pp * degrees.tp * degrees.cp)
     micro_batch = degrees.micro_batch or 1
     if rest or not dp or global_batch % (dp * micro_batch):
         return None
@@ -185,13 +185,17 @@ def adapted(degrees: Degrees, num_devices: int, global_batch: int) -> Degrees | 
         degrees,
         dp_shard=shard,
         dp_replicate=dp // shard,
-        zero=degrees.zero if dp > 1 else 0,
+        zero=degrees.zero if dp * degrees.cp > 1 else 0,
         accumulate=1 if staged else count,
         micro_batches=count if staged else 1,
         recompute="none",
         recompute_blocks=None,
         order=degrees.order if dp > 1 else ORDERS[0],
     )
+
+
+def _split(degrees: Degrees) -> Split:
+    return Split(degrees.tp, degrees.cp)
 
 
 def _bound(base: Base, changed: _Changed) -> float | None:
@@ -208,20 +212,21 @@ def _bound(base: Base, changed: _Changed) -> float | None:
     )
     every = candidates(constraints)
     least = np.inf
-    for tps, works in _labelled(base):
-        mine = np.isin(every.tp, tps) if tps else every.tp > 1
+    for is_alike, works in _labelled(base):
+        mine = every.of(*(split for split in every.splits() if is_alike(split)))
         if np.any(mine):
             screened = screen(replace(works, sequence=changed.sequence), every.at(mine), changed.on)
             least = min(least, float(np.min(screened.seconds)))
     return float(least) if np.isfinite(least) else None
 
 
-def _labelled(base: Base) -> Iterator[tuple[tuple[int, ...], ProgramWorks]]:
-    """Block costs for tensor degree 1, and one set for all other degrees.
+def _labelled(base: Base) -> Iterator[tuple[Callable[[Split], bool], ProgramWorks]]:
+    """Block costs with the splits that they stand for: tensor degree 1, and one set for all other degrees.
 
-    The set has the labels of the plan's own degree, or of the smallest degree above 1.
+    The set has the labels of the plan's own tensor degree, or of the smallest degree above 1. Context ranks send
+    nothing in these costs.
     """
-    yield (1,), base.works_of(1)
+    yield lambda split: split.tp == 1, base.works_of(1)
     own = base.best.degrees.tp
     above = (own,) if own > 1 else tuple(tp for tp in base.constraints.tensor_degrees if tp > 1)
     for tp in above:
@@ -229,5 +234,5 @@ def _labelled(base: Base) -> Iterator[tuple[tuple[int, ...], ProgramWorks]]:
             found = [works_of(tp) for works_of in base.every]
         except AutoparError:
             continue
-        yield from (((), works) for works in found)
+        yield from ((lambda split: split.tp > 1, works) for works in found)
         return

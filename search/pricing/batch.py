@@ -10,20 +10,20 @@ from autopar.memo import Memo
 from autopar.search.bounds.lower_bounds import layouts_of
 from autopar.search.pricing.exact import AS_IT_IS, Cut, Prepared, Priced
 from autopar.search.pricing.objective import Goal, Part
-from autopar.search.space.candidates import Candidates
+from autopar.search.space.candidates import Candidates, Split
 
 _Index = NDArray[np.intp]
 Varied = tuple[int, Cut]  # a candidate, and how it is cut
 
 
 class Together:
-    """Prices of candidates under a goal. `works` has the block costs under the labels of each tensor degree.
+    """Prices of candidates under a goal. `works` has the block costs under the labels of each split.
 
     `found` is the table of the prices so far. `memo` has everything that several prices share.
     """
 
     def __init__(
-        self, candidates: Candidates, works: Mapping[int, ProgramWorks], goal: Goal, memo: Memo | None = None
+        self, candidates: Candidates, works: Mapping[Split, ProgramWorks], goal: Goal, memo: Memo | None = None
     ) -> None:
         self.candidates, self.works, self.goal = candidates, works, goal
         self.devices = candidates.num_devices
@@ -37,16 +37,16 @@ class Together:
 
     def price(self, wanted: Sequence[Varied]) -> None:
         """Price several candidates. Candidates with the same labels and devices are priced together."""
-        groups: dict[tuple[int, int, bool], list[Varied]] = {}
+        groups: dict[tuple[int, Split, bool], list[Varied]] = {}
         for one in dict.fromkeys(wanted):
             if one not in self.found:
                 c, index = self.candidates, one[0]
-                key = int(self.devices[index]), int(c.tp[index]), bool(c.pp[index] * c.virtual[index] > 1)
+                key = int(self.devices[index]), c.split(index), bool(c.pp[index] * c.virtual[index] > 1)
                 groups.setdefault(key, []).append(one)
-        for (devices, tp, _), group in groups.items():
+        for (devices, split, _), group in groups.items():
             part, is_memory = self.goal.parts[devices], self.goal.is_memory
             mine, prepared = self.memo(
-                _prepared, self.candidates, devices, tp, self.works[tp], part, is_memory, self.memo
+                _prepared, self.candidates, devices, split, self.works[split], part, is_memory, self.memo
             )
             places = np.searchsorted(mine, [index for index, _ in group]).tolist()
             prices = prepared.priced([(place, cut) for place, (_, cut) in zip(places, group, strict=True)])
@@ -54,10 +54,10 @@ class Together:
 
 
 def _prepared(
-    c: Candidates, devices: int, tp: int, works: ProgramWorks, part: Part, least_memory: bool, memo: Memo
+    c: Candidates, devices: int, split: Split, works: ProgramWorks, part: Part, least_memory: bool, memo: Memo
 ) -> tuple[_Index, Prepared]:
-    """All candidates of one tensor degree on one number of devices, and the object that prices them."""
-    mine = np.flatnonzero((c.num_devices == devices) & (c.tp == tp))
+    """All candidates of one split on one number of devices, and the object that prices them."""
+    mine = np.flatnonzero((c.num_devices == devices) & c.of(split))
     layouts = layouts_of(c.at(mine), sequence_parallel=works.sequence_parallel, beyond=part.on.beyond)
     return mine, Prepared(
         works, layouts, lambda place: c.degrees(int(mine[place])), part.on, memo, least_memory=least_memory

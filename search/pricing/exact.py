@@ -89,7 +89,7 @@ def priced(
     labels of the tensor degree.
     """
     beyond = on.beyond
-    layouts = layouts_of_degrees(works, [degrees], recompute=0, cp=beyond.cp, ep=beyond.ep)
+    layouts = layouts_of_degrees(works, [degrees], recompute=0, ep=beyond.ep)
     return Prepared(works, layouts, lambda _: degrees, on, Memo(), least_memory=least_memory).priced([(0, cut)])[0]
 
 

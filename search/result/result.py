@@ -60,7 +60,7 @@ class Counted:
     no_room_for_state: int  # parameters, gradients and optimizer state alone do not fit
     no_room_for_activations: int  # the state fits, but not with activations
     priced: int  # exactly
-    refused: Mapping[int, str] = field(hash=False)  # tensor degrees that the model does not allow, and why
+    refused: Mapping[str, str] = field(hash=False)  # the degrees that the model does not allow, and why
     # candidates that do not fit, by the largest part of their memory; the most frequent part first
     largest: Mapping[str, int] = field(default_factory=dict, hash=False)
 

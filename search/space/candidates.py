@@ -1,6 +1,6 @@
 """The space of a search: every legal combination of degrees, ZeRO stage, micro-batch, schedule, stages, order of ranks.
 
-    devices      = pp · tp · dp_shard · dp_replicate
+    devices      = pp · tp · cp · dp_shard · dp_replicate
     global batch = dp_shard · dp_replicate · micro-batch · micro-batches
 
 Any number of devices is legal, not only powers of two. Some objectives also allow fewer devices than the cluster has.
@@ -13,9 +13,10 @@ Recomputation is no dimension of the space, because it follows from a candidate'
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.cost_model.step.unique_rows import distinct, numbered
 from autopar.errors import InputError
@@ -25,6 +26,17 @@ from autopar.search.space.constraints import Constraints
 from autopar.search.space.dimensions import BY_COLUMN, DIMENSIONS, Dimension, divisors
 
 MOST_TENSOR_RANKS = 64
+LEAST_TOKENS_OF_RANK = 1024  # of a sequence, on a context rank; fewer rows make products slow
+
+
+class Split(NamedTuple):
+    """The degrees that labels are chosen for: tensor and context parallelism."""
+
+    tp: int
+    cp: int = 1
+
+    def __str__(self) -> str:
+        return f"tensor degree {self.tp}" + (f", context degree {self.cp}" if self.cp > 1 else "")
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -36,6 +48,7 @@ class Candidates:
 
     tp: Integers
     pp: Integers
+    cp: Integers
     dp_shard: Integers
     dp_replicate: Integers
     zero: Integers
@@ -56,7 +69,22 @@ class Candidates:
     @property
     def num_devices(self) -> Integers:
         """Devices that each candidate uses."""
-        return self.pp * self.tp * self.dp
+        return self.pp * self.tp * self.cp * self.dp
+
+    def splits(self) -> list[Split]:
+        """The different degrees that labels are chosen for, in order."""
+        return [Split(tp, cp) for cp, tp in sorted({*zip(self.cp.tolist(), self.tp.tolist(), strict=True)})]
+
+    def split(self, index: int) -> Split:
+        """The degrees that the labels of one candidate are chosen for."""
+        return Split(int(self.tp[index]), int(self.cp[index]))
+
+    def of(self, *splits: Split) -> NDArray[np.bool_]:
+        """The candidates whose labels are chosen for one of several degrees."""
+        found = np.zeros(len(self), dtype=bool)
+        for split in splits:
+            found |= (self.tp == split.tp) & (self.cp == split.cp)
+        return found
 
     def at(self, index: Any) -> "Candidates":
         """The candidates of an index array or mask."""
@@ -118,6 +146,16 @@ def tensor_degrees(*counts: int) -> tuple[int, ...]:
     return tuple(sorted({tp for count in counts for tp in divisors(count) if tp <= MOST_TENSOR_RANKS}))
 
 
+def context_degrees(tokens: int | None, *counts: int, fixed: Sequence[int] = ()) -> tuple[int, ...]:
+    """The context degrees that divide one of several numbers of devices, and the tokens of a sequence.
+
+    Every rank has at least `LEAST_TOKENS_OF_RANK` tokens, unless the user has `fixed` the degree.
+    """
+    every = {cp for count in counts for cp in divisors(count) if tokens and tokens % cp == 0}
+    enough = {cp for cp in every if cp == 1 or (tokens or 0) // cp >= LEAST_TOKENS_OF_RANK}
+    return tuple(sorted(every.intersection(fixed) or enough or {1}))
+
+
 def constraints_on(constraints: Constraints, num_devices: int) -> Constraints:
     """The same constraints on another number of devices. Tensor degrees are the same ones and powers of two."""
     powers = {2**exponent for exponent in range(MOST_TENSOR_RANKS.bit_length())}
@@ -132,7 +170,7 @@ def what_would_be_legal(constraints: Constraints) -> str:
     The change is one word of `fix` or `forbid` less, or a batch that can be split.
     """
     over_data = {"dp": "dp"} if "dp" in constraints.fix else {"dp_replicate": "dp_replicate", "dp_shard": "dp"}
-    words = {"pp": "pp", "tp": "tp"} | over_data  # the option of dp_shard is --dp
+    words = {"pp": "pp", "tp": "tp", "cp": "cp"} | over_data  # the option of dp_shard is --dp
     fixed = {name: constraints.fix[word][0] for word, name in words.items() if len(constraints.fix.get(word, ())) == 1}
     ranks = math.prod(fixed.values())
     if all(count % ranks for count in (constraints.num_devices, *constraints.fewer_devices)):

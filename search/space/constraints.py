@@ -43,7 +43,7 @@ class Constraints:
     accumulates: bool = True  # whether the batch may be split in time without changing the loss
     accumulates_singly: bool = True  # whether a global micro-batch of it may be one sequence
     fewer_devices: tuple[int, ...] = ()
-    context: int = 1  # context-parallel ranks beside each rank of a candidate
+    context_degrees: tuple[int, ...] = (1,)
     devices_per_host: float | None = None  # None: the order of ranks makes no difference
     fix: Values = field(default_factory=dict, hash=False)  # values that a word must have
     forbid: Values = field(default_factory=dict, hash=False)  # values that a word must not have

@@ -30,7 +30,7 @@ class Limits(Protocol):
     @property
     def accumulates_singly(self) -> bool: ...
     @property
-    def context(self) -> int: ...
+    def context_degrees(self) -> tuple[int, ...]: ...
     @property
     def devices_per_host(self) -> float | None: ...
     @property
@@ -109,19 +109,23 @@ def _pipeline_degrees(limits: Limits, num_devices: int, tp: int) -> Iterable[int
     return (pp for pp in divisors(num_devices // tp) if pp <= limits.most_stages)
 
 
-def _data_degree(limits: Limits, num_devices: int, tp: int, pp: int) -> Iterable[int]:
-    dp = num_devices // tp // pp
+def _context_degrees(limits: Limits, num_devices: int, tp: int, pp: int) -> Iterable[int]:
+    return (cp for cp in limits.context_degrees if num_devices // (tp * pp) % cp == 0)
+
+
+def _data_degree(limits: Limits, num_devices: int, tp: int, pp: int, cp: int) -> Iterable[int]:
+    dp = num_devices // (tp * pp * cp)
     return () if limits.batch_of_rank(dp) is None else (dp,)
 
 
-def _orders_of_ranks(limits: Limits, tp: int, pp: int, dp: int) -> Iterable[int]:
+def _orders_of_ranks(limits: Limits, tp: int, pp: int, cp: int, dp: int) -> Iterable[int]:
     """The first allowed order, and the orders that may be faster.
 
     In the default order, data-parallel ranks are nearest to each other. Another order can only gain if it keeps the
     messages between stages inside a host. Context ranks have the default only.
     """
     allowed = [position for position, order in enumerate(ORDERS) if limits.allows("order", order)]
-    if pp == 1 or dp == 1 or limits.context > 1:
+    if pp == 1 or dp == 1 or cp > 1:
         allowed = [position for position in allowed if position == 0]
     per_host, sizes = limits.devices_per_host, {"tp": tp, "pp": pp, "dp": dp}
     for position in allowed:
@@ -131,9 +135,9 @@ def _orders_of_ranks(limits: Limits, tp: int, pp: int, dp: int) -> Iterable[int]
             yield position
 
 
-def _zero_stages(limits: Limits, dp: int, dp_shard: int) -> Iterable[int]:
-    """ZeRO 0 has no shards. One data-parallel rank, with the context ranks beside it, has no ZeRO stage."""
-    return (zero for zero in ZERO if (dp_shard == dp if zero == 0 else dp_shard * limits.context > 1))
+def _zero_stages(limits: Limits, cp: int, dp: int, dp_shard: int) -> Iterable[int]:
+    """ZeRO 0 has no shards. One data-parallel rank without context ranks beside it has no ZeRO stage."""
+    return (zero for zero in ZERO if (dp_shard == dp if zero == 0 else dp_shard * cp > 1))
 
 
 def _micro_batch_sizes(limits: Limits, dp: int) -> Iterable[int]:
@@ -165,8 +169,9 @@ def _virtual_stages(limits: Limits, pp: int, micro_batches: int, schedule: int) 
 DIMENSIONS = (
     Dimension(word="tp", column="tp", beside=("num_devices",), values=_tensor_degrees),
     Dimension(word="pp", column="pp", beside=("num_devices", "tp"), values=_pipeline_degrees),
-    Dimension(word="dp", column=None, beside=("num_devices", "tp", "pp"), values=_data_degree),
-    Dimension(word="order", column="order", names=ORDERS, beside=("tp", "pp", "dp"), values=_orders_of_ranks),
+    Dimension(word="cp", column="cp", beside=("num_devices", "tp", "pp"), values=_context_degrees),
+    Dimension(word="dp", column=None, beside=("num_devices", "tp", "pp", "cp"), values=_data_degree),
+    Dimension(word="order", column="order", names=ORDERS, beside=("tp", "pp", "cp", "dp"), values=_orders_of_ranks),
     Dimension(word="dp_shard", column="dp_shard", beside=("dp",), values=lambda limits, dp: divisors(dp)),
     Dimension(
         word="dp_replicate",
@@ -174,7 +179,7 @@ DIMENSIONS = (
         beside=("dp", "dp_shard"),
         values=lambda limits, dp, dp_shard: (dp // dp_shard,),
     ),
-    Dimension(word="zero", column="zero", least=0, most=3, beside=("dp", "dp_shard"), values=_zero_stages),
+    Dimension(word="zero", column="zero", least=0, most=3, beside=("cp", "dp", "dp_shard"), values=_zero_stages),
     Dimension(word="micro_batch", column="micro_batch", beside=("dp",), values=_micro_batch_sizes),
     Dimension(
         word="micro_batches",

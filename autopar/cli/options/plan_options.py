@@ -16,7 +16,7 @@ def default_global_batch(options: PlanOptions, num_devices: int, local_batch: in
     counts = [given[name] for name in ("micro_batches", "accumulate") if name in given]
     if not counts:
         return num_devices * int(given.get("micro_batch", local_batch or 1))
-    ranks = max(1, num_devices // (given.get("pp", 1) * given.get("tp", 1)))
+    ranks = max(1, num_devices // (given.get("pp", 1) * given.get("tp", 1) * given.get("cp", 1)))
     product: int = ranks * int(given.get("micro_batch", 1))
     for count in counts:
         product *= count
