@@ -135,6 +135,13 @@ class Dims:
                 local[kind.dim][kind.position] = chunk(local[kind.dim][kind.position], degree)
         return tuple(tuple(sizes) for sizes in local)
 
+    def is_outermost(self, shard: Type, types: Sequence[Type], degrees: Sequence[int]) -> bool:
+        """Whether a rank has one element of every axis before the shard's, so that its part is one range.
+
+        `types` are the types of the rank's part, one per mesh dimension.
+        """
+        return prod(self.local_sizes(types, degrees)[shard.dim][: shard.position]) == 1
+
     def local_shape(self, types: Sequence[Type], degrees: Sequence[int]) -> tuple[int, ...]:
         """Shape of one rank's part under one type per mesh dimension."""
         return tuple(prod(sizes) for sizes in self.local_sizes(types, degrees))

@@ -24,7 +24,7 @@ from autopar.capture.nodes import arg, argument, closure, output_nodes
 from autopar.errors import PlanError
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Block
-from autopar.ir.sharding import Dims, Mesh, Type, chunk, moves_along, same, steps
+from autopar.ir.sharding import Dims, Mesh, S, Type, chunk, moves_along, same, steps
 from autopar.lowering.functions import CONVERT, all_gather_to_replicate
 from autopar.lowering.gather_linear import gather_linear, kept_gather_linear
 from autopar.lowering.loss_chunks import loss_in_chunks
@@ -122,8 +122,9 @@ class _Writer:
         """`node` after one conversion. Its name begins with the name of the `value`, such as ``out_summed``."""
         i = indices[0]
         a, b = source[i], target[i]
-        inner = [t for t in (a, b) if t.kind == "S" and t.position > 0]
         degrees = self.mesh.degrees
+        a, b = (S(t.dim) if t.kind == "S" and dims.is_outermost(t, source, degrees) else t for t in (a, b))
+        inner = [t for t in (a, b) if t.kind == "S" and t.position > 0]
         name = self.mesh.names[i] if len(indices) == 1 else self.mesh.joined(i)
         assert name is not None
         mesh_dim = self.mesh_dim(name)

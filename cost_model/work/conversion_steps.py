@@ -24,6 +24,11 @@ class ConversionStep:
     target: tuple[Type, ...]
     users: tuple[tuple[str, int], ...]  # (node key, operand), or ("result", -1)
 
+    @property
+    def is_last(self) -> bool:
+        """Whether users take the value as this step leaves it. Products are fused with no other gather."""
+        return all(self.before[j] == t for j, t in enumerate(self.target) if j not in self.indices)
+
 
 def conversion_steps(
     block: Block, analysis: Analysis, index: int, labels: BlockLabels, mesh: Mesh

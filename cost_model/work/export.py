@@ -87,7 +87,7 @@ def flow_of(
         if users:
             steps.append(replace(step, users=users))
     regathered = {
-        (names[user], k)
+        (names[user], k): step.before
         for step in steps
         if regather and _is_gather(step) and all(_is_linear(nodes, names.get(user), k) for user, k in step.users)
         for user, k in step.users
@@ -106,7 +106,7 @@ def flow_of(
         labels=labels,
         steps=tuple(steps),
         outputs=outputs,
-        regathered=frozenset(regathered),
+        regathered=regathered,
         nodes=nodes,
         region=None if isinstance(region, str) else region,
     )
@@ -133,7 +133,7 @@ def _needed(block: Block, outputs: Sequence[str]) -> set[str]:
 
 def _is_gather(step: ConversionStep) -> bool:
     i = step.indices[0]
-    return (step.before[i].kind, step.target[i].kind) == ("S", "R")
+    return step.is_last and (step.before[i].kind, step.target[i].kind) == ("S", "R")
 
 
 def _is_linear(nodes: Mapping[str, object], name: str | None, operand: int) -> bool:
@@ -176,7 +176,7 @@ def kept_work(flow: Flow, work: SymbolicWork) -> SymbolicWork:
     """The work of a block that saves its gathered values, derived from the work of a block that gathers them again."""
     if not flow.regathered:
         return work
-    kept = replace(flow, regathered=frozenset())
+    kept = replace(flow, regathered={})
     return replace(
         work,
         sent=tuple(_sent(kept)),
@@ -431,7 +431,7 @@ def _sent(flow: Flow) -> Iterator[Sent[Polynomial]]:
             if collective:
                 yield Sent(collective=collective, mesh_dim=name, is_forward=is_forward, whole_bytes=whole, of=of)
         users = {(user, k) for user, k in step.users}
-        if any((n, k) in flow.regathered and (flow.nodes[n].meta["key"], k) in users for n, k in flow.regathered):
+        if _is_gather(step) and any((flow.nodes[n].meta["key"], k) in users for n, k in flow.regathered):
             yield Sent(collective="all_gather", mesh_dim=name, is_forward=False, whole_bytes=whole, of="regather")
     for name in flow.runs:
         sizes = flow.sizes[name]
@@ -464,7 +464,8 @@ def _feeds_chunks(flow: Flow, step: ConversionStep) -> bool:
     if flow.chunked is None or not _is_gather(step) or len(step.indices) > 1:
         return False
     key = flow.nodes[flow.chunked.linear].meta["key"]
-    return set(step.users) == {(key, 0)} and step.before[step.indices[0]].position == 0
+    shard, dims, degrees = step.before[step.indices[0]], flow.dims[step.value], flow.naming.mesh.degrees
+    return set(step.users) == {(key, 0)} and dims.is_outermost(shard, step.before, degrees)
 
 
 def _each_chunk(

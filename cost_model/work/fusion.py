@@ -35,7 +35,8 @@ class Flow:
     """A block under its labels.
 
     Training needs only the values in `outputs`. `runs` has the operators of these outputs. `regathered` has the edges
-    whose operand is saved as a shard and gathered again. The operators of `region` run in `loss_chunks` chunks.
+    whose operand is saved as a shard and gathered again, with the types of the shard. The operators of `region` run in
+    `loss_chunks` chunks.
     """
 
     block: Block
@@ -47,7 +48,7 @@ class Flow:
     labels: BlockLabels
     steps: tuple[ConversionStep, ...]
     outputs: tuple[str, ...]
-    regathered: frozenset[Edge]
+    regathered: Mapping[Edge, Types]
     nodes: Mapping[str, fx.Node] = field(default_factory=dict)
     region: LossRegion | None = None
     loss_chunks: int = 1
@@ -104,7 +105,7 @@ class Flow:
 
     def kept_types(self, edge: Edge) -> Types:
         """Types in which an operand is saved for the backward pass."""
-        return self.types(self.operands[edge[0]][edge[1]]) if edge in self.regathered else self.use_types(edge)
+        return self.regathered.get(edge) or self.use_types(edge)
 
     def divisor(self, types: Types) -> Expr:
         return self.naming.divisor(types)

@@ -24,7 +24,7 @@ from autopar.cost_model.dry_run.traffic import parts_of_step
 from autopar.cost_model.dry_run.zero import ROOT, ParameterGroup, groups_of, padded_elements, stage_passes, zero_step
 from autopar.ir.stages import Stage
 
-DATA_DIMS = ("dp", "dp_shard", "dp_replicate")
+DATA_DIMS = ("dp", "dp_cp", "dp_shard", "dp_replicate")
 BOTH_ENDS_ON_A_RANK = ("zbv-zero-bubble",)  # the time model has the first and the last stage on two ranks
 pytestmark = pytest.mark.timeout(240)
 
@@ -43,13 +43,18 @@ class Rank:
     def parts(self) -> Mapping[str, Mapping[LedgerKey, CollectiveTotal]]:
         return {str(name): part for name, part in parts_of_step(self.setting, self.runs).items()}
 
+    @property
+    def data_dims(self) -> tuple[str, ...]:
+        """Mesh dimensions whose bytes are counted together. ZeRO without dp_shard sends over the ranks of cp."""
+        return DATA_DIMS if self.setting.plan.degrees.dp_shard > 1 else (*DATA_DIMS, "cp")
+
     def tensor(self) -> dict[LedgerKey, tuple[float, float]]:
         """Calls and bytes over tensor ranks that are priced for a step.
 
         Left out: the gradients of parameters that tensor ranks replicate, a call for each mesh dimension in a step, and
         the loss's denominator, a call of 4 bytes in a micro-batch.
         """
-        found = {k: (t.calls, t.sent_bytes) for k, t in self.parts["blocks"].items() if k[0] not in DATA_DIMS}
+        found = {k: (t.calls, t.sent_bytes) for k, t in self.parts["blocks"].items() if k[0] not in self.data_dims}
         for key, more in self.end_of_recomputation().items():
             calls, size = found.get(key, (0, 0.0))
             found[key] = (calls + more.calls, size + more.sent_bytes)
@@ -91,13 +96,13 @@ class Rank:
 
     def data_bytes(self) -> float:
         """Bytes over data-parallel ranks, without the gradients of a pipeline rank."""
-        blocks = sum(t.sent_bytes for key, t in self.parts["blocks"].items() if key[0] in DATA_DIMS)
+        blocks = sum(t.sent_bytes for key, t in self.parts["blocks"].items() if key[0] in self.data_dims)
         return blocks + (self.gradient_bytes() if self.setting.plan.degrees.pp == 1 else 0.0)
 
     def gradient_bytes(self) -> float:
         """Bytes of gradients and parameters over data-parallel ranks as they are priced."""
         if not self.setting.plan.degrees.zero:
-            return sum(t.sent_bytes for key, t in self.parts["replicated"].items() if key[0] == "dp")
+            return sum(t.sent_bytes for key, t in self.parts["replicated"].items() if key[0] in ("dp", "dp_cp"))
         setting = self.setting
         if setting.plan.degrees.pp > 1:  # priced as ZeRO 1, gathered and summed once a step, whatever stage of ZeRO
             degrees = replace(setting.plan.degrees, zero=1)
@@ -149,11 +154,11 @@ def without_padding(setting: RankView, group: ParameterGroup) -> float:
 
 
 def tensor_dims(setting: RankView) -> dict[tuple[int, int], str]:
-    """Names of tensor dimensions, single and joined, by their ranks and how far apart these lie."""
+    """Names of tensor and context dimensions, single and joined, by their ranks and how far apart these lie."""
     mesh, found = setting.plan.mesh, {}
     for i, (name, degree) in enumerate(zip(mesh.names, mesh.degrees, strict=True)):
         joined = mesh.joined(i)
-        if name != "dp" and degree > 1:
+        if name not in ("dp", "cp" if setting.plan.degrees.dp_shard == 1 else "") and degree > 1:
             found[degree, prod(mesh.degrees[i + 1 :])] = name
         if joined is not None:
             found[mesh.degree_of(joined), prod(mesh.degrees[i + 2 :])] = joined
@@ -182,8 +187,7 @@ def split(priced: Mapping[Key, tuple[float, float]], names: Mapping[tuple[int, i
 def test_priced_collectives_are_those_of_the_dry_run(one: Case) -> None:
     program, plan = planned_case(one)
     analysis, degrees = analyse(program, plan.mesh), plan.degrees
-    stride = degrees.tp if degrees.order == "dp-pp-tp" else degrees.tp * degrees.dp
-    ranks = [Rank(RankView(program, analysis, plan, r * stride)) for r in range(degrees.pp)]
+    ranks = [Rank(RankView(program, analysis, plan, r * degrees.strides["pp"])) for r in range(degrees.pp)]
     # every pipeline rank is priced as the one with the largest end
     gradients = max(rank.gradient_bytes() for rank in ranks) if degrees.pp > 1 else 0.0
     for r, rank in enumerate(ranks):

@@ -1,6 +1,6 @@
 """Models of full width and depth, captured with two layers: the repeated block stands for as many as are asked for."""
 
-from collections.abc import Callable
+
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -14,7 +14,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.planning.fixed import program_for
 from autopar.planning.labels import LABELLED, SearchLabels
 from autopar.search.bounds.lower_bounds import Machinery
-from autopar.search.driver.search import Searched, search_degrees
+from autopar.search.driver.search import Searched, Works, search_degrees
 from autopar.search.space.candidates import tensor_degrees
 from autopar.search.space.constraints import Constraints
 
@@ -29,10 +29,10 @@ class Deep:
     layers: int
     tokens: int
 
-    def works_of(self, cluster: str) -> Callable[[int], ProgramWorks]:
+    def works_of(self, cluster: str) -> Works:
         """What its blocks cost, labelled for the links of a cluster's preset."""
         labels = _labels(self.preset, self.tokens, cluster)
-        return lambda tp: deeper(labels.works(tp), self.layers)
+        return lambda tp, cp=1: deeper(labels.works(tp, cp), self.layers)
 
 
 @cache

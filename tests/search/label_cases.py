@@ -20,8 +20,15 @@ LAYERS = {"llama": "model.layers.0", "gpt2": "transformer.h.0"}
 
 @cache
 def program_of(model: str, layers: int = 2, heads: int = 8, vocabulary: int = 160, batch: int = 4) -> Program:
-    """A tiny model; Llama has grouped queries, GPT-2 a packed projection and a tied table."""
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+    """A tiny model; Llama and Mixtral have grouped queries, GPT-2 a packed projection and a tied table."""
+    from transformers import (
+        GPT2Config,
+        GPT2LMHeadModel,
+        LlamaConfig,
+        LlamaForCausalLM,
+        MixtralConfig,
+        MixtralForCausalLM,
+    )
 
     tokens = torch.zeros(batch, 16, dtype=torch.long, device="meta")
     with torch.device("meta"):
@@ -30,8 +37,11 @@ def program_of(model: str, layers: int = 2, heads: int = 8, vocabulary: int = 16
                 GPT2Config(n_embd=8 * heads, n_layer=layers, n_head=heads, vocab_size=vocabulary, n_positions=32)
             )
         else:
-            found = LlamaForCausalLM(
-                LlamaConfig(
+            kind, config = (
+                (MixtralForCausalLM, MixtralConfig) if model == "mixtral" else (LlamaForCausalLM, LlamaConfig)
+            )
+            found = kind(
+                config(
                     hidden_size=8 * heads,
                     intermediate_size=96,
                     num_hidden_layers=layers,

@@ -20,11 +20,13 @@ from autopar.search.space.constraints import Constraints
 
 
 @cache
-def works_of(model: str, tp: int, layers: int = 6, vocabulary: int = 512, selective: bool = False) -> ProgramWorks:
-    """What the blocks of a tiny model cost, split over `tp` ranks, perhaps with operators that can be recomputed."""
+def works_of(
+    model: str, tp: int, layers: int = 6, vocabulary: int = 512, selective: bool = False, cp: int = 1
+) -> ProgramWorks:
+    """What the blocks of a tiny model cost, split over `tp` and `cp` ranks, perhaps with recomputed operators."""
     program = program_of(model, layers=layers, heads=16, vocabulary=vocabulary)
     degrees, analysis, found = choose_labels(
-        program, ClusterSpec.preset("8xh100"), Degrees(tp=tp, dp_shard=2, micro_batch=1)
+        program, ClusterSpec.preset("8xh100"), Degrees(tp=tp, cp=cp, dp_shard=2, micro_batch=1)
     )
     blocks, wish = found.blocks, replace(degrees, recompute="auto" if selective else "none")
     speeds = machinery_with(ClusterSpec.preset("8xh100"), 80e9).machine.speeds
@@ -56,6 +58,7 @@ class Case:
     per_host: int | None = None
     gigabits: float = 100.0
     selective: bool = False
+    context_degrees: tuple[int, ...] = (1,)
 
     @property
     def spec(self) -> ClusterSpec:
@@ -70,8 +73,8 @@ class Case:
     def on(self) -> Machinery:
         return machinery_with(self.spec, self.memory_bytes, self.ranks_per_core)
 
-    def works(self, tp: int) -> ProgramWorks:
-        return replace(works_of(self.model, tp, selective=self.selective), sequence=self.tokens)
+    def works(self, tp: int, cp: int = 1) -> ProgramWorks:
+        return replace(works_of(self.model, tp, selective=self.selective, cp=cp), sequence=self.tokens)
 
     @property
     def constraints(self) -> Constraints:
@@ -81,5 +84,6 @@ class Case:
             global_batch=self.global_batch,
             most_stages=len(calls),
             tensor_degrees=tuple(tp for tp in (1, 2, 4, 8) if self.spec.num_devices % tp == 0),
+            context_degrees=self.context_degrees,
             devices_per_host=self.on.machine.links.devices_per_host,
         )

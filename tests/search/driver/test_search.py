@@ -36,6 +36,13 @@ LARGER_IN_HOSTS = (
 # blocks recompute some operators, all operators or none
 SELECTIVE = tuple(replace(case, selective=True) for case in CASES if case.memory_bytes < 80e9)
 
+# sequences may be split over context ranks
+CONTEXT = tuple(
+    replace(case, context_degrees=(1, 2, 4), tokens=tokens, global_batch=batch)
+    for case in CASES[:6:2]
+    for tokens, batch in ((512, 4), (8192, 2), (65536, 1))
+)
+
 LARGER = tuple(
     replace(case, cluster=cluster, global_batch=batch)
     for case, (cluster, batch) in product(CASES[:12], (("6xa100-80gb", 6), ("8xa100-80gb", 16), ("7xh100", 14)))
@@ -45,14 +52,14 @@ LARGER = tuple(
 def enumerated(case: Case) -> list[Priced]:
     """Every candidate, priced exactly."""
     found, on = candidates(case.constraints), case.on
-    return [priced(case.works(int(found.tp[i])), found.degrees(i), on) for i in range(len(found))]
+    return [priced(case.works(*found.split(i)), found.degrees(i), on) for i in range(len(found))]
 
 
 def searched(case: Case, most: int = 10_000) -> Searched:
     return search_degrees(case.works, case.spec, case.constraints, case.on, most_exact=most)
 
 
-@pytest.mark.parametrize("case", thinned((*CASES, *SELECTIVE), keep=(*CASES[::5], *SELECTIVE[1::5])), ids=str)
+@pytest.mark.parametrize("case", thinned((*CASES, *SELECTIVE, *CONTEXT), keep=(*CASES[::5], *SELECTIVE[1::5], *CONTEXT[::3])), ids=str)
 def test_no_plan_is_better_than_the_one_found(case: Case) -> None:
     found = searched(case)
     assert found.proof.is_proven

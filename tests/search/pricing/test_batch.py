@@ -12,7 +12,7 @@ from autopar.memo import Memo
 from autopar.search.pricing.batch import Together
 from autopar.search.pricing.exact import AS_IT_IS, BY_STAGE, Cut, Priced, priced
 from autopar.search.pricing.objective import Goal, Part
-from autopar.search.space.candidates import candidates
+from autopar.search.space.candidates import Split, candidates
 
 CASES = (
     Case(model="llama", cluster="8xh100", global_batch=16, tokens=512, memory_bytes=20e6, per_host=2),
@@ -32,7 +32,7 @@ def numbers(one: Priced) -> tuple[object, ...]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_prices_are_those_of_each_alone(case: Case) -> None:
     found, on = candidates(case.constraints.narrowed({"tp": (1, 2)})), case.on
-    works = {tp: case.works(tp) for tp in (1, 2)}
+    works = {Split(tp): case.works(tp) for tp in (1, 2)}
     goal = Goal(objective="time", parts={case.spec.num_devices: Part(cluster=case.spec, on=on, weight=1.0)})
     together = Together(found, works, goal)
     wanted = [
@@ -43,7 +43,7 @@ def test_prices_are_those_of_each_alone(case: Case) -> None:
     together.price(wanted)
     assert any(together.priced(*one).degrees.recompute == "full" for one in wanted)
     for index, cut in wanted:
-        alone = priced(works[int(found.tp[index])], found.degrees(index), on, cut=cut)
+        alone = priced(works[found.split(index)], found.degrees(index), on, cut=cut)
         assert numbers(together.priced(index, cut)) == numbers(alone), (found.text(index), cut)
 
 
@@ -53,7 +53,8 @@ def test_searches_that_share_a_memo_get_their_own_prices() -> None:
     for case in CASES[0], replace(CASES[0], memory_bytes=40e6), replace(CASES[0], per_host=8):
         found, on, works = candidates(case.constraints.narrowed({"tp": (1, 2)})), case.on, case.works
         for objective in ("time", "memory"):
-            for labels in ({1: works(1), 2: works(2)}, {1: works(1), 2: replace(works(2), regather=False)}):
+            for second in (works(2), replace(works(2), regather=False)):
+                labels = {Split(1): works(1), Split(2): second}
                 goal = Goal(objective=objective, parts={8: Part(cluster=case.spec, on=on, weight=1.0)})
                 wanted = [(index, BY_STAGE) for index in range(0, len(found), max(1, len(found) // 20))]
                 shared, alone = (Together(found, labels, goal, each) for each in (memo, Memo()))
