@@ -110,14 +110,14 @@ CASES = (
     case(LLAMA, cp=2, dp_replicate=2, dp_shard=1, zero=3, loss_chunks=4),
     case(LLAMA, pp=2, cp=2, micro_batches=4),
     case(GPT2, cp=4, zero=2, accumulate=2),
-    case(GPT2, cp=2, dp=2, zero=1),
+    case(GPT2, cp=2, dp=2, zero=2, accumulate=2),
     case(MIXTRAL, cp=2, dp=2, zero=3),
-    case(T5, pp=2, cp=2, micro_batches=2),
+    case(LLAMA, cp=2, dp=2, zero=0),
 )
 SHORT = (
     case(LLAMA, cp=2, tp=2, sequence_parallel=True),
     case(LLAMA, cp=2, dp_replicate=2, dp_shard=1, zero=3, loss_chunks=4),
-    case(GPT2, cp=2, dp=2, zero=1),
+    case(GPT2, cp=2, dp=2, zero=2, accumulate=2),
     case(LLAMA, tp=2, dp=2, zero=3, accumulate=2, sequence_parallel=True, recompute="selective"),
     case(LLAMA, pp=2, tp=2, micro_batches=4, layers=4, **BY_STAGE),
     case(LLAMA, tp=4, sequence_parallel=True, loss_chunks=4),
