@@ -9,6 +9,7 @@ from autopar.capture.analysis import Analysis
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Block
 from autopar.ir.sharding import Mesh, Type
+from autopar.lowering.context_attention import causal_attention
 from autopar.lowering.conversions import Collective
 from autopar.lowering.functions import conversion_of
 from autopar.lowering.gather_linear import gather_linear, kept_gather_linear
@@ -46,6 +47,8 @@ def collectives_of(
             wires += (("backward", "all_gather"),) if node.target is gather_linear else ()
         elif node.target is vocab_parallel_cross_entropy_sum:
             yield from _of_loss(node, analysis, index, mesh)
+        elif node.target is causal_attention:
+            yield from _of_causal_attention(node, analysis, index, mesh)
         elif node.target is loss_in_chunks:
             yield from _of_loss_in_chunks(node, analysis, index, mesh)
         for when, collective in wires:
@@ -105,6 +108,19 @@ def _of_loss(node: fx.Node, analysis: Analysis, index: int, mesh: Mesh) -> Itera
     tokens = prod(target.shape) * logits.dtype.itemsize / _split_by_others(types, mesh, mesh.indices(dim))
     for count in (1, 2):
         yield dim, "forward", "all_reduce", count * tokens
+
+
+def _of_causal_attention(
+    node: fx.Node, analysis: Analysis, index: int, mesh: Mesh
+) -> Iterator[tuple[str, str, Collective, float]]:
+    """The halves of queries and results that mirror ranks swap (`autopar.lowering.context_attention`)."""
+    assert isinstance(node.args[-1], fx.Node)
+    dim, call = str(node.args[-1].target), analysis.calls[index][node.meta["value"]]
+    pairs = ((node.meta["operand_types"][0], call.operands[0]), (node.meta["types"], call.output))
+    for types, info in pairs:
+        half = prod(info.shape) * info.dtype.itemsize / 2 / _split_by_others(types, mesh, mesh.indices(dim))
+        yield dim, "forward", "exchange", half
+        yield dim, "backward", "exchange", half
 
 
 def _of_loss_in_chunks(

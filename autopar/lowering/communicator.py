@@ -48,6 +48,13 @@ class Communicator(Protocol):
         """Chunk k along dimension 0 goes to rank k."""
         ...
 
+    def exchange(self, x: torch.Tensor, to: int) -> torch.Tensor:
+        """`x` goes to the rank at coordinate `to`. The result is what the one rank sends that names this rank.
+
+        Every rank names another rank, or itself. If two ranks name each other, they swap.
+        """
+        ...
+
     def wait(self, x: torch.Tensor) -> torch.Tensor:
         """The result of a collective that was started."""
         ...

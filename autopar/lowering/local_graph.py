@@ -25,16 +25,17 @@ from autopar.errors import PlanError
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Block
 from autopar.ir.sharding import Dims, Mesh, S, Type, chunk, moves_along, same, steps
+from autopar.lowering import context_attention, vocabulary
 from autopar.lowering.functions import CONVERT, all_gather_to_replicate
 from autopar.lowering.gather_linear import gather_linear, kept_gather_linear
 from autopar.lowering.loss_chunks import loss_in_chunks
 from autopar.lowering.loss_region import region_of, steps_of
 from autopar.lowering.randomness import StreamUse, bind_streams
-from autopar.lowering.vocabulary import REWRITES
 from autopar.rules.rule import Call, MeshDimRef, Slot
 from autopar.rules.variants import Bound, Variant, by_label, rewrites_fit, variants
 
 LINEAR = torch.ops.aten.linear.default
+REWRITES = {**vocabulary.REWRITES, **context_attention.REWRITES}
 _RESULT = {  # the end of a converted value's name, by its old and new kind of type
     ("P", "I"): "summed", ("P", "R"): "summed", ("P", "S"): "scattered", ("S", "I"): "gathered", ("S", "R"): "gathered",
     ("S", "S"): "moved", ("I", "S"): "shard", ("R", "S"): "shard", ("I", "R"): "replicate", ("R", "I"): "invariant",

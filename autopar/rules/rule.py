@@ -136,6 +136,8 @@ class Rule:
     output by addition. Each set in `linear` lists operands that may be partial together. A factor in `invariant`
     has a rewrite whose own collectives sum over ranks, so its output is ``I``; a factor in `outermost` is split
     only on the outermost axis of its product, for rewrites that compute offsets. `even` factors take no padding.
+    The rewrite of a factor in `exchanged` sends half of these operands to one other rank in each pass, -1 being the
+    output.
     """
 
     inputs: tuple[Spec, ...]
@@ -148,6 +150,7 @@ class Rule:
     invariant: frozenset[str] = frozenset()
     outermost: frozenset[str] = frozenset()
     even: frozenset[str] = frozenset()
+    exchanged: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     flops: Callable[[Mapping[str, int]], float] | None = None
     emit: Emit | None = None
     known: bool = True

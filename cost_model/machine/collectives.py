@@ -6,6 +6,7 @@ hosts takes β. k is 2 for an all-reduce (reduce-scatter, then all-gather). k is
 
     ring      k(n-1)/n · S/min(B, H) + k((n-h)α + (h-1)β)
     direct    max((g-1)/n · L/B, (n-g)/n · gL/H) + α or β      all-to-all of L = S/n bytes on each rank
+    mirror    gL/H + β between hosts, L/B + α inside           exchange of L = S/n bytes with one other rank
 
 `ALGORITHMS` holds every algorithm. `fastest_seconds` takes the fastest algorithm and wire protocol, as NCCL's tuner
 does.
@@ -132,19 +133,33 @@ def _direct(kind: Collective, whole_bytes: NDArray[Any], group: RankGroup) -> Nu
     return np.maximum(inside, between) + latency
 
 
+def _mirror(kind: Collective, whole_bytes: NDArray[Any], group: RankGroup) -> Number:
+    held, is_inside = whole_bytes / group.ranks, np.asarray(group.hosts) <= 1
+    inside = held / group.in_host_bytes_per_s + group.in_host_latency_s
+    between = held * group.ranks_in_host / group.host_bytes_per_s + group.inter_host_latency_s
+    found: Number = np.where(is_inside, inside, between)
+    return found
+
+
 ALGORITHMS: Mapping[str, Algorithm] = {
     "ring": Algorithm(kinds=frozenset(("all_reduce", "all_gather", "reduce_scatter")), seconds=_ring),
     "direct": Algorithm(kinds=frozenset(("all_to_all",)), seconds=_direct),
+    "mirror": Algorithm(kinds=frozenset(("exchange",)), seconds=_mirror),
 }
 
 
 def sent_bytes(kind: Collective, whole_bytes: float, ranks: int) -> float:
     """Bytes that one rank sends. `whole_bytes` counts the tensor before it is scattered or after it is gathered."""
     part = (ranks - 1) / ranks * whole_bytes
+    if kind == "exchange":
+        return whole_bytes / ranks
     if kind == "all_reduce":
         return 2 * part
     return part / ranks if kind == "all_to_all" else part
 
 
 def hops(kind: Collective, ranks: int) -> int:
+    """Hops of one call, one after another."""
+    if kind == "exchange":
+        return 1
     return (2 if kind == "all_reduce" else 1) * (ranks - 1)

@@ -439,6 +439,7 @@ def _sent(flow: Flow) -> Iterator[Sent[Polynomial]]:
         for mesh_name, degree, variant in zip(mesh.names, mesh.degrees, sizes.chosen, strict=True):
             if variant.factor in sizes.bound.rule.invariant and degree > 1:
                 over.setdefault(variant.factor, []).append(mesh_name)
+        yield from _exchanged(flow, name)
         for names in over.values():  # one sum over all mesh dimensions that split the factor
             for count in _INSIDE.get(flow.operators[name], ()):
                 rows = polynomial(count * sizes.elements(1) * sizes.call.operands[0].dtype.itemsize)
@@ -456,6 +457,20 @@ def _sent(flow: Flow) -> Iterator[Sent[Polynomial]]:
                 whole = polynomial(_value_bytes(flow, port))
                 yield Sent(
                     collective="all_reduce", mesh_dim=mesh.names[j], is_forward=False, whole_bytes=whole, of="parameter"
+                )
+
+
+def _exchanged(flow: Flow, name: str) -> Iterator[Sent[Polynomial]]:
+    """What the rewrite of an operator exchanges with one other rank: half of each tensor, in both passes."""
+    sizes, mesh, naming = flow.sizes[name], flow.naming.mesh, flow.naming
+    for i, variant in enumerate(sizes.chosen):
+        if mesh.degrees[i] == 1 or variant.factor not in sizes.bound.rule.exchanged:
+            continue
+        for k in sizes.bound.rule.exchanged[variant.factor]:
+            whole = polynomial(sizes.num_bytes(k) * naming.degrees[i] / 2)
+            for is_forward in (True, False):
+                yield Sent(
+                    collective="exchange", mesh_dim=mesh.names[i], is_forward=is_forward, whole_bytes=whole, of="inside"
                 )
 
 

@@ -71,6 +71,10 @@ class MeshDim:
         sizes = [x.shape[0] // self.degree] * self.degree
         return self.wait(_c10d.all_to_all_single(x, sizes, sizes, self.group_name))
 
+    def exchange(self, x: torch.Tensor, to: int) -> torch.Tensor:
+        rows = [x.shape[0] if rank == to else 0 for rank in range(self.degree)]
+        return self.wait(_c10d.all_to_all_single(x, rows, rows, self.group_name))
+
     def wait(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = _c10d.wait_tensor(x)
         return out
@@ -82,8 +86,8 @@ class RankMesh:
 
     `device_mesh` is the mesh of the parameters of this rank's stages: ``dp_replicate``, ``dp_shard`` and the tensor
     dimensions. Its ``dp_shard`` has all ranks that ZeRO divides the state over, so the ranks of ``cp`` too.
-    `value_mesh` is the mesh of values. There ``dp_samples`` and ``cp`` take the place of ``dp_shard`` if ``cp`` is above
-    1. `tensor_mesh` has the tensor dimensions, which split parameters. It is None if there are none. `data` are the
+    `value_mesh` is the mesh of values. With context parallelism it has ``dp_samples`` and ``cp`` in place of
+    ``dp_shard``. `tensor_mesh` has the tensor dimensions, which split parameters. It is None if there are none. `data` are the
     ranks that hold the same parameters. `pipeline` are the ranks that hold the stages of one pipeline.
     """
 

@@ -31,8 +31,8 @@ from autopar.search.space.dimensions import DIMENSIONS
 
 _SAME = 1e-9  # of a number that is counted twice
 # the fields of `Degrees` that a search decides
-DECIDED = ("pp", "tp", "cp", "dp_shard", "dp_replicate", "zero", "micro_batch", "accumulate", "micro_batches", "schedule",
-           "virtual_stages", "recompute", "recompute_blocks", "selective_blocks", "order")  # fmt: skip
+DECIDED = ("pp", "tp", "cp", "dp_shard", "dp_replicate", "zero", "micro_batch", "accumulate", "micro_batches",
+           "schedule", "virtual_stages", "recompute", "recompute_blocks", "selective_blocks", "order")  # fmt: skip
 
 
 def check_result(found: Searched, plan: Plan, works: ProgramWorks, constraints: Constraints) -> None:

@@ -22,7 +22,7 @@ from autopar.cost_model.work.operator_cost import is_view, local_flops, paramete
 from autopar.ir.program import Program
 from autopar.ir.sharding import I, Kind, Type, chunk, moves_along, owned_by
 from autopar.lowering.conversions import Wire, wire
-from autopar.rules.rule import TensorInfo
+from autopar.rules.rule import Call, TensorInfo
 from autopar.rules.variants import Bound, Variant
 from autopar.search.labels.choices import (
     Boundary,
@@ -162,11 +162,28 @@ class DimProblem:
                 types = [(v.operands[k] if k < len(call.operands) else v.output, degree) for v, degree in chosen]
                 touched += prod(info.shape) * info.dtype.itemsize / prod(d for t, d in types if t.kind == "S")
             seconds += passes * touched * self.prices.byte_s
+        if variant.factor in bound.rule.exchanged:
+            return seconds + self._exchange_s(call, bound, variant, chosen), 2 * len(
+                bound.rule.exchanged[variant.factor]
+            )
         if variant.factor not in bound.rule.invariant:
             return seconds, 0
         rest = prod(s for f, s in bound.rule.sizes.items() if f != variant.factor) * 4.0
         rest /= prod(d for f, d in degrees.items() if f != variant.factor)
         return seconds + self._wire_s(("all_reduce", "all_reduce"), rest, 1.5 * rest), 2
+
+    def _exchange_s(
+        self, call: Call, bound: Bound, variant: Variant, chosen: Sequence[tuple[Variant, int]]
+    ) -> float:
+        """Seconds of what a rewrite exchanges: half of each tensor, in both passes."""
+        total = 0.0
+        for k in bound.rule.exchanged[variant.factor]:
+            info = call.output if k < 0 else call.operands[k]
+            types = [(v.output if k < 0 else v.operands[k], degree) for v, degree in chosen]
+            others = prod(d for (t, d), (v, _) in zip(types, chosen, strict=True) if t.kind == "S" and v is not variant)
+            half = prod(info.shape) * info.dtype.itemsize / others / 2
+            total += self._wire_s(("exchange", "exchange"), half, half)
+        return total
 
     # ---- values ----
 

@@ -1,6 +1,5 @@
 """Models of full width and depth, captured with two layers: the repeated block stands for as many as are asked for."""
 
-
 from dataclasses import dataclass, replace
 from functools import cache
 

@@ -8,7 +8,7 @@ from autopar._torch.operators import aten
 from autopar.errors import RuleError
 from autopar.rules.families._notation import aligned, in_order, rule_from, slot_of
 from autopar.rules.registry import rule
-from autopar.rules.rule import Call, Dim, Rule, Slot
+from autopar.rules.rule import Call, Dim, Rule, Slot, Step
 
 
 def _flops(sizes: Mapping[str, int]) -> float:
@@ -19,10 +19,11 @@ def _flops(sizes: Mapping[str, int]) -> float:
 
 @rule(aten.scaled_dot_product_attention.default)
 def scaled_dot_product_attention(call: Call) -> Rule:
-    """``"b h q e, b h k e, b h k f -> b h q f"`` with e and k whole, and q too under a causal mask.
+    """``"b h q e, b h k e, b h k f -> b h q f"`` with e and k whole. Under a causal mask, q is split by a rewrite.
 
     The head width e sets the scale, so it is whole. With grouped queries h is ``(g r)`` in queries and g in keys
-    and values: a rank's r heads of a group meet its own key head.
+    and values: a rank's r heads of a group meet its own key head. The rewrite needs the positions of a rank's queries
+    (`autopar.lowering.context_attention`). It has no dropout, and as many queries as keys.
     """
     query, key, value = (slot_of(a) for a in call.args[:3])
     mask = call.arg(3, "attn_mask")
@@ -50,6 +51,20 @@ def scaled_dot_product_attention(call: Call) -> Rule:
     for argument, layout in layouts:
         if isinstance(argument, Slot):
             specs[argument.index] = aligned(layout, call.operands[argument.index].shape)
-    whole = {"e", "k"} | ({"q"} if causal else set())
     output = [*batch, ("q",), ("f",)]
-    return rule_from(call, in_order(call, specs), output, sizes=sizes, whole=whole, linear=[{value}], flops=_flops)
+    options: dict[str, Any] = {"sizes": sizes, "whole": {"e", "k"}, "linear": [{value}], "flops": _flops}
+    if causal:
+        same = call.operands[query].shape[-2] == call.operands[key].shape[-2]
+        if isinstance(mask, Slot) or call.arg(4, "dropout_p", 0.0) or not same:
+            options["whole"] |= {"q"}
+        else:
+            options |= {"outermost": {"q"}, "even": {"q"}, "exchanged": {"q": (query, -1)}, "emit": _emit_causal}
+    return rule_from(call, in_order(call, specs), output, **options)
+
+
+def _emit_causal(local: Call) -> tuple[Step, ...]:
+    mesh_dim = local.mesh_dim("q")
+    if mesh_dim is None:
+        return (Step(local.target, local.args, local.kwargs),)
+    scale, grouped = local.kwargs.get("scale"), bool(local.kwargs.get("enable_gqa", False))
+    return (Step("causal_attention", (*local.args[:3], scale, grouped, mesh_dim)),)

@@ -59,7 +59,9 @@ def searched(case: Case, most: int = 10_000) -> Searched:
     return search_degrees(case.works, case.spec, case.constraints, case.on, most_exact=most)
 
 
-@pytest.mark.parametrize("case", thinned((*CASES, *SELECTIVE, *CONTEXT), keep=(*CASES[::5], *SELECTIVE[1::5], *CONTEXT[::3])), ids=str)
+@pytest.mark.parametrize(
+    "case", thinned((*CASES, *SELECTIVE, *CONTEXT), keep=(*CASES[::5], *SELECTIVE[1::5], *CONTEXT[::3])), ids=str
+)
 def test_no_plan_is_better_than_the_one_found(case: Case) -> None:
     found = searched(case)
     assert found.proof.is_proven
