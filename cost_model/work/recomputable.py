@@ -180,7 +180,9 @@ class _Values:
         if flow.operators[name] == "linear" and _is_sent(flow.types(flow.operands[name][0]), flow.use_types((name, 0))):
             return False  # a gather is fused with its products
         degrees = zip(flow.naming.mesh.degrees, sizes.chosen, strict=True)
-        return not any(degree > 1 and variant.factor in sizes.bound.rule.invariant for degree, variant in degrees)
+        rule = sizes.bound.rule
+        sends = {*rule.invariant, *rule.exchanged}
+        return not any(degree > 1 and variant.factor in sends for degree, variant in degrees)
 
 
 def _is_sent(before: Types, after: Types) -> bool:
