@@ -29,6 +29,12 @@ class ConversionStep:
         """Whether users take the value as this step leaves it. Products are fused with no other gather."""
         return all(self.before[j] == t for j, t in enumerate(self.target) if j not in self.indices)
 
+    @property
+    def is_gather(self) -> bool:
+        """Whether users take the whole of a split value from this step."""
+        i = self.indices[0]
+        return self.is_last and (self.before[i].kind, self.target[i].kind) == ("S", "R")
+
 
 def conversion_steps(
     block: Block, analysis: Analysis, index: int, labels: BlockLabels, mesh: Mesh

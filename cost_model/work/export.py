@@ -14,22 +14,20 @@ from math import prod
 
 from autopar.capture.analysis import Analysis
 from autopar.cost_model.work.autograd_probe import NodeRun, ProbedRuns, run_block
-from autopar.cost_model.work.block_work import BlockWork, Cause, Operator, Selected, Sent
-from autopar.cost_model.work.conversion_steps import ConversionStep, conversion_steps
+from autopar.cost_model.work.block_work import BlockWork, Operator, Selected
+from autopar.cost_model.work.conversion_steps import conversion_steps
 from autopar.cost_model.work.fusion import Flow, Need, needs_of_product
 from autopar.cost_model.work.operator_cost import EXPERT_PRODUCTS, forward_flops, target_name
 from autopar.cost_model.work.polynomials import Expr, Polynomial, polynomial, symbol
 from autopar.cost_model.work.recomputable import recomputable, selected
+from autopar.cost_model.work.sent import sent_by
 from autopar.cost_model.work.sizes import Naming, sizes_of
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Block, Program
 from autopar.ir.sharding import Mesh
-from autopar.lowering.conversions import Collective, wire
 from autopar.lowering.loss_region import region_of
 
 SymbolicWork = BlockWork[Polynomial]
-# numbers per target that a rewrite sums over ranks: the highest logit; the sum of exponentials and the target's own
-_INSIDE = {"cross_entropy_loss": (1, 2)}  # (`autopar.lowering.vocabulary`)
 
 
 def block_works(
@@ -89,7 +87,7 @@ def flow_of(
     regathered = {
         (names[user], k): step.before
         for step in steps
-        if regather and _is_gather(step) and all(_is_linear(nodes, names.get(user), k) for user, k in step.users)
+        if regather and step.is_gather and all(_is_linear(nodes, names.get(user), k) for user, k in step.users)
         for user, k in step.users
     }
     sizes = sizes_of(block, index, analysis, labels, naming)
@@ -131,11 +129,6 @@ def _needed(block: Block, outputs: Sequence[str]) -> set[str]:
     return found
 
 
-def _is_gather(step: ConversionStep) -> bool:
-    i = step.indices[0]
-    return step.is_last and (step.before[i].kind, step.target[i].kind) == ("S", "R")
-
-
 def _is_linear(nodes: Mapping[str, object], name: str | None, operand: int) -> bool:
     """Whether a use is the input of `linear`.
 
@@ -156,10 +149,10 @@ def work_of(flow: Flow, role: str | None = None) -> SymbolicWork:
         products=products,
         eager=eager,
         fused=tuple(_fused(flow, members, flow.written, needs) for members, needs in pairs),
-        sent=tuple(_sent(flow)),
+        sent=tuple(sent_by(flow)),
         saved_eager_bytes=polynomial(_saved_eager(flow)),
         saved_fused_bytes=polynomial(_saved_fused(flow, flow.needs_of_groups)),
-        input_bytes=polynomial(_sum(_value_bytes(flow, p) for p in _inputs(flow))),
+        input_bytes=polynomial(_sum(flow.value_bytes(p) for p in _inputs(flow))),
         parameters_split=polynomial(split),
         parameters_whole=polynomial(whole),
         parameters_expert=polynomial(expert),
@@ -179,7 +172,7 @@ def kept_work(flow: Flow, work: SymbolicWork) -> SymbolicWork:
     kept = replace(flow, regathered={})
     return replace(
         work,
-        sent=tuple(_sent(kept)),
+        sent=tuple(sent_by(kept)),
         saved_eager_bytes=polynomial(_saved_eager(kept)),
         saved_fused_bytes=polynomial(_saved_fused(kept, flow.needs_of_groups)),
         selected=_selected(kept, (*work.products, *work.eager)),
@@ -195,11 +188,6 @@ def _sum(terms: Iterable[Expr]) -> Expr:
 
 def _inputs(flow: Flow) -> list[str]:
     return [p for p in flow.block.differentiable_ports if flow.roles[p] == "value"]
-
-
-def _value_bytes(flow: Flow, name: str) -> Expr:
-    """Bytes of a value on one rank, in its producer's types."""
-    return flow.naming.local(flow.dims[name], flow.types(name)) * flow.info(name).dtype.itemsize
 
 
 def _need_bytes(flow: Flow, need: Need) -> Expr:
@@ -367,7 +355,7 @@ def _eager(flow: Flow) -> Iterator[Operator[Polynomial]]:
     for name, count in uses.items():
         more = count - 1 + (name in flow.outputs)
         if more > 0 and flow.roles.get(name) != "parameter":
-            yield _memory(f"{name} gradients", 0, 3 * more * _value_bytes(flow, name), (0, more))
+            yield _memory(f"{name} gradients", 0, 3 * more * flow.value_bytes(name), (0, more))
 
 
 def _fused(flow: Flow, members: tuple[str, ...], written: frozenset[str], kept: set[Need]) -> Operator[Polynomial]:
@@ -385,12 +373,12 @@ def _fused(flow: Flow, members: tuple[str, ...], written: frozenset[str], kept: 
                 inputs[smallest, divisor] = size, flow.info(operand).differentiable
     outputs = [name for name in members if name in written]
     masks = _sum(_need_bytes(flow, need) for need in kept if need.inside >= 0)
-    out = _sum(_value_bytes(flow, name) for name in outputs)
+    out = _sum(flow.value_bytes(name) for name in outputs)
     into = _sum(size for size, _ in inputs.values())
     differentiable = [name for name in outputs if flow.info(name).differentiable]
     backward: Expr = 0
     if differentiable:
-        backward += _sum(_value_bytes(flow, name) for name in differentiable)
+        backward += _sum(flow.value_bytes(name) for name in differentiable)
         backward += _sum(_need_bytes(flow, need) for need in kept)
         backward += _sum(size for size, flows in inputs.values() if flows)
     kernels = (1, 1 if differentiable else 0)
@@ -408,88 +396,6 @@ def _in_chunks(flow: Flow, members: Sequence[str], work: Operator[Polynomial]) -
         kernels_forward=work.kernels_forward * flow.loss_chunks,
         kernels_backward=(work.kernels_backward + work.kernels_forward) * flow.loss_chunks,
     )
-
-
-def _sent(flow: Flow) -> Iterator[Sent[Polynomial]]:
-    """Both passes of every conversion, repeated gathers, sums inside operators, gradient sums of whole parameters."""
-    mesh, naming = flow.naming.mesh, flow.naming
-    for step in flow.steps:
-        i, info = step.indices[0], flow.info(step.value)
-        others = tuple(t for j, t in enumerate(step.before) if j not in step.indices)
-        degrees = [d for j, d in enumerate(naming.degrees) if j not in step.indices]
-        divisor = prod((d for t, d in zip(others, degrees, strict=True) if t.kind == "S"), start=symbol("b") ** 0)
-        whole = polynomial(naming.whole(flow.dims[step.value]) / divisor * info.dtype.itemsize)
-        name = mesh.names[i] if len(step.indices) == 1 else mesh.joined(i) or ""
-        of: Cause = "parameter" if flow.roles.get(step.value) == "parameter" else "value"
-        passes = wire(step.before[i].kind, step.target[i].kind, info.differentiable)
-        if _feeds_chunks(flow, step):
-            yield from _each_chunk(flow, name, whole, "all_gather", True, of)
-            yield from _each_chunk(flow, name, whole, "reduce_scatter", False, of)
-            yield from _each_chunk(flow, name, whole, "all_gather", False, "regather")
-            continue
-        for collective, is_forward in zip(passes, (True, False), strict=True):
-            if collective:
-                yield Sent(collective=collective, mesh_dim=name, is_forward=is_forward, whole_bytes=whole, of=of)
-        users = {(user, k) for user, k in step.users}
-        if _is_gather(step) and any((flow.nodes[n].meta["key"], k) in users for n, k in flow.regathered):
-            yield Sent(collective="all_gather", mesh_dim=name, is_forward=False, whole_bytes=whole, of="regather")
-    for name in flow.runs:
-        sizes = flow.sizes[name]
-        over: dict[str, list[str]] = {}
-        for mesh_name, degree, variant in zip(mesh.names, mesh.degrees, sizes.chosen, strict=True):
-            if variant.factor in sizes.bound.rule.invariant and degree > 1:
-                over.setdefault(variant.factor, []).append(mesh_name)
-        yield from _exchanged(flow, name)
-        for names in over.values():  # one sum over all mesh dimensions that split the factor
-            for count in _INSIDE.get(flow.operators[name], ()):
-                rows = polynomial(count * sizes.elements(1) * sizes.call.operands[0].dtype.itemsize)
-                if flow.chunked is not None and flow.chunked.loss == name:
-                    yield from _each_chunk(flow, "_".join(names), rows, "all_reduce", True, "inside")
-                    continue
-                yield Sent(
-                    collective="all_reduce", mesh_dim="_".join(names), is_forward=True, whole_bytes=rows, of="inside"
-                )
-    for port in flow.block.differentiable_ports:
-        if flow.roles[port] != "parameter":
-            continue
-        for j, kind in enumerate(flow.types(port)):
-            if kind.kind == "R" and mesh.degrees[j] > 1:
-                whole = polynomial(_value_bytes(flow, port))
-                yield Sent(
-                    collective="all_reduce", mesh_dim=mesh.names[j], is_forward=False, whole_bytes=whole, of="parameter"
-                )
-
-
-def _exchanged(flow: Flow, name: str) -> Iterator[Sent[Polynomial]]:
-    """What the rewrite of an operator exchanges with one other rank: half of each tensor, in both passes."""
-    sizes, mesh, naming = flow.sizes[name], flow.naming.mesh, flow.naming
-    for i, variant in enumerate(sizes.chosen):
-        if mesh.degrees[i] == 1 or variant.factor not in sizes.bound.rule.exchanged:
-            continue
-        for k in sizes.bound.rule.exchanged[variant.factor]:
-            whole = polynomial(sizes.num_bytes(k) * naming.degrees[i] / 2)
-            for is_forward in (True, False):
-                yield Sent(
-                    collective="exchange", mesh_dim=mesh.names[i], is_forward=is_forward, whole_bytes=whole, of="inside"
-                )
-
-
-def _feeds_chunks(flow: Flow, step: ConversionStep) -> bool:
-    """Whether a gather is of hidden states that only the loss in chunks reads. Then each chunk is gathered."""
-    if flow.chunked is None or not _is_gather(step) or len(step.indices) > 1:
-        return False
-    key = flow.nodes[flow.chunked.linear].meta["key"]
-    shard, dims, degrees = step.before[step.indices[0]], flow.dims[step.value], flow.naming.mesh.degrees
-    return set(step.users) == {(key, 0)} and dims.is_outermost(shard, step.before, degrees)
-
-
-def _each_chunk(
-    flow: Flow, mesh_dim: str, whole: Polynomial, collective: Collective, is_forward: bool, of: Cause
-) -> Iterator[Sent[Polynomial]]:
-    """A collective of every chunk."""
-    part = whole.times(Fraction(1, flow.loss_chunks))
-    for _ in range(flow.loss_chunks):
-        yield Sent(collective=collective, mesh_dim=mesh_dim, is_forward=is_forward, whole_bytes=part, of=of)
 
 
 def _parameters(flow: Flow) -> tuple[Expr, Expr, Expr]:

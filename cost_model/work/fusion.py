@@ -95,6 +95,10 @@ class Flow:
     def info(self, name: str) -> Any:
         return self.nodes[name].meta["info"]
 
+    def value_bytes(self, name: str) -> Expr:
+        """Bytes of a value on one rank, in its producer's types."""
+        return self.naming.local(self.dims[name], self.types(name)) * self.info(name).dtype.itemsize
+
     def types(self, name: str) -> Types:
         """Types in which a value is made."""
         return self.sizes[name].types(-1) if name in self.sizes else tuple(self.labels.ports[name])

@@ -87,8 +87,8 @@ class RankMesh:
     `device_mesh` is the mesh of the parameters of this rank's stages: ``dp_replicate``, ``dp_shard`` and the tensor
     dimensions. Its ``dp_shard`` has all ranks that ZeRO divides the state over, so the ranks of ``cp`` too.
     `value_mesh` is the mesh of values. With context parallelism it has ``dp_samples`` and ``cp`` in place of
-    ``dp_shard``. `tensor_mesh` has the tensor dimensions, which split parameters. It is None if there are none. `data` are the
-    ranks that hold the same parameters. `pipeline` are the ranks that hold the stages of one pipeline.
+    ``dp_shard``. `tensor_mesh` has the tensor dimensions, which split parameters. It is None if there are none. `data`
+    are the ranks that hold the same parameters. `pipeline` are the ranks that hold the stages of one pipeline.
     """
 
     device_mesh: DeviceMesh

@@ -150,8 +150,8 @@ def _in_chunks(asked: Asked, should_continue: Callable[[], bool]) -> str | None:
 
 
 def _with_chunks(works_in_chunks: WorksInChunks, chunks: int) -> Works:
-    def chunked(tp: int) -> ProgramWorks:
-        return works_in_chunks(tp, chunks)
+    def chunked(tp: int, cp: int = 1) -> ProgramWorks:
+        return works_in_chunks(tp, cp, chunks=chunks)
 
     return chunked
 

@@ -172,9 +172,7 @@ class DimProblem:
         rest /= prod(d for f, d in degrees.items() if f != variant.factor)
         return seconds + self._wire_s(("all_reduce", "all_reduce"), rest, 1.5 * rest), 2
 
-    def _exchange_s(
-        self, call: Call, bound: Bound, variant: Variant, chosen: Sequence[tuple[Variant, int]]
-    ) -> float:
+    def _exchange_s(self, call: Call, bound: Bound, variant: Variant, chosen: Sequence[tuple[Variant, int]]) -> float:
         """Seconds of what a rewrite exchanges: half of each tensor, in both passes."""
         total = 0.0
         for k in bound.rule.exchanged[variant.factor]:
