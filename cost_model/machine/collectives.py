@@ -152,7 +152,7 @@ def sent_bytes(kind: Collective, whole_bytes: float, ranks: int) -> float:
     """Bytes that one rank sends. `whole_bytes` counts the tensor before it is scattered or after it is gathered."""
     part = (ranks - 1) / ranks * whole_bytes
     if kind == "exchange":
-        return whole_bytes / ranks
+        return whole_bytes / ranks if ranks > 1 else 0.0
     if kind == "all_reduce":
         return 2 * part
     return part / ranks if kind == "all_to_all" else part
@@ -161,5 +161,5 @@ def sent_bytes(kind: Collective, whole_bytes: float, ranks: int) -> float:
 def hops(kind: Collective, ranks: int) -> int:
     """Hops of one call, one after another."""
     if kind == "exchange":
-        return 1
+        return min(ranks - 1, 1)
     return (2 if kind == "all_reduce" else 1) * (ranks - 1)

@@ -24,7 +24,12 @@ from autopar.search.space.constraints import Constraints
 from autopar.search.space.dimensions import BY_COLUMN, BY_WORD, DIMENSIONS, WORDS
 
 CONSTRAINTS = Constraints(
-    num_devices=24, global_batch=48, most_stages=10, tensor_degrees=(1, 2, 3, 4, 8), devices_per_host=4
+    num_devices=24,
+    global_batch=48,
+    most_stages=10,
+    tensor_degrees=(1, 2, 3, 4, 8),
+    context_degrees=(1, 2),
+    devices_per_host=4,
 )
 ALL = candidates(CONSTRAINTS)
 # values beside which a dimension alone makes the difference
@@ -120,13 +125,19 @@ def labels(captured: Capture, two_hosts: ClusterSpec) -> SearchLabels:
 def test_it_is_priced(word: str, captured: Capture, labels: SearchLabels, two_hosts: ClusterSpec) -> None:
     """Two values have two exact prices. Both are the figure of `autopar.estimate` for the plan that a search shows."""
     constraints = Constraints(
-        num_devices=8, global_batch=16, most_stages=6, tensor_degrees=(1, 2), devices_per_host=4, fix=FEW.get(word, {})
+        num_devices=8,
+        global_batch=16,
+        most_stages=6,
+        tensor_degrees=(1, 2),
+        context_degrees=(1, 2),
+        devices_per_host=4,
+        fix=FEW.get(word, {}),
     )
     found = candidates(constraints)
     own, seconds = values(found, word), {}
     for value in [*dict.fromkeys(own)][:2]:
         degrees = found.degrees(own.index(value))
-        works, on = labels.works(degrees.tp), machinery_of(two_hosts, None, "bf16", stored_bytes=2)
+        works, on = labels.works(degrees.tp, degrees.cp), machinery_of(two_hosts, None, "bf16", stored_bytes=2)
         price = priced(works, degrees, on)
         shown = degrees_in_plain(price.degrees, price.cuts)
         assert BY_WORD[word].value_of(degrees_from({n: v for n, v in shown.items() if n != "cuts"})) == value

@@ -169,11 +169,15 @@ def test_spans() -> None:
     assert spans([], [1]) == []
 
 
-def test_causal_attention_keeps_queries_whole() -> None:
-    q = real(2, 4, 6, 8)
+def test_causal_attention_splits_queries_by_a_rewrite() -> None:
+    q, fewer = real(2, 4, 6, 8), real(2, 4, 4, 8)
     causal = rule_for(aten.scaled_dot_product_attention.default, q, q, q, None, 0.0, True)
     free = rule_for(aten.scaled_dot_product_attention.default, q, q, q)
-    assert causal.whole == {"q", "k", "e"} and free.whole == {"k", "e"}
+    assert causal.whole == free.whole == {"k", "e"}
+    assert causal.emit is not None and causal.even == {"q"} and free.emit is None
+    dropped = rule_for(aten.scaled_dot_product_attention.default, q, q, q, None, 0.1, True)
+    unequal = rule_for(aten.scaled_dot_product_attention.default, fewer, q, q, None, 0.0, True)
+    assert dropped.whole == unequal.whole == {"q", "k", "e"}
 
 
 def test_grouped_attention_shares_the_key_heads() -> None:

@@ -116,16 +116,16 @@ def why_not_listed(one: Published) -> str | None:
 def space_of(one: Published) -> Candidates:
     """All candidates that the search lists for a row's work, beside the row's context ranks."""
     row, v = one.row, one.values
-    devices = int((row.num_gpus or 1) // v["cp"])
-    tensor = tuple(tp for tp in divisors(devices) if (row.n_heads or 1) % tp == 0)
+    devices, context = row.num_gpus or 1, int(v["cp"])
+    tensor = tuple(tp for tp in divisors(devices // context) if (row.n_heads or 1) % tp == 0)
     constraints = Constraints(
         num_devices=devices,
         global_batch=one.global_batch,
         most_stages=row.layers or 1,
         tensor_degrees=tensor,
-        context=int(v["cp"]),
+        context_degrees=(context,),
     )
-    return candidates(constraints.narrowed({"schedule": SCHEDULES}))
+    return candidates(constraints.narrowed({"schedule": SCHEDULES, "cp": (context,)}))
 
 
 def place_of(one: Published, space: Candidates) -> int | None:
@@ -144,7 +144,7 @@ def bounds_of(one: Published, space: Candidates, memory_bytes: float) -> Any:
     v = one.values
     on = Machinery(
         machine=replace(one.machine, memory_bytes=memory_bytes),
-        beyond=Beyond(cp=int(v["cp"]), ep=int(v["ep"])),
+        beyond=Beyond(ep=int(v["ep"])),
     )
     found = np.full(len(space), np.inf)
     for tp in set(space.tp.tolist()):
@@ -184,6 +184,7 @@ def works_of(row: Row, tp: int, sequence_parallel: bool) -> ProgramWorks:
         experts_per_token=float(shape.experts_per_token[0]),
         is_tied=bool(shape.is_tied[0]),
         sequence_parallel=sequence_parallel,
+        has_master_weights=True,
     )
 
 
