@@ -100,7 +100,7 @@ def train_steps(
 
     The first loss is compared with the loss of `check`, the unmodified model. The script ends if they differ.
     """
-    dp = parallel.rank_mesh.dims["dp"]  # ranks that differ only in tp or pp read the same text
+    dp = parallel.rank_mesh.dims["dp"]  # ranks that differ only in tp, cp or pp read the same text
     expected = None
     if check is not None and dist.get_rank() == 0:  # the one rank that holds the whole model for a moment
         expected = loss_of(on_one_device(check), text.batch(0))

@@ -69,7 +69,7 @@ def next_after_difference(report: "Report", command: VerifyCommand) -> str:
     degrees = report.plan.degrees
     if failed <= {"captured loss", "captured gradients"}:
         return f"{command.words(1)}  # the split is right, and the capture differs from the module on one device too"
-    if degrees.tp > 1 or degrees.pp > 1:
+    if degrees.tp > 1 or degrees.cp > 1 or degrees.pp > 1:
         return f"{command.words(degrees.world_size, {'dp': degrees.world_size})}  # {_LEAST}: is it equal?"
     return 'docs/troubleshooting.md, "The result differs"'
 
@@ -79,6 +79,6 @@ def _other_degrees(command: VerifyCommand, asked: Mapping[str, Any]) -> str:
     if (asked.get("accumulate") or 1) > 1:
         kept = {name: value for name, value in asked.items() if name != "accumulate"}
         return f"{command.words(degrees=kept)}  # without micro-batches"
-    if {"tp", "pp"} & asked.keys():
+    if {"tp", "cp", "pp"} & asked.keys():
         return f"{command.words(degrees={'dp': command.world_size})} --batch 1  # {_LEAST}"
     return f"{command.words(1)} --batch {command.world_size}  # one rank"

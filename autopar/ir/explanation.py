@@ -87,12 +87,13 @@ def sizes_in_words(plan: Explained) -> str:
     named = [
         ("pp", degrees.pp),
         ("tp", degrees.tp),
+        ("cp", degrees.cp),
         ("dp_shard", degrees.dp_shard),
         ("dp_replicate", degrees.dp_replicate),
     ]
     product = " × ".join(f"{name} {degree}" for name, degree in named if degree > 1) or "no split"
     ranks = f"{degrees.world_size} rank{'s' * (degrees.world_size > 1)}"
-    zero = f", ZeRO-{degrees.zero}" if degrees.dp > 1 else ""
+    zero = f", ZeRO-{degrees.zero}" if degrees.data_ranks > 1 else ""
     order = f", rank order {degrees.order}" if degrees.order != ORDERS[0] else ""
     return f"{product} = {ranks}{zero}{order}" if degrees.world_size > 1 else f"one rank{zero}"
 

@@ -80,8 +80,9 @@ def _parameters(program: Program, plan: Plan) -> Iterator[ParameterSummary]:
     for (name, shape, types, operator), count in found.items():
         pairs = zip(plan.mesh.names, plan.mesh.degrees, types, strict=True)
         split = {m: _split_words(t, degree, operator) for m, degree, t in pairs if degree > 1}
-        if "dp" in split and plan.degrees.zero == 3:
-            split["dp"] = f"sharded over {plan.degrees.dp_shard} (ZeRO-3)"
+        shares = [name for name in ("dp", "cp") if name in split]
+        if shares and plan.degrees.zero == 3:
+            split |= dict.fromkeys(shares, f"sharded over {plan.degrees.shard_ranks} (ZeRO-3)")
         yield ParameterSummary(name=name, num_copies=count, shape=shape, split=split)
 
 
@@ -202,14 +203,16 @@ def _stages(program: Program, analysis: Analysis, plan: Plan, call_s: Sequence[f
 
 def _once_a_step(program: Program, plan: Plan) -> Iterator[str]:
     degrees = plan.degrees
-    if degrees.dp > 1:
-        yield {
-            0: "dp: gradients of all parameters are all-reduced once a step (ZeRO-0)",
-            1: "dp: gradients are reduce-scattered once a step, parameters gathered once (ZeRO-1)",
-            2: "dp: gradients are reduce-scattered every micro-batch, parameters gathered once (ZeRO-2)",
-            3: "dp: each block's parameters are gathered for forward and again for backward, gradients "
+    if degrees.data_ranks > 1:
+        over = " and ".join(name for name, degree in (("dp", degrees.dp), ("cp", degrees.cp)) if degree > 1)
+        how = {
+            0: "gradients of all parameters are all-reduced once a step (ZeRO-0)",
+            1: "gradients are reduce-scattered once a step, parameters gathered once (ZeRO-1)",
+            2: "gradients are reduce-scattered every micro-batch, parameters gathered once (ZeRO-2)",
+            3: "each block's parameters are gathered for forward and again for backward, gradients "
             "reduce-scattered, every micro-batch (ZeRO-3)",
         }[degrees.zero]
+        yield f"{over}: {how}"
     if degrees.dp_replicate > 1:
         yield f"dp: gradient shards are all-reduced over {degrees.dp_replicate} replicas"
     uses = _first_uses(program)

@@ -14,7 +14,10 @@ from autopar.search.result.result import SearchResult
 
 BEYOND = 6.0  # times the best step: slower candidates are counted, not drawn
 _NEAR = 0.35  # of a device's memory: where all need less, its line is left out
-_DEGREES = ("pp", "tp", "dp_shard", "dp_replicate", "zero", "micro_batch", "micro_batches", "virtual", "devices")
+_DEGREES = (
+    *("pp", "tp", "cp", "dp_shard", "dp_replicate", "zero"),
+    *("micro_batch", "micro_batches", "virtual", "devices"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

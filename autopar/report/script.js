@@ -64,10 +64,11 @@
       }
       return best;
     }, (row) => {
-      const [, , s, gb, exact, pp, tp, shard, copies, zero, mb, count, virtual, devices, schedule] = row;
+      const [, , s, gb, exact, pp, tp, context, shard, copies, zero, mb, count, virtual, devices, schedule] = row;
       const words = data.candidates.fewer ? [`${devices} devices`] : [];
       if (pp > 1) words.push(`pipeline ${pp} (${schedules[schedule]}${virtual > 1 ? `, ${virtual} stages a rank` : ""})`);
       if (tp > 1) words.push(`tensor ${tp}`);
+      if (context > 1) words.push(`context ${context}${shard * copies > 1 ? "" : `, ZeRO ${zero}`}`);
       if (shard * copies > 1) words.push(`data ${shard * copies}, ZeRO ${zero}${copies > 1 && zero ? ` in shards of ${shard}` : ""}`);
       words.push(`micro-batch ${mb} × ${count}`);
       return `${words.join(" · ")}\n${exact ? "" : "at least "}${seconds(s)}, ${gb} GB${exact ? " (priced as it would run)" : ""}`;

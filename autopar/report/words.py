@@ -24,7 +24,7 @@ def degrees_in_words(degrees: Mapping[str, Any]) -> str:
 
 
 def _degree_words(d: Mapping[str, Any]) -> Iterator[str]:
-    pp, tp = d.get("pp", 1), d.get("tp", 1)
+    pp, tp, cp = d.get("pp", 1), d.get("tp", 1), d.get("cp", 1)
     shard, copies = d.get("dp_shard", 1), d.get("dp_replicate", 1)
     if pp > 1:
         stages = f", {d['virtual_stages']} stages a rank" if d.get("virtual_stages", 1) > 1 else ""
@@ -32,6 +32,8 @@ def _degree_words(d: Mapping[str, Any]) -> Iterator[str]:
         yield f"pipeline of {pp} ({schedule}{stages}, {count} micro-batch{'es' * (count > 1)})"
     if tp > 1:
         yield f"tensor parallel {tp}"
+    if cp > 1:
+        yield f"context parallel {cp}" + (f" with ZeRO {d['zero']}" if shard * copies == 1 and d.get("zero") else "")
     if shard * copies > 1:
         zero, dp = d.get("zero", 3), shard * copies
         held = f" with ZeRO {zero}" if zero and shard > 1 else ""
@@ -41,7 +43,7 @@ def _degree_words(d: Mapping[str, Any]) -> Iterator[str]:
             if zero == 3 and held
             else f"data parallel {dp}{held}{over}"
         )
-    if pp * tp * shard * copies == 1:
+    if pp * tp * cp * shard * copies == 1:
         yield "one device"
     if d.get("order", ORDERS[0]) != ORDERS[0]:
         yield f"rank order {d['order']}"

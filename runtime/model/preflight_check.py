@@ -1,8 +1,8 @@
 """The check before every step that all ranks run the same step on data that fits, by one small all-gather.
 
-Ranks that differ only in `tp` or `pp` must hold the same sequences. Shapes may differ between ranks in the number of
-sequences only. All ranks must be at the same step. A difference is an error on all ranks, so that no rank waits in a
-collective that another rank never enters.
+Ranks that differ only in `tp`, `cp` or `pp` must hold the same sequences. Shapes may differ between ranks in the
+number of sequences only. All ranks must be at the same step. A difference is an error on all ranks, so that no rank
+waits in a collective that another rank never enters.
 
 The cost is an all-gather of 8 × (5 + 2 × inputs) bytes a rank, over gloo on the host, and a checksum of the inputs. Of
 an input above 2 MiB an evenly spread part is read, so a difference in a few elements may be missed. Inputs on a GPU are
@@ -189,7 +189,7 @@ def _data_disagreement(rows: Sequence[_Row], inputs: Sequence[InputInfo], dp_of:
             first += named[0] if len(named) > 1 else []
             others += _joined(named[1:])
         if others:
-            why = "differ only in tp or pp" if batched else "share this input, which has no batch"
+            why = "differ only in tp, cp or pp" if batched else "share this input, which has no batch"
             return (
                 f"input {info.name!r}: {_ranks(others)} got other data than {_ranks(first)}, but they {why}; pass the "
                 "same data on these ranks: parallel.loader(dataset) does"

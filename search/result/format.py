@@ -42,7 +42,9 @@ def _mesh(degrees: Mapping[str, Any]) -> str:
     named = [f"{name} {degrees[name]}" for name in ("pp", "tp", "cp", "ep") if degrees.get(name, 1) > 1]
     if shard * replicate > 1:
         held = f"dp {shard}" if replicate == 1 else f"dp {shard} sharded × {replicate} replicas"
-        named.append(f"{held} ZeRO-{degrees.get('zero', 3)}")
+        named.append(held)
+    if shard * replicate * degrees.get("cp", 1) > 1:
+        named[-1] += f" ZeRO-{degrees.get('zero', 3)}"
     return " × ".join(named) or "one device"
 
 
