@@ -105,6 +105,26 @@ ROUTING_PLANS: Mapping[str, Wish] = {
     "pp=2, recompute": {"pp": 2, "micro_batches": 2, "recompute": "full"},
 }
 
+CONTEXT_FAMILIES = (
+    *("llama", "mistral", "qwen3", "gemma2", "phi3", "gpt2", "gpt_neox", "falcon_multi_query", "mpt", "bert", "t5"),
+    *("mixtral", "qwen3_moe", "decoder", "mixer"),
+)
+CONTEXT_PLANS: Mapping[str, Wish] = {
+    "cp=2": {"cp": 2},
+    "cp=4": {"cp": 4},
+    "cp=2 × tp=2": {"cp": 2, "tp": 2},
+    "cp=2 × dp=2, ZeRO 3": {"cp": 2, "dp": 2, "zero": 3},
+    "cp=2 × pp=2": {"cp": 2, "pp": 2, "micro_batches": 3},
+    "cp=2, ZeRO 1, selective, accumulate 3": {"cp": 2, "zero": 1, "recompute": "selective", "accumulate": 3},
+    "cp=2 × tp=2, sequence, full, 3 chunks": {
+        "cp": 2,
+        "tp": 2,
+        "sequence_parallel": True,
+        "recompute": "full",
+        "loss_chunks": 3,
+    },
+}
+
 DENSE = ("llama", "gpt2", "gemma2", "mistral", "phi3", "qwen3", "t5")
 ODD_PLANS: Mapping[str, Wish] = {
     "tp=2": {"tp": 2},
@@ -226,8 +246,12 @@ def _is_offloaded(report: Any, loads: Sequence[Sequence[int]]) -> None:
     assert report.plan.degrees.offload != "none", report.plan.degrees
 
 
+def _shares_sequences(report: Any, loads: Sequence[Sequence[int]]) -> None:
+    assert report.plan.degrees.cp > 1, report.plan.degrees
+
+
 def _levers(dense: tuple[str, ...], routed: tuple[str, ...]) -> dict[str, Table]:
-    """The tables of what trades time for memory."""
+    """The tables of context parallelism, and of what trades time for memory."""
     return {
         "recomputation": Table(
             heading="Recomputation",
@@ -246,6 +270,14 @@ def _levers(dense: tuple[str, ...], routed: tuple[str, ...]) -> dict[str, Table]
             suffix="_of_12",
             plans_are_rows=True,
             check=_is_offloaded,
+        ),
+        "context": Table(
+            heading="Context parallelism",
+            about="plans whose ranks share each sequence",
+            families=tuple(f"zoo:{f}" for f in CONTEXT_FAMILIES),
+            plans=CONTEXT_PLANS,
+            plans_are_rows=True,
+            check=_shares_sequences,
         ),
         "loss-in-chunks": Table(
             heading="Loss in chunks",

@@ -62,6 +62,18 @@ def test_tensor_parallel(tmp_path: Path, sequence_parallel: bool) -> None:
 
 
 @pytest.mark.parametrize(
+    ("degrees", "sent"),
+    [(("--cp", "2", "--dp", "2"), "all_to_all("), long(("--cp", "4", "--dp", "1"), "causal_attention(")],
+    ids=str,
+)
+def test_context_parallel(tmp_path: Path, degrees: tuple[str, ...], sent: str) -> None:
+    pytest.importorskip("transformers")
+    shown = run("context_parallel", tmp_path, "--code", *degrees)
+    assert_learns(shown)
+    assert sent in shown[shown.index("def forward") :]
+
+
+@pytest.mark.parametrize(
     ("schedule", "last_rank"), [long("1f1b", "1F0 1B0 1F1 1B1"), ("zbv-zero-bubble", "1F0 2F0")], ids=str
 )
 def test_pipeline_parallel(tmp_path: Path, schedule: str, last_rank: str) -> None:
