@@ -4,8 +4,8 @@
     python examples/context_parallel.py --cp 4 --dp 1 --seq-len 1024
     python examples/context_parallel.py --code
 
-Parameters are whole on every context rank, and ZeRO divides their state over `dp` × `cp`. Only attention needs tokens of
-other ranks: heads are exchanged for tokens, or keys and values are gathered. The labeller takes what is cheaper.
+Parameters are whole on every context rank, and ZeRO divides their state over `dp` × `cp`. Only attention needs tokens
+of other ranks: heads are exchanged for tokens, or keys and values are gathered. The labeller takes what is cheaper.
 """
 
 import argparse

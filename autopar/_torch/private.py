@@ -18,9 +18,11 @@ from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import schedules
@@ -121,6 +123,12 @@ def rank_values(world_size: int, function: Callable[[int], int]) -> torch.Tensor
 def is_rank_tensor(value: Any) -> bool:
     module = sys.modules.get("torch.distributed._local_tensor")  # before this import there are no rank tensors
     return module is not None and isinstance(value, module.LocalTensor)
+
+
+def causal_to_the_end(num_queries: int, num_keys: int) -> torch.Tensor:
+    """The mask of causal attention of the last queries, as an object. torch cannot make it under a dispatch mode."""
+    with _disable_current_modes():
+        return causal_lower_right(num_queries, num_keys)
 
 
 def in_one_process() -> bool:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.nn.attention.bias import causal_lower_right
 
 from autopar._torch import private
 from autopar._torch.operators import aten
@@ -41,7 +40,7 @@ def _attend(
 ) -> torch.Tensor:
     """Attention of the queries from position `begin` on, to the keys up to their own positions."""
     end = begin + query.shape[-2]
-    mask = causal_lower_right(query.shape[-2], end) if begin else None
+    mask = private.causal_to_the_end(query.shape[-2], end) if begin else None
     out: torch.Tensor = torch.nn.functional.scaled_dot_product_attention(
         query, key[..., :end, :], value[..., :end, :], mask, is_causal=not begin, scale=scale, enable_gqa=grouped
     )

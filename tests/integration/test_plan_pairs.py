@@ -27,6 +27,7 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "replicas": (4, {"dp_shard": 2, "dp_replicate": 2, "zero": 3}),
     "pp × zero 2": (4, {"pp": 2, "dp": 2, "zero": 2, "micro_batches": 2}),
     "pp in a v": (4, {"pp": 2, "tp": 2, "schedule": "zbv-zero-bubble", "micro_batches": 4}),
+    "cp × zero 3": (4, {"cp": 2, "dp": 2, "zero": 3}),
     "three dimensions": (8, {"pp": 2, "tp": 2, "dp": 2, "zero": 1, "micro_batches": 2}),
 }
 MODELS = {

@@ -1,0 +1,54 @@
+"""Functions that ranks run in test_context: causal attention of split queries, and batches that differ."""
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.flop_counter import FlopCounterMode
+
+import autopar
+from autopar.errors import RuntimeInputError
+from autopar.ir.sharding import Mesh
+from autopar.lowering.context_attention import causal_attention
+from autopar.runtime.distributed.mesh import make_mesh
+
+
+def attended(rank: int, tokens: int, key_heads: int) -> tuple[float, int]:
+    """The largest error of the result and of all gradients of a rank, and the FLOP of its forward pass."""
+    torch.manual_seed(0)
+    world = torch.distributed.get_world_size()
+    mesh = make_mesh(Mesh.of(cp=world)).dims["cp"]
+    whole = [torch.randn(2, heads, tokens, 8, dtype=torch.float64) for heads in (4, key_heads, key_heads)]
+    cotangent = torch.randn(2, 4, tokens, 8, dtype=torch.float64)
+    expected = [one.clone().requires_grad_() for one in whole]
+    out = scaled_dot_product_attention(*expected, is_causal=True, enable_gqa=key_heads < 4)
+    out.backward(cotangent)
+    own = slice(rank * tokens // world, (rank + 1) * tokens // world)
+    query, key, value = whole[0][:, :, own].clone().requires_grad_(), *(t.clone().requires_grad_() for t in whole[1:])
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        found = causal_attention(query, key, value, None, key_heads < 4, mesh)
+    found.backward(cotangent[:, :, own])
+    errors = [float((found - out[:, :, own]).abs().max())]
+    assert query.grad is not None and expected[0].grad is not None
+    errors.append(float((query.grad - expected[0].grad[:, :, own]).abs().max()))
+    for one, reference in ((key, expected[1]), (value, expected[2])):
+        assert one.grad is not None and reference.grad is not None
+        torch.distributed.all_reduce(one.grad)  # every rank has the part of its queries
+        errors.append(float((one.grad - reference.grad).abs().max()))
+    return max(errors), counter.get_total_flops()
+
+
+def other_data(rank: int) -> str:
+    """The message of a step in which the ranks of a sequence have different tokens."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=64, use_cache=False, **sizes))
+    ids = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(rank))
+    batch = {"input_ids": ids, "labels": ids}
+    parallel = autopar.parallelize(model, "4xcpu", example_inputs=batch, plan={"cp": 2, "dp": 2})
+    try:
+        parallel.forward_backward(batch)
+    except RuntimeInputError as error:
+        return str(error)
+    return ""
