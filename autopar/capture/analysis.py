@@ -35,9 +35,8 @@ class Analysis:
     batch_axes: frozenset[int]
     sequence_axes: frozenset[int]
     hidden_axes: frozenset[int]
-    meant_for: Mapping[int, int] = field(
-        default_factory=dict
-    )  # a refined axis, and the mesh dimension that may split it
+    # a refined axis, and the mesh dimension that may split it
+    meant_for: Mapping[int, int] = field(default_factory=dict)
 
     @cached_property
     def ragged(self) -> tuple[Mapping[NodeName, frozenset[int]], ...]:

@@ -273,10 +273,18 @@ def _has_sequence(t: torch.Tensor, sizes: tuple[int, int | None]) -> bool:
     return t.dim() >= 2 and t.shape[0] == sizes[0] and t.shape[1] == sizes[1]
 
 
+def _is_mask(t: torch.Tensor, sizes: tuple[int, int | None]) -> bool:
+    """Whether a tensor looks like a mask of queries and keys, such as that of packed documents."""
+    has_mask_shape = not t.dtype.is_floating_point or (t.dim() == 4 and t.shape[1] == 1)
+    return t.dim() >= 2 and t.shape[-1] == t.shape[-2] == sizes[1] and has_mask_shape
+
+
 def _resized(t: torch.Tensor, sizes: tuple[int, int | None], batch: int, sequence: int | None) -> tuple[int, ...]:
     shape = list(t.shape)
     if _has_sequence(t, sizes) and sequence is not None:
         shape[1] = sequence
+    if _is_mask(t, sizes) and sequence is not None:
+        shape[-2:] = sequence, sequence
     if shape and shape[0] == sizes[0]:
         shape[0] = batch
     return tuple(shape)

@@ -53,7 +53,10 @@ def sequence_problems(program: Program, name: str, degree: int, option: str = "s
     """Inputs whose sequence a required split cannot divide."""
     sizes = {i.shape[i.sequence_dim] for i in program.inputs if i.sequence_dim is not None}
     if not sizes:
-        return [Problem(path=option, rule="no input has a sequence", suggestion="leave the option out")]
+        tokens = [i for i in program.inputs if len(i.shape) >= 2 and not i.dtype.is_floating_point]
+        fixed = "the model does not run the same operators at another length, as with a loop over tokens"
+        rule = fixed if tokens else "no input has a sequence"
+        return [Problem(path=option, rule=rule, suggestion="leave the option out")]
     return [
         Problem(
             path=option,

@@ -62,6 +62,14 @@ def test_ranks_of_a_sequence_have_the_same_tokens(worlds: Worlds) -> None:
         assert "got other data than" in message and "differ only in tp, cp or pp" in message
 
 
+@pytest.mark.parametrize("degrees", [{"cp": 4}, long({"cp": 2, "dp": 2, "zero": 3})], ids=str)
+def test_packed_documents(degrees: dict[str, Any], worlds: Worlds) -> None:
+    """The mask is cut along the queries; keys and values are gathered, or heads are exchanged."""
+    pytest.importorskip("transformers")
+    report = verify("context_ranks:packed", world_size=4, degrees=degrees, ranks=worlds(4))
+    assert report.passed, [(q.name, q.max_error, q.limit, q.where) for q in report.quantities]
+
+
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
@@ -72,3 +80,9 @@ def test_ranks_of_a_sequence_have_the_same_tokens(worlds: Worlds) -> None:
 def test_what_cannot_be_shared(model: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         verify(model, world_size=4, degrees={"cp": 4}, layers=2, hidden=32, batch=4, **options)
+
+
+def test_a_loop_over_tokens_is_not_shared() -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(PlanError, match="cp: the model does not run the same operators at another length"):
+        verify("context_ranks:scanned", world_size=2, degrees={"cp": 2})

@@ -1,6 +1,7 @@
 """Functions that ranks run in test_context: causal attention of split queries, and batches that differ."""
 
 import torch
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
@@ -52,3 +53,26 @@ def other_data(rank: int) -> str:
     except RuntimeInputError as error:
         return str(error)
     return ""
+
+
+def packed() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """A Llama on sequences of three documents. A mask keeps tokens from other documents."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokens, documents = 24, torch.arange(24) // 10
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, use_cache=False, num_key_value_heads=2, **sizes))
+    ids = torch.randint(64, (4, tokens))
+    sees = (documents[:, None] == documents) & (torch.arange(tokens)[:, None] >= torch.arange(tokens))
+    mask = sees.expand(4, 1, tokens, tokens).clone()
+    places = (torch.arange(tokens) % 10).expand(4, tokens).clone()
+    return model, {"input_ids": ids, "labels": ids.clone(), "attention_mask": mask, "position_ids": places}
+
+
+def scanned() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """A Mamba, which transformers computes token by token on a CPU."""
+    from transformers import MambaConfig, MambaForCausalLM
+
+    config = MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, use_mambapy=False, use_cache=False)
+    ids = torch.randint(64, (2, 16))
+    return MambaForCausalLM(config), {"input_ids": ids, "labels": ids.clone()}
