@@ -18,7 +18,6 @@ from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -127,6 +126,8 @@ def is_rank_tensor(value: Any) -> bool:
 
 def causal_to_the_end(num_queries: int, num_keys: int) -> torch.Tensor:
     """The mask of causal attention of the last queries, as an object. torch cannot make it under a dispatch mode."""
+    from torch.nn.attention.bias import causal_lower_right  # imports the compiler
+
     with _disable_current_modes():
         return causal_lower_right(num_queries, num_keys)
 

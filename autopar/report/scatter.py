@@ -113,7 +113,7 @@ def _layer(name: str, content: Markup) -> Markup:
 
 
 def _row(columns: Any, i: int, at: tuple[float, float], schedules: Sequence[str]) -> list[Any]:
-    degrees = [columns[name][i] for name in _DEGREES]
+    degrees = [columns[name][i] if name in columns else 1 for name in _DEGREES]  # older results have no `cp`
     numbers = [round(at[0]), round(at[1]), columns["seconds"][i], round(columns["bytes"][i] / 1e9, 2)]
     return [*numbers, columns["exact"][i], *degrees, schedules.index(columns["schedule"][i])]
 

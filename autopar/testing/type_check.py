@@ -34,10 +34,9 @@ from autopar.ir.sharding import Mesh, Type
 from autopar.lowering.conversions import CONVERSIONS, Conversion
 from autopar.lowering.functions import conversion_of
 from autopar.lowering.gather_linear import gather_linear, kept_gather_linear
-from autopar.lowering.local_graph import LocalGraph
+from autopar.lowering.local_graph import REWRITES, LocalGraph
 from autopar.lowering.loss_chunks import loss_in_chunks
 from autopar.lowering.randomness import attention_with_dropout, dropout
-from autopar.lowering.vocabulary import REWRITES
 from autopar.rules.grouped_product import GROUPED_MM
 from autopar.rules.routed import ROUTED
 from autopar.runtime.distributed.mesh import MeshDim, RankMesh, make_mesh
@@ -384,7 +383,7 @@ class _Checker:
         if not tensors:
             return ""
         if node.target in REWRITES.values():
-            return "rewritten for a split vocabulary"
+            return "rewritten for a split vocabulary or sequence"
         if node.target in ROUTED:
             return "rows sorted by each rank"
         if node.target is GROUPED_MM:

@@ -76,7 +76,7 @@ def test_where_nothing_fits_the_closest_plan_is_named() -> None:
 
 def test_remedies_of_a_plan_that_does_not_fit_run() -> None:
     """Each option that the message names makes a plan fit in place of what was asked for."""
-    model = ("plan", "llama3-8b", "-c", "8xrtx4090", "--seq-len", "5632", "--global-batch", "8")
+    model = ("plan", "llama3-8b", "-c", "8xrtx4090", "--seq-len", "7168", "--global-batch", "8")
     asked = {"--loss-chunks": "1", "--recompute": "none", "--offload": "none"}
     message = refused(*model, *(word for pair in asked.items() for word in pair), status=3)
     remedies = dict(re.findall(r"with (--[a-z-]+) (\S+?):? ", message.partition("What would help: ")[2]))
@@ -97,14 +97,14 @@ def test_the_least_memory_is_told_in_bytes() -> None:
 
 def test_what_if_is_marked_and_the_plan_still_runs() -> None:
     fixed = ("--fix", "tp=1", "--fix", "pp=1", "--global-batch", "4")
-    shown = autopar("plan", "gpt2", "-c", "2xh100", "--what-if", *fixed, *SMALL)
+    shown = autopar("plan", "mixtral-8x7b", "-c", "2xh100", "--what-if", *fixed, *SMALL)
     assert shown.exit_code == 0, shown.stderr
     _, _, rest = shown.stdout.partition("What if: the best plan that autopar prices but cannot run yet")
     assert "autopar" in rest.partition("Candidates that were ruled out")[0]
-    found = json_of("plan", "gpt2", "-c", "2xh100", "--what-if", *fixed, *SMALL)
+    found = json_of("plan", "mixtral-8x7b", "-c", "2xh100", "--what-if", *fixed, *SMALL)
     assert found["beyond"]["formula_only"]
     assert found["plan"] is not None
-    assert "cp" not in found["best"]["degrees"]
+    assert "ep" not in found["best"]["degrees"]
 
 
 def test_what_comes_next_says_why_it_loses() -> None:
