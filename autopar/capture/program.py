@@ -274,9 +274,14 @@ def _has_sequence(t: torch.Tensor, sizes: tuple[int, int | None]) -> bool:
 
 
 def _is_mask(t: torch.Tensor, sizes: tuple[int, int | None]) -> bool:
-    """Whether a tensor looks like a mask of queries and keys, such as that of packed documents."""
+    """Whether a tensor looks like a mask of queries and keys, such as that of packed documents.
+
+    As many sequences as tokens make ids look like a mask of two dimensions. They stay ids.
+    """
+    if t.dim() < 2 or (t.dim() == 2 and _has_sequence(t, sizes)):
+        return False
     has_mask_shape = not t.dtype.is_floating_point or (t.dim() == 4 and t.shape[1] == 1)
-    return t.dim() >= 2 and t.shape[-1] == t.shape[-2] == sizes[1] and has_mask_shape
+    return t.shape[-1] == t.shape[-2] == sizes[1] and has_mask_shape
 
 
 def _resized(t: torch.Tensor, sizes: tuple[int, int | None], batch: int, sequence: int | None) -> tuple[int, ...]:
