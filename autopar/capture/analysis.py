@@ -11,7 +11,7 @@ from torch import fx
 from autopar.capture.axes import Axes, Variable
 from autopar.capture.nodes import output_nodes
 from autopar.ir.program import Block, CallSite, Program
-from autopar.ir.sharding import Dims, Mesh, owned_by
+from autopar.ir.sharding import Dims, Mesh, owned_by, splits_samples
 from autopar.rules.registry import rule_of
 from autopar.rules.routed import ORDER, SORTED, UNTAKE
 from autopar.rules.rule import Call, Rule, TensorInfo, whole_rule
@@ -37,6 +37,21 @@ class Analysis:
     hidden_axes: frozenset[int]
     # a refined axis, and the mesh dimension that may split it
     meant_for: Mapping[int, int] = field(default_factory=dict)
+
+    @cached_property
+    def orders(self) -> tuple[Mapping[NodeName, NodeName], ...]:
+        """The order (`expert_order`) of the rows of every value of a block that has sorted rows."""
+        found: list[dict[NodeName, NodeName]] = []
+        for calls, operands, ragged in zip(self.calls, self.operands, self.ragged, strict=True):
+            of: dict[NodeName, NodeName] = {}
+            for name, call in calls.items():
+                known = [of[operand] for operand in operands[name] if operand in of]
+                if call.target is ORDER:
+                    of[name] = name
+                elif known and name in ragged:
+                    of[name] = known[0]
+            found.append(of)
+        return tuple(found)
 
     @cached_property
     def ragged(self) -> tuple[Mapping[NodeName, frozenset[int]], ...]:
@@ -165,12 +180,40 @@ def _info_of(value: Any) -> TensorInfo | None:
 
 
 def _rivals(mesh: Mesh) -> list[int]:
-    """The mesh dimensions that compete for axes. Empty if there is only one.
-
-    Only mesh dimensions other than `dp` compete for an axis, because `dp` owns the batch.
-    """
+    """The mesh dimensions that compete for axes other than the batch. Empty if there is only one."""
     found = [i for i in (*mesh.owning("parameters"), *mesh.owning("sequence")) if mesh.degrees[i] > 1]
     return found if len(found) > 1 else []
+
+
+def _rivals_for_batch(mesh: Mesh) -> list[int]:
+    """The mesh dimensions that split the batch. Empty if there is only one."""
+    found = [i for i, name in enumerate(mesh.names) if splits_samples(name) and mesh.degrees[i] > 1]
+    return found if len(found) > 1 else []
+
+
+def _refines(mesh: Mesh | None) -> bool:
+    return mesh is not None and bool(_rivals(mesh) or _rivals_for_batch(mesh))
+
+
+def batch_refinement(axes: Axes, batch: Collection[int], mesh: Mesh) -> dict[int, int]:
+    """Split the batch into one part per mesh dimension that splits samples.
+
+    The result is that of `refinement`.
+    """
+    rivals = _rivals_for_batch(mesh)
+    if not rivals:
+        return {}
+    meant_for: dict[int, int] = {}
+    for atom in dict.fromkeys(batch):
+        parts, rest = list[int](), axes.size(atom)
+        for i in rivals[:-1]:
+            if rest % mesh.degrees[i] == 0:
+                parts.append(i)
+                rest //= mesh.degrees[i]
+        if parts:
+            children = axes.split(atom, [*(mesh.degrees[i] for i in parts), rest])
+            meant_for |= dict(zip(children, [*parts, rivals[-1]], strict=True))
+    return meant_for
 
 
 def refinement(axes: Axes, atoms: Sequence[int], sequence: Collection[int], mesh: Mesh) -> dict[int, int]:
@@ -203,7 +246,7 @@ def analyse(program: Program, mesh: Mesh | None = None) -> Analysis:
     If the mesh refines nothing, the result is the analysis that the program was `described` with.
     """
     known = program.analysis
-    if isinstance(known, Analysis) and _is_of(known, program) and not (mesh and _rivals(mesh)):
+    if isinstance(known, Analysis) and _is_of(known, program) and not _refines(mesh):
         return known
     state = _Unifier(program)
     state.boundaries()
@@ -212,21 +255,23 @@ def analyse(program: Program, mesh: Mesh | None = None) -> Analysis:
             if node.op == "call_function":
                 state.node(i, node)
     axes = state.axes
-    batch = {
-        a
+    batches = [
+        state.outer[info.name][info.batch_dim]
         for info in program.inputs
         if info.batch_dim is not None and info.name in state.outer
-        for a in axes.atoms(state.outer[info.name][info.batch_dim])
-    }
+    ]
     sequences = [
         state.outer[info.name][info.sequence_dim]
         for info in program.inputs
         if info.sequence_dim is not None and info.name in state.outer
     ]
     meant_for: dict[int, int] = {}
+    if mesh is not None:
+        meant_for = batch_refinement(axes, axes.atoms(batches), mesh)
+    batch = set(axes.atoms(batches))
     if mesh is not None and _rivals(mesh):
         every = {a for block in state.values for dims in block.values() for a in axes.atoms(dims)}
-        meant_for = refinement(axes, sorted(every - batch), axes.atoms(sequences), mesh)
+        meant_for |= refinement(axes, sorted(every - batch), axes.atoms(sequences), mesh)
     sequence = set(axes.atoms(sequences))
     crossing = {r for call in program.calls for r in call.results}
     hidden = {a for name in crossing for v in state.outer[name] for a in axes.atoms(v)} - batch - sequence
@@ -245,7 +290,7 @@ def analyse(program: Program, mesh: Mesh | None = None) -> Analysis:
         }
         for i, rules in enumerate(state.rules)
     )
-    return Analysis(
+    found = Analysis(
         graphs=tuple(block.graph for block in program.blocks),
         sites=program.calls,
         dims=dims,
@@ -258,6 +303,18 @@ def analyse(program: Program, mesh: Mesh | None = None) -> Analysis:
         hidden_axes=frozenset(hidden),
         meant_for=meant_for,
     )
+    return replace(found, bounds=_with_ragged(found)) if any(found.ragged) else found
+
+
+def _with_ragged(analysis: Analysis) -> tuple[Mapping[NodeName, Bound], ...]:
+    """The bound rules with the ragged dimensions of their values."""
+    found: list[dict[NodeName, Bound]] = []
+    for ragged, bounds, operands in zip(analysis.ragged, analysis.bounds, analysis.operands, strict=True):
+        found.append({})
+        for name, bound in bounds.items():
+            rows = tuple(ragged.get(value, frozenset()) for value in (*operands[name], name))
+            found[-1][name] = replace(bound, ragged=rows, known={}) if any(rows) else bound
+    return tuple(found)
 
 
 def _zero_padded(

@@ -24,7 +24,7 @@ class Degrees:
 
     `tp_dims` is `tp` as the product of two mesh dimensions. Each splits axes of its own. With fewer key heads than
     ranks, the first dimension splits the key heads, the second the queries of one key head. `cp` ranks share the same
-    samples and split their sequence. With `per_micro_batch` the loss of a step is the mean of the separate losses of
+    samples and split their sequence. `ep` ranks of `dp_shard` split the experts of a mixture, besides the samples. With `per_micro_batch` the loss of a step is the mean of the separate losses of
     its micro-batches.
 
     `pp` ranks hold `virtual_stages` pipeline stages each and run `micro_batches` in the order of `schedule`
@@ -52,6 +52,7 @@ class Degrees:
     tp_dims: tuple[int, ...] | None = None
     cp: int = 1
     dp_shard: int = 1
+    ep: int = 1
     dp_replicate: int = 1
     zero: int = 3
     sequence_parallel: bool | None = None
@@ -167,10 +168,12 @@ class Degrees:
     def mesh(self) -> Mesh:
         """The mesh of labels: `dp` splits the batch, `cp` the sequence, `tp` (or `tp0` and `tp1`) everything else.
 
-        Without context parallelism it has no `cp`.
+        With expert parallelism `dp` is what `ep` leaves of the data-parallel ranks. Without it there is no `ep`, and
+        without context parallelism no `cp`.
         """
         tensor = {"tp": self.tp} if self.tp_dims is None else {f"tp{i}": n for i, n in enumerate(self.tp_dims)}
-        return Mesh.of(dp=self.dp, **({"cp": self.cp} if self.cp > 1 else {}), **tensor)
+        inner = {name: degree for name, degree in (("ep", self.ep), ("cp", self.cp)) if degree > 1}
+        return Mesh.of(dp=self.dp // self.ep, **inner, **tensor)
 
 
 RECOMPUTE = ("none", "selective", "full", "auto")

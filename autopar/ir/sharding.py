@@ -7,6 +7,10 @@ On each mesh dimension a value has one of four types:
 * ``P``, partial: the whole value is the sum over the ranks.
 * ``S(dim, position)``, shard: tensor dimension `dim` is a product of axes. The axis at `position` is split.
 
+Rows of tokens that are sorted by expert have a second kind of shard, printed ``S(0.1:experts)``. A rank then holds the
+rows of its experts instead of the rows of its tokens. Their number depends on the data; the axis at `position` tells
+how many rows are expected.
+
 The package `spmd_types` has the same types, without `position`. A packed dimension such as ``(3 heads head_dim)`` needs
 it, because an inner axis is split.
 """
@@ -17,25 +21,28 @@ from math import prod
 from typing import Literal
 
 Kind = Literal["I", "R", "P", "S"]
-# What a mesh dimension owns. "batch": it splits samples only. "sequence": it splits the sequence, and heads and experts
-# inside of a block, but no parameters. "parameters": it splits any other axis.
-Owned = Literal["batch", "sequence", "parameters"]
+# What a mesh dimension owns. "batch": it splits samples only. "experts": it splits samples, and the matrices of experts.
+# "sequence": it splits the sequence, and heads and experts inside of a block, but no parameters. "parameters": it
+# splits any other axis.
+Owned = Literal["batch", "experts", "sequence", "parameters"]
 # a new kind of mesh dimension has its name here, and its meaning where `owned_by` is asked
-_OWNED: Mapping[str, Owned] = {"dp": "batch", "cp": "sequence"}
+_OWNED: Mapping[str, Owned] = {"dp": "batch", "ep": "experts", "cp": "sequence"}
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Type:
-    """The type of a value on one mesh dimension; `dim` and `position` only mean something for shards."""
+    """The type of a value on one mesh dimension. `dim`, `position` and `by_expert` only mean something for shards."""
 
     kind: Kind
     dim: int = -1
     position: int = -1
+    by_expert: bool = False
 
     def __str__(self) -> str:
         if self.kind != "S":
             return self.kind
-        return f"S({self.dim})" if self.position == 0 else f"S({self.dim}.{self.position})"
+        rows = ":experts" if self.by_expert else ""
+        return f"S({self.dim}{rows})" if self.position == 0 else f"S({self.dim}.{self.position}{rows})"
 
     __repr__ = __str__
 
@@ -46,8 +53,11 @@ class Type:
             return {"I": I, "R": R, "P": P}[text]
         if not (text.startswith("S(") and text.endswith(")")):
             raise ValueError(f"not an SPMD type: {text!r}")
-        dim, _, position = text[2:-1].partition(".")
-        return S(int(dim), int(position or 0))
+        axis, _, rows = text[2:-1].partition(":")
+        if rows not in ("", "experts"):
+            raise ValueError(f"not an SPMD type: {text!r}")
+        dim, _, position = axis.partition(".")
+        return Type("S", int(dim), int(position or 0), bool(rows))
 
 
 I = Type("I")  # noqa: E741  the field's name
@@ -60,18 +70,35 @@ def S(dim: int, position: int = 0) -> Type:
     return Type("S", dim, position)
 
 
-def moves_along(source: Type, target: Type, dims: frozenset[int]) -> bool:
-    """Whether a conversion cuts or joins one of the dimensions `dims`."""
-    return source != target and any(t.kind == "S" and t.dim in dims for t in (source, target))
+def moves_along(source: Type, target: Type, dims: frozenset[int], *, is_order: bool = False) -> bool:
+    """Whether a conversion cuts or joins one of the ragged dimensions `dims` of a value (`autopar.rules.routed`).
+
+    Whole rows may go to the rank of their expert and back. An order of rows has their places on one rank. It does not
+    travel, but a rank may take the part of its experts from a whole order.
+    """
+    if source == target or not any(t.kind == "S" and t.dim in dims for t in (source, target)):
+        return False
+    if is_order:
+        return source.kind == "S" or not target.by_expert
+    are_shards = source.kind == target.kind == "S" and (source.dim, source.position) == (target.dim, target.position)
+    return not (are_shards and source.by_expert != target.by_expert)
 
 
 def owned_by(mesh_dim: str) -> Owned:
     """What a mesh dimension owns, by its name. Dimensions of one kind have many names: ``tp``, ``tp0``, ``tp0_tp1``.
 
     Ranks of a dimension that owns no parameters hold the same parameters. ZeRO shards these over them, and their
-    gradients are summed over them once a step.
+    gradients are summed over them once a step. So do the ranks of `ep` with all parameters that it does not split.
     """
     return _OWNED.get(mesh_dim.partition("_")[0].rstrip("0123456789"), "parameters")
+
+
+_SAMPLES: tuple[Owned, ...] = ("batch", "experts")
+
+
+def splits_samples(mesh_dim: str) -> bool:
+    """Whether a mesh dimension splits the samples of a batch."""
+    return owned_by(mesh_dim) in _SAMPLES
 
 
 def chunk(size: int, degree: int) -> int:
@@ -166,7 +193,7 @@ class Mesh:
         """The name of mesh dimensions i and i + 1 taken as one. None unless both own the same, and no samples."""
         pair = self.names[i : i + 2]
         kinds = {owned_by(name) for name in pair}
-        if len(pair) < 2 or 1 in self.degrees[i : i + 2] or len(kinds) > 1 or "batch" in kinds:
+        if len(pair) < 2 or 1 in self.degrees[i : i + 2] or len(kinds) > 1 or not kinds.isdisjoint(_SAMPLES):
             return None
         return f"{self.names[i]}_{self.names[i + 1]}"
 
@@ -181,7 +208,7 @@ class Mesh:
         return prod(self.degrees[i] for i in self.indices(name))
 
     def owning(self, owned: Owned) -> list[int]:
-        """The mesh dimensions, by place, that own the batch, the sequence or parameters' axes."""
+        """The mesh dimensions, by place, that own the batch, the experts, the sequence or parameters' axes."""
         return [i for i, name in enumerate(self.names) if owned_by(name) == owned]
 
     def as_dict(self) -> Mapping[str, int]:

@@ -2,7 +2,11 @@
 
 Every token of t chooses j experts, so there are ``(t j)`` rows. A rank that has some of the tokens sorts the rows of
 its own tokens. The order of rows therefore differs between ranks and one device, and so does the place of every row.
-Values with such a *ragged* dimension are never converted along it.
+Values with such a *ragged* dimension are never cut or joined along it.
+
+Ranks may also split the experts. A rank then has the rows of its experts. All ranks send rows to the ranks of their
+experts, and get the products back (`autopar.lowering.experts`). Or every rank has all tokens, takes the part of its
+experts from their order, and adds its rows to those of the others.
 
     expert_order    which row each place has
     expert_rows     rows of tokens in that order
@@ -22,7 +26,7 @@ for _schema in (
     "expert_order(Tensor expert) -> Tensor",
     "expert_rows(Tensor x, Tensor order, int k) -> Tensor",
     "expert_take(Tensor x, Tensor order, int k) -> Tensor",
-    "expert_untake(Tensor rows, Tensor order, int k) -> Tensor",
+    "expert_untake(Tensor rows, Tensor order, int k, int? total=None) -> Tensor",
     "expert_product(Tensor rows, Tensor weight, Tensor expert, int k) -> Tensor",
 ):
     LIBRARY.define(_schema)
@@ -50,8 +54,13 @@ def _take(x: torch.Tensor, order: torch.Tensor, k: int) -> torch.Tensor:
     return x.index_select(0, order)
 
 
-def _untake(rows: torch.Tensor, order: torch.Tensor, k: int) -> torch.Tensor:
-    return torch.empty_like(rows, memory_format=torch.contiguous_format).index_copy_(0, order, rows)
+def _untake(rows: torch.Tensor, order: torch.Tensor, k: int, total: int | None = None) -> torch.Tensor:
+    """Rows in the order of tokens. Of `total` rows the ones that are not here are zero."""
+    if total is None:
+        out = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    else:
+        out = rows.new_zeros(total, *rows.shape[1:])
+    return out.index_copy_(0, order, rows)
 
 
 def _product(rows: torch.Tensor, weight: torch.Tensor, expert: torch.Tensor, k: int) -> torch.Tensor:
@@ -63,22 +72,28 @@ def _product(rows: torch.Tensor, weight: torch.Tensor, expert: torch.Tensor, k: 
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    _, order, ctx.k = inputs
+    x, order, ctx.k = inputs[:3]
+    ctx.total = x.shape[0]
     ctx.save_for_backward(order)
+
+
+def _back_in_place(grad: torch.Tensor, order: torch.Tensor, k: int, total: int) -> torch.Tensor:
+    """The gradients of rows, where the rows were taken from. Rows of other ranks' experts have none."""
+    return UNTAKE(grad, order, k, None if total == order.shape[0] else total)
 
 
 def _rows_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
     """Every token sums the gradients of its rows. This needs no atomic additions, so it is deterministic."""
-    rows = UNTAKE(grad, *ctx.saved_tensors, ctx.k)
+    rows = _back_in_place(grad, *ctx.saved_tensors, ctx.k, ctx.total * ctx.k)
     return rows.unflatten(0, (-1, ctx.k)).sum(1), None, None
 
 
 def _take_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-    return UNTAKE(grad, *ctx.saved_tensors, ctx.k), None, None
+    return _back_in_place(grad, *ctx.saved_tensors, ctx.k, ctx.total), None, None
 
 
-def _untake_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-    return TAKE(grad, *ctx.saved_tensors, ctx.k), None, None
+def _untake_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    return TAKE(grad, *ctx.saved_tensors, ctx.k), None, None, None
 
 
 LIBRARY.impl("expert_order", _order, "CompositeImplicitAutograd")
@@ -90,6 +105,8 @@ for _name, _compute, _backward in (
 ):
     LIBRARY.impl(_name, _compute, "CompositeExplicitAutograd")
     torch.library.register_fake(
-        f"autopar::{_name}", lambda x, order, k: x.new_empty(order.shape[0], *x.shape[1:]), lib=LIBRARY
+        f"autopar::{_name}",
+        lambda x, order, k, total=None: x.new_empty(total or order.shape[0], *x.shape[1:]),
+        lib=LIBRARY,
     )
     torch.library.register_autograd(f"autopar::{_name}", _backward, setup_context=_save, lib=LIBRARY)

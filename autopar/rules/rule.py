@@ -34,11 +34,15 @@ class TensorInfo:
     differentiable: bool = True
 
 
+EXPERTS = "experts"
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """One operator call: its target, its arguments with `Slot`s in place of tensors, and the shapes of the tensors.
 
-    If it is the call of one rank, the shapes are local, and `split` has the mesh dimensions that split a factor.
+    If it is the call of one rank, the shapes are local, and `split` has the mesh dimensions that split a factor. The mesh
+    dimension whose ranks have the rows of their experts is under `EXPERTS`. The number of such rows is -1.
     """
 
     target: Any
@@ -137,7 +141,8 @@ class Rule:
     has a rewrite whose own collectives sum over ranks, so its output is ``I``; a factor in `outermost` is split
     only on the outermost axis of its product, for rewrites that compute offsets. `even` factors take no padding.
     The rewrite of a factor in `exchanged` sends half of these operands to one other rank in each pass, -1 being the
-    output.
+    output. `is_routed` marks the operators between tokens and sorted rows (`autopar.rules.routed`), and `expert` the
+    factor of their experts, if they have one.
     """
 
     inputs: tuple[Spec, ...]
@@ -151,6 +156,8 @@ class Rule:
     outermost: frozenset[str] = frozenset()
     even: frozenset[str] = frozenset()
     exchanged: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    is_routed: bool = False
+    expert: str = ""
     flops: Callable[[Mapping[str, int]], float] | None = None
     emit: Emit | None = None
     known: bool = True

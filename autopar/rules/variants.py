@@ -1,10 +1,13 @@
 """Variants: the ways in which one operator can run on one mesh dimension, as types of its operands and output."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.ir.sharding import Dims, I, P, R, S, Type, chunk
 from autopar.rules.rule import Rule, Spec
+
+
+BY_EXPERT = ":experts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,7 +15,8 @@ class Variant:
     """One way to compute an operator: its label, the types of its operands, and the type of its output.
 
     `label` is ``"I"``, ``"R"``, ``"P:k"`` (linear in the k-th set of operands) or ``"factor.axis"`` (that axis of
-    the factor's product is split). `share` is the fraction of the operator's work that one rank does.
+    the factor's product is split). In ``"factor.axis:experts"`` a rank has the sorted rows of its experts. `share` is
+    the fraction of the operator's work that one rank does, for rows of experts the expected one.
     """
 
     label: str
@@ -22,12 +26,17 @@ class Variant:
     factor: str = ""
     axis: int = -1
 
+    @property
+    def is_by_expert(self) -> bool:
+        return self.label.endswith(BY_EXPERT)
+
 
 @dataclass(frozen=True, slots=True)
 class Bound:
     """A rule bound to axes: sizes and identities of the atoms of every factor, and the dims of its values.
 
-    `zero_padded` operands are parameters, or linear in one: where a shard of them has padding, it is zero.
+    `zero_padded` operands are parameters, or linear in one: where a shard of them has padding, it is zero. `ragged` has
+    the ragged dimensions of every operand and of the output (`autopar.rules.routed`), and is empty if there are none.
     """
 
     rule: Rule
@@ -35,6 +44,7 @@ class Bound:
     operands: tuple[Dims, ...]
     output: Dims
     zero_padded: frozenset[int] = frozenset()
+    ragged: tuple[frozenset[int], ...] = ()
     known: dict[int, tuple[Variant, ...]] = field(default_factory=dict, compare=False, repr=False)  # by degree
 
     def position(self, spec: Spec, factor: str, axis: int) -> tuple[int, int] | None:
@@ -58,9 +68,9 @@ def _splits(bound: Bound, degree: int) -> Iterator[Variant]:
     for one in variants(bound, 1) if degree != 1 else _splits_of_axes(bound):
         if one.factor:
             size = bound.factors[one.factor][one.axis][1]
-            if size % degree == 0 or may_be_uneven(bound, one.factor):
-                share = chunk(size, degree) / size
-                yield Variant(one.label, one.operands, one.output, share, one.factor, one.axis)
+            experts = bound.rule.sizes[bound.rule.expert] if one.is_by_expert and bound.rule.expert else 0
+            if experts % degree == 0 and (size % degree == 0 or may_be_uneven(bound, one.factor)):
+                yield replace(one, share=chunk(size, degree) / size)
 
 
 def _splits_of_axes(bound: Bound) -> Iterator[Variant]:
@@ -74,7 +84,36 @@ def _splits_of_axes(bound: Bound) -> Iterator[Variant]:
             operands = tuple(_operand_type(bound, k, factor, axis) for k in range(len(rule.inputs)))
             where = bound.position(rule.output, factor, axis)
             output = S(*where) if where else (I if factor in rule.invariant else P)
-            yield Variant(f"{factor}.{axis}", operands, output, 1.0, factor, axis)
+            one = Variant(f"{factor}.{axis}", operands, output, 1.0, factor, axis)
+            yield one
+            if bound.ragged and (rows := _by_expert(bound, one)) is not None:
+                yield rows
+
+
+def _by_expert(bound: Bound, split: Variant) -> Variant | None:
+    """The variant in which a rank has the sorted rows of its experts, if `split` splits sorted rows.
+
+    Values that are not sorted are whole: all ranks have all tokens. Results that are not sorted are partial, because a
+    rank has none of the rows of other experts. A rank has the matrices of its experts.
+    """
+    rule = bound.rule
+    if split.factor in rule.invariant | rule.outermost or split.factor in rule.exchanged:
+        return None
+
+    def of(place: int, t: Type, spec: Spec, whole: Type) -> Type | None:
+        if t.kind == "S" and t.dim in bound.ragged[place]:
+            return replace(t, by_expert=True)
+        if rule.expert and (at := bound.position(spec, rule.expert, 0)) is not None:
+            return S(*at)
+        return None if t.kind == "S" and not rule.is_routed else whole
+
+    operands = [of(k, t, spec, R) for k, (t, spec) in enumerate(zip(split.operands, rule.inputs, strict=True))]
+    output = of(-1, split.output, rule.output, P)
+    sorted_rows = [t for t in (*operands, output) if t is not None and t.by_expert]
+    if output is None or None in operands or not sorted_rows:
+        return None
+    types = tuple(t for t in operands if t is not None)
+    return replace(split, label=split.label + BY_EXPERT, operands=types, output=output)
 
 
 def rewrites_fit(bound: Bound, chosen: Sequence[Variant], degrees: Sequence[int]) -> bool:

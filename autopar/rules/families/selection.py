@@ -12,7 +12,7 @@ from autopar.rules.families._notation import dim_index, dims, rule_from
 from autopar.rules.operators import output_of
 from autopar.rules.registry import rule
 from autopar.rules.routed import ORDER, PRODUCT, ROWS, TAKE, UNTAKE
-from autopar.rules.rule import Call, Dim, Rule
+from autopar.rules.rule import EXPERTS, Call, Dim, Rule
 
 
 def _along(call: Call, d: int, keepdim: bool) -> Rule:
@@ -64,24 +64,47 @@ def expert_order(call: Call) -> Rule:
 def expert_rows(call: Call) -> Rule:
     rest = _rest(call)
     inputs: list[list[Dim]] = [[("t",), *rest], [ROW]]
-    return _without_padding(rule_from(call, inputs, [ROW, *rest], sizes=_sizes(call), whole={"j"}, linear=[{0}]))
+    return _routed(rule_from(call, inputs, [ROW, *rest], sizes=_sizes(call), whole={"j"}, linear=[{0}]))
 
 
-@rule(TAKE, UNTAKE)
+@rule(TAKE)
 def expert_take(call: Call) -> Rule:
     rest = _rest(call)
     inputs: list[list[Dim]] = [[ROW, *rest], [ROW]]
-    return _without_padding(rule_from(call, inputs, [ROW, *rest], sizes=_sizes(call), whole={"j"}, linear=[{0}]))
+    return _routed(rule_from(call, inputs, [ROW, *rest], sizes=_sizes(call), whole={"j"}, linear=[{0}]))
+
+
+@rule(UNTAKE)
+def expert_untake(call: Call) -> Rule:
+    """A rank with the rows of its experts leaves zeros in the places of all others."""
+    return replace(expert_take(call), emit=_emit_untake)
+
+
+def _emit_untake(local: Call) -> tuple[Step, ...]:
+    total = (local.output.shape[0],) if local.mesh_dim(EXPERTS) is not None else ()
+    return (Step(local.target, (*local.args, *total)),)
 
 
 @rule(PRODUCT)
 def expert_product(call: Call) -> Rule:
-    """A rank's rows may meet any matrix, so the rank has all matrices. A matrix is split inside."""
+    """The rows of a rank's tokens may meet any matrix, and the rows of its experts only these. A matrix is split
+    inside."""
     inputs: list[list[Dim]] = [[ROW, ("k",)], [("e",), ("k",), ("n",)], [ROW]]
     output: list[Dim] = [ROW, ("n",)]
     linear = [{0}, {1}]
     found = rule_from(call, inputs, output, sizes=_sizes(call), whole={"j", "e"}, linear=linear, flops=_flops)
-    return _without_padding(found)
+    return replace(_routed(found), expert="e" if "e" in found.sizes else "", emit=_emit_product)
+
+
+def _emit_product(local: Call) -> tuple[Step, ...]:
+    mesh_dim = local.mesh_dim(EXPERTS)
+    if mesh_dim is None:
+        return (Step(local.target, local.args),)
+    return (Step("product_of_experts", (*local.args, mesh_dim)),)
+
+
+def _routed(found: Rule) -> Rule:
+    return replace(_without_padding(found), is_routed=True)
 
 
 def _sizes(call: Call) -> dict[str, int]:
