@@ -12,7 +12,7 @@ from autopar.rules.families._notation import dim_index, dims, rule_from
 from autopar.rules.operators import output_of
 from autopar.rules.registry import rule
 from autopar.rules.routed import ORDER, PRODUCT, ROWS, TAKE, UNTAKE
-from autopar.rules.rule import EXPERTS, Call, Dim, Rule
+from autopar.rules.rule import EXPERTS, Call, Dim, Rule, Step
 
 
 def _along(call: Call, d: int, keepdim: bool) -> Rule:
