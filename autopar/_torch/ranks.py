@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
+from torch.distributed._local_tensor import LocalIntNode, LocalTensor, LocalTensorMode
 
 
 class Ranks(LocalTensorMode):
@@ -19,7 +19,7 @@ class Ranks(LocalTensorMode):
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace != "aten" or not _only_per_rank(func):
+        if func.namespace not in ("aten", "autopar") or not _only_per_rank(func):
             return super().__torch_dispatch__(func, types, args, kwargs)
         named = kwargs or {}
         if not types and args and isinstance(args[0], torch.Tensor):
@@ -51,6 +51,8 @@ def _only_per_rank(func: OpOverload) -> bool:
 def _of_rank(value: Any, rank: int) -> Any:
     if isinstance(value, LocalTensor):
         return value._local_tensors[rank]
+    if isinstance(value, torch.SymInt) and isinstance(value.node, LocalIntNode):
+        return value.node._local_ints[rank]  # a size that differs between ranks
     return type(value)(_of_rank(v, rank) for v in value) if type(value) in (list, tuple) else value
 
 

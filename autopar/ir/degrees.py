@@ -24,7 +24,9 @@ class Degrees:
 
     `tp_dims` is `tp` as the product of two mesh dimensions. Each splits axes of its own. With fewer key heads than
     ranks, the first dimension splits the key heads, the second the queries of one key head. `cp` ranks share the same
-    samples and split their sequence. `ep` ranks of `dp_shard` split the experts of a mixture, besides the samples. With `per_micro_batch` the loss of a step is the mean of the separate losses of
+    samples and split their sequence. `ep` ranks of `dp_shard` split the experts of a mixture, besides the samples.
+    `dispatch` says how rows meet experts there: with "exchange" rows travel to the ranks of their experts, with "gather"
+    every rank has all tokens, with "whole" every rank has all experts. None takes the cheapest. With `per_micro_batch` the loss of a step is the mean of the separate losses of
     its micro-batches.
 
     `pp` ranks hold `virtual_stages` pipeline stages each and run `micro_batches` in the order of `schedule`
@@ -53,6 +55,7 @@ class Degrees:
     cp: int = 1
     dp_shard: int = 1
     ep: int = 1
+    dispatch: str | None = None
     dp_replicate: int = 1
     zero: int = 3
     sequence_parallel: bool | None = None
@@ -177,6 +180,7 @@ class Degrees:
 
 
 RECOMPUTE = ("none", "selective", "full", "auto")
+EXCHANGE, GATHER, WHOLE = DISPATCHES = ("exchange", "gather", "whole")
 
 
 def _of_stage(blocks: int | tuple[int, ...] | None, stage: int) -> int | None:
@@ -185,6 +189,7 @@ def _of_stage(blocks: int | tuple[int, ...] | None, stage: int) -> int | None:
 
 _ALIASES = {"dp": "dp_shard"}
 _CHOICES: Mapping[str, tuple[str, ...]] = {
+    "dispatch": DISPATCHES,
     "schedule": SCHEDULE_NAMES,
     "recompute": RECOMPUTE,
     "order": ORDERS,
@@ -192,7 +197,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "precision": PRECISIONS,
     "reduce_dtype": REDUCE_DTYPES,
 }
-_MAY_BE_OPEN = ("micro_batch", *_OF_STAGES, "precision", "reduce_dtype")
+_MAY_BE_OPEN = ("micro_batch", "dispatch", *_OF_STAGES, "precision", "reduce_dtype")
 
 
 def degrees_from(data: Any, source: str = "plan") -> Degrees:

@@ -55,6 +55,21 @@ class Communicator(Protocol):
         """
         ...
 
+    def all_to_all_rows(self, x: torch.Tensor, sent: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+        """The first `sent[0]` rows of `x` go to rank 0, the next `sent[1]` to rank 1, and so on.
+
+        `received[k]` rows come from rank k. Both counts are in host memory (`to_host`).
+        """
+        ...
+
+    def to_host(self, counts: torch.Tensor) -> torch.Tensor:
+        """`counts` in host memory. This waits for the device."""
+        ...
+
+    def rows_of_part(self, x: torch.Tensor, function: Callable[[int, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """`function(coordinate, x)` of this rank, some elements of the last dimension of x[0]. It reads values."""
+        ...
+
     def wait(self, x: torch.Tensor) -> torch.Tensor:
         """The result of a collective that was started."""
         ...

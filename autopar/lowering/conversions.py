@@ -15,6 +15,10 @@
     R -> S       shard_of_replicate           slice               place in zeros
     R -> P       partial_of_replicate         first rank keeps    first rank keeps
 
+    Sorted rows, from the rank of their tokens to the rank of their expert, and back (`autopar.lowering.experts`):
+    S -> S       rows_to_experts              all-to-all          all-to-all
+    S -> S       rows_to_tokens               all-to-all          all-to-all
+
 Generated code, its types, the prices of labels and the reports all read `CONVERSIONS`. The functions themselves are in
 `autopar.lowering.functions`. This module does not import torch.
 """
@@ -76,7 +80,11 @@ _ROWS = (
     _row("R", "P", "partial_of_replicate", "first_rank_keeps", "first_rank_keeps"),
 )
 CONVERSIONS: Mapping[tuple[Kind, Kind], Conversion] = {(row.source, row.target): row for row in _ROWS}
-BY_FUNCTION: Mapping[str, Conversion] = {row.function: row for row in _ROWS}
+_OF_SORTED_ROWS = (
+    _row("S", "S", "rows_to_experts", "all_to_all", "all_to_all"),
+    _row("S", "S", "rows_to_tokens", "all_to_all", "all_to_all"),
+)
+BY_FUNCTION: Mapping[str, Conversion] = {row.function: row for row in (*_ROWS, *_OF_SORTED_ROWS)}
 
 
 def wire(source: Kind, target: Kind, differentiable: bool) -> Wire:

@@ -25,17 +25,19 @@ from autopar.errors import PlanError
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Block
 from autopar.ir.sharding import Dims, Mesh, S, Type, chunk, moves_along, same, steps
-from autopar.lowering import context_attention, vocabulary
+from autopar.lowering import context_attention, experts, vocabulary
 from autopar.lowering.functions import CONVERT, all_gather_to_replicate
 from autopar.lowering.gather_linear import gather_linear, kept_gather_linear
 from autopar.lowering.loss_chunks import loss_in_chunks
 from autopar.lowering.loss_region import region_of, steps_of
 from autopar.lowering.randomness import StreamUse, bind_streams
-from autopar.rules.rule import Call, MeshDimRef, Slot
+from autopar.rules.routed import PRODUCT, TAKE
+from autopar.rules.rule import EXPERTS, Call, MeshDimRef, Slot
 from autopar.rules.variants import Bound, Variant, by_label, rewrites_fit, variants
 
 LINEAR = torch.ops.aten.linear.default
-REWRITES = {**vocabulary.REWRITES, **context_attention.REWRITES}
+REWRITES = {**vocabulary.REWRITES, **context_attention.REWRITES, **experts.REWRITES}
+_SAME_ELEMENTS = (torch.ops.aten.reshape.default, torch.ops.aten.view.default, torch.ops.aten.flatten.using_ints)
 _RESULT = {  # the end of a converted value's name, by its old and new kind of type
     ("P", "I"): "summed", ("P", "R"): "summed", ("P", "S"): "scattered", ("S", "I"): "gathered", ("S", "R"): "gathered",
     ("S", "S"): "moved", ("I", "S"): "shard", ("R", "S"): "shard", ("I", "R"): "replicate", ("R", "I"): "invariant",
@@ -57,6 +59,40 @@ class LocalGraph:
     operands: Mapping[tuple[str, str], fx.Node]  # before gathers are fused, by names of captured operator and operand
 
 
+@dataclass(frozen=True, kw_only=True)
+class _SortedRows:
+    """The values of a block that have sorted rows (`autopar.rules.routed`).
+
+    `orders` has the order of each value, `chosen` the numbers of experts that an order sorts, and `count` how many
+    experts there are. `numbers` are the values that have the sorted numbers.
+    """
+
+    ragged: Mapping[str, frozenset[int]]
+    orders: Mapping[str, str]
+    chosen: Mapping[str, str]
+    count: Mapping[str, int]
+    numbers: frozenset[str]
+
+
+def _sorted_rows(analysis: Analysis, index: int) -> _SortedRows:
+    calls, operands, orders = analysis.calls[index], analysis.operands[index], analysis.orders[index]
+    chosen = {order: operands[order][0] for order in dict.fromkeys(orders.values())}
+
+    def before_views(name: str) -> str:
+        while name in calls and calls[name].target in _SAME_ELEMENTS:
+            name = operands[name][0]
+        return name
+
+    taken = {name for name in orders if calls[name].target is TAKE}
+    return _SortedRows(
+        ragged=analysis.ragged[index],
+        orders=orders,
+        chosen=chosen,
+        count={orders[n]: c.operands[1].shape[0] for n, c in calls.items() if c.target is PRODUCT and n in orders},
+        numbers=frozenset(n for n in taken if before_views(operands[n][0]) == before_views(chosen[orders[n]])),
+    )
+
+
 class _Writer:
     """Writes one block's graph; holds the conversions made so far."""
 
@@ -65,13 +101,14 @@ class _Writer:
         block: Block,
         mesh: Mesh,
         dims: Mapping[str, Dims],
-        ragged: Mapping[str, frozenset[int]],
+        rows: "_SortedRows",
         device: str,
         join: bool,
     ) -> None:
         self.graph = fx.Graph()
         self.block, self.mesh, self.dims, self.device, self.join = block, mesh, dims, device, join
-        self.ragged = ragged
+        self.rows = rows
+        self.routes: dict[str, fx.Node] = {}
         self.values: dict[str, fx.Node] = {}
         self.types: dict[str, _Types] = {}
         self.differentiable: dict[str, bool] = {}
@@ -94,8 +131,9 @@ class _Writer:
         if target == source:
             return self.values[name]
         key = (name, target)
-        ragged = self.ragged.get(name, frozenset())
-        if ragged and any(moves_along(s, t, ragged) for s, t in zip(source, target, strict=True)):
+        ragged, is_order = self.rows.ragged.get(name, frozenset()), self.rows.orders.get(name) == name
+        pairs = zip(source, target, strict=True)
+        if ragged and any(moves_along(s, t, ragged, is_order=is_order) for s, t in pairs):
             raise PlanError(
                 f"block {self.block.name}: {name} has rows in the order of a rank's own tokens, and the plan moves "
                 "them between ranks; plan again"
@@ -114,8 +152,34 @@ class _Writer:
             before = tuple(current)
             for i in indices:
                 current[i] = target[i]
-            node = self.convert_one(name, node, dims, before, tuple(current), indices)
+            if any(t[indices[0]].by_expert for t in (before, current)):
+                node = self.convert_rows(name, node, before[indices[0]], indices[0])
+                _describe(node, tuple(current), {})
+            else:
+                node = self.convert_one(name, node, dims, before, tuple(current), indices)
         return node
+
+    def convert_rows(self, value: str, node: fx.Node, source: Type, index: int) -> fx.Node:
+        """Sorted rows on the ranks of their experts, or back on the ranks of their tokens (`autopar.lowering.experts`).
+
+        A whole order becomes the part of a rank's experts.
+        """
+        order, mesh_dim = self.rows.orders[value], self.mesh_dim(self.mesh.names[index])
+        arguments = (
+            self.values[order],
+            self.operands[order, self.rows.chosen[order]],
+            self.rows.count[order],
+            mesh_dim,
+        )
+        if value == order:
+            return self.graph.call_function(experts.part_of_experts, arguments, name=f"{value}_part")
+        if order not in self.routes:
+            self.routes[order] = self.graph.call_function(experts.route_to_experts, arguments, name=f"{order}_route")
+        route = self.routes[order]
+        if value in self.rows.numbers and not source.by_expert:
+            return self.graph.call_function(experts.numbers_of, (route,), name=f"{value}_moved")
+        function = experts.rows_to_tokens if source.by_expert else experts.rows_to_experts
+        return self.graph.call_function(function, (node, mesh_dim, route), name=f"{value}_moved")
 
     def convert_one(
         self, value: str, node: fx.Node, dims: Dims, source: _Types, target: _Types, indices: tuple[int, ...]
@@ -191,9 +255,9 @@ class _Writer:
         split: dict[str, list[tuple[str, int]]] = {}
         for mesh_name, degree, variant in zip(self.mesh.names, degrees, chosen, strict=True):
             if variant.factor:
-                split.setdefault(variant.factor, []).append((mesh_name, degree))
-        shapes = (d.local_shape(t, degrees) for d, t in zip(bound.operands, types, strict=True))
-        output = bound.output.local_shape(out_types, degrees)
+                split.setdefault(EXPERTS if variant.is_by_expert else variant.factor, []).append((mesh_name, degree))
+        shapes = (_shape_on_rank(d, t, degrees) for d, t in zip(bound.operands, types, strict=True))
+        output = _shape_on_rank(bound.output, out_types, degrees)
         steps = bound.rule.steps(call.on_one_rank(shapes, output, {f: tuple(m) for f, m in split.items()}))
         previous: fx.Node | None = None
         for step in steps:
@@ -228,6 +292,12 @@ class _Writer:
     def define(self, name: str, node: fx.Node, types: _Types, differentiable: bool) -> None:
         self.values[name], self.types[name], self.differentiable[name] = node, types, differentiable
         node.meta |= {"value": name, "types": types, "differentiable": differentiable}
+
+
+def _shape_on_rank(dims: Dims, types: _Types, degrees: Sequence[int]) -> tuple[int, ...]:
+    """The shape of one rank's part, with -1 for a number of rows that depends on the data."""
+    unknown = {t.dim for t in types if t.by_expert}
+    return tuple(-1 if d in unknown else size for d, size in enumerate(dims.local_shape(types, degrees)))
 
 
 def _size(dims: Dims, t: Type) -> int:
@@ -292,7 +362,7 @@ def local_graph(
     products is fused with them (`fuse_gathers`), with `regather` too, and gathers again in backward. `loss_chunks` is
     the number of chunks of tokens in which the head's product and the loss run, if the block has them (`chunk_loss`).
     """
-    writer = _Writer(block, mesh, analysis.dims[index], analysis.ragged[index], device, join)
+    writer = _Writer(block, mesh, analysis.dims[index], _sorted_rows(analysis, index), device, join)
     flows = block.differentiable_ports
     for port in block.ports:
         node = writer.graph.placeholder(port)

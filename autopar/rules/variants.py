@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from autopar.ir.sharding import Dims, I, P, R, S, Type, chunk
 from autopar.rules.rule import Rule, Spec
 
-
 BY_EXPERT = ":experts"
 
 

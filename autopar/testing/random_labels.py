@@ -94,7 +94,10 @@ def _random_label(
         legal = [
             v
             for v in variants(bound, degree)
-            if _legal(v, bound, owned) and rewrites_fit(bound, [*chosen, v], degrees) and fits(index, v)
+            if _legal(v, bound, owned)
+            and not v.is_by_expert
+            and rewrites_fit(bound, [*chosen, v], degrees)
+            and fits(index, v)
         ]
         split = [v for v in legal if v.factor]
         chosen.append(chooser.choice(split if split and chooser.random() < 0.8 else legal))
@@ -133,7 +136,10 @@ def _axes_of_rows(
             picked = chooser.choice([None, *axes]) if order not in crossing else None
             rows = (*found[order], picked)
             is_legal = all(
-                any(_fits_rows(analysis, index, name, rows, at, v) for v in variants(bounds[name], degree))
+                any(
+                    not v.is_by_expert and _fits_rows(analysis, index, name, rows, at, v)
+                    for v in variants(bounds[name], degree)
+                )
                 for name in members
             )
             found[order].append(picked if is_legal else None)

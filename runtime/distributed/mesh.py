@@ -75,6 +75,29 @@ class MeshDim:
         rows = [x.shape[0] if rank == to else 0 for rank in range(self.degree)]
         return self.wait(_c10d.all_to_all_single(x, rows, rows, self.group_name))
 
+    def all_to_all_rows(self, x: torch.Tensor, sent: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+        if private.is_rank_tensor(x) or private.is_rank_tensor(sent):
+            return self._rows_in_one_process(x, sent)
+        return self.wait(_c10d.all_to_all_single(x, received.tolist(), sent.tolist(), self.group_name))
+
+    def _rows_in_one_process(self, x: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
+        world = dist.get_world_size()
+        with private.without_ranks():
+            rows, counts = private.to_ranks(x, world), private.to_ranks(sent, world)
+            chunks = [one.split(count.tolist()) for one, count in zip(rows, counts, strict=True)]
+            first = [rank - self.of(rank) * self.stride for rank in range(world)]
+            found = [
+                torch.cat([chunks[first[rank] + k * self.stride][self.of(rank)] for k in range(self.degree)])
+                for rank in range(world)
+            ]
+        return private.from_ranks(found)
+
+    def to_host(self, counts: torch.Tensor) -> torch.Tensor:
+        return counts.cpu()
+
+    def rows_of_part(self, x: torch.Tensor, function: Callable[[int, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        return self.apply(x, function)
+
     def wait(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = _c10d.wait_tensor(x)
         return out

@@ -6,7 +6,7 @@ from autopar.capture.analysis import Analysis
 from autopar.errors import PlanError, Problem
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Block, Program
-from autopar.ir.sharding import Dims, Mesh, Type, owned_by
+from autopar.ir.sharding import Dims, Mesh, Type, owned_by, splits_samples
 from autopar.rules.variants import Variant, by_label, rewrites_fit, variants
 
 _Types = tuple[Type, ...]
@@ -110,12 +110,12 @@ def _boundaries(program: Program, analysis: Analysis, labels: Sequence[BlockLabe
             problems.append(Problem(path=name, rule=rule, value=types[name]))
     for name in program.parameters:
         for mesh_dim, t in zip(mesh.names, types.get(name, ()), strict=False):
-            if t.kind == "S" and owned_by(mesh_dim) != "parameters":
+            if t.kind == "S" and owned_by(mesh_dim) not in ("parameters", "experts"):
                 rule = f"{mesh_dim} splits no parameters; ZeRO shards them over its ranks"
                 problems.append(Problem(path=name, rule=rule, value=str(t)))
     for info in program.inputs:
         for mesh_dim, t in zip(mesh.names, types.get(info.name, ()), strict=False):
-            if t.kind != "I" and (owned_by(mesh_dim) != "batch" or (t.dim, t.position) != (info.batch_dim, 0)):
-                rule = "inputs are split along the batch only, by dp"
+            if t.kind != "I" and not (splits_samples(mesh_dim) and t.dim == info.batch_dim):
+                rule = "inputs are split along the batch only, by dp and ep"
                 problems.append(Problem(path=info.name, rule=rule, value=str(t)))
     return problems

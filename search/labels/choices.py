@@ -3,7 +3,8 @@
 All values that are bound to the same port, or leave a block by the same result, must have one type. They form a
 *boundary class*. This covers tied parameters and the shared ports of layers.
 
-A mesh dimension owns axes (`autopar.ir.sharding.owned_by`). `dp` owns the batch axes. Every other mesh dimension owns
+A mesh dimension owns axes (`autopar.ir.sharding.owned_by`). `dp` owns the batch axes. `ep` owns a part of them, and the
+axes of experts. Every other mesh dimension owns
 the other axes that no earlier one has split. `tp` owns the sequence axes only if sequence parallelism is allowed. It
 owns the hidden axes of the residual stream only if much work stays whole without them, because they tie with better
 choices and slow the proof. `cp` never owns these hidden axes: values between blocks are split along the sequence. No
@@ -14,10 +15,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from autopar.capture.analysis import Analysis
+from autopar.ir.degrees import EXCHANGE, GATHER, WHOLE
 from autopar.ir.program import Program
-from autopar.ir.sharding import Dims, I, Mesh, R, S, Type, chunk, owned_by
+from autopar.ir.sharding import Dims, I, Mesh, R, S, Type, chunk, owned_by, splits_samples
+from autopar.rules.routed import ORDER, PRODUCT, ROUTED
 from autopar.rules.variants import Variant, may_be_uneven, rewrites_fit, variants
 
 NodeKey = tuple[int, str]  # (block, node)
@@ -140,6 +144,7 @@ def boundary_of(program: Program, analysis: Analysis) -> Boundary:
 
 
 def owned_axes(
+    program: Program,
     analysis: Analysis,
     boundary: Boundary,
     mesh: Mesh,
@@ -150,8 +155,9 @@ def owned_axes(
 ) -> frozenset[int]:
     """The axes that mesh dimension `index` may split."""
     owned = owned_by(mesh.names[index])
-    if owned == "batch":
-        return analysis.batch_axes
+    if splits_samples(mesh.names[index]):
+        own = frozenset(axis for axis in analysis.batch_axes if analysis.meant_for.get(axis, index) == index)
+        return own | (expert_axes(program, analysis) if owned == "experts" else frozenset())
     taken = analysis.batch_axes | {axis for axis, other in analysis.meant_for.items() if other != index}
     if owned == "parameters" and sequence is False:
         taken |= analysis.sequence_axes
@@ -160,6 +166,25 @@ def owned_axes(
     for earlier in solved:
         taken |= split_axes(analysis, boundary, earlier)
     return all_axes(analysis) - taken
+
+
+def expert_axes(program: Program, analysis: Analysis) -> frozenset[int]:
+    """The axes of experts: the matrices of a product along such an axis meet rows of their own.
+
+    Sorted rows have none, so a rule names their experts. Else the axis is in the parameter, in the other operand and in
+    the result.
+    """
+    found: set[int] = set()
+    for index, bounds in enumerate(analysis.bounds):
+        weights = parameter_values(program, analysis, index)
+        for name, bound in bounds.items():
+            rule = bound.rule
+            names = [rule.expert] if rule.expert else []
+            if rule.flops and len(rule.inputs) > 1 and not weights.isdisjoint(analysis.operands[index][name]):
+                every = [{f for dim in spec for f in dim} for spec in (*rule.inputs[:2], rule.output)]
+                names += sorted(set.intersection(*every) - rule.whole)
+            found |= {axis for factor in names for axis, _ in bound.factors[factor]}
+    return frozenset(found) - analysis.batch_axes - analysis.sequence_axes
 
 
 def is_paddable(size: int, degree: int) -> bool:
@@ -218,8 +243,11 @@ def space_of(
     require_sequence: bool,
     relaxed: bool,
     pinned: Mapping[str, tuple[Type, ...]],
+    dispatch: str | None = None,
 ) -> Space:
     """All candidates of one mesh dimension. A `pinned` parameter has one of the types given for its class.
+
+    `dispatch` is that of the degrees.
 
     A `relaxed` space includes axes that the degree does not divide. Otherwise only paddable axes may be uneven.
     """
@@ -235,6 +263,10 @@ def space_of(
             for variant in variants(bound, 1):
                 if variant.label == "R" and not flows:
                     continue  # without a cotangent R is I
+                if variant.is_by_expert and owned_by(name) != "experts":
+                    continue
+                if owned_by(name) == "experts" and not _is_dispatch(variant, call.target, dispatch):
+                    continue
                 if variant.factor:
                     axis, size = bound.factors[variant.factor][variant.axis]
                     padded = axis in paddable and may_be_uneven(bound, variant.factor)
@@ -257,6 +289,19 @@ def space_of(
         variants=found,
         types=types,
     )
+
+
+def _is_dispatch(variant: Variant, target: Any, dispatch: str | None) -> bool:
+    """Whether an operator may run so on `ep` under a way of dispatch."""
+    if dispatch is None or (target not in ROUTED and not variant.is_by_expert):
+        return True
+    if dispatch == WHOLE:
+        return not variant.is_by_expert
+    if target is ORDER:
+        return variant.factor != "" if dispatch == EXCHANGE else variant.factor == ""
+    if target is PRODUCT or target not in ROUTED:
+        return variant.is_by_expert
+    return variant.factor != "" and variant.is_by_expert == (dispatch == GATHER)
 
 
 def _types_of(
@@ -284,13 +329,14 @@ def _types_of(
         return
     if c.role == "input":
         # the batch is cut before the model sees it, along its outermost axis
-        yield from [t for t, _ in shards if t.position == 0][:1] if owned == "batch" and shards else [I]
+        yield from [t for t, _ in shards][:1] if splits_samples(mesh_dim) and shards else [I]
     elif c.fixed or c.role not in ("parameter", "value"):
         yield I
     elif c.role == "parameter" and pinned:
         yield from sorted(pinned)
     elif c.role == "parameter":
-        yield from [I, R, *(t for t, _ in shards)] if owned == "parameters" else [R]
+        split = [t for t, _ in shards] if owned in ("parameters", "experts") else []
+        yield from [*([I] if owned == "parameters" else []), R, *split]
     else:
         sequence = [t for t, axis in shards if axis in analysis.sequence_axes]
         asked = (require_sequence and owned == "parameters") or owned == "sequence"

@@ -225,6 +225,7 @@ class DimProblem:
         again = ("S", "R") if is_kept and self.regather else None
         alike = self._conversions_of_neighbour(index, name)
         ragged = self.analysis.ragged[index].get(name, frozenset())
+        is_order = self.analysis.orders[index].get(name) == name
         convert = np.full((len(types), len(types)), inf)
         np.fill_diagonal(convert, 0.0)
         costs: dict[tuple[str, str], float] = {}  # by kinds: which axis a shard is of makes no difference
@@ -240,7 +241,7 @@ class DimProblem:
                     cost -= SENT_TOGETHER * PER_COLLECTIVE * (kinds in alike)
                     cost += self._saved(whole, start) * (kinds == again)
                     costs[kinds] = calls * cost
-                is_banned = bool(ragged) and moves_along(start, target, ragged)
+                is_banned = bool(ragged) and moves_along(start, target, ragged, is_order=is_order)
                 row.append(inf if is_banned else costs[kinds] if start != target else 0.0)
             convert[number[start]] = row
         regathered = [[(start.kind, target.kind) == again for target in types] for start in types]

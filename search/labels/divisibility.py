@@ -17,7 +17,7 @@ from autopar.capture.analysis import Analysis
 from autopar.cost_model.work.operator_cost import target_name
 from autopar.errors import PlanError, Problem
 from autopar.ir.program import Program
-from autopar.ir.sharding import Mesh, chunk
+from autopar.ir.sharding import Mesh, chunk, splits_samples
 from autopar.rules.variants import may_be_uneven
 from autopar.search.labels.choices import Boundary, NodeKey, Solved, is_paddable
 
@@ -28,18 +28,16 @@ _MAX_NAMED = 3  # operators that a note lists
 def batch_problems(program: Program, mesh: Mesh) -> list[Problem]:
     """Inputs whose batch the data-parallel degree does not divide."""
     found = []
-    for index in mesh.owning("batch"):
-        name, degree = mesh.names[index], mesh.degrees[index]
-        sizes = {i.shape[i.batch_dim] for i in program.inputs if i.batch_dim is not None}
-        for size in sorted(sizes):
-            if size % degree:
-                found.append(
-                    Problem(
-                        path="batch",
-                        rule=f"{size} sequences are not divisible by {name}={degree}",
-                        suggestion=nearest_degrees(size, degree),
-                    )
+    degree = prod(n for name, n in zip(mesh.names, mesh.degrees, strict=True) if splits_samples(name))
+    for size in sorted({i.shape[i.batch_dim] for i in program.inputs if i.batch_dim is not None}):
+        if size % degree:
+            found.append(
+                Problem(
+                    path="batch",
+                    rule=f"{size} sequences are not divisible by dp={degree}",
+                    suggestion=nearest_degrees(size, degree),
                 )
+            )
     return found
 
 

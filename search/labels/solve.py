@@ -89,9 +89,9 @@ def label(
             return _Turn(
                 program=program, analysis=analysis, boundary=boundary,
                 name=mesh.names[index], degree=mesh.degrees[index], index=index, solved=tuple(solved),
-                axes=owned_axes(analysis, boundary, mesh, index, solved, degrees.sequence_parallel, hidden),
+                axes=owned_axes(program, analysis, boundary, mesh, index, solved, degrees.sequence_parallel, hidden),
                 prices=prices, requires_sequence=degrees.sequence_parallel is True,
-                accumulate=degrees.num_micro_batches, regather=regather, pinned=pinned,
+                accumulate=degrees.num_micro_batches, regather=regather, pinned=pinned, dispatch=degrees.dispatch,
             )  # fmt: skip
 
         found, solution, size_of, verdict = _settled(turn, hidden_axes, memo, is_tensor)
@@ -141,8 +141,8 @@ def _settled(turn: Callable[[bool], "_Turn"], hidden_axes: bool, memo: Memo, is_
 
 
 def _order(mesh: Mesh) -> list[int]:
-    """Mesh dimensions of size > 1: `dp` first, then `tp`, whose choices of heads bind parameters, then `cp`."""
-    every = (*mesh.owning("batch"), *mesh.owning("parameters"), *mesh.owning("sequence"))
+    """Mesh dimensions of size > 1: `dp` first, then `ep`, `tp`, whose choices of heads bind parameters, and `cp`."""
+    every = [i for owned in ("batch", "experts", "parameters", "sequence") for i in mesh.owning(owned)]
     return [i for i in every if mesh.degrees[i] > 1]
 
 
@@ -163,6 +163,7 @@ class _Turn:
     accumulate: int
     regather: bool
     pinned: Mapping[str, tuple[Type, ...]] = field(hash=False)
+    dispatch: str | None
 
     def settle(self, memo: Memo) -> _Settled:
         """The best legal labels, and their loss by axes that the degree does not divide."""
@@ -188,6 +189,7 @@ class _Turn:
             self.requires_sequence,
             relaxed,
             self.pinned,
+            self.dispatch,
         )
         problem = DimProblem(
             self.program,

@@ -44,10 +44,21 @@ def check_random(case: Case, mesh: Mesh, seed: int, **options: Any) -> None:
 
 
 def labelled(
-    case: Case, mesh: Mesh, sequence_parallel: bool | None = None, *, regather: bool = True
+    case: Case,
+    mesh: Mesh,
+    sequence_parallel: bool | None = None,
+    *,
+    regather: bool = True,
+    dispatch: str | None = None,
 ) -> tuple[BlockLabels, ...]:
-    """The solver's labels of a case on a mesh of `dp` and `tp`."""
+    """The solver's labels of a case on a mesh of `dp`, `ep` and `tp`."""
     names = mesh.as_dict()
-    degrees = Degrees(tp=names.get("tp", 1), dp_shard=names.get("dp", 1), sequence_parallel=sequence_parallel)
+    degrees = Degrees(
+        tp=names.get("tp", 1),
+        dp_shard=names.get("dp", 1) * names.get("ep", 1),
+        ep=names.get("ep", 1),
+        dispatch=dispatch,
+        sequence_parallel=sequence_parallel,
+    )
     cluster = ClusterSpec.preset("8xh100")
     return label(case.program, case.analysis(mesh), degrees, cluster, mesh=mesh, regather=regather).blocks

@@ -1,0 +1,108 @@
+"""Sorted rows on the ranks of their experts: how they get there and back, and the products there.
+
+A rank sorts the rows of its own tokens by expert (`autopar.rules.routed`). Two ways lead to the rows of its experts:
+
+* every rank sends each row to the rank of its expert, and gets the product back (`rows_to_experts`, `rows_to_tokens`;
+  Lepikhin et al. 2020, "GShard"). Ranks first tell each other how many rows they send (`route_to_experts`);
+* every rank has all tokens, and takes the rows of its experts from the order of all (`part_of_experts`).
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from autopar.lowering.communicator import Communicator
+from autopar.rules.routed import PRODUCT
+
+# rows to every rank, rows from every rank, both in host memory; the places of received rows in the order of experts;
+# the experts of the sorted rows
+Route = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def route_to_experts(order: torch.Tensor, chosen: torch.Tensor, count: int, mesh: Communicator) -> Route:
+    """How the sorted rows of this rank's tokens go to the ranks of their experts, and which rows come from others.
+
+    `chosen` (t, j) has the numbers of experts, of which there are `count`. Rank r has the experts from r · count /
+    degree on.
+    """
+    numbers = chosen.reshape(-1).index_select(0, order)
+    last = torch.arange(1, mesh.degree + 1, device=numbers.device, dtype=numbers.dtype) * (count // mesh.degree)
+    ends = torch.searchsorted(numbers, last)
+    sent = torch.diff(ends, prepend=ends.new_zeros(1))
+    sent, received = mesh.to_host(torch.stack((sent, mesh.all_to_all(sent)))).unbind(0)
+    arrived = mesh.all_to_all_rows(numbers, sent, received)
+    numbers, places = torch.sort(arrived, stable=True)
+    return sent, received, places, numbers
+
+
+class _ToExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, mesh: Communicator, route: Route) -> torch.Tensor:
+        sent, received, places, _ = route
+        ctx.back = mesh, route
+        return mesh.all_to_all_rows(rows, sent, received).index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _back(grads[0], *ctx.back), None, None
+
+
+class _ToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, mesh: Communicator, route: Route) -> torch.Tensor:
+        ctx.back = mesh, route
+        return _back(rows, mesh, route)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        mesh, (sent, received, places, _) = ctx.back
+        return mesh.all_to_all_rows(grads[0].contiguous(), sent, received).index_select(0, places), None, None
+
+
+def _back(rows: torch.Tensor, mesh: Communicator, route: Route) -> torch.Tensor:
+    """Rows of this rank's experts to the ranks that they came from."""
+    sent, received, places, _ = route
+    in_order_of_ranks = torch.empty_like(rows, memory_format=torch.contiguous_format).index_copy_(0, places, rows)
+    return mesh.all_to_all_rows(in_order_of_ranks, received, sent)
+
+
+def rows_to_experts(rows: torch.Tensor, mesh: Communicator, route: Route) -> torch.Tensor:
+    """The sorted rows of this rank's tokens to the sorted rows of its experts."""
+    out: torch.Tensor = _ToExperts.apply(rows.contiguous(), mesh, route)
+    return out
+
+
+def rows_to_tokens(rows: torch.Tensor, mesh: Communicator, route: Route) -> torch.Tensor:
+    """The sorted rows of this rank's experts to the sorted rows of its tokens."""
+    out: torch.Tensor = _ToTokens.apply(rows, mesh, route)
+    return out
+
+
+def numbers_of(route: Route) -> torch.Tensor:
+    """The numbers of experts of the sorted rows of this rank's experts. The route has sent them already."""
+    return route[3]
+
+
+def part_of_experts(order: torch.Tensor, chosen: torch.Tensor, count: int, mesh: Communicator) -> torch.Tensor:
+    """The part of an order of all rows that has the rows of this rank's experts."""
+    numbers = chosen.reshape(-1).index_select(0, order)
+    own = count // mesh.degree
+
+    def part(coordinate: int, both: torch.Tensor) -> torch.Tensor:
+        edges = torch.tensor([coordinate * own, (coordinate + 1) * own], dtype=both.dtype, device=both.device)
+        begin, end = torch.searchsorted(both[1], edges).tolist()
+        return both[0, begin:end]
+
+    return mesh.rows_of_part(torch.stack((order, numbers.to(order.dtype))), part)
+
+
+def product_of_experts(
+    rows: torch.Tensor, weight: torch.Tensor, expert: torch.Tensor, k: int, mesh: Communicator
+) -> torch.Tensor:
+    """The sorted rows of this rank's experts times their matrices (own experts, in, out)."""
+    out: torch.Tensor = PRODUCT(rows, weight, expert - mesh.index() * weight.shape[0], k)
+    return out
+
+
+REWRITES: Mapping[str, Callable[..., torch.Tensor]] = {"product_of_experts": product_of_experts}
