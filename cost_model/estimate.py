@@ -178,7 +178,7 @@ def estimate_works(
         assumptions=(
             *machine.assumptions,
             *dtype_assumptions(works.dtype, precision, cluster),
-            *expert_assumptions(machine, question.ep),
+            *expert_assumptions(machine, degrees.ep),
             *filter(None, (host_assumption(machine), optimizer_assumption(works, degrees))),
         ),
     )
@@ -220,12 +220,10 @@ def run_cost(
 
 def formula_only(question: Question) -> tuple[str, ...]:
     """The parts of a question that autopar prices and does not run."""
-    found = []
-    if question.ep > 1:
-        found.append(f"expert parallelism {question.ep}: priced as two all-to-alls a pass, autopar does not run it yet")
-    if question.engine.name != "autopar":
-        found.append(f"engine {question.engine.name}: priced with that framework's mechanisms, autopar runs its own")
-    return tuple(found)
+    name = question.engine.name
+    if name == "autopar":
+        return ()
+    return (f"engine {name}: priced with that framework's mechanisms, autopar runs its own",)
 
 
 def _named(names: Mapping[str, str], parts: Mapping[str, Floats]) -> dict[str, float]:
@@ -246,15 +244,11 @@ def _collectives(step: StepSeconds) -> tuple[CollectiveSeconds, ...]:
 
 def _degrees(question: Question) -> dict[str, Any]:
     found = {name: value for name, value in asdict(question.degrees).items() if value is not None}
-    return found | {"ep": question.ep, "cuts": list(question.cuts)}
+    return found | {"cuts": list(question.cuts)}
 
 
 def _check(works: ProgramWorks, question: Question, tokens: float | None, grams: float | None) -> None:
     degrees, problems = question.degrees, []
-    if question.ep < 1:
-        raise InputError(
-            "the estimate cannot be made", [Problem(path="ep", value=question.ep, rule="must be at least 1")]
-        )
     devices, asked = question.cluster.num_devices, degrees.world_size
     if asked != devices:
         rule = f"pp × tp × dp × cp = {asked} must be the number of devices, {devices}"
@@ -263,14 +257,6 @@ def _check(works: ProgramWorks, question: Question, tokens: float | None, grams:
         problems.append(
             Problem(path="cp", value=degrees.cp, rule=f"must divide the {works.sequence} tokens of a sequence")
         )
-    ranks, experts = degrees.dp * degrees.cp, works.num_experts
-    if question.ep > 1 and not experts:
-        problems.append(
-            Problem(path="ep", value=question.ep, rule="the model has no experts", suggestion="leave it out")
-        )
-    elif ranks % question.ep or (experts and experts % question.ep):
-        rule = f"must divide the {ranks} ranks of dp × cp and the {experts} experts"
-        problems.append(Problem(path="ep", value=question.ep, rule=rule))
     for name, amount in (("tokens", tokens), ("grams_co2_per_kwh", grams)):
         if amount is not None and not (np.isfinite(amount) and amount > 0):
             problems.append(Problem(path=name, value=amount, rule="must be a number greater than 0"))

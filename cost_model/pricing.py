@@ -53,8 +53,7 @@ class Utilisation:
 class Question:
     """Everything that a price depends on beside the captured model, without the tokens of a run.
 
-    `cuts` are the calls before which pipeline stages begin (none: equal stages and the closed form of 1F1B); `ep` is
-    the degree of expert parallelism, which no plan runs yet.
+    `cuts` are the calls before which pipeline stages begin (none: equal stages and the closed form of 1F1B).
     """
 
     cluster: ClusterSpec
@@ -63,7 +62,6 @@ class Question:
     precision: str | None = None
     profile: DeviceProfile | None = None
     cuts: tuple[int, ...] = ()
-    ep: int = 1
 
     @property
     def is_by_stage(self) -> bool:
@@ -77,10 +75,10 @@ def layout_of(works: ProgramWorks, question: Question) -> Layouts:
     Stages that recompute by themselves are not in it.
     """
     level = max(level_shares(works, question))
-    return layouts_of_degrees(works, [question.degrees], recompute=level, ep=question.ep)
+    return layouts_of_degrees(works, [question.degrees], recompute=level)
 
 
-def layouts_of_degrees(works: ProgramWorks, degrees: Sequence[Degrees], *, recompute: int, ep: int = 1) -> Layouts:
+def layouts_of_degrees(works: ProgramWorks, degrees: Sequence[Degrees], *, recompute: int) -> Layouts:
     """A layout for each degrees, all with the same recomputation (a position in `RECOMPUTE`)."""
 
     def column(value: Callable[[Degrees], float]) -> Floats:
@@ -92,7 +90,7 @@ def layouts_of_degrees(works: ProgramWorks, degrees: Sequence[Degrees], *, recom
         pp=column(lambda one: one.pp),
         virtual=column(lambda one: one.virtual_stages),
         cp=column(lambda one: one.cp),
-        ep=ep,
+        ep=column(lambda one: one.ep),
         dp=column(lambda one: one.dp),
         shard=column(lambda one: one.shard_ranks),
         zero=column(lambda one: one.zero),
@@ -290,7 +288,7 @@ def evaluated(
     works: ProgramWorks,
     family: Family[Any],
     layouts: Layouts,
-    names: Collection[str] = ("b", "t", "tp", "d", "cp", "s", "S"),
+    names: Collection[str] = ("b", "t", "tp", "d", "ep", "cp", "s", "S"),
 ) -> Family[Any]:
     """The numbers of a family of a captured model's expressions, which have those `names` of layouts."""
     tokens = float(works.sequence)
@@ -299,7 +297,8 @@ def evaluated(
     of_layouts: dict[str, Callable[[], Floats]] = {
         "b": lambda: layouts.micro_batch,
         "t": lambda: layouts.tp,
-        "d": lambda: layouts.dp,
+        "d": lambda: layouts.dp / layouts.ep if "ep" in sizes else layouts.dp,
+        "ep": lambda: layouts.ep,
         "cp": lambda: layouts.cp,
         "s": lambda: tokens / layouts.cp,
         "S": lambda: np.array([tokens]),
@@ -307,7 +306,7 @@ def evaluated(
     numbers |= {
         name: value()
         for name, value in of_layouts.items()
-        if name in names and (name not in ("tp", "cp") or name in sizes)
+        if name in names and (name not in ("tp", "ep", "cp") or name in sizes)
     }
     roles = family.roles
     found = evaluate(tuple(family.block(role, "tp") for role in roles), numbers)  # both variants are one

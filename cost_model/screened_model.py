@@ -10,7 +10,7 @@ from autopar.cost_model.pricing import evaluated
 from autopar.cost_model.step.layouts import Layouts
 from autopar.cost_model.work.block_work import BlockWork, Family, free_symbols
 from autopar.cost_model.work.polynomials import Polynomial
-from autopar.ir.sharding import owned_by
+from autopar.ir.sharding import splits_samples
 
 if TYPE_CHECKING:
     from autopar.cost_model.work.program_costs import ProgramWorks
@@ -55,11 +55,11 @@ def _parameters_only(family: Family[Polynomial]) -> Family[Polynomial]:
 
 def _block_fields(family: Family[Polynomial], names: Sequence[str]) -> tuple[str, ...]:
     works = [work for _, variants in family.blocks for _, work in variants]
-    sums = any(owned_by(sent.mesh_dim) == "batch" and sent.of != "parameter" for work in works for sent in work.sent)
+    sums = any(splits_samples(sent.mesh_dim) and sent.of != "parameter" for work in works for sent in work.sent)
     has_experts = any(role.startswith("moe_layer") for role in family.roles)
     return (
         *_BLOCK_FIELDS,
-        *(["ep"] if has_experts else []),
+        *(["ep"] if has_experts or "ep" in names else []),
         *(["dp"] if sums or "d" in names else []),
         *(["data_stride"] if sums else []),
     )

@@ -59,6 +59,6 @@ def _file(folder: Path, captured: CapturedModel, cluster: ClusterSpec, asked: Pl
 
     machine = machine_of(cluster, asked.profile, asked.precision or default_precision(cluster), asked.reduce_dtype)
     question = question_about(asked, cluster, machine, captured.name)
-    options = [asked.top, asked.trials, asked.seed, asked.report, asked.what_if, list(machine.assumptions)]
+    options = [asked.top, asked.trials, asked.seed, asked.report, list(machine.assumptions)]
     options += [asked.precision, asked.reduce_dtype]
     return kept_file(folder, "search", captured.digest, question, options, versions(SEARCHING))

@@ -46,7 +46,6 @@ def estimate(
         str, typer.Option(help="Framework that runs the plan: autopar, or another one such as megatron or fsdp.")
     ] = "autopar",
     profile: Profile = None,
-    ep: Annotated[int, typer.Option(help="Expert-parallel degree: priced, not run.")] = 1,
     tokens: Annotated[
         float | None,
         typer.Option(help="Tokens of the whole run, such as 15e12. Adds days, money, energy.", show_default=False),
@@ -92,7 +91,6 @@ def estimate(
             engine=found_engine,
             profile=found_profile,
             precision=wanted if precision is not None or not own else None,
-            ep=ep,
             tokens=tokens,
             grams_co2_per_kwh=grams_co2_per_kwh,
             exact_memory=exact_memory,

@@ -28,7 +28,6 @@ from autopar.cli.options.search_options import (
     Timeout,
     Top,
     Trials,
-    WhatIf,
 )
 from autopar.cli.output import console, print_json, print_sections, progress
 from autopar.cli.plan_result import result_sections
@@ -56,7 +55,6 @@ def plan(
     timeout: Timeout = None,
     seed: Seed = 0,
     study: Study = None,
-    what_if: WhatIf = False,
     profile: Profile = None,
     layers: Layers = None,
     hidden: Hidden = None,
@@ -97,7 +95,6 @@ def plan(
         seed=seed,
         timeout_s=timeout,
         study=study,
-        what_if=what_if,
         report=report is not None,
         profile=None if profile is None else load_profile(profile),
         precision=wanted if is_named else None,

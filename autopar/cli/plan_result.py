@@ -10,8 +10,7 @@ from autopar.search.result.result import Contender, SearchResult
 def result_sections(found: SearchResult) -> list[Section]:
     """The best plan first. Raises nothing; `found` has a plan."""
     assert found.best is not None
-    beyond = [] if found.beyond is None else [_beyond(found, found.best, found.beyond)]
-    return [_best(found, found.best), _others(found), *beyond, _not_possible(found)]
+    return [_best(found, found.best), _others(found), _not_possible(found)]
 
 
 def _best(found: SearchResult, best: Contender) -> Section:
@@ -87,13 +86,6 @@ def _aligned(shown: Sequence[tuple[str, str, str]]) -> Iterator[str]:
 def _value(found: SearchResult, one: Contender) -> str:
     step = readable_seconds(one.step_s)
     return step if found.unit == "s" else f"{readable_value(one.value, found.unit)}, {step} a step"
-
-
-def _beyond(found: SearchResult, best: Contender, one: Contender) -> Section:
-    more = f"{one.value / best.value - 1:+,.1%}"
-    below = [f"{'':{len(more)}}    {text}" for text in (_value(found, one), *one.formula_only)]
-    title = "What if: the best plan that autopar prices but cannot run yet"
-    return Section(title=title, lines=(f"{more}  {plan_in_words(one.degrees)}", *below))
 
 
 def _not_possible(found: SearchResult) -> Section:

@@ -24,10 +24,12 @@ class Degrees:
 
     `tp_dims` is `tp` as the product of two mesh dimensions. Each splits axes of its own. With fewer key heads than
     ranks, the first dimension splits the key heads, the second the queries of one key head. `cp` ranks share the same
-    samples and split their sequence. `ep` ranks of `dp_shard` split the experts of a mixture, besides the samples.
-    `dispatch` says how rows meet experts there: with "exchange" rows travel to the ranks of their experts, with "gather"
-    every rank has all tokens, with "whole" every rank has all experts. None takes the cheapest. With `per_micro_batch` the loss of a step is the mean of the separate losses of
+    samples and split their sequence. With `per_micro_batch` the loss of a step is the mean of the separate losses of
     its micro-batches.
+
+    `ep` of the `dp_shard` ranks also split the experts of a mixture. `dispatch` says how rows of tokens meet experts
+    there. With "exchange" rows travel to the ranks of their experts, with "gather" every rank has all tokens, and with
+    "whole" every rank has all experts. None takes the cheapest.
 
     `pp` ranks hold `virtual_stages` pipeline stages each and run `micro_batches` in the order of `schedule`
     (`autopar.ir.schedules`), `accumulate` times a step. `cut_at` are the module paths at which the stages after the

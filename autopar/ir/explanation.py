@@ -91,7 +91,9 @@ def sizes_in_words(plan: Explained) -> str:
         ("dp_shard", degrees.dp_shard),
         ("dp_replicate", degrees.dp_replicate),
     ]
-    product = " × ".join(f"{name} {degree}" for name, degree in named if degree > 1) or "no split"
+    experts = f" (ep {degrees.ep})" if degrees.ep > 1 else ""
+    parts = [f"{name} {degree}" + experts * (name == "dp_shard") for name, degree in named if degree > 1]
+    product = " × ".join(parts) or "no split"
     ranks = f"{degrees.world_size} rank{'s' * (degrees.world_size > 1)}"
     zero = f", ZeRO-{degrees.zero}" if degrees.data_ranks > 1 else ""
     order = f", rank order {degrees.order}" if degrees.order != ORDERS[0] else ""

@@ -21,9 +21,9 @@ from math import prod
 from typing import Literal
 
 Kind = Literal["I", "R", "P", "S"]
-# What a mesh dimension owns. "batch": it splits samples only. "experts": it splits samples, and the matrices of experts.
-# "sequence": it splits the sequence, and heads and experts inside of a block, but no parameters. "parameters": it
-# splits any other axis.
+# What a mesh dimension owns. "batch": it splits samples only. "experts": it splits samples, and the parameters of
+# experts. "sequence": it splits the sequence, and heads and experts inside of a block, but no parameters.
+# "parameters": it splits any other axis.
 Owned = Literal["batch", "experts", "sequence", "parameters"]
 # a new kind of mesh dimension has its name here, and its meaning where `owned_by` is asked
 _OWNED: Mapping[str, Owned] = {"dp": "batch", "ep": "experts", "cp": "sequence"}
@@ -91,6 +91,11 @@ def owned_by(mesh_dim: str) -> Owned:
     gradients are summed over them once a step. So do the ranks of `ep` with all parameters that it does not split.
     """
     return _OWNED.get(mesh_dim.partition("_")[0].rstrip("0123456789"), "parameters")
+
+
+def shares_parameter(mesh_dim: str, stored: Type) -> bool:
+    """Whether the ranks of a mesh dimension hold the same parameter, which is stored as `stored` on it."""
+    return owned_by(mesh_dim) != "parameters" and stored.kind != "S"
 
 
 _SAMPLES: tuple[Owned, ...] = ("batch", "experts")

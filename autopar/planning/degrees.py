@@ -1,6 +1,6 @@
 """Degrees from a partial wish: missing degrees are derived, illegal ones are listed with the nearest legal values.
 
-    world size   = pp × tp × cp × dp_shard × dp_replicate
+    world size   = pp × tp × cp × dp_shard × dp_replicate            where ep divides dp_shard
     global batch = dp × micro_batch × micro_batches × accumulate       where dp = dp_shard × dp_replicate
 
 This module does not import torch.
@@ -34,7 +34,7 @@ def resolve_degrees(
         asked = replace(asked, dp_shard=max(1, world_size // others))
     if asked.pp > 1 and "virtual_stages" not in given:
         asked = replace(asked, virtual_stages=SCHEDULES[asked.schedule].least_stages)
-    problems = world_size_problems(asked, world_size) + _only_with_stages(asked, given)
+    problems = world_size_problems(asked, world_size) + _only_with_stages(asked, given) + _expert_problems(asked)
     if global_batch is not None:
         more, local_batch = _local_of_global(global_batch, asked.dp, local_batch)
         problems += more
@@ -73,6 +73,16 @@ def world_size_problems(degrees: Degrees, world_size: int) -> list[Problem]:
         )
         problems.append(Problem(path="degrees", rule=rule, suggestion=hint))
     return problems
+
+
+def _expert_problems(asked: Degrees) -> list[Problem]:
+    if asked.dispatch is not None and asked.ep == 1:
+        return [Problem(path="dispatch", value=asked.dispatch, rule="needs ep above 1", suggestion="leave it out")]
+    if asked.dp_shard % asked.ep == 0:
+        return []
+    near = _or(nearest_divisors(asked.dp_shard, asked.ep))
+    rule = f"must divide the {asked.dp_shard} ranks of dp_shard"
+    return [Problem(path="ep", value=asked.ep, rule=rule, suggestion=f"nearest: {near}")]
 
 
 def _local_of_global(global_batch: int, dp: int, local_batch: int | None) -> tuple[list[Problem], int | None]:

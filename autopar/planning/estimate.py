@@ -25,7 +25,7 @@ from autopar.cost_model.machine.profile import DeviceProfile
 from autopar.cost_model.machine.profile_io import load_profile
 from autopar.cost_model.pricing import Question
 from autopar.cost_model.work.program_costs import ProgramWorks, dtype_of, program_works
-from autopar.errors import InputError, PlanError, Problem
+from autopar.errors import InputError, PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.plan import BlockLabels, Plan
@@ -35,7 +35,7 @@ from autopar.planning.degrees import resolve_degrees
 from autopar.planning.fixed import PlanLike, capture_for, check_plan, choose_labels
 from autopar.planning.machine import machinery_of, own_machinery
 from autopar.planning.recomputed import decided, with_recomputed, without_unread
-from autopar.search.bounds.lower_bounds import Beyond, Machinery
+from autopar.search.bounds.lower_bounds import Machinery
 from autopar.search.pricing.cuts import call_seconds, choose_cuts
 from autopar.search.pricing.recomputed_values import values_to_recompute
 
@@ -63,7 +63,6 @@ def estimate(
     engine: Engine | str = OWN,
     profile: DeviceProfile | str | Path | None = None,
     precision: str | None = None,
-    ep: int = 1,
     tokens: float | None = None,
     grams_co2_per_kwh: float | None = None,
     exact_memory: bool = False,
@@ -83,7 +82,6 @@ def estimate(
         engine: The framework whose mechanisms are priced (``cost_model/machine/engines``).
         profile: A device profile, its shipped name, or its file.
         precision: Of computing: bf16, fp16, fp32, fp8 or mxfp8; by default the model's dtype.
-        ep: The degree of expert parallelism, which is priced and not run.
         tokens: The tokens of a whole training run, to predict its days, money and energy.
         grams_co2_per_kwh: The carbon intensity of the electricity.
         exact_memory: Whether to count the tensors of a rank one by one, which takes seconds for a large model.
@@ -110,7 +108,7 @@ def estimate(
     model_or_program = _uncompiled(model_or_program)
     given, precision = _with_precision(plan, precision, model_or_program)
     report = on_progress or (lambda _: None)
-    chosen = _checked_engine(engine, ep, exact_memory)
+    chosen = _checked_engine(engine, exact_memory)
     asked = _Asked(given, example_inputs, loss_fn, spec.num_devices, global_batch, report, specialise)
     program, degrees = _program_and_degrees(model_or_program, asked)
     report("choosing labels and pricing blocks")
@@ -118,7 +116,7 @@ def estimate(
     priceable = priceable_of(program, spec, degrees, chosen, own_plan)
     report("pricing")
     question = Question(
-        cluster=spec, degrees=priceable.degrees, engine=chosen, ep=ep,
+        cluster=spec, degrees=priceable.degrees, engine=chosen,
         precision=precision or precision_of(priceable.works.dtype, spec),
         profile=load_profile(profile) if isinstance(profile, (str, Path)) else profile,
     )  # fmt: skip
@@ -206,20 +204,16 @@ def _program_and_degrees(model_or_program: nn.Module | Program, asked: _Asked) -
     return program, degrees
 
 
-def _checked_engine(engine: Engine | str, ep: int, exact_memory: bool) -> Engine:
+def _checked_engine(engine: Engine | str, exact_memory: bool) -> Engine:
     chosen = engine_named(engine) if isinstance(engine, str) else engine
-    if isinstance(ep, bool) or not isinstance(ep, int) or ep < 1:
-        problem = Problem(path="ep", value=ep, rule="must be a whole number of at least 1")
-        raise InputError("the estimate cannot be made", [problem])
-    if exact_memory and (chosen.name != OWN or ep > 1):
-        raise InputError("exact memory needs engine autopar and ep 1; leave the others out, or leave out exact memory")
+    if exact_memory and chosen.name != OWN:
+        raise InputError("exact memory needs engine autopar; leave the other out, or leave out exact memory")
     return chosen
 
 
 def _machinery(question: Question) -> Machinery:
     assert question.precision is not None
-    found = machinery_of(question.cluster, question.profile, question.precision)
-    return replace(found, beyond=Beyond(ep=question.ep))
+    return machinery_of(question.cluster, question.profile, question.precision)
 
 
 def _cuts(program: Program, priceable: Priceable, question: Question) -> tuple[int, ...]:
@@ -287,7 +281,7 @@ def _priceable(
         labels = given.blocks
         analysis, found = analyse(program, degrees.mesh), degrees
     else:
-        wanted = degrees if is_own else replace(degrees, dp_shard=1, dp_replicate=1, cp=1)
+        wanted = degrees if is_own else replace(degrees, dp_shard=1, dp_replicate=1, cp=1, ep=1)
         found, analysis, labelling = choose_labels(program, cluster, wanted)
         labels = labelling.blocks
         if is_own:

@@ -6,6 +6,8 @@ data-parallel degree.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
+from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,18 +19,20 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Program
-from autopar.ir.sharding import I, Mesh
+from autopar.ir.sharding import I, Mesh, Type
 from autopar.memo import Memo
 from autopar.planning.fixed import Labelled, choose_labels
 from autopar.planning.machine import own_machinery
 from autopar.planning.recomputed import chosen_keys, fastest, recomputable_of, repeated_blocks
 from autopar.search.labels.check import check
+from autopar.search.labels.choices import num_experts
 from autopar.search.labels.result import Labelling
 
 if TYPE_CHECKING:
     from autopar.cost_model.work.export import SymbolicWork
     from autopar.cost_model.work.fusion import Flow
 
+DP = 0  # the place of `dp` among the mesh dimensions of labels
 LABELLED_DP = 2  # data-parallel ranks of the capture that is searched with: labels hold for any number
 LABELLED = Degrees(dp_shard=LABELLED_DP, micro_batch=1)
 
@@ -49,34 +53,56 @@ class SearchLabels:
         on_progress: Callable[[str], None] = lambda _: None,
         memo: Memo | None = None,
         selective: bool = False,
+        program_of: Callable[[int], Program] | None = None,
+        dispatch: str | None = None,
     ) -> None:
         self.program, self.cluster, self.regather, self.folder = program, cluster, regather, folder
+        self.dispatch = dispatch
+        self.program_of = program_of  # the program at a number of sequences, for labels of expert ranks
         self.on_progress, self.loss_chunks = on_progress, loss_chunks
         self.state = state  # degrees with the optimizer and the precision that decide about state
         self.wanted = replace(LABELLED, sequence_parallel=sequence_parallel)
         self.memo = Memo() if memo is None else memo
         self.selective = selective  # whether operators are chosen for selective recomputation
 
-    def works(self, tp: int, cp: int = 1) -> ProgramWorks:
+    def works(self, tp: int, cp: int = 1, ep: int = 1) -> ProgramWorks:
         """The block costs. Raises `PlanError` if a degree does not divide the model, and `InfeasibleError`."""
-        return self.chosen(tp, cp)[2]
+        return self.chosen(tp, cp, ep)[2]
 
-    def works_kept(self, tp: int, cp: int = 1) -> ProgramWorks:
+    def works_kept(self, tp: int, cp: int = 1, ep: int = 1) -> ProgramWorks:
         """The block costs under the labels of `works` if gathered values are kept. Raises the same errors."""
-        if not self.works(tp, cp).regathers:
-            return replace(self.works(tp, cp), regather=False)
-        return self.memo(SearchLabels._kept, self, self._wanted(tp, cp))[2]
+        if not self.works(tp, cp, ep).regathers:
+            return replace(self.works(tp, cp, ep), regather=False)
+        return self.memo(SearchLabels._kept, self, self._wanted(tp, cp, ep))[2]
 
-    def works_in_chunks(self, tp: int, cp: int = 1, *, chunks: int) -> ProgramWorks:
+    def works_in_chunks(self, tp: int, cp: int = 1, ep: int = 1, *, chunks: int) -> ProgramWorks:
         """The block costs under the labels of `works` if the loss runs in chunks. Raises the same errors."""
-        return self.memo(SearchLabels._chunked, self, self._wanted(tp, cp), chunks)[2]
+        return self.memo(SearchLabels._chunked, self, self._wanted(tp, cp, ep), chunks)[2]
 
-    def chosen(self, tp: int, cp: int = 1) -> Chosen:
-        """The degrees, labels and block costs of a tensor and a context degree. Raises the same errors as `works`."""
-        return self.memo(SearchLabels._chosen, self, self._wanted(tp, cp))
+    def chosen(self, tp: int, cp: int = 1, ep: int = 1) -> Chosen:
+        """The degrees, labels and block costs of a tensor, a context and an expert degree.
 
-    def _wanted(self, tp: int, cp: int) -> Degrees:
-        return replace(self.wanted, tp=tp, cp=cp)
+        Raises the same errors as `works`.
+        """
+        return self.memo(SearchLabels._chosen, self, self._wanted(tp, cp, ep))
+
+    @cached_property
+    def num_experts(self) -> int:
+        """The number that an expert degree must divide; 1 if there are no experts."""
+        return gcd(*num_experts(self.program, self.memo(analyse, self.program))) or 1
+
+    @cached_property
+    def _wide(self) -> Program:
+        """The program with enough sequences for any expert degree."""
+        assert self.program_of is not None
+        return self.program_of(LABELLED_DP * self.num_experts)
+
+    def _program(self, wanted: Degrees) -> Program:
+        return self._wide if wanted.ep > 1 else self.program
+
+    def _wanted(self, tp: int, cp: int, ep: int) -> Degrees:
+        dispatch = self.dispatch if ep > 1 else None
+        return replace(self.wanted, tp=tp, cp=cp, ep=ep, dp_shard=LABELLED_DP * ep, dispatch=dispatch)
 
     def _chosen(self, wanted: Degrees) -> Chosen:
         gathers = AGAIN if self.regather else CHOSEN_FOR_KEPT
@@ -97,7 +123,7 @@ class SearchLabels:
         if self.folder is None:
             return make()
         wanted = replace(wanted, loss_chunks=chunks, recompute="auto" if self.selective else "none")
-        file = labels_file(self.folder, self.program, self.cluster, wanted, gathers)
+        file = labels_file(self.folder, self._program(wanted), self.cluster, wanted, gathers)
         chosen = file.read(read_labels, self.on_progress)
         if chosen is None:
             chosen = make()
@@ -107,26 +133,27 @@ class SearchLabels:
     def _keeping(self, wanted: Degrees) -> Chosen:
         from autopar.cost_model.work.export import kept_work
 
-        degrees, found, _ = self.chosen(wanted.tp, wanted.cp)
-        works = [kept_work(flow, work) for flow, work in self._blocks(found, degrees.mesh, self.loss_chunks)]
+        degrees, found, _ = self.chosen(wanted.tp, wanted.cp, wanted.ep)
+        works = [kept_work(flow, work) for flow, work in self._blocks(found, degrees, self.loss_chunks)]
         return degrees, found, self._merged(works, found, regather=False, loss_chunks=self.loss_chunks)
 
     def _chunking(self, wanted: Degrees, chunks: int) -> Chosen:
-        degrees, found, _ = self.chosen(wanted.tp, wanted.cp)
-        works = [work for _, work in self._blocks(found, degrees.mesh, chunks)]
+        degrees, found, _ = self.chosen(wanted.tp, wanted.cp, wanted.ep)
+        works = [work for _, work in self._blocks(found, degrees, chunks)]
         return degrees, found, self._merged(works, found, regather=self.regather, loss_chunks=chunks)
 
     def _choose(self, wanted: Degrees) -> Chosen:
-        degrees, _, found = choose_labels(self.program, self.cluster, wanted, regather=self.regather, memo=self.memo)
+        program = self._program(wanted)
+        degrees, _, found = choose_labels(program, self.cluster, wanted, regather=self.regather, memo=self.memo)
         if self.selective:
-            found = self._selecting(found, degrees.mesh)
-        works = [work for _, work in self._blocks(found, degrees.mesh, self.loss_chunks)]
+            found = self._selecting(found, degrees)
+        works = [work for _, work in self._blocks(found, degrees, self.loss_chunks)]
         return degrees, found, self._merged(works, found, regather=self.regather, loss_chunks=self.loss_chunks)
 
-    def _selecting(self, found: Labelling, mesh: Mesh) -> Labelling:
+    def _selecting(self, found: Labelling, degrees: Degrees) -> Labelling:
         """Labels with the operators of repeated blocks that selective recomputation computes again."""
         choose = fastest(own_machinery(self.cluster, dtype_of(self.program)).machine.speeds)
-        blocks, labels = self._blocks(found, mesh, 1), list(found.blocks)
+        blocks, labels, mesh = self._blocks(found, degrees, 1), list(found.blocks), degrees.mesh
         for index in repeated_blocks(self.program):
             flow, work = blocks[index]
             values = self.memo(recomputable_of, flow, work)
@@ -139,14 +166,15 @@ class SearchLabels:
     ) -> ProgramWorks:
         return merged_works(self.program, works, found.blocks, found.mesh, regather=regather, loss_chunks=loss_chunks)
 
-    def _blocks(self, found: Labelling, mesh: Mesh, chunks: int) -> "list[tuple[Flow, SymbolicWork]]":
+    def _blocks(self, found: Labelling, degrees: Degrees, chunks: int) -> "list[tuple[Flow, SymbolicWork]]":
         """The program's blocks under labels. Blocks of another degree with the same labels are used again."""
-        analysis, symbolic = self.memo(analyse, self.program, mesh), _symbolic(found.mesh)
+        program = self._program(degrees)
+        analysis, symbolic = self.memo(analyse, program, degrees.mesh), _symbolic(found.mesh)
         every = [
             self.memo(
                 _block,
                 self.memo,
-                self.program,
+                program,
                 analysis,
                 index,
                 replace(labels, recomputed=()),
@@ -177,15 +205,18 @@ class SearchLabels:
 
         None if its blocks differ from the searched blocks.
         """
-        searched, found, _ = self.chosen(degrees.tp, degrees.cp)
+        searched, found, _ = self.chosen(degrees.tp, degrees.cp, degrees.ep)
         own = replace(degrees, tp_dims=searched.tp_dims)
         if len(program.blocks) != len(found.blocks):
             return None
+        analysis, kept = analyse(program, own.mesh), found.blocks
+        if searched.ep > 1 and own.dp == own.ep:
+            before = self.memo(analyse, self._wide, searched.mesh)
+            kept = tuple(_without_dp(self._wide, before, i, labels) for i, labels in enumerate(kept))
         blocks = tuple(
             replace(_on(own.mesh, labels), name=block.name, signature=block.signature)
-            for block, labels in zip(program.blocks, found.blocks, strict=True)
+            for block, labels in zip(program.blocks, kept, strict=True)
         )
-        analysis = analyse(program, own.mesh)
         try:
             check(program, analysis, blocks, own.mesh)
         except PlanError:
@@ -242,6 +273,35 @@ def _split_sizes(program: Program, analysis: Analysis, blocks: Sequence[BlockLab
                 factor, _, axis = labels.labels[node.meta["key"]][tensor].rpartition(".")
                 if factor:
                     yield bounds[node.name].factors[factor][int(axis)][1]
+
+
+def _without_dp(program: Program, analysis: Analysis, index: int, labels: BlockLabels) -> BlockLabels:
+    """The labels of a block for a batch that `ep` alone splits. The batch then has one axis instead of two."""
+    gone = {a for a, i in analysis.meant_for.items() if a in analysis.batch_axes and i == DP}
+    dims, bounds = analysis.dims[index], analysis.bounds[index]
+    names = {node.meta["key"]: node.name for node in program.blocks[index].graph.nodes if node.op == "call_function"}
+
+    def place(axes: Sequence[int], position: int) -> int:
+        return position - len(gone.intersection(axes[:position]))
+
+    def types(name: str, kinds: tuple[Type, ...]) -> tuple[Type, ...]:
+        axes = dims[name].axes
+        return tuple(replace(t, position=place(axes[t.dim], t.position)) if t.kind == "S" else t for t in kinds)
+
+    def label(key: str, one: str) -> str:
+        axis, mark, rows = one.partition(":")
+        factor, dot, number = axis.rpartition(".")
+        if not dot:
+            return one
+        atoms = [atom for atom, _ in bounds[names[key]].factors[factor]]
+        return f"{factor}.{place(atoms, int(number))}{mark}{rows}"
+
+    return replace(
+        labels,
+        ports={name: types(name, kinds) for name, kinds in labels.ports.items()},
+        labels={key: tuple(label(key, one) for one in ones) for key, ones in labels.labels.items()},
+        results={name: types(name, kinds) for name, kinds in labels.results.items()},
+    )
 
 
 def _on(mesh: Mesh, labels: BlockLabels) -> BlockLabels:

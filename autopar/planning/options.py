@@ -45,6 +45,12 @@ class PlanOptions:
         "Context-parallel degree: ranks that split each sequence. They hold the same parameters and share samples.", "1"
     )
     dp: int | None = _option("Data-parallel degree: ranks that shard the state.", "all ranks that pp, tp and cp leave")
+    ep: int | None = _option("Expert-parallel degree: ranks of dp that split the experts of a mixture.", "1")
+    dispatch: str | None = _option(
+        "How rows of tokens meet their experts on ep: exchange (rows travel to the ranks of their experts), gather "
+        "(every rank has all tokens) or whole (every rank has all experts).",
+        "the cheapest",
+    )
     dp_replicate: int | None = _option("Replicas of the sharded data-parallel group (hybrid sharding).", "1")
     zero: int | None = _option(
         "ZeRO stage. 0 shards nothing over dp, 1 the optimizer state, 2 also gradients, 3 also parameters.", "3"
@@ -128,7 +134,6 @@ class PlanOptions:
     seed: int = 0  # of Optuna's sampler
     timeout_s: float | None = None
     study: str | None = None
-    what_if: bool = False  # also search plans that autopar prices and does not run
     report: bool = False  # also collect the curves and the graph that only a report draws
     profile: "DeviceProfile | None" = None
 
@@ -238,7 +243,7 @@ def command_options() -> dict[str, Any]:
 
 def _check_divisors(fixed: Values, num_devices: int) -> None:
     problems = []
-    for word in ("pp", "tp", "cp", "dp_shard", "dp_replicate"):
+    for word in ("pp", "tp", "cp", "ep", "dp_shard", "dp_replicate"):
         values = fixed.get(word, (1,))
         if all(num_devices % int(value) for value in values):
             near = sorted({divisor for value in values for divisor in nearest_divisors(num_devices, int(value))})

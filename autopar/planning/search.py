@@ -37,7 +37,6 @@ from autopar.search.driver.check import check_result
 from autopar.search.driver.chunk_choice import chunks_of, with_chunks
 from autopar.search.driver.infeasible import Asked, closest
 from autopar.search.driver.offload_choice import search_offloads
-from autopar.search.driver.priced_only import search_beyond, with_beyond
 from autopar.search.driver.regather_choice import with_kept
 from autopar.search.driver.search import Searched, Works, search_degrees
 from autopar.search.driver.study import StudyPlace, keep_result, study_place
@@ -47,7 +46,13 @@ from autopar.search.pricing.cuts import cuts_at
 from autopar.search.pricing.exact import Priced
 from autopar.search.pricing.objective import Goal, Part, goal_of
 from autopar.search.result.result import Closest, SearchResult
-from autopar.search.space.candidates import context_degrees, tensor_degrees, what_would_be_legal
+from autopar.search.space.candidates import (
+    Split,
+    context_degrees,
+    expert_degrees,
+    tensor_degrees,
+    what_would_be_legal,
+)
 from autopar.search.space.constraints import (
     Constraints,
     Values,
@@ -80,7 +85,6 @@ def plan(
     seed: int = 0,
     timeout_s: float | None = None,
     study: str | Path | None = None,
-    what_if: bool = False,
     profile: DeviceProfile | str | Path | None = None,
     precision: str | None = None,
     reduce_dtype: str | None = None,
@@ -105,7 +109,6 @@ def plan(
         seed: The seed of Optuna's sampler.
         timeout_s: Seconds until the search ends with the best plan so far and its gap.
         study: A journal (``plan.log``) or database (``plan.db``, ``sqlite:///plan.db``) of trials, perhaps shared.
-        what_if: Also search plans that autopar prices and does not run; the best is `SearchResult.beyond`.
         profile: A device profile or its file; by default the cluster's, else the shipped one.
         precision: Of computing: "bf16", "fp16", "fp32", "fp8" or "mxfp8"; by default the module's dtype.
         reduce_dtype: The dtype of gradient sums over ranks.
@@ -135,7 +138,7 @@ def plan(
     asked = PlanOptions(
         global_batch=global_batch, local_batch=local_batch, objective=objective, fix=fix or {}, forbid=forbid or {},
         top=top, trials=trials, seed=seed, timeout_s=timeout_s, study=None if study is None else str(study),
-        profile=_profile(profile), what_if=what_if, precision=precision, reduce_dtype=reduce_dtype,
+        profile=_profile(profile), precision=precision, reduce_dtype=reduce_dtype,
     )  # fmt: skip
     spec = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
     report = on_progress or (lambda _: None)
@@ -171,6 +174,8 @@ def search_captured(
         program, cluster, fix.get("sequence_parallel", (None,))[0], regather=regather is not False,
         loss_chunks=chunks or 1, state=_deciding_state(fix),
         folder=labels_folder, on_progress=on_progress, selective=is_selective(fix),
+        program_of=lambda batch: program_for(captured, replace(LABELLED, dp_shard=batch)),
+        dispatch=fix.get("dispatch", (None,))[0],
     )  # fmt: skip
     works_of: Works = labels.works
 
@@ -186,7 +191,7 @@ def search_captured(
     place = _checked_study(asked, question_of(asked, program, cluster, on, name))
     deadline = np.inf if asked.timeout_s is None else started + asked.timeout_s
     should_continue = partial(_is_before, deadline)
-    constraints = _constraints(program, works_of(1), goal, asked, (fix, forbid, cuts), singly=captured.has_one_sequence)
+    constraints = _constraints(labels, goal, asked, (fix, forbid, cuts), singly=captured.has_one_sequence)
     how: Any = {"most_exact": _MOST_PRICED, "should_continue": should_continue}
 
     space = _Space(labels=labels, cluster=cluster, constraints=constraints, asked=asked, place=place, how=how)
@@ -194,15 +199,12 @@ def search_captured(
     found = search_offloads(search, goal, constraints, should_continue, on_progress)
     best = found.best
     works_of_best = _works_of(best, labels)
-    more = None if not asked.what_if else search_beyond(
-        works_of, cluster, constraints, goal, _MOST_PRICED, should_continue=should_continue, on_progress=on_progress
-    )  # fmt: skip
     decided, nearest = None, None
     if best is None:
         on_progress("looking for a change with which a plan fits")
         nearest = _closest(space, machinery, deadline)
     else:
-        part, works = found.goal.part(best), works_of_best(best.degrees.tp, best.degrees.cp)
+        part, works = found.goal.part(best), works_of_best(*Split.of(best.degrees))
         final, decided = _as_it_runs(captured, labels, best, works, part, shared_degrees(fix), name)
         check_result(found, decided, works, constraints)
     result = replace(
@@ -212,7 +214,6 @@ def search_captured(
         closest=nearest,
         seconds=time.monotonic() - started,
     )
-    result = result if more is None else with_beyond(result, more, best, cluster)
     if best is not None and decided is not None and asked.report:
         on_progress("asking what if")
         base = Base(
@@ -340,8 +341,7 @@ def _refuse_without_candidates(found: Searched, constraints: Constraints) -> Non
 
 
 def _constraints(
-    program: Program,
-    works: ProgramWorks,
+    labels: SearchLabels,
     goal: Goal,
     asked: PlanOptions,
     narrowing: tuple[Values, Values, tuple[int, ...] | None],
@@ -350,6 +350,7 @@ def _constraints(
 ) -> Constraints:
     """The request, checked for the program and the parts of the cluster that the goal allows."""
     fix, forbid, cuts = narrowing
+    program, works = labels.program, labels.works(1)
     counts = sorted(goal.parts)
     constraints = Constraints(
         num_devices=counts[-1],
@@ -359,6 +360,7 @@ def _constraints(
         most_stages=sum(works.can_be_stage if cuts is None else map(bool, works.calls)),
         tensor_degrees=tensor_degrees(*counts),
         context_degrees=context_degrees(program.sequence, *counts, fixed=fix.get("cp", ())),
+        expert_degrees=expert_degrees(labels.num_experts, *counts),
         accumulates=program.mixes_batch is None or bool(shared_degrees(fix).get("per_micro_batch")),
         accumulates_singly=singly,
         devices_per_host=goal.parts[counts[-1]].on.machine.links.devices_per_host,

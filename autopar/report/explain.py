@@ -15,7 +15,7 @@ from autopar.cost_model.work.coverage import whole_on_every_rank, works_of
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.ir.sharding import Dims, Type, owned_by
+from autopar.ir.sharding import Dims, Type, owned_by, shares_parameter
 from autopar.ir.stages import main_calls, stages_of
 from autopar.ir.storage import boundary_types
 from autopar.ir.summary import (
@@ -78,11 +78,12 @@ def _parameters(program: Program, plan: Plan) -> Iterator[ParameterSummary]:
             key = (re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name, count=1), info.shape, types, operator)
             found[key] = found.get(key, 0) + 1
     for (name, shape, types, operator), count in found.items():
-        pairs = zip(plan.mesh.names, plan.mesh.degrees, types, strict=True)
-        split = {m: _split_words(t, degree, operator) for m, degree, t in pairs if degree > 1}
-        shares = [name for name in ("dp", "cp") if name in split]
+        dims = [one for one in zip(plan.mesh.names, plan.mesh.degrees, types, strict=True) if one[1] > 1]
+        split = {m: _split_words(t, degree, operator) for m, degree, t in dims}
+        shares = [m for m, _, t in dims if shares_parameter(m, t)]
         if shares and plan.degrees.zero == 3:
-            split |= dict.fromkeys(shares, f"sharded over {plan.degrees.shard_ranks} (ZeRO-3)")
+            ranks = plan.degrees.shard_ranks // prod(n for m, n, t in dims if m == "ep" and t.kind == "S")
+            split |= dict.fromkeys(shares, f"sharded over {ranks} (ZeRO-3)")
         yield ParameterSummary(name=name, num_copies=count, shape=shape, split=split)
 
 

@@ -43,6 +43,8 @@ def _degree_words(d: Mapping[str, Any]) -> Iterator[str]:
             if zero == 3 and held
             else f"data parallel {dp}{held}{over}"
         )
+    if d.get("ep", 1) > 1:
+        yield f"experts over {d['ep']} of these ranks"
     if pp * tp * cp * shard * copies == 1:
         yield "one device"
     if d.get("order", ORDERS[0]) != ORDERS[0]:

@@ -79,17 +79,20 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 
 def _back_in_place(grad: torch.Tensor, order: torch.Tensor, k: int, total: int) -> torch.Tensor:
     """The gradients of rows, where the rows were taken from. Rows of other ranks' experts have none."""
-    return UNTAKE(grad, order, k, None if total == order.shape[0] else total)
+    rows: torch.Tensor = UNTAKE(grad, order, k, None if total == order.shape[0] else total)
+    return rows
 
 
 def _rows_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
     """Every token sums the gradients of its rows. This needs no atomic additions, so it is deterministic."""
-    rows = _back_in_place(grad, *ctx.saved_tensors, ctx.k, ctx.total * ctx.k)
+    (order,) = ctx.saved_tensors
+    rows = _back_in_place(grad, order, ctx.k, ctx.total * ctx.k)
     return rows.unflatten(0, (-1, ctx.k)).sum(1), None, None
 
 
 def _take_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-    return _back_in_place(grad, *ctx.saved_tensors, ctx.k, ctx.total), None, None
+    (order,) = ctx.saved_tensors
+    return _back_in_place(grad, order, ctx.k, ctx.total), None, None
 
 
 def _untake_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:

@@ -41,8 +41,8 @@ EXPERTS = "experts"
 class Call:
     """One operator call: its target, its arguments with `Slot`s in place of tensors, and the shapes of the tensors.
 
-    If it is the call of one rank, the shapes are local, and `split` has the mesh dimensions that split a factor. The mesh
-    dimension whose ranks have the rows of their experts is under `EXPERTS`. The number of such rows is -1.
+    If it is the call of one rank, the shapes are local, and `split` has the mesh dimensions that split a factor. If
+    ranks have the rows of their experts, the mesh dimension is under `EXPERTS`, and the number of rows is -1.
     """
 
     target: Any

@@ -17,7 +17,7 @@ from torch import fx
 
 from autopar.errors import VerificationError
 from autopar.ir.program import Program
-from autopar.ir.sharding import Mesh, Type, owned_by
+from autopar.ir.sharding import Mesh, Type, shares_parameter
 from autopar.lowering.functions import conversion_of
 from autopar.lowering.gather_linear import gather_linear, kept_gather_linear
 from autopar.lowering.local_graph import LocalGraph
@@ -93,7 +93,7 @@ def _row(
     uses = _uses(program, generated, name, index, mesh_dim)
     arriving = {cotangent for cotangent, _ in uses}
     operators = sorted({operator for _, operator in uses if operator})
-    zero_sums = zero > 0 and owned_by(mesh_dim) != "parameters"
+    zero_sums = zero > 0 and shares_parameter(mesh_dim, stored)
     outside = "ZeRO" if zero_sums else "deferred sum"
     problem = ""
     if stored.kind == "R":
@@ -108,7 +108,7 @@ def _row(
     else:
         summed_by, reason, wanted = "nobody", "", set()
         problem = f"{name} on {mesh_dim}: a parameter cannot be stored as {stored}"
-    if zero_sums and stored.kind != "R":
+    if zero_sums and stored.kind == "I":
         problem = f"{name} on {mesh_dim}: stored as {stored}, whose gradient is whole already, and ZeRO sums it again"
     if arriving - wanted and not problem:
         found = ", ".join(sorted(arriving - wanted))

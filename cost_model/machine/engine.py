@@ -52,8 +52,8 @@ class Engine(NamedModel):
     shard_gradient_bytes   of one element of ZeRO 3's reduce-scatter
     messages               between stages: "blocking", or "overlapped" with computing
     splits_messages        a message is split over the tensor ranks and gathered again
-    context                with context parallelism, keys and values travel in a "ring" beside attention; or blocks send
-                           what their "labels" say
+    context                with context parallelism, keys and values travel in a "ring" beside attention, and expert
+                           ranks exchange rows; or context and expert ranks send what "labels" of blocks say
     unstated_virtual       the virtual stages of a run that does not state them: "one", or "all" its blocks
     unstated_zero          the ZeRO stage of a run that does not state it
     unstated_sequence_parallel    whether a run with tp > 1 has sequence parallelism if it does not state it
@@ -105,6 +105,11 @@ class Engine(NamedModel):
         "none", "optimizer", "parameters", "activations", "optimizer+activations", "parameters+activations"
     ] = "none"
     sources: dict[str, _Text]
+
+    @property
+    def sends_by_labels(self) -> bool:
+        """Whether labels say what context and expert ranks send."""
+        return self.context == "labels"
 
     def keeping(self, offload: str) -> Engine:
         """This engine with other values on the host."""

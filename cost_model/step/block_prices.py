@@ -4,7 +4,7 @@ The prices do not depend on pipeline stages, ZeRO or recomputation. Layouts that
 block sends over data-parallel ranks, its price depends on the distance between these ranks.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from autopar.cost_model.step.unique_rows import spread
 from autopar.cost_model.work.block_work import PASSES, BlockWork, Family
 from autopar.ir.arrays import Floats
 from autopar.ir.offload import ACTIVATIONS
-from autopar.ir.sharding import owned_by
+from autopar.ir.sharding import Owned, owned_by
 
 CONTEXT_EXPOSED = 0.1  # exposed part of a ring's keys and values: assumed
 
@@ -65,12 +65,12 @@ def block_prices(basis: Basis, family: Family[Any], layouts: Layouts, role: str)
     seconds = _of_variants(basis, family, layouts, role, in_float8=basis.machine.in_float8)
     forward, backward = _tensor_collectives(basis, family, layouts, role)
     context, ring = _context_collectives(basis, family, layouts, role), _ring(basis, family, layouts, role)
-    experts, counts = _experts(basis, family, layouts, role)
+    experts, counts = _experts(basis, family, layouts, role), _counts(basis, family, layouts, role)
     tensor = forward + backward
     behind = forward * _behind(basis, layouts, is_forward=True) + backward * _behind(basis, layouts, is_forward=False)
     forward, backward = (
-        forward + context[0] + ring + experts + counts,
-        backward + context[1] + 2 * ring + experts,
+        forward + context[0] + ring + experts[0] + counts,
+        backward + context[1] + 2 * ring + experts[1],
     )
     parts = {
         "products": seconds.products,
@@ -79,7 +79,7 @@ def block_prices(basis: Basis, family: Family[Any], layouts: Layouts, role: str)
         "host": seconds.waiting,
         "tensor collectives": tensor,
         "context collectives": sum(context) + 3 * ring + 0.0 * forward,
-        "expert collectives": 2 * experts + 0.0 * forward,
+        "expert collectives": sum(experts) + 0.0 * forward,
         "expert counts": counts + 0.0 * forward,
     }
     hidden = {"tensor collectives": behind, "context collectives": 3 * ring * (1 / CONTEXT_EXPOSED - 1)}
@@ -122,9 +122,10 @@ def end_passes(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -
     seconds = _of_variants(basis, family, layouts, role, in_float8=False)
     forward, backward = _tensor_collectives(basis, family, layouts, role)
     context = _context_collectives(basis, family, layouts, role)
+    experts = _expert_collectives(basis, family, layouts, role)
     return Passes(
-        forward=seconds.forward + forward + context[0],
-        backward=seconds.backward + backward + context[1],
+        forward=seconds.forward + forward + context[0] + experts[0],
+        backward=seconds.backward + backward + context[1] + experts[1],
         weight=seconds.products / PASSES,
     )
 
@@ -168,7 +169,7 @@ def _behind(basis: Basis, layouts: Layouts, *, is_forward: bool) -> Floats:
 
 def _tensor_collectives(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> tuple[Floats, Floats]:
     """Exposed seconds of a block's collectives over tensor ranks and ranks with other samples, forward and backward."""
-    forward, backward = _collectives(basis, family, layouts, role, of_context=False)
+    forward, backward = _collectives(basis, family, layouts, role, ("batch", "parameters"))
     return (
         forward * (1 - _hidden(basis, layouts, is_forward=True)),
         backward * (1 - _hidden(basis, layouts, is_forward=False)),
@@ -177,17 +178,27 @@ def _tensor_collectives(basis: Basis, family: Family[Any], layouts: Layouts, rol
 
 def _context_collectives(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> tuple[Floats, Floats]:
     """Seconds of a block's collectives over context ranks, forward and backward. No computation hides them."""
-    return _collectives(basis, family, layouts, role, of_context=True)
+    over: tuple[Owned, ...] = ("sequence",)
+    return _collectives(basis, family, layouts, role, over)
+
+
+def _expert_collectives(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> tuple[Floats, Floats]:
+    """Seconds of a block's labelled collectives over expert ranks, forward and backward. Nothing hides them."""
+    over: tuple[Owned, ...] = ("experts",)
+    return _collectives(basis, family, layouts, role, over)
 
 
 def _collectives(
-    basis: Basis, family: Family[Any], layouts: Layouts, role: str, *, of_context: bool
+    basis: Basis, family: Family[Any], layouts: Layouts, role: str, over: Collection[Owned]
 ) -> tuple[Floats, Floats]:
-    """Seconds of a block's collectives that are labelled, forward and backward, as if nothing hid them."""
+    """Seconds of a block's labelled collectives over mesh dimensions of some kinds, forward and backward.
+
+    They are counted as if nothing hid them.
+    """
     found, known = [np.zeros(1), np.zeros(1)], dict[tuple[str, str, bytes], Floats]()
     for variant, is_chosen in (("tp", 1 - layouts.sequence_parallel), ("sp", layouts.sequence_parallel)):
         for sent in family.block(role, variant).sent:
-            if sent.of == "parameter" or (owned_by(sent.mesh_dim) == "sequence") is not of_context:
+            if sent.of == "parameter" or owned_by(sent.mesh_dim) not in over:
                 continue
             key = sent.collective, sent.mesh_dim, np.asarray(sent.whole_bytes).tobytes()  # many are equal in a block
             if key not in known:
@@ -201,7 +212,10 @@ def _collectives(
 def _ranks(basis: Basis, layouts: Layouts, mesh_dim: str) -> tuple[Floats, Floats]:
     """The number of ranks of a mesh dimension of labels, and the stride between them."""
     if owned_by(mesh_dim) == "batch":
-        return layouts.dp, layouts.data_stride * layouts.cp
+        inner = layouts.ep if basis.machine.engine.sends_by_labels else 1.0
+        return layouts.dp / inner, layouts.data_stride * layouts.cp * inner
+    if owned_by(mesh_dim) == "experts":
+        return layouts.ep, layouts.tp * layouts.cp
     if owned_by(mesh_dim) == "sequence":
         return layouts.cp, layouts.tp
     one = np.ones(1)
@@ -210,7 +224,7 @@ def _ranks(basis: Basis, layouts: Layouts, mesh_dim: str) -> tuple[Floats, Float
 
 def _ring(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> Floats:
     """Exposed seconds of ring attention's keys and values, forward. Attention hides nine tenths of the ring."""
-    if basis.machine.engine.context == "labels":
+    if basis.machine.engine.sends_by_labels:
         return np.zeros(1)
     element_bytes = basis.shape.element_bytes
     kv_bytes = np.zeros(1)
@@ -223,8 +237,20 @@ def _ring(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> Flo
 
 
 def _experts(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> tuple[Floats, Floats]:
-    """Seconds of sending tokens to their experts and back in one pass, and of waiting for their counts before it."""
+    """Seconds of sending tokens to their experts and back, forward and backward: as labels say, or by formula."""
+    if basis.machine.engine.sends_by_labels:
+        return _expert_collectives(basis, family, layouts, role)
+    both = 2 * exchange_seconds(basis, layouts) if has_experts(role) else np.zeros(1)
+    return both, both
+
+
+def _counts(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> Floats:
+    """Seconds of waiting for counts of rows, forward. With labels the all-to-all of the counts is one of theirs."""
     if not has_experts(role):
-        return np.zeros(1), np.zeros(1)
-    one = exchange_seconds(basis, layouts)
-    return 2 * one, count_seconds(basis, family, layouts, role, one)
+        return np.zeros(1)
+    sent = family.block(role, "tp").sent
+    if not basis.machine.engine.sends_by_labels:
+        return count_seconds(basis, family, layouts, role, exchange_seconds(basis, layouts))
+    if not any(one.collective == "all_to_all" and owned_by(one.mesh_dim) == "experts" for one in sent):
+        return np.zeros(1)
+    return count_seconds(basis, family, layouts, role, exchange_seconds(basis, layouts), are_sent=True)

@@ -79,7 +79,9 @@ def exchange_seconds(basis: Basis, layouts: Layouts) -> Floats:
     return basis.machine.links.seconds("all_to_all", moved * layouts.ep, layouts.ep, layouts.tp)
 
 
-def count_seconds(basis: Basis, family: Family[Any], layouts: Layouts, role: str, exchange_s: Floats) -> Floats:
+def count_seconds(
+    basis: Basis, family: Family[Any], layouts: Layouts, role: str, exchange_s: Floats, *, are_sent: bool = False
+) -> Floats:
     """Seconds of one forward pass of a block in which a rank waits for the counts of its experts' rows.
 
     Args:
@@ -88,6 +90,7 @@ def count_seconds(basis: Basis, family: Family[Any], layouts: Layouts, role: str
         layouts: The candidates.
         role: The role of the block.
         exchange_s: Seconds of one exchange of rows (`exchange_seconds`).
+        are_sent: The exchange of counts is priced elsewhere.
     """
     machine, speeds = basis.machine, basis.machine.speeds
     grouped = [one for one in family.block(role, "tp").products if _is_expert_product(one)]
@@ -95,6 +98,7 @@ def count_seconds(basis: Basis, family: Family[Any], layouts: Layouts, role: str
         return np.zeros(1)
     experts = grouped[0].count * layouts.ep
     counts = machine.links.seconds("all_to_all", COUNT_BYTES * experts * layouts.ep, layouts.ep, layouts.tp)
+    counts = np.zeros(1) if are_sent else counts
     if not speeds.in_one_thread:
         not_hidden = np.maximum(KERNELS_TO_PRODUCT * speeds.host_s - exchange_s, 0.0)
         reading = 2 * speeds.launch_s + machine.links.in_host_latency_s

@@ -399,7 +399,12 @@ def _in_chunks(flow: Flow, members: Sequence[str], work: Operator[Polynomial]) -
 
 
 def _parameters(flow: Flow) -> tuple[Expr, Expr, Expr]:
-    """Parameter elements on one rank: split by some mesh dimension, whole, and of experts' matrices."""
+    """Parameter elements on one rank: split by some mesh dimension, whole, and of experts.
+
+    Experts are counted before expert ranks divide them. Experts that all expert ranks have are no such experts.
+    """
+    mesh = flow.naming.mesh
+    expert_dims = [i for i in mesh.owning("experts") if mesh.degrees[i] > 1]
     of_experts = {flow.base(flow.operands[name][1])[0] for name in flow.runs if flow.operators[name] in EXPERT_PRODUCTS}
     split, whole, expert = 0, 0, 0
     for port, role in flow.roles.items():
@@ -407,7 +412,9 @@ def _parameters(flow: Flow) -> tuple[Expr, Expr, Expr]:
             continue
         types = flow.types(port)
         elements = flow.naming.local(flow.dims[port], types)
-        if port in of_experts:
+        if any(types[i].kind == "S" for i in expert_dims):
+            expert += elements * prod(flow.naming.degrees[i] for i in expert_dims)
+        elif port in of_experts and not expert_dims:
             expert += elements
         elif any(t.kind == "S" for t in types):
             split += elements

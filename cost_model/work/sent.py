@@ -11,6 +11,7 @@ from autopar.cost_model.work.polynomials import Polynomial, polynomial, symbol
 from autopar.lowering.conversions import Collective, wire
 
 # numbers per target that a rewrite sums over ranks: the highest logit; the sum of exponentials and the target's own
+COUNT_BYTES = 8  # of a number of rows
 _INSIDE = {"cross_entropy_loss": (1, 2)}  # (`autopar.lowering.vocabulary`)
 
 
@@ -38,6 +39,9 @@ def sent_by(flow: Flow) -> Iterator[Sent[Polynomial]]:
         for collective, is_forward in zip(passes, (True, False), strict=True):
             if collective:
                 yield Sent(collective=collective, mesh_dim=name, is_forward=is_forward, whole_bytes=whole, of=of)
+        if _first_to_experts(flow, step):
+            counts = polynomial(COUNT_BYTES * naming.degrees[i] ** 2)
+            yield Sent(collective="all_to_all", mesh_dim=name, is_forward=True, whole_bytes=counts, of="inside")
         users = {(user, k) for user, k in step.users}
         if step.is_gather and any((flow.nodes[n].meta["key"], k) in users for n, k in flow.regathered):
             yield Sent(collective="all_gather", mesh_dim=name, is_forward=False, whole_bytes=whole, of="regather")
@@ -66,6 +70,13 @@ def sent_by(flow: Flow) -> Iterator[Sent[Polynomial]]:
                 yield Sent(
                     collective="all_reduce", mesh_dim=mesh.names[j], is_forward=False, whole_bytes=whole, of="parameter"
                 )
+
+
+def _first_to_experts(flow: Flow, step: ConversionStep) -> bool:
+    """Whether a step sends the experts' numbers of sorted rows, before which ranks exchange the counts of rows."""
+    i = step.indices[0]
+    is_there = not step.before[i].by_expert and step.target[i].by_expert and step.before[i].kind == "S"
+    return is_there and not flow.info(step.value).dtype.is_floating_point
 
 
 def _exchanged(flow: Flow, name: str) -> Iterator[Sent[Polynomial]]:

@@ -12,7 +12,7 @@ from autopar.cost_model.work.autograd_probe import Piece
 from autopar.cost_model.work.polynomials import Expr, symbol
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Block
-from autopar.ir.sharding import Dims, Mesh, Type
+from autopar.ir.sharding import Dims, Mesh, Type, splits_samples
 from autopar.memo import Memo
 from autopar.rules.rule import Call, TensorInfo
 from autopar.rules.variants import Bound, Variant, by_label, variants
@@ -80,10 +80,18 @@ class Naming:
         import sympy
 
         if atom in self.analysis.batch_axes:
-            return symbol("b") * prod(self.degrees[i] for i in self.mesh.owning("batch"))
+            return self._batch(atom)
         if size in self.by_size:
             return self.by_size[size]
         return self._sequence.get(atom, sympy.Integer(size))
+
+    def _batch(self, atom: int) -> Expr:
+        """The size of an axis of the batch. The last mesh dimension that splits the batch has the rest of it."""
+        split = [i for i, name in enumerate(self.mesh.names) if splits_samples(name) and self.mesh.degrees[i] > 1]
+        mine = self.analysis.meant_for.get(atom)
+        if mine is None or mine not in split:
+            return symbol("b") * prod(self.degrees[i] for i in split)
+        return self.degrees[mine] * (symbol("b") if mine == split[-1] else 1)
 
     @cached_property
     def _sequence(self) -> Mapping[int, Expr]:

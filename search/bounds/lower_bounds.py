@@ -41,13 +41,6 @@ BEHIND_PIPELINE = ("data collectives", "optimizer", "host copies", "gradient acc
 _ROUNDING = 1e-9  # of a part of the blocks
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Beyond:
-    """The degree of expert parallelism, which is priced but not run (`autopar.search.driver.priced_only`)."""
-
-    ep: int = 1
-
-
 NO_LEVEL = 4.0  # recomputing every block is not enough
 
 
@@ -59,7 +52,6 @@ class Machinery:
     recompute_blocks: int | tuple[int, ...] | None = None  # of every stage, or of each; None: the fewest that fit
     most_level: int = 2  # the highest level of recomputation, a position in `RECOMPUTE`
     cuts: tuple[int, ...] | None = None  # calls before which stages begin; None: chosen by pricing
-    beyond: Beyond = Beyond()
 
     @property
     def capacity_bytes(self) -> float:
@@ -67,9 +59,8 @@ class Machinery:
         return usable_bytes(self.machine.memory_bytes)
 
     def allows(self, works: ProgramWorks, layouts: Layouts) -> NDArray[np.bool_]:
-        """Whether the expert ranks divide the data-parallel ranks, and the host has room for what is kept there."""
-        found = np.mod(layouts.data_ranks, self.beyond.ep) == 0
-        engine = self.machine.engine
+        """Whether the host has room for what is kept there."""
+        found, engine = np.ones(layouts.tp.shape, dtype=bool), self.machine.engine
         if engine.offload != NO_OFFLOAD:
             held = host_bytes(engine, shape_of_works(works), works.num_parameters, self._saved(works, layouts), layouts)
             found = found & can_offload(engine, layouts) & (held <= host_of(self.machine).memory_bytes)
@@ -136,18 +127,15 @@ class Screened:
         return self.pipeline, self.selective_pipeline, self.recomputed_pipeline
 
 
-def layouts_of(
-    found: Candidates, *, sequence_parallel: bool, recompute: int = 0, beyond: Beyond | None = None
-) -> Layouts:
+def layouts_of(found: Candidates, *, sequence_parallel: bool, recompute: int = 0) -> Layouts:
     """The candidates as layouts of the cost model."""
-    more = beyond or Beyond()
     return layouts_from(
         tp=found.tp,
         sequence_parallel=sequence_parallel,
         pp=found.pp,
         virtual=found.virtual,
         cp=found.cp,
-        ep=more.ep,
+        ep=found.ep,
         dp=found.dp,
         shard=found.dp_shard * found.cp,
         zero=found.zero,
@@ -172,7 +160,7 @@ def screen(works: ProgramWorks, found: Candidates, on: Machinery) -> Screened:
 
     Labels of a mesh with one tensor dimension serve any tensor degree.
     """
-    layouts = layouts_of(found, sequence_parallel=works.sequence_parallel, beyond=on.beyond)
+    layouts = layouts_of(found, sequence_parallel=works.sequence_parallel)
     family = family_at(works, layouts, on.machine.mechanisms)
     basis = basis_of(works, on)
     run = Run(

@@ -32,7 +32,7 @@ def next_best(
     c, goal, classes, seconds = found.candidates, found.goal, found.classes, raised_seconds(found)
     chosen: dict[_Key, tuple[float, int, Priced]] = {}
 
-    columns = (c.num_devices, c.pp, c.tp, c.cp, c.zero)
+    columns = (c.num_devices, c.pp, c.tp, c.cp, c.ep, c.zero)
 
     def key(index: int) -> _Key:
         return tuple(int(column[index]) for column in columns)
@@ -62,7 +62,7 @@ def next_best(
         left -= len(following)
     if found.best is not None:
         own = found.best.degrees
-        chosen.pop((own.world_size, own.pp, own.tp, own.cp, own.zero), None)
+        chosen.pop((own.world_size, own.pp, own.tp, own.cp, own.ep, own.zero), None)
     order = sorted(chosen.values(), key=lambda one: one[0])
     return [(index, one) for _, index, one in order[:top]]
 

@@ -31,7 +31,7 @@ from autopar.search.space.dimensions import DIMENSIONS
 
 _SAME = 1e-9  # of a number that is counted twice
 # the fields of `Degrees` that a search decides
-DECIDED = ("pp", "tp", "cp", "dp_shard", "dp_replicate", "zero", "micro_batch", "accumulate", "micro_batches",
+DECIDED = ("pp", "tp", "cp", "ep", "dp_shard", "dp_replicate", "zero", "micro_batch", "accumulate", "micro_batches",
            "schedule", "virtual_stages", "recompute", "recompute_blocks", "selective_blocks", "order")  # fmt: skip
 
 
@@ -65,7 +65,11 @@ def _degrees(degrees: Degrees, constraints: Constraints) -> Iterator[Problem]:
     ):
         if asked is not None and has != asked:
             yield Problem(path=name, value=has, rule=f"must be {asked} sequences")
-    for name, legal in (("tp", constraints.tensor_degrees), ("cp", constraints.context_degrees)):
+    for name, legal in (
+        ("tp", constraints.tensor_degrees),
+        ("cp", constraints.context_degrees),
+        ("ep", constraints.expert_degrees),
+    ):
         if getattr(degrees, name) not in legal:
             yield Problem(path=name, value=getattr(degrees, name), rule="does not divide the model")
     if degrees.num_micro_batches > 1 and not constraints.accumulates:

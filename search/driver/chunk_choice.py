@@ -32,9 +32,9 @@ FEWEST, MOST = 4, 64  # of the largest number of chunks that a search tries
 
 
 class WorksInChunks(Protocol):
-    """The block costs under the labels of a tensor degree and a context degree, with the loss in chunks."""
+    """The block costs under the labels of a split, with the loss in chunks."""
 
-    def __call__(self, tp: int, cp: int = 1, *, chunks: int) -> ProgramWorks: ...
+    def __call__(self, tp: int, cp: int = 1, ep: int = 1, *, chunks: int) -> ProgramWorks: ...
 
 
 def chunks_of(sequence: int | None) -> int:

@@ -150,8 +150,8 @@ def _in_chunks(asked: Asked, should_continue: Callable[[], bool]) -> str | None:
 
 
 def _with_chunks(works_in_chunks: WorksInChunks, chunks: int) -> Works:
-    def chunked(tp: int, cp: int = 1) -> ProgramWorks:
-        return works_in_chunks(tp, cp, chunks=chunks)
+    def chunked(tp: int, cp: int = 1, ep: int = 1) -> ProgramWorks:
+        return works_in_chunks(tp, cp, ep, chunks=chunks)
 
     return chunked
 
@@ -201,8 +201,8 @@ def _other_optimizer(asked: Asked, should_continue: Callable[[], bool]) -> str |
 
 
 def _with_optimizer(works_of: Works, name: str) -> Works:
-    def other(tp: int, cp: int = 1) -> ProgramWorks:
-        return replace(works_of(tp, cp), optimizer=name)
+    def other(tp: int, cp: int = 1, ep: int = 1) -> ProgramWorks:
+        return replace(works_of(tp, cp, ep), optimizer=name)
 
     return other
 
@@ -218,8 +218,8 @@ def _shorter(asked: Asked, should_continue: Callable[[], bool]) -> str | None:
 
 
 def _at_length(works_of: Works, tokens: int) -> Works:
-    def shorter(tp: int, cp: int = 1) -> ProgramWorks:
-        return replace(works_of(tp, cp), sequence=tokens)
+    def shorter(tp: int, cp: int = 1, ep: int = 1) -> ProgramWorks:
+        return replace(works_of(tp, cp, ep), sequence=tokens)
 
     return shorter
 

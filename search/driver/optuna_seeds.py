@@ -18,7 +18,7 @@ from autopar.search.space.candidates import Candidates
 
 NEARLY = 0.03  # slower than the best: moving a block was seen to gain 2 %
 _MOST = 8  # varied candidates: their variations and the baselines do not exceed the trials of a search
-KIND = ("tp", "cp", "pp", "schedule", "virtual", "micro_batch")
+KIND = ("tp", "cp", "ep", "pp", "schedule", "virtual", "micro_batch")
 BEST = "best of screening"
 
 

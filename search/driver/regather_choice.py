@@ -162,7 +162,7 @@ class _Kept:
 def most_saved(found: Searched, index: NDArray[np.int64]) -> Floats:
     """The largest fraction of a step that each candidate can save by keeping gathered values."""
     c, works = found.candidates.at(index), found.together.works
-    columns = (c.tp, c.cp, c.num_devices, c.micro_batch, c.dp, c.pp, c.order, np.isin(c.schedule, SPLITS))
+    columns = (c.tp, c.cp, c.ep, c.num_devices, c.micro_batch, c.dp, c.pp, c.order, np.isin(c.schedule, SPLITS))
     each = distinct([numbered(column) for column in columns])
     few = c.at(each.rows)
     saved = np.zeros(len(few))
@@ -176,7 +176,7 @@ def most_saved(found: Searched, index: NDArray[np.int64]) -> Floats:
 
 
 def _most_saved(works: ProgramWorks, found: Candidates, on: Machinery) -> Floats:
-    basis, layouts = basis_of(works, on), layouts_of(found, sequence_parallel=works.sequence_parallel, beyond=on.beyond)
+    basis, layouts = basis_of(works, on), layouts_of(found, sequence_parallel=works.sequence_parallel)
     again = family_at(works, layouts, on.machine.mechanisms)
     kept = _without_second_gathers(again)
     staged, splits = found.pp > 1, np.isin(found.schedule, SPLITS)

@@ -7,9 +7,9 @@
     refining     Optuna moves stage cuts of the best candidates, which bounds cannot rank
                  (`autopar.search.driver.optuna_refine`)
 
-Bounds and prices are values of the objective. Labels are chosen per split, which is a tensor degree and a context
-degree, only for splits that a bound leaves open. Until then, screening uses the labels of tensor degree 1, or of the
-smallest tensor degree above 1, and context ranks send nothing.
+Bounds and prices are values of the objective. Labels are chosen per split, which is a tensor degree, a context degree
+and an expert degree, only for splits that a bound leaves open. Until then, screening uses the labels of tensor degree
+1, or of the smallest tensor degree above 1. Context and expert ranks then send nothing.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,12 +42,12 @@ MOST_BY_STAGE = 48  # prices of candidates whose stages recompute their own numb
 
 
 class Works(Protocol):
-    """The block costs under the labels of a tensor degree and a context degree.
+    """The block costs under the labels of a split (`autopar.search.space.candidates.Split`).
 
     Raises `AutoparError` if the model cannot be split like this.
     """
 
-    def __call__(self, tp: int, cp: int = 1) -> ProgramWorks: ...
+    def __call__(self, tp: int, cp: int = 1, ep: int = 1) -> ProgramWorks: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +132,7 @@ def classes_of(c: Candidates, goal: Goal) -> NDArray[np.int64]:
         return np.arange(len(c))
     alone = np.where(c.pp > 1, 0, 1 + np.arange(len(c)))  # without a pipeline bounds are exact
     columns: Sequence[Any] = (
-        c.num_devices, c.tp, c.cp, c.pp, c.schedule, c.virtual, c.micro_batch, c.micro_batches, c.order,
+        c.num_devices, c.tp, c.cp, c.ep, c.pp, c.schedule, c.virtual, c.micro_batch, c.micro_batches, c.order,
     )  # fmt: skip
     found = distinct([numbered(column) for column in (*columns, alone)]).index
     return np.zeros(len(c), dtype=np.int64) if found is None else found
@@ -154,15 +154,15 @@ def added_seconds(screened: Screened, index: int, one: Priced, alike: NDArray[np
 def stand_in(split: Split, labelled: Sequence[Split]) -> Split | None:
     """The split whose labels screen the candidates of a split without labels; None if there is none.
 
-    It has no context ranks, and several tensor ranks if `split` has. It is the first labelled one.
+    It has no context and no expert ranks, and several tensor ranks if `split` has. It is the first labelled one.
     """
-    alike = (one for one in labelled if one.cp == 1 and (one.tp > 1) == (split.tp > 1))
+    alike = (one for one in labelled if one.cp == one.ep == 1 and (one.tp > 1) == (split.tp > 1))
     return next(alike, None)
 
 
 def _first(splits: Sequence[Split]) -> list[Split]:
     """The splits that are labelled first: the smallest stand-ins. If there are none, the first split."""
-    alone = [split for split in splits if split.cp == 1]
+    alone = [split for split in splits if split.cp == split.ep == 1]
     found = [stand_in(Split(1), alone), stand_in(Split(2), alone)]
     return [split for split in found if split is not None] or list(splits[:1])
 

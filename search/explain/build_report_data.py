@@ -185,7 +185,7 @@ def points_of(found: Searched, most: int = MOST_POINTS) -> Points:
         "exact": tuple(is_exact[chosen].astype(int).tolist()),
         "schedule": tuple(SCHEDULE_NAMES[index] for index in candidates.schedule[chosen].tolist()),
     }
-    numbers = ("pp", "tp", "cp", "dp_shard", "dp_replicate", "zero", "micro_batch", "micro_batches", "virtual")
+    numbers = ("pp", "tp", "cp", "ep", "dp_shard", "dp_replicate", "zero", "micro_batch", "micro_batches", "virtual")
     columns |= {name: tuple(getattr(candidates, name)[chosen].tolist()) for name in numbers}
     columns["devices"] = tuple(candidates.num_devices[chosen].tolist())
     return Points(fitting=len(fitting), columns=columns)

@@ -20,6 +20,7 @@ from autopar.search.explain.pareto import front_of
 from autopar.search.pricing.exact import AS_IT_IS, Priced, priced
 from autopar.search.pricing.objective import parts_of, why_worse
 from autopar.search.result.result import Contender, SearchResult, degrees_in_plain
+from autopar.search.space.candidates import Split
 
 Hold = Callable[[int, int], bool]  # whether the labels of one tensor degree are legal for another one
 
@@ -43,7 +44,7 @@ def result_of(
     details = None
     if best is not None:
         part = goal.part(best)
-        details = details_of(best, works_of_best(best.degrees.tp, best.degrees.cp), part.cluster, part.on)
+        details = details_of(best, works_of_best(*Split.of(best.degrees)), part.cluster, part.on)
     others = next_best(
         found, together.priced, top, prefetch=lambda likely: together.price([(i, AS_IT_IS) for i in likely])
     )
@@ -122,7 +123,7 @@ def _priced_baselines(found: Searched, works_of: Works, hold: Hold) -> Iterator[
     A tensor degree whose bound is far from the best has no labels. Its baseline borrows the labels of another degree if
     they are legal; 0 means that nothing is borrowed. Baselines have no context ranks.
     """
-    first = min((split.tp for split in found.labelled if split.tp > 1 and split.cp == 1), default=0)
+    first = min((split.tp for split in found.labelled if split.tp > 1 and split.cp == split.ep == 1), default=0)
     for index in (baseline.index for baseline in found.baselines):
         split = found.candidates.split(index)
         if split in found.labelled:

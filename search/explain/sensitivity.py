@@ -123,7 +123,7 @@ def _batch(base: Base, factor: float) -> _Changed | None:
 
 
 def _sequence(base: Base, factor: float) -> _Changed | None:
-    tokens = base.works_of(*_split(base.best.degrees)).sequence * factor
+    tokens = base.works_of(*Split.of(base.best.degrees)).sequence * factor
     return _changed(base, tokens, sequence=int(tokens)) if tokens == int(tokens) else None
 
 
@@ -141,7 +141,7 @@ def _changed(
         cluster=cluster or base.part.cluster,
         on=on or base.part.on,
         global_batch=global_batch or base.global_batch,
-        sequence=sequence or base.works_of(*_split(base.best.degrees)).sequence,
+        sequence=sequence or base.works_of(*Split.of(base.best.degrees)).sequence,
     )
 
 
@@ -152,7 +152,7 @@ def _point(base: Base, factor: float, changed: _Changed) -> CurvePoint:
     degrees = adapted(base.best.degrees, changed.cluster.num_devices, changed.global_batch)
     one = base.best if factor == 1 else None
     if degrees is not None and one is None:
-        works = replace(base.works_of(*_split(degrees)), sequence=changed.sequence)
+        works = replace(base.works_of(*Split.of(degrees)), sequence=changed.sequence)
         one = priced(works, degrees, changed.on, cut=BY_STAGE)
     tokens, bound = float(changed.global_batch * changed.sequence), _bound(base, changed)
     return CurvePoint(
@@ -173,7 +173,7 @@ def adapted(degrees: Degrees, num_devices: int, global_batch: int) -> Degrees | 
     if rest or not dp or global_batch % (dp * micro_batch):
         return None
     shard = dp if degrees.dp_replicate == 1 else degrees.dp_shard
-    if dp % shard:
+    if dp % shard or shard % degrees.ep:
         return None
     count = global_batch // (dp * micro_batch)
     if degrees.pp > 1 and schedule_problems(degrees.schedule, degrees.pp, degrees.virtual_stages, count):
@@ -192,10 +192,6 @@ def adapted(degrees: Degrees, num_devices: int, global_batch: int) -> Degrees | 
         recompute_blocks=None,
         order=degrees.order if dp > 1 else ORDERS[0],
     )
-
-
-def _split(degrees: Degrees) -> Split:
-    return Split(degrees.tp, degrees.cp)
 
 
 def _bound(base: Base, changed: _Changed) -> float | None:

@@ -187,6 +187,15 @@ def expert_axes(program: Program, analysis: Analysis) -> frozenset[int]:
     return frozenset(found) - analysis.batch_axes - analysis.sequence_axes
 
 
+def num_experts(program: Program, analysis: Analysis) -> tuple[int, ...]:
+    """The numbers of experts of a program's mixtures, in order; () if it has none."""
+    axes = expert_axes(program, analysis)
+    bounds = (bound for block in analysis.bounds for bound in block.values())
+    return tuple(
+        sorted({size for bound in bounds for atoms in bound.factors.values() for a, size in atoms if a in axes})
+    )
+
+
 def is_paddable(size: int, degree: int) -> bool:
     """Whether equal parts leave every rank some elements, and not too much padding."""
     held = chunk(size, degree)

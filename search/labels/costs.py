@@ -295,7 +295,10 @@ class DimProblem:
             return PER_RANK
         seconds = self._wire_s(sends, whole, whole, gradient_latency=role != "parameter")
         if sends != (None, None):
-            if owned_by(self.space.name) == "batch" and source == "S" and target != "S":
+            undoes = owned_by(self.space.name) == "batch" or (
+                owned_by(self.space.name) == "experts" and role == "input"
+            )
+            if undoes and source == "S" and target != "S":
                 seconds += GATHERED_BATCH * self.prices.unit_s
             return seconds / self.prices.unit_s + PER_COLLECTIVE * sum(kind is not None for kind in sends)
         if {source, target} != {"I", "R"}:

@@ -19,7 +19,7 @@ from autopar.errors import PlanError, Problem
 from autopar.ir.program import Program
 from autopar.ir.sharding import Mesh, chunk, splits_samples
 from autopar.rules.variants import may_be_uneven
-from autopar.search.labels.choices import Boundary, NodeKey, Solved, is_paddable
+from autopar.search.labels.choices import Boundary, NodeKey, Solved, is_paddable, num_experts
 
 _LARGE = 0.2  # a price from which the note names better degrees, relative to the work of an even split
 _MAX_NAMED = 3  # operators that a note lists
@@ -45,6 +45,19 @@ def context_problems(program: Program, mesh: Mesh) -> list[Problem]:
     """Inputs whose sequence the context-parallel degree does not divide."""
     context = {mesh.names[i]: mesh.degrees[i] for i in mesh.owning("sequence") if mesh.degrees[i] > 1}
     return sequence_problems(program, " × ".join(context), prod(context.values()), option="cp") if context else []
+
+
+def expert_problems(program: Program, analysis: Analysis, mesh: Mesh) -> list[Problem]:
+    """Mixtures whose experts the expert-parallel degree does not divide."""
+    degree = prod(mesh.degrees[i] for i in mesh.owning("experts"))
+    counts = num_experts(program, analysis)
+    if degree > 1 and not counts:
+        return [Problem(path="ep", value=degree, rule="the model has no experts", suggestion="leave it out")]
+    return [
+        Problem(path="ep", rule=f"{n} experts are not divisible by ep={degree}", suggestion=nearest_degrees(n, degree))
+        for n in counts
+        if n % degree
+    ]
 
 
 def sequence_problems(program: Program, name: str, degree: int, option: str = "sequence_parallel") -> list[Problem]:

@@ -70,6 +70,7 @@ def label(
     mesh, pinned, memo = mesh or degrees.mesh, pinned or {}, Memo() if memo is None else memo
     boundary = boundary_of(program, analysis)
     problems = legal.batch_problems(program, mesh) + legal.context_problems(program, mesh)
+    problems += legal.expert_problems(program, analysis, mesh)
     if degrees.sequence_parallel:
         tensor = {mesh.names[i]: mesh.degrees[i] for i in mesh.owning("parameters") if mesh.degrees[i] > 1}
         problems += legal.sequence_problems(program, " × ".join(tensor), prod(tensor.values())) if tensor else []

@@ -58,7 +58,7 @@ def _prepared(
 ) -> tuple[_Index, Prepared]:
     """All candidates of one split on one number of devices, and the object that prices them."""
     mine = np.flatnonzero((c.num_devices == devices) & c.of(split))
-    layouts = layouts_of(c.at(mine), sequence_parallel=works.sequence_parallel, beyond=part.on.beyond)
+    layouts = layouts_of(c.at(mine), sequence_parallel=works.sequence_parallel)
     return mine, Prepared(
         works, layouts, lambda place: c.degrees(int(mine[place])), part.on, memo, least_memory=least_memory
     )

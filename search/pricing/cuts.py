@@ -42,7 +42,7 @@ def even_cuts(works: ProgramWorks, call_s: Sequence[float], num_stages: int) -> 
 
 def call_seconds(works: ProgramWorks, degrees: Degrees, on: Machinery) -> tuple[float, ...]:
     """Seconds of every main call on one rank for one micro-batch, forward and backward."""
-    layouts = layouts_of_degrees(works, [degrees], recompute=0, ep=on.beyond.ep)
+    layouts = layouts_of_degrees(works, [degrees], recompute=0)
     (passes,) = SharedPrices(works, layouts, on).passes
     return tuple(seconds_of_calls(works, passes))
 

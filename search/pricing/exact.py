@@ -88,8 +88,7 @@ def priced(
     With `least_memory` the price has no recomputation or full recomputation. `works` are the block costs under the
     labels of the tensor degree.
     """
-    beyond = on.beyond
-    layouts = layouts_of_degrees(works, [degrees], recompute=0, ep=beyond.ep)
+    layouts = layouts_of_degrees(works, [degrees], recompute=0)
     return Prepared(works, layouts, lambda _: degrees, on, Memo(), least_memory=least_memory).priced([(0, cut)])[0]
 
 

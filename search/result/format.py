@@ -39,12 +39,14 @@ def plan_in_words(degrees: Mapping[str, Any]) -> str:
 
 def _mesh(degrees: Mapping[str, Any]) -> str:
     shard, replicate = degrees.get("dp_shard", 1), degrees.get("dp_replicate", 1)
-    named = [f"{name} {degrees[name]}" for name in ("pp", "tp", "cp", "ep") if degrees.get(name, 1) > 1]
+    named = [f"{name} {degrees[name]}" for name in ("pp", "tp", "cp") if degrees.get(name, 1) > 1]
     if shard * replicate > 1:
         held = f"dp {shard}" if replicate == 1 else f"dp {shard} sharded × {replicate} replicas"
         named.append(held)
     if shard * replicate * degrees.get("cp", 1) > 1:
         named[-1] += f" ZeRO-{degrees.get('zero', 3)}"
+    if degrees.get("ep", 1) > 1:
+        named[-1] += f" (ep {degrees['ep']})"
     return " × ".join(named) or "one device"
 
 
@@ -74,10 +76,9 @@ def readable_value(value: float, unit: str) -> str:
 
 def nothing_fits(found: "SearchResult") -> str:
     """The bytes that a device lacks for the closest plan, and the changes that would help."""
-    one, more = found.closest, found.beyond
-    what_if = "" if more is None else f". What if: {plan_in_words(more.degrees)} ({'; '.join(more.formula_only)})"
+    one = found.closest
     if one is None:
-        return f"no plan fits: {what_does_not_fit(found.counted)}{what_if}"
+        return f"no plan fits: {what_does_not_fit(found.counted)}"
     parts = sorted(one.parts.items(), key=lambda part: -part[1])[:3]
     made_of = ", ".join(f"{MEMORY[name]} {readable_bytes(size)}" for name, size in parts)
     return (
@@ -85,7 +86,7 @@ def nothing_fits(found: "SearchResult") -> str:
         f"The closest plan ({plan_in_words(one.degrees)}) needs {readable_bytes(one.needed_bytes)}: {made_of}. A plan "
         f"may use {readable_bytes(one.needed_bytes - one.missing_bytes)} of a device that has "
         f"{readable_bytes(found.device_bytes)}; {readable_bytes(one.missing_bytes)} are missing. "
-        f"What would help: {one.remedy}{what_if}"
+        f"What would help: {one.remedy}"
     )
 
 

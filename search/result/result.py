@@ -133,7 +133,6 @@ class SearchResult:
     details: Details | None = field(default=None, compare=False)  # the best plan rank by rank
     points: Points | None = field(default=None, compare=False)  # candidates, for a scatter plot
     what_if: tuple[Curve, ...] = field(default=(), compare=False)  # only if a report was asked for
-    beyond: Contender | None = None  # the best plan that autopar prices and does not run, if it was asked for
     block: BlockGraph | None = field(default=None, compare=False)  # only if a report was asked for
     plan: "Plan | None" = field(default=None, compare=False)  # the best plan, as it runs; None if no plan fits
 

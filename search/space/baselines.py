@@ -26,7 +26,7 @@ class Baseline:
 
 def baselines(found: Candidates, cluster: ClusterSpec) -> tuple[Baseline, ...]:
     """The baselines that the space has, each with its smallest micro-batch."""
-    whole = (found.num_devices == cluster.num_devices) & (found.order == 0) & (found.cp == 1)
+    whole = (found.num_devices == cluster.num_devices) & (found.order == 0) & (found.cp == 1) & (found.ep == 1)
     per_host = min(group.devices_per_host for group in cluster.groups)
     sharded = (found.dp_replicate == 1) & (found.pp == 1) & (found.zero == 3)
     in_host = _largest_up_to(found.tp[whole], per_host)

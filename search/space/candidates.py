@@ -1,6 +1,6 @@
 """The space of a search: every legal combination of degrees, ZeRO stage, micro-batch, schedule, stages, order of ranks.
 
-    devices      = pp · tp · cp · dp_shard · dp_replicate
+    devices      = pp · tp · cp · dp_shard · dp_replicate        ep divides dp_shard
     global batch = dp_shard · dp_replicate · micro-batch · micro-batches
 
 Any number of devices is legal, not only powers of two. Some objectives also allow fewer devices than the cluster has.
@@ -30,13 +30,20 @@ LEAST_TOKENS_OF_RANK = 1024  # of a sequence, on a context rank; fewer rows make
 
 
 class Split(NamedTuple):
-    """The degrees that labels are chosen for: tensor and context parallelism."""
+    """The degrees that labels are chosen for: tensor, context and expert parallelism."""
 
     tp: int
     cp: int = 1
+    ep: int = 1
+
+    @staticmethod
+    def of(degrees: Degrees) -> "Split":
+        """The split of a plan."""
+        return Split(degrees.tp, degrees.cp, degrees.ep)
 
     def __str__(self) -> str:
-        return f"tensor degree {self.tp}" + (f", context degree {self.cp}" if self.cp > 1 else "")
+        more = (f", {name} degree {n}" for name, n in (("context", self.cp), ("expert", self.ep)) if n > 1)
+        return f"tensor degree {self.tp}" + "".join(more)
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -50,6 +57,7 @@ class Candidates:
     pp: Integers
     cp: Integers
     dp_shard: Integers
+    ep: Integers
     dp_replicate: Integers
     zero: Integers
     micro_batch: Integers
@@ -73,17 +81,18 @@ class Candidates:
 
     def splits(self) -> list[Split]:
         """The different degrees that labels are chosen for, in order."""
-        return [Split(tp, cp) for cp, tp in sorted({*zip(self.cp.tolist(), self.tp.tolist(), strict=True)})]
+        columns = (self.ep.tolist(), self.cp.tolist(), self.tp.tolist())
+        return [Split(tp, cp, ep) for ep, cp, tp in sorted({*zip(*columns, strict=True)})]
 
     def split(self, index: int) -> Split:
         """The degrees that the labels of one candidate are chosen for."""
-        return Split(int(self.tp[index]), int(self.cp[index]))
+        return Split(int(self.tp[index]), int(self.cp[index]), int(self.ep[index]))
 
     def of(self, *splits: Split) -> NDArray[np.bool_]:
         """The candidates whose labels are chosen for one of several degrees."""
         found = np.zeros(len(self), dtype=bool)
         for split in splits:
-            found |= (self.tp == split.tp) & (self.cp == split.cp)
+            found |= (self.tp == split.tp) & (self.cp == split.cp) & (self.ep == split.ep)
         return found
 
     def at(self, index: Any) -> "Candidates":
@@ -154,6 +163,12 @@ def context_degrees(tokens: int | None, *counts: int, fixed: Sequence[int] = ())
     every = {cp for count in counts for cp in divisors(count) if tokens and tokens % cp == 0}
     enough = {cp for cp in every if cp == 1 or (tokens or 0) // cp >= LEAST_TOKENS_OF_RANK}
     return tuple(sorted(every.intersection(fixed) or enough or {1}))
+
+
+def expert_degrees(experts: int, *counts: int) -> tuple[int, ...]:
+    """The expert degrees that divide one of several numbers of devices, and the experts of a block."""
+    every = {ep for count in counts for ep in divisors(count) if experts and experts % ep == 0}
+    return tuple(sorted(every | {1}))
 
 
 def constraints_on(constraints: Constraints, num_devices: int) -> Constraints:

@@ -18,7 +18,7 @@ EVERY_BLOCK = 1_000_000  # `recompute_blocks` of a plan that recomputes all bloc
 # words of `fix` with one value, which all plans of the search share
 PINS = (
     *("sequence_parallel", "per_micro_batch", "recompute", "recompute_blocks", "cut_at", "regather", "loss_chunks"),
-    *("precision", "reduce_dtype", "optimizer"),
+    *("precision", "reduce_dtype", "optimizer", "dispatch"),
 )
 # words of `fix` and `forbid` with values that the search tries one after another, each in a search of its own
 IN_TURN = {"offload": OFFLOADS}
@@ -44,6 +44,7 @@ class Constraints:
     accumulates_singly: bool = True  # whether a global micro-batch of it may be one sequence
     fewer_devices: tuple[int, ...] = ()
     context_degrees: tuple[int, ...] = (1,)
+    expert_degrees: tuple[int, ...] = (1,)
     devices_per_host: float | None = None  # None: the order of ranks makes no difference
     fix: Values = field(default_factory=dict, hash=False)  # values that a word must have
     forbid: Values = field(default_factory=dict, hash=False)  # values that a word must not have

@@ -32,6 +32,8 @@ class Limits(Protocol):
     @property
     def context_degrees(self) -> tuple[int, ...]: ...
     @property
+    def expert_degrees(self) -> tuple[int, ...]: ...
+    @property
     def devices_per_host(self) -> float | None: ...
     @property
     def num_stages(self) -> int | None: ...
@@ -135,6 +137,10 @@ def _orders_of_ranks(limits: Limits, tp: int, pp: int, cp: int, dp: int) -> Iter
             yield position
 
 
+def _expert_degrees(limits: Limits, dp_shard: int) -> Iterable[int]:
+    return (ep for ep in limits.expert_degrees if dp_shard % ep == 0)
+
+
 def _zero_stages(limits: Limits, cp: int, dp: int, dp_shard: int) -> Iterable[int]:
     """ZeRO 0 has no shards. One data-parallel rank without context ranks beside it has no ZeRO stage."""
     return (zero for zero in ZERO if (dp_shard == dp if zero == 0 else dp_shard * cp > 1))
@@ -173,6 +179,7 @@ DIMENSIONS = (
     Dimension(word="dp", column=None, beside=("num_devices", "tp", "pp", "cp"), values=_data_degree),
     Dimension(word="order", column="order", names=ORDERS, beside=("tp", "pp", "cp", "dp"), values=_orders_of_ranks),
     Dimension(word="dp_shard", column="dp_shard", beside=("dp",), values=lambda limits, dp: divisors(dp)),
+    Dimension(word="ep", column="ep", beside=("dp_shard",), values=_expert_degrees),
     Dimension(
         word="dp_replicate",
         column="dp_replicate",

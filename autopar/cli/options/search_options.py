@@ -41,16 +41,6 @@ Study = Annotated[
         "it. (default: none)"
     ),
 ]
-WhatIf = Annotated[
-    bool,
-    typer.Option(
-        "--what-if",
-        help="Also search plans that autopar prices but cannot run yet: context parallelism, expert parallelism, the "
-        "optimizer on the host. (default: no)",
-        rich_help_panel=_PANEL,
-        show_default=False,
-    ),
-]
 Profile = Annotated[
     Path | None,
     typer.Option(
