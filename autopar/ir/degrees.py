@@ -28,8 +28,8 @@ class Degrees:
     its micro-batches.
 
     `ep` of the `dp_shard` ranks also split the experts of a mixture. `dispatch` says how rows of tokens meet experts
-    there. With "exchange" rows travel to the ranks of their experts, with "gather" every rank has all tokens, and with
-    "whole" every rank has all experts. None takes the cheapest.
+    there. With "exchange" rows travel to the ranks of their experts, and with "gather" every rank has all tokens. None
+    takes the cheaper one for each block. With "whole" every rank has all experts, as without `ep`.
 
     `pp` ranks hold `virtual_stages` pipeline stages each and run `micro_batches` in the order of `schedule`
     (`autopar.ir.schedules`), `accumulate` times a step. `cut_at` are the module paths at which the stages after the

@@ -49,7 +49,7 @@ class PlanOptions:
     dispatch: str | None = _option(
         "How rows of tokens meet their experts on ep: exchange (rows travel to the ranks of their experts), gather "
         "(every rank has all tokens) or whole (every rank has all experts).",
-        "the cheapest",
+        "the cheaper one of exchange and gather",
     )
     dp_replicate: int | None = _option("Replicas of the sharded data-parallel group (hybrid sharding).", "1")
     zero: int | None = _option(

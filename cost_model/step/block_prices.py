@@ -12,7 +12,13 @@ import numpy as np
 
 from autopar.cost_model.step.block_time import BlockSeconds, computing_seconds
 from autopar.cost_model.step.context import Basis, Passes
-from autopar.cost_model.step.experts import count_seconds, exchange_seconds, has_experts
+from autopar.cost_model.step.experts import (
+    count_seconds,
+    exchange_seconds,
+    has_experts,
+    is_expert_product,
+    least_exchange_seconds,
+)
 from autopar.cost_model.step.layouts import Layouts
 from autopar.cost_model.step.offload import is_on_host
 from autopar.cost_model.step.saved_bytes import SavedBytes, activations
@@ -237,11 +243,25 @@ def _ring(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> Flo
 
 
 def _experts(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> tuple[Floats, Floats]:
-    """Seconds of sending tokens to their experts and back, forward and backward: as labels say, or by formula."""
-    if basis.machine.engine.sends_by_labels:
+    """Seconds of sending tokens to their experts and back, forward and backward: as labels say, or by formula.
+
+    If labels are still to be chosen, the formula is the least that they may send.
+    """
+    if basis.machine.engine.sends_by_labels and (_has_expert_labels(family) or not has_experts(role)):
         return _expert_collectives(basis, family, layouts, role)
-    both = 2 * exchange_seconds(basis, layouts) if has_experts(role) else np.zeros(1)
+    if not has_experts(role):
+        return np.zeros(1), np.zeros(1)
+    if basis.machine.engine.sends_by_labels:
+        widths = [one.k for one in family.block(role, "tp").products if is_expert_product(one)]
+        both = least_exchange_seconds(basis, layouts, widths)
+    else:
+        both = 2 * exchange_seconds(basis, layouts)
     return both, both
+
+
+def _has_expert_labels(family: Family[Any]) -> bool:
+    works = (family.block(role, "tp") for role in family.roles)
+    return any(owned_by(sent.mesh_dim) == "experts" for work in works for sent in work.sent)
 
 
 def _counts(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> Floats:

@@ -27,6 +27,7 @@ the rows. PyTorch, "CUDA semantics", asynchronous execution, describes the queue
 has the latency of a link between host and device: a hop of the link inside a host stands for it.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -52,7 +53,7 @@ def with_experts(family: Family[Any], layouts: Layouts, constants: Mechanisms) -
     """
 
     def divided(one: Any) -> Any:
-        if not _is_expert_product(one):
+        if not is_expert_product(one):
             return one
         return replace(one, count=one.count / layouts.ep, m=one.m * layouts.ep * constants.expert_imbalance)
 
@@ -79,6 +80,29 @@ def exchange_seconds(basis: Basis, layouts: Layouts) -> Floats:
     return basis.machine.links.seconds("all_to_all", moved * layouts.ep, layouts.ep, layouts.tp)
 
 
+def least_exchange_seconds(basis: Basis, layouts: Layouts, widths: Sequence[Any]) -> Floats:
+    """The least seconds of one pass in which tokens reach their experts and come back; 0 for one expert rank.
+
+    Either rows travel twice, or the tokens of all ranks are gathered and the results scattered. Tensor ranks may split
+    what is sent. A row has the smallest of the `widths` of the experts' products on one tensor rank, or less than the
+    model's hidden width.
+
+    Args:
+        basis: The model's shape and the machine.
+        layouts: The candidates.
+        widths: The inner sizes of the products of experts, on one rank.
+    """
+    shape, links = basis.shape, basis.machine.links
+    tokens = layouts.micro_batch * shape.sequence / layouts.cp / layouts.tp
+    narrow = shape.hidden
+    for width in widths:
+        narrow = np.minimum(narrow, width)
+    moved = shape.element_bytes * tokens * narrow * layouts.ep
+    rows = links.seconds("all_to_all", moved * shape.experts_per_token, layouts.ep, layouts.tp)
+    gathered = links.seconds("all_gather", moved, layouts.ep, layouts.tp)
+    return np.where(layouts.ep > 1, 2 * np.minimum(rows, gathered), 0.0)
+
+
 def count_seconds(
     basis: Basis, family: Family[Any], layouts: Layouts, role: str, exchange_s: Floats, *, are_sent: bool = False
 ) -> Floats:
@@ -93,7 +117,7 @@ def count_seconds(
         are_sent: The exchange of counts is priced elsewhere.
     """
     machine, speeds = basis.machine, basis.machine.speeds
-    grouped = [one for one in family.block(role, "tp").products if _is_expert_product(one)]
+    grouped = [one for one in family.block(role, "tp").products if is_expert_product(one)]
     if not grouped or machine.engine.expert_rows == "padded" or machine.engine.dispatch == "graph":
         return np.zeros(1)
     experts = grouped[0].count * layouts.ep
@@ -119,6 +143,7 @@ def expert_assumptions(machine: Machine, ep: int) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _is_expert_product(one: Any) -> bool:
+def is_expert_product(one: Any) -> bool:
+    """Whether an operator multiplies rows by the matrices of their experts."""
     found: bool = one.kind == "matmul" and one.name.startswith(EXPERT_PRODUCTS)
     return found

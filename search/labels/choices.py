@@ -302,7 +302,9 @@ def space_of(
 
 def _is_dispatch(variant: Variant, target: Any, dispatch: str | None) -> bool:
     """Whether an operator may run so on `ep` under a way of dispatch."""
-    if dispatch is None or (target not in ROUTED and not variant.is_by_expert):
+    if dispatch is None:
+        return target is not PRODUCT or variant.is_by_expert
+    if target not in ROUTED and not variant.is_by_expert:
         return True
     if dispatch == WHOLE:
         return not variant.is_by_expert
