@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 from autopar.cache.labels import AGAIN, CHOSEN_FOR_KEPT, KEPT, Chosen, labels_file, labels_text, read_labels
 from autopar.capture.analysis import Analysis, analyse
+from autopar.cost_model.step.experts import has_experts
+from autopar.cost_model.work.block_work import VARIANTS
 from autopar.cost_model.work.program_costs import ProgramWorks, dtype_of, merged_works
 from autopar.errors import PlanError
 from autopar.ir.cluster import ClusterSpec
@@ -27,6 +29,7 @@ from autopar.planning.recomputed import chosen_keys, fastest, recomputable_of, r
 from autopar.search.labels.check import check
 from autopar.search.labels.choices import num_experts
 from autopar.search.labels.result import Labelling
+from autopar.search.space.dimensions import divisors
 
 if TYPE_CHECKING:
     from autopar.cost_model.work.export import SymbolicWork
@@ -101,8 +104,23 @@ class SearchLabels:
         return self._wide if wanted.ep > 1 else self.program
 
     def _wanted(self, tp: int, cp: int, ep: int) -> Degrees:
-        dispatch = self.dispatch if ep > 1 else None
-        return replace(self.wanted, tp=tp, cp=cp, ep=ep, dp_shard=LABELLED_DP * ep, dispatch=dispatch)
+        """The degrees that labels are chosen for. Many expert degrees share the labels of a smaller one."""
+        if ep == 1:
+            return replace(self.wanted, tp=tp, cp=cp)
+        degrees = [n for n in divisors(self.num_experts) if 1 < n <= ep] or [ep]
+        own = (
+            replace(self.wanted, tp=tp, cp=cp, ep=n, dp_shard=LABELLED_DP * n, dispatch=self.dispatch) for n in degrees
+        )
+        return next(one for one in own if one.ep == degrees[-1] or self._only_exchanges(one))
+
+    def _only_exchanges(self, wanted: Degrees) -> bool:
+        """Whether all rows travel to their experts. They then do so with more expert ranks too.
+
+        Gathered tokens grow with the number of ranks, and rows do not.
+        """
+        family = self.memo(SearchLabels._chosen, self, wanted)[2].family
+        works = (family.block(role, VARIANTS[0]) for role in family.roles if has_experts(role))
+        return all(sent.collective == "all_to_all" for work in works for sent in work.sent if sent.mesh_dim == "ep")
 
     def _chosen(self, wanted: Degrees) -> Chosen:
         gathers = AGAIN if self.regather else CHOSEN_FOR_KEPT

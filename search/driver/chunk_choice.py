@@ -79,6 +79,8 @@ def with_chunks(
             bound = min(proof.bound, own.bound, least)
             proof = replace(proof, bound=bound, is_proven=proof.is_proven and own.is_proven)
         chunks //= 2
+    if np.isfinite(least) and proof.bound >= least * (1 - ROUNDING):  # bounds of the searches before rule out the rest
+        proof = replace(proof, is_proven=True)
     return replace(found, chunked=best, proof=proof)
 
 

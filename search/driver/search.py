@@ -197,7 +197,15 @@ class _Search:
         self.baselines = baselines(self.candidates, cluster)
 
     def label(self, split: Split) -> None:
-        """Choose labels for a split, and screen the candidates that depend on them."""
+        """Choose labels for a split, and screen the candidates that depend on them.
+
+        Labels of one expert degree are those of others too, so all expert degrees get labels together.
+        """
+        beside = [one for one in self.unlabelled if one.ep > 1 and (one.tp, one.cp) == (split.tp, split.cp)]
+        for one in beside if split.ep > 1 else [split]:
+            self._label(one)
+
+    def _label(self, split: Split) -> None:
         self.unlabelled = [other for other in self.unlabelled if other != split]
         try:
             self.works[split] = self.works_of(*split)
