@@ -104,23 +104,30 @@ class SearchLabels:
         return self._wide if wanted.ep > 1 else self.program
 
     def _wanted(self, tp: int, cp: int, ep: int) -> Degrees:
-        """The degrees that labels are chosen for. Many expert degrees share the labels of a smaller one."""
+        """The degrees that labels are chosen for. Expert degrees that dispatch alike share labels."""
         if ep == 1:
             return replace(self.wanted, tp=tp, cp=cp)
-        degrees = [n for n in divisors(self.num_experts) if 1 < n <= ep] or [ep]
-        own = (
-            replace(self.wanted, tp=tp, cp=cp, ep=n, dp_shard=LABELLED_DP * n, dispatch=self.dispatch) for n in degrees
-        )
-        return next(one for one in own if one.ep == degrees[-1] or self._only_exchanges(one))
+        first = self.memo(SearchLabels._dispatched_like, self, ep)
+        return self._of_experts(replace(self.wanted, tp=tp, cp=cp), first)
 
-    def _only_exchanges(self, wanted: Degrees) -> bool:
-        """Whether all rows travel to their experts. They then do so with more expert ranks too.
+    def _of_experts(self, degrees: Degrees, ep: int) -> Degrees:
+        return replace(degrees, ep=ep, dp_shard=LABELLED_DP * ep, dispatch=self.dispatch)
 
-        Gathered tokens grow with the number of ranks, and rows do not.
+    def _dispatched_like(self, ep: int) -> int:
+        """The smallest expert degree whose labels dispatch as those of `ep`, without tensor and context ranks.
+
+        Gathered tokens grow with the number of expert ranks, and exchanged rows do not. So if no tokens are gathered,
+        none are with more ranks.
         """
-        family = self.memo(SearchLabels._chosen, self, wanted)[2].family
-        works = (family.block(role, VARIANTS[0]) for role in family.roles if has_experts(role))
-        return all(sent.collective == "all_to_all" for work in works for sent in work.sent if sent.mesh_dim == "ep")
+        known: dict[tuple[str, ...], int] = {}
+        for n in (n for n in divisors(self.num_experts) if 1 < n <= ep):
+            degrees, found, works = self.memo(SearchLabels._chosen, self, self._of_experts(self.wanted, n))
+            at = degrees.mesh.names.index("ep")
+            dispatch = tuple(label[at] for block in found.blocks for label in block.labels.values())
+            first = known.setdefault(dispatch, n)
+            if n == ep or _only_exchanges(works):
+                return first
+        return ep
 
     def _chosen(self, wanted: Degrees) -> Chosen:
         gathers = AGAIN if self.regather else CHOSEN_FOR_KEPT
@@ -269,6 +276,13 @@ def _in_chunks(flow: "Flow", work: "SymbolicWork", chunks: int) -> "tuple[Flow, 
         return flow, work
     own = replace(flow, loss_chunks=chunks)
     return own, work_of(own)
+
+
+def _only_exchanges(works: ProgramWorks) -> bool:
+    """Whether expert ranks send rows, and gather no tokens."""
+    family = works.family
+    blocks = (family.block(role, VARIANTS[0]) for role in family.roles if has_experts(role))
+    return all(sent.collective == "all_to_all" for work in blocks for sent in work.sent if sent.mesh_dim == "ep")
 
 
 def _symbolic(mesh: Mesh) -> Mesh:

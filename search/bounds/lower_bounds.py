@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost_model.machine.machine import Machine, usable_bytes
+from autopar.cost_model.memory.formula import BlockBytes, MemoryBasis, block_bytes, memory_basis
 from autopar.cost_model.pricing import family_at, shape_of_works
-from autopar.cost_model.screened_model import model_of_program
+from autopar.cost_model.screened_model import ScreenedModel, model_of_program
 from autopar.cost_model.step.assembly import Assembled, StepPrices, assembled
 from autopar.cost_model.step.block_prices import block_prices, end_passes
 from autopar.cost_model.step.context import Basis, Passes, repeated_roles
@@ -161,8 +162,7 @@ def screen(works: ProgramWorks, found: Candidates, on: Machinery) -> Screened:
     Labels of a mesh with one tensor dimension serve any tensor degree.
     """
     layouts = layouts_of(found, sequence_parallel=works.sequence_parallel)
-    family = family_at(works, layouts, on.machine.mechanisms)
-    basis = basis_of(works, on)
+    basis, model = basis_of(works, on), model_of_program(works)
     run = Run(
         schedule=found.schedule,
         pp=layouts.pp,
@@ -172,8 +172,12 @@ def screen(works: ProgramWorks, found: Candidates, on: Machinery) -> Screened:
         ranks_per_core=on.machine.ranks_per_core,
     )
     cuts: list[EvenCuts] = []
-    prices = _prices(basis, works, layouts)
-    bound = lower_bound(run, waits=0.0 if on.machine.engine.messages == "overlapped" else 1.0, found=cuts)
+    memory_of = memory_basis(basis.shape, on.machine, fused=basis.fused)
+    prices, blocks_save = _prices(basis, model, layouts, memory_of)
+    names = {*model.block_fields, "pp", "virtual"}
+    alike = distinct([numbered(np.broadcast_to(getattr(layouts, name), layouts.pp.shape)) for name in names])
+    waits = 0.0 if on.machine.engine.messages == "overlapped" else 1.0
+    bound = lower_bound(run, waits=waits, found=cuts, alike=alike)
     levels = (0, 1, 2) if works.has_selected else (0, 2)
     priced = [
         assembled(basis, replace(layouts, recompute=np.full(len(found), float(level))), prices, bound)
@@ -182,14 +186,12 @@ def screen(works: ProgramWorks, found: Candidates, on: Machinery) -> Screened:
     steps = [priced[0], priced[-2], priced[-1]]  # without chosen operators, level 1 is level 0
     memory = memory_bounds(
         found.schedule,
-        family,
-        basis.shape,
+        model.parameters(layouts),
+        blocks_save,
         layouts,
-        on.machine.engine,
+        memory_of,
         cuts[0],
         capacity_bytes=on.capacity_bytes,
-        reserve_bytes=on.machine.reserve_bytes,
-        fused=basis.fused,
         has_selective=works.has_selected,
     )
     least = np.broadcast_to(memory.level, layouts.pp.shape)
@@ -250,13 +252,15 @@ def _of_pipeline(basis: Basis, step: Assembled) -> Floats:
     return np.asarray((step.before - behind) * (1 + step.straggling))
 
 
-def _prices(basis: Basis, works: ProgramWorks, layouts: Layouts) -> StepPrices:
-    """The prices of every layout, without the parts of a block's seconds.
+def _prices(
+    basis: Basis, model: ScreenedModel, layouts: Layouts, memory_of: MemoryBasis
+) -> tuple[StepPrices, BlockBytes]:
+    """The prices of every layout, without the parts of a block's seconds, and the bytes that blocks save.
 
     A block is priced once for all candidates with the same fields. A gather is priced once for all candidates whose
     ranks lie in the same places.
     """
-    model, roles = model_of_program(works), repeated_roles(basis.shape)
+    roles = repeated_roles(basis.shape)
     columns = {name: numbered(getattr(layouts, name)) for name in {*model.block_fields, *RANK_FIELDS}}
     of_blocks, of_ranks = (distinct([columns[name] for name in names]) for names in (model.block_fields, RANK_FIELDS))
     few, places = layouts.only(model.block_fields, of_blocks.rows), layouts.only(RANK_FIELDS, of_ranks.rows)
@@ -283,7 +287,7 @@ def _prices(basis: Basis, works: ProgramWorks, layouts: Layouts) -> StepPrices:
         at = layouts.only(RANK_FIELDS, rows)
         return data_prices(basis, model.parameters(at), at, per_rank[rows]).at(each.index)
 
-    return StepPrices(
+    prices = StepPrices(
         blocks={role: one.at(of_blocks.index, with_parts=False) for role, one in found.items()},
         first=end("first"),
         last=end("last"),
@@ -291,6 +295,7 @@ def _prices(basis: Basis, works: ProgramWorks, layouts: Layouts) -> StepPrices:
         end_gathers=spread(end_gathers(basis, bare, places), of_ranks.index),
         data=data,
     )
+    return prices, block_bytes(blocks, few, memory_of).at(of_blocks.index)
 
 
 def _of_whole_blocks(level: Floats, run: Run) -> Floats:

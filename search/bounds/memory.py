@@ -21,14 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost_model.machine.engine import Engine
-from autopar.cost_model.memory.formula import (
-    gathered_bytes,
-    logit_bytes,
-    state_bytes,
-)
+from autopar.cost_model.memory.formula import BlockBytes, MemoryBasis, gathered_bytes, state_bytes
 from autopar.cost_model.step.layouts import Layouts, Shape
 from autopar.cost_model.step.rank_parameters import rank_parameters
-from autopar.cost_model.step.saved_bytes import activations, on_device
 from autopar.cost_model.work.block_work import Family
 from autopar.ir.arrays import Floats
 from autopar.ir.schedules.interleaved_1f1b import round_size
@@ -67,22 +62,21 @@ class MemoryBounds:
 
 def memory_bounds(
     schedule: NDArray[np.int64],
-    family: Family[Any],
-    shape: Shape,
+    parameters: Family[Any],
+    blocks_save: BlockBytes,
     layouts: Layouts,
-    engine: Engine,
+    basis: MemoryBasis,
     cuts: EvenCuts,
     *,
     capacity_bytes: float,
-    reserve_bytes: float,
-    fused: bool,
     has_selective: bool,
 ) -> MemoryBounds:
     """Memory bounds of candidates. With `has_selective` blocks can be recomputed selectively.
 
-    `schedule` holds positions in `SCHEDULE_NAMES`. `capacity_bytes` is the memory that a rank may use.
+    `schedule` holds positions in `SCHEDULE_NAMES`. `parameters` has the numbers of the blocks' parameters. A rank may
+    use `capacity_bytes`.
     """
-    saved = on_device(activations(family, shape, layouts, engine, fused=fused), engine)
+    shape, engine, saved = basis.shape, basis.engine, blocks_save.saved
     if not has_selective:  # the selective level is no recomputation
         saved = replace(saved, selective=saved.none, again=np.zeros(1))
     found: list[_End] = []
@@ -96,10 +90,10 @@ def memory_bounds(
         np.where(has_blocks, saved.whole - saved.always, 0.0),
     )
     for is_last, (blocks, ends) in zip((False, True), owned, strict=True):
-        parts = _state(family, shape, layouts, engine, blocks, ends)
-        parts["logits"] = np.where(ends[1], logit_bytes(family, shape, layouts, engine), 0.0)
+        parts = _state(parameters, shape, layouts, engine, blocks, ends)
+        parts["logits"] = np.where(ends[1], blocks_save.logits, 0.0)
         states.append(parts)
-        state = reserve_bytes + np.asarray(sum(parts.values())) + always
+        state = basis.reserve_bytes + np.asarray(sum(parts.values())) + always
         held = np.where(layouts.pp > 1, _held_blocks(schedule, layouts, cuts, blocks, is_last), blocks)
         found.append((state, held * saved.none, held * saved.selective, held * saved.full))
     levels = [_level(capacity_bytes, one, working) for one in found]

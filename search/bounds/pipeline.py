@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from autopar.cost_model.step.assembly import Pipeline, Pipelined
 from autopar.cost_model.step.context import Passes
+from autopar.cost_model.step.unique_rows import Distinct, spread
 from autopar.ir.arrays import Floats
 from autopar.ir.schedules.registry import SCHEDULES
 from autopar.ir.schedules.schedule import PassSeconds
@@ -67,23 +68,43 @@ class _Path:
         return np.asarray(self.forward + self.backward)
 
 
-def lower_bound(run: Run, *, waits: float, found: list[EvenCuts] | None = None) -> Pipeline:
+def lower_bound(
+    run: Run, *, waits: float, found: list[EvenCuts] | None = None, alike: Distinct | None = None
+) -> Pipeline:
     """A pipeline for `autopar.cost_model.step.step.step_seconds` that is never longer than the pipeline that runs.
 
     A rank waits for the fraction `waits` of the seconds of each message. It is 0 if messages are sent beside passes.
-    The cuts that the bound assumes are appended to `found`.
+    The cuts that the bound assumes are appended to `found`. Candidates with the same number in `alike` have the same
+    stages and, with several of them, the same passes.
     """
 
     def bounded(passes: Mapping[str, Passes], message: Floats) -> Pipelined:
         block = _mean([(count / run.blocks, passes[role]) for role, count in run.counts])
         ends = [_mean([(1.0, passes[end])] if end in passes else []) for end in ("first", "last")]
         sums = [one[0] + one[1] for one in (block, *ends)]
-        cuts = even_cuts(np.asarray(run.blocks), run.pp * run.virtual, sums[0], sums[1], sums[2])
+        cuts = _cuts(run, sums, alike)
         if found is not None:
             found.append(cuts)
         return _longest(run, cuts, block, ends, waits * np.asarray(message))
 
     return bounded
+
+
+def _cuts(run: Run, sums: Sequence[Floats], alike: Distinct | None) -> EvenCuts:
+    """The cuts of all candidates, computed once for candidates that are alike."""
+    blocks, stages = np.asarray(run.blocks), run.pp * run.virtual
+    if alike is None or alike.index is None:
+        return even_cuts(blocks, stages, *sums)
+    rows, index = alike.rows, alike.index
+    few = even_cuts(blocks, stages[rows], *(spread(one, rows) for one in sums))
+    alone = blocks * sums[0] + sums[1] + sums[2]  # one stage: a micro-batch of it may differ between its candidates
+    return EvenCuts(
+        first=few.first[index],
+        last=few.last[index],
+        most=few.most[index],
+        least=few.least[index],
+        largest=np.where(stages <= 1, alone, few.largest[index]),
+    )
 
 
 def _mean(shares: Sequence[tuple[float, Passes]]) -> list[Floats]:

@@ -202,22 +202,23 @@ class _Search:
         Labels of one expert degree are those of others too, so all expert degrees get labels together.
         """
         beside = [one for one in self.unlabelled if one.ep > 1 and (one.tp, one.cp) == (split.tp, split.cp)]
-        for one in beside if split.ep > 1 else [split]:
-            self._label(one)
-
-    def _label(self, split: Split) -> None:
-        self.unlabelled = [other for other in self.unlabelled if other != split]
-        try:
-            self.works[split] = self.works_of(*split)
-        except AutoparError as error:
-            self.refused[split] = str(error)
-            self._put(np.flatnonzero(self.candidates.of(split)), None)
-        else:
-            wanted = self.candidates.of(split, *self._without_own(split))
+        splits = beside if split.ep > 1 else [split]
+        self.unlabelled = [other for other in self.unlabelled if other not in splits]
+        found: dict[int, tuple[ProgramWorks, list[Split]]] = {}
+        for one in splits:
+            try:
+                works = self.works[one] = self.works_of(*one)
+            except AutoparError as error:
+                self.refused[one] = str(error)
+                self._put(np.flatnonzero(self.candidates.of(one)), None)
+            else:
+                found.setdefault(id(works), (works, []))[1].extend((one, *self._without_own(one)))
+        for works, alike in found.values():
+            wanted = self.candidates.of(*alike)
             for on, mine in self.machinery:
                 index = np.flatnonzero(wanted & mine)
                 if len(index):
-                    self._put(index, screen(self.works[split], self.candidates.at(index), on))
+                    self._put(index, screen(works, self.candidates.at(index), on))
 
     def _without_own(self, split: Split) -> Iterator[Split]:
         """The splits without labels whose candidates are screened with the new labels of `split` for now."""
