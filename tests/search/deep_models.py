@@ -31,7 +31,7 @@ class Deep:
     def works_of(self, cluster: str) -> Works:
         """What its blocks cost, labelled for the links of a cluster's preset."""
         labels = _labels(self.preset, self.tokens, cluster)
-        return lambda tp, cp=1: deeper(labels.works(tp, cp), self.layers)
+        return lambda tp, cp=1, ep=1: deeper(labels.works(tp, cp), self.layers)
 
 
 @cache

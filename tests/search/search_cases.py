@@ -73,7 +73,7 @@ class Case:
     def on(self) -> Machinery:
         return machinery_with(self.spec, self.memory_bytes, self.ranks_per_core)
 
-    def works(self, tp: int, cp: int = 1) -> ProgramWorks:
+    def works(self, tp: int, cp: int = 1, ep: int = 1) -> ProgramWorks:
         return replace(works_of(self.model, tp, selective=self.selective, cp=cp), sequence=self.tokens)
 
     @property

@@ -67,7 +67,7 @@ def searched(case: Case, fix: Mapping[str, Any], objective: str = "time") -> Sea
 
 
 def works(case: Case, regather: bool) -> Any:
-    return lambda tp, cp=1: replace(labelled(case.model, tp, regather), sequence=case.tokens)
+    return lambda tp, cp=1, ep=1: replace(labelled(case.model, tp, regather), sequence=case.tokens)
 
 
 def enumerated(case: Case, fix: Mapping[str, Any]) -> list[tuple[Priced, Priced]]:

@@ -152,7 +152,7 @@ def test_where_memory_is_short_points_stay_below_capacity() -> None:
 
 
 def test_a_tensor_degree_without_labels_has_no_points() -> None:
-    def works(tp: int, cp: int = 1) -> ProgramWorks:
+    def works(tp: int, cp: int = 1, ep: int = 1) -> ProgramWorks:
         if tp == 2:
             raise PlanError("heads do not divide")
         return STAGED.works(tp)
