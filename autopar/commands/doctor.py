@@ -173,7 +173,7 @@ def check_pipeline(cluster: ClusterSpec) -> Iterator[Difference]:
     wish = {"pp": 2, "dp": dp, "zero": 0, "micro_batches": MICRO_BATCHES}
     own = {"x": x[:SEQUENCES], "target": target[:SEQUENCES]}
     parallel = parallelize(alone, cluster, example_inputs=own, plan=wish)  # the same seed: the same weights
-    coordinate = parallel.rank_mesh.dims["dp"].coordinate
+    coordinate = parallel.rank_mesh.sample_ranks.coordinate
     rows = slice(coordinate * SEQUENCES, (coordinate + 1) * SEQUENCES)
     loss = parallel.forward_backward({"x": x[rows], "target": target[rows]})
     wanted = alone(x, target)

@@ -51,5 +51,5 @@ def traced_on_rank(
     source = parameter_source(model.model, seed=job.seed)
     parallel = ParallelModel(program, plan, source, torch.device("cpu"), seed=job.seed)
     (batch,) = random_batches(program, plan.degrees, 1, job.seed, given, constants_of(program, source))
-    own = this_ranks_part(program, batch, plan.degrees, parallel.rank_mesh.dims["dp"].coordinate)
+    own = this_ranks_part(program, batch, plan.degrees, parallel.rank_mesh.sample_ranks.coordinate)
     parallel.trace(path, structured(model, own))

@@ -148,6 +148,18 @@ class Degrees:
         return 3 if self.offloads(PARAMETERS) else 0
 
     @property
+    def expert_shard_ranks(self) -> int:
+        """Ranks that ZeRO divides the state of experts over, if `ep` splits them."""
+        return self.shard_ranks // self.ep
+
+    @property
+    def fsdp_stage_of_experts(self) -> int:
+        """`fsdp_stage` for experts that `ep` splits. A single rank may hold a part of the experts."""
+        if self.dp_replicate * self.expert_shard_ranks > 1:
+            return self.zero
+        return 3 if self.offloads(PARAMETERS) else 0
+
+    @property
     def splits_backward(self) -> bool:
         """Whether the pipeline runs backward passes in two parts, one for inputs and one for weights."""
         return self.pp > 1 and SCHEDULES[self.schedule].splits_backward

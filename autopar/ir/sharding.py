@@ -216,6 +216,14 @@ class Mesh:
         """The mesh dimensions, by place, that own the batch, the experts, the sequence or parameters' axes."""
         return [i for i, name in enumerate(self.names) if owned_by(name) == owned]
 
+    def splitting(self, types: Sequence[Type]) -> list[int]:
+        """The mesh dimensions, by place, that may split a parameter of these types: `ep` only if it does."""
+        return [
+            i
+            for i, name in enumerate(self.names)
+            if owned_by(name) == "parameters" or (owned_by(name) == "experts" and types[i].kind == "S")
+        ]
+
     def as_dict(self) -> Mapping[str, int]:
         return dict(zip(self.names, self.degrees, strict=True))
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
+from autopar.ir.degrees import Degrees
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Program
 from autopar.ir.sharding import Dims, Mesh, Type, chunk
@@ -20,8 +21,9 @@ BUCKET_BYTES = 64 * 2**20
 class Storage:
     """How one parameter is stored.
 
-    `types` has an entry for each mesh dimension, `splits` and `degrees` for each tensor mesh dimension (all but `dp`).
-    A split is the dimension of `shape` that is split, or None. `shape` is the factored global shape. `local_shape` is
+    `types` has an entry for each mesh dimension, `splits` and `degrees` for each mesh dimension that may split the
+    parameter: `ep` if it splits it, and the tensor dimensions. A split is the dimension of `shape` that is split, or
+    None. `expert_ranks` of `ep` split the parameter. `shape` is the factored global shape. `local_shape` is
     the flat shape of a block's part, padding included. `deferred` names mesh dimensions that sum the gradient once a
     step.
     """
@@ -33,6 +35,12 @@ class Storage:
     degrees: tuple[int, ...]
     local_shape: tuple[int, ...]
     deferred: tuple[str, ...]
+    expert_ranks: int = 1
+
+    @property
+    def is_of_experts(self) -> bool:
+        """Whether expert ranks split the parameter. ZeRO then shards it over the other data-parallel ranks."""
+        return self.expert_ranks > 1
 
     @property
     def is_factored(self) -> bool:
@@ -80,14 +88,28 @@ class Storage:
                 even_first = split == 0 and self.shape[0] % degree == 0
                 sizes[split] = sizes[split] // degree if even_first else 0
         fitting = [d for d, size in enumerate(sizes) if size and size % num_ranks == 0]
+        if self.is_of_experts:  # with two shards of one dimension, torch gathers it twice
+            fitting.sort(key=lambda d: d in self.splits)
         if fitting:
             return fitting[0]
         return 0 if sizes and sizes[0] else None
 
 
+def zero_ranks(degrees: Degrees, how: Storage) -> int:
+    """Ranks that ZeRO shards a parameter over."""
+    return degrees.expert_shard_ranks if how.is_of_experts else degrees.shard_ranks
+
+
+def zero_dim_of(degrees: Degrees, how: Storage) -> int | None:
+    """The dimension of a parameter that ZeRO shards. None to leave it whole, as experts that one rank holds."""
+    if how.is_of_experts and degrees.fsdp_stage_of_experts == 0:
+        return None
+    return how.zero_dim(zero_ranks(degrees, how))
+
+
 def storage_of(dims: Dims, types: Sequence[Type], mesh: Mesh) -> Storage:
     """How a parameter of the given storage types is stored."""
-    tensor = [(types[i], mesh.degrees[i]) for i in mesh.owning("parameters")]
+    tensor = [(types[i], mesh.degrees[i]) for i in mesh.splitting(types)]
     cuts: list[set[int]] = [set() for _ in dims.sizes]
     for t, degree in tensor:
         if t.kind == "S":
@@ -108,6 +130,7 @@ def storage_of(dims: Dims, types: Sequence[Type], mesh: Mesh) -> Storage:
         degrees=tuple(degree for _, degree in tensor),
         local_shape=dims.local_shape(types, mesh.degrees),
         deferred=tuple(n for n, t, degree in degrees if t.kind == "R" and degree > 1),
+        expert_ranks=prod(mesh.degrees[i] for i in mesh.owning("experts") if types[i].kind == "S"),
     )
 
 

@@ -43,13 +43,16 @@ class RankView:
     def coordinates(self) -> Mapping[str, int]:
         """This rank's place on every mesh dimension.
 
-        `dp_replicate` and `dp_shard` are the places among the ranks that hold the same parameters: `dp` and `cp`
-        together.
+        `dp_replicate` and `dp_shard` are the places among the ranks that hold the same parameters: `dp`, `ep` and `cp`
+        together. `dp_experts` is the place among the ranks that hold the same experts.
         """
         degrees, mesh = self.plan.degrees, self.plan.mesh
         found = {name: degrees.coordinate(name, self.rank) for name in ("pp", "dp", "cp")}
         found["dp_replicate"], place = divmod(found["dp"], degrees.dp_shard)
         found["dp_shard"] = place * degrees.cp + found["cp"]
+        if degrees.ep > 1:
+            found["dp"], found["ep"] = divmod(found["dp"], degrees.ep)
+        found["dp_experts"] = place // degrees.ep * degrees.cp + found["cp"]
         rest = degrees.coordinate("tp", self.rank)
         for i in reversed(mesh.owning("parameters")):
             rest, found[mesh.names[i]] = divmod(rest, mesh.degrees[i])
@@ -69,9 +72,9 @@ class RankView:
 
     def own_shape(self, name: str) -> tuple[int, ...]:
         """The factored shape of this rank's part of a parameter, before ZeRO."""
-        mesh = self.plan.mesh
-        own = [self.coordinates[mesh.names[i]] for i in mesh.owning("parameters")]
-        return self.storages[name].own_shape(own)
+        mesh, storage = self.plan.mesh, self.storages[name]
+        own = [self.coordinates[mesh.names[i]] for i in mesh.splitting(storage.types)]
+        return storage.own_shape(own)
 
     def stored_itemsize(self, name: str) -> int:
         """Bytes of an element of a parameter between steps, of its gradient and of a moment of the optimizer."""

@@ -18,6 +18,7 @@ from autopar.ir.degrees import Degrees
 from autopar.ir.schedules.action import Action
 from autopar.ir.schedules.registry import actions
 from autopar.ir.stages import Stage, owners
+from autopar.ir.storage import zero_dim_of, zero_ranks
 from autopar.lowering.conversions import Collective
 
 ROOT = -1
@@ -40,11 +41,14 @@ class ParameterGroup:
     gradient_bytes: int
     flows: bool
     own_gradient_bytes: int = 0
+    of_experts: bool = False
 
 
 def data_name(degrees: Degrees) -> str:
     """The name of the group of all ranks that hold the same parameters."""
-    return "dp" if degrees.cp == 1 else "dp_cp"
+    if degrees.cp > 1:
+        return "dp_cp"
+    return "dp" if degrees.ep == 1 else "dp_ep"
 
 
 def shards(setting: RankView) -> bool:
@@ -55,12 +59,12 @@ def shards(setting: RankView) -> bool:
 
 def is_sharded(setting: RankView, name: str) -> bool:
     storage = setting.storages.get(name)  # none: unused, whole everywhere
-    return shards(setting) and storage is not None and storage.zero_dim(setting.plan.degrees.shard_ranks) is not None
+    return shards(setting) and storage is not None and zero_dim_of(setting.plan.degrees, storage) is not None
 
 
 def padded_elements(setting: RankView, name: str) -> int:
     """Elements of one rank's part of a parameter, padded to what its ZeRO ranks divide."""
-    shape, ranks = list(setting.own_shape(name)), setting.plan.degrees.shard_ranks
+    shape, ranks = list(setting.own_shape(name)), zero_ranks(setting.plan.degrees, setting.storages[name])
     dim = setting.storages[name].zero_dim(ranks)
     assert dim is not None
     shape[dim] = -(-shape[dim] // ranks) * ranks
@@ -69,25 +73,28 @@ def padded_elements(setting: RankView, name: str) -> int:
 
 def shard_elements(setting: RankView, name: str) -> int:
     """Elements of this rank's shard without padding, in the parts of `torch.chunk`."""
-    shape, ranks = list(setting.own_shape(name)), setting.plan.degrees.shard_ranks
-    dim = setting.storages[name].zero_dim(ranks)
+    storage = setting.storages[name]
+    shape, ranks = list(setting.own_shape(name)), zero_ranks(setting.plan.degrees, storage)
+    dim = storage.zero_dim(ranks)
     assert dim is not None
-    size = -(-shape[dim] // ranks)
-    shape[dim] = max(0, min(size, shape[dim] - size * setting.coordinates["dp_shard"]))
+    size, place = -(-shape[dim] // ranks), setting.coordinates["dp_experts" if storage.is_of_experts else "dp_shard"]
+    shape[dim] = max(0, min(size, shape[dim] - size * place))
     return prod(shape)
 
 
 def groups_of(setting: RankView, stage: Stage, run: StageRun) -> list[ParameterGroup]:
     """A stage's groups in the order in which forward passes end: calls first, the root's last."""
-    by_call: dict[int, list[str]] = {}
+    by_call: dict[tuple[int, bool], list[str]] = {}
     for name, at in owners(setting.program, stage.calls).items():
         if is_sharded(setting, name):
-            by_call.setdefault(ROOT if at is None else at, []).append(name)
-    order = [*sorted(at for at in by_call if at != ROOT), *(at for at in by_call if at == ROOT)]
+            of_experts = at is not None and setting.storages[name].is_of_experts
+            by_call.setdefault((ROOT if at is None else at, of_experts), []).append(name)
+    order = [*sorted(key for key in by_call if key[0] != ROOT), *(key for key in by_call if key[0] == ROOT)]
     found = []
-    for at in order:
-        names = by_call[at]
-        infos, ranks = setting.program.parameters, setting.plan.degrees.shard_ranks
+    for at, of_experts in order:
+        names = by_call[at, of_experts]
+        infos, degrees = setting.program.parameters, setting.plan.degrees
+        ranks = degrees.expert_shard_ranks if of_experts else degrees.shard_ranks
         elements = {n: padded_elements(setting, n) for n in names}
         found.append(
             ParameterGroup(
@@ -100,6 +107,7 @@ def groups_of(setting: RankView, stage: Stage, run: StageRun) -> list[ParameterG
                     shard_elements(setting, n) * setting.stored_itemsize(n) for n in names if n in run.gradients
                 ),
                 flows=at == ROOT or stage.calls[at] in run.flows,
+                of_experts=of_experts,
             )
         )
     return found
@@ -141,31 +149,37 @@ class _Hooks:
     to_device_bytes: int = 0
     to_host_bytes: int = 0
 
-    def _send(self, kind: Collective, operand_bytes: int) -> None:
+    def ranks(self, at: int) -> int:
+        """Ranks over which a group is sharded."""
+        return self.degrees.expert_shard_ranks if self.groups[at].of_experts else self.degrees.shard_ranks
+
+    def _send(self, kind: Collective, operand_bytes: int, at: int) -> None:
         name = data_name(self.degrees) if self.degrees.dp_replicate == 1 else "dp_shard"
-        if self.degrees.shard_ranks > 1:
-            self.ledger.add(name, kind, collective(kind, self.degrees.shard_ranks, operand_bytes))
+        if self.groups[at].of_experts:
+            name = "dp_of_experts" if self.degrees.dp_replicate == 1 else "dp_experts"
+        if self.ranks(at) > 1:
+            self.ledger.add(name, kind, collective(kind, self.ranks(at), operand_bytes))
 
     def gather(self, at: int, *, ahead: bool = False) -> None:
         if at not in self.gathered and at not in self.ahead:
-            self._send("all_gather", self.groups[at].shard_bytes)
-            self.to_device_bytes += self.groups[at].stored_bytes * (self.degrees.shard_ranks > 1)
+            self._send("all_gather", self.groups[at].shard_bytes, at)
+            self.to_device_bytes += self.groups[at].stored_bytes * (self.ranks(at) > 1)
             self.ahead.add(at)
         if not ahead and at in self.ahead:
             # one rank gathers nothing, and copies when the values are used
-            self.to_device_bytes += self.groups[at].stored_bytes * (self.degrees.shard_ranks == 1)
+            self.to_device_bytes += self.groups[at].stored_bytes * (self.ranks(at) == 1)
             self.ahead.remove(at)
             self.gathered.add(at)
-        held = sum(self.groups[g].shard_bytes for g in self.gathered | self.ahead) * self.degrees.shard_ranks
+        held = sum(self.groups[g].shard_bytes * self.ranks(g) for g in self.gathered | self.ahead)
         self.most_bytes = max(self.most_bytes, held)
 
     def reduce(self, at: int) -> None:
         operand = self.groups[at].gradient_bytes
         if operand:
-            self._send("reduce_scatter", operand)
+            self._send("reduce_scatter", operand, at)
             self.to_host_bytes += self.groups[at].own_gradient_bytes
             if self.degrees.dp_replicate > 1:
-                part = collective("all_reduce", self.degrees.dp_replicate, operand // self.degrees.shard_ranks)
+                part = collective("all_reduce", self.degrees.dp_replicate, operand // self.ranks(at))
                 self.ledger.add("dp_replicate", "all_reduce", part)
 
     def forward(self, *, keeps: bool) -> None:

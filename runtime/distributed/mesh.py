@@ -104,14 +104,29 @@ class MeshDim:
 
 
 @dataclass(frozen=True, eq=False)
+class ExpertMesh:
+    """The meshes of parameters that ``ep`` splits.
+
+    `zero_mesh` has ``dp_replicate`` and the ranks that ZeRO shards them over. `tensor_mesh` has ``ep`` and the tensor
+    dimensions. `data` are the ranks that hold the same experts.
+    """
+
+    zero_mesh: DeviceMesh
+    tensor_mesh: DeviceMesh
+    data: MeshDim
+
+
+@dataclass(frozen=True, eq=False)
 class RankMesh:
     """The running mesh: torch's `DeviceMesh`, one `MeshDim` per named dimension, and one per pair that can be joined.
 
     `device_mesh` is the mesh of the parameters of this rank's stages: ``dp_replicate``, ``dp_shard`` and the tensor
     dimensions. Its ``dp_shard`` has all ranks that ZeRO divides the state over, so the ranks of ``cp`` too.
-    `value_mesh` is the mesh of values. With context parallelism it has ``dp_samples`` and ``cp`` in place of
-    ``dp_shard``. `tensor_mesh` has the tensor dimensions, which split parameters. It is None if there are none. `data`
-    are the ranks that hold the same parameters. `pipeline` are the ranks that hold the stages of one pipeline.
+    `value_mesh` is the mesh of values. With expert or context parallelism it has ``dp_samples``, ``ep`` and ``cp`` in
+    place of ``dp_shard``. `tensor_mesh` has the tensor dimensions, which split parameters. It is None if there are
+    none. `data` are the ranks that hold the same parameters. `samples` are the ranks of ``dp`` and ``ep``, if there is
+    ``ep``. `pipeline` are the ranks that hold the stages of one pipeline. `experts` has the meshes of parameters that
+    ``ep`` splits.
     """
 
     device_mesh: DeviceMesh
@@ -119,8 +134,15 @@ class RankMesh:
     spec: Mesh
     value_mesh: DeviceMesh
     data: MeshDim | None = None
+    samples: MeshDim | None = None
+    experts: "ExpertMesh | None" = None
     tensor_mesh: DeviceMesh | None = None
     pipeline: MeshDim | None = None
+
+    @property
+    def sample_ranks(self) -> MeshDim:
+        """The ranks that have other samples: the ranks of ``dp`` and ``ep`` together."""
+        return self.dims["dp"] if self.samples is None else self.samples
 
     @property
     def stage_rank(self) -> int:
@@ -169,7 +191,7 @@ def training_mesh(degrees: Degrees, device_type: str) -> RankMesh:
     It also has the mesh dimensions of generated code. Collective. A process that asks for the same mesh again gets the
     same groups, because every group costs threads and sockets.
     """
-    shape = (degrees.pp, degrees.dp_replicate, degrees.dp_shard, degrees.cp)
+    shape = (degrees.pp, degrees.dp_replicate, degrees.dp_shard, degrees.ep, degrees.cp)
     return _training_mesh(shape, degrees.mesh, degrees.order, device_type, dist.group.WORLD)
 
 
@@ -178,11 +200,11 @@ _DATA = ("dp_replicate", "dp_shard")  # torch's names of the mesh dimensions who
 
 @cache
 def _training_mesh(
-    shape: tuple[int, int, int, int], spec: Mesh, order: str, device_type: str, world: object
+    shape: tuple[int, int, int, int, int], spec: Mesh, order: str, device_type: str, world: object
 ) -> RankMesh:
-    """The mesh of one world; `world` is the group of all its ranks. `shape` is pp, dp_replicate, dp_shard and cp."""
+    """The mesh of one world; `world` is the group of all its ranks. `shape` is pp, dp_replicate, dp_shard, ep, cp."""
     tensor = tuple(spec.names[i] for i in spec.owning("parameters"))
-    pp, replicate, shard, cp = shape
+    pp, replicate, shard, ep, cp = shape
     parts = {"pp": ("pp",), "dp": _DATA, "tp": tensor}
     names = tuple(name for part in order.split("-") for name in parts[part])
     sizes = {
@@ -197,10 +219,11 @@ def _training_mesh(
     every = init_device_mesh(device_type, in_order, mesh_dim_names=names, backend_override=override)
     device_mesh = value_mesh = every[(*_DATA, *tensor)]
     samples: tuple[str, ...] = _DATA
-    if cp > 1:
-        inner = ("dp_samples", "cp")
+    if ep * cp > 1:
+        inner = {"dp_samples": shard // ep} | {name: n for name, n in (("ep", ep), ("cp", cp)) if n > 1}
         override = dict.fromkeys(inner, bounded) if bounded else None
-        value_mesh = every._unflatten("dp_shard", (shard, cp), inner, override)["dp_replicate", *inner, *tensor]
+        parts_of_data = every._unflatten("dp_shard", tuple(inner.values()), tuple(inner), override)
+        value_mesh = parts_of_data["dp_replicate", *inner, *tensor]
         samples = ("dp_replicate", "dp_samples")
     rank = dist.get_rank()
     lie = strides(order, {"pp": pp, "dp": replicate * shard, "cp": cp, "tp": prod(map(spec.degree_of, tensor))})
@@ -212,6 +235,8 @@ def _training_mesh(
     dims = {}
     for name, degree in zip(spec.names, spec.degrees, strict=True):
         stride = lie.get(name) or prod(spec.degrees[spec.names.index(name) + 1 :])
+        if ep > 1 and name in ("dp", "ep"):
+            stride = lie["dp"] * (ep if name == "dp" else 1)
         dims[name] = (
             flat(value_mesh, samples, name, stride)
             if name == "dp"
@@ -219,12 +244,23 @@ def _training_mesh(
         )
     dims |= _joined(value_mesh, spec, rank, bounded)
     pipeline = MeshDim("pp", pp, every.get_group("pp"), rank // lie["pp"] % pp, lie["pp"]) if pp > 1 else None
+    experts = None
+    if ep > 1:
+        zero = value_mesh["dp_replicate", "dp_samples"]
+        if cp > 1:
+            over = value_mesh["dp_samples", "cp"]._flatten("dp_experts", bounded)
+            zero = DeviceMesh._concatenate([value_mesh["dp_replicate"], over])
+        copies = ("dp_replicate", "dp_samples", *(["cp"] if cp > 1 else []))
+        data = flat(value_mesh, copies, "dp_of_experts", lie["cp"])
+        experts = ExpertMesh(zero, value_mesh["ep", *tensor], data)
     return RankMesh(
         device_mesh,
         dims,
         spec,
         value_mesh,
-        data=dims["dp"] if cp == 1 else flat(device_mesh, _DATA, "dp_cp", lie["cp"]),
+        samples=flat(value_mesh, (*samples, "ep"), "dp_and_ep", lie["dp"]) if ep > 1 else None,
+        experts=experts,
+        data=dims["dp"] if ep * cp == 1 else flat(device_mesh, _DATA, "dp_cp" if cp > 1 else "dp_ep", lie["cp"]),
         tensor_mesh=device_mesh[tensor] if prod(map(spec.degree_of, tensor)) > 1 else None,
         pipeline=pipeline,
     )

@@ -250,7 +250,7 @@ class ParallelModel(CheckpointedModel):
             >>> parallel.local_batch(batch)[0].shape[0] == batch[0].shape[0] // parallel.plan.degrees.dp
             True
         """
-        dp = self.rank_mesh.dims["dp"]
+        dp = self.rank_mesh.sample_ranks
         return rows_of_rank(self.program, batch, dp.coordinate, dp.degree)
 
     def loader(
@@ -312,7 +312,7 @@ class ParallelModel(CheckpointedModel):
             global_batch,
             degrees=self.plan.degrees,
             micro_batch=self._shapes.base.micro_batch,
-            index=self.rank_mesh.dims["dp"].coordinate,
+            index=self.rank_mesh.sample_ranks.coordinate,
             ranks=self._preflight,
             refusal=self._refusal_of,
         )

@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autopar.errors import RuntimeInputError
 from autopar.ir.precision import is_low
-from autopar.ir.sharding import Dims, R, Type
+from autopar.ir.sharding import Dims, R, Type, splits_samples
 from autopar.runtime.distributed.mesh import RankMesh
 from autopar.runtime.parameters.relayout import gathered
 
@@ -21,7 +21,10 @@ def as_dtensor(local: torch.Tensor, dims: Dims, types: Sequence[Type], mesh: Ran
         if t.kind != "S":
             continue
         sizes = dims.sizes[t.dim]
-        if t.position or (sizes[0] % mesh.spec.degrees[i] and len(sizes) > 1):
+        is_first = t.position == 0 or (
+            splits_samples(mesh.spec.names[i]) and dims.is_outermost(t, types, mesh.spec.degrees)
+        )
+        if not is_first or (sizes[0] % mesh.spec.degrees[i] and len(sizes) > 1 and t.position == 0):
             local = gathered(local, dims, current, i, R, mesh)
             current[i] = R
     by_name = dict(zip(mesh.spec.names, current, strict=True))

@@ -82,7 +82,7 @@ class PreflightCheck:
             self.saver.finish()
         if batch.problems and all(r[0] == row[0] for r in rows):
             raise batch_error(batch.problems)
-        text = disagreement(rows, self.inputs, self.mesh.dims["dp"].of) or _scalers_differ(rows, scaler)
+        text = disagreement(rows, self.inputs, self.mesh.sample_ranks.of) or _scalers_differ(rows, scaler)
         if text:
             raise RuntimeInputError(text)
         return [r[3] for r in rows], any(r[2] == UNSURE for r in rows)

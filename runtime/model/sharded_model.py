@@ -17,7 +17,7 @@ from autopar.ir.precision import stored_dtype, summed_dtype
 from autopar.ir.program import Program, StateInfo
 from autopar.ir.sharding import owned_by
 from autopar.ir.stages import Stage, stage_of_buffers, stages_by_parameter, stages_of
-from autopar.ir.storage import Storage, storage_of
+from autopar.ir.storage import Storage, storage_of, zero_dim_of
 from autopar.runtime.codegen.randomness import Streams
 from autopar.runtime.distributed.device_precision import precision_problems
 from autopar.runtime.distributed.hang_report import reports_position
@@ -96,7 +96,8 @@ class ShardedModel(nn.Module):
         def fill(module: nn.Module, names: Mapping[str, Storage]) -> None:
             own = self._fill(module, names, source)
             if not isinstance(module, StageModule):
-                zero.shard(module, own, self.plan.degrees, self.rank_mesh)
+                of_experts = any(how.is_of_experts for how in names.values())
+                zero.shard(module, own, self.plan.degrees, self.rank_mesh, of_experts=of_experts)
                 own = {parameter: None for parameter, dim in own.items() if dim is None}  # frees what is sharded now
             zero_dims.update(own)
 
@@ -153,8 +154,8 @@ class ShardedModel(nn.Module):
             info = self.program.every_parameter[name]
             whole = source(name).to(stored_dtype(info.dtype, self.plan.degrees))
             used = name in self.program.parameters
-            zero_dim = how.zero_dim(self.plan.degrees.shard_ranks) if used else None
-            over = zero.mesh_of(self.plan.degrees, mesh, zero_dim)
+            zero_dim = zero_dim_of(self.plan.degrees, how) if used else None
+            over = zero.mesh_of(self.plan.degrees, mesh, how, zero_dim)
             made = make_parameter(how, whole, self.plan.mesh, at, over, self.device, requires_grad=info.requires_grad)
             zero_dims[made] = zero_dim
             module.register_parameter(attribute(name), made)
@@ -381,9 +382,11 @@ class ShardedModel(nn.Module):
 
     def _deferred(self) -> Iterator[tuple[MeshDim, list[nn.Parameter]]]:
         """Per group of ranks, the parameters whose gradient sum is deferred to once a step."""
-        data = self.rank_mesh.data
-        if data is not None and data.degree > 1:
-            yield data, [p for _, p in self._computed() if not zero.is_zero_sharded(p)]
+        data, experts = self.rank_mesh.data, self.rank_mesh.experts
+        for dim, of_experts in ((data, False), (None if experts is None else experts.data, True)):
+            if dim is not None and dim.degree > 1:
+                whole = [(n, p) for n, p in self._computed() if not zero.is_zero_sharded(p)]
+                yield dim, [p for n, p in whole if self.placements[n].is_of_experts == of_experts]
         for name, dim in self.rank_mesh.dims.items():
             if dim.degree > 1 and owned_by(name) == "parameters":
                 yield dim, [p for n, p in self._computed() if name in self.placements[n].deferred]

@@ -82,7 +82,8 @@ class Execution:
 class StageModule(nn.Module):
     """One stage: a segment for every call, and the parameters that several of its calls take.
 
-    `fill` registers parameters on a module. `unused` parameters of the model belong to the first stage.
+    Experts that `ep` splits have segments of their own, behind the segments of the calls. `fill` registers parameters
+    on a module. `unused` parameters of the model belong to the first stage.
     """
 
     def __init__(
@@ -100,14 +101,30 @@ class StageModule(nn.Module):
         self.segments = nn.ModuleList()
         dtypes = {name: info.dtype for name, info in program.every_parameter.items()}
         self.copies = ComputeCopies(dtypes)
-        for at in range(len(stage.calls)):
-            own = {name: held[name] for name, owner in self.segment_of.items() if owner == at}
-            segment = Segment(own, dtypes)
-            fill(segment, own)
-            self.segments.append(segment)
+        own_of = [
+            {name: held[name] for name, at in self.segment_of.items() if at == k} for k in range(len(stage.calls))
+        ]
+        for k, own in enumerate(own_of):
+            experts = {name: how for name, how in own.items() if how.is_of_experts}
+            self._add_segment({name: how for name, how in own.items() if name not in experts}, dtypes, fill, at=k)
+            own_of[k] = experts
+        for experts in filter(None, own_of):
+            self._add_segment(experts, dtypes, fill, at=len(self.segments))
         shared = [name for name, at in owner_by_name.items() if at is None]
         self.shared = {name: held[name] for name in (*shared, *unused)}
         fill(self, self.shared)
+
+    def _add_segment(
+        self,
+        own: Mapping[str, Storage],
+        dtypes: Mapping[str, torch.dtype],
+        fill: Callable[[nn.Module, Mapping[str, Storage]], None],
+        at: int,
+    ) -> None:
+        segment = Segment(own, dtypes)
+        fill(segment, own)
+        self.segments.append(segment)
+        self.segment_of |= dict.fromkeys(own, at)
 
     def all_copies(self) -> list[ComputeCopies]:
         """The copies in the dtype of computing, of this module and its segments."""

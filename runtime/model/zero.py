@@ -28,6 +28,7 @@ from autopar._torch import private
 from autopar.ir.degrees import Degrees
 from autopar.ir.offload import PARAMETERS
 from autopar.ir.precision import compute_dtype
+from autopar.ir.storage import Storage
 from autopar.runtime.distributed.mesh import RankMesh
 
 _Dims = Mapping[nn.Parameter, int | None]  # the dimension of a parameter to shard, None to leave it whole
@@ -38,24 +39,39 @@ def is_zero_sharded(parameter: torch.Tensor) -> bool:
     if not isinstance(parameter, DTensor):
         return False
     named = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=False)
-    return any(name == "dp_shard" and not placement.is_replicate() for name, placement in named)
+    return any(name in _ZERO_DIMS and not placement.is_replicate() for name, placement in named)
 
 
-def mesh_of(degrees: Degrees, mesh: RankMesh, zero_dim: int | None) -> DeviceMesh | None:
+def mesh_of(degrees: Degrees, mesh: RankMesh, how: Storage, zero_dim: int | None) -> DeviceMesh | None:
     """The mesh of a parameter as it is made. None for a plain tensor.
 
     FSDP2 adds the data-parallel dimensions to the parameters that it shards (`zero_dim`). The others get them here: the
-    operators of torch want all parameters on one mesh.
+    operators of torch want all parameters on one mesh. Experts that `ep` splits have a mesh of their own.
     """
+    if how.is_of_experts:
+        assert mesh.experts is not None
+        return mesh.experts.tensor_mesh
     if zero_dim is not None or degrees.fsdp_stage == 0:
         return mesh.tensor_mesh
     tensor_dims = mesh.tensor_mesh.mesh_dim_names if mesh.tensor_mesh is not None else ()
     return mesh.device_mesh[(*_names(degrees), *(tensor_dims or ()))]
 
 
-def shard(module: nn.Module, dims: _Dims, degrees: Degrees, mesh: RankMesh, *, root: bool = False) -> None:
-    """Shard a segment's parameters over the data-parallel ranks; the root holds what several segments share."""
-    if degrees.fsdp_stage == 0:
+def shard(
+    module: nn.Module,
+    dims: _Dims,
+    degrees: Degrees,
+    mesh: RankMesh,
+    *,
+    root: bool = False,
+    of_experts: bool = False,
+) -> None:
+    """Shard a segment's parameters over the data-parallel ranks; the root holds what several segments share.
+
+    A segment `of_experts` has parameters that `ep` splits, and no others.
+    """
+    stage = degrees.fsdp_stage_of_experts if of_experts else degrees.fsdp_stage
+    if stage == 0:
         return
     whole = {p for p in module.parameters() if dims.get(p, 0) is None}
     if not root and all(p in whole for p in module.parameters()):
@@ -64,9 +80,9 @@ def shard(module: nn.Module, dims: _Dims, degrees: Degrees, mesh: RankMesh, *, r
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     fully_shard(
         module,
-        mesh=mesh.device_mesh[_names(degrees)],
+        mesh=_zero_mesh(degrees, mesh, of_experts),
         # backward passes in two parts both need the stage's parameters
-        reshard_after_forward=degrees.fsdp_stage == 3 and not root and not degrees.splits_backward,
+        reshard_after_forward=stage == 3 and not root and not degrees.splits_backward,
         shard_placement_fn=lambda p: Shard(dims[p] or 0),
         offload_policy=_place(degrees, mesh),
         ignored_params=whole,
@@ -92,6 +108,19 @@ def _mixed_precision(degrees: Degrees) -> MixedPrecisionPolicy:
         reduce_dtype=None if summed is None else compute_dtype(summed),
         cast_forward_inputs=False,
     )
+
+
+_ZERO_DIMS = ("dp_shard", "dp_samples", "dp_experts")  # the mesh dimensions that ZeRO shards parameters over
+
+
+def _zero_mesh(degrees: Degrees, mesh: RankMesh, of_experts: bool) -> DeviceMesh:
+    """The mesh of the data-parallel ranks that hold the same parameters."""
+    if not of_experts:
+        return mesh.device_mesh[_names(degrees)]
+    assert mesh.experts is not None
+    every = mesh.experts.zero_mesh
+    names = every.mesh_dim_names or ()
+    return every if degrees.dp_replicate > 1 else every[names[-1]]
 
 
 def _names(degrees: Degrees) -> tuple[str, ...]:

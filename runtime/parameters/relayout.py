@@ -40,7 +40,7 @@ def relayout(value: torch.Tensor, how: Storage, used: Storage, mesh: RankMesh) -
     If both placements split it in different ways, it is gathered and cut again.
     """
     current = list(how.types)
-    tensor = mesh.spec.owning("parameters")
+    tensor = [*mesh.spec.owning("experts"), *mesh.spec.owning("parameters")]
     alike = _layout(how) == _layout(used)
     for i in tensor:
         if current[i].kind == "S" and not (alike and used.types[i].kind == "S"):

@@ -95,7 +95,7 @@ def parallel_steps(
     streams = lambda mesh: SharedDraws(plan.mesh, mesh.dims)  # noqa: E731
     model = ParallelModel(program, plan, source, torch.device("cpu"), streams=streams)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    coordinate = model.rank_mesh.dims["dp"].coordinate
+    coordinate = model.rank_mesh.sample_ranks.coordinate
     found, scaler = Steps(), scaler_of(plan.degrees)
     for step, batch in enumerate(data):
         own = this_ranks_part(program, batch, plan.degrees, coordinate)

@@ -29,7 +29,7 @@ from autopar.cost_model.work.block_work import VARIANTS
 from autopar.cost_model.work.polynomials import Polynomial, total
 from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.ir.sharding import Mesh
-from autopar.search.bounds.lower_bounds import Beyond, Machinery, screen
+from autopar.search.bounds.lower_bounds import Machinery, screen
 from autopar.search.space.candidates import Candidates, candidates
 from autopar.search.space.constraints import Constraints
 from autopar.search.space.dimensions import MOST_VIRTUAL, divisors
@@ -124,6 +124,7 @@ def space_of(one: Published) -> Candidates:
         most_stages=row.layers or 1,
         tensor_degrees=tensor,
         context_degrees=(context,),
+        expert_degrees=(int(one.values["ep"]),),
     )
     return candidates(constraints.narrowed({"schedule": SCHEDULES, "cp": (context,)}))
 
@@ -144,7 +145,6 @@ def bounds_of(one: Published, space: Candidates, memory_bytes: float) -> Any:
     v = one.values
     on = Machinery(
         machine=replace(one.machine, memory_bytes=memory_bytes),
-        beyond=Beyond(ep=int(v["ep"])),
     )
     found = np.full(len(space), np.inf)
     for tp in set(space.tp.tolist()):

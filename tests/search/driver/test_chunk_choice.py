@@ -53,9 +53,16 @@ def searched(case: Case, fix: Mapping[str, Any]) -> tuple[Searched, Searched]:
     spec, on = ClusterSpec.preset(case.cluster), machinery_with(ClusterSpec.preset(case.cluster), case.memory_bytes)
     goal = Goal(objective="time", parts={4: Part(cluster=spec, on=on, weight=1.0)})
     found = search_degrees(
-        lambda tp, cp=1, ep=1: works(case, tp, 1), spec, case.constraints.narrowed(fix), on, most_exact=10_000, goal=goal
+        lambda tp, cp=1, ep=1: works(case, tp, 1),
+        spec,
+        case.constraints.narrowed(fix),
+        on,
+        most_exact=10_000,
+        goal=goal,
     )
-    return found, with_chunks(found, lambda tp, cp=1, ep=1, *, chunks: works(case, tp, chunks), CHUNKS, most_exact=10_000)
+    return found, with_chunks(
+        found, lambda tp, cp=1, ep=1, *, chunks: works(case, tp, chunks), CHUNKS, most_exact=10_000
+    )
 
 
 def enumerated(case: Case, fix: Mapping[str, Any]) -> list[list[Priced]]:

@@ -122,7 +122,8 @@ def test_an_optimizer_with_less_state() -> None:
         works = {tp: replace(case.works(tp), optimizer=name) for tp in constraints.tensor_degrees}
         on = machinery_with(case.spec, case.memory_bytes)
         return (
-            search_degrees(lambda tp, cp=1, ep=1: works[tp], case.spec, constraints, on, most_exact=10_000).best is not None
+            search_degrees(lambda tp, cp=1, ep=1: works[tp], case.spec, constraints, on, most_exact=10_000).best
+            is not None
         )
 
     more = [name for name, size in sizes.items() if sizes[words[1]] < size < 8]
