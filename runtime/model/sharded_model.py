@@ -82,7 +82,8 @@ class ShardedModel(nn.Module):
         self._on_host: HostParameters | None = None
         self._backward_step: BackwardStep | None = None
         for name, parameter in self.stored_parameters():
-            show_parameter(parameter, name, self.placements[name])
+            has_two_meshes = any(how.is_of_experts for how in self.placements.values())
+            show_parameter(parameter, name, self.placements[name], has_two_meshes=has_two_meshes)
         if plan.degrees.offloads(OPTIMIZER):
             self._on_host = HostParameters(dict(self._computed()), self.placements, self.copies)
         self._parameters_of_model = parameters_of_model(program, dict(self.stored_parameters()))

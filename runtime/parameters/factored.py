@@ -36,10 +36,15 @@ from autopar.runtime.parameters.whole_values import ShownTensor, refuse_compilin
 
 
 class FactoredTensor(ShownTensor, DTensor):
-    """A DTensor, perhaps in factored shape, that shows `model_shape`."""
+    """A DTensor, perhaps in factored shape, that shows `model_shape`.
+
+    Experts have a mesh of their own, and operators of torch take operands of one mesh. So if a model `has_two_meshes`,
+    reductions to one number give it as a plain tensor.
+    """
 
     __slots__ = ()
     model_shape: torch.Size
+    has_two_meshes: bool = False
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
@@ -132,8 +137,15 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if _is_local(name, args):
                 return _run_local(func, args, alike, kwargs)
             result = func(*with_rows(args, alike), **kwargs)
-            return _marked(result, [_factored(row) for row in alike])
+            likes = [_factored(row) for row in alike]
+            if any(like is not None and like.has_two_meshes for like in likes):
+                result = private.pytree.tree_map(_as_plain_number, result)
+            return _marked(result, likes)
     return run_whole(func, name, args, kwargs)
+
+
+def _as_plain_number(result: Any) -> Any:
+    return result.full_tensor() if isinstance(result, DTensor) and not result.dim() else result
 
 
 def _is_local(name: str, args: tuple[Any, ...]) -> bool:

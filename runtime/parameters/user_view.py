@@ -66,13 +66,18 @@ def parts_of(parameter: nn.Parameter) -> tuple[Any, ...]:
     return parameter.parts if isinstance(parameter, JoinedTensor) else (parameter,)
 
 
-def show_parameter(parameter: nn.Parameter, name: str, how: Storage) -> None:
-    """Make a parameter what its user sees. It changes the object itself: FSDP2 and optimizers hold the object."""
+def show_parameter(parameter: nn.Parameter, name: str, how: Storage, *, has_two_meshes: bool = False) -> None:
+    """Make a parameter what its user sees. It changes the object itself: FSDP2 and optimizers hold the object.
+
+    With `has_two_meshes` other parameters of the model are on another mesh.
+    """
     kind: Any = PlainParameter
     if isinstance(parameter, DTensor):
         shown(parameter, how.dims.shape, name)
         kind = FactoredParameter
     parameter.__class__ = kind
+    if isinstance(parameter, FactoredTensor):
+        parameter.has_two_meshes = has_two_meshes
 
 
 def show_gradient(parameter: nn.Parameter, *, in_stages: bool) -> None:
@@ -83,6 +88,7 @@ def show_gradient(parameter: nn.Parameter, *, in_stages: bool) -> None:
             assert isinstance(grad, DTensor)
             shown(grad, part.model_shape, part.model_name)
             grad.__class__ = FactoredStageGradient if in_stages else FactoredTensor
+            grad.has_two_meshes = part.has_two_meshes  # type: ignore[attr-defined]
         elif in_stages and grad is not None:
             grad.__class__ = PlainStageGradient
 
