@@ -77,7 +77,7 @@ def main() -> None:
     cluster = autopar.ClusterSpec.detect()
     parallel = autopar.parallelize(model, cluster, example_inputs=inputs, plan={"tp": options.tp})
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=3e-3)
-    dp_rank, show = parallel.rank_mesh.dims["dp"].coordinate, dist.get_rank() == 0
+    dp_rank, show = parallel.rank_mesh.sample_ranks.coordinate, dist.get_rank() == 0
     if show:
         print(parallel.plan.explain(), end="\n\n")
         print(parallel.code("layers.0"), end="\n\n")  # the code of one rank, with every collective

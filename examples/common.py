@@ -100,7 +100,7 @@ def train_steps(
 
     The first loss is compared with the loss of `check`, the unmodified model. The script ends if they differ.
     """
-    dp = parallel.rank_mesh.dims["dp"]  # ranks that differ only in tp, cp or pp read the same text
+    dp = parallel.rank_mesh.sample_ranks  # ranks that differ only in tp, cp or pp read the same text
     expected = None
     if check is not None and dist.get_rank() == 0:  # the one rank that holds the whole model for a moment
         expected = loss_of(on_one_device(check), text.batch(0))
@@ -140,7 +140,7 @@ def explained(parallel: ParallelModel, *titles: str) -> str:
 
 def held_out_loss(parallel: ParallelModel, text: Text) -> float:
     """The loss of text that is not trained on. Collective."""
-    dp = parallel.rank_mesh.dims["dp"]
+    dp = parallel.rank_mesh.sample_ranks
     return parallel.evaluate(text.batch(HELD_OUT, dp.coordinate, dp.degree))["loss"].item()
 
 

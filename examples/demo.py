@@ -80,7 +80,7 @@ def train(options: argparse.Namespace) -> None:
     )
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=LEARNING_RATE)
     schedule = warm_up(optimizer)
-    dp = parallel.rank_mesh.dims["dp"]  # ranks that differ only in tp, cp or pp read the same text
+    dp = parallel.rank_mesh.sample_ranks  # ranks that differ only in tp, cp or pp read the same text
     show = dist.get_rank() == 0
     reference = SingleDevice(model) if show else None
     curve = Curve(tokens_per_step=text.sequences * text.seq_len)

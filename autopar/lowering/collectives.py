@@ -11,6 +11,7 @@ from autopar.ir.program import Block
 from autopar.ir.sharding import Mesh, Type
 from autopar.lowering.context_attention import causal_attention
 from autopar.lowering.conversions import Collective
+from autopar.lowering.experts import COUNT_BYTES, route_to_experts
 from autopar.lowering.functions import conversion_of
 from autopar.lowering.gather_linear import gather_linear, kept_gather_linear
 from autopar.lowering.local_graph import local_graph
@@ -49,6 +50,8 @@ def collectives_of(
             yield from _of_loss(node, analysis, index, mesh)
         elif node.target is causal_attention:
             yield from _of_causal_attention(node, analysis, index, mesh)
+        elif node.target is route_to_experts:
+            yield from _of_route(node, analysis, index, mesh)
         elif node.target is loss_in_chunks:
             yield from _of_loss_in_chunks(node, analysis, index, mesh)
         for when, collective in wires:
@@ -121,6 +124,19 @@ def _of_causal_attention(
         half = prod(info.shape) * info.dtype.itemsize / 2 / _split_by_others(types, mesh, mesh.indices(dim))
         yield dim, "forward", "exchange", half
         yield dim, "backward", "exchange", half
+
+
+def _of_route(
+    node: fx.Node, analysis: Analysis, index: int, mesh: Mesh
+) -> Iterator[tuple[str, str, Collective, float]]:
+    """The counts of rows for every rank, and the experts of rows (`autopar.lowering.experts`)."""
+    order, chosen, _, mesh_dim = node.args
+    assert isinstance(order, fx.Node) and isinstance(chosen, fx.Node) and isinstance(mesh_dim, fx.Node)
+    dim = str(mesh_dim.target)
+    degree, item = mesh.degree_of(dim), _item_bytes(_source(chosen), analysis, index)
+    rows = prod(analysis.dims[index][order.meta["value"]].shape)
+    yield dim, "forward", "all_to_all", COUNT_BYTES * degree**2
+    yield dim, "forward", "all_to_all", rows * item / _split_by_others(order.meta["types"], mesh, mesh.indices(dim))
 
 
 def _of_loss_in_chunks(

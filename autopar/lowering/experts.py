@@ -15,6 +15,7 @@ import torch
 from autopar.lowering.communicator import Communicator
 from autopar.rules.routed import PRODUCT
 
+COUNT_BYTES = 8  # of a number of rows
 # rows to every rank, rows from every rank, both in host memory; the places of received rows in the order of experts;
 # the experts of the sorted rows
 Route = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]

@@ -33,6 +33,7 @@ from autopar.ir.optimizers import OwnPart, optimizer_named
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, hidden_parameters
 from autopar.ir.schedules.registry import actions
+from autopar.ir.storage import zero_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +75,7 @@ def memory_of(setting: RankView, runs: Mapping[int, StageRun]) -> RankMemory:
         splits = degrees.splits_backward
         accumulates = degrees.fsdp_stage == 1 and degrees.num_micro_batches > 1
         whole += sum(waits) if splits or accumulates else max(waits)
-        largest = max(largest, *(group.shard_bytes * degrees.shard_ranks for group in groups), *waits)
+        largest = max(largest, *(group.whole_bytes for group in groups), *waits)
         if degrees.offloads(PARAMETERS):  # a shard on its way to the host or from it
             whole += max([group.stored_bytes for group in groups] or [0])
     state = optimizer_bytes(setting, runs)
@@ -170,7 +171,7 @@ def _stored_bytes(setting: RankView, name: str) -> int:
     """Bytes of this rank's part of a parameter between steps, with ZeRO's padding."""
     item = setting.stored_itemsize(name)
     if is_sharded(setting, name):
-        return padded_elements(setting, name) // setting.plan.degrees.shard_ranks * item
+        return padded_elements(setting, name) // zero_ranks(setting.plan.degrees, setting.storages[name]) * item
     return prod(setting.own_shape(name)) * item
 
 

@@ -27,7 +27,15 @@ from autopar.capture.nodes import value_infos
 from autopar.cost_model.dry_run.ledger import CollectiveTotal, Key, Ledger, Sends, collective
 from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.cost_model.dry_run.stage_run import StageRun, run_denominator, run_stages
-from autopar.cost_model.dry_run.zero import data_name, groups_of, is_sharded, shard_elements, stage_passes, zero_step
+from autopar.cost_model.dry_run.zero import (
+    EXPERTS_NAME,
+    data_name,
+    groups_of,
+    is_sharded,
+    shard_elements,
+    stage_passes,
+    zero_step,
+)
 from autopar.ir.plan import Plan
 from autopar.ir.precision import is_low, summed_dtype
 from autopar.ir.program import Program
@@ -195,9 +203,14 @@ def trained(setting: RankView, runs: Mapping[int, StageRun]) -> list[str]:
 def _deferred(setting: RankView, runs: Mapping[int, StageRun], ledger: Ledger) -> None:
     """Gradients of parameters that are replicated where their values differ, once a step."""
     own, degrees = trained(setting, runs), setting.plan.degrees
-    if degrees.data_ranks > 1:
-        whole = [n for n in own if not is_sharded(setting, n)]
-        _summed(setting, whole, data_name(degrees), degrees.data_ranks, ledger)
+    whole = [n for n in own if not is_sharded(setting, n)]
+    experts = [n for n in whole if setting.storages[n].is_of_experts]
+    for names, over, ranks in (
+        ([n for n in whole if n not in experts], data_name(degrees), degrees.data_ranks),
+        (experts, EXPERTS_NAME, degrees.data_ranks // degrees.ep),
+    ):
+        if ranks > 1:
+            _summed(setting, names, over, ranks, ledger)
     for name, degree in setting.plan.mesh.as_dict().items():
         if degree > 1 and owned_by(name) == "parameters":
             late = [n for n in own if name in setting.storages[n].deferred]

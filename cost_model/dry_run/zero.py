@@ -22,11 +22,14 @@ from autopar.ir.storage import zero_dim_of, zero_ranks
 from autopar.lowering.conversions import Collective
 
 ROOT = -1
+EXPERTS_NAME = "dp_of_experts"  # of the group of all ranks that hold the same experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterGroup:
     """Parameters that are gathered at once: `call` is their place among the stage's calls, `ROOT` for shared ones.
+
+    They are sharded over `ranks`. Experts that `ep` splits are a group of their own.
 
     Bytes of one rank: the operand of a gather is its padded shard in the dtype of computing. Between steps, and on its
     way from the host, the shard has `stored_bytes`. The operand of a reduce-scatter is the padded whole of the
@@ -41,7 +44,13 @@ class ParameterGroup:
     gradient_bytes: int
     flows: bool
     own_gradient_bytes: int = 0
+    ranks: int = 1
     of_experts: bool = False
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of the gathered parameters, with padding."""
+        return self.shard_bytes * self.ranks
 
 
 def data_name(degrees: Degrees) -> str:
@@ -107,6 +116,7 @@ def groups_of(setting: RankView, stage: Stage, run: StageRun) -> list[ParameterG
                     shard_elements(setting, n) * setting.stored_itemsize(n) for n in names if n in run.gradients
                 ),
                 flows=at == ROOT or stage.calls[at] in run.flows,
+                ranks=ranks,
                 of_experts=of_experts,
             )
         )
@@ -149,28 +159,24 @@ class _Hooks:
     to_device_bytes: int = 0
     to_host_bytes: int = 0
 
-    def ranks(self, at: int) -> int:
-        """Ranks over which a group is sharded."""
-        return self.degrees.expert_shard_ranks if self.groups[at].of_experts else self.degrees.shard_ranks
-
     def _send(self, kind: Collective, operand_bytes: int, at: int) -> None:
         name = data_name(self.degrees) if self.degrees.dp_replicate == 1 else "dp_shard"
         if self.groups[at].of_experts:
-            name = "dp_of_experts" if self.degrees.dp_replicate == 1 else "dp_experts"
-        if self.ranks(at) > 1:
-            self.ledger.add(name, kind, collective(kind, self.ranks(at), operand_bytes))
+            name = EXPERTS_NAME if self.degrees.dp_replicate == 1 else "dp_experts"
+        if self.groups[at].ranks > 1:
+            self.ledger.add(name, kind, collective(kind, self.groups[at].ranks, operand_bytes))
 
     def gather(self, at: int, *, ahead: bool = False) -> None:
         if at not in self.gathered and at not in self.ahead:
             self._send("all_gather", self.groups[at].shard_bytes, at)
-            self.to_device_bytes += self.groups[at].stored_bytes * (self.ranks(at) > 1)
+            self.to_device_bytes += self.groups[at].stored_bytes * (self.groups[at].ranks > 1)
             self.ahead.add(at)
         if not ahead and at in self.ahead:
             # one rank gathers nothing, and copies when the values are used
-            self.to_device_bytes += self.groups[at].stored_bytes * (self.ranks(at) == 1)
+            self.to_device_bytes += self.groups[at].stored_bytes * (self.groups[at].ranks == 1)
             self.ahead.remove(at)
             self.gathered.add(at)
-        held = sum(self.groups[g].shard_bytes * self.ranks(g) for g in self.gathered | self.ahead)
+        held = sum(self.groups[g].whole_bytes for g in self.gathered | self.ahead)
         self.most_bytes = max(self.most_bytes, held)
 
     def reduce(self, at: int) -> None:
@@ -179,7 +185,7 @@ class _Hooks:
             self._send("reduce_scatter", operand, at)
             self.to_host_bytes += self.groups[at].own_gradient_bytes
             if self.degrees.dp_replicate > 1:
-                part = collective("all_reduce", self.degrees.dp_replicate, operand // self.ranks(at))
+                part = collective("all_reduce", self.degrees.dp_replicate, operand // self.groups[at].ranks)
                 self.ledger.add("dp_replicate", "all_reduce", part)
 
     def forward(self, *, keeps: bool) -> None:

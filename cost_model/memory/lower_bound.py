@@ -122,18 +122,23 @@ def _state_bytes(program: Program, labels: Sequence[BlockLabels], degrees: Degre
     held = [(degrees.rank_of_stage(s.index), name) for s in stages_of(program, cuts) for name in s.parameters]
     for rank, name in dict.fromkeys(held):
         info = program.parameters[name]
-        split = prod(d for t, d in zip(types.get(name, ()), degrees.mesh.degrees, strict=False) if t.kind == "S")
-        totals[rank] += _bytes_of(info, split, degrees, is_hidden=name in hidden)
+        mesh, kinds = degrees.mesh, types.get(name, ())
+        split = prod(d for t, d in zip(kinds, mesh.degrees, strict=False) if t.kind == "S")
+        experts = any(kinds[i].kind == "S" for i in mesh.owning("experts") if kinds)
+        shards = degrees.expert_shard_ranks if experts else degrees.shard_ranks
+        totals[rank] += _bytes_of(info, split, shards, degrees, is_hidden=name in hidden)
     return max(totals.values())
 
 
-def _bytes_of(info: StateInfo, split: int, degrees: Degrees, *, is_hidden: bool) -> float:
-    """One parameter that tensor ranks split: itself, its gradient and the optimizer's state, as far as on the device.
+def _bytes_of(info: StateInfo, split: int, shards: int, degrees: Degrees, *, is_hidden: bool) -> float:
+    """One parameter that tensor or expert ranks split, and that ZeRO divides into shards.
+
+    It counts with its gradient and the optimizer's state, as far as they are on the device.
 
     FSDP2 gathers a parameter on the host for a block at a time under ZeRO 3, and for the step under ZeRO 1 and 2. Under
     ZeRO 1 and 2 a whole parameter, and under ZeRO 1 its gradient, has the dtype of computing.
     """
-    item, shards, zero = stored_dtype(info.dtype, degrees).itemsize, degrees.shard_ranks, degrees.zero
+    item, zero = stored_dtype(info.dtype, degrees).itemsize, degrees.zero
     whole = info.num_elements * (min(item, info.dtype.itemsize) if zero in (1, 2) else item) / split
     weight = whole / (shards if zero == 3 else 1)
     if degrees.offloads(PARAMETERS):

@@ -9,9 +9,9 @@ from autopar.cost_model.work.conversion_steps import ConversionStep
 from autopar.cost_model.work.fusion import Flow
 from autopar.cost_model.work.polynomials import Polynomial, polynomial, symbol
 from autopar.lowering.conversions import Collective, wire
+from autopar.lowering.experts import COUNT_BYTES
 
 # numbers per target that a rewrite sums over ranks: the highest logit; the sum of exponentials and the target's own
-COUNT_BYTES = 8  # of a number of rows
 _INSIDE = {"cross_entropy_loss": (1, 2)}  # (`autopar.lowering.vocabulary`)
 
 

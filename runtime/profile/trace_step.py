@@ -94,6 +94,10 @@ def tracks_of(mesh: RankMesh, groups: Iterable[str]) -> dict[str, str]:
     found = {str(replicate.get_group().group_name): "dp_replicate" if both else all_data}
     found[str(shard.get_group().group_name)] = "dp_shard" if both else all_data
     found |= {mesh.data.group_name: all_data} if mesh.data is not None else {}
+    if mesh.experts is not None:
+        over = mesh.experts.zero_mesh.get_group(1)
+        found[str(over.group_name)] = "dp_experts" if both else mesh.experts.data.name
+        found[mesh.experts.data.group_name] = mesh.experts.data.name
     found |= {dim.group_name: name for name, dim in mesh.dims.items()}
     if mesh.pipeline is not None:
         found[mesh.pipeline.group_name] = "pp"

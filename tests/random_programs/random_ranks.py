@@ -27,7 +27,7 @@ def one_step(rank: int, source: Source, plan: Plan, program_bytes: bytes) -> Ste
     (model, inputs), program = source.build(), from_bytes(program_bytes)
     values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     parallel = ParallelModel(program, plan, lambda name: values[name].detach(), torch.device("cpu"))
-    coordinate = parallel.rank_mesh.dims["dp"].coordinate
+    coordinate = parallel.rank_mesh.sample_ranks.coordinate
     loss = parallel.forward_backward(this_ranks_part(program, inputs, plan.degrees, coordinate))
     gradients = {name: grad.detach() for name, grad in parallel.whole_gradients().items()}
     return (loss.detach(), gradients) if rank == 0 else None

@@ -40,7 +40,7 @@ def trained(
     """The losses of steps on global batches."""
     losses = []
     for batch in data:
-        own = this_ranks_part(program, batch, plan.degrees, model.rank_mesh.dims["dp"].coordinate)
+        own = this_ranks_part(program, batch, plan.degrees, model.rank_mesh.sample_ranks.coordinate)
         losses.append(float(model.forward_backward(own)))
         optimizer.step()
         optimizer.zero_grad()

@@ -37,7 +37,7 @@ def own_rows(parallel: ParallelModel, counts: Sequence[int], length: int, seed: 
     """This rank's rows, and those of all data-parallel ranks together; `counts` is by data-parallel rank."""
     every = [rows(count, length, 100 * seed + k, **options) for k, count in enumerate(counts)]
     whole = {name: torch.cat([part[name] for part in every]) for name in every[0]}
-    return every[parallel.rank_mesh.dims["dp"].coordinate], whole
+    return every[parallel.rank_mesh.sample_ranks.coordinate], whole
 
 
 def largest(errors: Iterable[float]) -> float:
@@ -297,7 +297,7 @@ def announced(
     ):
         warnings.simplefilter("always")
         for length in lengths:
-            parallel.forward_backward(rows(2, length, parallel.rank_mesh.dims["dp"].coordinate))
+            parallel.forward_backward(rows(2, length, parallel.rank_mesh.sample_ranks.coordinate))
     logger.removeHandler(handler)
     logger.setLevel(level)
     return handler.lines, [str(w.message) for w in caught if "shapes" in str(w.message)]

@@ -28,7 +28,7 @@ def outcomes(
     count = int(wish.get("dp", 1))
     example = part(batches[0], rank % count, count)
     parallel = parallelize(built(KINDS[kind]), f"{world_size}xcpu", example_inputs=example, plan=wish, specialise=True)
-    coordinate = parallel.rank_mesh.dims["dp"].coordinate if count > 1 else 0
+    coordinate = parallel.rank_mesh.sample_ranks.coordinate if count > 1 else 0
     found = []
     for batch in batches:
         own, losses = part(batch, coordinate, count), list[float]()

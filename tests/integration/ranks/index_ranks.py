@@ -58,7 +58,7 @@ def _outcome(parallel: ParallelModel, reference: torch.nn.Module, name: str, cas
     every = [batch_of(name, count, seed=10 * k, **options) for k, count in enumerate(counts)]
     if case.sequences:
         every[case.dp] = corrupted(every[case.dp], case.name, case.place, case.value)
-    own = every[parallel.rank_mesh.dims["dp"].coordinate]
+    own = every[parallel.rank_mesh.sample_ranks.coordinate]
     expected = _loss_on_one_device(reference, {n: torch.cat([part[n] for part in every]) for n in own})
     losses: list[float] = []
 

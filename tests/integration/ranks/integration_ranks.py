@@ -62,7 +62,7 @@ def model_of(wanted: Wanted, plan: Plan) -> tuple[ParallelModel, Any]:
 
 def own_batches(model: ParallelModel, program: Program, plan: Plan, count: int = 1) -> list[dict[str, torch.Tensor]]:
     """This rank's part of random batches."""
-    coordinate, data = model.rank_mesh.dims["dp"].coordinate, random_batches(program, plan.degrees, count, 0)
+    coordinate, data = model.rank_mesh.sample_ranks.coordinate, random_batches(program, plan.degrees, count, 0)
     return [this_ranks_part(program, batch, plan.degrees, coordinate) for batch in data]
 
 
@@ -89,7 +89,7 @@ def stage_arguments(rank: int, wanted: Wanted, plan: Plan) -> list[tuple[str, ..
 
     for module in model.stage_modules().values():
         module.register_forward_pre_hook(note)
-    model.forward_backward(this_ranks_part(program, batch, plan.degrees, model.rank_mesh.dims["dp"].coordinate))
+    model.forward_backward(this_ranks_part(program, batch, plan.degrees, model.rank_mesh.sample_ranks.coordinate))
     return found
 
 
@@ -107,7 +107,7 @@ def compiled_step(rank: int, wanted: Wanted, plan: Plan) -> tuple[torch.Tensor, 
 
 
 def _step(model: Any, program: Any, plan: Plan, optimizer: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    own = this_ranks_part(program, batch, plan.degrees, model.rank_mesh.dims["dp"].coordinate)
+    own = this_ranks_part(program, batch, plan.degrees, model.rank_mesh.sample_ranks.coordinate)
     loss: torch.Tensor = model.forward_backward(own)
     model.clip_grad_norm_(1.0)
     optimizer.step()
@@ -154,7 +154,7 @@ def state_after_evaluating(rank: int, wanted: Wanted, plan: Plan) -> tuple[bool,
     batch = random_batches(program, plan.degrees, 1, 0)[0]
     _step(model, program, plan, optimizer, batch)
     before = model.optimizer_state_dict(optimizer)
-    model.evaluate(this_ranks_part(program, batch, plan.degrees, model.rank_mesh.dims["dp"].coordinate))
+    model.evaluate(this_ranks_part(program, batch, plan.degrees, model.rank_mesh.sample_ranks.coordinate))
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
     after = model.optimizer_state_dict(optimizer)
     return all(id(p) in known for p in model.parameters()), before.keys() == after.keys(), len(after)

@@ -146,7 +146,7 @@ def stream_read(
         if len(found) == most:
             break
     parallel.finish_saving()
-    return parallel.rank_mesh.dims["dp"].coordinate, found
+    return parallel.rank_mesh.sample_ranks.coordinate, found
 
 
 @captured_by_first_rank
@@ -157,7 +157,7 @@ def parts_read(rank: int, world_size: int, wish: Mapping[str, Any], kind: str, w
     source = Rows() if kind == "by index" else RowStream()
     loader = parallel.loader(source, global_batch=4, num_workers=workers)
     found = [{name: value.tolist() for name, value in batch.items()} for batch in loader]
-    return parallel.rank_mesh.dims["dp"].coordinate, found
+    return parallel.rank_mesh.sample_ranks.coordinate, found
 
 
 @captured_by_first_rank

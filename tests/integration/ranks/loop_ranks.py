@@ -128,7 +128,7 @@ def models(wish: Mapping[str, Any], world_size: int, **options: Any) -> tuple[Pa
 
 def batches(parallel: ParallelModel, step: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The rows of this rank, and the rows of all data-parallel ranks."""
-    dp = parallel.rank_mesh.dims["dp"]
+    dp = parallel.rank_mesh.sample_ranks
     idx = torch.randint(30, (LOCAL * dp.degree, LENGTH + 1), generator=torch.Generator().manual_seed(step))
     own = idx[dp.coordinate * LOCAL : (dp.coordinate + 1) * LOCAL]
     return tuple({"idx": rows[:, :-1].clone(), "targets": rows[:, 1:].clone()} for rows in (own, idx))  # type: ignore[return-value]

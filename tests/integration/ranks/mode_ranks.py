@@ -38,7 +38,7 @@ def sequences(count: int, length: int, seed: int) -> Batch:
 
 def own_part(parallel: ParallelModel, batch: Batch) -> Batch:
     """This data-parallel rank's part of a global batch."""
-    dim = parallel.rank_mesh.dims["dp"]
+    dim = parallel.rank_mesh.sample_ranks
     return {name: value.chunk(dim.degree)[dim.coordinate] for name, value in batch.items()}
 
 

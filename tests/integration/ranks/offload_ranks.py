@@ -26,7 +26,7 @@ def made(one: Case, plan: Plan) -> tuple[ParallelModel, list[Any]]:
     program, source = captured(one.spec, one.layers, plan.degrees.precision)
     model = ParallelModel(program, plan, source, torch.device("cpu"))
     data = random_batches(program, plan.degrees, STEPS, 0)
-    at = model.rank_mesh.dims["dp"].coordinate
+    at = model.rank_mesh.sample_ranks.coordinate
     return model, [this_ranks_part(program, batch, plan.degrees, at) for batch in data]
 
 

@@ -51,7 +51,7 @@ def trained(wanted: Wanted, plan: Plan, seed: int) -> tuple[ParallelModel, torch
     model, program = model_of(wanted, plan)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batch = random_batches(program, plan.degrees, 1, seed)[0]
-    model.forward_backward(this_ranks_part(program, batch, plan.degrees, model.rank_mesh.dims["dp"].coordinate))
+    model.forward_backward(this_ranks_part(program, batch, plan.degrees, model.rank_mesh.sample_ranks.coordinate))
     optimizer.step()
     optimizer.zero_grad()
     return model, optimizer
@@ -124,7 +124,7 @@ def groups_of_order(rank: int, wish: Mapping[str, Any]) -> dict[str, Any]:
     groups |= {"ends": group_of_stages(mesh, (0, degrees.pp - 1)), "dp_shard": mesh.device_mesh.get_group("dp_shard")}
     found: dict[str, Any] = {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
     at = tuple(degrees.coordinate(name, rank) for name in ("pp", "dp", "tp"))
-    assert at == (mesh.stage_rank, mesh.dims["dp"].coordinate, mesh.dims["tp"].coordinate)
+    assert at == (mesh.stage_rank, mesh.sample_ranks.coordinate, mesh.dims["tp"].coordinate)
     return found | {"at": at}
 
 

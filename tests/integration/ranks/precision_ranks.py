@@ -89,7 +89,9 @@ def scaled_steps(rank: int, degrees: dict[str, Any], overflows: tuple[int, ...],
     scaler = made("cpu", init_scale=256.0, growth_interval=2)
     found: Trace = []
     for batch in data:
-        own = this_ranks_part(parallel.program, batch, parallel.plan.degrees, parallel.rank_mesh.dims["dp"].coordinate)
+        own = this_ranks_part(
+            parallel.program, batch, parallel.plan.degrees, parallel.rank_mesh.sample_ranks.coordinate
+        )
         if kind == "loop":
             scaler.scale(parallel(**own)).backward()
         else:
@@ -116,7 +118,7 @@ def different_scalers(rank: int, degrees: dict[str, Any], kind: str) -> list[str
     example = {name: value[: 8 // degrees.get("dp", 1)] for name, value in data.items()}
     parallel = autopar.parallelize(net(), f"{world}xcpu", example_inputs=example, plan={"precision": "fp16", **degrees})
     optimizer = torch.optim.SGD(parallel.parameters(), lr=1e-2)
-    own = this_ranks_part(parallel.program, data, parallel.plan.degrees, parallel.rank_mesh.dims["dp"].coordinate)
+    own = this_ranks_part(parallel.program, data, parallel.plan.degrees, parallel.rank_mesh.sample_ranks.coordinate)
     is_odd = rank == 1
     scaler: Any = torch.amp.GradScaler("cpu", init_scale=256.0)
     odd = {
@@ -167,7 +169,7 @@ def overflow_in_a_shard(rank: int, degrees: dict[str, Any]) -> tuple[float, bool
     parallel = autopar.parallelize(net(), f"{world}xcpu", example_inputs=example, plan={"precision": "fp16", **degrees})
     optimizer = torch.optim.SGD(parallel.parameters(), lr=1e-2)
     scaler = autopar.GradScaler("cpu", init_scale=256.0)
-    own = this_ranks_part(parallel.program, data, parallel.plan.degrees, parallel.rank_mesh.dims["dp"].coordinate)
+    own = this_ranks_part(parallel.program, data, parallel.plan.degrees, parallel.rank_mesh.sample_ranks.coordinate)
     parallel.forward_backward(own, scaler=scaler)
     parts = [part for parameter in parallel.parameters() for part in parts_of(parameter)]
     if rank == 1:
@@ -238,8 +240,8 @@ def nonfinite_norm(rank: int) -> str:
     parallel = autopar.parallelize(
         net(), f"{world}xcpu", example_inputs={n: v[:4] for n, v in data.items()}, plan={"dp": 2, "tp": 2}
     )
-    own = this_ranks_part(parallel.program, data, parallel.plan.degrees, parallel.rank_mesh.dims["dp"].coordinate)
-    if parallel.rank_mesh.dims["dp"].coordinate == 1:
+    own = this_ranks_part(parallel.program, data, parallel.plan.degrees, parallel.rank_mesh.sample_ranks.coordinate)
+    if parallel.rank_mesh.sample_ranks.coordinate == 1:
         own["x"][0] = float("nan")
     parallel.forward_backward(own)
     try:

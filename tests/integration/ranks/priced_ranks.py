@@ -32,7 +32,7 @@ def measured_step(rank: int, one: Case, plan: Plan) -> tuple[Counts, dict[str, i
     model = ParallelModel(program, plan, source, torch.device("cpu"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     data = random_batches(program, plan.degrees, 2, 0)
-    parts = [this_ranks_part(program, batch, plan.degrees, model.rank_mesh.dims["dp"].coordinate) for batch in data]
+    parts = [this_ranks_part(program, batch, plan.degrees, model.rank_mesh.sample_ranks.coordinate) for batch in data]
     model.forward_backward(parts[0])  # opens connections
     optimizer.step()
     optimizer.zero_grad()
@@ -55,7 +55,7 @@ def counted_flops(rank: int, one: Case, plan: Plan, classes: int) -> tuple[int, 
     program, source = captured(one.spec, one.layers)
     model = ParallelModel(program, plan, source, torch.device("cpu"))
     (batch,) = random_batches(program, plan.degrees, 1, 0)
-    part = this_ranks_part(program, batch, plan.degrees, model.rank_mesh.dims["dp"].coordinate)
+    part = this_ranks_part(program, batch, plan.degrees, model.rank_mesh.sample_ranks.coordinate)
     counting = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: sum_of_products})
     with counting as counter, LargestProduct(classes) as largest:
         model.forward_backward(part)

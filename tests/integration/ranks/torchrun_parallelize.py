@@ -100,7 +100,7 @@ def together(model: nn.Module, data: list[Batch], **options: Any) -> list[float]
     world = dist.get_world_size() if dist.is_initialized() else int(sys.argv[2])
     example = options.pop("example_inputs", None)
     parallel = parallelize(model, f"{world}xcpu", example_inputs=example, **options)
-    degrees, coordinate = parallel.plan.degrees, parallel.rank_mesh.dims["dp"].coordinate
+    degrees, coordinate = parallel.plan.degrees, parallel.rank_mesh.sample_ranks.coordinate
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
     losses = []
     for batch in data:

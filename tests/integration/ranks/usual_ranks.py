@@ -308,7 +308,7 @@ def gan(wish: Wish, world_size: int) -> float:
         pairs.append(
             [optim.Adam([p for n, p in named.items() if n.startswith(part)], 1e-2) for part in ("judge", "generator")]
         )
-    dp = parallel.rank_mesh.dims["dp"].degree
+    dp = parallel.rank_mesh.sample_ranks.degree
     for step in range(STEPS):
         g = torch.Generator().manual_seed(step)
         for part in range(2):
@@ -390,7 +390,7 @@ class OwnLoss(nn.Module):
 
 
 def padded_rows(parallel: ParallelModel | None, step: int) -> tuple[Batch, Batch]:
-    dp = parallel.rank_mesh.dims["dp"].degree if parallel is not None else 1
+    dp = parallel.rank_mesh.sample_ranks.degree if parallel is not None else 1
     g = torch.Generator().manual_seed(step)
     ids = torch.randint(1, 32, (LOCAL * dp, LENGTH), generator=g)
     kept = torch.arange(LENGTH) >= torch.randint(0, LENGTH // 2, (LOCAL * dp, 1), generator=g)

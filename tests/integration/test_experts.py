@@ -1,0 +1,62 @@
+"""Expert parallelism on gloo ranks: equal to one device, priced as it runs, and with the norm of all gradients."""
+
+from collections.abc import Callable
+
+import pytest
+from priced_models import MIXTRAL, RANKS, Case, case, planned_case
+from suites import thinned
+from test_priced_is_run import TOLERANCE, as_operators, runs_of
+
+from autopar.capture.analysis import analyse
+from autopar.cost_model.dry_run.memory import memory_of
+from autopar.cost_model.dry_run.rank_view import RankView
+from autopar.cost_model.dry_run.stage_run import StageRun
+from autopar.cost_model.dry_run.traffic import sends_of
+from autopar.runtime.distributed.launch import Ranks
+
+pytestmark = pytest.mark.timeout(240)
+
+PRICED = (
+    case(MIXTRAL, dp=4, ep=2, zero=3, dispatch="exchange"),
+    case(MIXTRAL, dp=4, ep=2, zero=3, dispatch="gather"),
+    case(MIXTRAL, dp=4, ep=2, zero=1, accumulate=2, dispatch="exchange"),
+    case(MIXTRAL, dp=4, ep=4, zero=2, dispatch="exchange"),
+    case(MIXTRAL, dp=4, ep=2, zero=0, dispatch="exchange"),
+    case(MIXTRAL, dp=2, ep=2, tp=2, zero=3, dispatch="exchange"),
+    case(MIXTRAL, dp=2, ep=2, cp=2, zero=3, dispatch="exchange"),
+    case(MIXTRAL, dp_shard=2, ep=2, dp_replicate=2, zero=3, dispatch="exchange"),
+    case(MIXTRAL, dp=2, ep=2, pp=2, zero=2, micro_batches=2, dispatch="exchange"),
+    case(MIXTRAL, dp=4, ep=2, zero=3, recompute="full", dispatch="exchange"),
+    case(MIXTRAL, dp=4, ep=2, zero=3, recompute="selective", dispatch="exchange"),
+)
+ROWS = ("ep", "all_to_all")
+
+
+@pytest.mark.parametrize("one", thinned(PRICED, keep=PRICED[:3]), ids=lambda one: one.name)
+def test_priced_is_run(one: Case, worlds: Callable[[int], Ranks]) -> None:
+    """Every call is priced, and all bytes but the bytes of rows: which rank has them depends on the routing.
+
+    All ranks together send and keep as many rows as priced.
+    """
+    program, plan = planned_case(one)
+    analysis = analyse(program, plan.mesh)
+    known: dict[object, StageRun] = {}
+    rows, saved = [0, 0], [0, 0]
+    for rank, (counts, memory) in enumerate(worlds(RANKS).run("priced_ranks:measured_step", one, plan)):
+        setting = RankView(program, analysis, plan, rank)
+        runs = runs_of(setting, known)
+        priced = as_operators(sends_of(setting, runs))
+        if ROWS in priced:
+            assert counts[ROWS][0] == priced[ROWS][0], f"rank {rank}"
+            rows = [rows[0] + counts.pop(ROWS)[1], rows[1] + priced.pop(ROWS)[1]]
+        assert counts == priced, f"rank {rank}"
+        held = memory_of(setting, runs)
+        predicted = {
+            "parameters": held.parameter_bytes,
+            "gradients": held.gradient_bytes,
+            "optimizer": held.optimizer_bytes,
+        }
+        saved = [saved[0] + memory.pop("saved"), saved[1] + held.saved_bytes]
+        assert memory == {name: pytest.approx(size, rel=TOLERANCE) for name, size in predicted.items()}, f"rank {rank}"
+    assert rows[0] == rows[1]
+    assert saved[0] == pytest.approx(saved[1], rel=TOLERANCE)
