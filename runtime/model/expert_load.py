@@ -5,6 +5,7 @@ rows are counted there while a forward pass runs, and summed over ranks.
 """
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -13,9 +14,13 @@ from torch import fx
 
 from autopar.capture.nodes import arg
 from autopar.ir.program import Program
+from autopar.lowering.experts import product_of_experts
 from autopar.rules.routed import PRODUCT
 
 Counts = dict[int, list[list[torch.Tensor]]]  # by block, of every call in order: the rows of each expert, per routing
+
+
+_PRODUCTS = (PRODUCT, product_of_experts)
 
 
 def counting(modules: Sequence[fx.GraphModule], found: Counts) -> list[Callable[..., Any]]:
@@ -28,7 +33,7 @@ def counting(modules: Sequence[fx.GraphModule], found: Counts) -> list[Callable[
 
 def routings(graph: fx.Graph) -> list[fx.Node]:
     """The values that hold the experts of sorted rows, each once."""
-    return list(dict.fromkeys(arg(node, 2) for node in graph.nodes if node.target is PRODUCT))
+    return list(dict.fromkeys(arg(node, 2) for node in graph.nodes if node.target in _PRODUCTS))
 
 
 def _counting(module: fx.GraphModule, calls: list[list[torch.Tensor]]) -> Callable[..., Any]:
@@ -37,9 +42,10 @@ def _counting(module: fx.GraphModule, calls: list[list[torch.Tensor]]) -> Callab
 
         class Counter(fx.Interpreter):
             def run_node(self, n: fx.Node) -> Any:
-                if n.target is PRODUCT and arg(n, 2) not in counts:
-                    _, weight, expert, *_ = self.fetch_args_kwargs_from_env(n)[0]
-                    counts[arg(n, 2)] = torch.bincount(expert, minlength=weight.shape[0])
+                if n.target in _PRODUCTS and arg(n, 2) not in counts:
+                    _, weight, expert, _, *expert_ranks = self.fetch_args_kwargs_from_env(n)[0]
+                    num_experts = weight.shape[0] * prod(dim.degree for dim in expert_ranks)
+                    counts[arg(n, 2)] = torch.bincount(expert, minlength=num_experts)
                 return super().run_node(n)
 
         result = Counter(module).run(*arguments)

@@ -14,6 +14,8 @@ PLANS = (
     long({"tp": 4}),
     long({"tp": 2, "dp": 2, "sequence_parallel": True}),
     long({"dp": 4}),
+    {"dp": 4, "ep": 2, "dispatch": "exchange"},
+    long({"dp": 2, "tp": 2, "ep": 2, "dispatch": "gather"}),
 )
 
 

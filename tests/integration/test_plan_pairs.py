@@ -28,13 +28,17 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp × zero 2": (4, {"pp": 2, "dp": 2, "zero": 2, "micro_batches": 2}),
     "pp in a v": (4, {"pp": 2, "tp": 2, "schedule": "zbv-zero-bubble", "micro_batches": 4}),
     "cp × zero 3": (4, {"cp": 2, "dp": 2, "zero": 3}),
+    "ep × zero 3": (4, {"dp": 4, "ep": 2, "zero": 3}),
+    "ep × tp": (4, {"dp": 2, "ep": 2, "tp": 2, "zero": 1}),
     "three dimensions": (8, {"pp": 2, "tp": 2, "dp": 2, "zero": 1, "micro_batches": 2}),
 }
 MODELS = {
     "gpt2": {"spec": "gpt2", "layers": 4},  # tied, packed
     "padded": {"spec": "integration_models:padded", "as_it_is": True},
+    "mixtral": {"spec": "mixtral-8x7b", "layers": 2},
 }
-_PAIRS = [(a, list(PLANS)[(i + step) % len(PLANS)]) for i, a in enumerate(PLANS) for step in (0, 1, 5)]
+_DENSE = [name for name, (_, wish) in PLANS.items() if "ep" not in wish]
+_PAIRS = [(a, _DENSE[(i + step) % len(_DENSE)]) for i, a in enumerate(_DENSE) for step in (0, 1, 5)]
 
 
 def wanted(model: str, plan: str) -> tuple[int, Wanted, Plan]:
@@ -139,3 +143,20 @@ def test_optimizers_of_torch(four_ranks: Ranks, tmp_path: Path) -> None:
 
 def test_memory_that_changes_between_saves(two_ranks: Ranks, tmp_path: Path) -> None:
     assert two_ranks.run("checkpoint_ranks:memory_that_changes", str(tmp_path)) == [[True] * 4] * 2
+
+
+@pytest.mark.parametrize(
+    ("saving", "loading"),
+    thinned(
+        [
+            ("ep × zero 3", "ep × zero 3"),
+            ("ep × zero 3", "tp × zero 3"),
+            ("one rank", "ep × zero 3"),
+            ("ep × tp", "ep × zero 3"),
+            ("pp × zero 2", "ep × tp"),
+        ],
+        keep=[("ep × zero 3", "tp × zero 3")],
+    ),
+)
+def test_experts(saving: str, loading: str, saved: Any, worlds: Worlds) -> None:
+    check_pair("mixtral", saving, loading, saved, worlds)
