@@ -24,6 +24,8 @@ from equivalence_plans import (
     CONTEXT_FAMILIES,
     CONTEXT_PLANS,
     DENSE,
+    EXPERT_PLANS,
+    EXPERT_ROUTING_PLANS,
     MESHES,
     MIXTURE_PLANS,
     ODD_PLANS,
@@ -99,6 +101,56 @@ def _shares_sequences(report: Any, loads: Sequence[Sequence[int]]) -> None:
     assert report.plan.degrees.cp > 1, report.plan.degrees
 
 
+def _splits_experts(report: Any, loads: Sequence[Sequence[int]]) -> None:
+    assert report.plan.degrees.ep > 1, report.plan.degrees
+
+
+def _leaves_experts_empty(report: Any, loads: Sequence[Sequence[int]]) -> None:
+    _splits_experts(report, loads)
+    _has_empty_experts(report, loads)
+
+
+def _has_one_expert_of_many(report: Any, loads: Sequence[Sequence[int]]) -> None:
+    _splits_experts(report, loads)
+    _has_one_expert(report, loads)
+
+
+def _experts(routed: tuple[str, ...], empty: str, one: str) -> dict[str, Table]:
+    """The tables of expert parallelism."""
+    few: Any = {"families": routed, "plans": EXPERT_ROUTING_PLANS, "plans_are_rows": True}
+    return {
+        "experts": Table(
+            heading="Expert parallelism",
+            about="plans whose ranks split experts",
+            families=(*routed, "mixtures:llama4_text"),
+            plans=EXPERT_PLANS,
+            plans_are_rows=True,
+            check=_splits_experts,
+        ),
+        "ranks-without-rows": Table(
+            heading="Expert ranks without a row",
+            about="expert ranks all of whose experts are empty",
+            suffix=f"_{empty}",
+            check=_leaves_experts_empty,
+            **few,
+        ),
+        "one-rank-with-rows": Table(
+            heading="All rows on one expert rank",
+            about="expert ranks when all tokens choose the same expert",
+            suffix=f"_{one}",
+            check=_has_one_expert_of_many,
+            **few,
+        ),
+        "odd-experts": Table(
+            heading="Odd lengths on expert ranks",
+            about="expert ranks with sequences and widths that degrees do not divide",
+            suffix="_of_4_by_13",
+            check=_splits_experts,
+            **few,
+        ),
+    }
+
+
 def _levers(dense: tuple[str, ...], routed: tuple[str, ...]) -> dict[str, Table]:
     """The tables of context parallelism, and of what trades time for memory."""
     return {
@@ -145,59 +197,63 @@ def tables() -> Mapping[str, Table]:
     import zoo  # type: ignore[import-not-found]
 
     dense, routed = (tuple(f"zoo:{f}" for f in DENSE), tuple(f"mixtures:{f}" for f in ROUTED))
-    return {
-        "meshes": Table(
-            heading="Equivalence",
-            about="every family on every mesh",
-            families=tuple(f"zoo:{f}" for f in zoo.FAMILIES),
-            plans=MESHES,
-        ),
-        "pipelines": Table(
-            heading="Pipelines",
-            about="plans with pipelines",
-            families=tuple(f"zoo:{f}" for f in PIPELINE_FAMILIES),
-            plans=PIPELINES,
-            suffix="_of_12",
-            plans_are_rows=True,
-        ),
-        "mixtures": Table(
-            heading="Mixtures of experts",
-            about="mixtures of experts",
-            families=tuple(f"mixtures:{f}" for f in mixtures.FAMILIES),
-            plans=MIXTURE_PLANS,
-        ),
-        "empty-experts": Table(
-            heading="Empty experts",
-            about="mixtures whose tokens leave experts without a row",
-            families=routed,
-            plans=ROUTING_PLANS,
-            suffix=f"_{mixtures.EMPTY}",
-            check=_has_empty_experts,
-        ),
-        "one-expert": Table(
-            heading="All tokens to one expert",
-            about="mixtures whose tokens all choose the same expert",
-            families=routed,
-            plans=ROUTING_PLANS,
-            suffix=f"_{mixtures.ONE}",
-            check=_has_one_expert,
-        ),
-        "odd-lengths": Table(
-            heading="Odd lengths",
-            about="sequences and widths that degrees do not divide",
-            families=(*dense, *routed),
-            plans=ODD_PLANS,
-            suffix="_of_3_by_13",
-        ),
-        "one-sequence": Table(
-            heading="One sequence",
-            about="micro-batches of one sequence",
-            families=(*dense, *routed),
-            plans=ONE_SEQUENCE_PLANS,
-            micro_batch=1,
-            check=_has_one_sequence,
-        ),
-    } | _levers(dense, routed)
+    return (
+        {
+            "meshes": Table(
+                heading="Equivalence",
+                about="every family on every mesh",
+                families=tuple(f"zoo:{f}" for f in zoo.FAMILIES),
+                plans=MESHES,
+            ),
+            "pipelines": Table(
+                heading="Pipelines",
+                about="plans with pipelines",
+                families=tuple(f"zoo:{f}" for f in PIPELINE_FAMILIES),
+                plans=PIPELINES,
+                suffix="_of_12",
+                plans_are_rows=True,
+            ),
+            "mixtures": Table(
+                heading="Mixtures of experts",
+                about="mixtures of experts",
+                families=tuple(f"mixtures:{f}" for f in mixtures.FAMILIES),
+                plans=MIXTURE_PLANS,
+            ),
+            "empty-experts": Table(
+                heading="Empty experts",
+                about="mixtures whose tokens leave experts without a row",
+                families=routed,
+                plans=ROUTING_PLANS,
+                suffix=f"_{mixtures.EMPTY}",
+                check=_has_empty_experts,
+            ),
+            "one-expert": Table(
+                heading="All tokens to one expert",
+                about="mixtures whose tokens all choose the same expert",
+                families=routed,
+                plans=ROUTING_PLANS,
+                suffix=f"_{mixtures.ONE}",
+                check=_has_one_expert,
+            ),
+            "odd-lengths": Table(
+                heading="Odd lengths",
+                about="sequences and widths that degrees do not divide",
+                families=(*dense, *routed),
+                plans=ODD_PLANS,
+                suffix="_of_3_by_13",
+            ),
+            "one-sequence": Table(
+                heading="One sequence",
+                about="micro-batches of one sequence",
+                families=(*dense, *routed),
+                plans=ONE_SEQUENCE_PLANS,
+                micro_batch=1,
+                check=_has_one_sequence,
+            ),
+        }
+        | _levers(dense, routed)
+        | _experts(routed, mixtures.EMPTY, mixtures.ONE)
+    )
 
 
 def world_size(wish: Wish) -> int:

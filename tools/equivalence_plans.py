@@ -84,6 +84,32 @@ ROUTING_PLANS: Mapping[str, Wish] = {
     "pp=2, recompute": {"pp": 2, "micro_batches": 2, "recompute": "full"},
 }
 
+# Expert ranks, with every way of dispatch
+EXPERT_PLANS: Mapping[str, Wish] = {
+    "ep=2, exchange": {"dp": 2, "ep": 2, "zero": 3, "dispatch": "exchange"},
+    "ep=2, gather": {"dp": 2, "ep": 2, "zero": 3, "dispatch": "gather"},
+    "ep=2, whole": {"dp": 2, "ep": 2, "zero": 3, "dispatch": "whole"},
+    "ep=4, exchange": {"dp": 4, "ep": 4, "zero": 2, "dispatch": "exchange"},
+    "ep=4, gather": {"dp": 4, "ep": 4, "zero": 1, "dispatch": "gather"},
+    "dp=2 × ep=2, ZeRO 3": {"dp": 4, "ep": 2, "zero": 3},
+    "dp=2 × ep=2, ZeRO 0, gather": {"dp": 4, "ep": 2, "zero": 0, "dispatch": "gather"},
+    "ep=2, 2 replicas": {"dp_shard": 2, "ep": 2, "dp_replicate": 2, "zero": 3},
+    "ep=2 × tp=2": {"dp": 2, "ep": 2, "tp": 2, "zero": 3, "sequence_parallel": True},
+    "ep=2 × tp=2, gather": {"dp": 2, "ep": 2, "tp": 2, "zero": 1, "dispatch": "gather"},
+    "ep=2 × pp=2": {"dp": 2, "ep": 2, "pp": 2, "zero": 3, "micro_batches": 2},
+    "ep=2 × cp=2": {"dp": 2, "ep": 2, "cp": 2, "zero": 3},
+    "ep=2, ZeRO 1, accumulate 2": {"dp": 2, "ep": 2, "zero": 1, "accumulate": 2},
+    "ep=2, full": {"dp": 2, "ep": 2, "zero": 3, "recompute": "full"},
+    "dp=2 × ep=2, selective": {"dp": 4, "ep": 2, "zero": 3, "recompute": "selective", "accumulate": 2},
+}
+# Where routing is unusual: experts or whole ranks without a row, odd lengths
+EXPERT_ROUTING_PLANS: Mapping[str, Wish] = {
+    "ep=2, exchange": {"dp": 2, "ep": 2, "zero": 3, "dispatch": "exchange"},
+    "ep=4, exchange": {"dp": 4, "ep": 4, "zero": 1, "dispatch": "exchange"},
+    "dp=2 × ep=2, gather": {"dp": 4, "ep": 2, "zero": 3, "dispatch": "gather"},
+    "ep=2 × pp=2, full": {"dp": 2, "ep": 2, "pp": 2, "zero": 3, "recompute": "full", "micro_batches": 2},
+}
+
 CONTEXT_FAMILIES = (
     *("llama", "mistral", "qwen3", "gemma2", "phi3", "gpt2", "gpt_neox", "falcon_multi_query", "mpt", "bert", "t5"),
     *("mixtral", "qwen3_moe", "decoder", "whisper"),

@@ -14,12 +14,13 @@ from autopar.errors import InputError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import degrees_from
 from autopar.ir.device import Link
+from autopar.ir.program import Program
 from autopar.planning.fixed import SearchedStages, label_plan, program_for
 from autopar.planning.labels import LABELLED, SearchLabels
 from autopar.planning.machine import machinery_of
 from autopar.search.pricing.exact import priced
 from autopar.search.result.result import degrees_in_plain
-from autopar.search.space.candidates import Candidates, candidates
+from autopar.search.space.candidates import Candidates, Split, candidates
 from autopar.search.space.constraints import Constraints
 from autopar.search.space.dimensions import BY_COLUMN, BY_WORD, DIMENSIONS, WORDS
 
@@ -29,6 +30,7 @@ CONSTRAINTS = Constraints(
     most_stages=10,
     tensor_degrees=(1, 2, 3, 4, 8),
     context_degrees=(1, 2),
+    expert_degrees=(1, 2),
     devices_per_host=4,
 )
 ALL = candidates(CONSTRAINTS)
@@ -111,6 +113,12 @@ def two_hosts() -> ClusterSpec:
 
 
 @pytest.fixture(scope="module")
+def mixture() -> Capture:
+    pytest.importorskip("transformers")
+    return captured_model("mixtral-8x7b", folder=None, layers=4, hidden=256, seq_len=64, dtype="bfloat16").capture
+
+
+@pytest.fixture(scope="module")
 def captured() -> Capture:
     pytest.importorskip("transformers")
     return captured_model("llama3-8b", folder=None, layers=4, hidden=256, seq_len=64, dtype="bfloat16").capture
@@ -121,15 +129,26 @@ def labels(captured: Capture, two_hosts: ClusterSpec) -> SearchLabels:
     return SearchLabels(program_for(captured, LABELLED), two_hosts)
 
 
+@pytest.fixture(scope="module")
+def labels_of_mixture(mixture: Capture, two_hosts: ClusterSpec) -> SearchLabels:
+    def program_of(batch: int) -> Program:
+        return program_for(mixture, replace(LABELLED, dp_shard=batch))
+
+    return SearchLabels(program_for(mixture, LABELLED), two_hosts, program_of=program_of)
+
+
 @every_dimension
-def test_it_is_priced(word: str, captured: Capture, labels: SearchLabels, two_hosts: ClusterSpec) -> None:
+def test_it_is_priced(word: str, two_hosts: ClusterSpec, request: pytest.FixtureRequest) -> None:
     """Two values have two exact prices. Both are the figure of `autopar.estimate` for the plan that a search shows."""
+    captured = request.getfixturevalue("mixture" if word == "ep" else "captured")
+    labels = request.getfixturevalue("labels_of_mixture" if word == "ep" else "labels")
     constraints = Constraints(
         num_devices=8,
         global_batch=16,
         most_stages=6,
         tensor_degrees=(1, 2),
         context_degrees=(1, 2),
+        expert_degrees=(1, 2) if word == "ep" else (1,),
         devices_per_host=4,
         fix=FEW.get(word, {}),
     )
@@ -137,7 +156,7 @@ def test_it_is_priced(word: str, captured: Capture, labels: SearchLabels, two_ho
     own, seconds = values(found, word), {}
     for value in [*dict.fromkeys(own)][:2]:
         degrees = found.degrees(own.index(value))
-        works, on = labels.works(degrees.tp, degrees.cp), machinery_of(two_hosts, None, "bf16", stored_bytes=2)
+        works, on = labels.works(*Split.of(degrees)), machinery_of(two_hosts, None, "bf16", stored_bytes=2)
         price = priced(works, degrees, on)
         shown = degrees_in_plain(price.degrees, price.cuts)
         assert BY_WORD[word].value_of(degrees_from({n: v for n, v in shown.items() if n != "cuts"})) == value

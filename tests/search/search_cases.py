@@ -21,13 +21,12 @@ from autopar.search.space.constraints import Constraints
 
 @cache
 def works_of(
-    model: str, tp: int, layers: int = 6, vocabulary: int = 512, selective: bool = False, cp: int = 1
+    model: str, tp: int, layers: int = 6, vocabulary: int = 512, selective: bool = False, cp: int = 1, ep: int = 1
 ) -> ProgramWorks:
-    """What the blocks of a tiny model cost, split over `tp` and `cp` ranks, perhaps with recomputed operators."""
-    program = program_of(model, layers=layers, heads=16, vocabulary=vocabulary)
-    degrees, analysis, found = choose_labels(
-        program, ClusterSpec.preset("8xh100"), Degrees(tp=tp, cp=cp, dp_shard=2, micro_batch=1)
-    )
+    """What the blocks of a tiny model cost, split over tp, cp and ep ranks, perhaps with recomputed operators."""
+    program = program_of(model, layers=layers, heads=16, vocabulary=vocabulary, batch=4 * ep)
+    wanted = Degrees(tp=tp, cp=cp, ep=ep, dp_shard=2 * ep, micro_batch=1)
+    degrees, analysis, found = choose_labels(program, ClusterSpec.preset("8xh100"), wanted)
     blocks, wish = found.blocks, replace(degrees, recompute="auto" if selective else "none")
     speeds = machinery_with(ClusterSpec.preset("8xh100"), 80e9).machine.speeds
     blocks = with_recomputed(program, analysis, blocks, wish, speeds, regather=True)
@@ -59,6 +58,7 @@ class Case:
     gigabits: float = 100.0
     selective: bool = False
     context_degrees: tuple[int, ...] = (1,)
+    expert_degrees: tuple[int, ...] = (1,)
 
     @property
     def spec(self) -> ClusterSpec:
@@ -74,7 +74,7 @@ class Case:
         return machinery_with(self.spec, self.memory_bytes, self.ranks_per_core)
 
     def works(self, tp: int, cp: int = 1, ep: int = 1) -> ProgramWorks:
-        return replace(works_of(self.model, tp, selective=self.selective, cp=cp), sequence=self.tokens)
+        return replace(works_of(self.model, tp, selective=self.selective, cp=cp, ep=ep), sequence=self.tokens)
 
     @property
     def constraints(self) -> Constraints:
@@ -85,5 +85,6 @@ class Case:
             most_stages=len(calls),
             tensor_degrees=tuple(tp for tp in (1, 2, 4, 8) if self.spec.num_devices % tp == 0),
             context_degrees=self.context_degrees,
+            expert_degrees=self.expert_degrees,
             devices_per_host=self.on.machine.links.devices_per_host,
         )

@@ -43,6 +43,28 @@ CONTEXT = tuple(
     for tokens, batch in ((512, 4), (8192, 2), (65536, 1))
 )
 
+# experts may be split
+EXPERTS = tuple(
+    Case(
+        model="mixtral",
+        cluster=cluster,
+        per_host=per_host,
+        gigabits=40,
+        global_batch=batch,
+        tokens=tokens,
+        memory_bytes=memory,
+        expert_degrees=(1, 2, 4),
+        context_degrees=(1, 2) if tokens > 4096 else (1,),
+    )
+    for cluster, per_host, batch, tokens, memory in (
+        ("4xh100", None, 8, 512, 80e9),
+        ("4xh100", 2, 8, 4096, 80e9),
+        ("4xh100", None, 4, 8192, 60e6),
+        ("8xh100", 4, 16, 1024, 40e6),
+        ("8xh100", 2, 8, 128, 80e9),
+    )
+)
+
 LARGER = tuple(
     replace(case, cluster=cluster, global_batch=batch)
     for case, (cluster, batch) in product(CASES[:12], (("6xa100-80gb", 6), ("8xa100-80gb", 16), ("7xh100", 14)))
@@ -60,7 +82,11 @@ def searched(case: Case, most: int = 10_000) -> Searched:
 
 
 @pytest.mark.parametrize(
-    "case", thinned((*CASES, *SELECTIVE, *CONTEXT), keep=(*CASES[::5], *SELECTIVE[1::5], *CONTEXT[::3])), ids=str
+    "case",
+    thinned(
+        (*CASES, *SELECTIVE, *CONTEXT, *EXPERTS), keep=(*CASES[::5], *SELECTIVE[1::5], *CONTEXT[::3], *EXPERTS[:3])
+    ),
+    ids=str,
 )
 def test_no_plan_is_better_than_the_one_found(case: Case) -> None:
     found = searched(case)
