@@ -2,6 +2,7 @@
 
 from functools import cache
 from itertools import product
+from types import ModuleType
 
 import pytest
 from suites import thinned
@@ -71,3 +72,22 @@ def split_experts(labels: tuple[BlockLabels, ...], mesh: Mesh) -> list[str]:
     at = mesh.names.index("ep")
     every = [(port, types) for block in labels for port, types in block.ports.items() if "expert" in port]
     return [port for port, types in every if types[at].kind == "S"]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("family", "plan"),
+    thinned(
+        [
+            ("mixtral", "dp=2 × ep=2, ZeRO 3"),
+            ("mixtral", "dp=2 × ep=2, ZeRO 0, gather"),
+            ("deepseek_v3", "ep=4, exchange"),
+            ("gpt_oss", "ep=2 × tp=2, gather"),
+            ("qwen3_moe", "ep=2 × pp=2"),
+            ("llama4_text", "dp=2 × ep=2, selective"),
+        ],
+        keep=[("mixtral", "dp=2 × ep=2, ZeRO 3"), ("mixtral", "dp=2 × ep=2, ZeRO 0, gather")],
+    ),
+)
+def test_equal_over_gloo(tool: ModuleType, open_worlds: object, family: str, plan: str) -> None:
+    assert tool.worst_error(f"mixtures:{family}", tool.EXPERT_PLANS[plan], open_worlds) <= tool.TOLERANCE

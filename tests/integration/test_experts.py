@@ -1,8 +1,11 @@
 """Expert parallelism on gloo ranks: equal to one device, priced as it runs, and with the norm of all gradients."""
 
 from collections.abc import Callable
+from itertools import product
+from typing import Any
 
 import pytest
+from expert_ranks import norms_of_one_device
 from priced_models import MIXTRAL, RANKS, Case, case, planned_case
 from suites import thinned
 from test_priced_is_run import TOLERANCE, as_operators, runs_of
@@ -61,3 +64,26 @@ def test_priced_is_run(one: Case, worlds: Callable[[int], Ranks]) -> None:
     assert rows[0] == rows[1]
     if plan.degrees.num_micro_batches == 1:  # of several, a rank keeps most in the one with most of its rows
         assert saved[0] == pytest.approx(saved[1], rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("wish", "clipping", "foreach"),
+    thinned(
+        product(
+            ({"dp": 4, "ep": 2, "zero": 3}, {"dp": 4, "ep": 4, "zero": 1}, {"dp": 2, "ep": 2, "tp": 2, "zero": 0}),
+            ("ours", "torch's"),
+            (None, True),
+        ),
+        keep=[
+            ({"dp": 4, "ep": 2, "zero": 3}, "ours", None),
+            ({"dp": 4, "ep": 2, "zero": 3}, "torch's", True),
+            ({"dp": 2, "ep": 2, "tp": 2, "zero": 0}, "torch's", None),
+        ],
+    ),
+    ids=str,
+)
+def test_norm_of_all_gradients(wish: dict[str, Any], clipping: str, foreach: bool | None, four_ranks: Ranks) -> None:
+    """Every element counts once, whichever ranks hold it."""
+    expected = norms_of_one_device()
+    for found in four_ranks.run("expert_ranks:norms", wish, clipping, foreach, RANKS):
+        assert found == pytest.approx(expected, rel=1e-4)

@@ -1,4 +1,4 @@
-"""The load of experts on ranks, beside the choices of the unmodified model: `Ranks.run("expert_ranks:loads", ...)`."""
+"""Mixtures on ranks, beside the unmodified model: `Ranks.run("expert_ranks:loads", ...)`."""
 
 import copy
 from collections.abc import Mapping
@@ -53,3 +53,43 @@ def load_without_experts(rank: int, world_size: int) -> str:
     except RuntimeInputError as error:
         return str(error)
     return "no error"
+
+
+def norms(rank: int, wish: dict[str, Any], clipping: str, foreach: bool | None, world_size: int) -> list[float]:
+    """The norms of all gradients before three steps of AdamW, as this rank sees them."""
+    model, batch = small_mixture(8)
+    own = {n: t.chunk(wish["dp"])[rank // (world_size // wish["dp"])] for n, t in batch.items()}
+    parallel = parallelize(model, f"{world_size}xcpu", example_inputs=own, plan=wish)
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2, foreach=foreach)
+    found = []
+    for _ in range(3):
+        parallel.forward_backward(own)
+        if clipping == "ours":
+            norm = parallel.clip_grad_norm_(0.1)
+        else:
+            norm = torch.nn.utils.clip_grad_norm_(parallel.parameters(), 0.1, foreach=foreach)
+        found.append(float(norm))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def norms_of_one_device() -> list[float]:
+    """The same of the unmodified model."""
+    model, batch = small_mixture(8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found = []
+    for _ in range(3):
+        model(**batch).loss.backward()
+        found.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def small_mixture(batch: int) -> tuple[Qwen3MoeForCausalLM, dict[str, torch.Tensor]]:
+    """A mixture of eight experts in float32, and a batch: torch has no float64 kernel for products in groups."""
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**SIZES, "num_experts": 8}))
+    ids = torch.randint(64, (batch, LENGTH))
+    return model, {"input_ids": ids, "labels": ids}
