@@ -5,9 +5,13 @@ A rank sorts the rows of its own tokens by expert (`autopar.rules.routed`). Two 
 * every rank sends each row to the rank of its expert, and gets the product back (`rows_to_experts`, `rows_to_tokens`;
   Lepikhin et al. 2020, "GShard"). Ranks first tell each other how many rows they send (`route_to_experts`);
 * every rank has all tokens, and takes the rows of its experts from the order of all (`part_of_experts`).
+
+Ranks count on each other's rows, so a token must choose the same experts when its block is recomputed. Scores that are
+computed again may differ in the last bit. Therefore a recomputed block keeps its choices (`KeptChoices`).
 """
 
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar, Token
 from typing import Any
 
 import torch
@@ -19,6 +23,48 @@ COUNT_BYTES = 8  # of a number of rows
 # rows to every rank, rows from every rank, both in host memory; the places of received rows in the order of experts;
 # the experts of the sorted rows
 Route = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class KeptChoices:
+    """The experts that tokens chose in one call of a block, for the calls that compute its values again.
+
+    The block runs inside of this context every time. `pack` says what is kept of a tensor, and `unpack` gives it back.
+    """
+
+    def __init__(
+        self,
+        pack: Callable[[torch.Tensor], Any] = lambda chosen: chosen,
+        unpack: Callable[[Any], torch.Tensor] = lambda kept: kept,
+    ) -> None:
+        self._pack, self._unpack = pack, unpack
+        self._kept: list[Any] = []
+        self._is_known, self._place = False, 0
+        self._outer: Token[KeptChoices | None] | None = None
+
+    def __enter__(self) -> None:
+        self._place, self._outer = 0, _CHOICES.set(self)
+
+    def __exit__(self, *exception: Any) -> None:
+        assert self._outer is not None
+        _CHOICES.reset(self._outer)
+        self._is_known = True
+
+    def of(self, chosen: torch.Tensor) -> torch.Tensor:
+        """The experts that the first run of the block chose at this place."""
+        if not self._is_known:
+            self._kept.append(self._pack(chosen))
+            return chosen
+        self._place += 1
+        return self._unpack(self._kept[self._place - 1])
+
+
+_CHOICES: ContextVar[KeptChoices | None] = ContextVar("choices of the block that runs", default=None)
+
+
+def kept_choice(chosen: torch.Tensor) -> torch.Tensor:
+    """The experts that tokens choose, the same in every run of a recomputed block."""
+    choices = _CHOICES.get()
+    return chosen if choices is None else choices.of(chosen)
 
 
 def route_to_experts(order: torch.Tensor, chosen: torch.Tensor, count: int, mesh: Communicator) -> Route:

@@ -64,7 +64,8 @@ class _SortedRows:
     """The values of a block that have sorted rows (`autopar.rules.routed`).
 
     `orders` has the order of each value, `chosen` the numbers of experts that an order sorts, and `count` how many
-    experts there are. `numbers` are the values that have the sorted numbers.
+    experts there are. `numbers` are the values that have the sorted numbers, and `choices` the values that have them in
+    the order of tokens, before views.
     """
 
     ragged: Mapping[str, frozenset[int]]
@@ -72,6 +73,7 @@ class _SortedRows:
     chosen: Mapping[str, str]
     count: Mapping[str, int]
     numbers: frozenset[str]
+    choices: frozenset[str]
 
 
 def _sorted_rows(analysis: Analysis, index: int) -> _SortedRows:
@@ -90,6 +92,7 @@ def _sorted_rows(analysis: Analysis, index: int) -> _SortedRows:
         chosen=chosen,
         count={orders[n]: c.operands[1].shape[0] for n, c in calls.items() if c.target is PRODUCT and n in orders},
         numbers=frozenset(n for n in taken if before_views(operands[n][0]) == before_views(chosen[orders[n]])),
+        choices=frozenset(before_views(name) for name in chosen.values()).intersection(calls),
     )
 
 
@@ -290,6 +293,9 @@ class _Writer:
         return value
 
     def define(self, name: str, node: fx.Node, types: _Types, differentiable: bool) -> None:
+        if name in self.rows.choices and self.mesh.owning("experts"):
+            chosen, node = node, self.graph.call_function(experts.kept_choice, (node,), name=f"{name}_kept")
+            chosen.meta |= {"value": name, "types": types, "differentiable": differentiable}
         self.values[name], self.types[name], self.differentiable[name] = node, types, differentiable
         node.meta |= {"value": name, "types": types, "differentiable": differentiable}
 

@@ -22,6 +22,7 @@ from autopar.cost_model.dry_run.saved_bytes import SavedBytes
 from autopar.ir.precision import is_low
 from autopar.ir.program import CallSite
 from autopar.ir.stages import Stage, kept_results, needed_results, num_averaged, values_that_stay
+from autopar.lowering.experts import KeptChoices
 from autopar.lowering.local_graph import local_graph
 from autopar.lowering.recomputation import SelectiveBlock
 from autopar.lowering.saved_on_host import saved_on_host
@@ -295,10 +296,12 @@ class _Run:
         """A call whose inner values the backward pass computes again. Its own parameters do not count as saved."""
         own = {k: v for k, v in enumerate(arguments) if call.arguments[k] in self.program.parameters}
         others = [v for k, v in enumerate(arguments) if k not in own]
+        choices = KeptChoices(self.saved.pack, self.saved.unpack)
 
         def run(*given: Any) -> Any:
             rest = iter(given)
-            return module(*(own[k] if k in own else next(rest) for k in range(len(arguments))))
+            with choices:
+                return module(*(own[k] if k in own else next(rest) for k in range(len(arguments))))
 
         return checkpoint(run, *others, use_reentrant=False, preserve_rng_state=False)
 

@@ -17,7 +17,7 @@ from autopar.cost_model.work.autograd_probe import NodeRun, ProbedRuns, run_bloc
 from autopar.cost_model.work.block_work import BlockWork, Operator, Selected
 from autopar.cost_model.work.conversion_steps import conversion_steps
 from autopar.cost_model.work.fusion import Flow, Need, needs_of_product
-from autopar.cost_model.work.operator_cost import EXPERT_PRODUCTS, forward_flops, target_name
+from autopar.cost_model.work.operator_cost import EXPERT_ORDER, EXPERT_PRODUCTS, forward_flops, target_name
 from autopar.cost_model.work.polynomials import Expr, Polynomial, polynomial, symbol
 from autopar.cost_model.work.recomputable import recomputable, selected
 from autopar.cost_model.work.sent import sent_by
@@ -152,7 +152,7 @@ def work_of(flow: Flow, role: str | None = None) -> SymbolicWork:
         sent=tuple(sent_by(flow)),
         saved_eager_bytes=polynomial(_saved_eager(flow)),
         saved_fused_bytes=polynomial(_saved_fused(flow, flow.needs_of_groups)),
-        input_bytes=polynomial(_sum(flow.value_bytes(p) for p in _inputs(flow))),
+        input_bytes=polynomial(_sum(flow.value_bytes(p) for p in (*_inputs(flow), *_choices(flow)))),
         parameters_split=polynomial(split),
         parameters_whole=polynomial(whole),
         parameters_expert=polynomial(expert),
@@ -188,6 +188,13 @@ def _sum(terms: Iterable[Expr]) -> Expr:
 
 def _inputs(flow: Flow) -> list[str]:
     return [p for p in flow.block.differentiable_ports if flow.roles[p] == "value"]
+
+
+def _choices(flow: Flow) -> list[str]:
+    """The experts that tokens choose, which a recomputed block keeps if ranks split experts."""
+    if not flow.naming.mesh.owning("experts"):
+        return []
+    return [flow.operands[name][0] for name in flow.runs if flow.operators[name] == EXPERT_ORDER]
 
 
 def _need_bytes(flow: Flow, need: Need) -> Expr:

@@ -38,6 +38,7 @@ VIEWS = frozenset(
     ]
 )
 
+EXPERT_ORDER = "expert_order"
 EXPERT_PRODUCTS = ("grouped_mm", "expert_product")  # each row meets the matrix of its own expert
 
 

@@ -14,6 +14,7 @@ from autopar._torch import private
 from autopar.ir.program import CallSite, Program
 from autopar.ir.stages import How, Stage, owners, values_that_stay
 from autopar.ir.storage import Storage
+from autopar.lowering.experts import KeptChoices
 from autopar.lowering.saved_on_host import saved_on_host
 from autopar.runtime.codegen.execute import BlockFunction
 from autopar.runtime.codegen.randomness import Streams
@@ -217,7 +218,13 @@ def _outputs(compiled: CompiledProgram, call: CallSite, results: Sequence[str]) 
 def _recomputing(run: Callable[..., Any], stops_early: bool) -> Callable[..., Any]:
     """`run` whose inner values the backward pass computes again. Random streams restart with every call, so that torch
     has no state of generators to keep."""
-    return partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False, early_stop=stops_early)
+    choices = KeptChoices()
+
+    def with_choices(own: Mapping[str, torch.Tensor], *arguments: Any) -> Any:
+        with choices:
+            return run(own, *arguments)
+
+    return partial(checkpoint, with_choices, use_reentrant=False, preserve_rng_state=False, early_stop=stops_early)
 
 
 def _offloading(run: Callable[..., Any], execution: Execution, call: CallSite) -> Callable[..., Any]:

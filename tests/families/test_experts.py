@@ -16,6 +16,8 @@ from autopar.errors import PlanError
 from autopar.ir.degrees import DISPATCHES
 from autopar.ir.plan import BlockLabels
 from autopar.ir.sharding import Mesh
+from autopar.lowering.experts import kept_choice, route_to_experts
+from autopar.lowering.local_graph import local_graph
 from autopar.rules.variants import BY_EXPERT
 
 MESHES = {
@@ -65,6 +67,17 @@ def test_experts_that_the_degree_does_not_divide_are_refused() -> None:
     case = case_of(mixtures.example("mixtral", batch=6))
     with pytest.raises(PlanError, match=r"8 experts are not divisible by ep=3.*nearest legal degrees 2 and 4"):
         labelled(case, mesh)
+
+
+def test_every_route_starts_from_kept_choices() -> None:
+    case, mesh, routes = the_case("mixtral"), Mesh.of(ep=2), 0
+    labels, analysis = labelled(case, mesh, dispatch="exchange"), case.analysis(mesh)
+    for index, block in enumerate(case.program.blocks):
+        for node in local_graph(analysis, block, index, labels[index], mesh).graph.nodes:
+            if node.target is route_to_experts:
+                routes += 1
+                assert node.args[1].target is kept_choice
+    assert routes
 
 
 def split_experts(labels: tuple[BlockLabels, ...], mesh: Mesh) -> list[str]:
