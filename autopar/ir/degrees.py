@@ -24,8 +24,9 @@ class Degrees:
 
     `tp_dims` is `tp` as the product of two mesh dimensions. Each splits axes of its own. With fewer key heads than
     ranks, the first dimension splits the key heads, the second the queries of one key head. `cp` ranks share the same
-    samples and split their sequence. With `per_micro_batch` the loss of a step is the mean of the separate losses of
-    its micro-batches.
+    samples and split their sequence. `context` says how attention does so: with "heads" a rank has all tokens of some
+    heads, with "queries" its queries meet all keys. None takes the cheaper one. With `per_micro_batch` the loss of a
+    step is the mean of the separate losses of its micro-batches.
 
     `ep` of the `dp_shard` ranks also split the experts of a mixture. `dispatch` says how rows of tokens meet experts
     there. With "exchange" rows travel to the ranks of their experts, and with "gather" every rank has all tokens. None
@@ -55,6 +56,7 @@ class Degrees:
     tp: int = 1
     tp_dims: tuple[int, ...] | None = None
     cp: int = 1
+    context: str | None = None
     dp_shard: int = 1
     ep: int = 1
     dispatch: str | None = None
@@ -194,6 +196,7 @@ class Degrees:
 
 
 RECOMPUTE = ("none", "selective", "full", "auto")
+HEADS, QUERIES = CONTEXTS = ("heads", "queries")
 EXCHANGE, GATHER, WHOLE = DISPATCHES = ("exchange", "gather", "whole")
 
 
@@ -204,6 +207,7 @@ def _of_stage(blocks: int | tuple[int, ...] | None, stage: int) -> int | None:
 _ALIASES = {"dp": "dp_shard"}
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "dispatch": DISPATCHES,
+    "context": CONTEXTS,
     "schedule": SCHEDULE_NAMES,
     "recompute": RECOMPUTE,
     "order": ORDERS,
@@ -211,7 +215,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "precision": PRECISIONS,
     "reduce_dtype": REDUCE_DTYPES,
 }
-_MAY_BE_OPEN = ("micro_batch", "dispatch", *_OF_STAGES, "precision", "reduce_dtype")
+_MAY_BE_OPEN = ("micro_batch", "dispatch", "context", *_OF_STAGES, "precision", "reduce_dtype")
 
 
 def degrees_from(data: Any, source: str = "plan") -> Degrees:

@@ -34,7 +34,7 @@ def resolve_degrees(
         asked = replace(asked, dp_shard=max(1, world_size // others))
     if asked.pp > 1 and "virtual_stages" not in given:
         asked = replace(asked, virtual_stages=SCHEDULES[asked.schedule].least_stages)
-    problems = world_size_problems(asked, world_size) + _only_with_stages(asked, given) + _expert_problems(asked)
+    problems = world_size_problems(asked, world_size) + _only_with_stages(asked, given) + _inner_problems(asked)
     if global_batch is not None:
         more, local_batch = _local_of_global(global_batch, asked.dp, local_batch)
         problems += more
@@ -75,14 +75,19 @@ def world_size_problems(degrees: Degrees, world_size: int) -> list[Problem]:
     return problems
 
 
-def _expert_problems(asked: Degrees) -> list[Problem]:
-    if asked.dispatch is not None and asked.ep == 1:
-        return [Problem(path="dispatch", value=asked.dispatch, rule="needs ep above 1", suggestion="leave it out")]
+def _inner_problems(asked: Degrees) -> list[Problem]:
+    """The problems of `ep`, and of words about `ep` and `cp`."""
+    ways = (("dispatch", asked.dispatch, "ep", asked.ep), ("context", asked.context, "cp", asked.cp))
+    problems = [
+        Problem(path=word, value=value, rule=f"needs {degree} above 1", suggestion="leave it out")
+        for word, value, degree, ranks in ways
+        if value is not None and ranks == 1
+    ]
     if asked.dp_shard % asked.ep == 0:
-        return []
+        return problems
     near = _or(nearest_divisors(asked.dp_shard, asked.ep))
     rule = f"must divide the {asked.dp_shard} ranks of dp_shard"
-    return [Problem(path="ep", value=asked.ep, rule=rule, suggestion=f"nearest: {near}")]
+    return [*problems, Problem(path="ep", value=asked.ep, rule=rule, suggestion=f"nearest: {near}")]
 
 
 def _local_of_global(global_batch: int, dp: int, local_batch: int | None) -> tuple[list[Problem], int | None]:

@@ -58,9 +58,10 @@ class SearchLabels:
         selective: bool = False,
         program_of: Callable[[int], Program] | None = None,
         dispatch: str | None = None,
+        context: str | None = None,
     ) -> None:
         self.program, self.cluster, self.regather, self.folder = program, cluster, regather, folder
-        self.dispatch = dispatch
+        self.dispatch, self.context = dispatch, context
         self.program_of = program_of  # the program at a number of sequences, for labels of expert ranks
         self.on_progress, self.loss_chunks = on_progress, loss_chunks
         self.state = state  # degrees with the optimizer and the precision that decide about state
@@ -106,9 +107,9 @@ class SearchLabels:
     def _wanted(self, tp: int, cp: int, ep: int) -> Degrees:
         """The degrees that labels are chosen for. Expert degrees that dispatch alike share labels."""
         if ep == 1:
-            return replace(self.wanted, tp=tp, cp=cp)
+            return replace(self.wanted, tp=tp, cp=cp, context=self.context if cp > 1 else None)
         first = self.memo(SearchLabels._dispatched_like, self, ep)
-        return self._of_experts(replace(self.wanted, tp=tp, cp=cp), first)
+        return self._of_experts(self._wanted(tp, cp, 1), first)
 
     def _of_experts(self, degrees: Degrees, ep: int) -> Degrees:
         return replace(degrees, ep=ep, dp_shard=LABELLED_DP * ep, dispatch=self.dispatch)

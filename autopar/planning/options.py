@@ -44,6 +44,11 @@ class PlanOptions:
     cp: int | None = _option(
         "Context-parallel degree: ranks that split each sequence. They hold the same parameters and share samples.", "1"
     )
+    context: str | None = _option(
+        "How attention splits a sequence on cp: heads (a rank has all tokens of some heads) or queries (its queries "
+        "meet all keys).",
+        "the cheaper one",
+    )
     dp: int | None = _option("Data-parallel degree: ranks that shard the state.", "all ranks that pp, tp and cp leave")
     ep: int | None = _option("Expert-parallel degree: ranks of dp that split the experts of a mixture.", "1")
     dispatch: str | None = _option(

@@ -175,7 +175,7 @@ def search_captured(
         loss_chunks=chunks or 1, state=_deciding_state(fix),
         folder=labels_folder, on_progress=on_progress, selective=is_selective(fix),
         program_of=lambda batch: program_for(captured, replace(LABELLED, dp_shard=batch)),
-        dispatch=fix.get("dispatch", (None,))[0],
+        dispatch=fix.get("dispatch", (None,))[0], context=fix.get("context", (None,))[0],
     )  # fmt: skip
     works_of: Works = labels.works
 
@@ -312,7 +312,8 @@ def _as_it_runs(
     name: str,
 ) -> tuple[Program, Plan]:
     """The program at the best plan's own batch, and the plan with the labels that it was priced with."""
-    degrees = replace(best.degrees, **shared)
+    without = {word for word, ranks in (("dispatch", best.degrees.ep), ("context", best.degrees.cp)) if ranks == 1}
+    degrees = replace(best.degrees, **{word: value for word, value in shared.items() if word not in without})
     program = program_for(captured, degrees)
     labelled = labels.of(program, degrees)
     stages = SearchedStages(best.cuts, works, part.on)

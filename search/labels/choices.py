@@ -17,14 +17,17 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from autopar._torch.operators import aten
 from autopar.capture.analysis import Analysis
-from autopar.ir.degrees import EXCHANGE, GATHER, WHOLE
+from autopar.errors import InfeasibleError
+from autopar.ir.degrees import EXCHANGE, GATHER, QUERIES, WHOLE
 from autopar.ir.program import Program
 from autopar.ir.sharding import Dims, I, Mesh, R, S, Type, chunk, owned_by, splits_samples
 from autopar.rules.routed import ORDER, PRODUCT, ROUTED
 from autopar.rules.variants import Variant, may_be_uneven, rewrites_fit, variants
 
 NodeKey = tuple[int, str]  # (block, node)
+ATTENTION = aten.scaled_dot_product_attention.default
 MAX_PADDED = 1.25  # a padded axis over its own size; beyond, a rank may compute mostly padding
 
 
@@ -253,10 +256,11 @@ def space_of(
     relaxed: bool,
     pinned: Mapping[str, tuple[Type, ...]],
     dispatch: str | None = None,
+    context: str | None = None,
 ) -> Space:
     """All candidates of one mesh dimension. A `pinned` parameter has one of the types given for its class.
 
-    `dispatch` is that of the degrees.
+    `dispatch` and `context` are those of the degrees.
 
     A `relaxed` space includes axes that the degree does not divide. Otherwise only paddable axes may be uneven.
     """
@@ -276,6 +280,8 @@ def space_of(
                     continue
                 if owned_by(name) == "experts" and not _is_dispatch(variant, call.target, dispatch):
                     continue
+                if owned_by(name) == "sequence" and not _is_context(variant, call.target, context):
+                    continue
                 if variant.factor:
                     axis, size = bound.factors[variant.factor][variant.axis]
                     padded = axis in paddable and may_be_uneven(bound, variant.factor)
@@ -284,6 +290,12 @@ def space_of(
                     if not rewrites_fit(bound, [*earlier, variant], [*degrees, degree]):
                         continue
                 kept.append(variant)
+            if not kept:
+                said = f"dispatch={dispatch}" if dispatch and owned_by(name) == "experts" else f"context={context}"
+                raise InfeasibleError(
+                    f"block {program.blocks[i].name}: {node} cannot run with {said} on {name}={degree}, because "
+                    "the degree does not divide what is split, or the operator has no such way; leave the word out"
+                )
             found[i, node] = tuple(kept)
     types = {}
     for c in boundary.classes.values():
@@ -313,6 +325,13 @@ def _is_dispatch(variant: Variant, target: Any, dispatch: str | None) -> bool:
     if target is PRODUCT or target not in ROUTED:
         return variant.is_by_expert
     return variant.factor != "" and variant.is_by_expert == (dispatch == GATHER)
+
+
+def _is_context(variant: Variant, target: Any, context: str | None) -> bool:
+    """Whether attention may run so on `cp`. Other operators may run in any way."""
+    if context is None or target is not ATTENTION:
+        return True
+    return variant.factor != "" and (variant.factor == "q") == (context == QUERIES)
 
 
 def _types_of(

@@ -76,7 +76,8 @@ class DimProblem:
         self.classes: dict[str, int] = {}
         self.costs: list[FloatArray] = []
         self.values: list[Value] = []
-        self.converted: dict[tuple[Kind, Kind, bool, str, float], float] = {}  # costs: values are of few sizes
+        self.converted: dict[tuple[Kind, Kind, bool, str, float, bool], float] = {}  # costs: values are of few sizes
+        self.undoes = [self._undoes(i) for i in range(len(program.blocks))]
         self._classes()
         for index in range(len(program.blocks)):
             self._operators(index)
@@ -101,6 +102,14 @@ class DimProblem:
         space = self.space
         found = Solved(index=space.index, name=space.name, degree=space.degree, variants=chosen, types=types)
         return found, solution
+
+    def _undoes(self, index: int) -> bool:
+        """Whether a gather along the batch undoes data parallelism. A block with experts may gather tokens for them."""
+        if owned_by(self.space.name) != "experts":
+            return owned_by(self.space.name) == "batch"
+        experts, dims = self.space.axes - self.analysis.batch_axes, self.analysis.dims[index]
+        ports = [name for name, role in self.program.blocks[index].ports.items() if role == "parameter"]
+        return experts.isdisjoint(axis for name in ports for axes in dims[name].axes for axis in axes)
 
     # ---- variables ----
 
@@ -237,7 +246,7 @@ class DimProblem:
                 kinds = start.kind, target.kind
                 if kinds not in costs and start != target:
                     size = whole / alike.get(kinds, 1)
-                    cost = self._convert(*kinds, info.differentiable, role, size)
+                    cost = self._convert(*kinds, info.differentiable, role, size, self.undoes[index])
                     cost -= SENT_TOGETHER * PER_COLLECTIVE * (kinds in alike)
                     cost += self._saved(whole, start) * (kinds == again)
                     costs[kinds] = calls * cost
@@ -282,22 +291,26 @@ class DimProblem:
         # a shard is priced as a part already
         return {(source.kind, t.kind): 1 if source.kind == "S" else before.degree for t in wanted if t != source}
 
-    def _convert(self, source: Kind, target: Kind, differentiable: bool, role: str, whole: float) -> float:
-        """Cost of one conversion in units. The sum of a parameter's gradient has no latency of its own."""
-        asked = source, target, differentiable, role, whole
+    def _convert(
+        self, source: Kind, target: Kind, differentiable: bool, role: str, whole: float, undoes: bool
+    ) -> float:
+        """Cost of one conversion in units. The sum of a parameter's gradient has no latency of its own.
+
+        A gather along the batch may be one that `undoes` data parallelism.
+        """
+        asked = source, target, differentiable, role, whole, undoes
         if asked not in self.converted:
             self.converted[asked] = self._converted(*asked)
         return self.converted[asked]
 
-    def _converted(self, source: Kind, target: Kind, differentiable: bool, role: str, whole: float) -> float:
+    def _converted(
+        self, source: Kind, target: Kind, differentiable: bool, role: str, whole: float, undoes: bool
+    ) -> float:
         sends = wire(source, target, differentiable)
         if role in ("constant", "buffer") and sends == (None, None):
             return PER_RANK
         seconds = self._wire_s(sends, whole, whole, gradient_latency=role != "parameter")
         if sends != (None, None):
-            undoes = owned_by(self.space.name) == "batch" or (
-                owned_by(self.space.name) == "experts" and role == "input"
-            )
             if undoes and source == "S" and target != "S":
                 seconds += GATHERED_BATCH * self.prices.unit_s
             return seconds / self.prices.unit_s + PER_COLLECTIVE * sum(kind is not None for kind in sends)

@@ -92,7 +92,8 @@ def label(
                 name=mesh.names[index], degree=mesh.degrees[index], index=index, solved=tuple(solved),
                 axes=owned_axes(program, analysis, boundary, mesh, index, solved, degrees.sequence_parallel, hidden),
                 prices=prices, requires_sequence=degrees.sequence_parallel is True,
-                accumulate=degrees.num_micro_batches, regather=regather, pinned=pinned, dispatch=degrees.dispatch,
+                accumulate=degrees.num_micro_batches, regather=regather, pinned=pinned,
+                dispatch=degrees.dispatch, context=degrees.context,
             )  # fmt: skip
 
         found, solution, size_of, verdict = _settled(turn, hidden_axes, memo, is_tensor)
@@ -165,6 +166,7 @@ class _Turn:
     regather: bool
     pinned: Mapping[str, tuple[Type, ...]] = field(hash=False)
     dispatch: str | None
+    context: str | None
 
     def settle(self, memo: Memo) -> _Settled:
         """The best legal labels, and their loss by axes that the degree does not divide."""
@@ -191,6 +193,7 @@ class _Turn:
             relaxed,
             self.pinned,
             self.dispatch,
+            self.context,
         )
         problem = DimProblem(
             self.program,

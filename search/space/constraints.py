@@ -18,7 +18,7 @@ EVERY_BLOCK = 1_000_000  # `recompute_blocks` of a plan that recomputes all bloc
 # words of `fix` with one value, which all plans of the search share
 PINS = (
     *("sequence_parallel", "per_micro_batch", "recompute", "recompute_blocks", "cut_at", "regather", "loss_chunks"),
-    *("precision", "reduce_dtype", "optimizer", "dispatch"),
+    *("precision", "reduce_dtype", "optimizer", "dispatch", "context"),
 )
 # words of `fix` and `forbid` with values that the search tries one after another, each in a search of its own
 IN_TURN = {"offload": OFFLOADS}

@@ -50,7 +50,6 @@ def test_an_equal_question_is_not_searched_again(
         replace(ASKED, seed=1),
         replace(ASKED, forbid={"zero": 0}),
         replace(ASKED, report=True),
-        replace(ASKED, what_if=True),
         replace(ASKED, timeout_s=100.0),  # may have ended early
     )
     for asked in other:

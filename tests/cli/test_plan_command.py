@@ -95,16 +95,20 @@ def test_the_least_memory_is_told_in_bytes() -> None:
     assert "no candidate is better" in shown.stdout
 
 
-def test_what_if_is_marked_and_the_plan_still_runs() -> None:
-    fixed = ("--fix", "tp=1", "--fix", "pp=1", "--global-batch", "4")
-    shown = autopar("plan", "mixtral-8x7b", "-c", "2xh100", "--what-if", *fixed, *SMALL)
+@pytest.mark.parametrize("dispatch", ("exchange", "gather"))
+def test_a_fixed_expert_degree_is_that_of_the_plan(dispatch: str) -> None:
+    fixed = ("--ep", "2", "--dispatch", dispatch, "--global-batch", "8")
+    shown = autopar("plan", "mixtral-8x7b", "-c", "4xh100", *fixed, *SMALL)
     assert shown.exit_code == 0, shown.stderr
-    _, _, rest = shown.stdout.partition("What if: the best plan that autopar prices but cannot run yet")
-    assert "autopar" in rest.partition("Candidates that were ruled out")[0]
-    found = json_of("plan", "mixtral-8x7b", "-c", "2xh100", "--what-if", *fixed, *SMALL)
-    assert found["beyond"]["formula_only"]
-    assert found["plan"] is not None
-    assert "ep" not in found["best"]["degrees"]
+    assert "(ep 2)" in shown.stdout
+    degrees = json_of("plan", "mixtral-8x7b", "-c", "4xh100", *fixed, *SMALL)["plan"]["degrees"]
+    assert (degrees["ep"], degrees["dispatch"]) == (2, dispatch)
+
+
+def test_an_expert_degree_of_a_dense_model_is_refused() -> None:
+    shown = autopar("plan", "gpt2", "-c", "4xh100", "--ep", "2", "--global-batch", "8", *SMALL)
+    assert shown.exit_code == 2
+    assert "ep" in shown.stderr
 
 
 def test_what_comes_next_says_why_it_loses() -> None:

@@ -212,8 +212,8 @@ def test_refusals(program: Program) -> None:
         priced(program, {}, cluster="8xa100-80gb", precision="fp8")
     with pytest.raises(PlanError, match="cp: must divide the 8 ranks"):
         priced(program, {"cp": 3})
-    with pytest.raises(InputError, match="the model has no experts"):
-        priced(program, {}, ep=2)
+    with pytest.raises(PlanError, match="the model has no experts"):
+        priced(program, {"ep": 2})
     with pytest.raises(InputError, match="tokens: must be a number greater than 0"):
         priced(program, {}, tokens=-1.0)
     with pytest.raises(ClusterError, match="is of a cpu device"):

@@ -74,6 +74,18 @@ def test_context_parallel(tmp_path: Path, degrees: tuple[str, ...], sent: str) -
 
 
 @pytest.mark.parametrize(
+    ("options", "sent"),
+    [((), "rows_to_experts("), long(("--ep", "4", "--dispatch", "gather"), "part_of_experts(")],
+    ids=str,
+)
+def test_expert_parallel(tmp_path: Path, options: tuple[str, ...], sent: str) -> None:
+    pytest.importorskip("transformers")
+    shown = run("expert_parallel", tmp_path, "--code", *options)
+    assert_learns(shown)
+    assert sent in shown[shown.index("def forward") :]
+
+
+@pytest.mark.parametrize(
     ("schedule", "last_rank"), [long("1f1b", "1F0 1B0 1F1 1B1"), ("zbv-zero-bubble", "1F0 2F0")], ids=str
 )
 def test_pipeline_parallel(tmp_path: Path, schedule: str, last_rank: str) -> None:

@@ -31,7 +31,13 @@ def groups(degrees: Degrees, shared: int = 0) -> list[ParameterGroup]:
     sizes = [(at, size * ITEM) for at, size in enumerate(CALLS)] + [(ROOT, shared * ITEM)] * bool(shared)
     return [
         ParameterGroup(
-            call=at, names=(), shard_bytes=size // degrees.dp_shard, stored_bytes=0, gradient_bytes=size, flows=True
+            call=at,
+            names=(),
+            shard_bytes=size // degrees.dp_shard,
+            stored_bytes=0,
+            gradient_bytes=size,
+            flows=True,
+            ranks=degrees.dp_shard,
         )
         for at, size in sizes
     ]

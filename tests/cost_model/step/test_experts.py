@@ -197,7 +197,8 @@ def test_estimates_print_what_they_assume() -> None:
     pytest.importorskip("transformers")
     model = resolve_model("mixtral-8x7b", layers=1, hidden=64, seq_len=16)
     program = capture_for(model.model, model.example_inputs, Degrees(micro_batch=2))
-    alone, split = (autopar.estimate(program, "2xh100", {"micro_batch": 1, "zero": 1}, ep=ep) for ep in (1, 2))
+    ways = ({}, {"ep": 2, "dispatch": "exchange"})
+    alone, split = (autopar.estimate(program, "2xh100", {"micro_batch": 1, "zero": 1, **way}) for way in ways)
     assert not any("expert" in one for one in alone.assumptions)
     assert any(one.startswith("the busiest expert rank has 1.05 times") for one in split.assumptions)
     waits = COMPUTE["expert counts"]
