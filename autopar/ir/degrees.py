@@ -25,7 +25,8 @@ class Degrees:
     `tp_dims` is `tp` as the product of two mesh dimensions. Each splits axes of its own. With fewer key heads than
     ranks, the first dimension splits the key heads, the second the queries of one key head. `cp` ranks share the same
     samples and split their sequence. `context` says how attention does so: with "heads" a rank has all tokens of some
-    heads, with "queries" its queries meet all keys. None takes the cheaper one. With `per_micro_batch` the loss of a
+    heads, with "queries" its queries meet all keys, with "ring" keys travel from rank to rank. None takes the cheapest
+    way. With `per_micro_batch` the loss of a
     step is the mean of the separate losses of its micro-batches.
 
     `ep` of the `dp_shard` ranks also split the experts of a mixture. `dispatch` says how rows of tokens meet experts
@@ -196,7 +197,7 @@ class Degrees:
 
 
 RECOMPUTE = ("none", "selective", "full", "auto")
-HEADS, QUERIES = CONTEXTS = ("heads", "queries")
+HEADS, QUERIES, RING = CONTEXTS = ("heads", "queries", "ring")
 EXCHANGE, GATHER, WHOLE = DISPATCHES = ("exchange", "gather", "whole")
 
 

@@ -12,7 +12,7 @@ from autopar.ir.sharding import Mesh
 from autopar.ir.summary import BlockSummary, Summary
 
 _VERBS = {"all_reduce": "all-reduce", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
-_VERBS |= {"all_to_all": "all-to-all", "exchange": "exchange"}
+_VERBS |= {"all_to_all": "all-to-all", "exchange": "exchange", "shift": "shift"}
 
 
 class _Labelled(Protocol):

@@ -16,7 +16,9 @@ from autopar.lowering.functions import conversion_of
 from autopar.lowering.gather_linear import gather_linear, kept_gather_linear
 from autopar.lowering.local_graph import local_graph
 from autopar.lowering.loss_chunks import loss_in_chunks
+from autopar.lowering.ring_attention import ring_attention
 from autopar.lowering.vocabulary import vocab_parallel_cross_entropy_sum
+from autopar.rules.variants import WIDTH_OF_SUMS, by_label, exchanges, variants
 
 
 def collectives_of(
@@ -48,8 +50,8 @@ def collectives_of(
             wires += (("backward", "all_gather"),) if node.target is gather_linear else ()
         elif node.target is vocab_parallel_cross_entropy_sum:
             yield from _of_loss(node, analysis, index, mesh)
-        elif node.target is causal_attention:
-            yield from _of_causal_attention(node, analysis, index, mesh)
+        elif node.target in (causal_attention, ring_attention):
+            yield from _of_attention(node, analysis, index, mesh, labels)
         elif node.target is route_to_experts:
             yield from _of_route(node, analysis, index, mesh)
         elif node.target is loss_in_chunks:
@@ -113,17 +115,22 @@ def _of_loss(node: fx.Node, analysis: Analysis, index: int, mesh: Mesh) -> Itera
         yield dim, "forward", "all_reduce", count * tokens
 
 
-def _of_causal_attention(
-    node: fx.Node, analysis: Analysis, index: int, mesh: Mesh
+def _of_attention(
+    node: fx.Node, analysis: Analysis, index: int, mesh: Mesh, labels: BlockLabels
 ) -> Iterator[tuple[str, str, Collective, float]]:
-    """The halves of queries and results that mirror ranks swap (`autopar.lowering.context_attention`)."""
+    """The messages between ranks that share a sequence (`autopar.rules.variants.exchanges`)."""
     assert isinstance(node.args[-1], fx.Node)
-    dim, call = str(node.args[-1].target), analysis.calls[index][node.meta["value"]]
-    pairs = ((node.meta["operand_types"][0], call.operands[0]), (node.meta["types"], call.output))
-    for types, info in pairs:
-        half = prod(info.shape) * info.dtype.itemsize / 2 / _split_by_others(types, mesh, mesh.indices(dim))
-        yield dim, "forward", "exchange", half
-        yield dim, "backward", "exchange", half
+    dim, value = str(node.args[-1].target), node.meta["value"]
+    call, bound, here = analysis.calls[index][value], analysis.bounds[index][value], mesh.indices(dim)
+    degree, label = mesh.degree_of(dim), labels.labels[node.meta["key"]][here[0]]
+    infos, types = (*call.operands, call.output), (*node.meta["operand_types"], node.meta["types"])
+    for one in exchanges(bound.rule, by_label(variants(bound, degree), label)):
+        whole = 0.0
+        for k in one.operands:
+            item = max(infos[k].dtype.itemsize, WIDTH_OF_SUMS if one.sums else 0)
+            whole += prod(infos[k].shape) * item / _split_by_others(types[k], mesh, here)
+        for _ in range(one.per_rank * degree + one.more):
+            yield dim, "forward" if one.is_forward else "backward", one.collective, whole / (2 if one.is_half else 1)
 
 
 def _of_route(

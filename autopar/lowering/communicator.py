@@ -55,6 +55,10 @@ class Communicator(Protocol):
         """
         ...
 
+    def start_shift(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` goes to the next rank, and the last rank's to the first. The result comes from the rank before."""
+        ...
+
     def all_to_all_rows(self, x: torch.Tensor, sent: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
         """The first `sent[0]` rows of `x` go to rank 0, the next `sent[1]` to rank 1, and so on.
 

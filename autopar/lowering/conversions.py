@@ -29,8 +29,8 @@ from typing import Literal, get_args
 
 from autopar.ir.sharding import Kind
 
-# in an exchange, every rank sends its tensor to one other rank
-Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "exchange"]
+# in an exchange every rank sends its tensor to one other rank, in a shift to the next rank
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "exchange", "shift"]
 Primitive = Collective | Literal["nothing", "slice", "place_in_zeros", "first_rank_keeps"]
 _COLLECTIVES: Mapping[str, Collective] = {name: name for name in get_args(Collective)}
 Wire = tuple[Collective | None, Collective | None]  # the collectives of the forward and of the backward pass

@@ -25,18 +25,23 @@ from autopar.errors import PlanError
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Block
 from autopar.ir.sharding import Dims, Mesh, S, Type, chunk, moves_along, same, steps
-from autopar.lowering import context_attention, experts, vocabulary
+from autopar.lowering import context_attention, experts, ring_attention, vocabulary
 from autopar.lowering.functions import CONVERT, all_gather_to_replicate
 from autopar.lowering.gather_linear import gather_linear, kept_gather_linear
 from autopar.lowering.loss_chunks import loss_in_chunks
 from autopar.lowering.loss_region import region_of, steps_of
 from autopar.lowering.randomness import StreamUse, bind_streams
 from autopar.rules.routed import PRODUCT, TAKE
-from autopar.rules.rule import EXPERTS, Call, MeshDimRef, Slot
+from autopar.rules.rule import Call, MeshDimRef, Slot
 from autopar.rules.variants import Bound, Variant, by_label, rewrites_fit, variants
 
 LINEAR = torch.ops.aten.linear.default
-REWRITES = {**vocabulary.REWRITES, **context_attention.REWRITES, **experts.REWRITES}
+REWRITES = {
+    **vocabulary.REWRITES,
+    **context_attention.REWRITES,
+    **ring_attention.REWRITES,
+    **experts.REWRITES,
+}
 _SAME_ELEMENTS = (torch.ops.aten.reshape.default, torch.ops.aten.view.default, torch.ops.aten.flatten.using_ints)
 _RESULT = {  # the end of a converted value's name, by its old and new kind of type
     ("P", "I"): "summed", ("P", "R"): "summed", ("P", "S"): "scattered", ("S", "I"): "gathered", ("S", "R"): "gathered",
@@ -258,7 +263,7 @@ class _Writer:
         split: dict[str, list[tuple[str, int]]] = {}
         for mesh_name, degree, variant in zip(self.mesh.names, degrees, chosen, strict=True):
             if variant.factor:
-                split.setdefault(EXPERTS if variant.is_by_expert else variant.factor, []).append((mesh_name, degree))
+                split.setdefault(variant.split_as, []).append((mesh_name, degree))
         shapes = (_shape_on_rank(d, t, degrees) for d, t in zip(bound.operands, types, strict=True))
         output = _shape_on_rank(bound.output, out_types, degrees)
         steps = bound.rule.steps(call.on_one_rank(shapes, output, {f: tuple(m) for f, m in split.items()}))

@@ -35,6 +35,7 @@ class TensorInfo:
 
 
 EXPERTS = "experts"
+RING = ":ring"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,8 @@ class Call:
     """One operator call: its target, its arguments with `Slot`s in place of tensors, and the shapes of the tensors.
 
     If it is the call of one rank, the shapes are local, and `split` has the mesh dimensions that split a factor. If
-    ranks have the rows of their experts, the mesh dimension is under `EXPERTS`, and the number of rows is -1.
+    ranks have the rows of their experts, the mesh dimension is under `EXPERTS`, and the number of rows is -1. If
+    operands travel, it is under the factor with `RING` behind it.
     """
 
     target: Any
@@ -136,13 +138,13 @@ Emit = Callable[[Call], tuple[Step, ...]]  # from the call of one rank
 class Rule:
     """A parsed rule: factor names per operand dimension, and what may be done with each factor.
 
-    `whole` factors are never split. `reduced` factors are absent from the output. `additive` operands enter the
-    output by addition. Each set in `linear` lists operands that may be partial together. A factor in `invariant`
-    has a rewrite whose own collectives sum over ranks, so its output is ``I``; a factor in `outermost` is split
-    only on the outermost axis of its product, for rewrites that compute offsets. `even` factors take no padding.
-    The rewrite of a factor in `exchanged` sends half of these operands to one other rank in each pass, -1 being the
-    output. `is_routed` marks the operators between tokens and sorted rows (`autopar.rules.routed`), and `expert` the
-    factor of their experts, if they have one.
+    `whole` factors are never split. `reduced` factors are absent from the output. `additive` operands enter the output
+    by addition. Each set in `linear` lists operands that may be partial together. A factor in `invariant` has a rewrite
+    whose own collectives sum over ranks, so its output is ``I``; a factor in `outermost` is split only on the outermost
+    axis of its product, for rewrites that compute offsets. `even` factors take no padding. The rewrite of a factor in
+    `exchanged` sends half of these operands to one other rank in each pass, -1 being the output. `travels` maps a
+    factor to another one, whose parts a second rewrite passes from rank to rank. `is_routed` marks the operators
+    between tokens and sorted rows (`autopar.rules.routed`), and `expert` the factor of their experts, if they have one.
     """
 
     inputs: tuple[Spec, ...]
@@ -156,6 +158,7 @@ class Rule:
     outermost: frozenset[str] = frozenset()
     even: frozenset[str] = frozenset()
     exchanged: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    travels: Mapping[str, str] = field(default_factory=dict)
     is_routed: bool = False
     expert: str = ""
     flops: Callable[[Mapping[str, int]], float] | None = None

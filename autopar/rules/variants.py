@@ -2,20 +2,23 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from autopar.ir.sharding import Dims, I, P, R, S, Type, chunk
-from autopar.rules.rule import Rule, Spec
+from autopar.rules.rule import EXPERTS, RING, Rule, Spec
 
 BY_EXPERT = ":experts"
+WIDTH_OF_SUMS = 4  # bytes of an element, at least, in gradients that are summed on the way
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
     """One way to compute an operator: its label, the types of its operands, and the type of its output.
 
-    `label` is ``"I"``, ``"R"``, ``"P:k"`` (linear in the k-th set of operands) or ``"factor.axis"`` (that axis of
-    the factor's product is split). In ``"factor.axis:experts"`` a rank has the sorted rows of its experts. `share` is
-    the fraction of the operator's work that one rank does, for rows of experts the expected one.
+    `label` is ``"I"``, ``"R"``, ``"P:k"`` (linear in the k-th set of operands) or ``"factor.axis"`` (that axis of the
+    factor's product is split). In ``"factor.axis:experts"`` a rank has the sorted rows of its experts. In
+    ``"factor.axis:ring"`` parts of other operands travel from rank to rank (`Rule.travels`). `share` is the fraction of
+    the operator's work that one rank does, for rows of experts the expected one.
     """
 
     label: str
@@ -28,6 +31,54 @@ class Variant:
     @property
     def is_by_expert(self) -> bool:
         return self.label.endswith(BY_EXPERT)
+
+    @property
+    def is_ring(self) -> bool:
+        return self.label.endswith(RING)
+
+    @property
+    def split_as(self) -> str:
+        """The key of its mesh dimension in `Call.split`."""
+        return EXPERTS if self.is_by_expert else self.factor + RING * self.is_ring
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """A message of a rewrite to one other rank: the parts of some operands, -1 being the output.
+
+    Half of them goes with `is_half`. A message of `sums` has at least `WIDTH_OF_SUMS` bytes for each element. On n
+    ranks there are `per_rank` · n + `more` such messages in a pass. With `is_beside` they are sent while the operator
+    computes.
+    """
+
+    collective: Literal["exchange", "shift"]
+    operands: tuple[int, ...]
+    is_forward: bool
+    is_half: bool = False
+    sums: bool = False
+    per_rank: int = 0
+    more: int = 1
+    is_beside: bool = False
+
+
+def exchanges(rule: Rule, variant: Variant) -> tuple[Exchange, ...]:
+    """The messages of the rewrite of an operator under a variant (`autopar.lowering.ring_attention`)."""
+    mirrored = rule.exchanged.get(variant.factor, ())
+    travelling: tuple[int, ...] = ()
+    if variant.is_ring:
+        factor = rule.travels[variant.factor]
+        travelling = tuple(k for k, spec in enumerate(rule.inputs) if any(factor in dim for dim in spec))
+    found: list[Exchange] = []
+    for is_forward in (True, False):
+        halves = (*mirrored, *travelling) if mirrored else ()
+        halves += (-1,) if mirrored and variant.is_ring and not is_forward else ()  # the result, beside its gradient
+        found += [Exchange(collective="exchange", operands=(k,), is_forward=is_forward, is_half=True) for k in halves]
+    if travelling:
+        own = Exchange(collective="shift", operands=travelling, is_forward=True, per_rank=1, more=-1, is_beside=True)
+        gradients = replace(own, is_forward=False, sums=True)
+        home = replace(gradients, per_rank=0, more=1, is_beside=False)
+        found += [own, replace(own, is_forward=False), gradients, home]
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +119,8 @@ def _splits(bound: Bound, degree: int) -> Iterator[Variant]:
         if one.factor:
             size = bound.factors[one.factor][one.axis][1]
             experts = bound.rule.sizes[bound.rule.expert] if one.is_by_expert and bound.rule.expert else 0
-            if experts % degree == 0 and (size % degree == 0 or may_be_uneven(bound, one.factor)):
+            is_even = size % degree == 0
+            if experts % degree == 0 and (is_even or (not one.is_ring and may_be_uneven(bound, one.factor))):
                 yield replace(one, share=chunk(size, degree) / size)
 
 
@@ -87,6 +139,19 @@ def _splits_of_axes(bound: Bound) -> Iterator[Variant]:
             yield one
             if bound.ragged and (rows := _by_expert(bound, one)) is not None:
                 yield rows
+            if factor in rule.travels and bound.factors[rule.travels[factor]] == atoms:
+                yield _ring(bound, one)
+
+
+def _ring(bound: Bound, split: Variant) -> Variant:
+    """The variant in which a rank also has only its part of the operands that travel."""
+    other = bound.rule.travels[split.factor]
+    operands = list(split.operands)
+    for k, spec in enumerate(bound.rule.inputs):
+        where = bound.position(spec, other, split.axis)
+        if where is not None:
+            operands[k] = S(*where)
+    return replace(split, label=split.label + RING, operands=tuple(operands))
 
 
 def _by_expert(bound: Bound, split: Variant) -> Variant | None:
@@ -118,9 +183,13 @@ def _by_expert(bound: Bound, split: Variant) -> Variant | None:
 def rewrites_fit(bound: Bound, chosen: Sequence[Variant], degrees: Sequence[int]) -> bool:
     """Whether what rewrites see as their part of a factor is one contiguous range of it.
 
-    They compute offsets. The first mesh dimension that splits the factor must split its outermost axis. A second one
-    must split the next axis, and the first must have left one element of its own axis.
+    A factor whose operands travel is split by no other mesh dimension. Rewrites compute offsets. The first mesh
+    dimension that splits the factor must split its outermost axis. A second one must split the next axis, and the first
+    must have left one element of its own axis.
     """
+    rings = {v.factor for v in chosen if v.is_ring}
+    if any(sum(v.factor == factor for v in chosen) > 1 for factor in rings):
+        return False
     for factor in bound.rule.outermost:
         pairs = [(v.axis, degree) for v, degree in zip(chosen, degrees, strict=True) if v.factor == factor]
         if [axis for axis, _ in pairs] != list(range(len(pairs))):

@@ -7,6 +7,7 @@ hosts takes β. k is 2 for an all-reduce (reduce-scatter, then all-gather). k is
     ring      k(n-1)/n · S/min(B, H) + k((n-h)α + (h-1)β)
     direct    max((g-1)/n · L/B, (n-g)/n · gL/H) + α or β      all-to-all of L = S/n bytes on each rank
     mirror    gL/H + β between hosts, L/B + α inside           exchange of L = S/n bytes with one other rank
+    next      L/min(B, H) + the slower of α and β              shift of L = S/n bytes to the next rank
 
 `ALGORITHMS` holds every algorithm. `fastest_seconds` takes the fastest algorithm and wire protocol, as NCCL's tuner
 does.
@@ -141,17 +142,28 @@ def _mirror(kind: Collective, whole_bytes: NDArray[Any], group: RankGroup) -> Nu
     return found
 
 
+def _next(kind: Collective, whole_bytes: NDArray[Any], group: RankGroup) -> Number:
+    """One rank of a host sends to the next host, as in a ring."""
+    spans = np.asarray(group.hosts) > 1
+    inside = np.where(np.asarray(group.ranks_in_host) > 1, group.in_host_bytes_per_s, np.inf)
+    between = np.where(spans, group.host_bytes_per_s, np.inf)
+    latency = np.where(spans, group.inter_host_latency_s, group.in_host_latency_s)
+    found: Number = whole_bytes / group.ranks / np.minimum(inside, between) + latency
+    return found
+
+
 ALGORITHMS: Mapping[str, Algorithm] = {
     "ring": Algorithm(kinds=frozenset(("all_reduce", "all_gather", "reduce_scatter")), seconds=_ring),
     "direct": Algorithm(kinds=frozenset(("all_to_all",)), seconds=_direct),
     "mirror": Algorithm(kinds=frozenset(("exchange",)), seconds=_mirror),
+    "next": Algorithm(kinds=frozenset(("shift",)), seconds=_next),
 }
 
 
 def sent_bytes(kind: Collective, whole_bytes: float, ranks: int) -> float:
     """Bytes that one rank sends. `whole_bytes` counts the tensor before it is scattered or after it is gathered."""
     part = (ranks - 1) / ranks * whole_bytes
-    if kind == "exchange":
+    if kind in ("exchange", "shift"):
         return whole_bytes / ranks if ranks > 1 else 0.0
     if kind == "all_reduce":
         return 2 * part
@@ -160,6 +172,6 @@ def sent_bytes(kind: Collective, whole_bytes: float, ranks: int) -> float:
 
 def hops(kind: Collective, ranks: int) -> int:
     """Hops of one call, one after another."""
-    if kind == "exchange":
+    if kind in ("exchange", "shift"):
         return min(ranks - 1, 1)
     return (2 if kind == "all_reduce" else 1) * (ranks - 1)

@@ -71,12 +71,13 @@ def block_prices(basis: Basis, family: Family[Any], layouts: Layouts, role: str)
     seconds = _of_variants(basis, family, layouts, role, in_float8=basis.machine.in_float8)
     forward, backward = _tensor_collectives(basis, family, layouts, role)
     context, ring = _context_collectives(basis, family, layouts, role), _ring(basis, family, layouts, role)
+    beside = _beside_attention(basis, family, layouts, role, seconds)
     experts, counts = _experts(basis, family, layouts, role), _counts(basis, family, layouts, role)
     tensor = forward + backward
     behind = forward * _behind(basis, layouts, is_forward=True) + backward * _behind(basis, layouts, is_forward=False)
     forward, backward = (
-        forward + context[0] + ring + experts[0] + counts,
-        backward + context[1] + 2 * ring + experts[1],
+        forward + context[0] + beside.exposed[0] + ring + experts[0] + counts,
+        backward + context[1] + beside.exposed[1] + 2 * ring + experts[1],
     )
     parts = {
         "products": seconds.products,
@@ -84,11 +85,12 @@ def block_prices(basis: Basis, family: Family[Any], layouts: Layouts, role: str)
         "memory-bound": seconds.memory,
         "host": seconds.waiting,
         "tensor collectives": tensor,
-        "context collectives": sum(context) + 3 * ring + 0.0 * forward,
+        "context collectives": sum(context) + sum(beside.exposed) + 3 * ring + 0.0 * forward,
         "expert collectives": sum(experts) + 0.0 * forward,
         "expert counts": counts + 0.0 * forward,
     }
-    hidden = {"tensor collectives": behind, "context collectives": 3 * ring * (1 / CONTEXT_EXPOSED - 1)}
+    of_ring = 3 * ring * (1 / CONTEXT_EXPOSED - 1)
+    hidden = {"tensor collectives": behind, "context collectives": of_ring + sum(beside.hidden)}
     return BlockPrices(
         forward=seconds.forward + forward,
         backward=seconds.backward + backward,
@@ -128,10 +130,11 @@ def end_passes(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -
     seconds = _of_variants(basis, family, layouts, role, in_float8=False)
     forward, backward = _tensor_collectives(basis, family, layouts, role)
     context = _context_collectives(basis, family, layouts, role)
+    beside = _beside_attention(basis, family, layouts, role, seconds).exposed
     experts = _expert_collectives(basis, family, layouts, role)
     return Passes(
-        forward=seconds.forward + forward + context[0] + experts[0],
-        backward=seconds.backward + backward + context[1] + experts[1],
+        forward=seconds.forward + forward + context[0] + beside[0] + experts[0],
+        backward=seconds.backward + backward + context[1] + beside[1] + experts[1],
         weight=seconds.products / PASSES,
     )
 
@@ -188,6 +191,30 @@ def _context_collectives(basis: Basis, family: Family[Any], layouts: Layouts, ro
     return _collectives(basis, family, layouts, role, over)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Beside:
+    """Seconds of what is sent beside computing, forward and backward."""
+
+    exposed: tuple[Floats, Floats]
+    hidden: tuple[Floats, Floats]
+
+
+def _beside_attention(basis: Basis, family: Family[Any], layouts: Layouts, role: str, seconds: BlockSeconds) -> _Beside:
+    """The keys and values that travel between context ranks while attention computes, by labels.
+
+    A ring of n ranks has n steps of computing, and n - 1 of them have a shift beside them. On a CPU nothing is hidden.
+    """
+    over: tuple[Owned, ...] = ("sequence",)
+    sent = _collectives(basis, family, layouts, role, over, beside=True)
+    attention = seconds.attention_forward, seconds.attention - seconds.attention_forward
+    share = 0.0 if basis.machine.speeds.in_one_thread else (layouts.cp - 1) / layouts.cp
+    hidden = [np.minimum(one, share * computing) for one, computing in zip(sent, attention, strict=True)]
+    return _Beside(
+        exposed=(sent[0] - hidden[0], sent[1] - hidden[1]),
+        hidden=(hidden[0], hidden[1]),
+    )
+
+
 def _expert_collectives(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> tuple[Floats, Floats]:
     """Seconds of a block's labelled collectives over expert ranks, forward and backward. Nothing hides them."""
     over: tuple[Owned, ...] = ("experts",)
@@ -195,23 +222,29 @@ def _expert_collectives(basis: Basis, family: Family[Any], layouts: Layouts, rol
 
 
 def _collectives(
-    basis: Basis, family: Family[Any], layouts: Layouts, role: str, over: Collection[Owned]
+    basis: Basis,
+    family: Family[Any],
+    layouts: Layouts,
+    role: str,
+    over: Collection[Owned],
+    *,
+    beside: bool = False,
 ) -> tuple[Floats, Floats]:
     """Seconds of a block's labelled collectives over mesh dimensions of some kinds, forward and backward.
 
-    They are counted as if nothing hid them.
+    They are counted as if nothing hid them. Collectives that run beside computing are counted alone, with `beside`.
     """
     found, known = [np.zeros(1), np.zeros(1)], dict[tuple[str, str, bytes], Floats]()
     for variant, is_chosen in (("tp", 1 - layouts.sequence_parallel), ("sp", layouts.sequence_parallel)):
         for sent in family.block(role, variant).sent:
-            if sent.of == "parameter" or owned_by(sent.mesh_dim) not in over:
+            if sent.of == "parameter" or (sent.of == "beside") is not beside or owned_by(sent.mesh_dim) not in over:
                 continue
             key = sent.collective, sent.mesh_dim, np.asarray(sent.whole_bytes).tobytes()  # many are equal in a block
             if key not in known:
                 ranks, stride = _ranks(basis, layouts, sent.mesh_dim)
                 known[key] = basis.machine.links.seconds(sent.collective, sent.whole_bytes, ranks, stride)
             i = 0 if sent.is_forward else 1
-            found[i] = found[i] + is_chosen * known[key]
+            found[i] = found[i] + is_chosen * known[key] * (1.0 if sent.times is None else sent.times)
     return found[0], found[1]
 
 

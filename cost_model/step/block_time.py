@@ -71,7 +71,8 @@ def computing_seconds(
     kernels: list[Any] = [0.0, 0.0]
     for sent in work.sent:
         i = 0 if sent.is_forward else 1
-        kernels[i] = kernels[i] + COLLECTIVE_KERNELS * np.where(is_split, 1.0, 0.0)
+        times = 1.0 if sent.times is None else sent.times
+        kernels[i] = kernels[i] + COLLECTIVE_KERNELS * times * np.where(is_split, 1.0, 0.0)
     for one in work.products:
         if one.kind == "matmul":
             found = _product(one, speeds, in_float8=in_float8)

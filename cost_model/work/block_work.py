@@ -51,10 +51,11 @@ SYMBOLS: Mapping[str, str] = {
     "r": "rotated part of a head (latent attention)",
     "u": "width of a head's values (latent attention)",
 }
+_OPTIONAL = ("selected", "times")  # fields that a file may leave out
 _MOST_POWER = 16  # limit for symbols in a file; powers are evaluated as repeated products
 _TENSOR_DIM = re.compile(r"tp\d")  # symbols of a captured model whose tensor degree is a product
 _Kind = Literal["matmul", "attention", "memory", "again"]
-Cause = Literal["value", "regather", "parameter", "inside"]
+Cause = Literal["value", "regather", "parameter", "inside", "beside"]
 PASSES = 3  # products of a step for each product of the forward pass: itself, and one for the gradient of each operand
 ROLES = ("first", "layer", "moe_layer", "last")
 VARIANTS = ("one", "tp", "sp")
@@ -90,8 +91,9 @@ class Sent(Generic[V]):
     """One collective of one call of a block; `whole_bytes` is the tensor before it is scattered or once gathered.
 
     `of` is the cause: "value" if a value changes its types; "regather" if backward gathers a value again for a weight's
-    gradient; "inside" if a rewritten operator sums over ranks; "parameter" if gradients of a whole parameter are
-    summed. The last sum may wait until the end of the step.
+    gradient; "inside" if a rewritten operator sums over ranks; "beside" if it sends while it computes; "parameter" if
+    gradients of a whole parameter are summed. The last sum may wait until the end of the step. `times` is the number of
+    such collectives, one if None.
     """
 
     collective: Collective
@@ -99,6 +101,7 @@ class Sent(Generic[V]):
     is_forward: bool
     whole_bytes: V
     of: Cause = "value"
+    times: V | None = None
 
     @property
     def is_once_a_step(self) -> bool:
@@ -303,7 +306,7 @@ class _Reader:
     def record(self, kind: Any, data: Any, path: str) -> Any:
         fields = {each.name: each for each in dataclasses.fields(kind)}
         if isinstance(data, dict):
-            fields = {name: each for name, each in fields.items() if name != "selected" or name in data}
+            fields = {name: each for name, each in fields.items() if name not in _OPTIONAL or name in data}
         if not isinstance(data, dict) or set(data) != set(fields):
             self.fail(path, f"must be an object with exactly the keys {', '.join(fields)}")
             return None
@@ -311,7 +314,7 @@ class _Reader:
         return kind(**values)
 
     def field(self, kind: str, data: Any, path: str) -> Any:
-        if kind == "V":
+        if kind in ("V", "V | None"):
             return self.expression(data, path)
         if kind.startswith("Selected"):
             return self.record(Selected, data, path)

@@ -20,6 +20,7 @@ from autopar.cost_model.work.fusion import Flow
 from autopar.cost_model.work.polynomials import Expr, Polynomial, polynomial
 from autopar.cost_model.work.sizes import Types
 from autopar.lowering.conversions import wire
+from autopar.rules.variants import exchanges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,8 +182,9 @@ class _Values:
             return False  # a gather is fused with its products
         degrees = zip(flow.naming.mesh.degrees, sizes.chosen, strict=True)
         rule = sizes.bound.rule
-        sends = {*rule.invariant, *rule.exchanged}
-        return not any(degree > 1 and variant.factor in sends for degree, variant in degrees)
+        return not any(
+            degree > 1 and (variant.factor in rule.invariant or exchanges(rule, variant)) for degree, variant in degrees
+        )
 
 
 def _is_sent(before: Types, after: Types) -> bool:

@@ -10,6 +10,7 @@ from autopar.cost_model.work.fusion import Flow
 from autopar.cost_model.work.polynomials import Polynomial, polynomial, symbol
 from autopar.lowering.conversions import Collective, wire
 from autopar.lowering.experts import COUNT_BYTES
+from autopar.rules.variants import WIDTH_OF_SUMS, exchanges
 
 # numbers per target that a rewrite sums over ranks: the highest logit; the sum of exponentials and the target's own
 _INSIDE = {"cross_entropy_loss": (1, 2)}  # (`autopar.lowering.vocabulary`)
@@ -80,17 +81,22 @@ def _first_to_experts(flow: Flow, step: ConversionStep) -> bool:
 
 
 def _exchanged(flow: Flow, name: str) -> Iterator[Sent[Polynomial]]:
-    """What the rewrite of an operator exchanges with one other rank: half of each tensor, in both passes."""
+    """What the rewrite of an operator sends to one other rank."""
     sizes, mesh, naming = flow.sizes[name], flow.naming.mesh, flow.naming
     for i, variant in enumerate(sizes.chosen):
-        if mesh.degrees[i] == 1 or variant.factor not in sizes.bound.rule.exchanged:
-            continue
-        for k in sizes.bound.rule.exchanged[variant.factor]:
-            whole = polynomial(sizes.num_bytes(k) * naming.degrees[i] / 2)
-            for is_forward in (True, False):
-                yield Sent(
-                    collective="exchange", mesh_dim=mesh.names[i], is_forward=is_forward, whole_bytes=whole, of="inside"
-                )
+        degree = naming.degrees[i]
+        for one in exchanges(sizes.bound.rule, variant) if mesh.degrees[i] > 1 else ():
+            least = WIDTH_OF_SUMS if one.sums else 0
+            parts = (sizes.elements(k) * max(sizes.infos[k].dtype.itemsize, least) for k in one.operands)
+            whole = sum(parts, start=symbol("b") * 0) * degree / (2 if one.is_half else 1)
+            yield Sent(
+                collective=one.collective,
+                mesh_dim=mesh.names[i],
+                is_forward=one.is_forward,
+                whole_bytes=polynomial(whole),
+                of="beside" if one.is_beside else "inside",
+                times=polynomial(one.per_rank * degree + one.more) if one.per_rank else None,
+            )
 
 
 def _feeds_chunks(flow: Flow, step: ConversionStep) -> bool:

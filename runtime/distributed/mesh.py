@@ -75,6 +75,12 @@ class MeshDim:
         rows = [x.shape[0] if rank == to else 0 for rank in range(self.degree)]
         return self.wait(_c10d.all_to_all_single(x, rows, rows, self.group_name))
 
+    def start_shift(self, x: torch.Tensor) -> torch.Tensor:
+        before, after = ((self.coordinate + step) % self.degree for step in (-1, 1))
+        received, sent = ([x.shape[0] * (rank == at) for rank in range(self.degree)] for at in (before, after))
+        out: torch.Tensor = _c10d.all_to_all_single(x, received, sent, self.group_name)
+        return out
+
     def all_to_all_rows(self, x: torch.Tensor, sent: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
         if private.is_rank_tensor(x) or private.is_rank_tensor(sent):
             return self._rows_in_one_process(x, sent)

@@ -20,7 +20,7 @@ from typing import Any
 from autopar._torch.operators import aten
 from autopar.capture.analysis import Analysis
 from autopar.errors import InfeasibleError
-from autopar.ir.degrees import EXCHANGE, GATHER, QUERIES, WHOLE
+from autopar.ir.degrees import EXCHANGE, GATHER, HEADS, QUERIES, RING, WHOLE
 from autopar.ir.program import Program
 from autopar.ir.sharding import Dims, I, Mesh, R, S, Type, chunk, owned_by, splits_samples
 from autopar.rules.routed import ORDER, PRODUCT, ROUTED
@@ -278,6 +278,8 @@ def space_of(
                     continue  # without a cotangent R is I
                 if variant.is_by_expert and owned_by(name) != "experts":
                     continue
+                if variant.is_ring and owned_by(name) != "sequence":
+                    continue
                 if owned_by(name) == "experts" and not _is_dispatch(variant, call.target, dispatch):
                     continue
                 if owned_by(name) == "sequence" and not _is_context(variant, call.target, context):
@@ -331,7 +333,8 @@ def _is_context(variant: Variant, target: Any, context: str | None) -> bool:
     """Whether attention may run so on `cp`. Other operators may run in any way."""
     if context is None or target is not ATTENTION:
         return True
-    return variant.factor != "" and (variant.factor == "q") == (context == QUERIES)
+    way = RING if variant.is_ring else QUERIES if variant.factor == "q" else HEADS
+    return variant.factor != "" and way == context
 
 
 def _types_of(

@@ -23,7 +23,7 @@ from autopar.ir.program import Program
 from autopar.ir.sharding import I, Kind, Type, chunk, moves_along, owned_by
 from autopar.lowering.conversions import Wire, wire
 from autopar.rules.rule import Call, TensorInfo
-from autopar.rules.variants import Bound, Variant
+from autopar.rules.variants import WIDTH_OF_SUMS, Bound, Exchange, Variant, exchanges
 from autopar.search.labels.choices import (
     Boundary,
     BoundaryClass,
@@ -171,26 +171,37 @@ class DimProblem:
                 types = [(v.operands[k] if k < len(call.operands) else v.output, degree) for v, degree in chosen]
                 touched += prod(info.shape) * info.dtype.itemsize / prod(d for t, d in types if t.kind == "S")
             seconds += passes * touched * self.prices.byte_s
-        if variant.factor in bound.rule.exchanged:
-            return seconds + self._exchange_s(call, bound, variant, chosen), 2 * len(
-                bound.rule.exchanged[variant.factor]
-            )
+        if messages := exchanges(bound.rule, variant):
+            hidden_by = passes * self.prices.hiding * local_flops(bound.rule, degrees) * self.prices.peak_s(call)
+            return seconds + self._exchange_s(call, messages, variant, chosen, hidden_by), len(messages)
         if variant.factor not in bound.rule.invariant:
             return seconds, 0
         rest = prod(s for f, s in bound.rule.sizes.items() if f != variant.factor) * 4.0
         rest /= prod(d for f, d in degrees.items() if f != variant.factor)
         return seconds + self._wire_s(("all_reduce", "all_reduce"), rest, 1.5 * rest), 2
 
-    def _exchange_s(self, call: Call, bound: Bound, variant: Variant, chosen: Sequence[tuple[Variant, int]]) -> float:
-        """Seconds of what a rewrite exchanges: half of each tensor, in both passes."""
-        total = 0.0
-        for k in bound.rule.exchanged[variant.factor]:
-            info = call.output if k < 0 else call.operands[k]
-            types = [(v.output if k < 0 else v.operands[k], degree) for v, degree in chosen]
-            others = prod(d for (t, d), (v, _) in zip(types, chosen, strict=True) if t.kind == "S" and v is not variant)
-            half = prod(info.shape) * info.dtype.itemsize / others / 2
-            total += self._wire_s(("exchange", "exchange"), half, half)
-        return total
+    def _exchange_s(
+        self,
+        call: Call,
+        messages: Sequence[Exchange],
+        variant: Variant,
+        chosen: Sequence[tuple[Variant, int]],
+        hidden_by: float,
+    ) -> float:
+        """Seconds of what a rewrite sends in both passes. Computing hides `hidden_by` of messages beside it."""
+        ring, degree = self.prices.ring, self.space.degree
+        exposed = beside = 0.0
+        for one in messages:
+            whole, times = 0.0, one.per_rank * degree + one.more
+            for k in one.operands:
+                info = call.output if k < 0 else call.operands[k]
+                types = [(v.output if k < 0 else v.operands[k], d) for v, d in chosen if v is not variant]
+                item = max(info.dtype.itemsize, WIDTH_OF_SUMS if one.sums else 0)
+                whole += prod(info.shape) * item / prod(d for t, d in types if t.kind == "S")
+            seconds = ring.seconds(one.collective, whole / (2 if one.is_half else 1), latency=False)
+            seconds = times * (seconds + ring.latency_of(one.collective) * self.prices.latency_scale)
+            exposed, beside = (exposed, beside + seconds) if one.is_beside else (exposed + seconds, beside)
+        return exposed + max(0.0, beside - hidden_by * (degree - 1) / degree)
 
     # ---- values ----
 

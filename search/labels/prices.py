@@ -21,12 +21,14 @@ from autopar.capture.analysis import Analysis
 from autopar.ir.cluster import ClusterSpec, memory_bytes_per_s, peak_flops_per_s
 from autopar.ir.program import Program
 from autopar.ir.sharding import Mesh
+from autopar.rules.rule import Call
 from autopar.search.labels.choices import Boundary, parameter_values
 from autopar.search.labels.ring import Ring, ring_of
 
 REFERENCE_BYTES = 64 * 1024 * 1024  # 8192 tokens × 4096 × 2 bytes
 BALANCE = 2.0
 MEMORY_WEIGHT = 2.0
+CAUSAL = 0.5  # of attention's FLOP, which count all pairs of positions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +36,7 @@ class Prices:
     """Seconds per unit of everything that the objective counts. The solver's objective is in units of `unit_s`.
 
     `compute_scale` and `latency_scale` are the factors by which the reference workload changed the cluster's figures.
+    Computing hides what is sent beside it for the share `hiding` of its seconds at the device's peak.
     """
 
     ring: Ring
@@ -44,6 +47,11 @@ class Prices:
     latency_scale: float
     compute_scale: float
     unit_s: float
+    hiding: float
+
+    def peak_s(self, call: Call) -> float:
+        """Seconds of a FLOP of an operator at the device's peak."""
+        return self.flop_s[str(call.output.dtype)] / self.compute_scale
 
 
 def intensity(program: Program, analysis: Analysis) -> tuple[float, float, float]:
@@ -100,5 +108,6 @@ def prices_of(
         saved_byte_s=2 / memory_bytes_per_s(cluster),
         latency_scale=min(1.0, largest / REFERENCE_BYTES),
         compute_scale=compute_scale,
+        hiding=0.0 if cluster.device_type == "cpu" else CAUSAL,
         unit_s=ring.seconds("all_reduce", largest, latency=False) or 1e-9,
     )

@@ -10,7 +10,7 @@ from autopar._torch.operators import aten
 from autopar.errors import RuleError
 from autopar.rules.rule import Call, Dim, Emit, Rule, Slot, Spec, Step, make_rule
 
-PERMITTED_OPTIONS = frozenset({"additive", "invariant", "outermost", "even", "exchanged", "flops", "emit"})
+PERMITTED_OPTIONS = frozenset({"additive", "invariant", "outermost", "even", "exchanged", "travels", "flops", "emit"})
 
 
 def rule_from(

@@ -8,7 +8,7 @@ from autopar._torch.operators import aten
 from autopar.errors import RuleError
 from autopar.rules.families._notation import aligned, in_order, rule_from, slot_of
 from autopar.rules.registry import rule
-from autopar.rules.rule import Call, Dim, Rule, Slot, Step
+from autopar.rules.rule import RING, Call, Dim, Rule, Slot, Step
 
 
 def _flops(sizes: Mapping[str, int]) -> float:
@@ -23,11 +23,12 @@ def scaled_dot_product_attention(call: Call) -> Rule:
 
     The head width e sets the scale, so it is whole. With grouped queries h is ``(g r)`` in queries and g in keys
     and values: a rank's r heads of a group meet its own key head. The rewrite needs the positions of a rank's queries
-    (`autopar.lowering.context_attention`). It has no dropout, and as many queries as keys.
+    (`autopar.lowering.context_attention`). It has no dropout, and as many queries as keys. Without a mask of its own
+    and without dropout, q and k may be split together: keys and values travel (`autopar.lowering.ring_attention`).
     """
     query, key, value = (slot_of(a) for a in call.args[:3])
     mask = call.arg(3, "attn_mask")
-    causal = bool(call.arg(5, "is_causal", False))
+    causal, dropout = bool(call.arg(5, "is_causal", False)), call.arg(4, "dropout_p", 0.0)
     grouped = bool(call.kwargs.get("enable_gqa", False))
     rank = len(call.output.shape)
     if rank < 2 or (grouped and rank < 3):
@@ -53,18 +54,21 @@ def scaled_dot_product_attention(call: Call) -> Rule:
             specs[argument.index] = aligned(layout, call.operands[argument.index].shape)
     output = [*batch, ("q",), ("f",)]
     options: dict[str, Any] = {"sizes": sizes, "whole": {"e", "k"}, "linear": [{value}], "flops": _flops}
-    if causal:
-        same = call.operands[query].shape[-2] == call.operands[key].shape[-2]
-        if isinstance(mask, Slot) or call.arg(4, "dropout_p", 0.0) or not same:
-            options["whole"] |= {"q"}
-        else:
-            options |= {"outermost": {"q"}, "even": {"q"}, "exchanged": {"q": (query, -1)}, "emit": _emit_causal}
+    same = call.operands[query].shape[-2] == call.operands[key].shape[-2]
+    if isinstance(mask, Slot) or dropout or not same:
+        options["whole"] |= {"q"} if causal else set()
+    else:
+        options |= {"travels": {"q": "k"} if rank > 2 else {}, "emit": _emit}
+        options |= {"outermost": {"q"}, "even": {"q"}, "exchanged": {"q": (query, -1)}} if causal else {}
     return rule_from(call, in_order(call, specs), output, **options)
 
 
-def _emit_causal(local: Call) -> tuple[Step, ...]:
+def _emit(local: Call) -> tuple[Step, ...]:
+    causal, scale = bool(local.arg(5, "is_causal", False)), local.kwargs.get("scale")
+    if (ring := local.mesh_dim("q" + RING)) is not None:
+        return (Step("ring_attention", (*local.args[:3], causal, scale, ring)),)
     mesh_dim = local.mesh_dim("q")
-    if mesh_dim is None:
+    if mesh_dim is None or not causal:
         return (Step(local.target, local.args, local.kwargs),)
-    scale, grouped = local.kwargs.get("scale"), bool(local.kwargs.get("enable_gqa", False))
+    grouped = bool(local.kwargs.get("enable_gqa", False))
     return (Step("causal_attention", (*local.args[:3], scale, grouped, mesh_dim)),)

@@ -10,6 +10,7 @@ import autopar
 from autopar.errors import RuntimeInputError
 from autopar.ir.sharding import Mesh
 from autopar.lowering.context_attention import causal_attention
+from autopar.lowering.ring_attention import ring_attention
 from autopar.runtime.distributed.mesh import make_mesh
 
 
@@ -36,6 +37,30 @@ def attended(rank: int, tokens: int, key_heads: int) -> tuple[float, int]:
         torch.distributed.all_reduce(one.grad)  # every rank has the part of its queries
         errors.append(float((one.grad - reference.grad).abs().max()))
     return max(errors), counter.get_total_flops()
+
+
+def ringed(rank: int, tokens: int, key_heads: int, causal: bool, width: int) -> tuple[float, int]:
+    """The largest error of ring attention's result and of all gradients of a rank, and the FLOP of its forward pass.
+
+    Values have `width` numbers, queries and keys 8.
+    """
+    torch.manual_seed(0)
+    world = torch.distributed.get_world_size()
+    mesh = make_mesh(Mesh.of(cp=world)).dims["cp"]
+    shapes = ((2, 4, tokens, 8), (2, key_heads, tokens, 8), (2, key_heads, tokens, width))
+    whole = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    cotangent = torch.randn(2, 4, tokens, width, dtype=torch.float64)
+    expected = [one.clone().requires_grad_() for one in whole]
+    out = scaled_dot_product_attention(*expected, is_causal=causal, enable_gqa=key_heads < 4, scale=0.7)
+    out.backward(cotangent)
+    own = slice(rank * tokens // world, (rank + 1) * tokens // world)
+    parts = [one[:, :, own].clone().requires_grad_() for one in whole]
+    with FlopCounterMode(display=False) as counter:
+        found = ring_attention(*parts, causal, 0.7, mesh)
+    found.backward(cotangent[:, :, own])
+    pairs = [(found, out[:, :, own])]
+    pairs += [(one.grad, reference.grad[:, :, own]) for one, reference in zip(parts, expected, strict=True)]
+    return max(float((one - reference).detach().abs().max()) for one, reference in pairs), counter.get_total_flops()
 
 
 def other_data(rank: int) -> str:

@@ -1,0 +1,192 @@
+"""Ring attention: every rank has a part of the queries, keys and values, and the keys and values travel.
+
+In each of n steps a rank attends with its queries to the keys that it holds, while these keys go to the next rank. The
+results of the steps become one result (`autopar.lowering.attention_parts`). No rank ever has the keys of the whole
+sequence. In the backward pass keys and values travel again, and their gradients travel with them, in at least 32 bits.
+The last shift brings the gradients home. (Liu et al. 2023, "Ring attention with blockwise transformers".)
+
+Under a causal mask the last part of a sequence has the most work. Mirror ranks therefore swap half of their tokens, as
+in `autopar.lowering.context_attention`. Of 2n chunks, a rank then has an early chunk c and the late chunk 2n-1-c. A
+step is one of:
+
+    the keys of the rank itself             all its queries, causal
+    the keys of a rank with a smaller c     all its queries, the early half of the keys
+    the keys of a rank with a larger c      the late half of its queries, all keys
+
+Each step has the same work on every rank. An odd number of tokens is not swapped: later ranks have more work.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from autopar._torch import private
+from autopar._torch.operators import aten
+from autopar.lowering.attention_parts import attend, gradients, wide
+from autopar.lowering.communicator import Communicator
+from autopar.lowering.functions import all_gather_to_replicate
+
+
+def ring_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    causal: bool,
+    scale: float | None,
+    mesh: Communicator,
+) -> torch.Tensor:
+    """Attention of this rank's part of the queries to the keys of all ranks.
+
+    Args:
+        query: (..., heads, queries / degree, width).
+        key: (..., key heads, keys / degree, width). The number of key heads divides the number of heads.
+        value: (..., key heads, keys / degree, width of values).
+        causal: Whether a query sees only the keys up to its own position. Then there are as many queries as keys.
+        scale: The factor of the scores; None for the usual one.
+        mesh: The ranks that share the sequence.
+    """
+    if private.is_rank_tensor(query):
+        return _of_all_ranks(query, key, value, causal, scale, mesh)
+    batch = query.shape[:-3]
+    own = (x.expand(*batch, *x.shape[-3:]).reshape(-1, *x.shape[-3:]) for x in (query, key, value))
+    out: torch.Tensor = _Ring.apply(*own, causal, scale, mesh)
+    return out.reshape(*batch, *out.shape[-3:])
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        causal: bool,
+        scale: float | None,
+        mesh: Communicator,
+    ) -> torch.Tensor:
+        is_mirrored = causal and query.shape[-2] % 2 == 0
+        if is_mirrored:
+            query, key, value = (_mirrored(x, mesh) for x in (query, key, value))
+        held, out, lse = _flat(key, value), query, query
+        for step in range(mesh.degree):
+            coming = mesh.start_shift(held) if step < mesh.degree - 1 else None
+            seen = _seen(mesh, step, query.shape[-2], key.shape[-2], causal, is_mirrored)
+            if seen is not None:
+                first, count = seen
+                keys, values = (x[..., :count, :] for x in _parts(held, key, value))
+                own = query[..., first:, :]
+                part = attend(own, keys, values, scale, causal=causal and step == 0)
+                out, lse = _joined(out, lse, *part, first) if step else (part[0].to(wide(query.dtype)), part[1])
+            held = held if coming is None else mesh.wait(coming)
+        out = out.to(query.dtype)
+        out = _home(out, mesh) if is_mirrored else out
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.options = causal, scale, mesh, is_mirrored
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        query, key, value, out, lse = ctx.saved_tensors
+        causal, scale, mesh, is_mirrored = ctx.options
+        grad = grads[0].contiguous()
+        if is_mirrored:
+            grad, out = _mirrored(grad, mesh), _mirrored(out, mesh)
+        held, of_query = _flat(key, value), torch.zeros_like(query, dtype=wide(query.dtype))
+        travelling = None
+        for step in range(mesh.degree):
+            coming = mesh.start_shift(held) if step < mesh.degree - 1 else None
+            seen = _seen(mesh, step, query.shape[-2], key.shape[-2], causal, is_mirrored)
+            own = torch.zeros_like(held, dtype=wide(query.dtype))
+            if seen is not None:
+                first, count = seen
+                keys, values = (x[..., :count, :] for x in _parts(held, key, value))
+                rows = out[..., first:, :], lse[..., first:]
+                options = {"scale": scale, "causal": causal and step == 0}
+                part = gradients(grad[..., first:, :], query[..., first:, :], keys, values, *rows, **options)
+                of_query[..., first:, :] += part[0]
+                for whole, one in zip(_parts(own, key, value), part[1:], strict=True):
+                    whole[..., :count, :] += one
+            if travelling is not None:
+                own += mesh.wait(travelling)
+            travelling = mesh.start_shift(own)
+            held = held if coming is None else mesh.wait(coming)
+        assert travelling is not None
+        found = [x.to(query.dtype) for x in (of_query, *_parts(mesh.wait(travelling), key, value))]
+        if is_mirrored:
+            found = [_home(x, mesh) for x in found]
+        return *found, None, None, None
+
+
+def _early(rank: int, degree: int) -> int:
+    """The early chunk of a rank whose halves were swapped."""
+    return min(2 * rank, 2 * degree - 1 - 2 * rank)
+
+
+def _mirrored(x: torch.Tensor, mesh: Communicator) -> torch.Tensor:
+    """This rank's early and late chunk of tokens, instead of two chunks that are neighbours."""
+    at, (first, second) = int(mesh.index()), x.chunk(2, -2)
+    other = mesh.exchange(second.contiguous(), mesh.degree - 1 - at)
+    return torch.cat((first, other) if _early(at, mesh.degree) == 2 * at else (other, first), -2)
+
+
+def _home(x: torch.Tensor, mesh: Communicator) -> torch.Tensor:
+    """The reverse of `_mirrored`."""
+    at, (early, late) = int(mesh.index()), x.chunk(2, -2)
+    first, other = (early, late) if _early(at, mesh.degree) == 2 * at else (late, early)
+    return torch.cat((first, mesh.exchange(other.contiguous(), mesh.degree - 1 - at)), -2)
+
+
+def _seen(
+    mesh: Communicator, step: int, num_queries: int, num_keys: int, causal: bool, is_mirrored: bool
+) -> tuple[int, int] | None:
+    """The first query that sees keys of a step, and the number of keys that it sees; None if no query does."""
+    at = int(mesh.index())
+    source = (at - step) % mesh.degree
+    if not causal or step == 0:
+        return 0, num_keys
+    is_later = source > at
+    if is_mirrored:
+        is_later = _early(source, mesh.degree) > _early(at, mesh.degree)
+        return (num_queries // 2, num_keys) if is_later else (0, num_keys // 2)
+    return None if is_later else (0, num_keys)
+
+
+def _joined(
+    out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor, first: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result of all keys so far, of which the queries from `first` on have seen some more."""
+    before, rows = lse[..., first:], out[..., first:, :]
+    after = torch.logaddexp(before, part_lse)
+    more = part * (part_lse - after).exp().unsqueeze(-1)
+    rows = rows * (before - after).exp().unsqueeze(-1) + more.to(out.dtype)
+    if first == 0:
+        return rows, after
+    return torch.cat((out[..., :first, :], rows), -2), torch.cat((lse[..., :first], after), -1)
+
+
+def _flat(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Keys and values as one message."""
+    return torch.cat((key.reshape(-1), value.reshape(-1)))
+
+
+def _parts(flat: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys and values of a message, in the shapes of `key` and `value`."""
+    return flat[: key.numel()].view(key.shape), flat[key.numel() :].view(value.shape)
+
+
+def _of_all_ranks(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float | None, mesh: Communicator
+) -> torch.Tensor:
+    """The same for all ranks in one process. Their parts differ, so keys are gathered."""
+    keys, values = (all_gather_to_replicate(x, mesh, x.dim() - 2) for x in (key, value))
+    sees = None
+    if causal:
+        rows = torch.arange(query.shape[-2], device=query.device) + mesh.index() * query.shape[-2]
+        sees = rows.unsqueeze(-1) >= torch.arange(keys.shape[-2], device=query.device)
+    options = {"attn_mask": sees, "scale": scale, "enable_gqa": query.shape[-3] != key.shape[-3]}
+    out: torch.Tensor = aten.scaled_dot_product_attention.default(query, keys, values, **options)
+    return out
+
+
+REWRITES: Mapping[str, Callable[..., torch.Tensor]] = {"ring_attention": ring_attention}
