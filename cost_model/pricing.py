@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -31,6 +32,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.offload import ACTIVATIONS
 from autopar.ir.rank_order import ORDERS
+from autopar.ir.sharding import Mesh
 from autopar.ir.stages import How
 
 if TYPE_CHECKING:
@@ -349,11 +351,7 @@ def _between(shares: Sequence[float], values: Sequence[_V]) -> _V:
 
 def shape_of_works(works: ProgramWorks) -> Shape:
     """Facts of a captured model that its blocks do not hold."""
-    mesh, dims = works.mesh, []
-    owning = [(mesh.names[i], mesh.degrees[i]) for i in mesh.owning("parameters")]
-    tensor = [(name, n) for name, n in owning if name != "tp"]
-    for i, (name, n) in enumerate(tensor):
-        dims.append((name, n, int(np.prod([m for _, m in tensor[i + 1 :]], initial=1))))
+    mesh = works.mesh
     return Shape(
         counts=tuple((role, np.array([float(count)])) for role, count in works.counts),
         hidden=np.array([float(works.hidden)]),
@@ -363,8 +361,15 @@ def shape_of_works(works: ProgramWorks) -> Shape:
         element_bytes=float(works.element_bytes),
         stored_bytes=float(works.stored_bytes),
         moment_bytes=works.moment_bytes,
-        tensor_dims=tuple(dims),
+        tensor_dims=_parts_of(mesh, mesh.owning("parameters"), "tp"),
+        context_dims=_parts_of(mesh, mesh.owning("sequence"), "cp"),
     )
+
+
+def _parts_of(mesh: Mesh, dims: Sequence[int], whole: str) -> tuple[tuple[str, int, int], ...]:
+    """Name, ranks and stride of several mesh dimensions that multiply to one degree; () if there is only that one."""
+    parts = [(mesh.names[i], mesh.degrees[i]) for i in dims if mesh.names[i] != whole]
+    return tuple((name, n, prod(m for _, m in parts[i + 1 :])) for i, (name, n) in enumerate(parts))
 
 
 def without_data_parallelism(layouts: Layouts) -> Layouts:

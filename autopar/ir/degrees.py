@@ -24,7 +24,8 @@ class Degrees:
 
     `tp_dims` is `tp` as the product of two mesh dimensions. Each splits axes of its own. With fewer key heads than
     ranks, the first dimension splits the key heads, the second the queries of one key head. `cp` ranks share the same
-    samples and split their sequence. `context` says how attention does so: with "heads" a rank has all tokens of some
+    samples and split their sequence. `cp_dims` is `cp` as the product of two mesh dimensions: the first splits queries,
+    the second heads. `context` says how attention does so: with "heads" a rank has all tokens of some
     heads, with "queries" its queries meet all keys, with "ring" keys travel from rank to rank. None takes the cheapest
     way. With `per_micro_batch` the loss of a
     step is the mean of the separate losses of its micro-batches.
@@ -57,6 +58,7 @@ class Degrees:
     tp: int = 1
     tp_dims: tuple[int, ...] | None = None
     cp: int = 1
+    cp_dims: tuple[int, ...] | None = None
     context: str | None = None
     dp_shard: int = 1
     ep: int = 1
@@ -186,14 +188,18 @@ class Degrees:
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of labels: `dp` splits the batch, `cp` the sequence, `tp` (or `tp0` and `tp1`) everything else.
+        """The mesh of labels: `dp` splits the batch, `cp` the sequence, `tp` everything else.
+
+        `cp` and `tp` may be two mesh dimensions each: `cp0` and `cp1`, `tp0` and `tp1`.
 
         With expert parallelism `dp` is what `ep` leaves of the data-parallel ranks. Without it there is no `ep`, and
         without context parallelism no `cp`.
         """
         tensor = {"tp": self.tp} if self.tp_dims is None else {f"tp{i}": n for i, n in enumerate(self.tp_dims)}
-        inner = {name: degree for name, degree in (("ep", self.ep), ("cp", self.cp)) if degree > 1}
-        return Mesh.of(dp=self.dp // self.ep, **inner, **tensor)
+        experts = {"ep": self.ep} if self.ep > 1 else {}
+        context = {"cp": self.cp} if self.cp_dims is None else {f"cp{i}": n for i, n in enumerate(self.cp_dims)}
+        context = context if self.cp > 1 else {}
+        return Mesh.of(dp=self.dp // self.ep, **experts, **context, **tensor)
 
 
 RECOMPUTE = ("none", "selective", "full", "auto")
@@ -237,8 +243,8 @@ def degrees_from(data: Any, source: str = "plan") -> Degrees:
             problems.append(Problem(path=str(key), rule=f"says {name} a second time", suggestion="keep one"))
             continue
         values[name] = value
-        if name == "tp_dims":
-            values[name], rule = _tensor_dims(value, data.get("tp"))
+        if name in ("tp_dims", "cp_dims"):
+            values[name], rule = _two_dims(value, name[:2], data.get(name[:2]))
         elif name == "sequence_parallel":
             rule = "" if value is None or isinstance(value, bool) else "must be true, false or null"
         elif name == "per_micro_batch":
@@ -265,8 +271,9 @@ def degrees_from(data: Any, source: str = "plan") -> Degrees:
             problems.append(Problem(path=str(key), value="null" if value is None else value, rule=rule))
     if problems:
         raise PlanError(f"{source} cannot be used", problems)
-    if values.get("tp_dims") is not None:
-        values["tp"] = prod(values["tp_dims"])
+    for name in ("tp", "cp"):
+        if values.get(f"{name}_dims") is not None:
+            values[name] = prod(values[f"{name}_dims"])
     return Degrees(**values)
 
 
@@ -309,13 +316,13 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_DEGREE
 
 
-def _tensor_dims(value: Any, tp: Any) -> tuple[tuple[int, ...] | None, str]:
-    """Two degrees of at least 2 whose product is `tp`, and the rule that they break, if any."""
+def _two_dims(value: Any, name: str, degree: Any) -> tuple[tuple[int, ...] | None, str]:
+    """Two degrees of at least 2 whose product is the degree of `name`, and the rule that they break, if any."""
     if value is None:
         return None, ""
     whole = isinstance(value, (list, tuple)) and all(isinstance(d, int) and not isinstance(d, bool) for d in value)
     if not whole or len(value) != 2 or any(not 2 <= d <= MAX_DEGREE for d in value):
         return None, "must be two whole numbers of at least 2"
-    if tp is not None and prod(value) != tp:
-        return None, f"must have the product tp = {tp}"
+    if degree is not None and prod(value) != degree:
+        return None, f"must have the product {name} = {degree}"
     return tuple(value), ""

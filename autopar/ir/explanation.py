@@ -93,6 +93,9 @@ def sizes_in_words(plan: Explained) -> str:
     ]
     experts = f" (ep {degrees.ep})" if degrees.ep > 1 else ""
     parts = [f"{name} {degree}" + experts * (name == "dp_shard") for name, degree in named if degree > 1]
+    if degrees.cp_dims is not None:
+        of_queries, of_heads = degrees.cp_dims
+        parts[parts.index(f"cp {degrees.cp}")] += f" ({of_queries} of queries × {of_heads} of heads)"
     product = " × ".join(parts) or "no split"
     ranks = f"{degrees.world_size} rank{'s' * (degrees.world_size > 1)}"
     zero = f", ZeRO-{degrees.zero}" if degrees.data_ranks > 1 else ""

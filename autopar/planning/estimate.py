@@ -293,7 +293,9 @@ def _priceable(
     works = works.with_state_of(degrees)
     if not is_own:  # other frameworks keep master weights
         works = replace(works, has_master_weights=True)
-    return Priceable(works=works, labels=tuple(labels), degrees=replace(degrees, tp_dims=found.tp_dims))
+    return Priceable(
+        works=works, labels=tuple(labels), degrees=replace(degrees, tp_dims=found.tp_dims, cp_dims=found.cp_dims)
+    )
 
 
 def _degrees_of(program: Program, wish: Mapping[str, Any] | None, world: int, global_batch: int | None) -> Degrees:

@@ -240,15 +240,48 @@ def choose_labels(
 ) -> Labelled:
     """Labels with their degrees and axes.
 
-    The degree `tp` becomes two mesh dimensions if only a factor of it divides the heads. `regather` is the plan's
-    field. `memo` holds the results of earlier labellings.
+    The degrees `tp` and `cp` become two mesh dimensions if only a factor of them divides the heads. For `cp` the blocks
+    must then be faster. `regather` is the plan's field. `memo` holds the results of earlier labellings.
 
     Raises `PlanError` if a degree does not divide the model, and `InfeasibleError` if the solver finds no labels.
     """
+    from autopar.search.labels.context_dims import context_dims
+
+    memo = Memo() if memo is None else memo
+    is_open = degrees.cp > 1 and degrees.cp_dims is None and degrees.context is None
+    dims = context_dims(program, memo(analyse, program), degrees.cp, degrees.tp) if is_open else None
+    ways = [degrees] if dims is None else [degrees, replace(degrees, cp_dims=dims)]
+    found, problem = list[Labelled](), None
+    for own in ways:
+        try:
+            found.append(_labels_on_tensor_dims(program, cluster, own, held=held, regather=regather, memo=memo))
+        except (PlanError, InfeasibleError) as error:
+            problem = problem or error
+    if not found:
+        assert problem is not None
+        raise problem
+    return found[0] if len(found) == 1 else min(found, key=lambda one: _block_seconds(program, one, cluster, regather))
+
+
+def _block_seconds(program: Program, labelled: Labelled, cluster: ClusterSpec, regather: bool) -> float:
+    """Seconds of all blocks of one rank for one sequence of a micro-batch."""
+    degrees = replace(labelled[0], micro_batch=1, loss_chunks=1)
+    return sum(call_seconds(_works(program, labelled, regather), degrees, _on(program, cluster)))
+
+
+def _labels_on_tensor_dims(
+    program: Program,
+    cluster: ClusterSpec,
+    degrees: Degrees,
+    *,
+    held: Mapping[str, Storage] | None,
+    regather: bool,
+    memo: Memo,
+) -> Labelled:
+    """`choose_labels` with the context dimensions of `degrees`."""
     from autopar.search.labels.solve import label  # not needed if labels are kept
     from autopar.search.labels.tensor_dims import tensor_dims
 
-    memo = Memo() if memo is None else memo
     analysis = memo(analyse, program, degrees.mesh)
     free = degrees.tp_dims is None and held is None
     split = tensor_dims(program, analysis, degrees.tp) if free else None
@@ -256,7 +289,7 @@ def choose_labels(
     if split is not None:
         with contextlib.suppress(PlanError, InfeasibleError):
             wanted = replace(degrees, tp_dims=split)
-            on_two = choose_labels(program, cluster, wanted, regather=regather, memo=memo)
+            on_two = _labels_on_tensor_dims(program, cluster, wanted, held=None, regather=regather, memo=memo)
     if on_two is not None and not on_two[2].added_work:
         return on_two
     pinned = {n: _as_held(how, analysis.outer[n]) for n, how in (held or {}).items() if n in program.parameters}

@@ -232,7 +232,7 @@ class SearchLabels:
         None if its blocks differ from the searched blocks.
         """
         searched, found, _ = self.chosen(degrees.tp, degrees.cp, degrees.ep)
-        own = replace(degrees, tp_dims=searched.tp_dims)
+        own = replace(degrees, tp_dims=searched.tp_dims, cp_dims=searched.cp_dims)
         if len(program.blocks) != len(found.blocks):
             return None
         analysis, kept = analyse(program, own.mesh), found.blocks
@@ -287,8 +287,8 @@ def _only_exchanges(works: ProgramWorks) -> bool:
 
 
 def _symbolic(mesh: Mesh) -> Mesh:
-    """The mesh whose blocks have the same work: degrees are symbols, except with two tensor dimensions."""
-    if len(mesh.owning("parameters")) > 1:
+    """The mesh whose blocks have the same work: degrees are symbols, except with two of one kind."""
+    if max(len(mesh.owning("parameters")), len(mesh.owning("sequence"))) > 1:
         return mesh
     return Mesh(mesh.names, tuple(min(degree, 2) for degree in mesh.degrees))
 

@@ -70,7 +70,7 @@ class _Drawing:
 
     def __init__(self, program: Program, plan: Plan, analysis: Analysis, index: int) -> None:
         self.program, self.plan, self.index = program, plan, index
-        self.block, self.dims = program.blocks[index], analysis.dims[index]
+        self.block, self.dims, self.analysis = program.blocks[index], analysis.dims[index], analysis
         labels = plan.blocks[index]
         self.graph = local_graph(analysis, self.block, index, labels, plan.mesh).graph
         self.keys: Mapping[str, str] = {n.name: str(n.meta.get("key", "")) for n in self.block.graph.nodes}
@@ -241,4 +241,4 @@ class _Drawing:
         types = node.meta.get("types")
         if types is None or source.name not in self.dims:
             return ""
-        return placed(self.program, self.dims[source.name], types, self.plan)
+        return placed(self.analysis, self.dims[source.name], types, self.plan)

@@ -131,7 +131,7 @@ def _block(program: Program, analysis: Analysis, plan: Plan, index: int) -> Bloc
         size = round(sent_bytes(collective, whole_bytes, plan.mesh.degree_of(dim)))
         totals[dim, when, collective] = (count + 1, sent + size)
     names = analysis.dims[index]
-    results = (f"{placed(program, names[o], plan.blocks[index].results[o], plan)} ({o})" for o in kept)
+    results = (f"{placed(analysis, names[o], plan.blocks[index].results[o], plan)} ({o})" for o in kept)
     return BlockSummary(
         name=block.name,
         num_calls=len(uses),
@@ -163,11 +163,11 @@ def _selective(program: Program, analysis: Analysis, plan: Plan, index: int) -> 
     )
 
 
-def placed(program: Program, dims: Dims, types: tuple[Type, ...], plan: Plan) -> str:
+def placed(analysis: Analysis, dims: Dims, types: tuple[Type, ...], plan: Plan) -> str:
     """``(batch / dp, sequence / tp, 64)``: the dimensions of a value and who splits them."""
     words = []
     for d, axes in enumerate(dims.axes):
-        kinds = ("batch", program.batch_axes), ("sequence", program.sequence_axes)
+        kinds = ("batch", analysis.batch_axes), ("sequence", analysis.sequence_axes)
         named = [name for name, members in kinds if set(axes) & members]
         word = "·".join(named) or str(dims.shape[d])
         by = [m for m, t in zip(plan.mesh.names, types, strict=True) if t.kind == "S" and t.dim == d]

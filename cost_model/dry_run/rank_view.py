@@ -53,9 +53,10 @@ class RankView:
         if degrees.ep > 1:
             found["dp"], found["ep"] = divmod(found["dp"], degrees.ep)
         found["dp_experts"] = place // degrees.ep * degrees.cp + found["cp"]
-        rest = degrees.coordinate("tp", self.rank)
-        for i in reversed(mesh.owning("parameters")):
-            rest, found[mesh.names[i]] = divmod(rest, mesh.degrees[i])
+        for name, dims in (("cp", mesh.owning("sequence")), ("tp", mesh.owning("parameters"))):
+            rest = degrees.coordinate(name, self.rank)
+            for i in reversed(dims):
+                rest, found[mesh.names[i]] = divmod(rest, mesh.degrees[i])
         return found
 
     @cached_property

@@ -207,7 +207,8 @@ def _beside_attention(basis: Basis, family: Family[Any], layouts: Layouts, role:
     over: tuple[Owned, ...] = ("sequence",)
     sent = _collectives(basis, family, layouts, role, over, beside=True)
     attention = seconds.attention_forward, seconds.attention - seconds.attention_forward
-    share = 0.0 if basis.machine.speeds.in_one_thread else (layouts.cp - 1) / layouts.cp
+    ranks, _ = _ranks(basis, layouts, "cp0" if basis.shape.context_dims else "cp")
+    share = 0.0 if basis.machine.speeds.in_one_thread else (ranks - 1) / ranks
     hidden = [np.minimum(one, share * computing) for one, computing in zip(sent, attention, strict=True)]
     return _Beside(
         exposed=(sent[0] - hidden[0], sent[1] - hidden[1]),
@@ -250,14 +251,15 @@ def _collectives(
 
 def _ranks(basis: Basis, layouts: Layouts, mesh_dim: str) -> tuple[Floats, Floats]:
     """The number of ranks of a mesh dimension of labels, and the stride between them."""
+    one = np.ones(1)
     if owned_by(mesh_dim) == "batch":
         inner = layouts.ep if basis.machine.engine.sends_by_labels else 1.0
         return layouts.dp / inner, layouts.data_stride * layouts.cp * inner
     if owned_by(mesh_dim) == "experts":
         return layouts.ep, layouts.tp * layouts.cp
     if owned_by(mesh_dim) == "sequence":
-        return layouts.cp, layouts.tp
-    one = np.ones(1)
+        parts = basis.shape.context_dims
+        return next(((n * one, by * layouts.tp) for name, n, by in parts if name == mesh_dim), (layouts.cp, layouts.tp))
     return next(((n * one, by * one) for name, n, by in basis.shape.tensor_dims if name == mesh_dim), (layouts.tp, one))
 
 

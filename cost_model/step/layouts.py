@@ -120,6 +120,7 @@ class Shape:
     moment_bytes: float = 8.0  # of the optimizer's state of one trained parameter; Adam's two moments
     # name, ranks and stride of each mesh dimension, if several dimensions multiply to `tp`
     tensor_dims: tuple[tuple[str, int, int], ...] = ()
+    context_dims: tuple[tuple[str, int, int], ...] = ()  # of `cp`, in strides of `cp`
 
     @property
     def has_master_weights(self) -> bool:

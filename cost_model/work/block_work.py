@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from importlib import resources
+from math import prod
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from autopar.cost_model.work.polynomials import Evaluation, Polynomial, Term, evaluation_of, total
@@ -53,7 +54,7 @@ SYMBOLS: Mapping[str, str] = {
 }
 _OPTIONAL = ("selected", "times")  # fields that a file may leave out
 _MOST_POWER = 16  # limit for symbols in a file; powers are evaluated as repeated products
-_TENSOR_DIM = re.compile(r"tp\d")  # symbols of a captured model whose tensor degree is a product
+_ONE_OF_TWO = re.compile(r"[tc]p\d")  # symbols of a captured model whose tensor or context degree is a product
 _Kind = Literal["matmul", "attention", "memory", "again"]
 Cause = Literal["value", "regather", "parameter", "inside", "beside"]
 PASSES = 3  # products of a step for each product of the forward pass: itself, and one for the gradient of each operand
@@ -185,7 +186,8 @@ def sizes_on(mesh: Mesh, sequence: int | None, micro_batch: int | None = None) -
     """The numbers of the symbols of a captured block's expressions on a mesh; one sequence without `micro_batch`."""
     numbers = {name: float(degree) for name, degree in mesh.as_dict().items()}
     numbers |= {"t": numbers.get("tp", 1.0), "d": numbers.get("dp", 1.0), "b": float(micro_batch or 1)}
-    return numbers | {"s": float(sequence or 1) / numbers.get("cp", 1.0), "S": float(sequence or 1)}
+    context = prod(mesh.degrees[i] for i in mesh.owning("sequence"))
+    return numbers | {"s": float(sequence or 1) / context, "S": float(sequence or 1)}
 
 
 @functools.cache
@@ -343,7 +345,7 @@ class _Reader:
             self.fail(path, "a coefficient must be a whole number or [numerator, denominator]", coefficient)
             return None
         for name, power in powers.items():
-            if not (name in SYMBOLS or _TENSOR_DIM.fullmatch(name)):
+            if not (name in SYMBOLS or _ONE_OF_TWO.fullmatch(name)):
                 self.fail(path, f"must be a power of a known symbol; {did_you_mean(name, tuple(SYMBOLS))}", item)
                 return None
             if type(power) is not int or not 1 <= abs(power) <= _MOST_POWER:

@@ -209,7 +209,7 @@ def _training_mesh(
     shape: tuple[int, int, int, int, int], spec: Mesh, order: str, device_type: str, world: object
 ) -> RankMesh:
     """The mesh of one world; `world` is the group of all its ranks. `shape` is pp, dp_replicate, dp_shard, ep, cp."""
-    tensor = tuple(spec.names[i] for i in spec.owning("parameters"))
+    tensor, context = (tuple(spec.names[i] for i in spec.owning(owned)) for owned in ("parameters", "sequence"))
     pp, replicate, shard, ep, cp = shape
     parts = {"pp": ("pp",), "dp": _DATA, "tp": tensor}
     names = tuple(name for part in order.split("-") for name in parts[part])
@@ -226,7 +226,7 @@ def _training_mesh(
     device_mesh = value_mesh = every[(*_DATA, *tensor)]
     samples: tuple[str, ...] = _DATA
     if ep * cp > 1:
-        inner = {"dp_samples": shard // ep} | {name: n for name, n in (("ep", ep), ("cp", cp)) if n > 1}
+        inner = {"dp_samples": shard // ep} | ({"ep": ep} if ep > 1 else {}) | {n: spec.degree_of(n) for n in context}
         override = dict.fromkeys(inner, bounded) if bounded else None
         parts_of_data = every._unflatten("dp_shard", tuple(inner.values()), tuple(inner), override)
         value_mesh = parts_of_data["dp_replicate", *inner, *tensor]
@@ -254,9 +254,9 @@ def _training_mesh(
     if ep > 1:
         zero = value_mesh["dp_replicate", "dp_samples"]
         if cp > 1:
-            over = value_mesh["dp_samples", "cp"]._flatten("dp_experts", bounded)
+            over = value_mesh["dp_samples", *context]._flatten("dp_experts", bounded)
             zero = DeviceMesh._concatenate([value_mesh["dp_replicate"], over])
-        copies = ("dp_replicate", "dp_samples", *(["cp"] if cp > 1 else []))
+        copies = ("dp_replicate", "dp_samples", *context)
         data = flat(value_mesh, copies, "dp_of_experts", lie["cp"])
         experts = ExpertMesh(zero, value_mesh["ep", *tensor], data)
     return RankMesh(

@@ -12,7 +12,7 @@ axis is split twice, so conversions on different mesh dimensions commute.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -265,6 +265,7 @@ def space_of(
     A `relaxed` space includes axes that the degree does not divide. Otherwise only paddable axes may be uneven.
     """
     paddable = paddable_axes(program, analysis, degree)
+    ways = _ways(name, context)
     found: dict[NodeKey, tuple[Variant, ...]] = {}
     for i, bounds in enumerate(analysis.bounds):
         for node, bound in bounds.items():
@@ -282,7 +283,7 @@ def space_of(
                     continue
                 if owned_by(name) == "experts" and not _is_dispatch(variant, call.target, dispatch):
                     continue
-                if owned_by(name) == "sequence" and not _is_context(variant, call.target, context):
+                if owned_by(name) == "sequence" and not _is_context(variant, call.target, ways):
                     continue
                 if variant.factor:
                     axis, size = bound.factors[variant.factor][variant.axis]
@@ -329,12 +330,22 @@ def _is_dispatch(variant: Variant, target: Any, dispatch: str | None) -> bool:
     return variant.factor != "" and variant.is_by_expert == (dispatch == GATHER)
 
 
-def _is_context(variant: Variant, target: Any, context: str | None) -> bool:
+def _ways(name: str, context: str | None) -> Collection[str]:
+    """The ways of attention on a mesh dimension of `cp`; empty for any way.
+
+    Of two dimensions (`autopar.search.labels.context_dims`), the first splits queries and the second heads.
+    """
+    if name == "cp0":
+        return (QUERIES, RING) if context is None else (context,)
+    return (HEADS,) if name == "cp1" else () if context is None else (context,)
+
+
+def _is_context(variant: Variant, target: Any, ways: Collection[str]) -> bool:
     """Whether attention may run so on `cp`. Other operators may run in any way."""
-    if context is None or target is not ATTENTION:
+    if not ways or target is not ATTENTION:
         return True
     way = RING if variant.is_ring else QUERIES if variant.factor == "q" else HEADS
-    return variant.factor != "" and way == context
+    return variant.factor != "" and way in ways
 
 
 def _types_of(

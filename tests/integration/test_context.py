@@ -47,6 +47,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "ring × tp": {"cp": 2, "tp": 2, "context": "ring", "sequence_parallel": True},
     "ring × ZeRO 3": {"cp": 2, "dp": 2, "context": "ring", "zero": 3, "recompute": "full", "accumulate": 2},
     "ring × stages": {"cp": 2, "pp": 2, "context": "ring", "zero": 1, "micro_batches": 2, "recompute": "selective"},
+    "queries × heads": {"cp_dims": [2, 2]},
+    "ring × heads": {"cp_dims": [2, 2], "context": "ring", "loss_chunks": 2},
     "cp × replicas": {"cp": 2, "dp_replicate": 2, "zero": 3, "recompute": "full"},
 }
 CASES = [(model, plan) for model in ("llama3-8b", "gpt2", "qwen3-30b-a3b") for plan in PLANS]
@@ -55,14 +57,15 @@ CASES = [(model, plan) for model in ("llama3-8b", "gpt2", "qwen3-30b-a3b") for p
 @pytest.mark.parametrize(("model", "plan"), thinned(CASES, keep=(CASES[0], CASES[7], CASES[15])), ids=str)
 def test_equal_to_one_device(model: str, plan: str, worlds: Worlds) -> None:
     degrees = PLANS[plan]
-    size = math.prod(degrees.get(name, 1) for name in ("pp", "tp", "cp", "dp", "dp_replicate"))
+    cp = degrees.get("cp") or math.prod(degrees["cp_dims"])
+    size = cp * math.prod(degrees.get(name, 1) for name in ("pp", "tp", "dp", "dp_replicate"))
     count = degrees.get("accumulate", 1) * degrees.get("micro_batches", 1)
     report = verify(
         model, world_size=size, degrees=degrees, layers=4 if "pp" in degrees else 2, hidden=64, seq_len=16,
         batch=2 * count, steps=3, ranks=worlds(size),
     )  # fmt: skip
     assert report.passed, [(q.name, q.max_error, q.limit, q.where) for q in report.quantities]
-    assert report.plan.degrees.cp == degrees["cp"]
+    assert report.plan.degrees.cp == cp
 
 
 @pytest.mark.parametrize("precision", ["bf16", long("fp16")])
