@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from autopar.cache.labels import AGAIN, CHOSEN_FOR_KEPT, KEPT, Chosen, labels_file, labels_text, read_labels
 from autopar.capture.analysis import Analysis, analyse
-from autopar.cost_model.work.program_costs import ProgramWorks, dtype_of, merged_works
+from autopar.cost_model.work.program_costs import ProgramWorks, dtype_of, merged_works, optimizer_figures
 from autopar.errors import PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import EXCHANGE, Degrees
@@ -187,7 +187,10 @@ class SearchLabels:
     def _merged(
         self, works: "Sequence[SymbolicWork]", found: Labelling, *, regather: bool, loss_chunks: int
     ) -> ProgramWorks:
-        return merged_works(self.program, works, found.blocks, found.mesh, regather=regather, loss_chunks=loss_chunks)
+        return merged_works(
+            self.program, works, found.blocks, found.mesh, regather=regather, loss_chunks=loss_chunks,
+            optimizers=self.memo(optimizer_figures, self.program),
+        )  # fmt: skip
 
     def _blocks(self, found: Labelling, degrees: Degrees, chunks: int) -> "list[tuple[Flow, SymbolicWork]]":
         """The program's blocks under labels. Blocks of another degree with the same labels are used again."""
