@@ -203,6 +203,13 @@ def _refines(mesh: Mesh | None) -> bool:
     return mesh is not None and bool(_rivals(mesh) or _rivals_for_batch(mesh))
 
 
+def refining(mesh: Mesh) -> Mesh:
+    """The mesh without the degrees that refine no axis: `analyse` has the same result for it."""
+    rivals = _rivals(mesh)
+    found = {*rivals, *_rivals_for_batch(mesh), *(mesh.owning("experts") if rivals else ())}
+    return Mesh(mesh.names, tuple(n if i in found else 1 for i, n in enumerate(mesh.degrees)))
+
+
 def batch_refinement(axes: Axes, batch: Collection[int], mesh: Mesh) -> dict[int, int]:
     """Split the batch into one part per mesh dimension that splits samples.
 

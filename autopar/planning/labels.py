@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autopar.cache.labels import AGAIN, CHOSEN_FOR_KEPT, KEPT, Chosen, labels_file, labels_text, read_labels
-from autopar.capture.analysis import Analysis, analyse
+from autopar.capture.analysis import Analysis, analyse, refining
 from autopar.cost_model.work.program_costs import ProgramWorks, dtype_of, merged_works, optimizer_figures
 from autopar.errors import PlanError
 from autopar.ir.cluster import ClusterSpec
@@ -195,7 +195,7 @@ class SearchLabels:
     def _blocks(self, found: Labelling, degrees: Degrees, chunks: int) -> "list[tuple[Flow, SymbolicWork]]":
         """The program's blocks under labels. Blocks of another degree with the same labels are used again."""
         program = self._program(degrees)
-        analysis, symbolic = self.memo(analyse, program, degrees.mesh), _symbolic(found.mesh)
+        analysis, symbolic = self.memo(analyse, program, refining(degrees.mesh)), _symbolic(found.mesh)
         every = [
             self.memo(
                 _block,
@@ -237,7 +237,7 @@ class SearchLabels:
             return None
         analysis, kept = analyse(program, own.mesh), found.blocks
         if searched.ep > 1 and own.dp == own.ep:
-            before = self.memo(analyse, self._wide, searched.mesh)
+            before = self.memo(analyse, self._wide, refining(searched.mesh))
             kept = tuple(_without_dp(self._wide, before, i, labels) for i, labels in enumerate(kept))
         blocks = tuple(
             replace(_on(own.mesh, labels), name=block.name, signature=block.signature)
