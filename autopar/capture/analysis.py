@@ -1,6 +1,6 @@
 """Axis analysis of a folded program: union-find over the dimensions of all values in all distinct blocks."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -158,6 +158,14 @@ class _Unifier:
         pairs = [pair for spec, dims in specs for pair in zip(spec, dims, strict=True)]
         return all(self.axes.unify([factors[f] for f in names], [dim]) for names, dim in pairs)
 
+    def expert_atoms(self) -> set[int]:
+        """The atoms of all axes of experts, before any is refined."""
+        found: set[int] = set()
+        for i, block in enumerate(self.program.blocks):
+            for node, factor in _expert_factors(block, {n: r for n, (r, _) in self.rules[i].items()}, self.operands[i]):
+                found.update(self.axes.atoms(self.rules[i][node][1][factor]))
+        return found
+
     def atoms(self, variable: Variable) -> tuple[tuple[int, int], ...]:
         """The atoms of a variable with their sizes. Call this only after all variables are unified."""
         root = self.axes.root(variable)
@@ -193,6 +201,13 @@ def _rivals_for_batch(mesh: Mesh) -> list[int]:
 
 def _refines(mesh: Mesh | None) -> bool:
     return mesh is not None and bool(_rivals(mesh) or _rivals_for_batch(mesh))
+
+
+def refining(mesh: Mesh) -> Mesh:
+    """The mesh without the degrees that refine no axis: `analyse` has the same result for it."""
+    rivals = _rivals(mesh)
+    found = {*rivals, *_rivals_for_batch(mesh), *(mesh.owning("experts") if rivals else ())}
+    return Mesh(mesh.names, tuple(n if i in found else 1 for i, n in enumerate(mesh.degrees)))
 
 
 def batch_refinement(axes: Axes, batch: Collection[int], mesh: Mesh) -> dict[int, int]:
@@ -271,6 +286,8 @@ def analyse(program: Program, mesh: Mesh | None = None) -> Analysis:
     batch = set(axes.atoms(batches))
     if mesh is not None and _rivals(mesh):
         every = {a for block in state.values for dims in block.values() for a in axes.atoms(dims)}
+        if any(mesh.degrees[i] > 1 for i in mesh.owning("experts")):
+            every -= state.expert_atoms() - set(axes.atoms(sequences))  # `ep` splits them whole
         meant_for |= refinement(axes, sorted(every - batch), axes.atoms(sequences), mesh)
     sequence = set(axes.atoms(sequences))
     crossing = {r for call in program.calls for r in call.results}
@@ -304,6 +321,46 @@ def analyse(program: Program, mesh: Mesh | None = None) -> Analysis:
         meant_for=meant_for,
     )
     return replace(found, bounds=_with_ragged(found)) if any(found.ragged) else found
+
+
+def expert_axes(program: Program, analysis: Analysis) -> frozenset[int]:
+    """The axes of experts, without batch and sequence."""
+    found: set[int] = set()
+    for index, bounds in enumerate(analysis.bounds):
+        rules = {name: bound.rule for name, bound in bounds.items()}
+        for name, factor in _expert_factors(program.blocks[index], rules, analysis.operands[index]):
+            found.update(axis for axis, _ in bounds[name].factors[factor])
+    return frozenset(found) - analysis.batch_axes - analysis.sequence_axes
+
+
+def _expert_factors(
+    block: Block, rules: Mapping[NodeName, Rule], operands: Mapping[NodeName, tuple[NodeName, ...]]
+) -> Iterator[tuple[NodeName, str]]:
+    """Operators and their factors of experts: the matrices of a product along such a factor meet rows of their own.
+
+    Sorted rows have none, so a rule names their experts. Else the factor is in the parameter, in the other operand and
+    in the result.
+    """
+    weights = _parameters_and_views(block, operands)
+    for name, rule in rules.items():
+        if rule.expert:
+            yield name, rule.expert
+        if rule.flops and len(rule.inputs) > 1 and not weights.isdisjoint(operands[name]):
+            every = [{f for dim in spec for f in dim} for spec in (*rule.inputs[:2], rule.output)]
+            yield from ((name, factor) for factor in sorted(set.intersection(*every) - rule.whole))
+
+
+def parameter_values(program: Program, analysis: Analysis, block: int) -> set[str]:
+    """Parameters of a block, and views and casts of them."""
+    return _parameters_and_views(program.blocks[block], analysis.operands[block])
+
+
+def _parameters_and_views(block: Block, operands: Mapping[NodeName, tuple[NodeName, ...]]) -> set[str]:
+    found = {name for name, role in block.ports.items() if role == "parameter"}
+    for node, names in operands.items():
+        if names and all(name in found for name in names):
+            found.add(node)
+    return found
 
 
 def _with_ragged(analysis: Analysis) -> tuple[Mapping[NodeName, Bound], ...]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autopar._torch import private
-from autopar.capture.analysis import Analysis, analyse
+from autopar.capture.analysis import Analysis, analyse, refining
 from autopar.cost_model.memory.lower_bound import refuse_what_does_not_fit
 from autopar.cost_model.work.coverage import Coverage
 from autopar.cost_model.work.coverage import coverage as coverage_of
@@ -282,7 +282,7 @@ def _labels_on_tensor_dims(
     from autopar.search.labels.solve import label  # not needed if labels are kept
     from autopar.search.labels.tensor_dims import tensor_dims
 
-    analysis = memo(analyse, program, degrees.mesh)
+    analysis = memo(analyse, program, refining(degrees.mesh))
     free = degrees.tp_dims is None and held is None
     split = tensor_dims(program, analysis, degrees.tp) if free else None
     on_two: Labelled | None = None

@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autopar.cache.labels import AGAIN, CHOSEN_FOR_KEPT, KEPT, Chosen, labels_file, labels_text, read_labels
-from autopar.capture.analysis import Analysis, analyse
-from autopar.cost_model.step.experts import has_experts
-from autopar.cost_model.work.block_work import VARIANTS
-from autopar.cost_model.work.program_costs import ProgramWorks, dtype_of, merged_works
+from autopar.capture.analysis import Analysis, analyse, refining
+from autopar.cost_model.work.program_costs import ProgramWorks, dtype_of, merged_works, optimizer_figures
 from autopar.errors import PlanError
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.degrees import Degrees
+from autopar.ir.degrees import EXCHANGE, Degrees
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Program
 from autopar.ir.sharding import I, Mesh, Type
@@ -26,6 +24,7 @@ from autopar.memo import Memo
 from autopar.planning.fixed import Labelled, choose_labels
 from autopar.planning.machine import own_machinery
 from autopar.planning.recomputed import chosen_keys, fastest, recomputable_of, repeated_blocks
+from autopar.rules.routed import ORDER
 from autopar.search.labels.check import check
 from autopar.search.labels.choices import num_experts
 from autopar.search.labels.result import Labelling
@@ -104,31 +103,29 @@ class SearchLabels:
     def _program(self, wanted: Degrees) -> Program:
         return self._wide if wanted.ep > 1 else self.program
 
+    @cached_property
+    def experts_of_token(self) -> int:
+        """The most experts that a token chooses; 0 if no rows of tokens are sorted."""
+        every = self.memo(analyse, self.program).calls
+        orders = (call for calls in every for call in calls.values() if call.target is ORDER)
+        return max((call.operands[0].shape[-1] for call in orders), default=0)
+
     def _wanted(self, tp: int, cp: int, ep: int) -> Degrees:
-        """The degrees that labels are chosen for. Expert degrees that dispatch alike share labels."""
-        if ep == 1:
-            return replace(self.wanted, tp=tp, cp=cp, context=self.context if cp > 1 else None)
-        first = self.memo(SearchLabels._dispatched_like, self, ep)
-        return self._of_experts(self._wanted(tp, cp, 1), first)
+        """The degrees that labels are chosen for. Expert degrees that exchange rows share labels.
 
-    def _of_experts(self, degrees: Degrees, ep: int) -> Degrees:
-        return replace(degrees, ep=ep, dp_shard=LABELLED_DP * ep, dispatch=self.dispatch)
-
-    def _dispatched_like(self, ep: int) -> int:
-        """The smallest expert degree whose labels dispatch as those of `ep`, without tensor and context ranks.
-
-        Gathered tokens grow with the number of expert ranks, and exchanged rows do not. So if no tokens are gathered,
-        none are with more ranks.
+        Exchanged rows hardly grow with the number of expert ranks, and gathered tokens do. From as many ranks as a
+        token has experts, an exchange sends less. Fewer ranks take the cheaper way, so each degree has its own labels.
         """
-        known: dict[tuple[str, ...], int] = {}
-        for n in (n for n in divisors(self.num_experts) if 1 < n <= ep):
-            degrees, found, works = self.memo(SearchLabels._chosen, self, self._of_experts(self.wanted, n))
-            at = degrees.mesh.names.index("ep")
-            dispatch = tuple(label[at] for block in found.blocks for label in block.labels.values())
-            first = known.setdefault(dispatch, n)
-            if n == ep or _only_exchanges(works):
-                return first
-        return ep
+        wanted = replace(self.wanted, tp=tp, cp=cp, context=self.context if cp > 1 else None)
+        if ep == 1:
+            return wanted
+        dispatch, least = self.dispatch, 2
+        if dispatch is None and 0 < self.experts_of_token <= ep:
+            dispatch, least = EXCHANGE, self.experts_of_token
+        alike = [n for n in divisors(self.num_experts) if n >= max(least, 2)]
+        if dispatch == EXCHANGE and ep in alike:
+            ep = alike[0]
+        return replace(wanted, ep=ep, dp_shard=LABELLED_DP * ep, dispatch=dispatch)
 
     def _chosen(self, wanted: Degrees) -> Chosen:
         gathers = AGAIN if self.regather else CHOSEN_FOR_KEPT
@@ -190,12 +187,15 @@ class SearchLabels:
     def _merged(
         self, works: "Sequence[SymbolicWork]", found: Labelling, *, regather: bool, loss_chunks: int
     ) -> ProgramWorks:
-        return merged_works(self.program, works, found.blocks, found.mesh, regather=regather, loss_chunks=loss_chunks)
+        return merged_works(
+            self.program, works, found.blocks, found.mesh, regather=regather, loss_chunks=loss_chunks,
+            optimizers=self.memo(optimizer_figures, self.program),
+        )  # fmt: skip
 
     def _blocks(self, found: Labelling, degrees: Degrees, chunks: int) -> "list[tuple[Flow, SymbolicWork]]":
         """The program's blocks under labels. Blocks of another degree with the same labels are used again."""
         program = self._program(degrees)
-        analysis, symbolic = self.memo(analyse, program, degrees.mesh), _symbolic(found.mesh)
+        analysis, symbolic = self.memo(analyse, program, refining(degrees.mesh)), _symbolic(found.mesh)
         every = [
             self.memo(
                 _block,
@@ -237,7 +237,7 @@ class SearchLabels:
             return None
         analysis, kept = analyse(program, own.mesh), found.blocks
         if searched.ep > 1 and own.dp == own.ep:
-            before = self.memo(analyse, self._wide, searched.mesh)
+            before = self.memo(analyse, self._wide, refining(searched.mesh))
             kept = tuple(_without_dp(self._wide, before, i, labels) for i, labels in enumerate(kept))
         blocks = tuple(
             replace(_on(own.mesh, labels), name=block.name, signature=block.signature)
@@ -277,13 +277,6 @@ def _in_chunks(flow: "Flow", work: "SymbolicWork", chunks: int) -> "tuple[Flow, 
         return flow, work
     own = replace(flow, loss_chunks=chunks)
     return own, work_of(own)
-
-
-def _only_exchanges(works: ProgramWorks) -> bool:
-    """Whether expert ranks send rows, and gather no tokens."""
-    family = works.family
-    blocks = (family.block(role, VARIANTS[0]) for role in family.roles if has_experts(role))
-    return all(sent.collective == "all_to_all" for work in blocks for sent in work.sent if sent.mesh_dim == "ep")
 
 
 def _symbolic(mesh: Mesh) -> Mesh:

@@ -135,8 +135,12 @@ def merged_works(
     name: str = "",
     regather: bool = True,
     loss_chunks: int = 1,
+    optimizers: Mapping[str, OptimizerFigures] | None = None,
 ) -> ProgramWorks:
-    """The work of a program. `works` has the work of each of its distinct blocks."""
+    """The work of a program. `works` has the work of each of its distinct blocks.
+
+    `optimizers` are the `optimizer_figures` of the program, if they are known.
+    """
     roles = _roles(program)
     used: dict[str, list[BlockWork[Polynomial]]] = {"first": [], "last": []}
     for call, role in zip(main_calls(program), roles, strict=True):
@@ -178,11 +182,12 @@ def merged_works(
         sequence_parallel=_is_split(program, roles, labels, mesh),
         regather=regather,
         loss_chunks=loss_chunks,
-        optimizers=_optimizers(program),
+        optimizers=optimizer_figures(program) if optimizers is None else optimizers,
     )
 
 
-def _optimizers(program: Program) -> dict[str, OptimizerFigures]:
+def optimizer_figures(program: Program) -> dict[str, OptimizerFigures]:
+    """What each optimizer holds of a trained parameter of a program."""
     hidden, trained = hidden_parameters(program), [i for i in program.parameters.values() if i.requires_grad]
     own = [
         OwnPart(

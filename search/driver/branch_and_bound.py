@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.ir.arrays import Floats, Integers
 
@@ -73,7 +74,7 @@ def best_first(
         added: The increase of a class's bounds by the exact price of a candidate; by default its price less its bound.
         on_bound: Gets the best price so far and the smallest bound.
     """
-    left = bounds.copy()
+    open_ = _Open(bounds, classes)
     found: list[Exact] = []
     best = np.inf
     is_told = np.zeros(len(bounds), dtype=bool)
@@ -81,50 +82,80 @@ def best_first(
     prefetch(list(first))
 
     def take(index: int) -> None:
-        nonlocal best, left
+        nonlocal best
         if not is_told[index]:
-            likely = _likely(np.where(is_told, np.inf, left), classes, best)
+            likely = open_.likely(is_told, best)
             is_told[[*likely, index]] = True
             prefetch(likely)
         value = price(index)
         found.append(Exact(index=index, value=value))
-        bound = bounds[index]
-        left[index] = np.inf
+        open_.close(index)
         if np.isfinite(value):
-            best = min(best, value)
-            alike = np.flatnonzero((classes == classes[index]) & np.isfinite(left))
-            more = max(0.0, value - bound) if added is None else added(index, alike)
-            left[alike] = np.maximum(left[alike], bounds[alike] + more * (1 - ROUNDING))
+            if value < best:
+                best = value
+                open_.keep_below(best)
+            alike = open_.alike(index)
+            more = max(0.0, value - bounds[index]) if added is None else added(index, open_.index[alike])
+            open_.raise_to(alike, bounds[open_.index[alike]] + more * (1 - ROUNDING))
 
     for index in dict.fromkeys(first):
-        if np.isfinite(left[index]) and len(found) < most and should_continue():
+        if np.isfinite(bounds[index]) and len(found) < most and should_continue():
             take(index)
     while len(found) < most and (should_continue() or not np.isfinite(best)):
-        index = _smallest(left, ties) if len(left) else -1
-        if index < 0 or left[index] >= best * (1 - ROUNDING) or not np.isfinite(left[index]):
+        index, bound = open_.smallest(ties)
+        if bound >= best * (1 - ROUNDING) or not np.isfinite(bound):
             return Proof(priced=tuple(found), bound=best, is_proven=True)
-        on_bound(best, float(left[index]))
+        on_bound(best, bound)
         take(index)
-    remaining = float(left.min()) if len(left) else np.inf
+    remaining = open_.smallest(None)[1]
     proven = remaining >= best * (1 - ROUNDING)
     return Proof(priced=tuple(found), bound=min(best, remaining), is_proven=bool(proven))
 
 
-def _smallest(left: Floats, ties: Floats | None) -> int:
-    first = int(np.argmin(left))
-    if ties is None or not np.isfinite(left[first]):
-        return first
-    alike = np.flatnonzero(left <= left[first])
-    return int(alike[np.argmin(ties[alike])])
+class _Open:
+    """The candidates that may still be the best, in order, with their raised bounds.
 
-
-def _likely(left: Floats, classes: Integers, best: float) -> list[int]:
-    """The first candidate of each class with a bound below the best price, smallest bound first.
-
-    More candidates of these classes follow if the classes are few.
+    `index` has their numbers, and `left` their bounds. A price shortens both, because few of very many candidates are
+    below it.
     """
-    below = np.flatnonzero(left < best)
-    order = below[np.argsort(left[below], kind="stable")]
-    first = np.sort(np.unique(classes[order], return_index=True)[1])
-    likely = [*order[first][:AHEAD], *order[:LEAST_AHEAD]]
-    return [int(index) for index in dict.fromkeys(likely)][: max(len(first), LEAST_AHEAD)][:AHEAD]
+
+    def __init__(self, bounds: Floats, classes: Integers) -> None:
+        self.index = np.flatnonzero(np.isfinite(bounds))
+        self.left, self.classes, self.class_of = bounds[self.index], classes[self.index], classes
+
+    def keep_below(self, best: float) -> None:
+        mine = self.left < best
+        self.index, self.left, self.classes = self.index[mine], self.left[mine], self.classes[mine]
+
+    def alike(self, index: int) -> Integers:
+        """The places of the open candidates of a candidate's class."""
+        return np.flatnonzero((self.classes == self.class_of[index]) & np.isfinite(self.left))
+
+    def raise_to(self, places: Integers, values: Floats) -> None:
+        self.left[places] = np.maximum(self.left[places], values)
+
+    def close(self, index: int) -> None:
+        place = int(np.searchsorted(self.index, index))
+        if place < len(self.index) and self.index[place] == index:
+            self.left[place] = np.inf
+
+    def smallest(self, ties: Floats | None) -> tuple[int, float]:
+        """The candidate with the smallest bound, and this bound, which is infinite if none is open."""
+        if not len(self.left):
+            return -1, np.inf
+        place = int(np.argmin(self.left))
+        if ties is not None and np.isfinite(self.left[place]):
+            alike = np.flatnonzero(self.left <= self.left[place])
+            place = int(alike[np.argmin(ties[self.index[alike]])])
+        return int(self.index[place]), float(self.left[place])
+
+    def likely(self, is_told: NDArray[np.bool_], best: float) -> list[int]:
+        """The first candidate of each class with a bound below the best price, smallest bound first.
+
+        More candidates of these classes follow if the classes are few.
+        """
+        below = np.flatnonzero((self.left < best) & ~is_told[self.index])
+        order = below[np.argsort(self.left[below], kind="stable")]
+        first = np.sort(np.unique(self.classes[order], return_index=True)[1])
+        likely = self.index[[*order[first][:AHEAD], *order[:LEAST_AHEAD]]]
+        return [int(index) for index in dict.fromkeys(likely.tolist())][: max(len(first), LEAST_AHEAD)][:AHEAD]

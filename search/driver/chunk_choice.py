@@ -100,12 +100,12 @@ class _InChunks:
     def _screen(self) -> None:
         """Bounds in chunks. A bound that is not below the least value is infinite."""
         mine, c = self._can_gain(), self.found.candidates
-        splits = [split for split in c.splits() if split not in self.refused and np.any(mine & c.of(split))]
-        own = [split for split in splits if split in self.found.labelled]
+        each = {split: c.among(split, mine) for split in c.splits() if split not in self.refused}
+        each = {split: index for split, index in each.items() if len(index)}
+        own = [split for split in each if split in self.found.labelled]
         for split in own:
-            self._put(np.flatnonzero(mine & c.of(split)), split)
-        for split in splits:
-            index = np.flatnonzero(mine & c.of(split))
+            self._put(each[split], split)
+        for split, index in each.items():
             first = stand_in(split, self.found.labelled)
             if split in own or first is None:
                 continue
@@ -138,7 +138,7 @@ class _InChunks:
         gains &= self.goal.bounds(c, replace(screened, seconds=screened.pipeline)) < self.least
         needed = np.minimum(screened.without_bytes, screened.recomputed_bytes)
         for split in c.splits():
-            mine = np.flatnonzero(gains & c.of(split))
+            mine = c.among(split, gains)
             if not len(mine):
                 continue
             freed = self._logits_of_a_sequence(split, mine[:1]) * c.micro_batch[mine]

@@ -101,7 +101,7 @@ class _Kept:
             bounds[mine] *= 1 - most_saved(self.found, mine)
         for split in self.found.labelled:
             for count, part in self.goal.parts.items():
-                mine = np.flatnonzero((bounds < self.least) & c.of(split) & (c.num_devices == count))
+                mine = c.among(split, (bounds < self.least) & (c.num_devices == count))
                 if len(mine) and self._can_price(split):
                     screened = screen(self.works[split], c.at(mine), part.on)
                     bounds[mine] = np.maximum(bounds[mine], self.goal.bounds(c.at(mine), screened))
@@ -169,7 +169,7 @@ def most_saved(found: Searched, index: NDArray[np.int64]) -> Floats:
     for split in few.splits():
         labels = split if split in works else stand_in(split, tuple(works))  # the labels behind the bounds
         for devices, part in found.goal.parts.items():
-            mine = np.flatnonzero(few.of(split) & (few.num_devices == devices))
+            mine = few.among(split, few.num_devices == devices)
             if labels is not None and len(mine):
                 saved[mine] = _most_saved(works[labels], few.at(mine), part.on)
     return np.broadcast_to(spread(saved, each.index), len(index))

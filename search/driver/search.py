@@ -26,7 +26,7 @@ from autopar.ir.arrays import Floats
 from autopar.ir.cluster import ClusterSpec
 from autopar.search.bounds.lower_bounds import Machinery, Screened, screen
 from autopar.search.bounds.memory import level_weights
-from autopar.search.driver.branch_and_bound import Proof, best_first
+from autopar.search.driver.branch_and_bound import AHEAD, Proof, best_first
 from autopar.search.driver.optuna_refine import Refined, refine
 from autopar.search.driver.optuna_seeds import NEARLY, kinds_of, starts_of
 from autopar.search.driver.study import StudyPlace
@@ -190,6 +190,8 @@ class _Search:
         self.classes = classes_of(self.candidates, goal)
         self.together = Together(self.candidates, self.works, goal)
         self.unlabelled = self.candidates.splits()
+        self.needs_labels = np.ones(len(self.candidates), dtype=bool)
+        self.values = np.full(len(self.candidates), np.inf)  # the bounds
         for split in _first(self.unlabelled):
             self.label(split)
         while not self.works and self.unlabelled:
@@ -197,28 +199,39 @@ class _Search:
         self.baselines = baselines(self.candidates, cluster)
 
     def label(self, split: Split) -> None:
-        """Choose labels for a split, and screen the candidates that depend on them.
+        """Choose labels for a split, and screen the candidates that depend on them."""
+        self.unlabelled.remove(split)
+        own = self.candidates.places[split]
+        self.needs_labels[own] = False
+        try:
+            works = self.works[split] = self.works_of(*split)
+        except AutoparError as error:
+            self.refused[split] = str(error)
+            self._put(own, None)
+            return
+        stood_in = [self.candidates.places[other] for other in self._without_own(split)]
+        if split.cp * split.ep > 1 and not stood_in:
+            own = own[self._is_open(own)]
+        wanted = np.sort(np.concatenate([own, *stood_in]))
+        for on, mine in self.machinery:
+            index = wanted[mine[wanted]]
+            if len(index):
+                self._put(index, screen(works, self.candidates.at(index), on))
 
-        Labels of one expert degree are those of others too, so all expert degrees get labels together.
+    def _is_open(self, index: NDArray[np.intp]) -> NDArray[np.bool_]:
+        """Whether candidates may still matter, by the bounds of their stand-in.
+
+        They may become the best, or nearly the best, also if every stage recomputes its own number of blocks. Own
+        labels of context and expert ranks only make them slower.
         """
-        beside = [one for one in self.unlabelled if one.ep > 1 and (one.tp, one.cp) == (split.tp, split.cp)]
-        splits = beside if split.ep > 1 else [split]
-        self.unlabelled = [other for other in self.unlabelled if other not in splits]
-        found: dict[int, tuple[ProgramWorks, list[Split]]] = {}
-        for one in splits:
-            try:
-                works = self.works[one] = self.works_of(*one)
-            except AutoparError as error:
-                self.refused[one] = str(error)
-                self._put(np.flatnonzero(self.candidates.of(one)), None)
-            else:
-                found.setdefault(id(works), (works, []))[1].extend((one, *self._without_own(one)))
-        for works, alike in found.values():
-            wanted = self.candidates.of(*alike)
-            for on, mine in self.machinery:
-                index = np.flatnonzero(wanted & mine)
-                if len(index):
-                    self._put(index, screen(works, self.candidates.at(index), on))
+        least = min(self.below, *(self.goal.value(one) for one in self.exact.values() if one.fits), np.inf)
+        if not np.isfinite(least):
+            return np.ones(len(index), dtype=bool)
+        screened = Screened(**{name: column[index] for name, column in self.columns.items()})
+        by_stage = replace(screened, seconds=screened.by_stage_seconds * (1 - NEARLY))
+        c = self.candidates.at(index)
+        values = np.minimum(self.values[index], self.goal.bounds(c, by_stage))
+        return np.asarray(values < least * (1 + NEARLY))
 
     def _without_own(self, split: Split) -> Iterator[Split]:
         """The splits without labels whose candidates are screened with the new labels of `split` for now."""
@@ -228,11 +241,22 @@ class _Search:
     def _put(self, index: NDArray[Any], screened: Screened | None) -> None:
         for name, column in self.columns.items():
             column[index] = np.inf if screened is None else getattr(screened, name)
+        self.values[index] = np.inf if screened is None else self.goal.bounds(self.candidates.at(index), screened)
 
     def explore(self, most: int, should_continue: Callable[[], bool], on_progress: Callable[[str], None]) -> Proof:
-        """Price candidates until the best is proven, or until a candidate without labels is next."""
-        needs_labels = self.candidates.of(*self.unlabelled)
-        bounds = self.bounds()
+        """Price candidates until the best is proven, or until a candidate without labels is next.
+
+        A few candidates with labels come first. Their prices show which others are still open.
+        """
+        needs_labels, bounds = self.needs_labels, self.bounds()
+        if self.unlabelled and not self.exact:
+            self._best_first(np.where(needs_labels, np.inf, bounds), min(most, AHEAD), should_continue, on_progress)
+        return self._best_first(bounds, most, should_continue, on_progress)
+
+    def _best_first(
+        self, bounds: Floats, most: int, should_continue: Callable[[], bool], on_progress: Callable[[str], None]
+    ) -> Proof:
+        needs_labels = self.needs_labels
         stopped = False
 
         def price(index: int) -> float:
@@ -275,8 +299,7 @@ class _Search:
 
     def bounds(self) -> Floats:
         """The smallest possible value of every candidate. It is infinite if it is not smaller than `below`."""
-        found = self.goal.bounds(self.candidates, Screened(**self.columns))
-        return np.where(found < self.below, found, np.inf)
+        return np.where(self.values < self.below, self.values, np.inf)
 
     def open_split(self, proof: Proof) -> Split | None:
         """The split without labels whose candidate was next."""

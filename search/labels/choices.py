@@ -18,7 +18,7 @@ from math import prod
 from typing import Any
 
 from autopar._torch.operators import aten
-from autopar.capture.analysis import Analysis
+from autopar.capture.analysis import Analysis, expert_axes
 from autopar.errors import InfeasibleError
 from autopar.ir.degrees import EXCHANGE, GATHER, HEADS, QUERIES, RING, WHOLE
 from autopar.ir.program import Program
@@ -169,25 +169,6 @@ def owned_axes(
     for earlier in solved:
         taken |= split_axes(analysis, boundary, earlier)
     return all_axes(analysis) - taken
-
-
-def expert_axes(program: Program, analysis: Analysis) -> frozenset[int]:
-    """The axes of experts: the matrices of a product along such an axis meet rows of their own.
-
-    Sorted rows have none, so a rule names their experts. Else the axis is in the parameter, in the other operand and in
-    the result.
-    """
-    found: set[int] = set()
-    for index, bounds in enumerate(analysis.bounds):
-        weights = parameter_values(program, analysis, index)
-        for name, bound in bounds.items():
-            rule = bound.rule
-            names = [rule.expert] if rule.expert else []
-            if rule.flops and len(rule.inputs) > 1 and not weights.isdisjoint(analysis.operands[index][name]):
-                every = [{f for dim in spec for f in dim} for spec in (*rule.inputs[:2], rule.output)]
-                names += sorted(set.intersection(*every) - rule.whole)
-            found |= {axis for factor in names for axis, _ in bound.factors[factor]}
-    return frozenset(found) - analysis.batch_axes - analysis.sequence_axes
 
 
 def num_experts(program: Program, analysis: Analysis) -> tuple[int, ...]:
@@ -394,12 +375,3 @@ def share_of(solved: Sequence[Solved], boundary: Boundary, key: NodeKey) -> floa
     """The fraction of a value that one rank holds under the mesh dimensions that are already labelled."""
     kinds = ((s.type_of(boundary, key), s.degree) for s in solved)
     return 1 / prod(degree for kind, degree in kinds if kind.kind == "S")
-
-
-def parameter_values(program: Program, analysis: Analysis, block: int) -> set[str]:
-    """Parameters of a block, and views and casts of them."""
-    found = {name for name, role in program.blocks[block].ports.items() if role == "parameter"}
-    for node, names in analysis.operands[block].items():
-        if names and all(name in found for name in names):
-            found.add(node)
-    return found

@@ -16,7 +16,7 @@ from math import inf, prod
 
 import numpy as np
 
-from autopar.capture.analysis import Analysis
+from autopar.capture.analysis import Analysis, parameter_values
 from autopar.cost_model.work.block_work import PASSES
 from autopar.cost_model.work.operator_cost import is_view, local_flops, parameter_state_bytes, saved_operands
 from autopar.ir.program import Program
@@ -30,7 +30,6 @@ from autopar.search.labels.choices import (
     NodeKey,
     Solved,
     Space,
-    parameter_values,
     share_of,
 )
 from autopar.search.labels.elimination import eliminated

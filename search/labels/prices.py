@@ -17,12 +17,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 
-from autopar.capture.analysis import Analysis
+from autopar.capture.analysis import Analysis, parameter_values
 from autopar.ir.cluster import ClusterSpec, memory_bytes_per_s, peak_flops_per_s
 from autopar.ir.program import Program
 from autopar.ir.sharding import Mesh
 from autopar.rules.rule import Call
-from autopar.search.labels.choices import Boundary, parameter_values
+from autopar.search.labels.choices import Boundary
 from autopar.search.labels.ring import Ring, ring_of
 
 REFERENCE_BYTES = 64 * 1024 * 1024  # 8192 tokens × 4096 × 2 bytes

@@ -10,9 +10,9 @@ heads, each on two ranks. Widths and vocabularies are split by both.
 from collections.abc import Iterator
 from math import gcd, prod
 
-from autopar.capture.analysis import Analysis
+from autopar.capture.analysis import Analysis, parameter_values
 from autopar.ir.program import Program
-from autopar.search.labels.choices import is_paddable, parameter_values
+from autopar.search.labels.choices import is_paddable
 
 
 def tensor_dims(program: Program, analysis: Analysis, tp: int) -> tuple[int, int] | None:

@@ -57,7 +57,7 @@ def _prepared(
     c: Candidates, devices: int, split: Split, works: ProgramWorks, part: Part, least_memory: bool, memo: Memo
 ) -> tuple[_Index, Prepared]:
     """All candidates of one split on one number of devices, and the object that prices them."""
-    mine = np.flatnonzero((c.num_devices == devices) & c.of(split))
+    mine = c.among(split, c.num_devices == devices)
     layouts = layouts_of(c.at(mine), sequence_parallel=works.sequence_parallel)
     return mine, Prepared(
         works, layouts, lambda place: c.degrees(int(mine[place])), part.on, memo, least_memory=least_memory

@@ -11,8 +11,9 @@ Recomputation is no dimension of the space, because it follows from a candidate'
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,7 +47,7 @@ class Split(NamedTuple):
         return f"tensor degree {self.tp}" + "".join(more)
 
 
-@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Candidates:
     """Candidates as arrays of one length, one for each column of `autopar.search.space.dimensions.DIMENSIONS`.
 
@@ -69,20 +70,32 @@ class Candidates:
     def __len__(self) -> int:
         return len(self.tp)
 
-    @property
+    @cached_property
     def dp(self) -> Integers:
         """Data-parallel ranks."""
         return self.dp_shard * self.dp_replicate
 
-    @property
+    @cached_property
     def num_devices(self) -> Integers:
         """Devices that each candidate uses."""
         return self.pp * self.tp * self.cp * self.dp
 
+    @cached_property
+    def places(self) -> Mapping[Split, NDArray[np.intp]]:
+        """The candidates of every split, in order. Labels are chosen for splits."""
+        if not len(self):
+            return {}
+        columns = (self.ep, self.cp, self.tp)
+        alike = distinct([numbered(column) for column in columns])
+        number = np.zeros(len(self), dtype=np.intp) if alike.index is None else alike.index
+        few = number.astype(np.uint16) if alike.count <= 1 << 16 else number  # sorted by their digits
+        groups = np.split(np.argsort(few, kind="stable"), np.cumsum(np.bincount(number))[:-1])
+        found = {self.split(int(group[0])): group for group in groups}
+        return {split: found[split] for split in sorted(found, key=lambda one: (one.ep, one.cp, one.tp))}
+
     def splits(self) -> list[Split]:
         """The different degrees that labels are chosen for, in order."""
-        columns = (self.ep.tolist(), self.cp.tolist(), self.tp.tolist())
-        return [Split(tp, cp, ep) for ep, cp, tp in sorted({*zip(*columns, strict=True)})]
+        return list(self.places)
 
     def split(self, index: int) -> Split:
         """The degrees that the labels of one candidate are chosen for."""
@@ -92,8 +105,14 @@ class Candidates:
         """The candidates whose labels are chosen for one of several degrees."""
         found = np.zeros(len(self), dtype=bool)
         for split in splits:
-            found |= (self.tp == split.tp) & (self.cp == split.cp) & (self.ep == split.ep)
+            if split in self.places:
+                found[self.places[split]] = True
         return found
+
+    def among(self, split: Split, mask: NDArray[np.bool_]) -> NDArray[np.intp]:
+        """The candidates of a split that a mask has, in order."""
+        own = self.places.get(split, np.zeros(0, dtype=np.intp))
+        return own[mask[own]]
 
     def at(self, index: Any) -> "Candidates":
         """The candidates of an index array or mask."""

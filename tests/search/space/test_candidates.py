@@ -1,6 +1,6 @@
 """The space: every legal candidate once, also under constraints."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -13,11 +13,12 @@ from autopar.search.space.candidates import Candidates, candidates
 from autopar.search.space.constraints import Constraints
 from autopar.search.space.dimensions import divisors
 
+COLUMNS = [each.name for each in fields(Candidates)]
 CONSTRAINTS = Constraints(num_devices=24, global_batch=48, most_stages=10, tensor_degrees=(1, 2, 3, 4, 8))
 
 
 def rows(found: Candidates) -> list[tuple[int, ...]]:
-    names = Candidates.__slots__
+    names = COLUMNS
     return list(zip(*(getattr(found, name).tolist() for name in names), strict=True))
 
 
@@ -78,7 +79,7 @@ def test_wishes_narrow_the_space() -> None:
     assert set(found.zero.tolist()) == {1, 3}
     assert set(rows(found)) == {
         row
-        for row, degrees in ((row, dict(zip(Candidates.__slots__, row, strict=True))) for row in rows(every))
+        for row, degrees in ((row, dict(zip(COLUMNS, row, strict=True))) for row in rows(every))
         if degrees["tp"] == 2
         and degrees["zero"] in (1, 3)
         and degrees["pp"] not in (3, 6)
