@@ -28,6 +28,11 @@ FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_back
 TOKENS = 2  # the dimension of tokens in queries and keys
 
 
+def world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
 class _Ring(torch.autograd.Function):
     """Causal attention of ranks that hold an early and a late part of the sequence each."""
 
@@ -36,9 +41,8 @@ class _Ring(torch.autograd.Function):
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, rotation: str
     ) -> torch.Tensor:
         set_rotate_method(rotation)
-        group = dist.group.WORLD
         out, sums = ring._templated_ring_attention(
-            group, TOKENS, FLASH, query, key, value, is_causal=True, dropout_p=0.0, scale=scale
+            world(), TOKENS, FLASH, query, key, value, is_causal=True, dropout_p=0.0, scale=scale
         )
         ctx.save_for_backward(query, key, value, out, sums)
         ctx.options = scale, rotation
@@ -48,10 +52,9 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         scale, rotation = ctx.options
         set_rotate_method(rotation)
-        group = dist.group.WORLD
         query, key, value, out, sums = ctx.saved_tensors
         found = ring._templated_ring_attention_backward(
-            group,
+            world(),
             TOKENS,
             FLASH_BACKWARD,
             grads[0],
