@@ -1,7 +1,7 @@
 """Two programs that do the same step, timed on the same ranks in alternated rounds, and the ratio of their times.
 
 Machines are noisy. A disturbance slows both programs of a round, so the median of paired ratios does not depend on it.
-The interval is a bootstrap over rounds.
+The interval is a bootstrap over rounds. Programs whose losses differ do not do the same step, and are refused.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 MIN_BLOCK_S = 0.05
 RESAMPLES = 2000
+TOLERANCE = 1e-4  # of losses in float32, relative
 Step = Callable[[], torch.Tensor]
 Programs = Mapping[str, Callable[[int], Step]]  # name -> the step of a program on that many ranks
 
@@ -77,6 +78,9 @@ def race(rank: int, module: str, names: list[str], world_size: int, rounds: int)
     programs: Programs = importlib.import_module(module).PROGRAMS
     steps = {name: programs[name](world_size) for name in names}
     losses = {name: [_number(step())] for name, step in steps.items()}
+    expected = losses[names[0]][0]
+    if any(abs(loss - expected) > TOLERANCE * abs(expected) for (loss,) in losses.values()):
+        raise ValueError(f"the programs compute different losses: {losses}")
     return timed(steps, rounds), losses
 
 
@@ -103,7 +107,8 @@ def _number(value: torch.Tensor) -> float:
 
 def peak(rank: int, module: str, name: str, world_size: int) -> float:
     """Peak megabytes of resident memory in a step, above what the process had before the model was made."""
-    for needed in ("autopar.api", "transformers.models.llama.modeling_llama"):
+    families = (f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mixtral"))
+    for needed in ("autopar.api", *families):
         importlib.import_module(needed)  # imported modules do not count, for any program
     programs: Programs = importlib.import_module(module).PROGRAMS
     before = _resident("VmRSS")
