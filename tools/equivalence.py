@@ -23,6 +23,7 @@ from equivalence_plans import (
     CHUNK_PLANS,
     CONTEXT_FAMILIES,
     CONTEXT_PLANS,
+    CONTEXT_WAYS,
     DENSE,
     EXPERT_PLANS,
     EXPERT_ROUTING_PLANS,
@@ -180,6 +181,14 @@ def _levers(dense: tuple[str, ...], routed: tuple[str, ...]) -> dict[str, Table]
             plans_are_rows=True,
             check=_shares_sequences,
         ),
+        "context-ways": Table(
+            heading="What attention sends",
+            about="plans whose ranks share each sequence in a way that was asked for",
+            families=tuple(f"zoo:{f}" for f in CONTEXT_FAMILIES),
+            plans=CONTEXT_WAYS,
+            plans_are_rows=True,
+            check=_shares_sequences,
+        ),
         "loss-in-chunks": Table(
             heading="Loss in chunks",
             about="logits and loss in chunks of tokens",
@@ -258,7 +267,9 @@ def tables() -> Mapping[str, Table]:
 
 def world_size(wish: Wish) -> int:
     """Ranks that a wish needs."""
-    return prod(wish.get(name, 1) for name in ("pp", "tp", "cp", "dp", "dp_shard", "dp_replicate"))
+    names = ("pp", "tp", "cp", "dp", "dp_shard", "dp_replicate")
+    size: int = prod(wish.get(name, 1) for name in names) * prod(wish.get("cp_dims", ()))
+    return size
 
 
 class Worlds:

@@ -98,6 +98,8 @@ EXPERT_PLANS: Mapping[str, Wish] = {
     "ep=2 × tp=2, gather": {"dp": 2, "ep": 2, "tp": 2, "zero": 1, "dispatch": "gather"},
     "ep=2 × pp=2": {"dp": 2, "ep": 2, "pp": 2, "zero": 3, "micro_batches": 2},
     "ep=2 × cp=2": {"dp": 2, "ep": 2, "cp": 2, "zero": 3},
+    "ep=2 × cp=2, queries": {"dp": 2, "ep": 2, "cp": 2, "zero": 3, "context": "queries"},
+    "ep=2 × cp=2, ring": {"dp": 2, "ep": 2, "cp": 2, "zero": 1, "context": "ring"},
     "ep=2, ZeRO 1, accumulate 2": {"dp": 2, "ep": 2, "zero": 1, "accumulate": 2},
     "ep=2, full": {"dp": 2, "ep": 2, "zero": 3, "recompute": "full"},
     "dp=2 × ep=2, selective": {"dp": 4, "ep": 2, "zero": 3, "recompute": "selective", "accumulate": 2},
@@ -128,6 +130,23 @@ CONTEXT_PLANS: Mapping[str, Wish] = {
         "recompute": "full",
         "loss_chunks": 3,
     },
+}
+
+# Each way of attention, asked for
+CONTEXT_WAYS: Mapping[str, Wish] = {
+    "heads, cp=2": {"cp": 2, "context": "heads"},
+    "heads, cp=2 × dp=2, ZeRO 3": {"cp": 2, "dp": 2, "zero": 3, "context": "heads"},
+    "queries, cp=2": {"cp": 2, "context": "queries"},
+    "queries, cp=4": {"cp": 4, "context": "queries"},
+    "queries, cp=2 × tp=2": {"cp": 2, "tp": 2, "context": "queries"},
+    "queries, cp=2 × pp=2": {"cp": 2, "pp": 2, "micro_batches": 3, "context": "queries"},
+    "ring, cp=2": {"cp": 2, "context": "ring"},
+    "ring, cp=4": {"cp": 4, "context": "ring"},
+    "ring, cp=2 × tp=2": {"cp": 2, "tp": 2, "context": "ring"},
+    "ring, cp=2 × dp=2, ZeRO 3, full": {"cp": 2, "dp": 2, "zero": 3, "recompute": "full", "context": "ring"},
+    "ring, cp=2 × pp=2": {"cp": 2, "pp": 2, "micro_batches": 3, "context": "ring"},
+    "queries × heads, cp=2 × 2": {"cp_dims": [2, 2], "context": None},
+    "ring × heads, cp=2 × 2": {"cp_dims": [2, 2], "context": "ring"},
 }
 
 DENSE = ("llama", "gpt2", "gemma2", "mistral", "phi3", "qwen3", "t5")

@@ -28,6 +28,14 @@ from autopar.rules.variants import Variant, may_be_uneven, rewrites_fit, variant
 
 NodeKey = tuple[int, str]  # (block, node)
 ATTENTION = aten.scaled_dot_product_attention.default
+_NEEDS: Mapping[str, str] = {  # of the operators that a way decides about
+    HEADS: "heads that the degree divides",
+    QUERIES: "scores without dropout, and as many queries as keys if attention is causal",
+    RING: "full or causal attention without another mask, without dropout, and of as many queries as keys",
+    EXCHANGE: "experts and tokens that the degree divides",
+    GATHER: "experts that the degree divides",
+    WHOLE: "tokens that the degree divides",
+}
 MAX_PADDED = 1.25  # a padded axis over its own size; beyond, a rank may compute mostly padding
 
 
@@ -275,10 +283,10 @@ def space_of(
                         continue
                 kept.append(variant)
             if not kept:
-                said = f"dispatch={dispatch}" if dispatch and owned_by(name) == "experts" else f"context={context}"
+                word, way = ("dispatch", dispatch) if owned_by(name) == "experts" else ("context", context)
                 raise InfeasibleError(
-                    f"block {program.blocks[i].name}: {node} cannot run with {said} on {name}={degree}, because "
-                    "the degree does not divide what is split, or the operator has no such way; leave the word out"
+                    f"block {program.blocks[i].name}: {node} cannot run with {word}={way} on {name}={degree}: the way "
+                    f"needs {_NEEDS.get(way or HEADS, _NEEDS[HEADS])}; leave {word} out, or take another degree"
                 )
             found[i, node] = tuple(kept)
     types = {}

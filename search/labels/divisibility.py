@@ -19,7 +19,7 @@ from autopar.errors import PlanError, Problem
 from autopar.ir.program import Program
 from autopar.ir.sharding import Mesh, chunk, splits_samples
 from autopar.rules.variants import may_be_uneven
-from autopar.search.labels.choices import Boundary, NodeKey, Solved, is_paddable, num_experts
+from autopar.search.labels.choices import ATTENTION, Boundary, NodeKey, Solved, is_paddable, num_experts
 
 _LARGE = 0.2  # a price from which the note names better degrees, relative to the work of an even split
 _MAX_NAMED = 3  # operators that a note lists
@@ -41,10 +41,18 @@ def batch_problems(program: Program, mesh: Mesh) -> list[Problem]:
     return found
 
 
-def context_problems(program: Program, mesh: Mesh) -> list[Problem]:
-    """Inputs whose sequence the context-parallel degree does not divide."""
-    context = {mesh.names[i]: mesh.degrees[i] for i in mesh.owning("sequence") if mesh.degrees[i] > 1}
-    return sequence_problems(program, " × ".join(context), prod(context.values()), option="cp") if context else []
+def context_problems(program: Program, analysis: Analysis, mesh: Mesh, context: str | None) -> list[Problem]:
+    """Inputs whose sequence the context-parallel degree does not divide, or a `context` that nothing follows."""
+    dims = [mesh.names[i] for i in mesh.owning("sequence") if mesh.degrees[i] > 1]
+    if not dims:
+        return []
+    degree = prod(map(mesh.degree_of, dims))
+    problems = sequence_problems(program, "cp" if len(dims) > 1 else dims[0], degree, option="cp")
+    calls = (call for block in analysis.calls for call in block.values())
+    if context is not None and not any(call.target is ATTENTION for call in calls):
+        rule = "says how attention is split, and the model calls no scaled_dot_product_attention"
+        problems.append(Problem(path="context", value=context, rule=rule, suggestion="leave it out"))
+    return problems
 
 
 def expert_problems(program: Program, analysis: Analysis, mesh: Mesh) -> list[Problem]:

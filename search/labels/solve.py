@@ -69,7 +69,7 @@ def label(
     started = time.perf_counter()
     mesh, pinned, memo = mesh or degrees.mesh, pinned or {}, Memo() if memo is None else memo
     boundary = boundary_of(program, analysis)
-    problems = legal.batch_problems(program, mesh) + legal.context_problems(program, mesh)
+    problems = legal.batch_problems(program, mesh) + legal.context_problems(program, analysis, mesh, degrees.context)
     problems += legal.expert_problems(program, analysis, mesh)
     if degrees.sequence_parallel:
         tensor = {mesh.names[i]: mesh.degrees[i] for i in mesh.owning("parameters") if mesh.degrees[i] > 1}

@@ -113,8 +113,17 @@ CASES = (
     case(GPT2, cp=2, dp=2, zero=2, accumulate=2),
     case(MIXTRAL, cp=2, dp=2, zero=3),
     case(LLAMA, cp=2, dp=2, zero=0),
+    case(LLAMA, cp=4, context="ring"),
+    case(LLAMA, cp=4, context="queries", zero=0),
+    case(LLAMA, cp=2, tp=2, context="ring", sequence_parallel=True),
+    case(LLAMA, cp=2, dp=2, zero=3, accumulate=2, context="ring", recompute="full"),
+    case(GPT2, cp=4, context="ring", zero=2, accumulate=2),
+    case(LLAMA, cp_dims=(2, 2), context="ring", zero=1),
+    case(MIXTRAL, cp=2, dp=2, ep=2, zero=3, context="queries"),
 )
 SHORT = (
+    case(LLAMA, cp=2, tp=2, context="ring", sequence_parallel=True),
+    case(LLAMA, cp_dims=(2, 2), context="ring", zero=1),
     case(LLAMA, cp=2, tp=2, sequence_parallel=True),
     case(LLAMA, cp=2, dp_replicate=2, dp_shard=1, zero=3, loss_chunks=4),
     case(GPT2, cp=2, dp=2, zero=2, accumulate=2),
