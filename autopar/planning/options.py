@@ -45,9 +45,9 @@ class PlanOptions:
         "Context-parallel degree: ranks that split each sequence. They hold the same parameters and share samples.", "1"
     )
     context: str | None = _option(
-        "How attention splits a sequence on cp: heads (a rank has all tokens of some heads) or queries (its queries "
-        "meet all keys).",
-        "the cheaper one",
+        "How attention splits a sequence on cp: heads (a rank has all tokens of some heads), queries (its queries meet "
+        "all keys) or ring (keys travel from rank to rank).",
+        "the cheapest one, for each block",
     )
     dp: int | None = _option("Data-parallel degree: ranks that shard the state.", "all ranks that pp, tp and cp leave")
     ep: int | None = _option("Expert-parallel degree: ranks of dp that split the experts of a mixture.", "1")
