@@ -81,8 +81,8 @@ def by_hand(world_size: int, rotation: str) -> Step:
 PROGRAMS: Programs = {
     "torch ring": lambda world_size: by_hand(world_size, "alltoall"),
     "torch gather": lambda world_size: by_hand(world_size, "allgather"),
-    "autopar": lambda world_size: split(world_size, "queries"),
-    "autopar compiled": lambda world_size: split(world_size, "queries", compiled=True),
+    "autopar": lambda world_size: split(world_size, "ring"),
+    "autopar compiled": lambda world_size: split(world_size, "ring", compiled=True),
 }
 
 
