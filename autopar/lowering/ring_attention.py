@@ -16,7 +16,7 @@ step is one of:
 Each step has the same work on every rank. An odd number of tokens is not swapped: later ranks have more work.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,7 +67,7 @@ class _Ring(torch.autograd.Function):
     ) -> torch.Tensor:
         is_mirrored = causal and query.shape[-2] % 2 == 0
         if is_mirrored:
-            query, key, value = (_mirrored(x, mesh) for x in (query, key, value))
+            query, key, value = _mirrored(mesh, query, key, value)
         held, out, lse = _flat(key, value), query, query
         for step in range(mesh.degree):
             coming = mesh.start_shift(held) if step < mesh.degree - 1 else None
@@ -80,7 +80,7 @@ class _Ring(torch.autograd.Function):
                 out, lse = _joined(out, lse, *part, first) if step else (part[0].to(wide(query.dtype)), part[1])
             held = held if coming is None else mesh.wait(coming)
         out = out.to(query.dtype)
-        out = _home(out, mesh) if is_mirrored else out
+        out = _home(mesh, out)[0] if is_mirrored else out
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.options = causal, scale, mesh, is_mirrored
         return out
@@ -91,7 +91,7 @@ class _Ring(torch.autograd.Function):
         causal, scale, mesh, is_mirrored = ctx.options
         grad = grads[0].contiguous()
         if is_mirrored:
-            grad, out = _mirrored(grad, mesh), _mirrored(out, mesh)
+            grad, out = _mirrored(mesh, grad, out)
         held, of_query = _flat(key, value), torch.zeros_like(query, dtype=wide(query.dtype))
         travelling = None
         for step in range(mesh.degree):
@@ -114,7 +114,7 @@ class _Ring(torch.autograd.Function):
         assert travelling is not None
         found = [x.to(query.dtype) for x in (of_query, *_parts(mesh.wait(travelling), key, value))]
         if is_mirrored:
-            found = [_home(x, mesh) for x in found]
+            found = _home(mesh, *found)
         return *found, None, None, None
 
 
@@ -123,18 +123,32 @@ def _early(rank: int, degree: int) -> int:
     return min(2 * rank, 2 * degree - 1 - 2 * rank)
 
 
-def _mirrored(x: torch.Tensor, mesh: Communicator) -> torch.Tensor:
-    """This rank's early and late chunk of tokens, instead of two chunks that are neighbours."""
-    at, (first, second) = int(mesh.index()), x.chunk(2, -2)
-    other = mesh.exchange(second.contiguous(), mesh.degree - 1 - at)
-    return torch.cat((first, other) if _early(at, mesh.degree) == 2 * at else (other, first), -2)
+def _mirrored(mesh: Communicator, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """This rank's early and late chunk of tokens, instead of two chunks that are neighbours. All go as one message."""
+    at = int(mesh.index())
+    halves = [x.chunk(2, -2) for x in tensors]
+    others = _swapped(mesh, [second for _, second in halves])
+    is_first_early = _early(at, mesh.degree) == 2 * at
+    return [
+        torch.cat((first, other) if is_first_early else (other, first), -2)
+        for (first, _), other in zip(halves, others, strict=True)
+    ]
 
 
-def _home(x: torch.Tensor, mesh: Communicator) -> torch.Tensor:
+def _home(mesh: Communicator, *tensors: torch.Tensor) -> list[torch.Tensor]:
     """The reverse of `_mirrored`."""
-    at, (early, late) = int(mesh.index()), x.chunk(2, -2)
-    first, other = (early, late) if _early(at, mesh.degree) == 2 * at else (late, early)
-    return torch.cat((first, mesh.exchange(other.contiguous(), mesh.degree - 1 - at)), -2)
+    at = int(mesh.index())
+    halves = [x.chunk(2, -2) for x in tensors]
+    halves = halves if _early(at, mesh.degree) == 2 * at else [(late, early) for early, late in halves]
+    others = _swapped(mesh, [other for _, other in halves])
+    return [torch.cat((first, other), -2) for (first, _), other in zip(halves, others, strict=True)]
+
+
+def _swapped(mesh: Communicator, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors of the mirror rank."""
+    flat = torch.cat([x.reshape(-1) for x in tensors])
+    parts = mesh.exchange(flat, mesh.degree - 1 - int(mesh.index())).split([x.numel() for x in tensors])
+    return [part.view(x.shape) for part, x in zip(parts, tensors, strict=True)]
 
 
 def _seen(

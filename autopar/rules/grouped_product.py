@@ -63,7 +63,16 @@ def _save(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> N
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
     x, weight, ends = ctx.saved_tensors
     of_x = GROUPED_MM(grad, weight.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
-    return of_x, OF_WEIGHT(x, grad, ends) if ctx.needs_input_grad[1] else None, None
+    return of_x, _gradient_like(weight, x, grad, ends) if ctx.needs_input_grad[1] else None, None
+
+
+def _gradient_like(weight: torch.Tensor, x: torch.Tensor, grad: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """The gradient of the matrices in their own order of strides, in which autograd keeps it without a copy."""
+    if weight.stride(-2) < weight.stride(-1):
+        out: torch.Tensor = OF_WEIGHT(grad, x, ends).transpose(1, 2)
+        return out
+    out = OF_WEIGHT(x, grad, ends)
+    return out
 
 
 for _name, _compute in (("grouped_mm", _forward), ("grouped_mm_of_weight", _of_weight)):

@@ -70,9 +70,11 @@ def exchanges(rule: Rule, variant: Variant) -> tuple[Exchange, ...]:
         travelling = tuple(k for k, spec in enumerate(rule.inputs) if any(factor in dim for dim in spec))
     found: list[Exchange] = []
     for is_forward in (True, False):
-        halves = (*mirrored, *travelling) if mirrored else ()
-        halves += (-1,) if mirrored and variant.is_ring and not is_forward else ()  # the result, beside its gradient
-        found += [Exchange(collective="exchange", operands=(k,), is_forward=is_forward, is_half=True) for k in halves]
+        halves: list[tuple[int, ...]] = [(k,) for k in mirrored]
+        if mirrored and variant.is_ring:  # backward sends the result beside its gradient
+            inputs = tuple(k for k in mirrored if k >= 0)
+            halves = [(*inputs, *travelling), (-1,) if is_forward else (-1, -1)]
+        found += [Exchange(collective="exchange", operands=one, is_forward=is_forward, is_half=True) for one in halves]
     if travelling:
         own = Exchange(collective="shift", operands=travelling, is_forward=True, per_rank=1, more=-1, is_beside=True)
         gradients = replace(own, is_forward=False, sums=True)

@@ -174,10 +174,26 @@ def test_causal_attention_splits_queries_by_a_rewrite() -> None:
     causal = rule_for(aten.scaled_dot_product_attention.default, q, q, q, None, 0.0, True)
     free = rule_for(aten.scaled_dot_product_attention.default, q, q, q)
     assert causal.whole == free.whole == {"k", "e"}
-    assert causal.emit is not None and causal.even == {"q"} and free.emit is None
+    assert causal.even == {"q"} and not free.even
     dropped = rule_for(aten.scaled_dot_product_attention.default, q, q, q, None, 0.1, True)
     unequal = rule_for(aten.scaled_dot_product_attention.default, fewer, q, q, None, 0.0, True)
     assert dropped.whole == unequal.whole == {"q", "k", "e"}
+
+
+def test_keys_travel_without_a_mask_and_dropout() -> None:
+    target, q, mask = aten.scaled_dot_product_attention.default, real(2, 4, 6, 8), real(6, 6)
+    own = (("cp", 2),)
+    for is_causal in (False, True):
+        arguments = (q, q, q, None, 0.0, is_causal)
+        found = rule_for(target, *arguments)
+        assert found.travels == {"q": "k"}
+        half = (2, 4, 3, 8)
+        (ring,) = emitted(found, target, arguments, ((half,) * 3, half, {"q:ring": own}))
+        assert ring.target == "ring_attention" and ring.args[3:] == (is_causal, None, MeshDimRef("cp"))
+        (split,) = emitted(found, target, arguments, ((half, q.shape, q.shape), half, {"q": own}))
+        assert (split.target == "causal_attention") == is_causal
+    for others in ((mask,), (None, 0.1), (mask, 0.0, False)):
+        assert not rule_for(target, q, q, q, *others).travels
 
 
 def test_grouped_attention_shares_the_key_heads() -> None:
