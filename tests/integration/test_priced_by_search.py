@@ -46,7 +46,7 @@ class Rank:
     @property
     def data_dims(self) -> tuple[str, ...]:
         """Mesh dimensions whose bytes are counted together. ZeRO without dp_shard sends over the ranks of cp."""
-        return DATA_DIMS if self.setting.plan.degrees.dp_shard > 1 else (*DATA_DIMS, "cp")
+        return DATA_DIMS if self.setting.plan.degrees.dp_shard > 1 else (*DATA_DIMS, "cp", "cp0_cp1")
 
     def tensor(self) -> dict[LedgerKey, tuple[float, float]]:
         """Calls and bytes over tensor ranks that are priced for a step.
@@ -160,7 +160,7 @@ def tensor_dims(setting: RankView) -> dict[tuple[int, int], str]:
         joined = mesh.joined(i)
         if name not in ("dp", "cp" if setting.plan.degrees.dp_shard == 1 else "") and degree > 1:
             found[degree, prod(mesh.degrees[i + 1 :])] = name
-        if joined is not None:
+        if joined is not None and (joined != "cp0_cp1" or setting.plan.degrees.dp_shard > 1):
             found[mesh.degree_of(joined), prod(mesh.degrees[i + 2 :])] = joined
     return found
 

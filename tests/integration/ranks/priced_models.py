@@ -119,7 +119,7 @@ CASES = (
     case(LLAMA, cp=2, dp=2, zero=3, accumulate=2, context="ring", recompute="full"),
     case(GPT2, cp=4, context="ring", zero=2, accumulate=2),
     case(LLAMA, cp_dims=(2, 2), context="ring", zero=1),
-    case(MIXTRAL, cp=2, dp=2, ep=2, zero=3, context="queries"),
+    case(MIXTRAL, cp=2, dp=2, zero=3, context="queries"),
 )
 SHORT = (
     case(LLAMA, cp=2, tp=2, context="ring", sequence_parallel=True),
