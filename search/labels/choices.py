@@ -19,7 +19,7 @@ from typing import Any
 
 from autopar._torch.operators import aten
 from autopar.capture.analysis import Analysis, expert_axes
-from autopar.errors import InfeasibleError
+from autopar.errors import PlanError, Problem
 from autopar.ir.degrees import EXCHANGE, GATHER, HEADS, QUERIES, RING, WHOLE
 from autopar.ir.program import Program
 from autopar.ir.sharding import Dims, I, Mesh, R, S, Type, chunk, owned_by, splits_samples
@@ -284,10 +284,12 @@ def space_of(
                 kept.append(variant)
             if not kept:
                 word, way = ("dispatch", dispatch) if owned_by(name) == "experts" else ("context", context)
-                raise InfeasibleError(
-                    f"block {program.blocks[i].name}: {node} cannot run with {word}={way} on {name}={degree}: the way "
-                    f"needs {_NEEDS.get(way or HEADS, _NEEDS[HEADS])}; leave {word} out, or take another degree"
+                rule = (
+                    f"cannot run {node} of block {program.blocks[i].name} on {name}={degree}, because it needs "
+                    f"{_NEEDS[way or HEADS]}"
                 )
+                hint = f"leave {word} out, or take another degree"
+                raise PlanError("a way was asked for", [Problem(path=word, value=way, rule=rule, suggestion=hint)])
             found[i, node] = tuple(kept)
     types = {}
     for c in boundary.classes.values():
@@ -334,7 +336,7 @@ def _is_context(variant: Variant, target: Any, ways: Collection[str]) -> bool:
     if not ways or target is not ATTENTION:
         return True
     way = RING if variant.is_ring else QUERIES if variant.factor == "q" else HEADS
-    return variant.factor != "" and way in ways
+    return variant.factor not in ("", "f") and way in ways  # f is the width of a head's values
 
 
 def _types_of(

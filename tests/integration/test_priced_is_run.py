@@ -43,7 +43,7 @@ def test_priced_is_run(one: Case, worlds: Callable[[int], Ranks]) -> None:
 
 
 def as_operators(sends: Sends) -> dict[tuple[str, str], tuple[int, int]]:
-    """Calls and bytes by mesh dimension and operator of torch. Exchanges and shifts are all-to-alls with one other rank."""
+    """Calls and bytes by mesh dimension and operator of torch. Exchanges and shifts are all-to-alls there."""
     ledger = Ledger()
     for (mesh_dim, kind), traffic in sends.items():
         ledger.add(mesh_dim, "all_to_all" if kind in ("exchange", "shift") else kind, traffic)

@@ -72,3 +72,8 @@ def test_dimensions_by_hand() -> None:
     assert replace(Degrees(cp=8), cp_dims=(2, 4)).mesh.names == ("dp", "cp0", "cp1", "tp")
     with pytest.raises(PlanError, match="product cp = 4"):
         degrees_from({"cp": 4, "cp_dims": [2, 4]})
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"context.*cp=8.*heads that the degree divides.*leave context out"):
+        planned(Degrees(cp=8, context="heads"))
