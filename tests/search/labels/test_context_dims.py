@@ -55,10 +55,9 @@ def test_a_given_way_stays_on_one_dimension() -> None:
     assert planned(Degrees(cp=8, context="ring")).degrees.cp_dims is None
 
 
-def test_heads_on_both_dimensions() -> None:
-    """Key heads on one dimension, the queries of a key head on the other."""
-    labels = attention_of(planned(Degrees(cp=8, cp_dims=(2, 4), context="heads")))
-    assert not any(label.startswith("q") for label in labels)
+def test_heads_on_the_first_dimension_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"context.*heads that the degree divides"):
+        planned(Degrees(cp=8, cp_dims=(2, 4), context="heads"))
 
 
 def test_the_plan_says_it_and_loads_again() -> None:
