@@ -23,6 +23,7 @@ from equivalence_plans import (
     CHUNK_PLANS,
     CONTEXT_FAMILIES,
     CONTEXT_PLANS,
+    CONTEXT_WAY_FAMILIES,
     CONTEXT_WAYS,
     DENSE,
     EXPERT_PLANS,
@@ -184,7 +185,7 @@ def _levers(dense: tuple[str, ...], routed: tuple[str, ...]) -> dict[str, Table]
         "context-ways": Table(
             heading="What attention sends",
             about="plans whose ranks share each sequence in a way that was asked for",
-            families=tuple(f"zoo:{f}" for f in CONTEXT_FAMILIES),
+            families=tuple(f"zoo:{f}" for f in CONTEXT_WAY_FAMILIES),
             plans=CONTEXT_WAYS,
             plans_are_rows=True,
             check=_shares_sequences,

@@ -132,7 +132,11 @@ CONTEXT_PLANS: Mapping[str, Wish] = {
     },
 }
 
-# Each way of attention, asked for
+# Each way of attention, asked for. A window and a mask of padding refuse rings.
+CONTEXT_WAY_FAMILIES = (
+    *("llama", "qwen3", "gpt2", "gpt_neox", "falcon_multi_query", "falcon_grouped", "mixtral", "qwen3_moe"),
+    *("mistral", "bert"),
+)
 CONTEXT_WAYS: Mapping[str, Wish] = {
     "heads, cp=2": {"cp": 2, "context": "heads"},
     "heads, cp=2 × dp=2, ZeRO 3": {"cp": 2, "dp": 2, "zero": 3, "context": "heads"},
