@@ -103,7 +103,8 @@ class Screened:
 
     A bound is in seconds, and infinite if the candidate cannot fit. `level` is the least level of recomputation that
     fits. The bounds named `selective` and `recomputed` are of the levels 1 and 2. `least_seconds` is the bound of the
-    fastest level, whether it fits or not. Memory is the bytes of the fullest rank. `largest` is a position in `autopar.search.bounds.memory.PARTS`.
+    fastest level, whether it fits or not. Memory is the bytes of the fullest rank. `largest` is a position in
+    `autopar.search.bounds.memory.PARTS`.
     """
 
     seconds: Floats
