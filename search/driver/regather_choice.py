@@ -108,11 +108,15 @@ class _Kept:
         return np.where(bounds < self.least, bounds, np.inf)
 
     def _priced_alike(self, mask: NDArray[np.bool_]) -> list[tuple[ProgramWorks, list[Split]]]:
-        """The block costs of the labelled splits that have candidates of a mask, each with all splits that share it."""
-        c, found = self.found.candidates, dict[int, tuple[ProgramWorks, list[Split]]]()
-        for split in self.found.labelled:
-            if len(c.among(split, mask)) and self._can_price(split):
-                works = self.works[split]
+        """The block costs that screen the candidates of a mask, each with all splits that share it.
+
+        As in the search, a stand-in screens the splits without labels.
+        """
+        c, labelled, found = self.found.candidates, self.found.labelled, dict[int, tuple[ProgramWorks, list[Split]]]()
+        for split in c.splits():
+            labels = split if split in labelled else stand_in(split, labelled)
+            if labels is not None and len(c.among(split, mask)) and self._can_price(labels):
+                works = self.works[labels]
                 found.setdefault(id(works), (works, []))[1].append(split)
         return list(found.values())
 
