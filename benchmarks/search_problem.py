@@ -17,6 +17,7 @@ from autopar.ir.degrees import Degrees
 from autopar.ir.program import Program
 from autopar.planning.fixed import choose_labels, program_for
 from autopar.search.bounds.lower_bounds import Machinery
+from autopar.search.space.candidates import Split
 from autopar.search.space.constraints import Constraints
 from autopar.search.space.dimensions import divisors
 
@@ -32,7 +33,7 @@ class Problem:
     sequence: int
     global_batch: int
     layers: int | None = None
-    works_by_tp: dict[int, ProgramWorks] = field(default_factory=dict, compare=False, repr=False)
+    known: dict[Split, ProgramWorks] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def spec(self) -> ClusterSpec:
@@ -55,16 +56,18 @@ class Problem:
             devices_per_host=spec.groups[0].devices_per_host,
         )
 
-    def works(self, tp: int) -> ProgramWorks:
-        """The works of blocks under the labels for a tensor degree. Raises AutoparError if there are no labels."""
-        if tp not in self.works_by_tp:
-            program = _program(self.model, self.sequence, self.layers)
-            degrees, analysis, found = choose_labels(program, self.spec, Degrees(tp=tp, dp_shard=2, micro_batch=1))
-            self.works_by_tp[tp] = program_works(program, analysis, found.blocks, degrees.mesh)
-        return self.works_by_tp[tp]
+    def works(self, tp: int, cp: int = 1, ep: int = 1) -> ProgramWorks:
+        """The works of blocks under the labels for a split. Raises AutoparError if there are no labels."""
+        split = Split(tp, cp, ep)
+        if split not in self.known:
+            wanted = Degrees(tp=tp, cp=cp, ep=ep, dp_shard=2 * ep, micro_batch=1)
+            program = _program(self.model, self.sequence, self.layers, wanted.dp)
+            degrees, analysis, found = choose_labels(program, self.spec, wanted)
+            self.known[split] = program_works(program, analysis, found.blocks, degrees.mesh)
+        return self.known[split]
 
 
 @cache
-def _program(model: str, sequence: int, layers: int | None) -> Program:
+def _program(model: str, sequence: int, layers: int | None, batch: int) -> Program:
     found = captured_model(model, folder=cache_folder(), layers=layers, seq_len=sequence, dtype="bfloat16")
-    return program_for(found.capture, Degrees(dp_shard=2, micro_batch=1))
+    return program_for(found.capture, Degrees(dp_shard=batch, micro_batch=1))

@@ -11,7 +11,8 @@ seconds of capturing, or of loading.
 "cpu s" is the median of the process's own seconds, which other work on the machine does not lengthen.
 
 The peer is full enumeration: the processor seconds of exact prices of all candidates, estimated from a sample, over the
-seconds of the search. The sample is priced in the same process, and together, as in the search.
+seconds of the search. The sample is priced in the same process, and together, as in the search. It has no context and
+no expert ranks.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from autopar.search.pricing.batch import Together
 from autopar.search.pricing.exact import AS_IT_IS
 from autopar.search.pricing.objective import Goal, Part
 from autopar.search.result.result import SearchResult
-from autopar.search.space.candidates import candidates
+from autopar.search.space.candidates import Split, candidates
 
 # targets on an idle machine, in seconds of a search
 TARGETS = {
@@ -42,22 +43,28 @@ TARGETS = {
     "llama3-70b@1024xh100": 1.5,
     "llama3-405b@16384xh100": 5.0,
     "mixtral-8x22b@512xh100": 2.0,
+    "deepseek-v3@2048xh800": 8.0,
 }
 DEVICES = tuple(f"llama3-8b@{count}xh100" for count in (8, 512, 4096))
 LAYERS = tuple(f"llama3-8b@64xh100:{layers}" for layers in (8, 16, 64))
 CASES = (*TARGETS, *DEVICES, *LAYERS)
 SEQUENCE = 8192
+OWN_SIZES = {"deepseek-v3": (4096, 15_360)}  # tokens of a sequence and sequences of a step, as its makers trained it
 TENSOR = (1, 2, 4, 8)  # degrees of the peer's sample
 SAMPLE, GROUP = 96, 24  # candidates of the sample, and how many are priced together
 
 
 def problem_of(case: str) -> Problem:
-    """The problem of a case. A step has 512 sequences, or one for every 8 devices if that is more."""
+    """The problem of a case. A step has 512 sequences, or one for every 8 devices if that is more.
+
+    A model in `OWN_SIZES` has its own sizes.
+    """
     model, _, where = case.partition("@")
     cluster, _, layers = where.partition(":")
     batch = max(512, int(cluster.partition("x")[0]) // 8)
+    sequence, batch = OWN_SIZES.get(model, (SEQUENCE, batch))
     return Problem(
-        model=model, cluster=cluster, sequence=SEQUENCE, global_batch=batch, layers=int(layers) if layers else None
+        model=model, cluster=cluster, sequence=sequence, global_batch=batch, layers=int(layers) if layers else None
     )
 
 
@@ -67,13 +74,13 @@ def measure(case: str, rounds: int) -> None:
     problem = problem_of(case)
     start = time.perf_counter()
     captured = captured_model(
-        problem.model, folder=cache_folder(), layers=problem.layers, seq_len=SEQUENCE, dtype="bfloat16"
+        problem.model, folder=cache_folder(), layers=problem.layers, seq_len=problem.sequence, dtype="bfloat16"
     ).capture
     loading = time.perf_counter() - start
     first, found = searched(problem, captured)
     own = [searched(problem, captured)[0] for _ in range(rounds)]
     median, busy = (statistics.median(column) for column in zip(*own, strict=True))
-    ratio = enumeration_s(problem) / busy
+    ratio = seconds_of_a_price(problem) * found.counted.candidates / busy
     peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
     target = f"{TARGETS[case]:.1f}" if case in TARGETS else ""
     proven = "yes" if found.is_proven else f"{found.gap:.1%}"
@@ -90,17 +97,17 @@ def searched(problem: Problem, captured: Capture) -> tuple[tuple[float, float], 
     return (time.perf_counter() - start, time.process_time() - used), found
 
 
-def enumeration_s(problem: Problem) -> float:
-    """Processor seconds of exact prices of all candidates of some tensor degrees, estimated from a sample."""
+def seconds_of_a_price(problem: Problem) -> float:
+    """Processor seconds of one exact price, the mean over a sample of candidates of some tensor degrees."""
     found = candidates(problem.constraints.narrowed({"tp": TENSOR}))
-    works = {tp: problem.works(tp) for tp in TENSOR}
+    works = {Split(tp): problem.works(tp) for tp in TENSOR}
     part = Part(cluster=problem.spec, on=problem.on, weight=1.0)
     sample = random.Random(0).sample(range(len(found)), min(SAMPLE, len(found)))
     prices = Together(found, works, Goal(objective="time", parts={problem.spec.num_devices: part}))
     start = time.process_time()
     for at in range(0, len(sample), GROUP):
         prices.price([(index, AS_IT_IS) for index in sample[at : at + GROUP]])
-    return (time.process_time() - start) / len(sample) * len(found)
+    return (time.process_time() - start) / len(sample)
 
 
 def main() -> None:

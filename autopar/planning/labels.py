@@ -28,6 +28,7 @@ from autopar.rules.routed import ORDER
 from autopar.search.labels.check import check
 from autopar.search.labels.choices import num_experts
 from autopar.search.labels.result import Labelling
+from autopar.search.space.candidates import Split
 from autopar.search.space.dimensions import divisors
 
 if TYPE_CHECKING:
@@ -88,6 +89,10 @@ class SearchLabels:
         Raises the same errors as `works`.
         """
         return self.memo(SearchLabels._chosen, self, self._wanted(tp, cp, ep))
+
+    def labelled_as(self, split: Split) -> Split:
+        """The split whose labels a split has."""
+        return split._replace(ep=self._wanted(*split).ep)
 
     @cached_property
     def num_experts(self) -> int:

@@ -257,7 +257,8 @@ def _searched(space: _Space, on_progress: Callable[[str], None], goal: Goal, bel
     found = search_degrees(
         labels.works, space.cluster, constraints, on,
         trials=asked.trials if constraints.cuts is None else 0, seed=asked.seed,
-        place=space.place if is_first else None, on_progress=on_progress, goal=goal, below=below, **space.how,
+        place=space.place if is_first else None, on_progress=on_progress, goal=goal, below=below,
+        labelled_as=labels.labelled_as, **space.how,
     )  # fmt: skip
     _refuse_without_candidates(found, constraints)
     if "regather" not in constraints.fix:

@@ -102,12 +102,14 @@ class Screened:
     """The result of screening: arrays with one element per candidate.
 
     A bound is in seconds, and infinite if the candidate cannot fit. `level` is the least level of recomputation that
-    fits. The bounds named `selective` and `recomputed` are of the levels 1 and 2. Memory is the bytes of the fullest
-    rank. `largest` is a position in `autopar.search.bounds.memory.PARTS`.
+    fits. The bounds named `selective` and `recomputed` are of the levels 1 and 2. `least_seconds` is the bound of the
+    fastest level, whether it fits or not. Memory is the bytes of the fullest rank. `largest` is a position in
+    `autopar.search.bounds.memory.PARTS`.
     """
 
     seconds: Floats
     recomputed_seconds: Floats
+    least_seconds: Floats
     pipeline: Floats
     selective_pipeline: Floats
     recomputed_pipeline: Floats
@@ -212,11 +214,13 @@ def screen(works: ProgramWorks, found: Candidates, on: Machinery) -> Screened:
     by_stage = sum(part * step.seconds for part, step in zip(means, steps, strict=True))
     legal = np.isfinite(cuts[0].largest) & on.allows(works, layouts)
     can = (level <= on.most_level) & legal
+    least_s = np.minimum.reduce(np.broadcast_arrays(*(step.seconds for step in steps)))
     if on.cuts is not None:  # the bounds assume the cuts that make the slowest stage fastest
-        mixed = np.zeros(len(found))
+        mixed, least_s = np.zeros(len(found)), np.zeros(len(found))
     return Screened(
         seconds=np.where(can, mixed, np.inf),
         recomputed_seconds=np.where(can, steps[2].seconds, np.inf),
+        least_seconds=np.where(legal, least_s, np.inf),
         pipeline=_of_pipeline(basis, steps[0]),
         selective_pipeline=_of_pipeline(basis, steps[1]),
         recomputed_pipeline=_of_pipeline(basis, steps[2]),

@@ -106,6 +106,7 @@ def raise_alike(found: Searched, seconds: NDArray[np.float64], index: int, one: 
     """Raise, in place, the `seconds` of the candidates that have the pipeline of a priced candidate."""
     bounds = found.screened.seconds
     if one.fits and np.isfinite(bounds[index]):
-        alike = np.flatnonzero((found.classes == found.classes[index]) & np.isfinite(seconds))
+        alike = found.members.like(index)
+        alike = alike[np.isfinite(seconds[alike])]
         more = added_seconds(found.screened, index, one, alike)
         seconds[alike] = np.maximum(seconds[alike], bounds[alike] + more)

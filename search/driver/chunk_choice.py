@@ -8,7 +8,7 @@ no bound is below the best. This is done for the largest number of chunks, for h
 chunks take less time and more memory. The proof is about all these numbers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -103,23 +103,20 @@ class _InChunks:
         each = {split: c.among(split, mine) for split in c.splits() if split not in self.refused}
         each = {split: index for split, index in each.items() if len(index)}
         own = [split for split in each if split in self.found.labelled]
-        for split in own:
-            self._put(each[split], split)
-        for split, index in each.items():
-            first = stand_in(split, self.found.labelled)
-            if split in own or first is None:
-                continue
-            self._put(index, first)  # as in the search, until a bound asks for the labels of this split
-            if np.any(np.isfinite(self.bounds[index])):
-                self._put(index, split)
+        self._put_all(each, {split: split for split in own})
+        firsts = {split: stand_in(split, self.found.labelled) for split in each if split not in own}
+        # as in the search, until a bound asks for the labels of a split
+        self._put_all(each, {split: first for split, first in firsts.items() if first is not None})
+        asked = [split for split in firsts if np.any(np.isfinite(self.bounds[each[split]]))]
+        self._put_all(each, {split: split for split in asked})
         self.screened_values = self.bounds.copy()
         self._raise()
 
     def _raise(self) -> None:
         """Raise bounds by the exact prices of the search: in chunks, no pipeline of a class is faster."""
-        classes = self.found.classes
         for index, one in self.found.exact.items():
-            alike = np.flatnonzero((classes == classes[index]) & np.isfinite(self.bounds))
+            alike = self.found.members.like(index)
+            alike = alike[np.isfinite(self.bounds[alike])]
             if len(alike) and one.pipelines:
                 values = np.maximum(self.bounds[alike], self._raised(int(alike[0]), one, alike))
                 self.bounds[alike] = np.where(values < self.least, values, np.inf)
@@ -127,7 +124,7 @@ class _InChunks:
     def _can_gain(self) -> NDArray[np.bool_]:
         """Candidates that recompute or do not fit, but could fit without logits.
 
-        Their pipeline alone must be faster than the best plan.
+        Their pipeline alone, and their step with recomputation that need not fit, must be faster than the best plan.
         """
         c, screened = self.found.candidates, self.found.screened
         if self.goal.is_memory:
@@ -135,7 +132,8 @@ class _InChunks:
         gains = screened.level > 0
         for index, one in self.found.exact.items():
             gains[index] |= not one.fits or one.degrees.recompute != "none"
-        gains &= self.goal.bounds(c, replace(screened, seconds=screened.pipeline)) < self.least
+        for seconds in (screened.pipeline, screened.least_seconds):
+            gains &= self.goal.bounds(c, replace(screened, seconds=seconds)) < self.least
         needed = np.minimum(screened.without_bytes, screened.recomputed_bytes)
         for split in c.splits():
             mine = c.among(split, gains)
@@ -159,16 +157,23 @@ class _InChunks:
         )
         return float(np.max(held)) / float(one.micro_batch[0])
 
-    def _put(self, index: NDArray[np.intp], split: Split) -> None:
-        """Screen candidates with the block costs of a split."""
-        self.bounds[index] = np.inf
-        if not self._can_price(split):
-            return
+    def _put_all(self, each: Mapping[Split, NDArray[np.intp]], labels: Mapping[Split, Split]) -> None:
+        """Screen the candidates of splits with the block costs of the split that `labels` names for each."""
+        alike: dict[int, tuple[ProgramWorks, list[NDArray[np.intp]]]] = {}
+        for split, labelled in labels.items():
+            self.bounds[each[split]] = np.inf
+            if self._can_price(labelled):
+                works = self.works[labelled]
+                alike.setdefault(id(works), (works, []))[1].append(each[split])
+        for works, indices in alike.values():
+            self._put(np.sort(np.concatenate(indices)), works)
+
+    def _put(self, index: NDArray[np.intp], works: ProgramWorks) -> None:
         c = self.found.candidates
         for count, part in self.goal.parts.items():
             at = index[c.num_devices[index] == count]
             if len(at):
-                screened = screen(self.works[split], c.at(at), part.on)
+                screened = screen(works, c.at(at), part.on)
                 for name, column in self.columns.items():
                     column[at] = getattr(screened, name)
                 values = self.goal.bounds(c.at(at), screened)

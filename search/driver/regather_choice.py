@@ -99,13 +99,26 @@ class _Kept:
         mine = np.flatnonzero(np.isfinite(bounds))
         if len(mine):
             bounds[mine] *= 1 - most_saved(self.found, mine)
-        for split in self.found.labelled:
+        for works, splits in self._priced_alike(bounds < self.least):
             for count, part in self.goal.parts.items():
-                mine = c.among(split, (bounds < self.least) & (c.num_devices == count))
-                if len(mine) and self._can_price(split):
-                    screened = screen(self.works[split], c.at(mine), part.on)
+                mine = np.flatnonzero((bounds < self.least) & c.of(*splits) & (c.num_devices == count))
+                if len(mine):
+                    screened = screen(works, c.at(mine), part.on)
                     bounds[mine] = np.maximum(bounds[mine], self.goal.bounds(c.at(mine), screened))
         return np.where(bounds < self.least, bounds, np.inf)
+
+    def _priced_alike(self, mask: NDArray[np.bool_]) -> list[tuple[ProgramWorks, list[Split]]]:
+        """The block costs that screen the candidates of a mask, each with all splits that share it.
+
+        As in the search, a stand-in screens the splits without labels.
+        """
+        c, labelled, found = self.found.candidates, self.found.labelled, dict[int, tuple[ProgramWorks, list[Split]]]()
+        for split in c.splits():
+            labels = split if split in labelled else stand_in(split, labelled)
+            if labels is not None and len(c.among(split, mask)) and self._can_price(labels):
+                works = self.works[labels]
+                found.setdefault(id(works), (works, []))[1].append(split)
+        return list(found.values())
 
     def _can_price(self, split: Split) -> bool:
         """Whether there are labels for a split."""
@@ -166,12 +179,16 @@ def most_saved(found: Searched, index: NDArray[np.int64]) -> Floats:
     each = distinct([numbered(column) for column in columns])
     few = c.at(each.rows)
     saved = np.zeros(len(few))
+    alike: dict[int, tuple[ProgramWorks, list[Split]]] = {}
     for split in few.splits():
         labels = split if split in works else stand_in(split, tuple(works))  # the labels behind the bounds
+        if labels is not None:
+            alike.setdefault(id(works[labels]), (works[labels], []))[1].append(split)
+    for own, splits in alike.values():
         for devices, part in found.goal.parts.items():
-            mine = few.among(split, few.num_devices == devices)
-            if labels is not None and len(mine):
-                saved[mine] = _most_saved(works[labels], few.at(mine), part.on)
+            mine = np.flatnonzero(few.of(*splits) & (few.num_devices == devices))
+            if len(mine):
+                saved[mine] = _most_saved(own, few.at(mine), part.on)
     return np.broadcast_to(spread(saved, each.index), len(index))
 
 

@@ -14,6 +14,7 @@ and an expert degree, only for splits that a bound leaves open. Until then, scre
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -50,6 +51,23 @@ class Works(Protocol):
     def __call__(self, tp: int, cp: int = 1, ep: int = 1) -> ProgramWorks: ...
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Members:
+    """The candidates of every class. `classes` has the number of each candidate's class, without gaps."""
+
+    classes: NDArray[np.int64]
+
+    @cached_property
+    def _sorted(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        ends = np.cumsum(np.bincount(self.classes))
+        return np.argsort(self.classes, kind="stable"), np.concatenate([[0], ends])
+
+    def like(self, index: int) -> NDArray[np.intp]:
+        """The candidates of the class of one of them, in order."""
+        (order, begins), one = self._sorted, int(self.classes[index])
+        return order[begins[one] : begins[one + 1]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Searched:
     """Candidates, their screening, and the exact prices by candidate.
@@ -67,6 +85,7 @@ class Searched:
     labelled: tuple[Split, ...]
     goal: Goal
     classes: NDArray[np.int64] = field(hash=False, compare=False)  # one number for candidates with the same pipeline
+    members: Members = field(hash=False, compare=False)
     together: Together = field(hash=False, compare=False)  # prices more candidates of splits with labels
     # the best plan that keeps gathered values, if one was priced (`autopar.search.driver.regather_choice`)
     kept: Priced | None = None
@@ -106,6 +125,7 @@ def search_degrees(
     on_progress: Callable[[str], None] = lambda _: None,
     goal: Goal | None = None,
     below: float = np.inf,
+    labelled_as: Callable[[Split], Split] = lambda split: split,
 ) -> Searched:
     """Search for the fastest candidate that fits, or for the best one under another `goal`.
 
@@ -115,7 +135,7 @@ def search_degrees(
     """
     whole = Part(cluster=cluster, on=on, weight=1.0)
     goal = goal or Goal(objective="time", parts={cluster.num_devices: whole})
-    found = _Search(works_of, cluster, constraints, goal, below)
+    found = _Search(works_of, cluster, constraints, goal, below, labelled_as)
     on_progress(f"{len(found.candidates):,} candidates")
     while True:
         proof = found.explore(most_exact, should_continue, on_progress)
@@ -171,9 +191,15 @@ class _Search:
     """One search. It holds the data that rounds with different labels share."""
 
     def __init__(
-        self, works_of: Works, cluster: ClusterSpec, constraints: Constraints, goal: Goal, below: float
+        self,
+        works_of: Works,
+        cluster: ClusterSpec,
+        constraints: Constraints,
+        goal: Goal,
+        below: float,
+        labelled_as: Callable[[Split], Split],
     ) -> None:
-        self.works_of, self.goal, self.below = works_of, goal, below
+        self.works_of, self.goal, self.below, self.labelled_as = works_of, goal, below, labelled_as
         self.refused: dict[Split, str] = {}
         self.works: dict[Split, ProgramWorks] = {}
         self.candidates = candidates(constraints)
@@ -188,6 +214,7 @@ class _Search:
         self.columns = {name: np.full(len(self.candidates), np.inf) for name in Screened.__slots__}
         self.exact: dict[int, Priced] = {}
         self.classes = classes_of(self.candidates, goal)
+        self.members = Members(classes=self.classes)
         self.together = Together(self.candidates, self.works, goal)
         self.unlabelled = self.candidates.splits()
         self.needs_labels = np.ones(len(self.candidates), dtype=bool)
@@ -199,17 +226,20 @@ class _Search:
         self.baselines = baselines(self.candidates, cluster)
 
     def label(self, split: Split) -> None:
-        """Choose labels for a split, and screen the candidates that depend on them."""
-        self.unlabelled.remove(split)
-        own = self.candidates.places[split]
+        """Choose labels for a split and those that share them, and screen the candidates that depend on them."""
+        alike = [other for other in self.unlabelled if self.labelled_as(other) == self.labelled_as(split)]
+        self.unlabelled = [other for other in self.unlabelled if other not in alike]
+        places = self.candidates.places
+        own = np.concatenate([places[other] for other in alike])
         self.needs_labels[own] = False
         try:
-            works = self.works[split] = self.works_of(*split)
+            works = self.works_of(*split)
         except AutoparError as error:
-            self.refused[split] = str(error)
+            self.refused |= dict.fromkeys(alike, str(error))
             self._put(own, None)
             return
-        stood_in = [self.candidates.places[other] for other in self._without_own(split)]
+        self.works |= dict.fromkeys(alike, works)
+        stood_in = [places[other] for other in self._without_own(split)]
         if split.cp * split.ep > 1 and not stood_in:
             own = own[self._is_open(own)]
         wanted = np.sort(np.concatenate([own, *stood_in]))
@@ -371,7 +401,8 @@ class _Search:
         bounds = self.bounds()
         found = bounds.copy()
         for index in self.exact:
-            alike = np.flatnonzero((self.classes == self.classes[index]) & np.isfinite(bounds))
+            alike = self.members.like(index)
+            alike = alike[np.isfinite(bounds[alike])]
             found[alike] = np.maximum(found[alike], bounds[alike] + self.added(bounds, index, alike))
         for index, one in self.exact.items():
             found[index] = self.goal.value(one) if one.fits else np.inf
@@ -424,5 +455,6 @@ class _Search:
             labelled=tuple(self.works),
             goal=self.goal,
             classes=self.classes,
+            members=self.members,
             together=self.together,
         )
