@@ -47,14 +47,14 @@ def row_of(one: Any, world: Any) -> tuple[list[str], bool]:
     from autopar.cost_model.dry_run.rank_view import RankView
     from autopar.cost_model.dry_run.traffic import sends_of
 
-    runs_of = import_module("test_priced_is_run").runs_of
+    tests = import_module("test_priced_is_run")
     program, plan = import_module("priced_models").planned_case(one)
     analysis, known = analyse(program, plan.mesh), dict[object, object]()
     equal, worst, calls, size, saved = True, 0.0, 0, 0, (0, 0)
     for rank, (counts, memory) in enumerate(world.run("priced_ranks:measured_step", one, plan)):
         setting = RankView(program, analysis, plan, rank)
-        runs = runs_of(setting, known)
-        equal &= counts == {key: (sent.calls, sent.bytes) for key, sent in sends_of(setting, runs).items()}
+        runs = tests.runs_of(setting, known)
+        equal &= counts == tests.as_operators(sends_of(setting, runs))
         held = memory_of(setting, runs)
         own = (held.parameter_bytes, held.gradient_bytes, held.optimizer_bytes, held.saved_bytes)
         names = ("parameters", "gradients", "optimizer", "saved")
