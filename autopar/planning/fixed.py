@@ -15,7 +15,7 @@ from autopar.capture.analysis import Analysis, analyse, refining
 from autopar.cost_model.memory.lower_bound import refuse_what_does_not_fit
 from autopar.cost_model.work.coverage import Coverage
 from autopar.cost_model.work.coverage import coverage as coverage_of
-from autopar.cost_model.work.program_costs import ProgramWorks, dtype_of, program_works
+from autopar.cost_model.work.program_costs import ProgramWorks, dtype_of, merged_works, program_works
 from autopar.errors import InfeasibleError, PlanError, did_you_mean
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
@@ -260,13 +260,21 @@ def choose_labels(
     if not found:
         assert problem is not None
         raise problem
-    return found[0] if len(found) == 1 else min(found, key=lambda one: _block_seconds(program, one, cluster, regather))
+    if len(found) == 1:
+        return found[0]
+    return min(found, key=lambda one: _block_seconds(program, one, cluster, regather, memo))
 
 
-def _block_seconds(program: Program, labelled: Labelled, cluster: ClusterSpec, regather: bool) -> float:
+def _block_seconds(program: Program, labelled: Labelled, cluster: ClusterSpec, regather: bool, memo: Memo) -> float:
     """Seconds of all blocks of one rank for one sequence of a micro-batch."""
-    degrees = replace(labelled[0], micro_batch=1, loss_chunks=1)
-    return sum(call_seconds(_works(program, labelled, regather), degrees, _on(program, cluster)))
+    from autopar.cost_model.work.export import block_runs, block_works
+
+    degrees, analysis, found = labelled
+    runs = memo(block_runs, program, memo(analyse, program))  # equal for any labels
+    works = block_works(program, analysis, found.blocks, found.mesh, runs=runs, regather=regather)
+    merged = merged_works(program, works, found.blocks, found.mesh, regather=regather)
+    one = replace(degrees, micro_batch=1, loss_chunks=1)
+    return sum(call_seconds(merged, one, _on(program, cluster)))
 
 
 def _labels_on_tensor_dims(
