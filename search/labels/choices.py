@@ -260,8 +260,9 @@ def space_of(
         for node, bound in bounds.items():
             call = analysis.calls[i][node]
             flows = call.output.differentiable or any(o.differentiable for o in call.operands)
-            earlier = [s.variants[i, node] for s in solved]
-            degrees = [s.degree for s in solved]
+            outer, inner = ([s for s in solved if (s.index < index) is is_outer] for is_outer in (True, False))
+            before, behind = ([s.variants[i, node] for s in side] for side in (outer, inner))
+            degrees = [*(s.degree for s in outer), degree, *(s.degree for s in inner)]  # in the mesh's order
             kept = []
             for variant in variants(bound, 1):
                 if variant.label == "R" and not flows:
@@ -279,7 +280,7 @@ def space_of(
                     padded = axis in paddable and may_be_uneven(bound, variant.factor)
                     if axis not in axes or not (relaxed or size % degree == 0 or padded):
                         continue
-                    if not rewrites_fit(bound, [*earlier, variant], [*degrees, degree]):
+                    if not rewrites_fit(bound, [*before, variant, *behind], degrees):
                         continue
                 kept.append(variant)
             if not kept:

@@ -18,11 +18,16 @@ def context_dims(program: Program, analysis: Analysis, cp: int, tp: int) -> tupl
     None if there is no such factor, or if `cp` divides these heads itself. `analysis` is of the whole program, without
     a mesh.
     """
-    common = cp
+    common = gcd(cp, heads_left(program, analysis, tp))
+    return (cp // common, common) if 1 < common < cp else None
+
+
+def heads_left(program: Program, analysis: Analysis, tp: int) -> int:
+    """The key heads of a rank that every attention has, as a number that a degree must divide; 0 without attention."""
+    common = 0
     for index, calls in enumerate(analysis.calls):
         for name, call in calls.items():
             if call.target is ATTENTION and len(call.operands[1].shape) > 2:
                 heads = analysis.bounds[index][name].operands[1].sizes[-3]
-                left = heads[0] // gcd(heads[0], tp) if heads else 1
-                common = gcd(common, left)
-    return (cp // common, common) if 1 < common < cp else None
+                common = gcd(common, heads[0] // gcd(heads[0], tp) if heads else 1)
+    return common
