@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 DP = 0  # the place of `dp` among the mesh dimensions of labels
 LABELLED_DP = 2  # data-parallel ranks of the capture that is searched with: labels hold for any number
+MOST_ALIKE = 8  # context ranks that share labels with fewer ones; gathers grow with the ranks, exchanges do not
 LABELLED = Degrees(dp_shard=LABELLED_DP, micro_batch=1)
 
 
@@ -138,11 +139,11 @@ class SearchLabels:
     def _context_like(self, tp: int, cp: int) -> int:
         """The context degree whose labels a context degree has.
 
-        Degrees that divide the key heads of a rank exchange heads, or send about as much. They share the labels of the
-        largest one, if these are legal for them.
+        Small degrees that divide the key heads of a rank send about as much as with labels of their own. They share the
+        labels of the largest one, if these are legal for them.
         """
         program, sequence = self.program, self.program.sequence or 1
-        most = gcd(heads_left(program, self.memo(analyse, program), tp), sequence)
+        most = gcd(heads_left(program, self.memo(analyse, program), tp), sequence, MOST_ALIKE)
         if cp == 1 or most % cp or most == cp or self.context not in (None, HEADS):
             return cp
         try:
