@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from autopar.cache.labels import AGAIN, CHOSEN_FOR_KEPT, KEPT, Chosen, labels_file, labels_text, read_labels
 from autopar.capture.analysis import Analysis, analyse, refining
 from autopar.cost_model.work.program_costs import ProgramWorks, dtype_of, merged_works, optimizer_figures
-from autopar.errors import InfeasibleError, PlanError
+from autopar.errors import PlanError
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.degrees import EXCHANGE, HEADS, Degrees
+from autopar.ir.degrees import EXCHANGE, Degrees
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Program
 from autopar.ir.sharding import I, Mesh, Type
@@ -27,7 +27,6 @@ from autopar.planning.recomputed import chosen_keys, fastest, recomputable_of, r
 from autopar.rules.routed import ORDER
 from autopar.search.labels.check import check
 from autopar.search.labels.choices import num_experts
-from autopar.search.labels.context_dims import heads_left
 from autopar.search.labels.result import Labelling
 from autopar.search.space.candidates import Split
 from autopar.search.space.dimensions import divisors
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 
 DP = 0  # the place of `dp` among the mesh dimensions of labels
 LABELLED_DP = 2  # data-parallel ranks of the capture that is searched with: labels hold for any number
-MOST_ALIKE = 8  # context ranks that share labels with fewer ones; gathers grow with the ranks, exchanges do not
 LABELLED = Degrees(dp_shard=LABELLED_DP, micro_batch=1)
 
 
@@ -94,8 +92,7 @@ class SearchLabels:
 
     def labelled_as(self, split: Split) -> Split:
         """The split whose labels a split has."""
-        wanted = self._wanted(*split)
-        return split._replace(cp=wanted.cp, ep=wanted.ep)
+        return split._replace(ep=self._wanted(*split).ep)
 
     @cached_property
     def num_experts(self) -> int:
@@ -124,8 +121,7 @@ class SearchLabels:
         Exchanged rows hardly grow with the number of expert ranks, and gathered tokens do. From as many ranks as a
         token has experts, an exchange sends less. Fewer ranks take the cheaper way, so each degree has its own labels.
         """
-        cp = self.memo(SearchLabels._context_like, self, tp, cp)
-        wanted = self._of_context(tp, cp)
+        wanted = replace(self.wanted, tp=tp, cp=cp, context=self.context if cp > 1 else None)
         if ep == 1:
             return wanted
         dispatch, least = self.dispatch, 2
@@ -135,27 +131,6 @@ class SearchLabels:
         if dispatch == EXCHANGE and ep in alike:
             ep = alike[0]
         return replace(wanted, ep=ep, dp_shard=LABELLED_DP * ep, dispatch=dispatch)
-
-    def _context_like(self, tp: int, cp: int) -> int:
-        """The context degree whose labels a context degree has.
-
-        Small degrees that divide the key heads of a rank send about as much as with labels of their own. They share the
-        labels of the largest one, if these are legal for them.
-        """
-        program, sequence = self.program, self.program.sequence or 1
-        most = gcd(heads_left(program, self.memo(analyse, program), tp), sequence, MOST_ALIKE)
-        if cp == 1 or most % cp or most == cp or self.context not in (None, HEADS):
-            return cp
-        try:
-            degrees, found, _ = self.memo(SearchLabels._chosen, self, self._of_context(tp, most))
-            own = replace(degrees, cp=cp)
-            check(program, self.memo(analyse, program, refining(own.mesh)), found.blocks, own.mesh)
-        except (PlanError, InfeasibleError):
-            return cp
-        return most
-
-    def _of_context(self, tp: int, cp: int) -> Degrees:
-        return replace(self.wanted, tp=tp, cp=cp, context=self.context if cp > 1 else None)
 
     def _chosen(self, wanted: Degrees) -> Chosen:
         gathers = AGAIN if self.regather else CHOSEN_FOR_KEPT

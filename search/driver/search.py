@@ -228,8 +228,7 @@ class _Search:
     def label(self, split: Split) -> None:
         """Choose labels for a split and those that share them, and screen the candidates that depend on them."""
         of = self.labelled_as(split)
-        near = (one for one in self.unlabelled if one.tp == split.tp and (one.cp > 1) == (split.cp > 1))
-        alike = [other for other in near if self.labelled_as(other) == of]
+        alike = [other for other in self.unlabelled if self.labelled_as(other) == of]
         self.unlabelled = [other for other in self.unlabelled if other not in alike]
         places = self.candidates.places
         own = np.concatenate([places[other] for other in alike])
