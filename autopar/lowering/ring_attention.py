@@ -77,7 +77,10 @@ class _Ring(torch.autograd.Function):
                 keys, values = (x[..., :count, :] for x in _parts(held, key, value))
                 own = query[..., first:, :]
                 part = attend(own, keys, values, scale, causal=causal and step == 0)
-                out, lse = _joined(out, lse, *part, first) if step else (part[0].to(wide(query.dtype)), part[1])
+                if step:
+                    _join(out, lse, *part, first)
+                else:
+                    out, lse = part[0].to(wide(query.dtype)), part[1]
             held = held if coming is None else mesh.wait(coming)
         out = out.to(query.dtype)
         out = _home(mesh, out)[0] if is_mirrored else out
@@ -166,17 +169,12 @@ def _seen(
     return None if is_later else (0, num_keys)
 
 
-def _joined(
-    out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor, first: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result of all keys so far, of which the queries from `first` on have seen some more."""
-    before, rows = lse[..., first:], out[..., first:, :]
+def _join(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor, first: int) -> None:
+    """Add the result of some more keys to the result of all keys so far, for the queries from `first` on."""
+    rows, before = out[..., first:, :], lse[..., first:]
     after = torch.logaddexp(before, part_lse)
-    more = part * (part_lse - after).exp().unsqueeze(-1)
-    rows = rows * (before - after).exp().unsqueeze(-1) + more.to(out.dtype)
-    if first == 0:
-        return rows, after
-    return torch.cat((out[..., :first, :], rows), -2), torch.cat((lse[..., :first], after), -1)
+    rows.mul_((before - after).exp().unsqueeze(-1)).addcmul_(part.to(out.dtype), (part_lse - after).exp().unsqueeze(-1))
+    before.copy_(after)
 
 
 def _flat(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
