@@ -324,4 +324,4 @@ def refuse(problems: list[Problem], mesh: Mesh) -> None:
     """Raise `PlanError` with all problems, if any."""
     if problems:
         degrees = ", ".join(f"{n}={d}" for n, d in mesh.as_dict().items() if d > 1)
-        raise PlanError(f"{degrees} does not divide this model", problems)
+        raise PlanError(f"{degrees} does not fit this model", problems)
