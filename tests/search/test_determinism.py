@@ -9,7 +9,7 @@ import plan_worker
 import pytest
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_the_same_plan_in_another_process(tmp_path: Path) -> None:
     processes = [
         subprocess.Popen(
