@@ -418,7 +418,7 @@ class ShardedModel(nn.Module):
     def _show_gradients(self, earlier: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
         """Call hooks with the gradients of this step, add the gradients of earlier calls, and show them to the user."""
         if self._backward_step is not None:
-            self._backward_step.is_last = False
+            self._backward_step.wait()
         if self._on_host is not None:
             self._on_host.take_gradients()
         in_stages = self.plan.degrees.pp > 1
@@ -433,7 +433,7 @@ class ShardedModel(nn.Module):
                 for stored, grad in earlier:
                     stored.grad = grad if stored.grad is None else stored.grad + grad
         if self._backward_step is not None:
-            self._backward_step.finish()
+            self._backward_step.update_late()
 
     def register_full_backward_hook(self, *_: Any, **__: Any) -> Any:
         """Raise: the generated code has no modules whose backward pass could be hooked.

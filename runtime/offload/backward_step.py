@@ -9,7 +9,8 @@ its own gradient alone. Nothing reads all gradients before the update, so gradie
              parameters wait for their sums, and gradients with hooks wait for the whole step. With pipeline stages
              every parameter is late
 
-Early updates run on a thread of their own, beside the backward pass.
+Early updates run on a thread of their own, beside the backward pass. Nothing else reads the gradients of early
+parameters before these updates end.
 """
 
 from collections.abc import Callable, Mapping
@@ -67,11 +68,14 @@ class BackwardStep:
         optimizer.step()
         optimizer.zero_grad()
 
-    def finish(self) -> None:
-        """Wait for the early updates, and run the late ones."""
+    def wait(self) -> None:
+        """Wait for the early updates. Until they end, their gradients belong to their thread."""
         running, self._running, self.is_last = self._running, [], False
         for one in running:
             one.result()
+
+    def update_late(self) -> None:
+        """Update the late parameters."""
         for name, parameter in self._parameters.items():
             if parameter.grad is not None and name in self.optimizers:
                 self._update(name)

@@ -111,11 +111,14 @@ def test_statistics_of_a_part_of_the_batch_differ() -> None:
 
 
 class Chaotic(nn.Module):
-    """Doubles every difference a hundred times: no bit of the result is certain."""
+    """Doubles every difference a hundred times: no bit of the result is certain.
+
+    The sums of `down` are long, so that two halves of them round differently in every kernel.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.up, self.down = nn.Linear(8, 250), nn.Linear(250, 8)
 
     def forward(self, x: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
         y = torch.sigmoid(self.down(torch.tanh(self.up(x))))
@@ -146,7 +149,7 @@ def test_a_reference_that_is_noise_judges_nothing() -> None:
 def test_steps_that_are_noise_are_named() -> None:
     model, inputs = chaotic()
     reference, noise = steps_of(model, inputs, num_steps=1)
-    other, _ = steps_of(model, {**inputs, "x": inputs["x"] * (1 + 1e-15)}, num_steps=1)
+    other, _ = steps_of(model, {**inputs, "x": inputs["x"] * (1 + 1e-13)}, num_steps=1)
     quantities, notes = compare_with_noise(reference, other, 1e-9, noise)
     outcomes = {q.name: q.outcome for q in quantities}
     assert outcomes["outputs"] == outcomes["gradients"] == "cannot be judged"
