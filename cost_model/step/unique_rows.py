@@ -40,7 +40,7 @@ def numbered(column: NDArray[Any]) -> Distinct:
     if least == most:
         return _ALIKE
     if least >= 0 and most < _table_limit(column):
-        numbers = column.astype(np.intp)
+        numbers = column.astype(np.intp, copy=False)
         if column.dtype.kind != "f" or np.array_equal(numbers, column):
             return _counted(numbers, int(most) + 1)
     values, index = np.unique(column, return_inverse=True)

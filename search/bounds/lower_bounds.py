@@ -40,6 +40,7 @@ from autopar.search.space.candidates import Candidates
 
 BEHIND_PIPELINE = ("data collectives", "optimizer", "host copies", "gradient accumulation", "fixed")
 _ROUNDING = 1e-9  # of a part of the blocks
+_PART = 1 << 16  # candidates that are screened at once
 
 
 NO_LEVEL = 4.0  # recomputing every block is not enough
@@ -158,11 +159,19 @@ def basis_of(works: ProgramWorks, on: Machinery) -> Basis:
     )
 
 
-def screen(works: ProgramWorks, found: Candidates, on: Machinery) -> Screened:
+def screen(works: ProgramWorks, found: Candidates, on: Machinery, *, logits: bool = True) -> Screened:
     """Price candidates under the labels of `works`.
 
-    Labels of a mesh with one tensor dimension serve any tensor degree.
+    Labels of a mesh with one tensor dimension serve any tensor degree. Candidates are priced in parts whose arrays stay
+    in the processor's cache. Without `logits`, the logits take no memory.
     """
+    if len(found) <= _PART:
+        return _screen(works, found, on, logits)
+    parts = [_screen(works, found.at(slice(at, at + _PART)), on, logits) for at in range(0, len(found), _PART)]
+    return Screened(**{name: np.concatenate([getattr(one, name) for one in parts]) for name in Screened.__slots__})
+
+
+def _screen(works: ProgramWorks, found: Candidates, on: Machinery, logits: bool) -> Screened:
     layouts = layouts_of(found, sequence_parallel=works.sequence_parallel)
     basis, model = basis_of(works, on), model_of_program(works)
     run = Run(
@@ -176,6 +185,8 @@ def screen(works: ProgramWorks, found: Candidates, on: Machinery) -> Screened:
     cuts: list[EvenCuts] = []
     memory_of = memory_basis(basis.shape, on.machine, fused=basis.fused)
     prices, blocks_save = _prices(basis, model, layouts, memory_of)
+    if not logits:
+        blocks_save = replace(blocks_save, logits=np.zeros(1))
     names = {*model.block_fields, "pp", "virtual"}
     alike = distinct([numbered(np.broadcast_to(getattr(layouts, name), layouts.pp.shape)) for name in names])
     waits = 0.0 if on.machine.engine.messages == "overlapped" else 1.0

@@ -2,10 +2,10 @@
 
 Candidates are searched with whole logits. In chunks, the product of the head is computed once more, and a chunk's
 kernels are smaller. A plan in chunks is therefore better only if the free memory makes it fit, or makes it recompute
-fewer blocks. So only candidates that recompute or do not fit are screened again, with the block costs of chunks, and
-only if their pipeline alone is faster than the best plan. Their exact prices come in the order of their bounds, until
-no bound is below the best. This is done for the largest number of chunks, for half of it, and so on down to 2. Fewer
-chunks take less time and more memory. The proof is about all these numbers.
+fewer blocks. So only candidates that recompute or do not fit are screened again. Fewer chunks take less time and more
+memory. The first screening has the block costs of the fewest chunks, and no logits. It rules out most candidates. The
+others are screened with the largest number of chunks, with half of it, and so on. Their exact prices come in the order
+of their bounds, until no bound is below the best. The proof is about all these numbers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,12 +15,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost_model.memory.formula import logit_bytes
-from autopar.cost_model.pricing import family_at, shape_of_works
 from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.errors import AutoparError
 from autopar.ir.arrays import Floats
-from autopar.search.bounds.lower_bounds import Screened, layouts_of, screen
+from autopar.search.bounds.lower_bounds import Screened, screen
 from autopar.search.driver.branch_and_bound import ROUNDING, best_first
 from autopar.search.driver.search import Searched, added_seconds, stand_in
 from autopar.search.pricing.batch import Together
@@ -29,6 +27,7 @@ from autopar.search.space.candidates import Split
 
 TOKENS_OF_A_CHUNK = 1024  # of one sequence; fewer rows make the head's product slow
 FEWEST, MOST = 4, 64  # of the largest number of chunks that a search tries
+LEAST_CHUNKS = 2
 
 
 class WorksInChunks(Protocol):
@@ -61,8 +60,10 @@ def with_chunks(
     """
     best, proof = None, found.proof
     least = np.inf if found.best is None else found.goal.value(found.best)
-    while chunks > 1:
-        choice = _InChunks(found, works_in_chunks, chunks, least)
+    could = _InChunks(found, works_in_chunks, LEAST_CHUNKS, least, _can_gain(found, least), logits=False)
+    can_gain = np.isfinite(could.bounds)
+    while chunks >= LEAST_CHUNKS and np.any(can_gain):
+        choice = _InChunks(found, works_in_chunks, chunks, least, can_gain)
         if np.any(np.isfinite(choice.bounds)):
             own = best_first(
                 choice.bounds,
@@ -85,22 +86,34 @@ def with_chunks(
 
 
 class _InChunks:
-    """Candidates that may beat the value `least` of the best plan if their loss runs in so many chunks."""
+    """Candidates that may beat the value `least` of the best plan if their loss runs in so many chunks.
 
-    def __init__(self, found: Searched, works_in_chunks: WorksInChunks, chunks: int, least: float) -> None:
+    `can_gain` says which of them are screened. Without `logits`, the logits take no memory.
+    """
+
+    def __init__(
+        self,
+        found: Searched,
+        works_in_chunks: WorksInChunks,
+        chunks: int,
+        least: float,
+        can_gain: NDArray[np.bool_],
+        *,
+        logits: bool = True,
+    ) -> None:
         self.found, self.goal, self.works_in_chunks, self.chunks = found, found.goal, works_in_chunks, chunks
-        self.least = least * (1 - ROUNDING)
+        self.least, self.logits = least * (1 - ROUNDING), logits
         self.works: dict[Split, ProgramWorks] = {}
         self.refused = set(found.refused)
         self.together = Together(found.candidates, self.works, self.goal)
         self.columns = {name: np.full(len(found.candidates), np.inf) for name in Screened.__slots__}
         self.bounds = np.full(len(found.candidates), np.inf)
-        self._screen()
+        self._screen(can_gain)
 
-    def _screen(self) -> None:
+    def _screen(self, can_gain: NDArray[np.bool_]) -> None:
         """Bounds in chunks. A bound that is not below the least value is infinite."""
-        mine, c = self._can_gain(), self.found.candidates
-        each = {split: c.among(split, mine) for split in c.splits() if split not in self.refused}
+        c = self.found.candidates
+        each = {split: c.among(split, can_gain) for split in c.splits() if split not in self.refused}
         each = {split: index for split, index in each.items() if len(index)}
         own = [split for split in each if split in self.found.labelled]
         self._put_all(each, {split: split for split in own})
@@ -121,42 +134,6 @@ class _InChunks:
                 values = np.maximum(self.bounds[alike], self._raised(int(alike[0]), one, alike))
                 self.bounds[alike] = np.where(values < self.least, values, np.inf)
 
-    def _can_gain(self) -> NDArray[np.bool_]:
-        """Candidates that recompute or do not fit, but could fit without logits.
-
-        Their pipeline alone, and their step with recomputation that need not fit, must be faster than the best plan.
-        """
-        c, screened = self.found.candidates, self.found.screened
-        if self.goal.is_memory:
-            return np.ones(len(c), dtype=bool)
-        gains = screened.level > 0
-        for index, one in self.found.exact.items():
-            gains[index] |= not one.fits or one.degrees.recompute != "none"
-        for seconds in (screened.pipeline, screened.least_seconds):
-            gains &= self.goal.bounds(c, replace(screened, seconds=seconds)) < self.least
-        needed = np.minimum(screened.without_bytes, screened.recomputed_bytes)
-        for split in c.splits():
-            mine = c.among(split, gains)
-            if not len(mine):
-                continue
-            freed = self._logits_of_a_sequence(split, mine[:1]) * c.micro_batch[mine]
-            capacity = max(part.on.capacity_bytes for part in self.goal.parts.values())
-            gains[mine] = needed[mine] - freed <= capacity
-        return gains
-
-    def _logits_of_a_sequence(self, split: Split, index: NDArray[np.intp]) -> float:
-        """Bytes of the logits of one sequence of a candidate of a split."""
-        every = self.found.together.works
-        works = every.get(split) or every[stand_in(split, tuple(every)) or min(every)]
-        one = self.found.candidates.at(index)
-        layouts = layouts_of(one, sequence_parallel=works.sequence_parallel)
-        part = next(iter(self.goal.parts.values()))
-        machine = part.on.machine
-        held = logit_bytes(
-            family_at(works, layouts, machine.mechanisms), shape_of_works(works), layouts, machine.engine
-        )
-        return float(np.max(held)) / float(one.micro_batch[0])
-
     def _put_all(self, each: Mapping[Split, NDArray[np.intp]], labels: Mapping[Split, Split]) -> None:
         """Screen the candidates of splits with the block costs of the split that `labels` names for each."""
         alike: dict[int, tuple[ProgramWorks, list[NDArray[np.intp]]]] = {}
@@ -173,7 +150,7 @@ class _InChunks:
         for count, part in self.goal.parts.items():
             at = index[c.num_devices[index] == count]
             if len(at):
-                screened = screen(works, c.at(at), part.on)
+                screened = screen(works, c.at(at), part.on, logits=self.logits)
                 for name, column in self.columns.items():
                     column[at] = getattr(screened, name)
                 values = self.goal.bounds(c.at(at), screened)
@@ -215,3 +192,19 @@ class _InChunks:
             return None
         one = self.together.priced(min(fitting)[1])
         return replace(one, degrees=replace(one.degrees, loss_chunks=self.chunks))
+
+
+def _can_gain(found: Searched, least: float) -> NDArray[np.bool_]:
+    """Candidates that recompute or do not fit.
+
+    Their pipeline alone, and their step with recomputation that need not fit, must be faster than the best plan.
+    """
+    c, screened, goal = found.candidates, found.screened, found.goal
+    if goal.is_memory:
+        return np.ones(len(c), dtype=bool)
+    gains = screened.level > 0
+    for index, one in found.exact.items():
+        gains[index] |= not one.fits or one.degrees.recompute != "none"
+    for seconds in (screened.pipeline, screened.least_seconds):
+        gains &= goal.bounds(c, replace(screened, seconds=seconds)) < least
+    return gains

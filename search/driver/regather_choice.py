@@ -33,7 +33,7 @@ from autopar.search.driver.alternatives import raised_seconds
 from autopar.search.driver.branch_and_bound import ROUNDING, best_first
 from autopar.search.driver.optuna_refine import MOVES
 from autopar.search.driver.optuna_seeds import NEARLY
-from autopar.search.driver.search import Searched, Works, stand_in
+from autopar.search.driver.search import Searched, Works, sharing, stand_in, works_behind
 from autopar.search.pricing.batch import Together, Varied
 from autopar.search.pricing.exact import AS_IT_IS, Cut, Priced
 from autopar.search.space.candidates import Candidates, Split
@@ -112,13 +112,13 @@ class _Kept:
 
         As in the search, a stand-in screens the splits without labels.
         """
-        c, labelled, found = self.found.candidates, self.found.labelled, dict[int, tuple[ProgramWorks, list[Split]]]()
-        for split in c.splits():
+        c, labelled = self.found.candidates, self.found.labelled
+
+        def works_of(split: Split) -> ProgramWorks | None:
             labels = split if split in labelled else stand_in(split, labelled)
-            if labels is not None and len(c.among(split, mask)) and self._can_price(labels):
-                works = self.works[labels]
-                found.setdefault(id(works), (works, []))[1].append(split)
-        return list(found.values())
+            return self.works[labels] if labels is not None and self._can_price(labels) else None
+
+        return sharing((split for split in c.splits() if len(c.among(split, mask))), works_of)
 
     def _can_price(self, split: Split) -> bool:
         """Whether there are labels for a split."""
@@ -179,12 +179,7 @@ def most_saved(found: Searched, index: NDArray[np.int64]) -> Floats:
     each = distinct([numbered(column) for column in columns])
     few = c.at(each.rows)
     saved = np.zeros(len(few))
-    alike: dict[int, tuple[ProgramWorks, list[Split]]] = {}
-    for split in few.splits():
-        labels = split if split in works else stand_in(split, tuple(works))  # the labels behind the bounds
-        if labels is not None:
-            alike.setdefault(id(works[labels]), (works[labels], []))[1].append(split)
-    for own, splits in alike.values():
+    for own, splits in sharing(few.splits(), lambda split: works_behind(split, works)):
         for devices, part in found.goal.parts.items():
             mine = np.flatnonzero(few.of(*splits) & (few.num_devices == devices))
             if len(mine):

@@ -9,10 +9,10 @@
 
 Bounds and prices are values of the objective. Labels are chosen per split, which is a tensor degree, a context degree
 and an expert degree, only for splits that a bound leaves open. Until then, screening uses the labels of tensor degree
-1, or of the smallest tensor degree above 1. Context and expert ranks then send nothing.
+1, or of the smallest tensor degree above 1, with the same expert degree. Context ranks then send nothing.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -174,17 +174,38 @@ def added_seconds(screened: Screened, index: int, one: Priced, alike: NDArray[np
 def stand_in(split: Split, labelled: Sequence[Split]) -> Split | None:
     """The split whose labels screen the candidates of a split without labels; None if there is none.
 
-    It has no context and no expert ranks, and several tensor ranks if `split` has. It is the first labelled one.
+    It has no context ranks, and several tensor ranks if `split` has. It has the expert ranks of `split`, or none. It is
+    the first such one of the `labelled` splits.
     """
-    alike = (one for one in labelled if one.cp == one.ep == 1 and (one.tp > 1) == (split.tp > 1))
-    return next(alike, None)
+    alike = [one for one in labelled if one.cp == 1 and (one.tp > 1) == (split.tp > 1) and one.ep in (1, split.ep)]
+    return max(alike, key=lambda one: one.ep, default=None)
 
 
-def _first(splits: Sequence[Split]) -> list[Split]:
-    """The splits that are labelled first: the smallest stand-ins. If there are none, the first split."""
-    alone = [split for split in splits if split.cp == split.ep == 1]
-    found = [stand_in(Split(1), alone), stand_in(Split(2), alone)]
-    return [split for split in found if split is not None] or list(splits[:1])
+def sharing(
+    splits: Iterable[Split], works_of: Callable[[Split], ProgramWorks | None]
+) -> list[tuple[ProgramWorks, list[Split]]]:
+    """Splits by the block costs that screen them. Splits without block costs are left out."""
+    found: dict[int, tuple[ProgramWorks, list[Split]]] = {}
+    for split in splits:
+        works = works_of(split)
+        if works is not None:
+            found.setdefault(id(works), (works, []))[1].append(split)
+    return list(found.values())
+
+
+def works_behind(split: Split, works: Mapping[Split, ProgramWorks]) -> ProgramWorks | None:
+    """The block costs behind the bounds of a split: its own, or those of the split that stands in for it."""
+    labels = split if split in works else stand_in(split, tuple(works))
+    return None if labels is None else works[labels]
+
+
+def _stand_ins(splits: Sequence[Split], labelled_as: Callable[[Split], Split]) -> list[Split]:
+    """The smallest split of each kind that `stand_in` tells apart. Expert degrees with the same labels are one kind."""
+    found: dict[tuple[int, bool], Split] = {}
+    for split in sorted(splits, key=lambda one: (one.ep, one.tp)):
+        if split.cp == 1:
+            found.setdefault((labelled_as(split).ep, split.tp > 1), split)
+    return list(found.values())
 
 
 class _Search:
@@ -219,35 +240,56 @@ class _Search:
         self.unlabelled = self.candidates.splits()
         self.needs_labels = np.ones(len(self.candidates), dtype=bool)
         self.values = np.full(len(self.candidates), np.inf)  # the bounds
-        for split in _first(self.unlabelled):
-            self.label(split)
-        while not self.works and self.unlabelled:
-            self.label(self.unlabelled[0])
+        first = [split for split in _stand_ins(self.unlabelled, labelled_as) if self._choose(split)]
+        for split in first:
+            self._screen(split)
+        for split in tuple(self.unlabelled):
+            if split in self.unlabelled and stand_in(split, first) is None:
+                self.label(split)
         self.baselines = baselines(self.candidates, cluster)
 
     def label(self, split: Split) -> None:
-        """Choose labels for a split and those that share them, and screen the candidates that depend on them."""
+        """Choose labels for a split and for the splits that share them, and screen their candidates."""
+        if self._choose(split):
+            self._screen(split)
+
+    def _choose(self, split: Split) -> bool:
+        """Choose labels for a split and for the splits that share them. False if there are none."""
         of = self.labelled_as(split)
         alike = [other for other in self.unlabelled if self.labelled_as(other) == of]
         self.unlabelled = [other for other in self.unlabelled if other not in alike]
-        places = self.candidates.places
-        own = np.concatenate([places[other] for other in alike])
+        own = self._places(alike)
         self.needs_labels[own] = False
         try:
-            works = self.works_of(*split)
+            self.works |= dict.fromkeys(alike, self.works_of(*split))
         except AutoparError as error:
             self.refused |= dict.fromkeys(alike, str(error))
             self._put(own, None)
-            return
-        self.works |= dict.fromkeys(alike, works)
-        stood_in = [places[other] for other in self._without_own(split)]
-        if split.cp * split.ep > 1 and not stood_in:
+            return False
+        return True
+
+    def _screen(self, split: Split) -> None:
+        """Screen the candidates that depend on the labels of a split: its own, and the candidates it stands in for."""
+        works, labelled = self.works[split], tuple(self.works)
+        own = self._places([other for other in labelled if self.works[other] is works])
+        if split.cp > 1 and stand_in(split, labelled) is not None:
             own = own[self._is_open(own)]
-        wanted = np.sort(np.concatenate([own, *stood_in]))
+        others = self._places([other for other in self.unlabelled if self._stands_in(works, other, labelled)])
+        wanted = np.sort(np.concatenate([own, others]))
         for on, mine in self.machinery:
             index = wanted[mine[wanted]]
             if len(index):
                 self._put(index, screen(works, self.candidates.at(index), on))
+
+    def _stands_in(self, works: ProgramWorks, split: Split, labelled: Sequence[Split]) -> bool:
+        """Whether the candidates of an unlabelled split are screened with these block costs for now."""
+        first = stand_in(split, labelled)
+        return first is not None and self.works[first] is works
+
+    def _places(self, splits: Sequence[Split]) -> NDArray[np.intp]:
+        """The candidates of splits."""
+        every = [self.candidates.places[split] for split in splits]
+        return np.concatenate(every) if every else np.zeros(0, dtype=np.intp)
 
     def _is_open(self, index: NDArray[np.intp]) -> NDArray[np.bool_]:
         """Whether candidates may still matter, by the bounds of their stand-in.
@@ -263,11 +305,6 @@ class _Search:
         c = self.candidates.at(index)
         values = np.minimum(self.values[index], self.goal.bounds(c, by_stage))
         return np.asarray(values < least * (1 + NEARLY))
-
-    def _without_own(self, split: Split) -> Iterator[Split]:
-        """The splits without labels whose candidates are screened with the new labels of `split` for now."""
-        if stand_in(split, tuple(self.works)) == split:
-            yield from (other for other in self.unlabelled if stand_in(other, tuple(self.works)) == split)
 
     def _put(self, index: NDArray[Any], screened: Screened | None) -> None:
         for name, column in self.columns.items():

@@ -66,9 +66,11 @@ def not_beaten(points: Floats) -> NDArray[np.int64]:
 
 def _beaten_by(points: Floats, others: Floats) -> NDArray[np.bool_]:
     """Which points another point equals or beats in every column."""
-    found = np.zeros(len(points), dtype=bool)
+    left = np.arange(len(points))
     for other in others:
-        found |= np.all(other <= points, axis=1)
+        left = left[np.any(points[left] < other, axis=1)]
+    found = np.ones(len(points), dtype=bool)
+    found[left] = False
     return found
 
 

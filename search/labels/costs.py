@@ -22,6 +22,7 @@ from autopar.cost_model.work.operator_cost import is_view, local_flops, paramete
 from autopar.ir.program import Program
 from autopar.ir.sharding import I, Kind, Type, chunk, moves_along, owned_by
 from autopar.lowering.conversions import Wire, wire
+from autopar.memo import Memo
 from autopar.rules.rule import Call, TensorInfo
 from autopar.rules.variants import WIDTH_OF_SUMS, Bound, Exchange, Variant, exchanges
 from autopar.search.labels.choices import (
@@ -83,13 +84,12 @@ class DimProblem:
             self._values(index)
         self.network = Network(costs=tuple(self.costs), values=tuple(self.values))
 
-    def solve(self, time_limit_s: float) -> tuple[Solved, Solution] | None:
-        """The best labels of this mesh dimension. None if there are none, or if the solver found none in time."""
-        solution = eliminated(self.network) or improved(self.network)
-        if solution is None:
-            from autopar.search.labels.milp import solved  # HiGHS is rarely needed
+    def solve(self, time_limit_s: float, memo: Memo) -> tuple[Solved, Solution] | None:
+        """The best labels of this mesh dimension. None if there are none, or if the solver found none in time.
 
-            solution = solved(self.network, time_limit_s)
+        `memo` holds the solutions of equal networks: other mesh dimensions may change nothing.
+        """
+        solution = memo(solution_of, self.network, time_limit_s)
         if solution is None or solution.objective == inf:
             return None
         chosen = {key: self.space.variants[key][solution.choices[at]] for key, at in self.operators.items()}
@@ -344,3 +344,13 @@ def _plain(t: Type, differentiable: bool) -> Type:
 
 def _numbers(number: Mapping[Type, int], types: Sequence[Type]) -> IntArray:
     return np.array([number[t] for t in types], dtype=np.intp)
+
+
+def solution_of(network: Network, time_limit_s: float) -> Solution | None:
+    """The best choices of a network. None if the solver found none in time."""
+    solution = eliminated(network) or improved(network)
+    if solution is None:
+        from autopar.search.labels.milp import solved  # HiGHS is rarely needed
+
+        solution = solved(network, time_limit_s)
+    return solution

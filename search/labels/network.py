@@ -8,6 +8,9 @@ networks to `autopar.search.labels.neighbourhoods` and `autopar.search.labels.mi
 """
 
 from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,16 +46,41 @@ class Value:
     regathered: BoolArray
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Network:
-    """Costs of every variable's choices, and the values."""
+    """Costs of every variable's choices, and the values. Networks of the same numbers are equal."""
 
     costs: tuple[FloatArray, ...]
     values: tuple[Value, ...]
 
+    @cached_property
+    def digest(self) -> bytes:
+        """The numbers of the network in few bytes."""
+        found = sha256()
+        for costs in self.costs:
+            _add(found, costs)
+        for value in self.values:
+            arrays = (value.made, value.convert, value.forms, value.keep, value.regathered)
+            _add(found, np.array([value.source, len(value.uses)]), *arrays)
+            for use in value.uses:
+                _add(found, np.array([use.variable, use.kept]), use.wanted)
+        return found.digest()
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Network) and self.digest == other.digest
+
     @property
     def num_choices(self) -> int:
         return sum(len(costs) for costs in self.costs)
+
+
+def _add(found: Any, *arrays: NDArray[Any]) -> None:
+    for array in arrays:
+        found.update(repr(array.shape).encode())
+        found.update(array.tobytes())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

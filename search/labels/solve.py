@@ -171,14 +171,14 @@ class _Turn:
     def settle(self, memo: Memo) -> _Settled:
         """The best legal labels, and their loss by axes that the degree does not divide."""
         program, analysis, boundary = self.program, self.analysis, self.boundary
-        found, solution, size = memo(_Turn.solve, self, True)
+        found, solution, size = memo(_Turn.solve, self, True, memo)
         relaxed = found
         paddable = paddable_axes(program, analysis, self.degree)
         if legal.indivisible(analysis, relaxed, paddable) or legal.uneven_types(boundary, relaxed, paddable):
-            found, solution, size = memo(_Turn.solve, self, False)
+            found, solution, size = memo(_Turn.solve, self, False, memo)
         return found, solution, size, legal.judge(program, analysis, boundary, relaxed, found, paddable)
 
-    def solve(self, relaxed: bool) -> _Found:
+    def solve(self, relaxed: bool, memo: Memo) -> _Found:
         """The best labels. Raises `InfeasibleError` if none are found in time."""
         space = space_of(
             self.program,
@@ -205,7 +205,7 @@ class _Turn:
             regather=self.regather,
             accumulate=self.accumulate,
         )
-        found = problem.solve(TIME_LIMIT_S)
+        found = problem.solve(TIME_LIMIT_S, memo)
         if found is None:
             raise InfeasibleError(
                 f"no labels for {self.name}={self.degree} within {TIME_LIMIT_S:g} s; use another degree"
