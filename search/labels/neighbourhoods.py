@@ -8,6 +8,7 @@ choices.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from heapq import heapify, heappop, heappush
 from math import inf, log2
 
@@ -33,10 +34,11 @@ def improved(network: Network) -> Solution | None:
     forbidden = 1.0 + sum(float(np.abs(table[np.isfinite(table)]).max(initial=0.0)) for _, table in tables)
     softened = [(scope, np.where(np.isinf(table), forbidden, table)) for scope, table in tables]
     own = [int(costs.argmin()) for costs in network.costs] + [0] * (len(sizes) - len(network.costs))
-    order, kept = order_with_kept(sizes, [scope for scope, _ in tables], [1.0] * len(sizes))
+    rounds = _rounds_of(tuple(sizes), tuple(scope for scope, _ in tables))
+    order, kept = rounds.at(0)
     others = [(scope, table) for scope, table in softened if kept.isdisjoint(scope)]
     starts = (own, _best_beside(sizes, others, own, order, kept))
-    found = [_searched(sizes, softened, start) for start in starts]
+    found = [_searched(sizes, softened, start, rounds) for start in starts]
     choices = min(found, key=lambda choices: _cost(softened, choices))
     objective = _cost(tables, choices)
     if objective == inf:
@@ -44,21 +46,40 @@ def improved(network: Network) -> Solution | None:
     return Solution(choices=tuple(choices[: len(network.costs)]), objective=objective, gap=None)
 
 
-def _searched(sizes: Sequence[int], tables: Sequence[Table], choices: list[int]) -> list[int]:
+class _Rounds:
+    """The orders and the kept variables of all rounds over the same variables, whatever their costs."""
+
+    def __init__(self, sizes: Sequence[int], scopes: Sequence[Sequence[int]]) -> None:
+        self.sizes, self.scopes = sizes, scopes
+        self._weights = [1.0] * len(sizes)
+        self._found: list[tuple[list[int], set[int]]] = []
+
+    def at(self, number: int) -> tuple[list[int], set[int]]:
+        """The order and the kept variables of a round."""
+        while len(self._found) <= number:
+            order, kept = order_with_kept(self.sizes, self.scopes, self._weights)
+            self._found.append((order, kept))
+            for variable in kept:
+                self._weights[variable] *= KEPT_AGAIN
+        return self._found[number]
+
+
+@lru_cache(maxsize=32)
+def _rounds_of(sizes: tuple[int, ...], scopes: tuple[tuple[int, ...], ...]) -> _Rounds:
+    return _Rounds(sizes, scopes)
+
+
+def _searched(sizes: Sequence[int], tables: Sequence[Table], choices: list[int], rounds: _Rounds) -> list[int]:
     """The choices after rounds that keep some of them. The tables have no infinite costs."""
-    scopes = [scope for scope, _ in tables]
-    weights = [1.0] * len(sizes)
     least, since = _cost(tables, choices), 0
-    for _ in range(MOST_ROUNDS):
-        order, kept = order_with_kept(sizes, scopes, weights)
+    for number in range(MOST_ROUNDS):
+        order, kept = rounds.at(number)
         choices = _best_beside(sizes, tables, choices, order, kept)
         cost = _cost(tables, choices)
         since = 0 if cost < least - LEAST_GAIN * abs(least) else since + 1
         least = min(cost, least)
         if since == ROUNDS_WITHOUT_GAIN or not kept:
             break
-        for variable in kept:
-            weights[variable] *= KEPT_AGAIN
     return choices
 
 
