@@ -20,68 +20,45 @@ _OF_STAGES = ("recompute_blocks", "selective_blocks")  # one number for all stag
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Degrees:
-    """Degrees of the mesh and how data is cut. `micro_batch` is sequences per data-parallel rank and micro-batch.
+    """Degrees of the mesh, and the other decisions that hold for a whole plan. None leaves a decision to autopar."""
 
-    `tp_dims` is `tp` as the product of two mesh dimensions. Each splits axes of its own. With fewer key heads than
-    ranks, the first dimension splits the key heads, the second the queries of one key head. `cp` ranks share the same
-    samples and split their sequence. `cp_dims` is `cp` as the product of two mesh dimensions: the first splits queries,
-    the second heads. `context` says how attention does so: with "heads" a rank has all tokens of some
-    heads, with "queries" its queries meet all keys, with "ring" keys travel from rank to rank. None takes the cheapest
-    way. With `per_micro_batch` the loss of a
-    step is the mean of the separate losses of its micro-batches.
+    # ranks: each degree is the number of ranks along a mesh dimension
+    pp: int = 1  # pipeline ranks
+    tp: int = 1  # ranks that split operators
+    tp_dims: tuple[int, ...] | None = None  # tp as two mesh dimensions: key heads, and queries of one key head
+    cp: int = 1  # ranks that share samples and split their sequence
+    cp_dims: tuple[int, ...] | None = None  # cp as two mesh dimensions: queries, and heads
+    context: str | None = None  # what attention splits over cp: "heads", "queries", or keys that travel in a "ring"
+    dp_shard: int = 1  # ranks that split samples, and the state as `zero` says
+    ep: int = 1  # of the dp_shard ranks, the ranks that also split experts
+    dispatch: str | None = None  # rows travel to experts ("exchange"), tokens do ("gather"), experts stay "whole"
+    dp_replicate: int = 1  # ranks that split samples and repeat the state
+    zero: int = 3  # the ZeRO stage over dp_shard × cp ranks
+    sequence_parallel: bool | None = None  # whether tp ranks split the sequence between blocks
 
-    `ep` of the `dp_shard` ranks also split the experts of a mixture. `dispatch` says how rows of tokens meet experts
-    there. With "exchange" rows travel to the ranks of their experts, and with "gather" every rank has all tokens. None
-    takes the cheaper one for each block. With "whole" every rank has all experts, as without `ep`.
+    # a step and its pipeline
+    micro_batch: int | None = None  # sequences of one data-parallel rank and one micro-batch
+    accumulate: int = 1  # runs of the pipeline in a step
+    per_micro_batch: bool = False  # whether a step's loss is the mean of the losses of its micro-batches
+    schedule: str = DEFAULT_SCHEDULE  # the order of passes (`autopar.ir.schedules`)
+    virtual_stages: int = 1  # stages of one pipeline rank
+    micro_batches: int = 1  # in one run of the pipeline
 
-    `pp` ranks hold `virtual_stages` pipeline stages each and run `micro_batches` in the order of `schedule`
-    (`autopar.ir.schedules`), `accumulate` times a step. `cut_at` are the module paths at which the stages after the
-    first begin, if the user gave them. `order` is the order of mesh dimensions over ranks (`autopar.ir.rank_order`).
-
-    `recompute` says which values of repeated blocks are computed again for the backward pass. "full" computes all
-    values inside a block again, "selective" the values of the operators in `BlockLabels.recomputed`. Both hold for the
-    first `recompute_blocks` repeated blocks of a stage (one number for all stages, or one for each), or for all of
-    them. With "auto" the first `recompute_blocks` blocks of a stage are recomputed fully, and the next
-    `selective_blocks` selectively. "auto" without both numbers asks for the least recomputation that fits.
-
-    The head's product and the loss run in `loss_chunks` chunks of tokens, so that the logits never exist whole
-    (`autopar.lowering.loss_chunks`).
-
-    `offload` says what is in host memory instead of device memory (`autopar.ir.offload`). `optimizer` names the
-    optimizer whose state the memory counts (`autopar.ir.optimizers`). Another one may train.
-
-    `precision` ("fp32", "bf16", "fp16", "fp8" or "mxfp8") is the dtype of computing beside float32 master weights, and
-    `reduce_dtype` the dtype of sums of gradients (`autopar.ir.precision`). None leaves the dtypes of the model.
-    """
-
-    pp: int = 1
-    tp: int = 1
-    tp_dims: tuple[int, ...] | None = None
-    cp: int = 1
-    cp_dims: tuple[int, ...] | None = None
-    context: str | None = None
-    dp_shard: int = 1
-    ep: int = 1
-    dispatch: str | None = None
-    dp_replicate: int = 1
-    zero: int = 3
-    sequence_parallel: bool | None = None
-    micro_batch: int | None = None
-    accumulate: int = 1
-    per_micro_batch: bool = False
-    schedule: str = DEFAULT_SCHEDULE
-    virtual_stages: int = 1
-    micro_batches: int = 1
+    # recomputation of repeated blocks for the backward pass
+    # "full": all values inside a block; "selective": the values of the operators in `BlockLabels.recomputed`;
+    # "auto": some blocks of each kind, and without both numbers the least that fits
     recompute: str = "none"
-    recompute_blocks: int | tuple[int, ...] | None = None
-    selective_blocks: int | tuple[int, ...] | None = None
-    cut_at: tuple[str, ...] | None = None
-    order: str = ORDERS[0]
-    loss_chunks: int = 1
-    offload: str = NO_OFFLOAD
-    optimizer: str = DEFAULT_OPTIMIZER
-    precision: str | None = None
-    reduce_dtype: str | None = None
+    recompute_blocks: int | tuple[int, ...] | None = None  # the first blocks of a stage, or of each stage; None: all
+    selective_blocks: int | tuple[int, ...] | None = None  # the blocks after them that "auto" recomputes selectively
+
+    # everything else
+    cut_at: tuple[str, ...] | None = None  # module paths where the stages after the first begin, given by the user
+    order: str = ORDERS[0]  # of mesh dimensions over ranks (`autopar.ir.rank_order`)
+    loss_chunks: int = 1  # of tokens, in which the head and the loss run (`autopar.lowering.loss_chunks`)
+    offload: str = NO_OFFLOAD  # what is in host memory (`autopar.ir.offload`)
+    optimizer: str = DEFAULT_OPTIMIZER  # whose state the memory counts (`autopar.ir.optimizers`)
+    precision: str | None = None  # of computing, beside float32 master weights; None: the model's own
+    reduce_dtype: str | None = None  # of sums of gradients; None: the dtype of the gradients
 
     @property
     def dp(self) -> int:

@@ -136,34 +136,27 @@ Emit = Callable[[Call], tuple[Step, ...]]  # from the call of one rank
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A parsed rule: factor names per operand dimension, and what may be done with each factor.
-
-    `whole` factors are never split. `reduced` factors are absent from the output. `additive` operands enter the output
-    by addition. Each set in `linear` lists operands that may be partial together. A factor in `invariant` has a rewrite
-    whose own collectives sum over ranks, so its output is ``I``; a factor in `outermost` is split only on the outermost
-    axis of its product, for rewrites that compute offsets. `even` factors take no padding. The rewrite of a factor in
-    `exchanged` sends half of these operands to one other rank in each pass, -1 being the output. `travels` maps a
-    factor to another one, whose parts a second rewrite passes from rank to rank. `is_routed` marks the operators
-    between tokens and sorted rows (`autopar.rules.routed`), and `expert` the factor of their experts, if they have one.
-    """
+    """A parsed rule: factor names per operand dimension, and what may be done with each factor."""
 
     inputs: tuple[Spec, ...]
     output: Spec
-    sizes: Mapping[str, int]
-    reduced: frozenset[str] = frozenset()
-    whole: frozenset[str] = frozenset()
-    additive: frozenset[int] = frozenset()
-    linear: tuple[frozenset[int], ...] = ()
-    invariant: frozenset[str] = frozenset()
-    outermost: frozenset[str] = frozenset()
-    even: frozenset[str] = frozenset()
+    sizes: Mapping[str, int]  # of factors
+    reduced: frozenset[str] = frozenset()  # factors that the output lacks
+    whole: frozenset[str] = frozenset()  # factors that are never split
+    additive: frozenset[int] = frozenset()  # operands that enter the output by addition
+    linear: tuple[frozenset[int], ...] = ()  # each a set of operands that may be partial together
+    invariant: frozenset[str] = frozenset()  # factors whose rewrite sums over ranks itself: its output is I
+    outermost: frozenset[str] = frozenset()  # factors split only on the outermost axis: their rewrite computes offsets
+    even: frozenset[str] = frozenset()  # factors that take no padding
+    # operands of which a factor's rewrite sends half to one other rank in each pass; -1 is the output
     exchanged: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    # a factor, and another one whose parts a second rewrite passes from rank to rank
     travels: Mapping[str, str] = field(default_factory=dict)
-    is_routed: bool = False
-    expert: str = ""
-    flops: Callable[[Mapping[str, int]], float] | None = None
-    emit: Emit | None = None
-    known: bool = True
+    is_routed: bool = False  # an operator between tokens and sorted rows (`autopar.rules.routed`)
+    expert: str = ""  # the factor of its experts, if it has one
+    flops: Callable[[Mapping[str, int]], float] | None = None  # multiply-adds from the sizes of factors
+    emit: Emit | None = None  # the operations of one rank, if they are not the call itself
+    known: bool = True  # False: no rule, the operator stays whole
 
     def steps(self, local: Call) -> tuple[Step, ...]:
         """The operations of one rank: the rule's emission, or the call itself."""

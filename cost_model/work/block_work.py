@@ -120,28 +120,20 @@ class Selected(Generic[V]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockWork(Generic[V]):
-    """One block on one rank.
-
-    `products` are matrix products and attention. `eager` lists every other operator by itself. `fused` is the same work
-    in maximal groups between products and collectives, one kernel each. `saved_eager_bytes` counts the tensors that
-    torch's autograd saves for backward. `saved_fused_bytes` counts the saved tensors if fused groups recompute their
-    inner values. `input_bytes` counts the block's inputs, which full recomputation saves. Parameters are elements on
-    one rank: split over tensor ranks, whole on each tensor rank, and of experts. Expert parallelism divides experts
-    further. `selected` is the work of selective recomputation; None if no operators are chosen.
-    """
+    """One block on one rank. Parameters are numbers of elements."""
 
     role: str
-    products: tuple[Operator[V], ...]
-    eager: tuple[Operator[V], ...]
-    fused: tuple[Operator[V], ...]
-    sent: tuple[Sent[V], ...]
-    saved_eager_bytes: V
-    saved_fused_bytes: V
-    input_bytes: V
-    parameters_split: V
-    parameters_whole: V
-    parameters_expert: V
-    selected: Selected[V] | None = None
+    products: tuple[Operator[V], ...]  # matrix products and attention
+    eager: tuple[Operator[V], ...]  # every other operator by itself
+    fused: tuple[Operator[V], ...]  # the same in maximal groups between products and collectives, one kernel each
+    sent: tuple[Sent[V], ...]  # collectives and messages
+    saved_eager_bytes: V  # of the tensors that torch's autograd saves for the backward pass
+    saved_fused_bytes: V  # of the saved tensors if fused groups recompute their inner values
+    input_bytes: V  # of the block's inputs, which full recomputation saves
+    parameters_split: V  # split over tensor ranks
+    parameters_whole: V  # whole on each tensor rank
+    parameters_expert: V  # of experts, before expert parallelism divides them
+    selected: Selected[V] | None = None  # selective recomputation; None if no operators are chosen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
