@@ -13,7 +13,7 @@ from autopar.cli.options.model_argument import Json
 from autopar.cli.output import console, print_json, progress, table
 from autopar.errors import InputError, did_you_mean
 from autopar.files.atomic import write_text
-from autopar.report.validate_report import percent, reasons, signed, validation_page
+from autopar.report.validate_report import percent, reasons, signed, validation_page, warnings
 
 if TYPE_CHECKING:
     from autopar.cost_model.published.row import Row, RowEstimate, Unmodelled
@@ -172,9 +172,15 @@ def _show_rest(found: "Validation") -> None:
     if oom.ok_rows:
         text = f"{oom.ok_predicted_oom} of {oom.ok_rows} rows that ran are predicted not to fit"
         out.print(text)
+    for text, ids in warnings(found).items():
+        out.print(f"warning, {text}: {_shown(ids)}", style="yellow")
     for reason, ids in reasons(found).items():
-        more = f" and {len(ids) - MAX_IDS} more" if len(ids) > MAX_IDS else ""
-        out.print(f"not modelled, {reason}: {', '.join(ids[:MAX_IDS])}{more}", style="yellow")
+        out.print(f"not modelled, {reason}: {_shown(ids)}", style="yellow")
+
+
+def _shown(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_IDS} more" if len(names) > MAX_IDS else ""
+    return f"{', '.join(names[:MAX_IDS])}{more}"
 
 
 def _cells(part: "Measures") -> tuple[str, ...]:

@@ -121,7 +121,7 @@ class RowEstimate:
 
     `seconds` are of one optimizer step, `peak_bytes` of the fullest rank. `fits` is None if the device's memory is not
     known. `parts` are seconds by name that add up to the step. `global_batch` is the assumed number of sequences of a
-    step, for a row that does not state it.
+    step, for a row that does not state it. `warnings` say which texts of the row were not used, or not clear.
     """
 
     id: str
@@ -130,6 +130,7 @@ class RowEstimate:
     fits: bool | None
     parts: Mapping[str, float]
     global_batch: int | None = None
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
