@@ -116,3 +116,34 @@ def test_kernels_for_a_device_are_its_profile_s(device: str, faster: bool) -> No
 def test_a_row_without_framework_gets_one_that_fits() -> None:
     assert engine_of(Row(id="r", gpu_type="A100-80", pp=4)).name == "megatron"
     assert engine_of(Row(id="r", gpu_type="A100-80", pp=1)).name == "fsdp"
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "dtype"),
+    [
+        ("B200", "nvfp4", "float4"),
+        ("GB300", "nvfp4", "float4"),
+        ("MI355X", "mxfp4", "float4"),
+        ("B300", "mxfp8", "float8"),
+        ("H100-SXM", "nvfp4", "float8"),  # without 4-bit units
+    ],
+)
+def test_products_in_4_bits_have_a_rate_of_their_own(device: str, precision: str, dtype: str) -> None:
+    machine = machine_of(Row(id="r", gpu_type=device, precision=precision))
+    expected = machine.device.peak_flops_per_s[dtype] * machine.profile.efficiency_of(dtype)
+    assert machine.speeds.narrow_flops_per_s == expected
+    assert machine.profile.efficiency_of("float4") == machine.profile.efficiency_of("float8")
+    wide = machine_of(Row(id="r", gpu_type=device)).speeds
+    assert wide.narrow_flops_per_s is None
+    assert (machine.speeds.product_flops_per_s, machine.speeds.attention) == (wide.product_flops_per_s, wide.attention)
+
+
+def test_a_device_without_8_bit_units_computes_in_16() -> None:
+    assert machine_of(Row(id="r", gpu_type="A100-80", precision="nvfp4")).speeds.narrow_flops_per_s is None
+
+
+@pytest.mark.parametrize(
+    ("device", "profile"), [("B300", "b200"), ("MI350X", "mi300"), ("H800", "h100"), ("RTX 5090", "default")]
+)
+def test_devices_share_the_profile_of_their_family(device: str, profile: str) -> None:
+    assert machine_of(Row(id="r", gpu_type=device)).profile.name == profile
