@@ -3,6 +3,7 @@
 import contextlib
 import re
 from dataclasses import replace
+from functools import lru_cache
 
 from autopar.cost_model.machine.engine import Engine, engine_named, engine_of_framework
 from autopar.cost_model.machine.fitted_constants import Mechanisms
@@ -19,6 +20,7 @@ _BOTH_WAYS = (1, 2)  # data sheets of links inside a host state one direction or
 _SAME = 0.1
 
 
+@lru_cache(maxsize=256)
 def preset_of(gpu_type: str) -> DevicePreset:
     """The device of a ``gpu_type`` column: a preset's name or alias, or the one whose name begins alike.
 
