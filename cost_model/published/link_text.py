@@ -9,8 +9,9 @@ The grammar of a text, its parts in any order, with or without spaces::
     ports   count scope                      8 NICs per node, one per GPU
 
 The letter decides the unit: ``b`` is bits, ``B`` is bytes. A scope belongs to the rate before it, else to the rate
-after it. Ports belong to a rate without a scope. A count without a scope counts the ports of a host. Other words, and
-numbers of devices or hosts, are skipped.
+after it. Ports belong to a rate without a scope. A count without a scope counts the ports of a host. A rate without
+any of these is of one device, or of a host if no port is as fast; this is a warning. Other words, and numbers of
+devices or hosts, are skipped.
 
 One text may state a bandwidth in several ways. If they differ, or a figure is outside the grammar, nothing is read
 and `LinkReading.warning` says why.
@@ -31,6 +32,7 @@ _DECIMAL = {"m": 1e6, "g": 1e9, "t": 1e12}
 _BINARY = {"m": 2.0**20, "g": 2.0**30, "t": 2.0**40}
 _WORD_NUMBERS = {"one": 1, "single": 1, "two": 2, "dual": 2, "four": 4, "quad": 4, "eight": 8}
 _MOST_PORTS = 32  # of a host: a larger bare number beside a generation is Gb/s
+_FASTEST_PORT = 100e9  # XDR: a larger figure of nothing is a host's
 _SAME = 1.02  # the largest ratio of two bandwidths that agree
 _MAX_CHARS = 400
 
@@ -53,6 +55,7 @@ _TOKENS = (
     ),
     (RATE, rf"(?P<rate>{_NUMBER})[\s-]*(?:{_UNIT}|(?P<bare>[gt])(?:e|ige)?\b)"),
     (GENERATION, rf"\b(?P<generation>{'|'.join(_PORT_GBIT)})-?(?P<port_gbit>\d{{3}})?\b"),
+    (WORD, r"\d+:\d+"),  # a fat tree's ratio
     (COUNT, r"(?P<before>\d+)(?:[x×*]|\s[x×*](?![a-z]|\d+\b(?!\s*-?[mgt])))"),
     (COUNT_AFTER, r"[x×*]\s?(?P<after>\d+)\b(?!\.\d|\s*-?[mgt](?:i?b|\b))"),
     (PER, rf"\b(?:per|each|every)\b|/(?=\s*(?:{'|'.join(_NOUNS.values())}))"),
@@ -155,14 +158,12 @@ def _settled(tokens: list[_Token], devices_per_host: float) -> list[_Token]:
     """Apply the grammar's rules in their order until rates, counts, scopes and ports are left."""
     devices = {DEVICE: 1.0, HOST: devices_per_host}
 
-    def bare_number(of: Sequence[_Token]) -> list[_Token]:  # beside a generation
+    def bare_rate(of: Sequence[_Token]) -> list[_Token]:  # beside a generation
         number = next(one for one in of if one.kind == NUMBER)
-        if number.value > _MOST_PORTS:
-            return [_Token(RATE, number.value * 1e9 / 8)]
-        return [_Token(COUNT, one.value) if one is number else one for one in of]
+        return [_Token(RATE, number.value * 1e9 / 8)] if number.value > _MOST_PORTS else list(of)
 
     def scope(of: Sequence[_Token]) -> list[_Token]:
-        return [_Token(SCOPE, devices[of[-1].kind] * (of[1].value if len(of) == 3 else 1))]
+        return [_Token(SCOPE, devices[of[-1].kind] * (of[1].value if len(of) == 3 else 1) or inf)]
 
     def ports(of: Sequence[_Token]) -> list[_Token]:
         return [_Token(PORTS, of[0].value / of[-1].value)]
@@ -173,24 +174,28 @@ def _settled(tokens: list[_Token], devices_per_host: float) -> list[_Token]:
     def said_twice(of: Sequence[_Token]) -> list[_Token]:  # "400 Gb/s (50 GB/s)"
         return [of[0], *(one for one in of[1:] if not _agree((of[0].value, one.value)))]
 
+    def port_rate(of: Sequence[_Token]) -> list[_Token]:
+        return [_Token(RATE, of[0].value)]
+
     def nothing(_: Sequence[_Token]) -> list[_Token]:
         return []
 
-    tokens = _rewrite(tokens, f"{PER}[{NUMBER}{WORD_NUMBER}]?[{DEVICE}{HOST}]", scope)
+    number = f"[{NUMBER}{WORD_NUMBER}]"
+    tokens = _rewrite(tokens, f"{PER}{number}?[{DEVICE}{HOST}]", scope)
     tokens = _rewrite(tokens, f"{PER}(?:[{PORT}{DIRECTION}]|$|(?=[{RATE}{COUNT}]))", nothing)
     if PER in _kinds(tokens):
         return tokens
     tokens = _rewrite(tokens, f"[{WORD}{DIRECTION}]", nothing)
-    number = f"[{NUMBER}{WORD_NUMBER}]"
     tokens = _rewrite(tokens, f"[{NUMBER}{WORD_NUMBER}{COUNT}][{DEVICE}{HOST}]{SCOPE}?", nothing)
-    tokens = _rewrite(tokens, f"{GENERATION}{NUMBER}(?![{PORT}{SCOPE}])|{NUMBER}{GENERATION}", bare_number)
+    tokens = _rewrite(tokens, f"{GENERATION}{NUMBER}(?![{PORT}{SCOPE}])|{NUMBER}{GENERATION}", bare_rate)
     tokens = _rewrite(tokens, f"[{NUMBER}{WORD_NUMBER}{COUNT}]{PORT}?{SCOPE}", ports)
-    tokens = _rewrite(tokens, f"{number}{PORT}|{WORD_NUMBER}[{RATE}{GENERATION}]", count)
+    tokens = _rewrite(tokens, f"{number}{PORT}|{WORD_NUMBER}[{RATE}{GENERATION}]|{NUMBER}{GENERATION}", count)
     tokens = _rewrite(tokens, f"[{DEVICE}{HOST}{PORT}]", nothing)
     tokens = _rewrite(tokens, f"{RATE}{{2,}}", said_twice)
-    if RATE in _kinds(tokens):
-        return _rewrite(tokens, GENERATION, nothing)
-    return _rewrite(tokens, GENERATION, lambda of: [_Token(RATE, of[0].value)])
+    if RATE in _kinds(tokens):  # "800Gb/s per node (4x HDR)", but not "4x HDR 200Gb/s": there it names the rate
+        counted = f"(?<={COUNT}){GENERATION}(?!{RATE})|(?<!{RATE}){GENERATION}(?={COUNT_AFTER})"
+        return _rewrite(_rewrite(tokens, counted, port_rate), GENERATION, nothing)
+    return _rewrite(tokens, GENERATION, port_rate)
 
 
 def _kinds(tokens: Sequence[_Token]) -> str:
@@ -227,4 +232,5 @@ def _reading(tokens: Sequence[_Token], kinds: str, match: re.Match[str], devices
     if ports:
         return rate * ports.pop(), True
     has_count = any(one.kind in (COUNT, COUNT_AFTER) for one in own)
-    return rate * count / (devices_per_host if has_count else 1), has_count
+    is_of_host = has_count or rate > _FASTEST_PORT
+    return rate * count / (devices_per_host if is_of_host else 1), has_count

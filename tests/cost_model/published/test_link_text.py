@@ -5,7 +5,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from autopar.cost_model.published.link_text import read_link
@@ -121,6 +121,12 @@ def test_spellings_of_one_figure(gbit: int, ports: int, devices: int) -> None:
         ("2x 200 HDR per node", 6.25),
         ("46.566 GiB/s per GPU", 50),
         ("8x XDR per node", 100),
+        ("InfiniBand 800 Gb/s per node (4x HDR)", 12.5),
+        ("800 Gb/s per node, HDR x4", 12.5),
+        ("3.2Tb/s per node, NDR", 50),
+        ("8x 400 Gb/s NDR InfiniBand (1:1)", 50),
+        ("InfiniBand: 2 x 100 Gb/s EDR rails", 3.125),
+        ("64 nodes, 8x 200Gb/s per node", 25),
     ],
 )
 def test_ports_counts_and_generations(text: str, per_device: float) -> None:
@@ -141,6 +147,9 @@ def test_texts_without_a_figure(text: str | None) -> None:
         ("8x 50GB", "cannot be read"),
         ("8x InfiniBand", "cannot be read"),
         ("0 Gb/s per node", "cannot be read"),
+        ("400Gb/s per 0 GPUs", "cannot be read"),
+        ("8 ports per 0 nodes, 400Gb/s", "cannot be read"),
+        ("0x 400Gb/s", "cannot be read"),
         (f"{'9' * 350}Gb/s per node", "cannot be read"),
         ("400Gb/s per rack", "no port, device or host"),
         ("100Gb/s and 200Gb/s", "contradict each other"),
@@ -154,13 +163,15 @@ def test_a_figure_without_meaning_is_a_warning(text: str, says: str) -> None:
     assert says in (found.warning or "")
 
 
-def test_a_figure_of_nothing_is_of_a_device_with_a_warning() -> None:
-    found = read_link("400 Gbps", 8)
+@pytest.mark.parametrize("text", ["400 Gbps", "InfiniBand NDR", "EFA 3200 Gbps"])
+def test_a_figure_of_nothing_is_of_a_port_or_a_host_with_a_warning(text: str) -> None:
+    found = read_link(text, 8)
     assert found.bytes_per_s == 50e9
     assert found.warning == "does not say per port, device or host; read as 50 GB/s per device"
 
 
 @given(st.text(alphabet="1248 0.,xX×/()-GTMgbBps" + "perGPUnodeNDRHDRNICeach", max_size=60))
+@example("1x0 per 0 GPU/node 0 Gb/s x0")
 def test_no_text_ends_in_an_exception(text: str) -> None:
     found = read_link(text, 8)
     assert found.bytes_per_s is None or 0 < found.bytes_per_s < float("inf")
