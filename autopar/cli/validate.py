@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,16 +11,17 @@ import typer
 from autopar.cli.options.checks import problems_of_target, refuse_options
 from autopar.cli.options.model_argument import Json
 from autopar.cli.output import console, print_json, progress, table
-from autopar.errors import InputError, did_you_mean
+from autopar.errors import InputError, did_you_mean, nearest
 from autopar.files.atomic import write_text
-from autopar.report.validate_report import percent, reasons, signed, validation_page
+from autopar.report.validate_report import percent, reasons, signed, validation_page, warnings
 
 if TYPE_CHECKING:
-    from autopar.cost_model.published.row import Row, RowEstimate, Unmodelled
+    from autopar.cost_model.published.row import Row, RowEstimate, RowFile, Unmodelled
     from autopar.cost_model.published.validation import By, Measures, Validation
 
 _TIERS = ("core", "all")
 MAX_IDS = 8
+MAX_REASONS = 20
 
 
 def validate(
@@ -45,12 +46,16 @@ def validate(
     report: Annotated[
         Path | None, typer.Option(help="Write a picture and tables to this file (HTML).", show_default=False)
     ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Refuse the file if a row cannot be used or a column is unknown.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Predict step time and memory of published training runs, and compare with their measurements.
 
     A prediction sees the model, the machine and the layout of a run, never its results. An error is
-    predicted / measured - 1. The last lines name the rows that cannot be modelled, with the reason.
+    predicted / measured - 1. The last lines name the rows that cannot be used or modelled, with the reason, and the
+    unknown columns.
 
     Example: autopar validate benchmarks/data/published_runs.csv --tier core
     """
@@ -59,23 +64,29 @@ def validate(
         raise InputError(f"--tier {tier!r} is not known; {did_you_mean(tier, _TIERS)}")
     _check_targets(runs, out, report)
     from autopar.cost_model.published.validation import compared_rows, predict, validation_of
+    from autopar.cost_model.published.vtrain_sweep import read_run_file
 
     with progress(f"reading {runs}") as on_progress:
-        rows = _rows(runs, tier)
+        file = read_run_file(runs, is_strict=strict)
+        rows = _of_tier(runs, file.rows, tier)
         on_progress(f"predicting {len(rows)} rows")
         from autopar.cost_model.published.estimate import estimate_rows
 
         estimates = predict(rows, estimate_rows)
     found = validation_of(compared_rows(rows, estimates), by=column)
     if report is not None:
-        page = validation_page(found, title=runs.name, subtitle=f"{len(rows)} rows of tier {tier}; autopar validate")
+        left_out = f", {len(file.left_out)} more left out" if file.left_out else ""
+        subtitle = f"{len(rows)} rows of tier {tier}{left_out}; autopar validate"
+        page = validation_page(found, title=runs.name, subtitle=subtitle)
         write_text(report, page)
     if out is not None:
         write_text(out, predictions_csv(estimates))
     if as_json:
-        print_json(found.to_dict())
+        left = [{"id": one.id, "reason": one.reason} for one in file.left_out]
+        print_json(found.to_dict() | {"left_out": left, "unknown_columns": list(file.unknown_columns)})
         return
     _show(found)
+    _show_unread(file)
     for path in (report, out):
         if path is not None:
             console().print(f"written to {path}")
@@ -104,10 +115,7 @@ def _column(by: str) -> "By":
     raise InputError(f"--by {by!r} is not known; {did_you_mean(by, BY)}")
 
 
-def _rows(runs: Path, tier: str) -> "list[Row]":
-    from autopar.cost_model.published.vtrain_sweep import read_runs
-
-    rows = read_runs(runs)
+def _of_tier(runs: Path, rows: "Sequence[Row]", tier: str) -> "list[Row]":
     wanted = [row for row in rows if tier == "all" or row.tier == tier]
     if not rows:
         raise InputError(f"{runs} has a header and no rows")
@@ -172,9 +180,34 @@ def _show_rest(found: "Validation") -> None:
     if oom.ok_rows:
         text = f"{oom.ok_predicted_oom} of {oom.ok_rows} rows that ran are predicted not to fit"
         out.print(text)
-    for reason, ids in reasons(found).items():
-        more = f" and {len(ids) - MAX_IDS} more" if len(ids) > MAX_IDS else ""
-        out.print(f"not modelled, {reason}: {', '.join(ids[:MAX_IDS])}{more}", style="yellow")
+    _show_by_reason("warning", warnings(found))
+    _show_by_reason("not modelled", reasons(found))
+
+
+def _show_unread(file: "RowFile") -> None:
+    """Rows that were left out, and columns that nothing reads."""
+    from autopar.cost_model.published.row import COLUMNS
+
+    by_reason: dict[str, list[str]] = {}
+    for one in file.left_out:
+        by_reason.setdefault(one.reason, []).append(one.id)
+    _show_by_reason("left out", by_reason)
+    if file.unknown_columns:
+        near = {name: nearest(name, COLUMNS) for name in file.unknown_columns}
+        names = [f"{name[:80]!r}" + (f" (did you mean {hint!r}?)" if hint else "") for name, hint in near.items()]
+        console().print(f"columns that are not known, and not read: {_shown(names)}", style="yellow")
+
+
+def _show_by_reason(what: str, ids_by_reason: Mapping[str, Sequence[str]]) -> None:
+    for reason, ids in list(ids_by_reason.items())[:MAX_REASONS]:
+        console().print(f"{what}, {reason}: {_shown(ids)}", style="yellow")
+    if len(ids_by_reason) > MAX_REASONS:
+        console().print(f"{what}: and {len(ids_by_reason) - MAX_REASONS} more reasons (--json)", style="yellow")
+
+
+def _shown(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_IDS} more" if len(names) > MAX_IDS else ""
+    return f"{', '.join(names[:MAX_IDS])}{more}"
 
 
 def _cells(part: "Measures") -> tuple[str, ...]:

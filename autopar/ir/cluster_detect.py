@@ -12,7 +12,7 @@ from autopar.errors import ClusterError, Problem
 from autopar.ir.device import Device, HostGroup, Link, Peaks, device_of_preset, link_of_preset, si
 from autopar.ir.device_presets import device_preset, device_preset_for_torch_name, known_range
 
-# tf32 and float8 are left out: not every device has such units
+# tf32, float8 and float4 are left out: not every device has such units
 _UNKNOWN_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 

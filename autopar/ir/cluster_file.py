@@ -51,6 +51,7 @@ class PeaksEntry(StrictModel):
     bfloat16: _Tflops | None = None
     float16: _Tflops | None = None
     float8: _Tflops | None = None
+    float4: _Tflops | None = None
 
 
 class HostShareEntry(StrictModel):

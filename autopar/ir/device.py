@@ -56,7 +56,7 @@ class HostShare:
 class Device:
     """One accelerator, or one CPU process.
 
-    `peak_flops_per_s`: dense peaks per dtype ("float32", "tf32", "bfloat16", "float16", "float8", "float64").
+    `peak_flops_per_s`: dense peaks per dtype ("float32", "tf32", "bfloat16", "float16", "float8", "float4", "float64").
     `source` says where the figures come from; a preset's file has the source of each figure. `host` is the device's
     share of its host, None if unknown.
     """

@@ -21,7 +21,7 @@ from autopar.errors import ClusterError, did_you_mean
 from autopar.files.strict_model import NamedModel, StrictModel, read_folder, read_named
 from autopar.files.strict_yaml import files_naming
 
-DTYPES = ("float64", "float32", "tf32", "bfloat16", "float16", "float8")
+DTYPES = ("float64", "float32", "tf32", "bfloat16", "float16", "float8", "float4")
 DeviceType = Literal["cuda", "cpu"]
 _Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]{0,39}$")]
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -62,6 +62,7 @@ class PresetPeaks(StrictModel):
     bfloat16: Figure | None = None
     float16: Figure | None = None
     float8: Figure | None = None
+    float4: Figure | None = None
 
 
 class DevicePreset(NamedModel):

@@ -61,6 +61,7 @@ def validation_page(validation: Validation, *, title: str, subtitle: str) -> str
         worst=worst[:_MAX_ROWS],
         num_timed=len(timed),
         reasons=list(reasons(validation).items())[:_MAX_ROWS],
+        warnings=list(warnings(validation).items())[:_MAX_ROWS],
         picture=_picture(timed, worst) if timed else None,
         band=_BAND,
     )
@@ -71,6 +72,14 @@ def reasons(validation: Validation) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for one in validation.unmodelled:
         found.setdefault(one.reason, []).append(one.id)
+    return found
+
+
+def warnings(validation: Validation) -> dict[str, list[str]]:
+    """The rows with a warning, by its text."""
+    found: dict[str, list[str]] = {}
+    for row_id, text in validation.warnings:
+        found.setdefault(text, []).append(row_id)
     return found
 
 

@@ -30,7 +30,7 @@ from autopar.ir.samples import Part, Sample
 
 TILES = (1.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 _HALVES = (0.0, *(float(2**i) for i in range(1, 13)))
-ELEMENT_BYTES = {"float64": 8, "float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
+ELEMENT_BYTES = {"float64": 8, "float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "float4": 0.5}
 LEAST_PART, MOST_PART = 1e-3, 2.0
 
 

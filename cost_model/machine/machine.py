@@ -14,7 +14,8 @@ from autopar.cost_model.machine.profile import AttentionEfficiency, CallCost, De
 from autopar.ir.device import Device, HostShare, Link
 
 USABLE = 0.96  # part of a device's memory that a run may fill; fragmentation loses the rest
-FLOAT8 = ("fp8", "mxfp8", "nvfp4")  # precisions whose products are priced in float8
+# The dtype of products of repeated blocks, for precisions below 16 bits. Other products, and attention, are wider.
+NARROW = {"fp8": "float8", "mxfp8": "float8", "nvfp4": "float4", "mxfp4": "float4"}
 
 
 def usable_bytes(memory_bytes: float) -> float:
@@ -28,7 +29,7 @@ class Speeds:
 
     peak_flops_per_s: float  # of the device; attention reaches a part of it
     product_flops_per_s: float  # of large products in 16 bits, or in float32 for a float32 run
-    float8_flops_per_s: float | None  # of large products in float8; None if the run has none
+    narrow_flops_per_s: float | None  # of large products in 8 or 4 bits; None if the run or the device has none
     attention: AttentionEfficiency
     tile: Tile
     bytes_per_s: float  # of memory
@@ -56,9 +57,9 @@ class Machine:
     assumptions: tuple[str, ...] = ()
 
     @property
-    def in_float8(self) -> bool:
-        """Whether products of repeated blocks are computed in float8."""
-        return self.precision in FLOAT8
+    def is_narrow(self) -> bool:
+        """Whether products of repeated blocks are computed in 8 or 4 bits."""
+        return self.precision in NARROW
 
     @property
     def overlap_slowdown(self) -> float:
@@ -92,7 +93,7 @@ def links_of(profile: DeviceProfile, *, in_host: Link, inter_host: Link, devices
 def speeds_of(
     device: Device, profile: DeviceProfile, engine: Engine, mechanisms: Mechanisms, *, precision: str
 ) -> Speeds:
-    """The speeds of kernels of `precision` ("bf16", "fp16", "fp8", "fp32") on a device under an engine."""
+    """The speeds of kernels of `precision` ("bf16", "fp8", "nvfp4", ...) on a device under an engine."""
     peaks = device.peak_flops_per_s
     wide = "bfloat16" if "bfloat16" in peaks and precision != "fp16" else "float16"
     if precision == "fp32" or wide not in peaks:
@@ -105,12 +106,14 @@ def speeds_of(
     attention: AttentionEfficiency = replace(
         profile.attention, forward=profile.attention.forward * scale, backward=profile.attention.backward * scale
     )
-    has_float8 = "float8" in peaks and precision in FLOAT8
+    narrow = NARROW.get(precision, "")
+    if narrow == "float4" and narrow not in peaks:
+        narrow = "float8"
     dispatch = {"eager": 1.0, "lean": mechanisms.lean_dispatch, "graph": mechanisms.graph_dispatch}[engine.dispatch]
     return Speeds(
         peak_flops_per_s=peaks[wide],
         product_flops_per_s=peaks[wide] * profile.efficiency_of(wide),
-        float8_flops_per_s=peaks["float8"] * profile.efficiency_of("float8") if has_float8 else None,
+        narrow_flops_per_s=peaks[narrow] * profile.efficiency_of(narrow) if narrow in peaks else None,
         attention=attention,
         tile=profile.tile,
         bytes_per_s=device.memory_bandwidth_bytes_per_s * profile.memory_efficiency,

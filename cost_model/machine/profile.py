@@ -28,7 +28,14 @@ from autopar.ir.device import Device, DeviceType, Link
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "point_to_point"]
 KINDS: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "point_to_point")
 # If a profile lacks a dtype, the efficiency of its partner stands in. Units of one width behave alike.
-_LIKE = {"float16": "bfloat16", "bfloat16": "float16", "tf32": "float32", "float32": "tf32", "float64": "float32"}
+_LIKE = {
+    "float16": "bfloat16",
+    "bfloat16": "float16",
+    "tf32": "float32",
+    "float32": "tf32",
+    "float64": "float32",
+    "float4": "float8",  # both run under the power limit; nobody has fitted 4 bits
+}
 STALE_DAYS = 365
 
 

@@ -78,6 +78,7 @@ class EfficiencyEntry(StrictModel):
     bfloat16: PartFigure | None = None
     float16: PartFigure | None = None
     float8: PartFigure | None = None
+    float4: PartFigure | None = None
 
 
 class TileEntry(StrictModel):

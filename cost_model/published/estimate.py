@@ -32,7 +32,7 @@ from autopar.cost_model.published.families import (
     shape_of_rows,
     with_chosen_parameters,
 )
-from autopar.cost_model.published.machine import engine_of, row_machine
+from autopar.cost_model.published.machine import engine_of, links_of_row, preset_of, row_machine
 from autopar.cost_model.published.row import Row, RowEstimate, Unmodelled
 from autopar.cost_model.step.experts import with_experts
 from autopar.cost_model.step.layouts import RECOMPUTE, Layouts, Shape, layouts_from
@@ -187,6 +187,7 @@ def _estimates(group: RowGroup) -> list[RowEstimate]:
             fits=bool(needed[i] <= usable_bytes(group.machine.memory_bytes)),
             parts={name: float(part[i]) for name, part in parts.items()},
             global_batch=None if case.row.global_batch else case.global_batch,
+            warnings=links_of_row(case.row, preset_of(case.row.gpu_type or ""))[1],
         )
         for i, case in enumerate(group.cases)
     ]

@@ -3,24 +3,24 @@
 import contextlib
 import re
 from dataclasses import replace
+from functools import lru_cache
 
 from autopar.cost_model.machine.engine import Engine, engine_named, engine_of_framework
 from autopar.cost_model.machine.fitted_constants import Mechanisms
 from autopar.cost_model.machine.machine import Machine, links_of, speeds_of
 from autopar.cost_model.machine.presets import device_profile
 from autopar.cost_model.machine.profile import DeviceProfile
+from autopar.cost_model.published.link_text import LinkReading, read_link
 from autopar.cost_model.published.row import Row
 from autopar.errors import ClusterError, did_you_mean
 from autopar.ir.device import device_of_preset, link_of_preset
 from autopar.ir.device_presets import DevicePreset, device_names, device_preset, device_presets
 
-_BITS_PER_BYTE = 8
-# "8x HDR InfiniBand 200Gb/s per node", "RDMA 400Gb/s per GPU", "400 Gb/s per node"
-_RATE = re.compile(r"(?:(\d+)x [^0-9]*)?(\d+) ?Gb/s per (GPU|node)", re.IGNORECASE)
-_SINGLE = re.compile(r"(\d+)x (HDR|NDR|EDR)", re.IGNORECASE)
-_PORT_GBIT = {"EDR": 100.0, "HDR": 200.0, "NDR": 400.0}  # InfiniBand Trade Association roadmap, 4 lanes
+_BOTH_WAYS = (1, 2)  # data sheets of links inside a host state one direction or the sum of both
+_SAME = 0.1
 
 
+@lru_cache(maxsize=256)
 def preset_of(gpu_type: str) -> DevicePreset:
     """The device of a ``gpu_type`` column: a preset's name or alias, or the one whose name begins alike.
 
@@ -48,17 +48,36 @@ def memory_bytes_of(preset: DevicePreset, stated_gb: float | None) -> float:
     return stated_gb * 1e9
 
 
-def inter_host_bytes_per_s(text: str | None, devices_per_host: float) -> float | None:
-    """Bytes/s of one device between hosts as a row's ``inter_link`` states them, or None."""
-    found = _RATE.search(text or "")
-    if found:
-        count, rate, per = int(found[1] or 1), float(found[2]), found[3].lower()
-        total = count * rate * 1e9 / _BITS_PER_BYTE
-        return total / (1 if per == "gpu" else devices_per_host)
-    ports = _SINGLE.search(text or "")
-    if ports:
-        return int(ports[1]) * _PORT_GBIT[ports[2].upper()] * 1e9 / _BITS_PER_BYTE / devices_per_host
-    return None
+def links_of_row(row: Row, preset: DevicePreset) -> tuple[LinkReading, tuple[str, ...]]:
+    """Read the texts of a row's links.
+
+    Args:
+        row: The row. The bandwidth between hosts follows its `inter_link`, the ports of a host its `gpus_per_node`.
+        preset: The device of the row. The bandwidth inside a host is its figure.
+
+    Returns:
+        What `inter_link` states, and a warning for each text that is unclear, or that states another bandwidth inside
+        a host than the preset.
+    """
+    inter = read_link(row.inter_link, row.gpus_per_node or devices_per_host_of(row, preset))
+    warnings = [f"inter_link {row.inter_link!r} {inter.warning}"] if inter.warning else []
+    if inter.warning and inter.bytes_per_s is None:
+        warnings[0] += f"; the preset's {preset.inter_host.bandwidth_gb_per_s.value:g} GB/s per device are used"
+    intra, known = read_link(row.intra_link, 1), preset.in_host.bandwidth_gb_per_s.value
+    unread = intra.warning if intra.bytes_per_s is None else None
+    if intra.bytes_per_s is not None:
+        ratio = intra.bytes_per_s / 1e9 / known
+        if all(abs(ratio / ways - 1) > _SAME for ways in _BOTH_WAYS):
+            unread = f"states {intra.bytes_per_s / 1e9:g} GB/s"
+    if unread:
+        warnings.append(f"intra_link {row.intra_link!r} {unread}; the preset's {known:g} GB/s per direction are used")
+    return inter, tuple(warnings)
+
+
+def devices_per_host_of(row: Row, preset: DevicePreset) -> float:
+    """Devices of a host. An NVLink domain is a host; the preset knows it if a row gives the devices of a tray."""
+    domain = preset.devices_per_host.value if "nvl" in preset.description.lower() else 0
+    return max(float(row.gpus_per_node or 0), domain) or preset.devices_per_host.value
 
 
 def engine_of(row: Row) -> Engine:
@@ -73,13 +92,8 @@ def row_machine(row: Row, engine: Engine, mechanisms: Mechanisms, *, profile: De
     """
     preset, precision = preset_of(row.gpu_type or ""), row.precision or "bf16"
     found, device = profile or device_profile(preset.name), device_of_preset(preset)
-    # an NVLink domain is a host here; a preset knows it if a row gives the devices of a tray
-    devices_per_host = max(
-        float(row.gpus_per_node or 0), preset.devices_per_host.value if "nvl" in preset.description.lower() else 0
-    )
-    devices_per_host = devices_per_host or preset.devices_per_host.value
-    stated = inter_host_bytes_per_s(row.inter_link, row.gpus_per_node or devices_per_host)
-    between = stated or preset.inter_host.bandwidth_gb_per_s.value * 1e9
+    stated, _ = links_of_row(row, preset)
+    between = stated.bytes_per_s or preset.inter_host.bandwidth_gb_per_s.value * 1e9
     speeds = speeds_of(device, found, engine, mechanisms, precision=precision)
     return Machine(
         device=device,
@@ -92,7 +106,7 @@ def row_machine(row: Row, engine: Engine, mechanisms: Mechanisms, *, profile: De
             found,
             in_host=link_of_preset(preset.in_host),
             inter_host=replace(link_of_preset(preset.inter_host), bytes_per_s=between),
-            devices_per_host=devices_per_host,
+            devices_per_host=devices_per_host_of(row, preset),
         ),
         memory_bytes=memory_bytes_of(preset, row.gpu_mem_gb),
         peak_flops_per_s=speeds.peak_flops_per_s,

@@ -29,6 +29,7 @@ NEEDED = (
     *("id", "layers", "hidden", "ffn_hidden", "n_heads", "vocab", "seq_len", "gpu_type", "num_gpus"),
     *("tp", "pp", "micro_batch", "global_batch", "precision"),
 )
+MAY_LACK = ("id", "micro_batch", "global_batch")  # a row is named by its line, and batches are assumed
 _WORDS = {"recompute": ("none", "selective", "full"), "outcome": ("ok", "oom")}
 _FROM_ZERO = ("moe_shared_ffn", "moe_layers", "zero")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -121,7 +122,7 @@ class RowEstimate:
 
     `seconds` are of one optimizer step, `peak_bytes` of the fullest rank. `fits` is None if the device's memory is not
     known. `parts` are seconds by name that add up to the step. `global_batch` is the assumed number of sequences of a
-    step, for a row that does not state it.
+    step, for a row that does not state it. `warnings` say which texts of the row were not used, or not clear.
     """
 
     id: str
@@ -130,6 +131,7 @@ class RowEstimate:
     fits: bool | None
     parts: Mapping[str, float]
     global_batch: int | None = None
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,48 +145,117 @@ class Unmodelled:
 Estimator = Callable[[Sequence[Row]], Sequence[RowEstimate | Unmodelled]]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """A row that cannot be used. `id` is ``line 7`` if the row has none; the path of a problem is its column."""
+
+    id: str
+    problems: tuple[Problem, ...]
+
+    @property
+    def reason(self) -> str:
+        """All problems in one sentence."""
+        return "; ".join(str(problem) for problem in self.problems)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowFile:
+    """The usable rows of a file, the rows left out, and the columns that nothing reads."""
+
+    rows: tuple[Row, ...]
+    left_out: tuple[LeftOut, ...] = ()
+    unknown_columns: tuple[str, ...] = ()
+
+
 def read_rows(path: str | os.PathLike[str]) -> list[Row]:
     """The rows of a CSV file whose header names columns of `Row`.
 
     Raises `InputError` with all problems: unknown, repeated or missing columns, cells of a wrong kind, missing or
     repeated ids. The path of a problem is row id and column.
     """
+    return list(read_row_file(path, is_strict=True).rows)
+
+
+def read_row_file(path: str | os.PathLike[str], *, is_strict: bool = False) -> RowFile:
+    """Read the usable rows of a CSV file.
+
+    Args:
+        path: The file. Its header names columns of `Row`, in any order.
+        is_strict: Refuse the file if a column is unknown, or a row cannot be used.
+
+    Returns:
+        The usable rows. A row without an id is called after its line. Unknown columns are not read.
+
+    Raises:
+        InputError: If a column is missing without which no row can be used, if a column is repeated, or if no row can
+            be used. If `is_strict`, for every problem of the file.
+
+    Example:
+        >>> from pathlib import Path
+        >>> _ = Path("runs.csv").write_text(",".join(NEEDED) + "\\na" + ",1" * 13 + "\\nb,1\\n")
+        >>> file = read_row_file("runs.csv")
+        >>> [row.id for row in file.rows]
+        ['a']
+        >>> [(one.id, one.reason[:18]) for one in file.left_out]
+        [('line 3', 'must have 14 cells')]
+    """
     header, lines = read_table(path)
-    _check_header(path, header)
-    return parse_rows(path, header, lines)
+    _check_header(path, header, is_strict=is_strict)
+    unknown = tuple(dict.fromkeys(name for name in header if name not in _PARSERS))
+    return replace(parse_rows(path, header, lines, is_strict=is_strict), unknown_columns=unknown)
 
 
 def parse_rows(
-    path: str | os.PathLike[str], header: Sequence[str], lines: Iterable[tuple[int, list[str]]]
-) -> list[Row]:
-    """Rows of numbered lines of cells under a `header` of columns of `Row`. Raises `InputError` as `read_rows` does."""
-    parsers = [_PARSERS[name] for name in header]
-    at = header.index("id")
-    problems: list[Problem] = []
+    path: str | os.PathLike[str],
+    header: Sequence[str],
+    lines: Iterable[tuple[int, list[str]]],
+    *,
+    is_strict: bool,
+) -> RowFile:
+    """Rows of numbered lines of cells under a `header`. Raises `InputError` as `read_row_file` does."""
+    read = [(place, name, _PARSERS[name]) for place, name in enumerate(header) if name in _PARSERS]
+    at = header.index("id") if "id" in header else None
+    left_out: list[LeftOut] = []
     seen: dict[str, int] = {}
     rows: list[Row] = []
     for number, cells in lines:
-        row_id = cells[at] if len(cells) == len(header) and _CONTROL.search(cells[at]) is None else ""
-        where = row_id or f"line {number}"
+        row_id, problems = f"line {number}", []
+        values: dict[str, object] = {}
         if len(cells) != len(header):
             rule = f"must have {len(header)} cells, as the header has; it has {len(cells)}"
-            problems.append(Problem(path=where, rule=rule, suggestion="a cell with a comma must stand in quotes"))
-            continue
-        values: dict[str, object] = {}
-        for name, parse, cell in zip(header, parsers, cells, strict=True):
-            try:
-                values[name] = parse(cell) if cell else None
-            except ValueError as error:
-                problems.append(Problem(path=f"{where}, {name}", rule=str(error), value=cell))
-        if not row_id:
-            problems.append(Problem(path=f"{where}, id", rule="must not be empty"))
-        elif seen.setdefault(row_id, number) != number:
-            problems.append(Problem(path=where, rule=f"lines {seen[row_id]} and {number} have the same id"))
-        elif len(values) == len(header):
-            rows.append(Row(**values))  # type: ignore[arg-type]  # the parser of a column gives the type of its field
-    if problems:
-        raise InputError(f"{path} cannot be used", problems)
-    return rows
+            problems.append(Problem(path="", rule=rule, suggestion="a cell with a comma must stand in quotes"))
+        else:
+            if at is not None and cells[at] and _CONTROL.search(cells[at]) is None:
+                row_id = cells[at]
+            values, problems = _parsed(read, cells)
+            if is_strict and not values.get("id") and not any(problem.path == "id" for problem in problems):
+                problems.append(Problem(path="id", rule="must not be empty"))
+            elif seen.setdefault(row_id, number) != number:
+                problems.append(Problem(path="", rule=f"lines {seen[row_id]} and {number} have the same id"))
+        if problems:
+            left_out.append(LeftOut(id=row_id, problems=tuple(problems)))
+        else:
+            rows.append(Row(**values | {"id": row_id}))  # type: ignore[arg-type]  # a column's parser gives its type
+    if left_out and (is_strict or not rows):
+        every = [(one.id, problem) for one in left_out for problem in one.problems]
+        placed = [replace(problem, path=f"{row}, {problem.path}" if problem.path else row) for row, problem in every]
+        raise InputError(f"{path} cannot be used", placed)
+    return RowFile(rows=tuple(rows), left_out=tuple(left_out))
+
+
+def _parsed(
+    columns: Sequence[tuple[int, str, Callable[[str], object]]], cells: Sequence[str]
+) -> tuple[dict[str, object], list[Problem]]:
+    """The values of one row by column, and the problems of its cells."""
+    values: dict[str, object] = {}
+    problems: list[Problem] = []
+    for place, name, parse in columns:
+        cell = cells[place]
+        try:
+            values[name] = parse(cell) if cell else None
+        except ValueError as error:
+            problems.append(Problem(path=name, rule=str(error), value=cell))
+    return values, problems
 
 
 def read_table(path: str | os.PathLike[str]) -> tuple[list[str], list[tuple[int, list[str]]]]:
@@ -207,19 +278,21 @@ def read_table(path: str | os.PathLike[str]) -> tuple[list[str], list[tuple[int,
     return found[0][1], found[1:]
 
 
-def _check_header(path: str | os.PathLike[str], header: Sequence[str]) -> None:
-    problems = [
+def _check_header(path: str | os.PathLike[str], header: Sequence[str], *, is_strict: bool) -> None:
+    unknown = [
         Problem(path=repr(name[:80]), rule="is not a known column", suggestion=did_you_mean(name, COLUMNS))
         for name in dict.fromkeys(header)
         if name not in _PARSERS
     ]
-    problems += [
+    problems = [
         Problem(path=name, rule=f"is a column {header.count(name)} times", suggestion="keep one")
         for name in dict.fromkeys(header)
         if name in _PARSERS and header.count(name) > 1
     ]
-    problems += [Problem(path=name, rule="is a needed column, and missing") for name in NEEDED if name not in header]
-    if problems:
+    missing = [name for name in NEEDED if name not in header and (is_strict or name not in MAY_LACK)]
+    problems += [Problem(path=name, rule="is a needed column, and missing") for name in missing]
+    if problems or (unknown and is_strict):
+        problems = unknown + problems
         raise InputError(f"the header of {path} cannot be used", problems)
 
 

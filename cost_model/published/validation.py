@@ -113,6 +113,12 @@ class Validation:
     def unmodelled(self) -> tuple[Unmodelled, ...]:
         return tuple(c.estimate for c in self.compared if isinstance(c.estimate, Unmodelled))
 
+    @property
+    def warnings(self) -> tuple[tuple[str, str], ...]:
+        """Id and text of each warning, in the rows' order."""
+        modelled = (c.estimate for c in self.compared if isinstance(c.estimate, RowEstimate))
+        return tuple((one.id, text) for one in modelled for text in one.warnings)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; errors as fractions."""
         return {
@@ -122,6 +128,7 @@ class Validation:
             "mean_over_sources": dict(self.mean_over_sources),
             "ranked_groups": [asdict(group) for group in self.groups],
             "unmodelled": [asdict(one) for one in self.unmodelled],
+            "warnings": [{"id": row_id, "text": text} for row_id, text in self.warnings],
         }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from autopar.cost_model.published.row import Row, parse_rows, read_rows, read_table
+from autopar.cost_model.published.row import Row, RowFile, parse_rows, read_row_file, read_table
 
 _COLUMNS = (
     *("group", "num_gpus", "global_batch", "micro_batch", "hidden", "n_heads", "layers", "seq_len"),
@@ -45,16 +45,23 @@ _SAME = Row(
 
 
 def read_runs(path: str | os.PathLike[str]) -> list[Row]:
-    """Rows of a file with the columns of `Row`, or with the columns of the sweep in any order."""
+    """Rows of a file with the columns of `Row`, or with the columns of the sweep in any order; strict."""
+    return list(read_run_file(path, is_strict=True).rows)
+
+
+def read_run_file(path: str | os.PathLike[str], *, is_strict: bool = False) -> RowFile:
+    """As `read_row_file`, also for a file with the columns of the sweep in any order."""
     header, _ = read_table(path)
-    return read_vtrain_sweep(path) if sorted(header) == sorted(_COLUMNS) else read_rows(path)
+    read = read_vtrain_sweep if sorted(header) == sorted(_COLUMNS) else read_row_file
+    return read(path, is_strict=is_strict)
 
 
-def read_vtrain_sweep(path: str | os.PathLike[str]) -> list[Row]:
-    """The sweep's runs as rows, named after their lines; raises `InputError` as `read_rows` does."""
+def read_vtrain_sweep(path: str | os.PathLike[str], *, is_strict: bool = False) -> RowFile:
+    """The sweep's runs as rows, named after their lines; raises `InputError` as `read_row_file` does."""
     header, lines = read_table(path)
     named = [(number, [*cells, f"{_SAME.id}_{number}"]) for number, cells in lines]
-    return [_completed(row) for row in parse_rows(path, [*header, "id"], named)]
+    found = parse_rows(path, [*header, "id"], named, is_strict=is_strict)
+    return replace(found, rows=tuple(_completed(row) for row in found.rows))
 
 
 def _completed(row: Row) -> Row:

@@ -68,7 +68,7 @@ class BlockPrices:
 
 def block_prices(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> BlockPrices:
     """The prices of a repeated block without the collectives of ZeRO."""
-    seconds = _of_variants(basis, family, layouts, role, in_float8=basis.machine.in_float8)
+    seconds = _of_variants(basis, family, layouts, role, is_narrow=basis.machine.is_narrow)
     forward, backward = _tensor_collectives(basis, family, layouts, role)
     context, ring = _context_collectives(basis, family, layouts, role), _ring(basis, family, layouts, role)
     beside = _beside_attention(basis, family, layouts, role, seconds)
@@ -120,14 +120,14 @@ def _selective(basis: Basis, family: Family[Any], layouts: Layouts, role: str, w
     again = work.selected.operators
     products, others = (tuple(one for one in again if (one.kind == "memory") is kind) for kind in (False, True))
     own = replace(work, products=products, eager=others, fused=others, sent=())
-    return _seconds(basis, own, layouts, basis.machine.in_float8).forward
+    return _seconds(basis, own, layouts, basis.machine.is_narrow).forward
 
 
 def end_passes(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> Passes:
     """The passes of the first or the last block, in 16 bits: heads are not computed in float8."""
     if role not in family.roles:
         return Passes(forward=np.zeros(1), backward=np.zeros(1))
-    seconds = _of_variants(basis, family, layouts, role, in_float8=False)
+    seconds = _of_variants(basis, family, layouts, role, is_narrow=False)
     forward, backward = _tensor_collectives(basis, family, layouts, role)
     context = _context_collectives(basis, family, layouts, role)
     beside = _beside_attention(basis, family, layouts, role, seconds).exposed
@@ -139,23 +139,23 @@ def end_passes(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -
     )
 
 
-def _of_variants(basis: Basis, family: Family[Any], layouts: Layouts, role: str, *, in_float8: bool) -> BlockSeconds:
+def _of_variants(basis: Basis, family: Family[Any], layouts: Layouts, role: str, *, is_narrow: bool) -> BlockSeconds:
     works = [family.block(role, variant) for variant in ("tp", "sp")]
     if works[0] is works[1]:  # in a captured program the labels have decided
-        return _seconds(basis, works[0], layouts, in_float8)
-    tensor, sequence = (_seconds(basis, work, layouts, in_float8) for work in works)
+        return _seconds(basis, works[0], layouts, is_narrow)
+    tensor, sequence = (_seconds(basis, work, layouts, is_narrow) for work in works)
     chosen = layouts.sequence_parallel
     return BlockSeconds(
         **{name: np.where(chosen, getattr(sequence, name), getattr(tensor, name)) for name in BlockSeconds.__slots__}
     )
 
 
-def _seconds(basis: Basis, work: BlockWork[Any], layouts: Layouts, in_float8: bool) -> BlockSeconds:
+def _seconds(basis: Basis, work: BlockWork[Any], layouts: Layouts, is_narrow: bool) -> BlockSeconds:
     return computing_seconds(
         work,
         basis.machine.speeds,
         basis.machine.engine,
-        in_float8=in_float8,
+        is_narrow=is_narrow,
         fused=basis.fused,
         is_split=layouts.tp > 1,
     )

@@ -54,7 +54,7 @@ class BlockSeconds:
 
 
 def computing_seconds(
-    work: BlockWork[Any], speeds: Speeds, engine: Engine, *, in_float8: bool, fused: bool, is_split: Any = False
+    work: BlockWork[Any], speeds: Speeds, engine: Engine, *, is_narrow: bool, fused: bool, is_split: Any = False
 ) -> BlockSeconds:
     """Seconds of one micro-batch in one block.
 
@@ -62,7 +62,7 @@ def computing_seconds(
         work: The block's operators and collectives.
         speeds: The rates of the device and the host.
         engine: The mechanisms of the framework.
-        in_float8: Products are computed in float8, if the device has it.
+        is_narrow: Products are computed in 8 or 4 bits, if the device has such units.
         fused: Attention is one kernel. Else it writes its scores to memory.
         is_split: Tensor parallelism calls the block's collectives.
     """
@@ -75,10 +75,10 @@ def computing_seconds(
         kernels[i] = kernels[i] + COLLECTIVE_KERNELS * times * np.where(is_split, 1.0, 0.0)
     for one in work.products:
         if one.kind == "matmul":
-            found = _product(one, speeds, in_float8=in_float8)
+            found = _product(one, speeds, is_narrow=is_narrow)
             total, count = products, (1, 2)
         elif one.kind == "again":
-            found = (zero, _product(one, speeds, in_float8=in_float8)[0])
+            found = (zero, _product(one, speeds, is_narrow=is_narrow)[0])
             total, count = products, (0, 1)
         else:
             found = _fused_attention(one, speeds) if fused else _materialised(one, speeds)
@@ -109,9 +109,9 @@ def computing_seconds(
     )
 
 
-def _product(one: Operator[Any], speeds: Speeds, *, in_float8: bool) -> tuple[Floats, Floats]:
+def _product(one: Operator[Any], speeds: Speeds, *, is_narrow: bool) -> tuple[Floats, Floats]:
     m, n, k, count = one.m, one.n, one.k, one.count
-    low = in_float8 and speeds.float8_flops_per_s is not None
+    low = is_narrow and speeds.narrow_flops_per_s is not None
     forward = _matmul(m, n, k, count, speeds, low)
     backward = _matmul(m, k, n, count, speeds, low) + _matmul(k, n, m, count, speeds, low)
     if low:
@@ -120,8 +120,8 @@ def _product(one: Operator[Any], speeds: Speeds, *, in_float8: bool) -> tuple[Fl
     return forward, backward
 
 
-def _matmul(m: Any, n: Any, k: Any, count: Any, speeds: Speeds, in_float8: bool) -> Floats:
-    rate = speeds.float8_flops_per_s if in_float8 else speeds.product_flops_per_s
+def _matmul(m: Any, n: Any, k: Any, count: Any, speeds: Speeds, is_narrow: bool) -> Floats:
+    rate = speeds.narrow_flops_per_s if is_narrow else speeds.product_flops_per_s
     assert rate is not None
     # The start and end of a tile take the same time at any rate. A faster unit could compute more of k in this time.
     faster = rate / speeds.product_flops_per_s

@@ -65,7 +65,7 @@ def test_json_is_what_the_measures_are() -> None:
     data = json_of("validate", str(RUNS), "--by", "gpu_type")
     rows = read_rows(RUNS)
     expected = validate_rows(rows, estimate_rows, by="gpu_type")
-    assert data == json.loads(json.dumps(expected.to_dict()))
+    assert data == json.loads(json.dumps(expected.to_dict())) | {"left_out": [], "unknown_columns": []}
     overall = data["overall"]
     assert (overall["rows"], overall["modelled"]) == (878, 838)
     assert {"n", "median", "p90", "mean", "max", "bias"} == overall["step_time"].keys() == overall["memory"].keys()
@@ -128,8 +128,76 @@ def test_refused(arguments: tuple[str, ...], says: str) -> None:
 def test_bad_file_writes_nothing(tmp_path: Path) -> None:
     runs, out = tmp_path / "runs.csv", tmp_path / "out.csv"
     runs.write_text(RUNS.read_text().replace(",2304,", ",wide,"))
-    assert "megatron_sc21_t1_001, hidden: must be a whole number" in refused("validate", str(runs), "--out", str(out))
+    says = refused("validate", str(runs), "--out", str(out), "--strict")
+    assert "megatron_sc21_t1_001, hidden: must be a whole number" in says
     assert not out.exists()
+
+
+@pytest.fixture
+def runs_of_mine(tmp_path: Path) -> Path:
+    """Six rows: two that cannot be used, one that is not modelled, one with a warning; two columns of their own."""
+    with RUNS.open(newline="") as file:
+        rows = list(csv.DictReader(file))[:6]
+    rows[1]["moe_experts"], rows[2]["hidden"], rows[3]["outcome"] = "8", "wide", "OOM"
+    rows = [row | {"hiden": "1", "\x1b[31mmine": "x" * 5_000} for row in rows]
+    path = tmp_path / "mine.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def test_rows_that_cannot_be_used_are_listed_and_left_out(runs_of_mine: Path, tmp_path: Path) -> None:
+    out, report = tmp_path / "out.csv", tmp_path / "report.html"
+    shown = autopar("validate", str(runs_of_mine), "--out", str(out), "--report", str(report))
+    assert shown.exit_code == 0, shown.output
+    text = shown.stdout
+    assert text.startswith("3 of 4 rows modelled")
+    assert "not modelled, experts | are <not> known: megatron_sc21_t1_002" in text
+    assert "left out, hidden: must be a whole number of at least 1" in text
+    assert "got 'wide': megatron_sc21_t1_003" in text
+    assert "left out, outcome: must be one of ok, oom, or empty; got 'OOM': megatron_sc21_t1_004" in text
+    assert "not known, and not read: 'hiden' (did you mean 'hidden'?), '\\x1b[31mmine'" in text
+    assert len(out.read_text().splitlines()) == 4
+    assert "4 rows of tier all, 2 more left out" in report.read_text()
+
+
+def test_left_out_rows_are_in_the_json(runs_of_mine: Path) -> None:
+    data = json_of("validate", str(runs_of_mine))
+    assert [one["id"] for one in data["left_out"]] == ["megatron_sc21_t1_003", "megatron_sc21_t1_004"]
+    assert data["left_out"][0]["reason"].endswith("got 'wide'")
+    assert data["unknown_columns"] == ["hiden", "\x1b[31mmine"]
+    assert data["overall"]["rows"] == 4
+    assert data["warnings"] == []
+
+
+def test_strict_refuses_what_would_be_left_out(runs_of_mine: Path) -> None:
+    assert "'hiden': is not a known column" in refused("validate", str(runs_of_mine), "--strict")
+    assert json_of("validate", str(RUNS), "--strict") == json_of("validate", str(RUNS))
+
+
+def test_many_reasons_are_counted(tmp_path: Path) -> None:
+    runs = tmp_path / "runs.csv"
+    with RUNS.open(newline="") as source, runs.open("w", newline="") as target:
+        lines = list(csv.DictReader(source))
+        writer = csv.DictWriter(target, COLUMNS)
+        writer.writeheader()
+        writer.writerows(line | {"tp": f"x{i}"} if i < 30 else line for i, line in enumerate(lines))
+    assert "left out: and 10 more reasons (--json)" in autopar("validate", str(runs)).stdout
+
+
+def test_warnings_are_shown_by_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def with_warnings(rows: Sequence[Row]) -> list[RowEstimate | Unmodelled]:
+        found = estimate_rows(rows)
+        return [replace(one, warnings=("<b>x</b>",)) if isinstance(one, RowEstimate) else one for one in found]
+
+    monkeypatch.setattr(sys.modules["autopar.cost_model.published.estimate"], "estimate_rows", with_warnings)
+    report = tmp_path / "report.html"
+    shown = autopar("validate", str(RUNS), "--report", str(report))
+    assert "warning, <b>x</b>: megatron_sc21_t1_001, " in shown.stdout and "and 830 more" in shown.stdout
+    assert "&lt;b&gt;x&lt;/b&gt;: 838 rows" in report.read_text()
+    assert json_of("validate", str(RUNS))["warnings"][0] == {"id": "megatron_sc21_t1_001", "text": "<b>x</b>"}
 
 
 # --- the page ------------------------------------------------------------------------------------------------------

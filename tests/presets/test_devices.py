@@ -16,7 +16,8 @@ from autopar.ir.device_presets import (
 
 REQUIRED = (
     "v100-16gb", "v100-32gb", "a100-40gb", "a100-80gb", "a800-80gb", "h100-sxm", "h100-pcie", "h100-96gb-hbm2e", "h200",
-    "h20", "h800", "b200", "gb200", "gb300", "mi250x", "mi300x", "mi325x", "mi355x", "l40s", "rtx4090", "cpu",
+    "h20", "h800", "b200", "b300", "gb200", "gb300", "mi250x", "mi300x", "mi325x", "mi350x", "mi355x", "l40s",
+    "rtx4090", "rtx5090", "cpu",
 )  # fmt: skip
 
 
@@ -30,7 +31,13 @@ def test_every_number_has_a_source_and_is_of_a_possible_size(name: str) -> None:
     assert all(len(figure.source) > 8 for figure in preset.figures().values())
     peaks = {dtype: figure.value for dtype, figure in preset.peaks().items()}
     # narrower is never slower
-    for wider, narrower in (("float32", "tf32"), ("tf32", "bfloat16"), ("float32", "float16"), ("float16", "float8")):
+    for wider, narrower in (
+        ("float32", "tf32"),
+        ("tf32", "bfloat16"),
+        ("float32", "float16"),
+        ("float16", "float8"),
+        ("float8", "float4"),
+    ):
         if wider in peaks and narrower in peaks:
             assert peaks[wider] <= peaks[narrower]
     assert peaks.get("bfloat16", peaks["float16"]) == peaks["float16"]
@@ -56,6 +63,9 @@ def test_every_number_has_a_source_and_is_of_a_possible_size(name: str) -> None:
         ("h100-96gb", "h100-96gb-hbm2e"),
         ("rtx-4090", "rtx4090"),
         ("gb200-nvl72", "gb200"),
+        ("B300", "b300"),
+        ("MI350X", "mi350x"),
+        ("RTX_5090", "rtx5090"),
     ],
 )
 def test_aliases(alias: str, name: str) -> None:

@@ -8,7 +8,7 @@ from autopar.cost_model.machine.fitted_constants import mechanisms
 from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.published.machine import (
     engine_of,
-    inter_host_bytes_per_s,
+    links_of_row,
     memory_bytes_of,
     preset_of,
     row_machine,
@@ -44,23 +44,49 @@ def test_unknown_device_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    "text, devices, gigabytes",
+    ("inter_link", "gigabytes"),
+    [("8x 25GB/s", 25.0), ("400Gb/s per node", 6.25), ("RDMA 400", 25.0), ("single node", 25.0)],
+)
+def test_links_between_hosts_are_stated_or_the_preset_s(inter_link: str, gigabytes: float) -> None:
+    row = Row(id="r", gpu_type="A100-80", gpus_per_node=8, inter_link=inter_link)
+    reading, _ = links_of_row(row, preset_of("A100-80"))
+    assert (reading.bytes_per_s or 25e9) == pytest.approx(gigabytes * 1e9)
+    usual = machine_of(replace(row, inter_link=None)).links.inter_host_bytes_per_s
+    assert machine_of(row).links.inter_host_bytes_per_s == pytest.approx(usual * gigabytes / 25)
+
+
+@pytest.mark.parametrize(
+    ("links", "warnings"),
     [
-        ("8x HDR InfiniBand 200Gb/s per node", 8, 25.0),
-        ("4x Omni-Path 100Gb/s per node", 8, 6.25),
-        ("NDR InfiniBand 400Gb/s per GPU (standard DGX H100 spec)", 8, 50.0),
-        ("RoCE 1600Gb/s per node", 8, 25.0),
-        ("simulator config: 800Gb/s per node", 8, 12.5),
-        ("4x HDR InfiniBand (ConnectX-6) per node", 8, 12.5),
+        ({}, []),
+        ({"inter_link": "8x 200Gb/s", "intra_link": "NVLink 600GB/s"}, []),
+        ({"intra_link": "NVLink3 300 GB/s"}, []),
+        (
+            {"inter_link": "RDMA 400"},
+            [
+                "inter_link 'RDMA 400' states a figure that cannot be read; the preset's 25 GB/s per device are used",
+            ],
+        ),
+        (
+            {"inter_link": "400 Gbps"},
+            ["inter_link '400 Gbps' does not say per port, device or host; read as 50 GB/s per device"],
+        ),
+        (
+            {"intra_link": "PCIe 32GB/s"},
+            ["intra_link 'PCIe 32GB/s' states 32 GB/s; the preset's 300 GB/s per direction are used"],
+        ),
+        (
+            {"intra_link": "NVLink 600"},
+            [
+                "intra_link 'NVLink 600' states a figure that cannot be read; "
+                "the preset's 300 GB/s per direction are used",
+            ],
+        ),
     ],
 )
-def test_links_as_stated(text: str, devices: int, gigabytes: float) -> None:
-    assert inter_host_bytes_per_s(text, devices) == pytest.approx(gigabytes * 1e9)
-
-
-@pytest.mark.parametrize("text", [None, "", "single node", "RoCE"])
-def test_links_that_are_not_stated(text: str | None) -> None:
-    assert inter_host_bytes_per_s(text, 8) is None
+def test_texts_that_are_not_used_are_warnings(links: dict[str, str], warnings: list[str]) -> None:
+    row = Row(id="r", gpu_type="A100-80", gpus_per_node=8, **links)  # type: ignore[arg-type]
+    assert list(links_of_row(row, preset_of("A100-80"))[1]) == warnings
 
 
 def machine_of(row: Row) -> Machine:
@@ -90,3 +116,34 @@ def test_kernels_for_a_device_are_its_profile_s(device: str, faster: bool) -> No
 def test_a_row_without_framework_gets_one_that_fits() -> None:
     assert engine_of(Row(id="r", gpu_type="A100-80", pp=4)).name == "megatron"
     assert engine_of(Row(id="r", gpu_type="A100-80", pp=1)).name == "fsdp"
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "dtype"),
+    [
+        ("B200", "nvfp4", "float4"),
+        ("GB300", "nvfp4", "float4"),
+        ("MI355X", "mxfp4", "float4"),
+        ("B300", "mxfp8", "float8"),
+        ("H100-SXM", "nvfp4", "float8"),  # without 4-bit units
+    ],
+)
+def test_products_in_4_bits_have_a_rate_of_their_own(device: str, precision: str, dtype: str) -> None:
+    machine = machine_of(Row(id="r", gpu_type=device, precision=precision))
+    expected = machine.device.peak_flops_per_s[dtype] * machine.profile.efficiency_of(dtype)
+    assert machine.speeds.narrow_flops_per_s == expected
+    assert machine.profile.efficiency_of("float4") == machine.profile.efficiency_of("float8")
+    wide = machine_of(Row(id="r", gpu_type=device)).speeds
+    assert wide.narrow_flops_per_s is None
+    assert (machine.speeds.product_flops_per_s, machine.speeds.attention) == (wide.product_flops_per_s, wide.attention)
+
+
+def test_a_device_without_8_bit_units_computes_in_16() -> None:
+    assert machine_of(Row(id="r", gpu_type="A100-80", precision="nvfp4")).speeds.narrow_flops_per_s is None
+
+
+@pytest.mark.parametrize(
+    ("device", "profile"), [("B300", "b200"), ("MI350X", "mi300"), ("H800", "h100"), ("RTX 5090", "default")]
+)
+def test_devices_share_the_profile_of_their_family(device: str, profile: str) -> None:
+    assert machine_of(Row(id="r", gpu_type=device)).profile.name == profile

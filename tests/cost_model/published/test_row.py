@@ -17,8 +17,17 @@ from autopar.cost_model.published.measurement import (
     measured_seconds,
     model_flops,
 )
-from autopar.cost_model.published.row import COLUMNS, MAX_FILE_BYTES, NEEDED, RESULT_COLUMNS, Row, read_rows
-from autopar.cost_model.published.vtrain_sweep import read_runs, read_vtrain_sweep
+from autopar.cost_model.published.row import (
+    COLUMNS,
+    MAX_FILE_BYTES,
+    MAY_LACK,
+    NEEDED,
+    RESULT_COLUMNS,
+    Row,
+    read_row_file,
+    read_rows,
+)
+from autopar.cost_model.published.vtrain_sweep import read_run_file, read_runs, read_vtrain_sweep
 from autopar.errors import InputError
 
 DATA = Path(__file__).resolve().parents[3] / "benchmarks" / "data"
@@ -164,6 +173,63 @@ def test_columns(tmp_path: Path) -> None:
     assert [problem.partition(":")[0] for problem in found[2:]] == ["hidden", "precision"]
 
 
+def test_rows_that_cannot_be_used_are_left_out(tmp_path: Path) -> None:
+    good = GOOD | {"sp": ""}
+    lines = [good, good | {"id": "b", "tp": "x", "sp": "yes"}, good | {"id": ""}, good, good | {"id": "\x07"}]
+    path = write(tmp_path / "runs.csv", *lines)
+    path.write_text(path.read_text() + "c,1,2\n")
+    found = read_row_file(path)
+    assert [row.id for row in found.rows] == ["a", "line 4"]
+    assert [one.id for one in found.left_out] == ["b", "a", "line 6", "line 7"]
+    reasons = [one.reason for one in found.left_out]
+    assert reasons[0].startswith("tp: must be a whole number")
+    assert "; sp: must be true or false, or empty; got 'yes'" in reasons[0]
+    assert reasons[1] == "lines 2 and 5 have the same id"
+    assert reasons[2] == "id: must be text without control characters; got '\\x07'"
+    assert reasons[3].startswith("must have 15 cells")
+    with pytest.raises(InputError):
+        read_row_file(path, is_strict=True)
+
+
+def test_a_file_without_any_usable_row_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "runs.csv", GOOD | {"tp": "x"}, GOOD | {"id": "b", "tp": "y"})
+    with pytest.raises(InputError, match="cannot be used") as error:
+        read_row_file(path)
+    assert [problem.path for problem in error.value.problems] == ["a, tp", "b, tp"]
+
+
+def test_unknown_columns_are_not_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "runs.csv", {"my notes": "x\x1b"} | GOOD | {"hiden": "64"})
+    found = read_row_file(path)
+    assert found.unknown_columns == ("my notes", "hiden")
+    assert found.left_out == ()
+    assert found.rows == tuple(read_rows(write(tmp_path / "same.csv", GOOD)))
+
+
+def test_ids_and_batches_may_lack(tmp_path: Path) -> None:
+    cells = {name: cell for name, cell in GOOD.items() if name not in MAY_LACK}
+    (row,) = read_row_file(write(tmp_path / "runs.csv", cells)).rows
+    assert (row.id, row.micro_batch, row.global_batch) == ("line 2", None, None)
+    del cells["hidden"]
+    with pytest.raises(InputError, match="hidden: is a needed column, and missing") as error:
+        read_row_file(write(tmp_path / "runs.csv", cells | {"hiden": "64"}))
+    assert "did you mean 'hidden'?" in str(error.value)
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_a_bad_line_of_the_sweep(tmp_path: Path, is_strict: bool) -> None:
+    lines = SWEEP.read_text().splitlines()[:4]
+    path = tmp_path / "sweep.csv"
+    path.write_text("\n".join([*lines, lines[-1].replace(",1024,", ",wide,", 1)]) + "\n")
+    if is_strict:
+        with pytest.raises(InputError, match="vtrain_sweep_5, seq_len"):
+            read_run_file(path, is_strict=True)
+        return
+    found = read_run_file(path)
+    assert list(found.rows) == read_runs(SWEEP)[:3]
+    assert [one.id for one in found.left_out] == ["vtrain_sweep_5"]
+
+
 def test_repeated_column(tmp_path: Path) -> None:
     path = tmp_path / "runs.csv"
     path.write_text(",".join([*GOOD, "tp"]) + "\n")
@@ -216,13 +282,13 @@ def test_no_file(tmp_path: Path) -> None:
 def test_sweep_is_recognised() -> None:
     sweep = read_runs(SWEEP)
     assert len(sweep) == 1440
-    assert sweep == read_vtrain_sweep(SWEEP)
+    assert tuple(sweep) == read_vtrain_sweep(SWEEP).rows
     assert len(read_runs(RUNS)) == 878
 
 
 def test_sweep_says_what_its_sample_says(rows: list[Row]) -> None:
     """The collection holds 60 of the sweep's runs, written by hand with all columns."""
-    sweep = {row.id.rpartition("_")[2]: row for row in read_vtrain_sweep(SWEEP)}
+    sweep = {row.id.rpartition("_")[2]: row for row in read_vtrain_sweep(SWEEP).rows}
     sample = [row for row in rows if row.source_key == "vtrain_single"]
     assert len(sample) == 60
     for row in sample:
