@@ -295,7 +295,7 @@ class _Search:
         """Whether candidates may still matter, by the bounds of their stand-in.
 
         They may become the best, or nearly the best, also if every stage recomputes its own number of blocks. Own
-        labels of context and expert ranks only make them slower.
+        labels of context ranks only make them slower.
         """
         least = min(self.below, *(self.goal.value(one) for one in self.exact.values() if one.fits), np.inf)
         if not np.isfinite(least):
