@@ -6,10 +6,10 @@ becomes a `Rule`: the only thing that analysis, labelling, code generation and t
 
 Per mesh dimension an operator is labelled by one way of `Rule` (see `autopar.rules.variants`):
 
-* one splittable factor is split: operands that have it are shards, operands that have not are replicated (partial
-  if the factor is reduced and they are additive), the output is a shard, or partial if the factor is reduced;
-* or it is computed whole, as ``I -> I``, ``R -> R`` (every vector-Jacobian product is linear in the cotangent), or
-  on a partial operand in which the operator is linear.
+* One splittable factor is split. Operands with the factor are shards. Other operands are replicated, or partial if
+  the factor is reduced and they are additive. The output is a shard, or partial if the factor is reduced.
+* The operator is computed whole, as ``I -> I`` or ``R -> R``. Every vector-Jacobian product is linear in the cotangent.
+  A partial operand is legal if the operator is linear in it.
 """
 
 import re

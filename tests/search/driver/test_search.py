@@ -3,15 +3,17 @@
 from dataclasses import replace
 from itertools import product
 
+import numpy as np
 import pytest
 from search_cases import Case
 from suites import thinned
 
 from autopar.ir.rank_order import ORDERS
-from autopar.search.bounds.lower_bounds import screen
-from autopar.search.driver.search import Searched, search_degrees
+from autopar.search.bounds import lower_bounds
+from autopar.search.bounds.lower_bounds import Screened, screen
+from autopar.search.driver.search import Searched, search_degrees, stand_in
 from autopar.search.pricing.exact import Priced, priced
-from autopar.search.space.candidates import candidates
+from autopar.search.space.candidates import Split, candidates
 
 pytestmark = pytest.mark.timeout(300)  # mixtures have many splits over context and expert ranks
 CLUSTERS = (("4xh100", 4), ("2xv100-32gb", 4), ("3xh100", 6))
@@ -178,3 +180,33 @@ def test_bounds_are_bounds(case: Case) -> None:
             least = priced(case.works(tp), mine.degrees(i), case.on, least_memory=True)
             held = min(bounds.without_bytes[i], bounds.recomputed_bytes[i])
             assert held <= least.needed_bytes * (1 + 1e-9), mine.degrees(i)
+
+
+def test_screening_in_parts_gives_the_same_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[0]
+    found = candidates(case.constraints)
+    mine = found.at(found.tp == 2)
+    whole = screen(case.works(2), mine, case.on)
+    monkeypatch.setattr(lower_bounds, "_PART", 7)
+    parts = screen(case.works(2), mine, case.on)
+    assert len(mine) > 7
+    for name in Screened.__slots__:
+        assert np.allclose(getattr(parts, name), getattr(whole, name), rtol=1e-12), name
+
+
+def test_bounds_without_logits_are_not_larger() -> None:
+    case = CASES[0]
+    found = candidates(case.constraints)
+    mine = found.at(found.tp == 2)
+    whole, less = (screen(case.works(2), mine, case.on, logits=logits) for logits in (True, False))
+    assert np.all(less.without_bytes <= whole.without_bytes)  # a rank without logits may be the fullest
+    assert np.any(less.without_bytes < whole.without_bytes)
+    assert np.all(less.seconds <= whole.seconds)
+
+
+def test_a_stand_in_has_the_expert_degree_if_it_is_labelled() -> None:
+    labelled = (Split(1), Split(2), Split(1, 1, 4), Split(2, 2), Split(1, 2, 8))
+    assert stand_in(Split(1, 2, 4), labelled) == Split(1, 1, 4)
+    assert stand_in(Split(8, 2, 4), labelled) == Split(2)  # no expert ranks with several tensor ranks
+    assert stand_in(Split(1, 4, 8), labelled) == Split(1)  # a stand-in has no context ranks
+    assert stand_in(Split(4, 2), (Split(1), Split(2, 2))) is None
