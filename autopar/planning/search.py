@@ -247,7 +247,7 @@ def _deciding_state(fix: Values) -> Degrees:
 
 
 def _searched(space: _Space, on_progress: Callable[[str], None], goal: Goal, below: float) -> Searched:
-    """The search under one goal, also of plans that keep gathered values, and of plans with the loss in chunks.
+    """The search under one goal, also of plans with the loss in chunks, and of plans that keep gathered values.
 
     The study keeps the trials of the first searched value of `offload`.
     """
@@ -261,10 +261,10 @@ def _searched(space: _Space, on_progress: Callable[[str], None], goal: Goal, bel
         labelled_as=labels.labelled_as, **space.how,
     )  # fmt: skip
     _refuse_without_candidates(found, constraints)
-    if "regather" not in constraints.fix:
-        found = with_kept(found, labels.works_kept, **space.how)
     if "loss_chunks" not in constraints.fix:
         found = with_chunks(found, labels.works_in_chunks, chunks_of(labels.program.sequence), **space.how)
+    if "regather" not in constraints.fix:
+        found = with_kept(found, labels.works_kept, **space.how)
     return found
 
 

@@ -21,17 +21,18 @@ section 2.2; Korthikanti et al. 2022, section 4.2.3).
 The fullest rank is the first or the last pipeline rank.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.machine.machine import Machine
+from autopar.cost_model.step.context import repeated_roles
 from autopar.cost_model.step.layouts import Layouts, Shape
 from autopar.cost_model.step.offload import StateParts, device_state, fsdp_stage
 from autopar.cost_model.step.rank_parameters import RankParameters, blocks_per_rank, first_and_last
-from autopar.cost_model.step.saved_bytes import SavedBytes, activations, on_device
+from autopar.cost_model.step.saved_bytes import SavedBytes, activations, least_of, on_device
 from autopar.cost_model.step.unique_rows import spread
 from autopar.cost_model.work.block_work import Family
 from autopar.ir.arrays import Floats
@@ -123,6 +124,16 @@ def block_bytes(family: Family[Any], layouts: Layouts, basis: MemoryBasis) -> Bl
     """What blocks and head keep of one micro-batch; of no field but tp, sp, cp, dp and micro-batch."""
     saved = on_device(activations(family, basis.shape, layouts, basis.engine, fused=basis.fused), basis.engine)
     return BlockBytes(saved=saved, logits=logit_bytes(family, basis.shape, layouts, basis.engine))
+
+
+def least_saved(family: Family[Any], layouts: Layouts, basis: MemoryBasis) -> SavedBytes:
+    """The bytes of one micro-batch that the repeated block saves which saves least."""
+    found = []
+    for role in repeated_roles(basis.shape):
+        alone = replace(basis.shape, counts=((role, np.ones(1)),))
+        saved = activations(family, alone, layouts, basis.engine, fused=basis.fused)
+        found.append(on_device(saved, basis.engine))
+    return least_of(found)
 
 
 def end_parameters(family: Family[Any], layouts: Layouts, basis: MemoryBasis) -> Ends:

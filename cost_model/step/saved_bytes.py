@@ -1,5 +1,6 @@
 """The bytes that repeated blocks save for the backward pass of one micro-batch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,6 +51,16 @@ class SavedBytes:
         """The bytes that exist besides while the block runs."""
         made_again = np.where(recompute == 2, self.whole, np.where(recompute == 1, self.again, 0.0))
         return np.maximum(made_again, self.always)
+
+
+def least_of(every: Sequence[SavedBytes]) -> SavedBytes:
+    """The least bytes of several blocks."""
+    return SavedBytes(
+        **{
+            name: np.minimum.reduce(np.broadcast_arrays(*(getattr(one, name) for one in every)))
+            for name in SavedBytes.__slots__
+        }
+    )
 
 
 def on_device(saved: SavedBytes, engine: Engine) -> SavedBytes:

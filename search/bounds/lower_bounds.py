@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost_model.machine.machine import Machine, usable_bytes
-from autopar.cost_model.memory.formula import BlockBytes, MemoryBasis, block_bytes, memory_basis
+from autopar.cost_model.memory.formula import BlockBytes, MemoryBasis, block_bytes, least_saved, memory_basis
 from autopar.cost_model.pricing import family_at, shape_of_works
 from autopar.cost_model.screened_model import ScreenedModel, model_of_program
 from autopar.cost_model.step.assembly import Assembled, StepPrices, assembled
@@ -27,7 +27,7 @@ from autopar.cost_model.step.data_parallel import (
 from autopar.cost_model.step.experts import with_experts
 from autopar.cost_model.step.layouts import Layouts, layouts_from
 from autopar.cost_model.step.offload import can_offload, host_bytes, host_of, is_on_host
-from autopar.cost_model.step.saved_bytes import activations
+from autopar.cost_model.step.saved_bytes import SavedBytes, activations
 from autopar.cost_model.step.step import StepSeconds
 from autopar.cost_model.step.unique_rows import distinct, numbered, spread
 from autopar.cost_model.work.program_costs import ProgramWorks
@@ -184,7 +184,7 @@ def _screen(works: ProgramWorks, found: Candidates, on: Machinery, logits: bool)
     )
     cuts: list[EvenCuts] = []
     memory_of = memory_basis(basis.shape, on.machine, fused=basis.fused)
-    prices, blocks_save = _prices(basis, model, layouts, memory_of)
+    prices, blocks_save, saved_least = _prices(basis, model, layouts, memory_of)
     if not logits:
         blocks_save = replace(blocks_save, logits=np.zeros(1))
     names = {*model.block_fields, "pp", "virtual"}
@@ -201,9 +201,11 @@ def _screen(works: ProgramWorks, found: Candidates, on: Machinery, logits: bool)
         found.schedule,
         model.parameters(layouts),
         blocks_save,
+        saved_least,
         layouts,
         memory_of,
         cuts[0],
+        distinct([alike, numbered(found.schedule), numbered(layouts.micro_batches)]),
         capacity_bytes=on.capacity_bytes,
         has_selective=works.has_selected,
     )
@@ -269,7 +271,7 @@ def _of_pipeline(basis: Basis, step: Assembled) -> Floats:
 
 def _prices(
     basis: Basis, model: ScreenedModel, layouts: Layouts, memory_of: MemoryBasis
-) -> tuple[StepPrices, BlockBytes]:
+) -> tuple[StepPrices, BlockBytes, SavedBytes]:
     """The prices of every layout, without the parts of a block's seconds, and the bytes that blocks save.
 
     A block is priced once for all candidates with the same fields. A gather is priced once for all candidates whose
@@ -310,7 +312,8 @@ def _prices(
         end_gathers=spread(end_gathers(basis, bare, places), of_ranks.index),
         data=data,
     )
-    return prices, block_bytes(blocks, few, memory_of).at(of_blocks.index)
+    saved, least = block_bytes(blocks, few, memory_of), least_saved(blocks, few, memory_of)
+    return prices, saved.at(of_blocks.index), least.at(of_blocks.index)
 
 
 def _of_whole_blocks(level: Floats, run: Run) -> Floats:

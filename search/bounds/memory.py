@@ -1,16 +1,15 @@
 """The least memory of many candidates at once, and how many blocks must be recomputed for them to fit.
 
-Memory is counted on the first and on the last pipeline rank. `autopar.cost_model.pipeline.stages` has the formulas,
-`autopar.search.bounds.uniform_partition` the cuts. A rank holds the
-state of its parameters, the weights that ZeRO 3 gathers, the activations of the micro-batches in flight, and the
-logits.
+Memory is counted on three pipeline ranks: the first, the last, and the *full* rank. The full rank has at least as many
+blocks as the mean rank, rounded up. `autopar.cost_model.pipeline.stages` has the formulas,
+`autopar.search.bounds.uniform_partition` the cuts. A rank holds the state of its parameters, the weights that ZeRO 3
+gathers, the activations of the micro-batches in flight, and the logits.
 
 Recomputation has a level from 0 to 2. At 0 no block is recomputed, at 1 every block selectively, at 2 every block
 fully. Between two levels, the fraction counts the blocks that have the higher one. A fraction of the blocks saves the
 same fraction of the activations. It adds the values of one block that are computed again.
 
-A rank with several stages holds more micro-batches of one stage than of another. If the order of passes leaves this
-stage open, the bound assumes the smallest one. The chosen plan is counted again.
+`autopar.search.bounds.in_flight` counts the micro-batches that a rank holds. The chosen plan is counted again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,22 +21,49 @@ from numpy.typing import NDArray
 
 from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.memory.formula import BlockBytes, MemoryBasis, gathered_bytes, state_bytes
+from autopar.cost_model.step.context import repeated_roles
 from autopar.cost_model.step.layouts import Layouts, Shape
-from autopar.cost_model.step.rank_parameters import rank_parameters
+from autopar.cost_model.step.rank_parameters import block_parameters, rank_parameters
+from autopar.cost_model.step.saved_bytes import SavedBytes
+from autopar.cost_model.step.unique_rows import Distinct, spread
 from autopar.cost_model.work.block_work import Family
 from autopar.ir.arrays import Floats
-from autopar.ir.schedules.interleaved_1f1b import round_size
-from autopar.ir.schedules.registry import SCHEDULE_NAMES, SCHEDULES
+from autopar.search.bounds.in_flight import Pipelines, held_by_end, held_by_full
 from autopar.search.bounds.pipeline import IS_V
 from autopar.search.bounds.uniform_partition import EvenCuts
 
 MOST_LEVEL = 2.0  # every block is recomputed fully
-_End = tuple[Floats, Floats, Floats, Floats]  # state of a rank, and its activations at the levels 0, 1 and 2
 MOST_SHARE = 2.0  # largest share of a rank's blocks; above 1 the rank would give blocks to others
+_ROUNDING = 1e-9  # of a number of parameters
 MEAN_OF = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125, 0.0)  # the first rank's weight in a mean with the last
 # the parts of a rank's memory, by the names of `autopar.cost_model.memory.formula`; the activations include the block
 # that is being recomputed
 PARTS = ("parameters", "gradients", "optimizer state", "gathered", "logits", "activations")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rank:
+    """Bytes of a pipeline rank.
+
+    `state` is everything but activations, `parts` are its parts. `saved` is the activations at the levels 0, 1 and 2.
+    `working` is the block that is being recomputed, at the levels 1 and 2.
+    """
+
+    parts: Mapping[str, Floats]
+    state: Floats
+    saved: tuple[Floats, Floats, Floats]
+    working: tuple[Floats, Floats]
+
+    def bytes(self, level: int) -> Floats:
+        """All bytes at a level."""
+        return self.state + self.saved[level] + (self.working[level - 1] if level else 0.0)
+
+    def between(self, other: "_Rank", part: float) -> "_Rank":
+        """The mean with another rank. This one has the weight `part`. Both have the same blocks."""
+        none, selective, full = (part * a + (1 - part) * b for a, b in zip(self.saved, other.saved, strict=True))
+        return replace(
+            self, parts={}, state=part * self.state + (1 - part) * other.state, saved=(none, selective, full)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,81 +90,86 @@ def memory_bounds(
     schedule: NDArray[np.int64],
     parameters: Family[Any],
     blocks_save: BlockBytes,
+    least_saved: SavedBytes,
     layouts: Layouts,
     basis: MemoryBasis,
     cuts: EvenCuts,
+    alike: Distinct,
     *,
     capacity_bytes: float,
     has_selective: bool,
 ) -> MemoryBounds:
     """Memory bounds of candidates. With `has_selective` blocks can be recomputed selectively.
 
-    `schedule` holds positions in `SCHEDULE_NAMES`. `parameters` has the numbers of the blocks' parameters. A rank may
+    `schedule` holds positions in `SCHEDULE_NAMES`. `parameters` has the numbers of the blocks' parameters. The block
+    that saves least saves `least_saved`. Candidates with the same number in `alike` have the same pipeline. A rank may
     use `capacity_bytes`.
     """
     shape, engine, saved = basis.shape, basis.engine, blocks_save.saved
     if not has_selective:  # the selective level is no recomputation
         saved = replace(saved, selective=saved.none, again=np.zeros(1))
-    found: list[_End] = []
-    states: list[dict[str, Floats]] = []
+        least_saved = replace(least_saved, selective=least_saved.none, again=np.zeros(1))
+    runs = Pipelines.of(schedule, layouts, cuts, alike.rows)
     owned = [_own(schedule, layouts, cuts, is_last) for is_last in (False, True)]
     # a rank without a repeated block recomputes nothing, and may be the fullest
     has_blocks = (owned[0][0] > 0) & (owned[1][0] > 0)
-    always = np.where(has_blocks, saved.always, 0.0)  # a block's tensors before they are moved to the host
-    working = (
-        np.where(has_blocks, np.maximum(saved.again - saved.always, 0.0), 0.0),
-        np.where(has_blocks, saved.whole - saved.always, 0.0),
-    )
-    for is_last, (blocks, ends) in zip((False, True), owned, strict=True):
+
+    def rank(blocks: Floats, ends: tuple[Any, Any], held: Floats, saved: SavedBytes) -> _Rank:
         parts = _state(parameters, shape, layouts, engine, blocks, ends)
         parts["logits"] = np.where(ends[1], blocks_save.logits, 0.0)
-        states.append(parts)
-        state = basis.reserve_bytes + np.asarray(sum(parts.values())) + always
-        held = np.where(layouts.pp > 1, _held_blocks(schedule, layouts, cuts, blocks, is_last), blocks)
-        found.append((state, held * saved.none, held * saved.selective, held * saved.full))
-    levels = [_level(capacity_bytes, one, working) for one in found]
-    totals = [[state + a for state, a, _, _ in found], [state + b + working[1] for state, _, _, b in found]]
-    least = [np.minimum(*each) for each in zip(*totals, strict=True)]
-    again = np.maximum(*totals[1]) < np.maximum(*totals[0])
-    by_part = [
-        state | {"activations": np.where(again, b + working[1], a)}
-        for state, (_, a, _, b) in zip(states, found, strict=True)
-    ]
-    selective, full = _mean_shares(capacity_bytes, found, working)
+        held = held if alike.index is None else held[alike.index]
+        held = np.where(layouts.pp > 1, held, blocks)
+        always = np.where(has_blocks, saved.always, 0.0)  # a block's tensors before they are moved to the host
+        again = np.where(has_blocks, np.maximum(saved.again - saved.always, 0.0), 0.0)
+        whole = np.where(has_blocks, saved.whole - saved.always, 0.0)
+        return _Rank(
+            parts=parts,
+            state=basis.reserve_bytes + np.asarray(sum(parts.values())) + always,
+            saved=(held * saved.none, held * saved.selective, held * saved.full),
+            working=(again, whole),
+        )
+
+    total = _counted(parameters, shape, layouts)
+    first, last = (
+        rank(blocks, ends, held_by_end(runs, spread(blocks, alike.rows), is_last=is_last), saved)
+        for is_last, (blocks, ends) in zip((False, True), owned, strict=True)
+    )
+    full = rank(np.ceil(total / layouts.pp), (False, False), held_by_full(runs, spread(total, alike.rows)), least_saved)
+    ranks = (first, last, full)
+    without, recomputed = ([one.bytes(level) for one in ranks] for level in (0, 2))
+    again = _most(recomputed) < _most(without)
+    mean_selective, mean_full = _mean_shares(capacity_bytes, first, last)
     return MemoryBounds(
-        without=np.maximum(*totals[0]),
-        recomputed=np.maximum(*totals[1]),
-        state=np.where(totals[0][0] >= totals[0][1], found[0][0], found[1][0]),
-        level=np.maximum(*levels),
-        mean_selective=selective,
-        mean_full=full,
-        largest=np.where(least[0] >= least[1], *(_largest(parts) for parts in by_part)),
+        without=_most(without),
+        recomputed=_most(recomputed),
+        state=_of_most(without, [one.state for one in ranks]),
+        level=_most([_level(capacity_bytes, one) for one in ranks]),
+        mean_selective=mean_selective,
+        mean_full=mean_full,
+        largest=_of_most(
+            [np.minimum(*each) for each in zip(without, recomputed, strict=True)],
+            [_largest(one, again) for one in ranks],
+        ),
     )
 
 
-def _held_blocks(
-    schedule: NDArray[np.int64], layouts: Layouts, cuts: EvenCuts, blocks: Floats, is_last: bool
-) -> Floats:
-    """Blocks whose activations the first or the last rank holds at once; a block counts once per micro-batch."""
-    found = np.zeros(schedule.shape)
-    for position in np.unique(schedule):
-        mine = schedule == position
-        one, kind = layouts.at(mine), SCHEDULES[SCHEDULE_NAMES[position]]
-        p, v, n = one.pp, np.maximum(one.virtual, 1), one.micro_batches
-        first, last, least = (np.broadcast_to(x, mine.shape)[mine] for x in (cuts.first, cuts.last, cuts.least))
-        run: dict[str, Any] = {"pp": p, "virtual_stages": v, "micro_batches": n, "rank": p - 1 if is_last else 0 * p}
-        live = kind.most_in_flight(**run)
-        if IS_V[position]:
-            held = live * (least if is_last else np.minimum(first, last))
-        else:  # micro-batches go through a rank's stages in rounds until the first comes back
-            warm, in_round = kind.warm_up_passes(**run), round_size(p, n)
-            rounds, rest = np.divmod(warm, in_round * v)
-            of_end = rounds * in_round + np.clip(rest - (v - 1 if is_last else 0) * in_round, 0, in_round)
-            end = last if is_last else first
-            held = np.maximum(of_end * end + (warm - of_end) * least, live * np.minimum(end, least))
-        own = np.broadcast_to(blocks, mine.shape)[mine]
-        found[mine] = np.where(v == 1, live * own, np.minimum(held, live / v * own))
-    return found
+def _most(values: Sequence[Floats]) -> Floats:
+    return np.maximum(np.maximum(values[0], values[1]), values[2])
+
+
+def _of_most(keys: Sequence[Floats], values: Sequence[Floats]) -> Floats:
+    """The value of the rank with the largest key. Of equal keys, the first counts."""
+    a, b, c = keys
+    return np.where(c > np.maximum(a, b), values[2], np.where(b > a, values[1], values[0]))
+
+
+def _counted(parameters: Family[Any], shape: Shape, layouts: Layouts) -> Floats:
+    """The blocks that have at least as many parameters as the mean block."""
+    each = {role: block_parameters(parameters, layouts, role).whole for role in repeated_roles(shape)}
+    mean = sum((share * each[role] for role, share in repeated_roles(shape).items()), np.zeros(1))
+    of_role = dict(shape.counts)
+    found = (np.where(one >= mean * (1 - _ROUNDING), of_role[role], 0.0) for role, one in each.items())
+    return np.asarray(sum(found, np.zeros(1)))
 
 
 def _own(
@@ -158,8 +189,10 @@ def _own(
     return np.where(alone, cuts.first, blocks), (alone | has_first, alone | (is_v == has_first))
 
 
-def _largest(parts: Mapping[str, Floats]) -> Floats:
-    """The position of the largest part."""
+def _largest(rank: "_Rank", again: NDArray[np.bool_]) -> Floats:
+    """The position of a rank's largest part in `PARTS`. The blocks are recomputed fully where `again` says so."""
+    none, _, full = rank.saved
+    parts = {**rank.parts, "activations": np.where(again, full + rank.working[1], none)}
     every = np.stack(np.broadcast_arrays(*(parts[name] for name in PARTS)))
     return np.asarray(np.argmax(every, axis=0), float)
 
@@ -183,27 +216,25 @@ def level_weights(level: Floats) -> tuple[Floats, Floats, Floats]:
     return np.maximum(1.0 - level, 0.0), selective, full
 
 
-def _level(capacity: float, end: _End, working: tuple[Floats, Floats]) -> Floats:
+def _level(capacity: float, rank: "_Rank") -> Floats:
     """The least level of recomputation with which a rank fits."""
-    state, none, selective, full = end
+    none, selective, full = rank.saved
 
     def part(before: Floats, after: Floats, more: Floats) -> Floats:
-        return np.asarray(np.maximum((state + before + more - capacity) / np.maximum(before - after, 1e-9), 1e-9))
+        return np.asarray(np.maximum((rank.state + before + more - capacity) / np.maximum(before - after, 1e-9), 1e-9))
 
-    first, second = part(none, selective, working[0]), part(selective, full, working[1])
-    return np.where(state + none <= capacity, 0.0, np.where(first <= 1, first, 1 + second))
+    first, second = part(none, selective, rank.working[0]), part(selective, full, rank.working[1])
+    return np.where(rank.state + none <= capacity, 0.0, np.where(first <= 1, first, 1 + second))
 
 
-def _mean_shares(capacity: float, ends: Sequence[_End], working: tuple[Floats, Floats]) -> tuple[Floats, Floats]:
+def _mean_shares(capacity: float, first: "_Rank", last: "_Rank") -> tuple[Floats, Floats]:
     """The fractions of the blocks to recompute selectively and fully, as the mean of all ranks.
 
     A rank's memory is interpolated between the first and the last rank.
     """
-    first, last = ends
     found = []
     for part in MEAN_OF:
-        state, none, selective, full = (part * a + (1 - part) * b for a, b in zip(first, last, strict=True))
-        level = np.minimum(_level(capacity, (state, none, selective, full), working), 1 + MOST_SHARE)
+        level = np.minimum(_level(capacity, first.between(last, part)), 1 + MOST_SHARE)
         found.append(np.stack(np.broadcast_arrays(*level_weights(level)[1:])))
     mean = np.mean(np.broadcast_arrays(*found), axis=0)
     return mean[0], mean[1]

@@ -73,9 +73,9 @@ class _Kept:
     """Candidates that may beat the best plan if they keep gathered values."""
 
     def __init__(self, found: Searched, works_kept: Works) -> None:
-        assert found.proof.best is not None
+        assert found.best is not None
         self.found, self.goal, self.works_kept = found, found.goal, works_kept
-        self.least = found.proof.best.value * (1 - ROUNDING)
+        self.least = found.goal.value(found.best) * (1 - ROUNDING)
         self.works: dict[Split, ProgramWorks] = {}
         self.refused: set[Split] = set()
         self.together = Together(found.candidates, self.works, self.goal)
@@ -158,7 +158,7 @@ class _Kept:
 
         If the search has trials, also vary the few nearly best candidates.
         """
-        c, before, best = self.found.candidates, self.found.together.found, self.found.best
+        c, before, best = self.found.candidates, self.found.together.found, replace(self.found, chunked=None).best
         moved = [one for one, priced in before.items() if one[1] != AS_IT_IS and priced is best]
         near = [
             (self.goal.value(one), index)
