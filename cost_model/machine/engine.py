@@ -8,6 +8,8 @@ from a row's framework. This module does not import torch.
 from __future__ import annotations
 
 import functools
+import math
+import re
 from contextlib import AbstractContextManager
 from importlib import resources
 from pathlib import Path
@@ -19,6 +21,7 @@ from autopar.errors import InputError, did_you_mean
 from autopar.files.strict_model import NamedModel, read_folder, read_named
 
 DEFAULT = "autopar"
+NEUTRAL = "neutral"  # of a framework that is not known
 MASTER = "fp32"
 _Text = Annotated[str, Field(min_length=8, max_length=400)]
 
@@ -28,6 +31,8 @@ class Engine(NamedModel):
 
     `tests/conformance/test_engines.py` finds every file, and checks that each word of each field changes a price.
 
+    frameworks             names of frameworks, anywhere in a text
+    until                  the last year of a framework that has a later profile too
     attention              one fused kernel, or scores written to memory ("materialised")
     attention_kernel       "first": FlashAttention 1 and Triton ports; "second": FlashAttention 2; "native": kernels
                            written for the device (cuDNN, FlashAttention 3)
@@ -74,6 +79,7 @@ class Engine(NamedModel):
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")]
     description: _Text
     frameworks: list[str]
+    until: Annotated[int, Field(ge=2018, le=2100)] | None = None
     attention: Literal["fused", "materialised"]
     attention_kernel: Literal["first", "second", "native"]
     pointwise: Literal["eager", "fused"]
@@ -105,6 +111,11 @@ class Engine(NamedModel):
         "none", "optimizer", "parameters", "activations", "optimizer+activations", "parameters+activations"
     ] = "none"
     sources: dict[str, _Text]
+
+    @property
+    def last_year(self) -> float:
+        """`until`; infinite for a profile of today."""
+        return self.until or math.inf
 
     @property
     def sends_by_labels(self) -> bool:
@@ -154,13 +165,49 @@ def with_sums_in(engine: Engine, reduce_dtype: str | None, stored_bytes: int) ->
     return engine.model_copy(update={"gradient_bytes": size, "shard_gradient_bytes": size})
 
 
-def engine_of_framework(framework: str | None) -> Engine | None:
-    """The engine of a published row's framework: the longest entry of `frameworks` that begins it; None without one."""
-    text = (framework or "").lower()
+def engine_of_framework(framework: str | None, source: str | None = None) -> Engine | None:
+    """The engine of a published row's framework, or None if no profile names the framework.
+
+    A name may stand anywhere in the text. Case and marks between words do not count. The longest name decides. If
+    several profiles have it, the year decides: the first year in `framework`, else in `source`. Without a year, the
+    newest profile is the answer.
+
+    Args:
+        framework: The name of a framework, perhaps with its version and year.
+        source: Where the run was published. ``arXiv 2104.04473`` is of 2021.
+
+    Example:
+        >>> names = "Megatron-LM 2021", "NVIDIA Megatron LM", "our own trainer, on torchtitan"
+        >>> [engine_of_framework(name).name for name in names]
+        ['megatron-2021', 'megatron', 'fsdp']
+    """
+    text = " ".join(_WORDS.findall((framework or "").lower()))
     matches = [
-        (len(start), engine.name, engine)
+        (len(name), engine)
         for engine in engines().values()
-        for start in engine.frameworks
-        if text.startswith(start.lower())
+        for name in engine.frameworks
+        if _pattern(name).search(text)
     ]
-    return max(matches, key=lambda match: match[:2])[2] if matches else None
+    if not matches:
+        return None
+    longest = max(length for length, _ in matches)
+    alike = [engine for length, engine in matches if length == longest]
+    year = _year_of(framework) or _year_of(source) or math.inf
+    return min(alike, key=lambda engine: (engine.last_year < year, abs(engine.last_year - year), engine.name))
+
+
+_WORDS = re.compile(r"[a-z]+|[0-9]+")
+_YEAR = re.compile(
+    r"arxiv[: ]*(?P<short>[0-9]{2})(?:0[1-9]|1[0-2])\.[0-9]{4,5}|\b(?P<long>20[12][0-9])\b", re.IGNORECASE
+)
+
+
+@functools.cache
+def _pattern(name: str) -> re.Pattern[str]:
+    return re.compile(r"\b" + " ?".join(_WORDS.findall(name.lower())) + r"\b")
+
+
+def _year_of(text: str | None) -> int | None:
+    """The first year in a text."""
+    found = _YEAR.search(text or "")
+    return None if found is None else int(found["long"] or f"20{found['short']}")

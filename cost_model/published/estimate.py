@@ -10,20 +10,23 @@ Rows of one family, machine and engine are priced together as arrays.
 
 Rules fill unstated columns, and no rule looks at a result. The micro-batch is 1. The ZeRO stage is the framework's
 default. Sequence parallelism is on if the framework has it and tp > 1. Recomputation is the least that fits the device.
+Near the limit it is not known which level fits. There the prediction is the mean of both levels.
 """
 
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from autopar.cost_model.machine.engine import Engine
+from autopar.cost_model.machine.engine import NEUTRAL, Engine
 from autopar.cost_model.machine.fitted_constants import Mechanisms, mechanisms
 from autopar.cost_model.machine.machine import Machine, usable_bytes
 from autopar.cost_model.machine.profile import DeviceProfile
-from autopar.cost_model.memory.formula import StepMemory, memory_basis, step_memory
+from autopar.cost_model.memory.formula import MemoryBasis, StepMemory, memory_basis, step_memory
 from autopar.cost_model.published.families import (
     family_name,
     family_of,
@@ -34,6 +37,7 @@ from autopar.cost_model.published.families import (
 )
 from autopar.cost_model.published.machine import engine_of, links_of_row, preset_of, row_machine
 from autopar.cost_model.published.row import Row, RowEstimate, Unmodelled
+from autopar.cost_model.published.words import attention_of_text, precision_of_text
 from autopar.cost_model.step.experts import with_experts
 from autopar.cost_model.step.layouts import RECOMPUTE, Layouts, Shape, layouts_from
 from autopar.cost_model.step.step import StepSeconds, step_seconds
@@ -41,9 +45,12 @@ from autopar.cost_model.work.block_work import Family, evaluate
 from autopar.errors import ClusterError
 from autopar.ir.arrays import Floats
 
-# A run without a stated recomputation is assumed to recompute if it would otherwise need more than this multiple of the
+# A run without a stated recomputation is as likely to recompute as not if it would otherwise need this multiple of the
 # device's memory. A smaller excess may be an error of the memory model.
-SURELY = 1.2
+EVEN = 1.2
+SPREAD = 0.1  # of the logarithm of that multiple
+_ODDS = 0.02  # a level with a smaller weight is left out
+_normal = np.vectorize(NormalDist().cdf, otypes=[float])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +62,15 @@ class _Case:
     family: str
     fused: bool
     global_batch: int
+    warnings: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowGroup:
-    """Rows of one family, machine and engine, ready to be priced: `indices` are their places among all rows."""
+    """Rows of one family, machine and engine, ready to be priced: `indices` are their places among all rows.
+
+    `weights` are the weights of the levels of recomputation of each row, which add up to 1.
+    """
 
     indices: tuple[int, ...]
     cases: tuple[_Case, ...]
@@ -67,6 +78,7 @@ class RowGroup:
     shape: Shape
     layouts: Layouts
     memory: StepMemory
+    weights: tuple[Floats, ...]
 
     @property
     def machine(self) -> Machine:
@@ -79,12 +91,21 @@ class RowGroup:
     def step(self, constants: Mechanisms, profile: DeviceProfile) -> StepSeconds:
         """Price the rows with the numbers of a profile and of mechanisms."""
         first = self.cases[0]
-        return step_seconds(
-            with_experts(self.family, self.layouts, constants),
-            self.shape,
-            self.layouts,
-            row_machine(first.row, self.machine.engine, constants, profile=profile),
-            fused=first.fused,
+        family = with_experts(self.family, self.layouts, constants)
+        machine = row_machine(first.row, self.machine.engine, constants, profile=profile)
+        found = []
+        for level, weight in enumerate(self.weights):
+            if np.any(weight > 0):
+                layouts = replace(self.layouts, recompute=np.full(len(weight), float(level)))
+                step = step_seconds(family, self.shape, layouts, machine, fused=first.fused)
+                found.append((weight, step))
+        names = dict.fromkeys(name for _, step in found for name in step.parts)
+        return StepSeconds(
+            seconds=np.asarray(sum(weight * step.seconds for weight, step in found)),
+            parts={
+                name: np.asarray(sum(weight * step.parts.get(name, 0.0) for weight, step in found)) for name in names
+            },
+            hidden={},
         )
 
 
@@ -108,7 +129,7 @@ def prepare(rows: Sequence[Row]) -> tuple[list[RowGroup], dict[int, Unmodelled]]
             continue
         machine = case.machine
         key = (
-            *(machine.device.name, case.machine.engine.name),
+            *(machine.device.name, machine.engine.name, machine.engine.attention_kernel),
             *(machine.links.inter_host_bytes_per_s, machine.links.devices_per_host),
             *(case.family, case.fused, row.precision, row.gpu_mem_gb, (row.tp or 1) == 1, _is_over_data(case)),
         )
@@ -120,16 +141,28 @@ def _case(row: Row) -> _Case | Unmodelled:
     missing = [name for name in row.not_stated() if name not in ("micro_batch", "global_batch")]
     if missing:
         return Unmodelled(id=row.id, reason=f"does not state {', '.join(missing)}")
-    engine = engine_of(row)
+    engine, warnings = engine_of(row), list[str]()
+    if engine.name == NEUTRAL:
+        named = f"framework {row.framework[:60]!r} is not known" if row.framework else "no framework is stated"
+        warnings.append(f"{named}; the neutral engine is used")
+    precision, unknown = precision_of_text(row.precision)
+    attention = attention_of_text(row.attn_impl, engine)
+    engine = engine.model_copy(update={"attention_kernel": attention.kernel})
+    row = replace(row, precision=precision)
     try:
         machine = row_machine(row, engine, mechanisms())
     except ClusterError as error:
         return Unmodelled(id=row.id, reason=str(error))
-    family = family_name(row)
-    attn = (row.attn_impl or "").lower()
-    fused = engine.attention == "fused" if not attn else "unfused" not in attn
     batch = row.global_batch or int(_dp(row) * (row.micro_batch or 1) * (row.grad_accum or 1) * _default_count(row))
-    return _Case(row=row, machine=machine, family=family, fused=fused, global_batch=batch)
+    links = links_of_row(row, preset_of(row.gpu_type or ""))[1]
+    return _Case(
+        row=row,
+        machine=machine,
+        family=family_name(row),
+        fused=attention.fused,
+        global_batch=batch,
+        warnings=(*warnings, *([unknown] if unknown else []), *links),
+    )
 
 
 def _is_over_data(case: _Case) -> bool:
@@ -157,12 +190,7 @@ def _prepare(members: Sequence[tuple[int, _Case]]) -> RowGroup:
     unstated = np.array([case.row.recompute is None for case in cases])
 
     basis = memory_basis(shape, machine, fused=first.fused)
-    memory = step_memory(family, layouts, basis)
-    for level in (1, 2):  # rows without a stated recomputation recompute as little as fits
-        tight = unstated & (np.broadcast_to(memory.peak_bytes, unstated.shape) > SURELY * machine.memory_bytes)
-        if tight.any():
-            layouts = replace(layouts, recompute=np.where(tight, level, layouts.recompute))
-            memory = step_memory(family, layouts, basis)
+    memory, layouts, weights = _recomputing(family, layouts, basis, machine.memory_bytes, unstated)
     return RowGroup(
         indices=tuple(index for index, _ in members),
         cases=cases,
@@ -170,7 +198,30 @@ def _prepare(members: Sequence[tuple[int, _Case]]) -> RowGroup:
         shape=shape,
         layouts=layouts,
         memory=memory,
+        weights=weights,
     )
+
+
+def _recomputing(
+    family: Family[Any], layouts: Layouts, basis: MemoryBasis, memory_bytes: float, unstated: NDArray[np.bool_]
+) -> tuple[StepMemory, Layouts, tuple[Floats, ...]]:
+    """Memory, layouts with the likeliest level of recomputation, and the weight of each level.
+
+    `unstated` rows recompute as little as fits. The levels of the others are stated.
+    """
+    stated = np.broadcast_to(layouts.recompute, unstated.shape)
+    left, weights = np.ones(len(unstated)), []
+    for level in range(len(RECOMPUTE)):
+        held = step_memory(family, replace(layouts, recompute=np.full(len(unstated), float(level))), basis).peak_bytes
+        is_last = level == len(RECOMPUTE) - 1
+        fits = np.ones(len(unstated)) if is_last else _normal(np.log(EVEN * memory_bytes / held) / SPREAD)
+        weights.append(np.where(unstated, left * fits, stated == level))
+        left = left * (1 - fits)
+    every = np.stack(np.broadcast_arrays(*weights))
+    every = np.where(every < _ODDS, 0.0, every)
+    every = every / every.sum(axis=0)
+    layouts = replace(layouts, recompute=np.argmax(every, axis=0).astype(float))
+    return step_memory(family, layouts, basis), layouts, tuple(every)
 
 
 def _estimates(group: RowGroup) -> list[RowEstimate]:
@@ -187,10 +238,19 @@ def _estimates(group: RowGroup) -> list[RowEstimate]:
             fits=bool(needed[i] <= usable_bytes(group.machine.memory_bytes)),
             parts={name: float(part[i]) for name, part in parts.items()},
             global_batch=None if case.row.global_batch else case.global_batch,
-            warnings=links_of_row(case.row, preset_of(case.row.gpu_type or ""))[1],
+            is_engine_known=case.machine.engine.name != NEUTRAL,
+            warnings=(*case.warnings, *_on_recomputing(case.row, [weight[i] for weight in group.weights])),
         )
         for i, case in enumerate(group.cases)
     ]
+
+
+def _on_recomputing(row: Row, weights: Sequence[float]) -> list[str]:
+    """A warning for a row without a stated recomputation, unless it surely has none."""
+    if row.recompute is not None or weights[0] > 1 - _ODDS:
+        return []
+    levels = ", ".join(f"{word} with {weight:.0%}" for word, weight in zip(RECOMPUTE, weights, strict=True) if weight)
+    return [f"recompute is not stated, and the memory is near its limit or past it: {levels} of the weight"]
 
 
 def _array(cases: Sequence[_Case], value: Callable[[Row], Any]) -> Floats:

@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 from functools import lru_cache
 
-from autopar.cost_model.machine.engine import Engine, engine_named, engine_of_framework
+from autopar.cost_model.machine.engine import NEUTRAL, Engine, engine_named, engine_of_framework
 from autopar.cost_model.machine.fitted_constants import Mechanisms
 from autopar.cost_model.machine.machine import Machine, links_of, speeds_of
 from autopar.cost_model.machine.presets import device_profile
@@ -81,8 +81,8 @@ def devices_per_host_of(row: Row, preset: DevicePreset) -> float:
 
 
 def engine_of(row: Row) -> Engine:
-    """The engine of a row's framework. Without a framework: Megatron with pipeline stages, else FSDP."""
-    return engine_of_framework(row.framework) or engine_named("megatron" if (row.pp or 1) > 1 else "fsdp")
+    """The engine of a row's framework, or the neutral one if the framework is not known."""
+    return engine_of_framework(row.framework, row.source) or engine_named(NEUTRAL)
 
 
 def row_machine(row: Row, engine: Engine, mechanisms: Mechanisms, *, profile: DeviceProfile | None = None) -> Machine:

@@ -6,8 +6,11 @@ A stated step time is used as it is. Otherwise it follows from a throughput of B
 
 FLOP are counted as the source counted them (`tflops_kind`):
 
-    model      forward and backward, with full attention (not halved for the causal mask)
+    model      forward and backward
     hardware   model FLOP and recomputation: of all layers (full), or of the attention core (selective)
+
+The text also says how attention was counted: whole, or half because of the causal mask. A formula with ``1+s/6h``
+counts it whole. If the text says neither, attention is counted whole and the time is ambiguous.
 
 MFU is model FLOP per second over the device's peak. With l layers, hidden size h, ffn width 4h and V words, Narayanan
 et al. (SC'21, appendix) give
@@ -23,6 +26,8 @@ llm-foundry and internevo. For bigscience_tr3m the second time is 14 % too long,
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from autopar.cost_model.published.row import Row
@@ -31,14 +36,29 @@ from autopar.cost_model.work.block_work import PASSES
 # Memory "GB" of every source is read as GiB, because torch's allocator and nvidia-smi count in powers of two. The
 # largest figures of nvidia-smi rows (79 of an 80 GB device, 30 of 32) are the devices' sizes in GiB.
 BYTES_PER_GB = 2**30
+NOTABLE = 0.02  # of a step time
+_WHOLE = re.compile(
+    r"(?:full|whole|dense) attention|attention (?:in full|whole)|non-?causal|not halved|s/6h|(?:96|72) ?\*?bsl|palm",
+    re.IGNORECASE,
+)
+_HALF = re.compile(r"causal|halved?|triang|half", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """A measured step time and how it follows from the row."""
+    """A measured step time and how it follows from the row.
+
+    An ambiguous time is `least_seconds` if its source counted attention half, and `seconds` if it counted it whole.
+    """
 
     seconds: float
     derivation: str
+    least_seconds: float | None = None
+
+    @property
+    def is_ambiguous(self) -> bool:
+        """Whether the row does not say how its FLOP were counted, and the two times are notably different."""
+        return self.least_seconds is not None and self.least_seconds < (1 - NOTABLE) * self.seconds
 
 
 def measured_seconds(
@@ -71,42 +91,68 @@ def measured_bytes(row: Row) -> float | None:
     return None if row.peak_mem_gb is None or row.outcome == "oom" else row.peak_mem_gb * BYTES_PER_GB
 
 
-def model_flops(row: Row, batch: int) -> float | None:
-    """FLOP of forward and backward of `batch` sequences, attention not halved; None if a size is not stated.
+def attention_part(kind: str | None) -> float | None:
+    """The part of attention's FLOP that a source counted, 1 or 0.5; None if its text does not say.
 
-    A token counts the experts that work on it. Attention without query, key and value heads (mla, hybrid) gives None.
+    >>> attention_part("model (causal attention)"), attention_part("model, full attention"), attention_part("model")
+    (0.5, 1.0, None)
     """
-    parts = _forward_flops(row, batch)
+    text = kind or ""
+    if _WHOLE.search(text):
+        return 1.0
+    return 0.5 if _HALF.search(text) else None
+
+
+def model_flops(row: Row, batch: int, *, attention: float = 1.0) -> float | None:
+    """FLOP of forward and backward of `batch` sequences; None if a size is not stated.
+
+    A token counts the experts that work on it. `attention` is the part of attention's FLOP that counts. Attention
+    without query, key and value heads (mla, hybrid) gives None.
+    """
+    parts = _forward_flops(row, batch, attention)
     return None if parts is None else PASSES * sum(parts)
 
 
-def hardware_flops(row: Row, batch: int) -> float | None:
+def hardware_flops(row: Row, batch: int, *, attention: float = 1.0) -> float | None:
     """`model_flops` and the FLOP of recomputation; None if `recompute` is not stated."""
-    parts = _forward_flops(row, batch)
+    parts = _forward_flops(row, batch, attention)
     if parts is None or row.recompute is None:
         return None
-    products, attention, logits = parts
-    again = {"none": 0.0, "selective": attention, "full": products + attention}[row.recompute]
-    return PASSES * (products + attention + logits) + again
+    products, core, logits = parts
+    again = {"none": 0.0, "selective": core, "full": products + core}[row.recompute]
+    return PASSES * (products + core + logits) + again
 
 
 def _from_flops(row: Row, batch: int, peak_flops_per_s: float | None) -> Measured | None:
     assert row.num_gpus is not None
     kind = row.tflops_kind or ""
     if row.tflops_per_gpu is not None and kind.startswith(("model", "hardware")):
-        is_model = kind.startswith("model")
-        flops = model_flops(row, batch) if is_model else hardware_flops(row, batch)
-        if flops is not None:
-            seconds = flops / (row.tflops_per_gpu * 1e12 * row.num_gpus)
-            return Measured(seconds=seconds, derivation=f"{'model' if is_model else 'hardware'} FLOP / TFLOP/s")
-    flops = model_flops(row, batch)
-    if row.mfu_pct is not None and peak_flops_per_s is not None and flops is not None:
-        seconds = flops / (row.mfu_pct / 100 * peak_flops_per_s * row.num_gpus)
-        return Measured(seconds=seconds, derivation="model FLOP / (MFU × peak)")
+        name, flops_of = ("model", model_flops) if kind.startswith("model") else ("hardware", hardware_flops)
+        found = _measured(row, batch, flops_of, row.tflops_per_gpu * 1e12, f"{name} FLOP / TFLOP/s")
+        if found is not None:
+            return found
+    if row.mfu_pct is not None and peak_flops_per_s is not None:
+        return _measured(row, batch, model_flops, row.mfu_pct / 100 * peak_flops_per_s, "model FLOP / (MFU × peak)")
     return None
 
 
-def _forward_flops(row: Row, batch: int) -> tuple[float, float, float] | None:
+def _measured(
+    row: Row, batch: int, flops_of: Callable[..., float | None], flops_per_s: float, derivation: str
+) -> Measured | None:
+    """The time of the FLOP of a step at a rate of one device."""
+    part = attention_part(row.tflops_kind)
+    flops, least = (flops_of(row, batch, attention=counted) for counted in ((part or 1.0), 0.5))
+    if flops is None or least is None:
+        return None
+    rate = flops_per_s * (row.num_gpus or 1)
+    return Measured(
+        seconds=flops / rate,
+        derivation=derivation if part else f"{derivation}, attention counted whole, which is not stated",
+        least_seconds=None if part else least / rate,
+    )
+
+
+def _forward_flops(row: Row, batch: int, attention_part: float) -> tuple[float, float, float] | None:
     """FLOP of the layers' products with weights, of the attention cores, and of the logits."""
     if row.layers is None or row.hidden is None or row.ffn_hidden is None or row.n_heads is None:
         return None
@@ -124,5 +170,5 @@ def _forward_flops(row: Row, batch: int) -> tuple[float, float, float] | None:
         widths = (row.layers - num_moe) * row.ffn_hidden + num_moe * expert
     tokens = float(batch) * row.seq_len
     products = 2 * tokens * (row.layers * attention_weights + matrices * row.hidden * widths)
-    attention = 4 * tokens * row.seq_len * row.layers * heads * head_dim
+    attention = attention_part * 4 * tokens * row.seq_len * row.layers * heads * head_dim
     return products, attention, 2 * tokens * row.hidden * row.vocab

@@ -122,7 +122,8 @@ class RowEstimate:
 
     `seconds` are of one optimizer step, `peak_bytes` of the fullest rank. `fits` is None if the device's memory is not
     known. `parts` are seconds by name that add up to the step. `global_batch` is the assumed number of sequences of a
-    step, for a row that does not state it. `warnings` say which texts of the row were not used, or not clear.
+    step, for a row that does not state it. Without `is_engine_known` no profile describes the row's framework.
+    `warnings` say which texts of the row were not used, or not clear.
     """
 
     id: str
@@ -132,6 +133,7 @@ class RowEstimate:
     parts: Mapping[str, float]
     global_batch: int | None = None
     warnings: tuple[str, ...] = ()
+    is_engine_known: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

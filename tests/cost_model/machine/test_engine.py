@@ -23,9 +23,9 @@ def test_sources_name_fields(name: str) -> None:
     assert engine.sharded_state_bytes <= engine.state_bytes
 
 
-def test_no_framework_stands_twice() -> None:
-    starts = [start.lower() for engine in engines().values() for start in engine.frameworks]
-    assert len(starts) == len(set(starts))
+def test_no_framework_stands_twice_for_a_year() -> None:
+    names = [(name.lower(), engine.until) for engine in engines().values() for name in engine.frameworks]
+    assert len(names) == len(set(names))
 
 
 @pytest.mark.parametrize(
@@ -35,13 +35,17 @@ def test_no_framework_stands_twice() -> None:
         ("NeMo/Megatron-Core (MLPerf)", "megatron-mlperf"),
         ("Megatron-LM 2021", "megatron-2021"),
         ("Megatron-LM 2022", "megatron-2022"),
+        ("MegatronLM (fork of 2023)", "megatron-2022"),
+        ("NVIDIA Megatron LM", "megatron"),
         ("Megatron-DeepSpeed style", "megatron-deepspeed"),
         ("DeepSpeed", "deepspeed-zero3"),
         ("torchtitan FSDP2", "fsdp"),
         ("MaxText (JAX)", "jax"),
+        ("our trainer on torchtitan", "fsdp"),
+        ("litgpt", "fsdp"),
     ],
 )
-def test_longest_beginning_decides(framework: str, name: str) -> None:
+def test_the_longest_name_decides(framework: str, name: str) -> None:
     found = engine_of_framework(framework)
     assert found is not None
     assert found.name == name
@@ -49,6 +53,7 @@ def test_longest_beginning_decides(framework: str, name: str) -> None:
 
 def test_unknown_framework_has_none() -> None:
     assert engine_of_framework("something else") is None
+    assert engine_of_framework("NeMoTron's successor") is None  # a part of a word is no name
     assert engine_of_framework(None) is None
 
 

@@ -113,9 +113,18 @@ def test_kernels_for_a_device_are_its_profile_s(device: str, faster: bool) -> No
     assert (native > second.speeds.attention.forward) == faster
 
 
-def test_a_row_without_framework_gets_one_that_fits() -> None:
-    assert engine_of(Row(id="r", gpu_type="A100-80", pp=4)).name == "megatron"
-    assert engine_of(Row(id="r", gpu_type="A100-80", pp=1)).name == "fsdp"
+@pytest.mark.parametrize("framework", [None, "", "a framework of our own"])
+def test_a_framework_that_is_not_known_is_neutral_at_every_degree(framework: str | None) -> None:
+    for pp in (1, 4):
+        assert engine_of(Row(id="r", gpu_type="A100-80", pp=pp, framework=framework)).name == "neutral"
+
+
+def test_the_year_of_the_source_decides_between_profiles_of_one_framework() -> None:
+    row = Row(id="r", gpu_type="A100-80", framework="Megatron-LM")
+    assert engine_of(row).name == "megatron"
+    assert engine_of(replace(row, source="arXiv 2205.05198")).name == "megatron-2022"
+    assert engine_of(replace(row, source="SC 2021")).name == "megatron-2021"
+    assert engine_of(replace(row, source="SC 2021", framework="Megatron-LM (2025)")).name == "megatron"
 
 
 @pytest.mark.parametrize(

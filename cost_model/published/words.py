@@ -1,0 +1,66 @@
+"""The words of a row's columns that name a precision or an attention kernel, read from free text."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from autopar.cost_model.machine.engine import Engine
+
+# Pattern and precision, the first match counts. Case does not count.
+_PRECISIONS = (
+    (r"nv-?fp4", "nvfp4"),
+    (r"mx-?fp4|\bfp4|float4|4[ -]?bit", "mxfp4"),
+    (r"mx-?fp8", "mxfp8"),
+    (r"fp8|float8|e4m3|e5m2|8[ -]?bit float", "fp8"),
+    (r"bf-?16|bfloat16", "bf16"),
+    (r"fp-?16|float16|\bhalf\b|\bamp\b", "fp16"),
+    (r"fp-?32|float32|\bsingle\b", "fp32"),
+)
+ASSUMED = "bf16"  # of a row whose precision cannot be read
+
+Kernel = Literal["first", "second", "native"]
+_IN_PIECES = re.compile(r"unfused|not fused|\b(?:no|without) (?:flash|fused)|eager|\bmath\b|materiali[sz]ed|\bnaive\b")
+_VERSION = r"(?:flash[ -]?att(?:ention|n)?|flash|fa)[ -]?v?"
+_KERNELS: tuple[tuple[str, Kernel], ...] = (
+    (rf"cudnn|{_VERSION}[34]\b|transformer[ -]?engine|\bte\b|\baiter\b|\bck\b", "native"),
+    (rf"{_VERSION}2\b|\bsdpa\b", "second"),
+    (rf"{_VERSION}1\b|triton|xformers", "first"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """Whether attention is one kernel, and its generation."""
+
+    fused: bool
+    kernel: Kernel
+
+
+def precision_of_text(text: str | None) -> tuple[str, str | None]:
+    """The precision that a text names, and a warning if it names none.
+
+    >>> precision_of_text("BF16 mixed")
+    ('bf16', None)
+    >>> precision_of_text("int8")
+    ('bf16', "precision 'int8' is not known; bf16 is used")
+    """
+    if text is None:
+        return ASSUMED, None
+    found = next((name for pattern, name in _PRECISIONS if re.search(pattern, text, re.IGNORECASE)), None)
+    if found is None:
+        return ASSUMED, f"precision {text[:40]!r} is not known; {ASSUMED} is used"
+    return found, None
+
+
+def attention_of_text(text: str | None, engine: Engine) -> Attention:
+    """The attention that a text names; what it does not say is as in the engine.
+
+    >>> from autopar.cost_model.machine.engine import engine_named
+    >>> attention_of_text("FlashAttention-3", engine_named("fsdp"))
+    Attention(fused=True, kernel='native')
+    """
+    if text is None:
+        return Attention(fused=engine.attention == "fused", kernel=engine.attention_kernel)
+    words = text.lower()
+    kernel = next((name for pattern, name in _KERNELS if re.search(pattern, words)), engine.attention_kernel)
+    return Attention(fused=not _IN_PIECES.search(words), kernel=kernel)
