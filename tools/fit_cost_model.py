@@ -1,8 +1,8 @@
 """Fit the constants of the cost model to the published runs in ``benchmarks/data``, and write them into their files.
 
     python tools/fit_cost_model.py            fit on the core rows, print what changes, write profiles and mechanisms
-    python tools/fit_cost_model.py --check    errors with each source left out of the fit; writes their predictions to
-                                              benchmarks/results/left_out_predictions.csv, nothing else
+    python tools/fit_cost_model.py --check    errors with each source, and each engine, left out of the fit; writes the
+                                              predictions to benchmarks/results/left_out_*.csv, nothing else
 
 The loss is the pseudo-Huber of log(predicted / measured). Each source has the weight of the square root of its rows.
 Every constant is also pulled towards its prior, so a constant that no run depends on keeps the value of its source. At
@@ -14,7 +14,7 @@ import csv
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields, replace
 from datetime import date
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from leave_one_out import folds
+from leave_one_out import Fold, engine, folds
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
@@ -38,6 +38,7 @@ from autopar.files.strict_yaml import read_yaml
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "benchmarks" / "data" / "published_runs.csv"
 LEFT_OUT = ROOT / "benchmarks" / "results" / "left_out_predictions.csv"
+ENGINE_LEFT_OUT = ROOT / "benchmarks" / "results" / "left_out_engines.csv"
 PROFILES = ROOT / "autopar" / "presets" / "profiles"
 PART = 0.95  # the most that any kernel reaches of a figure of the data sheet
 SCALE = 0.08  # smaller errors count squared, larger ones by their size
@@ -239,21 +240,44 @@ def report(found: Runs, predicted: NDArray[np.float64]) -> None:
             print(f"{source:20s} n={len(one):3d} median={middle:.3f} p90={high:.3f} bias={np.median(one):+.3f}")
 
 
-def leave_one_out(rows: Sequence[Row], *, rounds: int) -> None:
+def leave_sources_out(rows: Sequence[Row], *, rounds: int) -> None:
     """Every source predicted by a fit on the others, where its device and precision occur among them."""
     whole = runs(rows)
     predicted = np.full(len(whole.rows), np.nan)
-    found = folds(whole.rows)
+    for fold, world in _worlds(whole, folds(whole.rows), rounds):
+        predicted[list(fold.test)] = whole.predict(world)[list(fold.test)]
+    report(whole, predicted)
+    _write_predictions(LEFT_OUT, whole, {"seconds": predicted})
+
+
+def leave_engines_out(rows: Sequence[Row], *, rounds: int) -> None:
+    """Every engine predicted by a fit on the others: with its mechanisms, and as a framework that is not known."""
+    whole, hidden = runs(rows), runs([replace(row, framework=None) for row in rows])
+    known, guessed = (np.full(len(whole.rows), np.nan) for _ in range(2))
+    for fold, world in _worlds(whole, folds(whole.rows, group=engine, elsewhere=()), rounds):
+        known[list(fold.test)] = whole.predict(world)[list(fold.test)]
+        guessed[list(fold.test)] = hidden.predict(world)[list(fold.test)]
+    report(whole, known)
+    report(whole, guessed)
+    _write_predictions(ENGINE_LEFT_OUT, whole, {"seconds": known, "guessed_seconds": guessed})
+
+
+def _worlds(whole: Runs, found: Sequence[Fold], rounds: int) -> Iterator[tuple[Fold, World]]:
+    """Every fold with the world fitted on its other rows."""
     with ProcessPoolExecutor() as pool:
         worlds = pool.map(_fitted, [[whole.rows[i] for i in fold.train] for fold in found], [rounds] * len(found))
         for fold, world in zip(found, worlds, strict=True):
-            predicted[list(fold.test)] = whole.predict(world)[list(fold.test)]
-            print(f"  without {fold.source}: {len(fold.test)} rows", flush=True)
-    report(whole, predicted)
-    with LEFT_OUT.open("w", encoding="utf-8", newline="") as file:
+            print(f"  without {fold.group}: {len(fold.test)} rows", flush=True)
+            yield fold, world
+
+
+def _write_predictions(path: Path, whole: Runs, columns: Mapping[str, NDArray[np.float64]]) -> None:
+    with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["id", "seconds"])
-        writer.writerows([row.id, f"{p:.6g}"] for row, p in zip(whole.rows, predicted, strict=True) if np.isfinite(p))
+        writer.writerow(["id", *columns])
+        for row, *values in zip(whole.rows, *columns.values(), strict=True):
+            if all(map(math.isfinite, values)):
+                writer.writerow([row.id, *(f"{value:.6g}" for value in values)])
 
 
 def _fitted(rows: Sequence[Row], rounds: int) -> World:
@@ -292,12 +316,13 @@ def dump_mechanisms(found: Mechanisms, sources: Mapping[str, str], path: Path) -
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="leave sources out instead of writing")
+    parser.add_argument("--check", action="store_true", help="leave sources and engines out instead of writing")
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args(arguments)
     rows = [row for row in read_rows(DATA) if row.tier == "core"]
     if options.check:
-        leave_one_out(rows, rounds=options.rounds)
+        leave_sources_out(rows, rounds=options.rounds)
+        leave_engines_out(rows, rounds=options.rounds)
         return 0
     found = runs(rows)
     print(f"{len(constants())} constants, {len(found.rows)} rows")

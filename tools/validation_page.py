@@ -152,7 +152,7 @@ def _left_out(core: Sequence[Compared], left_out: Mapping[str, float] | None) ->
     def of(chosen: Sequence[Compared]) -> Errors:
         return errors(left_out[c.row.id] / c.time.seconds - 1 for c in chosen if c.time and c.row.id in left_out)
 
-    parts = {fold.source: [timed[i] for i in fold.test] for fold in folds(rows)}
+    parts = {fold.group: [timed[i] for i in fold.test] for fold in folds(rows)}
     lines = [(source, *_errors(of(part))) for source, part in parts.items()]
     known = [one for part in parts.values() for one in part]
     dense = [one for one in known if not one.row.moe_experts]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autopar.cost_model.published.estimate import estimate_rows, prepare
+from autopar.cost_model.published.estimate import EVEN, estimate_rows, prepare
 from autopar.cost_model.published.families import family_name, numbers_of
 from autopar.cost_model.published.row import Row, RowEstimate, Unmodelled, read_rows
 from autopar.cost_model.published.validation import validate_rows
@@ -67,6 +67,30 @@ def test_recomputation_that_is_not_stated_is_the_least_that_fits() -> None:
     assert settled().recompute == 0
     assert settled(micro_batch=16, global_batch=256).recompute == 2
     assert settled(micro_batch=16, global_batch=256, recompute="none").recompute == 0
+
+
+def test_near_the_limit_of_memory_both_levels_count() -> None:
+    changes = {"micro_batch": 4, "global_batch": 64, "gpu_type": "H100-SXM", "framework": "torchtitan"}
+    (sure,) = estimate_rows([replace(LLAMA, **changes, recompute="none", gpu_mem_gb=1000.0)])  # type: ignore[arg-type]
+    assert isinstance(sure, RowEstimate)
+    near = replace(LLAMA, **changes, gpu_mem_gb=sure.peak_bytes / EVEN / 1e9)  # type: ignore[arg-type]
+    mixed, none, selective = estimate_rows([near, *(replace(near, recompute=word) for word in ("none", "selective"))])
+    assert isinstance(mixed, RowEstimate) and isinstance(none, RowEstimate) and isinstance(selective, RowEstimate)
+    assert none.seconds < mixed.seconds < selective.seconds
+    assert mixed.seconds == pytest.approx((none.seconds + selective.seconds) / 2, rel=0.02)
+    assert sum(mixed.parts.values()) == pytest.approx(mixed.seconds)
+    assert "none with 50%" in mixed.warnings[0]
+    assert not none.warnings
+
+
+def test_a_guessed_engine_is_said() -> None:
+    known, unknown, unstated = estimate_rows(
+        [LLAMA, replace(LLAMA, framework="Frobnicate 3"), replace(LLAMA, framework=None)]
+    )
+    assert isinstance(known, RowEstimate) and isinstance(unknown, RowEstimate) and isinstance(unstated, RowEstimate)
+    assert (known.is_engine_known, unknown.is_engine_known, unstated.is_engine_known) == (True, False, False)
+    assert unknown.warnings[0] == "framework 'Frobnicate 3' is not known; the neutral engine is used"
+    assert unstated.warnings[0] == "no framework is stated; the neutral engine is used"
 
 
 def test_results_are_not_seen() -> None:
