@@ -21,9 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from autopar.cost_model.interval import Situation, interval_of
 from autopar.cost_model.machine.cluster import cluster_machine, default_precision, dtype_assumptions
+from autopar.cost_model.machine.engine import NEUTRAL
 from autopar.cost_model.machine.fitted_constants import mechanisms
-from autopar.cost_model.machine.machine import usable_bytes
+from autopar.cost_model.machine.machine import Machine, usable_bytes
 from autopar.cost_model.parts import COLLECTIVES, COMPUTE, MEMORY, OTHER
 from autopar.cost_model.pricing import Pricing, Question, layout_of, without_data_parallelism
 from autopar.cost_model.step.experts import expert_assumptions
@@ -77,7 +79,9 @@ class Estimate:
     `peak_bytes`, of the fullest pipeline rank. `fits` allows for the part of `device_bytes` that allocators lose, and
     for the cache that they give back when memory is short. `host_bytes` is what a plan with `offload` keeps in host
     memory for one device; `fits` allows for it too. `formula_only` names the parts that autopar prices and does
-    not run. `assumptions` names figures that nobody measured.
+    not run. `assumptions` names figures that nobody measured. In four of five runs, the measured step time is between
+    the two values of `step_interval_s`, and the measured memory between those of `peak_interval_bytes`
+    (`autopar.cost_model.interval`).
     """
 
     model: str
@@ -91,6 +95,7 @@ class Estimate:
     global_batch: int
     degrees: Mapping[str, Any] = field(hash=False)
     step_s: float
+    step_interval_s: tuple[float, float]
     tokens_per_s: float
     tokens_per_s_per_device: float
     tflops_per_device: float
@@ -100,6 +105,7 @@ class Estimate:
     collectives: tuple[CollectiveSeconds, ...]
     other_s: Mapping[str, float] = field(hash=False)
     peak_bytes: float
+    peak_interval_bytes: tuple[float, float]
     device_bytes: float
     fits: bool
     memory_bytes: Mapping[str, float] = field(hash=False)
@@ -146,6 +152,7 @@ def estimate_works(
     parts, on_host = _named(MEMORY, memory.parts), pricing.host_bytes(layouts)
     needed = sum(parts.values()) - parts[MEMORY["cache"]]  # the allocator gives its cache back before it fails
     peak = max(needed, min(float(memory.peak_bytes[0]), machine.memory_bytes))
+    situation = situation_of(machine, works)
     return Estimate(
         model=name or works.family.name,
         cluster=cluster.name,
@@ -158,6 +165,7 @@ def estimate_works(
         global_batch=batch,
         degrees=_degrees(question),
         step_s=seconds,
+        step_interval_s=interval_of(seconds, "time", situation).bounds,
         tokens_per_s=per_step / seconds,
         tokens_per_s_per_device=per_step / seconds / devices,
         tflops_per_device=used.flops_per_s / 1e12,
@@ -167,6 +175,7 @@ def estimate_works(
         collectives=_collectives(step),
         other_s=_named(OTHER, step.parts),
         peak_bytes=peak,
+        peak_interval_bytes=interval_of(peak, "memory", situation).bounds,
         device_bytes=machine.memory_bytes,
         fits=needed <= usable_bytes(machine.memory_bytes) and on_host <= host_of(machine).memory_bytes,
         host_bytes=on_host,
@@ -181,6 +190,15 @@ def estimate_works(
             *expert_assumptions(machine, degrees.ep),
             *filter(None, (host_assumption(machine), optimizer_assumption(works, degrees))),
         ),
+    )
+
+
+def situation_of(machine: Machine, works: ProgramWorks) -> Situation:
+    """What decides how wide the intervals of a captured model's predictions are."""
+    return Situation(
+        is_engine_known=machine.engine.name != NEUTRAL,
+        is_device_known=machine.profile.is_of_device,
+        has_experts=works.num_experts > 0,
     )
 
 

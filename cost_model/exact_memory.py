@@ -68,10 +68,13 @@ def with_exact_memory(made: Estimate, held: RankMemory) -> Estimate:
     }
     needed = sum(parts.values())
     parts[MEMORY["cache"]] = max(0.0, min(mechanisms().allocator_cache * needed, made.device_bytes - needed))
+    peak = sum(parts.values())
+    low, high = (peak * bound / made.peak_bytes for bound in made.peak_interval_bytes)
     return replace(
         made,
         memory_bytes=parts,
-        peak_bytes=sum(parts.values()),
+        peak_bytes=peak,
+        peak_interval_bytes=(low, high),
         fits=needed <= usable_bytes(made.device_bytes),
         host_bytes=float(held.host_bytes),
         assumptions=(*made.assumptions, KERNELS),

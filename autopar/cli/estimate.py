@@ -1,5 +1,6 @@
 """`autopar estimate`: step time, throughput, utilisation and peak memory of a plan, each with its parts."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -150,12 +151,16 @@ def _show(made: "Estimate") -> None:
     size = f"{made.global_batch:,} sequences of {made.sequence:,} tokens a step"
     out.print(f"{size}; engine {made.engine}, {made.precision}, profile {made.profile}\n")
     rows = [
-        ("step", readable_seconds(made.step_s)),
+        ("step", f"{readable_seconds(made.step_s)} ({_between(made.step_interval_s, readable_seconds)})"),
         ("tokens/s", f"{made.tokens_per_s:,.0f}"),
         ("tokens/s of a device", f"{made.tokens_per_s_per_device:,.0f}"),
         ("TFLOP/s of a device", f"{made.tflops_per_device:.1f}"),
         ("MFU, HFU", f"{made.mfu:.1%}, {made.hfu:.1%}"),
-        ("peak memory", f"{readable_bytes(made.peak_bytes)} of {readable_bytes(made.device_bytes)}"),
+        (
+            "peak memory",
+            f"{readable_bytes(made.peak_bytes)} of {readable_bytes(made.device_bytes)} "
+            f"({_between(made.peak_interval_bytes, readable_bytes)})",
+        ),
     ]
     if made.host_bytes:
         rows.append(("host memory of a device", readable_bytes(made.host_bytes)))
@@ -176,6 +181,11 @@ def _show(made: "Estimate") -> None:
         out.print(f"formula only: {only}", style="yellow")
     for assumption in made.assumptions:
         out.print(f"assumed: {assumption}")
+
+
+def _between(bounds: tuple[float, float], readable: Callable[[float], str]) -> str:
+    """An interval, in which a measurement was in four of five published runs."""
+    return f"80% interval {readable(bounds[0])} to {readable(bounds[1])}"
 
 
 def _time_table(made: "Estimate") -> object:

@@ -6,6 +6,8 @@ from autopar.ir.explanation import Section, readable_bytes, readable_seconds
 from autopar.search.result.format import plan_in_words, readable_value, what_does_not_fit
 from autopar.search.result.result import Contender, SearchResult
 
+MOST_MEASURED = 2  # plans beside the best plan
+
 
 def result_sections(found: SearchResult) -> list[Section]:
     """The best plan first. Raises nothing; `found` has a plan."""
@@ -25,12 +27,21 @@ def _best(found: SearchResult, best: Contender) -> Section:
         *value,
         f"{readable_seconds(best.step_s)} a step of {of_a_step}: {rate}",
         f"{readable_bytes(best.needed_bytes)} of {readable_bytes(found.device_bytes)} on the fullest device",
+        *_interval(found),
         _proof(found),
         f"engine {found.engine}, {found.precision}, profile {found.profile}; searched in {found.seconds:.1f} s",
     ]
     some = "" if best.num_devices == found.num_devices else f"{best.num_devices:,} of "
     title = f"{found.model} on {found.cluster}, {some}{found.num_devices:,} devices: the best of {_count(found)}"
     return Section(title=title, lines=tuple(lines))
+
+
+def _interval(found: SearchResult) -> Iterator[str]:
+    """The intervals of step time and memory."""
+    if found.step_interval_s is not None and found.needed_interval_bytes is not None:
+        step = " to ".join(map(readable_seconds, found.step_interval_s))
+        needed = " to ".join(map(readable_bytes, found.needed_interval_bytes))
+        yield f"in 4 of 5 published runs a measurement was in the interval: {step} a step, {needed}"
 
 
 def _count(found: SearchResult) -> str:
@@ -61,9 +72,19 @@ def _others(found: SearchResult) -> Section:
         elif words not in shown:
             named = f"{one.name}: {words}" if one.name else words
             shown[words] = (_more(found, one), named, "; ".join(filter(None, (_value(found, one), one.reason))))
-    return Section(
-        title="Next plans, and plans that people choose by hand", lines=tuple(_aligned(list(shown.values())))
-    )
+    lines = [*_aligned(list(shown.values())), *_worth_measuring(found)]
+    return Section(title="Next plans, and plans that people choose by hand", lines=tuple(lines))
+
+
+def _worth_measuring(found: SearchResult) -> Iterator[str]:
+    """The next plans that a measurement may put before the best plan."""
+    alike = found.like_best
+    if alike:
+        plans = "plan" if len(alike) == 1 else f"{len(alike)} plans"
+        yield (
+            f"a measurement may put the next {plans} before the best plan; measure the best plan and the next "
+            f"{min(len(alike), MOST_MEASURED)}"
+        )
 
 
 def _more(found: SearchResult, one: Contender) -> str:

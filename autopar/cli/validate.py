@@ -174,6 +174,12 @@ def _show_rest(found: "Validation") -> None:
             f"{ranking.correlation_median:.2f} in the median group, {ranking.correlation_p10:.2f} in the worst tenth; "
             f"measured regret {percent(ranking.regret_median)} and {percent(ranking.regret_p90)}"
         )
+    for inside, count, what in (
+        (found.overall.time_inside, found.overall.step_time.n, "step times"),
+        (found.overall.memory_inside, found.overall.memory.n, "peak memories"),
+    ):
+        if count:
+            out.print(f"{inside} of {count} measured {what} are in the 80% interval of the prediction")
     if oom.oom_rows:
         text = f"{oom.oom_predicted} of {oom.oom_rows} rows that ran out of memory are predicted not to fit"
         out.print(text)

@@ -140,6 +140,11 @@ class DeviceProfile:
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)  # one sentence per number, by path in the file
     notes: tuple[str, ...] = ()
 
+    @property
+    def is_of_device(self) -> bool:
+        """Whether the profile describes a device: it names presets, or was measured. The default profile does not."""
+        return bool(self.devices) or self.measured is not None
+
     def efficiency_of(self, dtype: str) -> float:
         """The part of the dtype's peak that a large product reaches. A missing dtype takes the most similar one's."""
         if dtype in self.efficiency:

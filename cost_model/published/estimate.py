@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.cost_model.interval import Situation
 from autopar.cost_model.machine.engine import NEUTRAL, Engine
 from autopar.cost_model.machine.fitted_constants import Mechanisms, mechanisms
 from autopar.cost_model.machine.machine import Machine, usable_bytes
@@ -238,7 +239,11 @@ def _estimates(group: RowGroup) -> list[RowEstimate]:
             fits=bool(needed[i] <= usable_bytes(group.machine.memory_bytes)),
             parts={name: float(part[i]) for name, part in parts.items()},
             global_batch=None if case.row.global_batch else case.global_batch,
-            is_engine_known=case.machine.engine.name != NEUTRAL,
+            situation=Situation(
+                is_engine_known=case.machine.engine.name != NEUTRAL,
+                is_device_known=case.machine.profile.is_of_device,
+                has_experts=bool(case.row.moe_experts),
+            ),
             warnings=(*case.warnings, *_on_recomputing(case.row, [weight[i] for weight in group.weights])),
         )
         for i, case in enumerate(group.cases)

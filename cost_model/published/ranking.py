@@ -50,11 +50,16 @@ class RankedGroup:
 
 def ranked_groups(timed: Iterable[Timed]) -> tuple[RankedGroup, ...]:
     """Every group of at least `MIN_LAYOUTS` layouts of the same work, in the order of their first rows."""
+    return tuple(_ranked(layouts) for layouts in same_work(timed))
+
+
+def same_work(timed: Iterable[Timed]) -> list[list[Timed]]:
+    """Groups of at least `MIN_LAYOUTS` layouts of the same work, each layout once."""
     works: dict[tuple[object, ...], list[Timed]] = {}
     for one in timed:
         works.setdefault(_values(one.row, WORK), []).append(one)
     merged = [_merged(group) for group in works.values()]
-    return tuple(_ranked(layouts) for layouts in merged if len(layouts) >= MIN_LAYOUTS)
+    return [layouts for layouts in merged if len(layouts) >= MIN_LAYOUTS]
 
 
 def spearman(left: Sequence[float], right: Sequence[float]) -> float:

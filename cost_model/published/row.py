@@ -12,11 +12,12 @@ import io
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from math import isfinite
 from typing import Any
 
+from autopar.cost_model.interval import Interval, Situation, interval_of
 from autopar.errors import InputError, Problem, did_you_mean
 from autopar.files.strict_text import read_text
 
@@ -112,7 +113,7 @@ class Row:
         return tuple(name for name in NEEDED if getattr(self, name) is None)
 
 
-COLUMNS = tuple(field.name for field in fields(Row))
+COLUMNS = tuple(each.name for each in fields(Row))
 RESULT_COLUMNS = COLUMNS[COLUMNS.index("outcome") :]
 
 
@@ -122,8 +123,8 @@ class RowEstimate:
 
     `seconds` are of one optimizer step, `peak_bytes` of the fullest rank. `fits` is None if the device's memory is not
     known. `parts` are seconds by name that add up to the step. `global_batch` is the assumed number of sequences of a
-    step, for a row that does not state it. Without `is_engine_known` no profile describes the row's framework.
-    `warnings` say which texts of the row were not used, or not clear.
+    step, for a row that does not state it. `warnings` say which texts of the row were not used, or not clear.
+    `situation` decides how wide the intervals are.
     """
 
     id: str
@@ -133,7 +134,17 @@ class RowEstimate:
     parts: Mapping[str, float]
     global_batch: int | None = None
     warnings: tuple[str, ...] = ()
-    is_engine_known: bool = True
+    situation: Situation = field(default_factory=Situation)
+
+    @property
+    def interval_s(self) -> Interval:
+        """The interval of the seconds."""
+        return interval_of(self.seconds, "time", self.situation)
+
+    @property
+    def interval_bytes(self) -> Interval:
+        """The interval of the peak memory."""
+        return interval_of(self.peak_bytes, "memory", self.situation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -348,15 +359,15 @@ def _count(least: int, most: float, cell: str) -> int:
 
 def _parsers() -> Iterator[tuple[str, Callable[[str], object]]]:
     of_type: dict[str, Callable[[str], object]] = {"str": _text, "bool": _truth, "float": _number}
-    for field in fields(Row):
-        kind = str(field.type).partition(" ")[0]
-        if field.name in _WORDS:
-            yield field.name, partial(_word, _WORDS[field.name])
+    for each in fields(Row):
+        kind = str(each.type).partition(" ")[0]
+        if each.name in _WORDS:
+            yield each.name, partial(_word, _WORDS[each.name])
         elif kind == "int":
-            least, most = int(field.name not in _FROM_ZERO), 3 if field.name == "zero" else MAX_NUMBER
-            yield field.name, partial(_count, least, most)
+            least, most = int(each.name not in _FROM_ZERO), 3 if each.name == "zero" else MAX_NUMBER
+            yield each.name, partial(_count, least, most)
         else:
-            yield field.name, of_type[kind]
+            yield each.name, of_type[kind]
 
 
 _PARSERS = dict(_parsers())

@@ -49,6 +49,18 @@ class Compared:
             return None
         return self.estimate.peak_bytes / self.memory_bytes - 1
 
+    @property
+    def is_time_inside(self) -> bool:
+        """Whether the measured step time is in the interval of the prediction."""
+        known = self.time is not None and isinstance(self.estimate, RowEstimate)
+        return known and self.estimate.interval_s.holds(self.time.seconds)  # type: ignore[union-attr]
+
+    @property
+    def is_memory_inside(self) -> bool:
+        """Whether the measured memory is in the interval of the prediction."""
+        known = self.memory_bytes is not None and isinstance(self.estimate, RowEstimate)
+        return known and self.estimate.interval_bytes.holds(self.memory_bytes)  # type: ignore[union-attr, arg-type]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Errors:
@@ -86,7 +98,11 @@ class Oom:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measures:
-    """All figures of one set of rows; `stated` counts the rows that state enough to be modelled."""
+    """All figures of one set of rows.
+
+    `stated` counts the rows that state enough to be modelled. `time_inside` and `memory_inside` count the rows whose
+    measured value is in the interval of the prediction.
+    """
 
     rows: int
     modelled: int
@@ -94,6 +110,8 @@ class Measures:
     stated_modelled: int
     step_time: Errors
     memory: Errors
+    time_inside: int
+    memory_inside: int
     ranking: Ranking
     oom: Oom
 
@@ -197,6 +215,8 @@ def measures(compared: Sequence[Compared]) -> Measures:
         stated_modelled=sum(isinstance(c.estimate, RowEstimate) for c in stated),
         step_time=errors(c.time_error for c in modelled),
         memory=errors(c.memory_error for c in modelled),
+        time_inside=sum(c.is_time_inside for c in modelled),
+        memory_inside=sum(c.is_memory_inside for c in modelled),
         ranking=_ranking(ranked_groups(_timed(compared))),
         oom=_oom(modelled),
     )

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from autopar.cost_model.estimate import optimizer_assumption
+from autopar.cost_model.estimate import optimizer_assumption, situation_of
+from autopar.cost_model.interval import interval_of, likely_slower
 from autopar.cost_model.machine.cluster import dtype_assumptions
 from autopar.cost_model.step.offload import host_assumption
 from autopar.cost_model.work.program_costs import ProgramWorks
@@ -48,6 +49,7 @@ def result_of(
     others = next_best(
         found, together.priced, top, prefetch=lambda likely: together.price([(i, AS_IT_IS) for i in likely])
     )
+    situation = situation_of(on.machine, works_of(1))
     return SearchResult(
         model="",
         cluster=cluster.name,
@@ -61,6 +63,8 @@ def result_of(
         global_batch=global_batch or (0 if best is None else best.degrees.global_batch),
         device_bytes=on.machine.memory_bytes,
         best=None if best is None else _contender(found, found.index_of_best, best),
+        step_interval_s=None if best is None else interval_of(best.seconds, "time", situation).bounds,
+        needed_interval_bytes=None if best is None else interval_of(best.needed_bytes, "memory", situation).bounds,
         refined=len(found.refined.trials),
         trials=found.refined.trials,
         importance=found.refined.importance,
@@ -114,7 +118,12 @@ def _contender(found: Searched, index: int | None, one: Priced, borrowed: int = 
         value=goal.value(one),
         num_devices=one.degrees.world_size,
         name="" if index is None else names.get(index, ""),
+        is_like_best=best is not None and one is not best and one.fits and _is_like(one.seconds, best.seconds),
     )
+
+
+def _is_like(seconds: float, best_s: float) -> bool:
+    return seconds < best_s * (1 + likely_slower())
 
 
 def _priced_baselines(found: Searched, works_of: Works, hold: Hold) -> Iterator[tuple[int, Priced, int]]:

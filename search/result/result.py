@@ -50,6 +50,7 @@ class Contender:
     name: str = ""  # "FSDP" and so on, of a baseline
     formula_only: tuple[str, ...] = ()  # features that autopar prices and does not run
     is_exact: bool = True  # it was priced
+    is_like_best: bool = False  # its step is so little longer that measured steps may be in the other order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +116,9 @@ class SearchResult:
     global_batch: int  # sequences of the best plan's step
     device_bytes: float
     best: Contender | None  # None if no plan fits
+    # the measured step time and memory of the best plan are between these in four of five runs
+    step_interval_s: tuple[float, float] | None = None
+    needed_interval_bytes: tuple[float, float] | None = None
     refined: int  # number of `trials`
     others: tuple[Contender, ...]  # the best plans of other degrees
     baselines: tuple[Contender, ...]  # plans that people choose by hand
@@ -135,6 +139,11 @@ class SearchResult:
     what_if: tuple[Curve, ...] = field(default=(), compare=False)  # only if a report was asked for
     block: BlockGraph | None = field(default=None, compare=False)  # only if a report was asked for
     plan: "Plan | None" = field(default=None, compare=False)  # the best plan, as it runs; None if no plan fits
+
+    @property
+    def like_best(self) -> tuple[Contender, ...]:
+        """The next plans that cannot be told apart from the best plan without a measurement."""
+        return tuple(one for one in self.others if one.is_like_best)
 
     @property
     def saved_by_own_stages(self) -> float:

@@ -88,7 +88,8 @@ def test_a_guessed_engine_is_said() -> None:
         [LLAMA, replace(LLAMA, framework="Frobnicate 3"), replace(LLAMA, framework=None)]
     )
     assert isinstance(known, RowEstimate) and isinstance(unknown, RowEstimate) and isinstance(unstated, RowEstimate)
-    assert (known.is_engine_known, unknown.is_engine_known, unstated.is_engine_known) == (True, False, False)
+    assert [one.situation.is_engine_known for one in (known, unknown, unstated)] == [True, False, False]
+    assert unknown.interval_s.high / unknown.seconds > known.interval_s.high / known.seconds
     assert unknown.warnings[0] == "framework 'Frobnicate 3' is not known; the neutral engine is used"
     assert unstated.warnings[0] == "no framework is stated; the neutral engine is used"
 

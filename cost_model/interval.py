@@ -1,0 +1,117 @@
+"""Intervals of predictions: in four of five runs, the measured value lies inside.
+
+The intervals follow from published runs that were predicted without any run of their framework. The ratio of measured
+and predicted values has a lower and an upper bound in each situation (``prediction_intervals.yaml``):
+
+    known engine       a profile describes the framework
+    guessed engine     the framework is not known, and the neutral profile is used
+    default device     no profile describes the device; this comes on top, as the root of the sum of squared logarithms
+
+Mixtures of experts have bounds of their own. The ratio of two plans for the same work is known better than each plan:
+`likely_slower` says from which predicted difference on a measurement would agree about the faster plan.
+``tools/prediction_intervals.py`` writes the file. This module does not import torch.
+"""
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any, Literal
+
+from autopar.errors import InputError
+from autopar.files.strict_yaml import read_yaml
+
+COVERED = 0.8  # the part of runs whose measured value is inside
+FIGURES = ("time", "memory")
+ORDER = "order"  # of two plans for the same work: the bounds of the measured ratio over the predicted one
+SITUATIONS = ("known engine", "known engine, experts", "guessed engine", "guessed engine, experts", "default device")
+Figure = Literal["time", "memory"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """What is known of a run: an engine profile of its framework, a profile of its device, and if it has experts."""
+
+    is_engine_known: bool = True
+    is_device_known: bool = True
+    has_experts: bool = False
+
+    @property
+    def name(self) -> str:
+        """One of `SITUATIONS`."""
+        engine = "known engine" if self.is_engine_known else "guessed engine"
+        return f"{engine}, experts" if self.has_experts else engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """The bounds of a value, in its unit. `COVERED` of the measured values lie between them."""
+
+    low: float
+    high: float
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Both bounds."""
+        return self.low, self.high
+
+    def holds(self, value: float) -> bool:
+        """Whether a measured value is inside."""
+        return self.low <= value <= self.high
+
+
+def interval_of(value: float, figure: Figure, situation: Situation) -> Interval:
+    """The interval of a predicted value.
+
+    Args:
+        value: Seconds of a step, or bytes of the fullest device.
+        figure: What the value is, time or memory.
+        situation: What is known of the run.
+
+    Returns:
+        The bounds of the value, in its unit.
+
+    Raises:
+        InputError: The file with the bounds is malformed.
+
+    >>> known, guessed = (interval_of(1.0, "time", Situation(is_engine_known=k)) for k in (True, False))
+    >>> guessed.low < known.low < 1.0 < known.high < guessed.high
+    True
+    """
+    bounds = _bounds()[figure]
+    low, high = bounds[situation.name]
+    if not situation.is_device_known:
+        more = bounds["default device"]
+        low, high = -math.hypot(low, more[0]), math.hypot(high, more[1])
+    return Interval(low=value * math.exp(low), high=value * math.exp(high))
+
+
+def likely_slower() -> float:
+    """The predicted difference of two plans, as a part of the faster one, that nine of ten measurements confirm.
+
+    >>> 0.0 < likely_slower() < 0.3
+    True
+    """
+    return math.exp(-_bounds()[ORDER][ORDER][0]) - 1
+
+
+@functools.cache
+def _bounds() -> Mapping[str, Mapping[str, tuple[float, float]]]:
+    """The logarithms of the bounds, by figure and situation."""
+    with resources.as_file(resources.files("autopar.cost_model") / "prediction_intervals.yaml") as path:
+        content, problems = read_yaml(path)
+    figures = {**dict.fromkeys(FIGURES, SITUATIONS), ORDER: (ORDER,)}
+    if problems or not isinstance(content, dict) or set(content) != set(figures):
+        raise InputError(f"prediction_intervals.yaml must have exactly {', '.join(figures)}", problems)
+    return {figure: _of_figure(content[figure], names) for figure, names in figures.items()}
+
+
+def _of_figure(entries: Any, names: Sequence[str]) -> dict[str, tuple[float, float]]:
+    if not isinstance(entries, dict) or set(entries) != set(names):
+        raise InputError(f"prediction_intervals.yaml must have the situations {'; '.join(names)}")
+    found = {name: (float(entry["low"]), float(entry["high"])) for name, entry in entries.items()}
+    for name, (low, high) in found.items():
+        if not 0 < low <= 1 <= high:
+            raise InputError(f"prediction_intervals.yaml: {name} must have a low of at most 1 and a high of at least 1")
+    return {name: (math.log(low), math.log(high)) for name, (low, high) in found.items()}

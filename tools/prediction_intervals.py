@@ -1,0 +1,186 @@
+"""Write the intervals of predictions from published runs that were predicted without their engine:
+
+    python tools/prediction_intervals.py        print the bounds and how many runs they cover, write them
+    python tools/prediction_intervals.py --check        print only
+
+``tools/fit_cost_model.py --check`` makes the predictions. A bound is a quantile of log(measured / predicted). Each
+engine has the weight of the square root of its rows. The coverage of an engine is that of bounds made without it.
+"""
+
+import argparse
+import csv
+import math
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+
+import numpy as np
+from fit_cost_model import DATA, ENGINE_LEFT_OUT, ROOT, runs, shipped
+from leave_one_out import engine
+
+from autopar.cost_model.interval import COVERED, ORDER, SITUATIONS
+from autopar.cost_model.published.estimate import estimate_rows
+from autopar.cost_model.published.measurement import measured_bytes
+from autopar.cost_model.published.ranking import Timed, same_work
+from autopar.cost_model.published.row import Row, RowEstimate, read_rows
+from autopar.cost_model.published.validation import compared_rows, predict
+from autopar.cost_model.published.vtrain_sweep import read_runs
+from autopar.files.atomic import write_text
+
+SWEEP = ROOT / "benchmarks" / "data" / "sweep_vtrain_single_a100.csv"
+TARGET = ROOT / "cost_model" / "prediction_intervals.yaml"
+FEW = 12  # rows: a situation with fewer has the bounds of the situation without experts, times the ratio of the others
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Residual:
+    """log(measured / predicted) of one row."""
+
+    engine: str
+    value: float
+
+
+def residuals(rows: Sequence[Row]) -> dict[str, dict[str, list[Residual]]]:
+    """The residuals by figure and situation."""
+    by_id = {row.id: row for row in rows}
+    whole = runs(rows)
+    measured = dict(zip((row.id for row in whole.rows), whole.measured_s, strict=True))
+    time: dict[str, list[Residual]] = {name: [] for name in SITUATIONS}
+    with ENGINE_LEFT_OUT.open(encoding="utf-8") as file:
+        for line in csv.DictReader(file):
+            row = by_id[line["id"]]
+            for column, kind in (("seconds", "known"), ("guessed_seconds", "guessed")):
+                name = f"{kind} engine{', experts' if row.moe_experts else ''}"
+                time[name].append(_residual(row, measured[row.id], float(line[column])))
+    profiles, constants = shipped()
+    for group in whole.groups:
+        usual = group.step(constants, profiles[group.profile.name]).seconds
+        default = replace(profiles["default"], name=group.profile.name)
+        for place, index in enumerate(group.indices):
+            seconds = np.broadcast_to(group.step(constants, default).seconds, len(group.indices))
+            row = whole.rows[index]
+            own = float(np.broadcast_to(usual, len(group.indices))[place])
+            time["default device"].append(_residual(row, own, float(seconds[place])))
+    return {"time": time, "memory": _of_memory(rows), ORDER: {ORDER: _of_order()}}
+
+
+def _of_order() -> list[Residual]:
+    """Of layouts of the same work: log(measured / predicted) of their ratio to the layout that is predicted fastest.
+
+    Each group of layouts counts as an engine.
+    """
+    found = []
+    for path in (DATA, SWEEP):
+        compared = compared_rows(rows := read_runs(path), predict(rows, estimate_rows))
+        timed = [
+            Timed(row=one.row, measured_s=one.time.seconds, predicted_s=one.estimate.seconds)
+            for one in compared
+            if one.time is not None and isinstance(one.estimate, RowEstimate)
+        ]
+        for layouts in same_work(timed):
+            best = min(layouts, key=lambda one: one.predicted_s)
+            name = best.row.id
+            for one in layouts:
+                if one is not best:
+                    value = math.log(one.measured_s / best.measured_s) - math.log(one.predicted_s / best.predicted_s)
+                    found.append(Residual(engine=name, value=value))
+    return found
+
+
+def _of_memory(rows: Sequence[Row]) -> dict[str, list[Residual]]:
+    found: dict[str, list[Residual]] = {name: [] for name in SITUATIONS}
+    known = [row for row in rows if measured_bytes(row) is not None]
+    for kind, given in (("known", known), ("guessed", [replace(row, framework=None) for row in known])):
+        for row, one in zip(known, estimate_rows([row.without_result() for row in given]), strict=True):
+            if isinstance(one, RowEstimate):
+                name = f"{kind} engine{', experts' if row.moe_experts else ''}"
+                found[name].append(_residual(row, measured_bytes(row) or 0.0, one.peak_bytes))
+    found["default device"] = [Residual(engine="", value=0.0)]  # the profile of a device has no part in memory
+    return found
+
+
+def _residual(row: Row, measured: float, predicted: float) -> Residual:
+    return Residual(engine=engine(row), value=math.log(measured / predicted))
+
+
+def bounds(found: Sequence[Residual]) -> tuple[float, float]:
+    """The quantiles between which `COVERED` of the residuals lie; zero is always between them."""
+    counts = Counter(one.engine for one in found)
+    order = sorted(found, key=lambda one: one.value)
+    weights = np.array([1 / math.sqrt(counts[one.engine]) for one in order])
+    places = (np.cumsum(weights) - weights / 2) / weights.sum()
+    values = np.array([one.value for one in order])
+    low, high = np.interp([(1 - COVERED) / 2, (1 + COVERED) / 2], places, values)
+    return min(0.0, float(low)), max(0.0, float(high))
+
+
+def coverage(found: Sequence[Residual]) -> dict[str, tuple[int, int]]:
+    """The rows of each engine inside the bounds of the other engines, and all rows of it."""
+    counted = {}
+    for name in sorted({one.engine for one in found}):
+        own, others = ([one for one in found if (one.engine == name) == is_own] for is_own in (True, False))
+        if others:
+            low, high = bounds(others)
+            counted[name] = (sum(low <= one.value <= high for one in own), len(own))
+    return counted
+
+
+def all_bounds(rows: Sequence[Row]) -> dict[str, dict[str, tuple[float, float, int]]]:
+    """Low and high logarithms and the number of rows, by figure and situation."""
+    made: dict[str, dict[str, tuple[float, float, int]]] = {}
+    for figure, by_situation in residuals(rows).items():
+        made[figure] = {}
+        for name, found in by_situation.items():
+            if len(found) >= FEW or name in ("default device", ORDER):
+                made[figure][name] = (*bounds(found), len(found))
+            else:  # no measurements of mixtures of experts
+                low, high, _ = made[figure][name.removesuffix(", experts")]
+                wider = math.sqrt(2)
+                made[figure][name] = (low * wider, high * wider, len(found))
+    return made
+
+
+def report(rows: Sequence[Row]) -> None:
+    """Coverage by engine, with bounds that were made without it."""
+    for figure, by_situation in residuals(rows).items():
+        for name, found in by_situation.items():
+            if name in ("default device", ORDER) or len(found) < FEW:
+                continue
+            counted = coverage(found)
+            inside, every = (sum(pair[i] for pair in counted.values()) for i in (0, 1))
+            print(f"{figure}, {name}: {inside} of {every} rows inside ({inside / max(every, 1):.0%})")
+            for engine_name, (own, count) in counted.items():
+                print(f"  {engine_name:20s} {own:3d} of {count:3d} ({own / count:.0%})")
+
+
+def write(made: dict[str, dict[str, tuple[float, float, int]]]) -> None:
+    """The bounds into their file."""
+    lines = []
+    for figure, by_situation in made.items():
+        lines.append(f"{figure}:")
+        for name, (low, high, count) in by_situation.items():
+            text = f"{count} published runs, engine left out, tools/prediction_intervals.py, {date.today()}"
+            lines.append(f'  {name}: {{low: {math.exp(low):.3f}, high: {math.exp(high):.3f}, source: "{text}"}}')
+    write_text(TARGET, "\n".join(lines) + "\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    options = parser.parse_args(arguments)
+    rows = [row for row in read_rows(DATA) if row.tier == "core"]
+    made = all_bounds(rows)
+    for figure, by_situation in made.items():
+        for name, (low, high, count) in by_situation.items():
+            print(f"{figure:7s} {name:26s} {math.exp(low):.3f} to {math.exp(high):.3f}, {count} rows")
+    report(rows)
+    if not options.check:
+        write(made)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
