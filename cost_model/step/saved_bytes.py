@@ -81,15 +81,17 @@ def activations(family: Family[Any], shape: Shape, layouts: Layouts, engine: Eng
         for variant, is_chosen in (("tp", 1 - layouts.sequence_parallel), ("sp", layouts.sequence_parallel)):
             work = family.block(role, variant)
             one = work.saved_fused_bytes if engine.pointwise == "fused" else work.saved_eager_bytes
-            one = one + (0.0 if fused else _scores(work))
+            scores = np.zeros(1) if fused else _scores(work)
+            one = one + scores
             weight = share * is_chosen
             saved, inputs = saved + weight * one, inputs + weight * work.input_bytes
             if work.selected is not None:
                 selective = selective + weight * work.selected.saved_bytes
                 again = again + weight * (one - work.selected.saved_bytes)
+            elif engine.selective == "attention":
+                selective, again = selective + weight * (one - scores), again + weight * scores
             else:
-                attention = engine.selective == "attention"
-                selective = selective + weight * (one if attention else (one + work.input_bytes) / 2)
+                selective = selective + weight * (one + work.input_bytes) / 2
     return SavedBytes(none=saved, selective=selective, full=inputs, again=again, whole=saved, always=np.zeros(1))
 
 

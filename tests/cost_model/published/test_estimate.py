@@ -94,6 +94,19 @@ def test_a_guessed_engine_is_said() -> None:
     assert unstated.warnings[0] == "no framework is stated; the neutral engine is used"
 
 
+def test_selective_recomputation_frees_the_scores_of_attention() -> None:
+    """A layer with a heads and s tokens saves 5·a·s² bytes of scores (Korthikanti et al. 2022, equation 1)."""
+    gpt = {"gated_mlp": False, "n_kv_heads": 32, "model": "GPT", "framework": "Megatron-LM 2022", "seq_len": 2048}
+    row = replace(LLAMA, **gpt, micro_batch=1, global_batch=8, zero=0, attn_impl="unfused")  # type: ignore[arg-type]
+    words = ("none", "selective", "full")
+    none, selective, full = estimate_rows([replace(row, recompute=word) for word in words])
+    assert isinstance(none, RowEstimate) and isinstance(selective, RowEstimate) and isinstance(full, RowEstimate)
+    scores = 5 * 32 * 2048**2
+    # the scores of one of 32 layers exist while it runs again; without recomputation no memory is left for a cache
+    assert none.peak_bytes - selective.peak_bytes == pytest.approx(31 * scores, rel=0.02)
+    assert full.peak_bytes < selective.peak_bytes
+
+
 def test_results_are_not_seen() -> None:
     rows = [row for row in read_rows(DATA) if row.tier == "core"][::7]
     seen, unseen = estimate_rows(rows), estimate_rows([row.without_result() for row in rows])

@@ -1,0 +1,62 @@
+"""Intervals of predictions: wider the less is known, and true of published runs."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from autopar.cost_model import interval
+from autopar.cost_model.interval import FIGURES, Situation, interval_of, likely_slower
+from autopar.cost_model.published.estimate import estimate_rows
+from autopar.cost_model.published.row import read_rows
+from autopar.cost_model.published.validation import compared_rows, measures, predict
+from autopar.errors import InputError
+
+DATA = Path(__file__).parents[2] / "benchmarks" / "data" / "published_runs.csv"
+
+
+def widths(figure: str, *situations: Situation) -> list[float]:
+    found = [interval_of(1.0, figure, one) for one in situations]  # type: ignore[arg-type]
+    assert all(one.low <= 1.0 <= one.high for one in found)
+    return [one.high / one.low for one in found]
+
+
+def test_the_less_is_known_the_wider() -> None:
+    known, guessed = Situation(), Situation(is_engine_known=False)
+    default = Situation(is_device_known=False)
+    both = Situation(is_engine_known=False, is_device_known=False)
+    for order in ((known, guessed, both), (known, default, both)):
+        assert all(a < b for a, b in pairwise(widths("time", *order)))
+    assert widths("time", known) < widths("time", Situation(has_experts=True))
+    assert all(a <= b for a, b in pairwise(widths("memory", known, guessed)))
+
+
+def test_it_scales_with_the_value() -> None:
+    one, thousand = (interval_of(value, "time", Situation()) for value in (1.0, 1000.0))
+    assert thousand.bounds == pytest.approx((1000 * one.low, 1000 * one.high))
+    assert one.holds(1.0)
+    assert not one.holds(2 * one.high)
+
+
+@pytest.mark.parametrize("figure", FIGURES)
+def test_most_published_runs_are_inside(figure: str) -> None:
+    """The shipped constants know these runs, so that more than four of five are inside their step times."""
+    rows = [row for row in read_rows(DATA) if row.tier == "core"]
+    found = measures(compared_rows(rows, predict(rows, estimate_rows)))
+    inside, count = {
+        "time": (found.time_inside, found.step_time.n),
+        "memory": (found.memory_inside, found.memory.n),
+    }[figure]
+    assert 0.75 * count <= inside < count
+
+
+def test_two_plans_are_told_apart_by_less_than_each_is_known() -> None:
+    assert 0 < likely_slower() < interval_of(1.0, "time", Situation()).high - 1
+
+
+def test_a_malformed_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    interval._bounds.cache_clear()
+    monkeypatch.setattr(interval, "read_yaml", lambda path: ({"time": {}}, []))
+    with pytest.raises(InputError, match="must have exactly time, memory, order"):
+        interval_of(1.0, "time", Situation())
+    interval._bounds.cache_clear()
