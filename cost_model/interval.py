@@ -1,7 +1,8 @@
 """Intervals of predictions: in four of five runs, the measured value lies inside.
 
 The intervals follow from published runs that were predicted without any run of their framework. The ratio of measured
-and predicted values has a lower and an upper bound in each situation (``prediction_intervals.yaml``):
+and predicted values varies between frameworks, and between the runs of one. Both together give a lower and an upper
+bound in each situation (``prediction_intervals.yaml``):
 
     known engine       a profile describes the framework
     guessed engine     the framework is not known, and the neutral profile is used

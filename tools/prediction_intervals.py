@@ -3,22 +3,24 @@
     python tools/prediction_intervals.py        print the bounds and how many runs they cover, write them
     python tools/prediction_intervals.py --check        print only
 
-``tools/fit_cost_model.py --check`` makes the predictions. A bound is a quantile of log(measured / predicted). Each
-engine has the weight of the square root of its rows. The coverage of an engine is that of bounds made without it.
+``tools/fit_cost_model.py --check`` makes the predictions. log(measured / predicted) has a mean for each engine. The
+next framework is one more draw of such a mean, and its run is a draw around it. So the interval is Student's, of the
+variance between engines and within them. The coverage of an engine is that of bounds made without it.
 """
 
 import argparse
 import csv
 import math
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date
+from statistics import fmean, variance
 
 import numpy as np
 from fit_cost_model import DATA, ENGINE_LEFT_OUT, ROOT, runs, shipped
 from leave_one_out import engine
+from scipy.stats import t
 
 from autopar.cost_model.interval import COVERED, ORDER, SITUATIONS
 from autopar.cost_model.published.estimate import estimate_rows
@@ -31,7 +33,7 @@ from autopar.files.atomic import write_text
 
 SWEEP = ROOT / "benchmarks" / "data" / "sweep_vtrain_single_a100.csv"
 TARGET = ROOT / "cost_model" / "prediction_intervals.yaml"
-FEW = 12  # rows: a situation with fewer has the bounds of the situation without experts, times the ratio of the others
+DEFAULT_DEVICE, EXPERTS = "default device", ", experts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +54,7 @@ def residuals(rows: Sequence[Row]) -> dict[str, dict[str, list[Residual]]]:
         for line in csv.DictReader(file):
             row = by_id[line["id"]]
             for column, kind in (("seconds", "known"), ("guessed_seconds", "guessed")):
-                name = f"{kind} engine{', experts' if row.moe_experts else ''}"
+                name = f"{kind} engine{EXPERTS if row.moe_experts else ''}"
                 time[name].append(_residual(row, measured[row.id], float(line[column])))
     profiles, constants = shipped()
     for group in whole.groups:
@@ -62,7 +64,7 @@ def residuals(rows: Sequence[Row]) -> dict[str, dict[str, list[Residual]]]:
             seconds = np.broadcast_to(group.step(constants, default).seconds, len(group.indices))
             row = whole.rows[index]
             own = float(np.broadcast_to(usual, len(group.indices))[place])
-            time["default device"].append(_residual(row, own, float(seconds[place])))
+            time[DEFAULT_DEVICE].append(_residual(row, own, float(seconds[place])))
     return {"time": time, "memory": _of_memory(rows), ORDER: {ORDER: _of_order()}}
 
 
@@ -95,9 +97,8 @@ def _of_memory(rows: Sequence[Row]) -> dict[str, list[Residual]]:
     for kind, given in (("known", known), ("guessed", [replace(row, framework=None) for row in known])):
         for row, one in zip(known, estimate_rows([row.without_result() for row in given]), strict=True):
             if isinstance(one, RowEstimate):
-                name = f"{kind} engine{', experts' if row.moe_experts else ''}"
+                name = f"{kind} engine{EXPERTS if row.moe_experts else ''}"
                 found[name].append(_residual(row, measured_bytes(row) or 0.0, one.peak_bytes))
-    found["default device"] = [Residual(engine="", value=0.0)]  # the profile of a device has no part in memory
     return found
 
 
@@ -105,15 +106,36 @@ def _residual(row: Row, measured: float, predicted: float) -> Residual:
     return Residual(engine=engine(row), value=math.log(measured / predicted))
 
 
-def bounds(found: Sequence[Residual]) -> tuple[float, float]:
-    """The quantiles between which `COVERED` of the residuals lie; zero is always between them."""
-    counts = Counter(one.engine for one in found)
-    order = sorted(found, key=lambda one: one.value)
-    weights = np.array([1 / math.sqrt(counts[one.engine]) for one in order])
-    places = (np.cumsum(weights) - weights / 2) / weights.sum()
-    values = np.array([one.value for one in order])
-    low, high = np.interp([(1 - COVERED) / 2, (1 + COVERED) / 2], places, values)
-    return min(0.0, float(low)), max(0.0, float(high))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """The mean of log(measured / predicted) over engines, and its variance between engines and within them."""
+
+    mean: float
+    between: float
+    within: float
+    engines: int
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The bounds of a run of another engine; zero is always between them."""
+        quantile = float(t.ppf((1 + COVERED) / 2, self.engines - 1))
+        half = quantile * math.sqrt(self.between * (1 + 1 / self.engines) + self.within)
+        return min(0.0, self.mean - half), max(0.0, self.mean + half)
+
+
+def spread(found: Sequence[Residual]) -> Spread:
+    """The spread of residuals of at least two engines."""
+    by_engine: dict[str, list[float]] = {}
+    for one in found:
+        by_engine.setdefault(one.engine, []).append(one.value)
+    means = [fmean(values) for values in by_engine.values()]
+    within = [variance(values) for values in by_engine.values() if len(values) > 1]
+    return Spread(
+        mean=fmean(means),
+        between=variance(means),
+        within=fmean(within) if within else 0.0,
+        engines=len(means),
+    )
 
 
 def coverage(found: Sequence[Residual]) -> dict[str, tuple[int, int]]:
@@ -122,23 +144,32 @@ def coverage(found: Sequence[Residual]) -> dict[str, tuple[int, int]]:
     for name in sorted({one.engine for one in found}):
         own, others = ([one for one in found if (one.engine == name) == is_own] for is_own in (True, False))
         if others:
-            low, high = bounds(others)
+            low, high = spread(others).bounds
             counted[name] = (sum(low <= one.value <= high for one in own), len(own))
     return counted
 
 
 def all_bounds(rows: Sequence[Row]) -> dict[str, dict[str, tuple[float, float, int]]]:
-    """Low and high logarithms and the number of rows, by figure and situation."""
+    """Low and high logarithms and the number of rows, by figure and situation.
+
+    The runs with experts are of few engines. Their variance between engines is that of the runs without experts, and
+    their variance within engines is their own, or without any run twice that of the others.
+    """
     made: dict[str, dict[str, tuple[float, float, int]]] = {}
     for figure, by_situation in residuals(rows).items():
         made[figure] = {}
         for name, found in by_situation.items():
-            if len(found) >= FEW or name in ("default device", ORDER):
-                made[figure][name] = (*bounds(found), len(found))
-            else:  # no measurements of mixtures of experts
-                low, high, _ = made[figure][name.removesuffix(", experts")]
-                wider = math.sqrt(2)
-                made[figure][name] = (low * wider, high * wider, len(found))
+            values = [one.value for one in found]
+            if name == DEFAULT_DEVICE and figure == "memory":  # the profile of a device has no part in memory
+                made[figure][name] = (0.0, 0.0, 0)
+                continue
+            if name.endswith(EXPERTS):
+                dense = spread(by_situation[name.removesuffix(EXPERTS)])
+                mean, within = (fmean(values), variance(values)) if values else (dense.mean, 2 * dense.within)
+                one = replace(dense, mean=mean, within=within)
+            else:
+                one = spread(found)
+            made[figure][name] = (*one.bounds, len(found))
     return made
 
 
@@ -146,7 +177,7 @@ def report(rows: Sequence[Row]) -> None:
     """Coverage by engine, with bounds that were made without it."""
     for figure, by_situation in residuals(rows).items():
         for name, found in by_situation.items():
-            if name in ("default device", ORDER) or len(found) < FEW:
+            if name in (DEFAULT_DEVICE, ORDER) or name.endswith(EXPERTS):
                 continue
             counted = coverage(found)
             inside, every = (sum(pair[i] for pair in counted.values()) for i in (0, 1))

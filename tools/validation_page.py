@@ -7,6 +7,7 @@
 """
 
 import argparse
+import csv
 import datetime
 import importlib.util
 import sys
@@ -15,7 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from leave_one_out import folds
+from leave_one_out import engine, folds
+from prediction_intervals import coverage, residuals
 
 from autopar.cost_model.published.row import Estimator, Row, RowEstimate
 from autopar.cost_model.published.validation import (
@@ -37,6 +39,7 @@ TARGET = ROOT / "docs" / "validation.md"
 RUNS = ROOT / "benchmarks" / "data" / "published_runs.csv"
 SWEEP = ROOT / "benchmarks" / "data" / "sweep_vtrain_single_a100.csv"
 LEFT_OUT = ROOT / "benchmarks" / "results" / "left_out_predictions.csv"
+ENGINE_LEFT_OUT = ROOT / "benchmarks" / "results" / "left_out_engines.csv"
 ERRORS = ("median", "mean", "p90", "worst", "bias")
 
 INTRODUCTION = """# What the cost model says of published runs
@@ -81,6 +84,7 @@ def page(
         _by("## By GPU, tier core", split_by(core, "gpu_type")),
         _ranking(everything, sweep),
         _left_out(core, left_out),
+        _engine_left_out(core),
     ]
     if with_baselines:
         text.append(_baselines(core, left_out))
@@ -164,6 +168,48 @@ def _left_out(core: Sequence[Compared], left_out: Mapping[str, float] | None) ->
     return (
         f"{title}\nThe constants are fitted on the other sources alone. The rows are those of tier core with a "
         f"device and precision that another source has too.\n\n{_table(header, lines)}"
+    )
+
+
+def _engine_left_out(core: Sequence[Compared]) -> str:
+    """Errors and coverage of the predictions without the engine's runs."""
+    with ENGINE_LEFT_OUT.open(encoding="utf-8") as file:
+        found = {line["id"]: line for line in csv.DictReader(file)}
+    timed = [one for one in core if one.time is not None and one.row.id in found]
+    header = ("engine", "timed", *ERRORS, "as an unknown framework", "p90")
+
+    def of(chosen: Sequence[Compared], column: str) -> Errors:
+        return errors(float(found[c.row.id][column]) / c.time.seconds - 1 for c in chosen if c.time)
+
+    parts: dict[str, list[Compared]] = {}
+    for one in timed:
+        parts.setdefault(engine(one.row), []).append(one)
+    every = {
+        **dict(sorted(parts.items())),
+        "all, dense": [one for one in timed if not one.row.moe_experts],
+        "all, experts": [one for one in timed if one.row.moe_experts],
+    }
+    lines = []
+    for name, part in every.items():
+        guessed = of(part, "guessed_seconds")
+        lines.append((name, *_errors(of(part, "seconds")), _percent(guessed.median), _percent(guessed.p90)))
+    inside: list[tuple[object, ...]] = []
+    for figure, by_situation in residuals([one.row for one in core]).items():
+        for name in ("known engine", "guessed engine"):
+            if name in by_situation:
+                counted = coverage(by_situation[name])
+                own, count = (sum(pair[i] for pair in counted.values()) for i in (0, 1))
+                least, of_least = min(counted.items(), key=lambda item: item[1][0] / item[1][1])
+                worst = f"{least}: {of_least[0]} of {of_least[1]}"
+                inside.append((f"{figure}, {name}", count, f"{own / count:.0%}", worst))
+    covered = _table(("", "rows", "inside", "worst engine"), inside)
+    return (
+        "## With the engine left out\n\n"
+        "The constants are fitted on the runs of the other engines alone. The mechanisms of an engine profile are not\n"
+        "fitted. The last two columns hide the framework, so that the neutral engine is used.\n\n"
+        f"{_table(header, lines)}\n"
+        "The 80 % interval of each engine is made of the runs of the other engines, without experts. This part of the\n"
+        f"runs is inside:\n\n{covered}"
     )
 
 
