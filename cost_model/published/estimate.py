@@ -35,6 +35,7 @@ from autopar.cost_model.published.families import (
     numbers_of,
     shape_of_rows,
     with_chosen_parameters,
+    with_expert_ranks,
 )
 from autopar.cost_model.published.machine import engine_of, links_of_row, preset_of, row_machine
 from autopar.cost_model.published.row import Row, RowEstimate, Unmodelled
@@ -187,7 +188,12 @@ def _prepare(members: Sequence[tuple[int, _Case]]) -> RowGroup:
     each = [numbers_of(case.row) for case in cases]
     numbers = {name: np.array([one[name] for one in each]) for name in each[0]}
     works = family_of(first.family, is_whole=(first.row.tp or 1) == 1, over_data=_is_over_data(first))
-    family = with_chosen_parameters(evaluate(works, numbers_at(numbers, layouts)), layouts.sequence_parallel)
+    family = evaluate(works, numbers_at(numbers, layouts))
+    if np.any(layouts.etp < layouts.tp):
+        at_etp = evaluate(works, numbers_at(numbers, replace(layouts, tp=layouts.etp)))
+        shares = np.array([bool(case.row.moe_shared_ffn) for case in cases])  # tensor ranks split the shared experts
+        family = with_expert_ranks(family, at_etp, layouts, np.where(shares | (layouts.etp == layouts.tp), 1.0, 0.5))
+    family = with_chosen_parameters(family, layouts.sequence_parallel)
     unstated = np.array([case.row.recompute is None for case in cases])
 
     basis = memory_basis(shape, machine, fused=first.fused)
@@ -285,6 +291,7 @@ def _layouts(cases: Sequence[_Case], engine: Engine) -> Layouts:
         virtual=_array(cases, virtual),
         cp=_array(cases, lambda row: row.cp or 1),
         ep=_array(cases, lambda row: row.ep or 1),
+        etp=_array(cases, _etp),
         dp=dp,
         shard=np.array([_shard(case.row, engine, d) for case, d in zip(cases, dp, strict=True)]),
         zero=_array(cases, lambda row: _zero(row, engine)),
@@ -292,6 +299,11 @@ def _layouts(cases: Sequence[_Case], engine: Engine) -> Layouts:
         micro_batches=np.maximum(batch / (dp * micro_batch), 1.0),
         recompute=_array(cases, recompute),
     )
+
+
+def _etp(row: Row) -> int:
+    """Tensor ranks that split each expert: one unless stated. A dense model has no experts."""
+    return min(row.etp or 1, row.tp or 1) if row.moe_experts else row.tp or 1
 
 
 def _zero(row: Row, engine: Engine) -> int:

@@ -8,9 +8,12 @@ from typing import Any
 import numpy as np
 
 from autopar.cost_model.published.row import Row
+from autopar.cost_model.step.experts import has_experts, is_expert_product
 from autopar.cost_model.step.layouts import Layouts, Shape
 from autopar.cost_model.work import block_work as expressions
 from autopar.cost_model.work.block_work import SYMBOLS, Family
+from autopar.ir.arrays import Floats
+from autopar.ir.sharding import owned_by
 
 WINDOW = "swa"  # of `attention_type`: sliding windows that are shorter than the sequence
 IN_PIECES = "torch"  # of `attn_impl`: scores, softmax and values by operators of their own
@@ -98,6 +101,42 @@ def with_chosen_parameters(family: Family[Any], sequence_parallel: Any) -> Famil
         return tuple((name, replace(work, **held)) for name, work in variants.items())
 
     return replace(family, blocks=tuple((role, chosen(dict(variants))) for role, variants in family.blocks))
+
+
+def with_expert_ranks(family: Family[Any], at_etp: Family[Any], layouts: Layouts, keeps: Floats) -> Family[Any]:
+    """The family if `etp` of the tensor ranks split an expert, and the others hold other experts.
+
+    Such ranks work on different tokens. So the products of experts have 1/(tp/etp) of the rows, and the widths of etp
+    ranks. The experts of a rank are as many and tp/etp times as large.
+
+    Args:
+        family: The blocks at the layouts' `tp`.
+        at_etp: The blocks with `etp` in place of `tp`.
+        layouts: The rows' layouts.
+        keeps: The part of an expert block's tensor collectives that is left; its attention has half of them.
+    """
+
+    def of_block(work: Any, other: Any) -> Any:
+        products = tuple(
+            replace(there, m=there.m / layouts.expert_replicas) if is_expert_product(one) else one
+            for one, there in zip(work.products, other.products, strict=True)
+        )
+        sent = tuple(
+            replace(one, whole_bytes=one.whole_bytes * keeps) if owned_by(one.mesh_dim) == "parameters" else one
+            for one in work.sent
+        )
+        return replace(work, products=products, sent=sent, parameters_expert=other.parameters_expert)
+
+    others = {role: dict(variants) for role, variants in at_etp.blocks}
+    return replace(
+        family,
+        blocks=tuple(
+            (role, tuple((name, of_block(work, others[role][name])) for name, work in variants))
+            if has_experts(role)
+            else (role, variants)
+            for role, variants in family.blocks
+        ),
+    )
 
 
 def numbers_of(row: Row) -> dict[str, float]:

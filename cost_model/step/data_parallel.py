@@ -16,7 +16,7 @@ from autopar.cost_model.step.unique_rows import spread
 from autopar.cost_model.work.block_work import Family
 from autopar.ir.arrays import Floats
 
-RANK_FIELDS = ("tp", "pp", "cp", "ep", "dp", "shard", "data_stride")  # of layouts
+RANK_FIELDS = ("tp", "pp", "cp", "ep", "etp", "dp", "shard", "data_stride")  # of layouts
 _ENDS = ("first", "last")
 HALF_BYTES = 2  # an engine's `parameter_bytes` holds for 16-bit training; wider training gathers more in proportion
 BLOCKING_BESIDE = 0.5  # exposed part of the shorter of computing and blocking gathers: assumed
@@ -135,9 +135,10 @@ def data_prices(basis: Basis, family: Family[Any], layouts: Layouts, per_rank: F
     num_calls = basis.shape.blocks / layouts.pp + len(_ENDS)  # ZeRO 1 calls for every block by itself
     # row 0: dense parameters, over all data-parallel ranks; row 1: experts, over fewer ranks
     elements = np.array(np.broadcast_arrays(parameters.dense, parameters.expert))
-    ranks = np.maximum(np.array(np.broadcast_arrays(layouts.data_ranks, layouts.data_ranks / layouts.ep)), 1)
+    others = layouts.ep / layouts.expert_replicas  # data-parallel ranks that hold other experts
+    ranks = np.maximum(np.array(np.broadcast_arrays(layouts.data_ranks, layouts.data_ranks / others)), 1)
     shard = np.minimum(layouts.shard, ranks)
-    stride = layouts.data_stride * np.where(ranks < layouts.data_ranks, layouts.ep, 1)
+    stride = layouts.data_stride * np.where(ranks < layouts.data_ranks, np.maximum(others, 1), 1)
     grads = engine.gradient_bytes * elements
     weights = engine.parameter_bytes * basis.shape.element_bytes / HALF_BYTES * elements
     in_calls = scattered = links.seconds("reduce_scatter", grads, shard, stride)

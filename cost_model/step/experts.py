@@ -72,12 +72,30 @@ def has_experts(role: str) -> bool:
 def exchange_seconds(basis: Basis, layouts: Layouts) -> Floats:
     """Seconds of one all-to-all of a micro-batch's rows over the expert ranks; 0 for one expert rank.
 
-    Every pass sends tokens to their experts and back: two exchanges.
+    Every pass sends tokens to their experts and back: two exchanges. A token crosses to a host once, however many of
+    its experts are there (DeepSeek-V3, arXiv 2412.19437, section 3.2.2).
     """
     shape = basis.shape
-    tokens = layouts.micro_batch * shape.sequence / layouts.cp / np.where(layouts.sequence_parallel, layouts.tp, 1)
-    moved = shape.element_bytes * tokens * shape.experts_per_token * shape.hidden
-    return basis.machine.links.seconds("all_to_all", moved * layouts.ep, layouts.ep, layouts.tp)
+    is_split = (layouts.sequence_parallel > 0) | (layouts.etp < layouts.tp)
+    tokens = layouts.micro_batch * shape.sequence / layouts.cp / np.where(is_split, layouts.tp, 1)
+    links = basis.machine.links
+    near = np.clip(links.devices_per_host / layouts.etp, 1, layouts.ep)
+    rows = rows_between_hosts(shape.experts_per_token, layouts.ep / near)
+    moved = shape.element_bytes * tokens * rows * shape.hidden
+    return links.seconds("all_to_all", moved * layouts.ep, layouts.ep, layouts.etp)
+
+
+def rows_between_hosts(experts_per_token: Floats, hosts: Floats) -> Floats:
+    """Rows of one token that are sent over `hosts` hosts: one for each host that has an expert of the token.
+
+    Experts are drawn evenly. On one host each expert gets a row of its own.
+
+    >>> [round(float(rows_between_hosts(8, hosts)), 2) for hosts in (1, 2, 8, 1000)]
+    [8.0, 1.99, 5.25, 7.97]
+    """
+    several = np.maximum(hosts, 2.0)
+    reached = several * (1 - (1 - 1 / several) ** experts_per_token)
+    return np.where(hosts > 1, reached, experts_per_token)
 
 
 def least_exchange_seconds(basis: Basis, layouts: Layouts, widths: Sequence[Any]) -> Floats:

@@ -27,6 +27,7 @@ class Layouts:
     virtual: Floats  # stages per pipeline rank
     cp: Floats
     ep: Floats
+    etp: Floats  # tensor ranks that split each expert; the other tensor ranks hold other experts
     dp: Floats
     shard: Floats  # ranks that ZeRO divides state over, at most dp·cp
     zero: Floats
@@ -40,6 +41,11 @@ class Layouts:
     def num_devices(self) -> Floats:
         found: Floats = self.tp * self.pp * self.cp * self.dp
         return found
+
+    @property
+    def expert_replicas(self) -> Floats:
+        """Factor of the replicas of an expert, because fewer ranks than the tensor ranks split it."""
+        return np.asarray(self.tp / self.etp)
 
     @property
     def data_ranks(self) -> Floats:
@@ -79,12 +85,16 @@ def layouts_from(
     virtual: ArrayLike = 1,
     cp: ArrayLike = 1,
     ep: ArrayLike = 1,
+    etp: ArrayLike | None = None,
     order: Any = 0,
 ) -> Layouts:
-    """Layouts from their degrees, which broadcast. `order` holds positions in `ORDERS`; all else is as in `Layouts`."""
+    """Layouts from their degrees, which broadcast. `order` holds positions in `ORDERS`; all else is as in `Layouts`.
+
+    Without `etp`, all tensor ranks split each expert.
+    """
     degrees = (tp, pp, dp, shard, zero, micro_batch, micro_batches, sequence_parallel, recompute, virtual, cp, ep)
-    columns = np.broadcast_arrays(*(np.asarray(one, dtype=float) for one in degrees))
-    tp, pp, dp, shard, zero, micro_batch, micro_batches, sequence_parallel, recompute, virtual, cp, ep = columns
+    columns = np.broadcast_arrays(*(np.asarray(one, dtype=float) for one in (*degrees, tp if etp is None else etp)))
+    tp, pp, dp, shard, zero, micro_batch, micro_batches, sequence_parallel, recompute, virtual, cp, ep, etp = columns
     sizes = {"tp": tp, "pp": pp, "dp": dp * cp}
     every = [strides(one, sizes) for one in ORDERS]
     data_stride, stage_stride = (np.choose(order, [one[name] for one in every]) for name in ("dp", "pp"))
@@ -95,6 +105,7 @@ def layouts_from(
         virtual=virtual,
         cp=cp,
         ep=ep,
+        etp=etp,
         dp=dp,
         shard=shard,
         zero=zero,

@@ -32,7 +32,8 @@ class RankParameters:
     def sharded(self, layouts: Layouts, stage: int) -> Floats:
         """The elements of one data-parallel rank, if ZeRO divides them from `stage` on."""
         dense = np.where(layouts.zero >= stage, layouts.shard, 1.0)
-        expert = np.where(layouts.zero >= stage, np.maximum(layouts.shard / layouts.ep, 1), 1.0)
+        replicas = layouts.shard * layouts.expert_replicas / layouts.ep
+        expert = np.where(layouts.zero >= stage, np.maximum(replicas, 1), 1.0)
         return np.asarray(self.dense / dense + self.expert / expert)
 
 

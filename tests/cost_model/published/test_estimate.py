@@ -174,6 +174,33 @@ def test_expert_parallelism_divides_state_not_work() -> None:
     assert split.parts["products"] == pytest.approx(whole.parts["products"], rel=0.2)
 
 
+def test_tensor_ranks_hold_other_experts_unless_etp_says_that_they_split_them() -> None:
+    row = replace(
+        LLAMA,
+        moe_experts=8,
+        moe_topk=2,
+        moe_ffn_hidden=14336,
+        framework="NeMo/Megatron-Core",
+        num_gpus=64,
+        tp=4,
+        dp=16,
+        ep=8,
+        sp=True,
+        global_batch=64,
+        micro_batch=1,
+        recompute="none",
+        gpu_mem_gb=2000,
+        model="Mixtral 8x7B",
+    )
+    unstated, own, split = estimate_rows([replace(row, etp=etp) for etp in (None, 1, 4)])
+    assert isinstance(unstated, RowEstimate) and isinstance(own, RowEstimate) and isinstance(split, RowEstimate)
+    assert unstated.seconds == own.seconds
+    assert own.peak_bytes > 1.5 * split.peak_bytes  # four times the weights of experts
+    assert own.parts["products"] == pytest.approx(split.parts["products"], rel=0.15)  # the same work
+    assert own.parts["expert collectives"] < split.parts["expert collectives"]  # neighbours exchange, inside a host
+    assert own.parts["tensor collectives"] < split.parts["tensor collectives"]
+
+
 def test_the_shipped_collection_is_predicted() -> None:
     """What docs/validation.md says, as bounds: a change of the model that loses this is seen here."""
     rows = [row for row in read_rows(DATA) if row.tier == "core"]
