@@ -142,8 +142,8 @@ class DeviceProfile:
 
     @property
     def is_of_device(self) -> bool:
-        """Whether the profile describes a device: it names presets, or was measured. The default profile does not."""
-        return bool(self.devices) or self.measured is not None
+        """Whether the profile describes a device: it was measured, or names GPUs. CPUs of one name differ too much."""
+        return self.measured is not None or (bool(self.devices) and self.device_type != "cpu")
 
     def efficiency_of(self, dtype: str) -> float:
         """The part of the dtype's peak that a large product reaches. A missing dtype takes the most similar one's."""

@@ -26,7 +26,8 @@ def estimate(compute_s: float = 1.0, tp_s: float = 0.3, dp_s: float = 0.2) -> Es
     step_s = compute_s + sum(exposed.values()) + sum(other.values())
     return Estimate(
         model="m", cluster="4xcpu", engine="autopar", profile="cpu", precision="fp32", num_devices=4,
-        num_parameters=1000, sequence=64, global_batch=4, degrees=DEGREES, step_s=step_s, tokens_per_s=1.0,
+        num_parameters=1000, sequence=64, global_batch=4, degrees=DEGREES, step_s=step_s,
+        step_interval_s=(0.0, 9.0), peak_interval_bytes=(0.0, 2.0), tokens_per_s=1.0,
         tokens_per_s_per_device=1.0, tflops_per_device=1.0, mfu=0.1, hfu=0.1,
         compute_s=dict.fromkeys(COMPUTE.values(), compute_s / len(COMPUTE)),
         collectives=tuple(
