@@ -199,6 +199,7 @@ def situation_of(machine: Machine, works: ProgramWorks) -> Situation:
         is_engine_known=machine.engine.name != NEUTRAL,
         is_device_known=machine.profile.is_of_device,
         has_experts=works.num_experts > 0,
+        has_steps=machine.profile.steps > 0,
     )
 
 

@@ -6,6 +6,7 @@ bound in each situation (``prediction_intervals.yaml``):
 
     known engine       a profile describes the framework
     guessed engine     the framework is not known, and the neutral profile is used
+    measured step      a step of the same device, precision and engine corrected the profile
     default device     no profile describes the device; this comes on top, as the root of the sum of squared logarithms
 
 Mixtures of experts have bounds of their own. The ratio of two plans for the same work is known better than each plan:
@@ -23,26 +24,34 @@ from typing import Any, Literal
 from autopar.errors import InputError
 from autopar.files.strict_yaml import read_yaml
 
+SHRINKAGE = 0.7  # power of the ratio by which measured steps correct predictions of other steps
 COVERED = 0.8  # the part of runs whose measured value is inside
 FIGURES = ("time", "memory")
 ORDER = "order"  # of two plans for the same work: the bounds of the measured ratio over the predicted one
-SITUATIONS = ("known engine", "known engine, experts", "guessed engine", "guessed engine, experts", "default device")
+SITUATIONS = (
+    *("known engine", "known engine, experts", "guessed engine", "guessed engine, experts"),
+    *("measured step", "measured step, experts", "default device"),
+)
 Figure = Literal["time", "memory"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """What is known of a run: an engine profile of its framework, a profile of its device, and if it has experts."""
+    """What is known of a run: an engine profile of its framework, a profile of its device, and if it has experts.
+
+    `has_steps` says that measured steps corrected the profile.
+    """
 
     is_engine_known: bool = True
     is_device_known: bool = True
     has_experts: bool = False
+    has_steps: bool = False
 
     @property
     def name(self) -> str:
         """One of `SITUATIONS`."""
-        engine = "known engine" if self.is_engine_known else "guessed engine"
-        return f"{engine}, experts" if self.has_experts else engine
+        found = "measured step" if self.has_steps else "known engine" if self.is_engine_known else "guessed engine"
+        return f"{found}, experts" if self.has_experts else found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +91,7 @@ def interval_of(value: float, figure: Figure, situation: Situation) -> Interval:
     """
     bounds = _bounds()[figure]
     low, high = bounds[situation.name]
-    if not situation.is_device_known:
+    if not situation.is_device_known and not situation.has_steps:
         more = bounds["default device"]
         low, high = -math.hypot(low, more[0]), math.hypot(high, more[1])
     return Interval(low=value * math.exp(low), high=value * math.exp(high))

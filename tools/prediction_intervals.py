@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date
+from itertools import permutations
 from statistics import fmean, variance
 
 import numpy as np
@@ -22,7 +23,7 @@ from fit_cost_model import DATA, ENGINE_LEFT_OUT, ROOT, runs, shipped
 from leave_one_out import engine
 from scipy.stats import t
 
-from autopar.cost_model.interval import COVERED, ORDER, SITUATIONS
+from autopar.cost_model.interval import COVERED, ORDER, SHRINKAGE, SITUATIONS
 from autopar.cost_model.published.estimate import estimate_rows
 from autopar.cost_model.published.measurement import measured_bytes
 from autopar.cost_model.published.ranking import Timed, same_work
@@ -50,12 +51,19 @@ def residuals(rows: Sequence[Row]) -> dict[str, dict[str, list[Residual]]]:
     whole = runs(rows)
     measured = dict(zip((row.id for row in whole.rows), whole.measured_s, strict=True))
     time: dict[str, list[Residual]] = {name: [] for name in SITUATIONS}
+    alike: dict[tuple[str | None, ...], list[tuple[Row, Residual]]] = {}
     with ENGINE_LEFT_OUT.open(encoding="utf-8") as file:
         for line in csv.DictReader(file):
             row = by_id[line["id"]]
             for column, kind in (("seconds", "known"), ("guessed_seconds", "guessed")):
                 name = f"{kind} engine{EXPERTS if row.moe_experts else ''}"
                 time[name].append(_residual(row, measured[row.id], float(line[column])))
+                if kind == "known":
+                    alike.setdefault(_own(row), []).append((row, time[name][-1]))
+    for kinds in alike.values():  # each run is the measured step of all others
+        for (_, first), (row, one) in permutations(kinds, 2):
+            name = f"measured step{EXPERTS if row.moe_experts else ''}"
+            time[name].append(replace(one, value=one.value - SHRINKAGE * first.value))
     profiles, constants = shipped()
     for group in whole.groups:
         usual = group.step(constants, profiles[group.profile.name]).seconds
@@ -66,6 +74,11 @@ def residuals(rows: Sequence[Row]) -> dict[str, dict[str, list[Residual]]]:
             own = float(np.broadcast_to(usual, len(group.indices))[place])
             time[DEFAULT_DEVICE].append(_residual(row, own, float(seconds[place])))
     return {"time": time, "memory": _of_memory(rows), ORDER: {ORDER: _of_order()}}
+
+
+def _own(row: Row) -> tuple[str | None, ...]:
+    """What the runs of one user share: models of one name, device, precision and engine."""
+    return row.source_key, (row.model or "").partition(" ")[0], row.gpu_type, row.precision, engine(row)
 
 
 def _of_order() -> list[Residual]:
@@ -92,7 +105,7 @@ def _of_order() -> list[Residual]:
 
 
 def _of_memory(rows: Sequence[Row]) -> dict[str, list[Residual]]:
-    found: dict[str, list[Residual]] = {name: [] for name in SITUATIONS}
+    found: dict[str, list[Residual]] = {name: [] for name in SITUATIONS}  # measured steps say nothing of memory
     known = [row for row in rows if measured_bytes(row) is not None]
     for kind, given in (("known", known), ("guessed", [replace(row, framework=None) for row in known])):
         for row, one in zip(known, estimate_rows([row.without_result() for row in given]), strict=True):
@@ -160,6 +173,9 @@ def all_bounds(rows: Sequence[Row]) -> dict[str, dict[str, tuple[float, float, i
         made[figure] = {}
         for name, found in by_situation.items():
             values = [one.value for one in found]
+            if name.startswith("measured") and figure == "memory":
+                made[figure][name] = made[figure][name.replace("measured step", "known engine")]
+                continue
             if name == DEFAULT_DEVICE and figure == "memory":  # the profile of a device has no part in memory
                 made[figure][name] = (0.0, 0.0, 0)
                 continue
@@ -177,7 +193,7 @@ def report(rows: Sequence[Row]) -> None:
     """Coverage by engine, with bounds that were made without it."""
     for figure, by_situation in residuals(rows).items():
         for name, found in by_situation.items():
-            if name in (DEFAULT_DEVICE, ORDER) or name.endswith(EXPERTS):
+            if name in (DEFAULT_DEVICE, ORDER) or name.endswith(EXPERTS) or not found:
                 continue
             counted = coverage(found)
             inside, every = (sum(pair[i] for pair in counted.values()) for i in (0, 1))
@@ -192,7 +208,8 @@ def write(made: dict[str, dict[str, tuple[float, float, int]]]) -> None:
     for figure, by_situation in made.items():
         lines.append(f"{figure}:")
         for name, (low, high, count) in by_situation.items():
-            text = f"{count} published runs, engine left out, tools/prediction_intervals.py, {date.today()}"
+            unit = "pairs of published runs" if name.startswith("measured") or figure == ORDER else "published runs"
+            text = f"{count} {unit}, engine left out, tools/prediction_intervals.py, {date.today()}"
             lines.append(f'  {name}: {{low: {math.exp(low):.3f}, high: {math.exp(high):.3f}, source: "{text}"}}')
     write_text(TARGET, "\n".join(lines) + "\n")
 

@@ -195,8 +195,8 @@ def _engine_left_out(core: Sequence[Compared]) -> str:
         lines.append((name, *_errors(of(part, "seconds")), _percent(guessed.median), _percent(guessed.p90)))
     inside: list[tuple[object, ...]] = []
     for figure, by_situation in residuals([one.row for one in core]).items():
-        for name in ("known engine", "guessed engine"):
-            if name in by_situation:
+        for name in ("known engine", "guessed engine", "measured step"):
+            if by_situation.get(name):
                 counted = coverage(by_situation[name])
                 own, count = (sum(pair[i] for pair in counted.values()) for i in (0, 1))
                 least, of_least = min(counted.items(), key=lambda item: item[1][0] / item[1][1])

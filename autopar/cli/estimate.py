@@ -16,7 +16,7 @@ from autopar.cli.options.model_argument import (
     ModelArgument,
     Specialise,
 )
-from autopar.cli.options.search_options import Profile
+from autopar.cli.options.search_options import Measured, Profile
 from autopar.cli.output import console, print_json, progress, table
 from autopar.errors import Problem
 from autopar.ir.cluster import ClusterSpec
@@ -47,6 +47,7 @@ def estimate(
         str, typer.Option(help="Framework that runs the plan: autopar, or another one such as megatron or fsdp.")
     ] = "autopar",
     profile: Profile = None,
+    measured: Measured = None,
     tokens: Annotated[
         float | None,
         typer.Option(help="Tokens of the whole run, such as 15e12. Adds days, money, energy.", show_default=False),
@@ -72,7 +73,9 @@ def estimate(
     """
     recorded = check_trace_options(trace, correct, engine)
     precision = options.precision
-    spec, found_engine, found_profile, wanted = _inputs(cluster, engine, profile, precision, tokens, grams_co2_per_kwh)
+    spec, found_engine, found_profile, wanted = _inputs(
+        cluster, engine, (profile, measured), precision, tokens, grams_co2_per_kwh
+    )
     degrees = options.degrees(spec.num_devices)
     with progress(f"building {model}") as on_progress:
         own = is_factory(model)
@@ -110,16 +113,21 @@ def estimate(
 
 
 def _inputs(
-    cluster: str, engine: str, profile: Path | None, precision: str | None, tokens: float | None, grams: float | None
+    cluster: str,
+    engine: str,
+    profile: tuple[Path | None, Path | None],
+    precision: str | None,
+    tokens: float | None,
+    grams: float | None,
 ) -> "tuple[ClusterSpec, Engine, DeviceProfile, str]":
     """Check all options that need no model, before a model is built. One error lists all problems.
 
-    The profile is the given one, or the cluster's, or the shipped one.
+    The profile is the given one, or the cluster's, or the shipped one, corrected by the file of measured steps.
     """
     from autopar.cost_model.machine.cluster import PRECISIONS, cluster_machine, default_precision
     from autopar.cost_model.machine.engine import engine_named
     from autopar.cost_model.machine.fitted_constants import mechanisms
-    from autopar.cost_model.machine.profile_io import load_profile
+    from autopar.planning.measured import profile_for
 
     problems = [
         Problem(path=option, value=value, rule="must be a number greater than 0")
@@ -136,7 +144,7 @@ def _inputs(
     found = engine_named(engine)
     spec = ClusterSpec.parse(cluster)
     wanted = precision or default_precision(spec)
-    own = None if profile is None else load_profile(profile)
+    own = profile_for(*profile, spec, wanted, found)
     machine = cluster_machine(spec, found, mechanisms(), precision=wanted, profile=own)
     return spec, found, machine.profile, wanted
 

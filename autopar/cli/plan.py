@@ -21,6 +21,7 @@ from autopar.cli.options.plan_options import default_global_batch, values_by_wor
 from autopar.cli.options.search_options import (
     Fix,
     Forbid,
+    Measured,
     Objective,
     Profile,
     Seed,
@@ -56,6 +57,7 @@ def plan(
     seed: Seed = 0,
     study: Study = None,
     profile: Profile = None,
+    measured: Measured = None,
     layers: Layers = None,
     hidden: Hidden = None,
     specialise: Specialise = False,
@@ -76,7 +78,7 @@ def plan(
     Example: autopar plan llama3-8b -c 64xh100 --seq-len 8192 --global-batch 128 -o plan.json
     """
     from autopar.cost_model.machine.cluster import checked_precision
-    from autopar.cost_model.machine.profile_io import load_profile
+    from autopar.planning.measured import profile_for
 
     spec = ClusterSpec.parse(cluster)
     wanted = checked_precision(options.precision, spec)
@@ -96,7 +98,7 @@ def plan(
         timeout_s=timeout,
         study=study,
         report=report is not None,
-        profile=None if profile is None else load_profile(profile),
+        profile=profile_for(profile, measured, spec, wanted),
         precision=wanted if is_named else None,
     )
     asked.check_search(spec.num_devices)  # before the model is captured, which takes longer

@@ -22,7 +22,6 @@ from autopar.cost_model.exact_memory import fullest_rank, with_exact_memory
 from autopar.cost_model.machine.cluster import precision_of
 from autopar.cost_model.machine.engine import Engine, engine_named, with_sums_in
 from autopar.cost_model.machine.profile import DeviceProfile
-from autopar.cost_model.machine.profile_io import load_profile
 from autopar.cost_model.pricing import Question
 from autopar.cost_model.work.program_costs import ProgramWorks, dtype_of, program_works
 from autopar.errors import InputError, PlanError
@@ -34,6 +33,7 @@ from autopar.ir.program import Program
 from autopar.planning.degrees import resolve_degrees
 from autopar.planning.fixed import PlanLike, capture_for, check_plan, choose_labels
 from autopar.planning.machine import machinery_of, own_machinery
+from autopar.planning.measured import profile_for
 from autopar.planning.recomputed import decided, with_recomputed, without_unread
 from autopar.search.bounds.lower_bounds import Machinery
 from autopar.search.pricing.cuts import call_seconds, choose_cuts
@@ -62,6 +62,7 @@ def estimate(
     global_batch: int | None = None,
     engine: Engine | str = OWN,
     profile: DeviceProfile | str | Path | None = None,
+    measured: str | Path | None = None,
     precision: str | None = None,
     tokens: float | None = None,
     grams_co2_per_kwh: float | None = None,
@@ -81,6 +82,7 @@ def estimate(
         global_batch: Sequences of one step on all ranks. By default the inputs are one rank's step.
         engine: The framework whose mechanisms are priced (``cost_model/machine/engines``).
         profile: A device profile, its shipped name, or its file.
+        measured: A CSV file of measured steps that correct the profile (``docs/estimate.md``).
         precision: Of computing: bf16, fp16, fp32, fp8 or mxfp8; by default the model's dtype.
         tokens: The tokens of a whole training run, to predict its days, money and energy.
         grams_co2_per_kwh: The carbon intensity of the electricity.
@@ -117,8 +119,8 @@ def estimate(
     report("pricing")
     question = Question(
         cluster=spec, degrees=priceable.degrees, engine=chosen,
-        precision=precision or precision_of(priceable.works.dtype, spec),
-        profile=load_profile(profile) if isinstance(profile, (str, Path)) else profile,
+        precision=(dtype := precision or precision_of(priceable.works.dtype, spec)),
+        profile=profile_for(profile, measured, spec, dtype, chosen),
     )  # fmt: skip
     priceable, question = _as_it_runs(program, priceable, question, own_plan)
     name = name or (own_plan.model if own_plan is not None else type(model_or_program).__name__)

@@ -20,7 +20,6 @@ from autopar._torch import private
 from autopar.capture.record.captured import Capture
 from autopar.cost_model.machine.cluster import precision_of
 from autopar.cost_model.machine.profile import DeviceProfile
-from autopar.cost_model.machine.profile_io import load_profile
 from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.errors import PlanError
 from autopar.ir.cluster import ClusterSpec
@@ -30,6 +29,7 @@ from autopar.ir.program import Program
 from autopar.planning.fixed import SearchedStages, label_plan, program_for
 from autopar.planning.labels import LABELLED, LABELLED_DP, SearchLabels
 from autopar.planning.machine import machinery_of
+from autopar.planning.measured import profile_for
 from autopar.planning.options import TOP, TRIALS, PlanOptions
 from autopar.planning.study_question import question_of
 from autopar.search.bounds.lower_bounds import Machinery
@@ -86,6 +86,7 @@ def plan(
     timeout_s: float | None = None,
     study: str | Path | None = None,
     profile: DeviceProfile | str | Path | None = None,
+    measured: str | Path | None = None,
     precision: str | None = None,
     reduce_dtype: str | None = None,
     name: str = "",
@@ -110,6 +111,7 @@ def plan(
         timeout_s: Seconds until the search ends with the best plan so far and its gap.
         study: A journal (``plan.log``) or database (``plan.db``, ``sqlite:///plan.db``) of trials, perhaps shared.
         profile: A device profile or its file; by default the cluster's, else the shipped one.
+        measured: A CSV file of measured steps that correct the profile (``docs/estimate.md``).
         precision: Of computing: "bf16", "fp16", "fp32", "fp8" or "mxfp8"; by default the module's dtype.
         reduce_dtype: The dtype of gradient sums over ranks.
         name: The model's name in the result; by default its class.
@@ -135,22 +137,18 @@ def plan(
     """
     from autopar.capture.any_size import capture
 
+    spec = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
     asked = PlanOptions(
         global_batch=global_batch, local_batch=local_batch, objective=objective, fix=fix or {}, forbid=forbid or {},
         top=top, trials=trials, seed=seed, timeout_s=timeout_s, study=None if study is None else str(study),
-        profile=_profile(profile), precision=precision, reduce_dtype=reduce_dtype,
+        profile=profile_for(profile, measured, spec, precision), precision=precision, reduce_dtype=reduce_dtype,
     )  # fmt: skip
-    spec = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
     report = on_progress or (lambda _: None)
     asked.check_search(spec.num_devices)
     report("capturing")
     model, how = private.uncompiled(model), {"precision": asked.wish().get("precision"), "specialise": specialise}
     captured = capture(model, example_inputs, batch=LABELLED_DP, loss_fn=loss_fn, **how)  # type: ignore[arg-type]
     return search_captured(captured, spec, asked, name=name or type(model).__name__, on_progress=report)
-
-
-def _profile(given: DeviceProfile | str | Path | None) -> DeviceProfile | None:
-    return load_profile(given) if isinstance(given, (str, Path)) else given
 
 
 def search_captured(

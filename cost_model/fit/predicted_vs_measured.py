@@ -120,6 +120,17 @@ def corrected(
     return made
 
 
+def slowed(profile: DeviceProfile, factor: float, why: str) -> DeviceProfile:
+    """`profile` with all constants of time scaled, so that steps take `factor` times as long.
+
+    No part of a figure can be above `_MAX_PART`.
+    """
+    made = _scaled_compute(profile, "compute", factor, why)
+    for tier in profile.links:
+        made = _scaled_link(made, tier, factor, why)
+    return made
+
+
 def _scaled_compute(profile: DeviceProfile, kind: str, factor: float, why: str) -> DeviceProfile:
     """The constants of a kind of compute, for `factor` times as much time."""
     made, paths = profile, list[str]()

@@ -136,6 +136,7 @@ class DeviceProfile:
     expert_imbalance: float | None = None  # rows of the busiest expert rank over the mean; None: the assumed number
     device: Device | None = None  # the figures that were measured with the profile
     measured: Measurement | None = None
+    steps: int = 0  # measured steps that corrected the profile (`autopar.planning.measured`); not kept in files
     fit: Mapping[str, FitError] = field(default_factory=dict, hash=False)
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)  # one sentence per number, by path in the file
     notes: tuple[str, ...] = ()

@@ -41,6 +41,13 @@ Study = Annotated[
         "it. (default: none)"
     ),
 ]
+Measured = Annotated[
+    Path | None,
+    typer.Option(
+        help="CSV file of measured steps (columns of `autopar validate`) that correct the device profile.",
+        show_default=False,
+    ),
+]
 Profile = Annotated[
     Path | None,
     typer.Option(

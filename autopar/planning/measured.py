@@ -1,0 +1,121 @@
+"""Measured steps of one's own correct the device profile, before a plan is priced or searched.
+
+A measured step of the same device, precision and engine says how much longer steps take than predicted. All constants
+of time of the profile are scaled by the mean ratio of such steps, to the power of `SHRINKAGE`. The power is below 1,
+because another model or layout is only partly off by the same ratio: on published runs, a power of 1 makes the
+predictions of other runs worse (docs/validation.md).
+"""
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+
+from autopar.cost_model.fit.predicted_vs_measured import slowed
+from autopar.cost_model.interval import SHRINKAGE
+from autopar.cost_model.machine.cluster import cluster_machine, default_precision
+from autopar.cost_model.machine.engine import DEFAULT, Engine, engine_named
+from autopar.cost_model.machine.fitted_constants import mechanisms
+from autopar.cost_model.machine.profile import DeviceProfile
+from autopar.cost_model.machine.profile_io import load_profile
+from autopar.cost_model.published.estimate import prepare
+from autopar.cost_model.published.machine import engine_of, preset_of
+from autopar.cost_model.published.measurement import measured_seconds
+from autopar.cost_model.published.row import Row, read_row_file
+from autopar.cost_model.published.words import precision_of_text
+from autopar.errors import ClusterError, InputError
+from autopar.ir.cluster import ClusterSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """A measured step beside its prediction."""
+
+    id: str
+    ratio: float  # measured / predicted
+
+
+def corrected_by_steps(
+    path: str | Path,
+    cluster: ClusterSpec,
+    *,
+    engine: Engine,
+    precision: str,
+    profile: DeviceProfile | None = None,
+) -> DeviceProfile:
+    """The profile of a cluster's devices, corrected by the measured steps of a file.
+
+    Args:
+        path: A CSV file with the columns of ``benchmarks/data/README.md``, as `autopar validate` reads it.
+        cluster: The cluster that is planned for. Steps of its device count.
+        engine: The engine that is planned for. Steps of a framework of this engine count.
+        precision: The precision that is planned for. Steps in this precision count.
+        profile: The profile to correct; by default the cluster's, or the shipped one.
+
+    Returns:
+        The profile with scaled constants of time, and a note about the steps. `steps` is their number.
+
+    Raises:
+        InputError: The file cannot be read, or has no step of this device, precision and engine.
+    """
+    machine = cluster_machine(cluster, engine, mechanisms(), precision=precision, profile=profile)
+    rows = read_row_file(path).rows
+    device = machine.device.name
+    mine = [row for row in rows if _device(row) == device and precision_of_text(row.precision)[0] == precision]
+    mine = [row for row in mine if engine_of(row).name == engine.name]
+    steps = _steps(mine, machine.profile)
+    if not steps:
+        there = sorted({f"{_device(r)}, {precision_of_text(r.precision)[0]}, {engine_of(r).name}" for r in rows})
+        raise InputError(
+            f"{path} has no measured step of device {device}, precision {precision} and engine {engine.name}; its rows "
+            f"are of: {'; '.join(there[:5])}. Name them in the columns gpu_type, precision and framework, and give "
+            "step_time_s or tokens_per_s_per_gpu"
+        )
+    factor = math.exp(SHRINKAGE * fmean(math.log(one.ratio) for one in steps))
+    shown = ", ".join(f"{one.id} {one.ratio - 1:+.0%}" for one in steps[:3])
+    more = f" and {len(steps) - 3} more" if len(steps) > 3 else ""
+    why = f"measured against predicted steps: {shown}{more}"
+    note = f"times of profile {machine.profile.name} are scaled by {factor:.3f}: {why}, each shrunk to {SHRINKAGE:g}"
+    made = slowed(machine.profile, factor, why)
+    return replace(made, steps=len(steps), notes=(*made.notes, note))
+
+
+def profile_for(
+    given: DeviceProfile | str | Path | None,
+    steps: str | Path | None,
+    cluster: ClusterSpec,
+    precision: str | None,
+    engine: Engine | None = None,
+) -> DeviceProfile | None:
+    """A profile or its file, corrected by the measured `steps` of a file; None where neither is given.
+
+    Without a `precision`, steps in the cluster's default precision count. The engine is autopar's unless given.
+    """
+    profile = load_profile(given) if isinstance(given, (str, Path)) else given
+    if steps is None:
+        return profile
+    wanted = precision or default_precision(cluster)
+    return corrected_by_steps(steps, cluster, engine=engine or engine_named(DEFAULT), precision=wanted, profile=profile)
+
+
+def _device(row: Row) -> str:
+    try:
+        return preset_of(row.gpu_type or "").name
+    except ClusterError:
+        return row.gpu_type or "not stated"
+
+
+def _steps(rows: list[Row], profile: DeviceProfile) -> list[_Step]:
+    """The rows with a measured time that is not ambiguous, priced with a profile."""
+    timed = [(row, measured) for row in rows if (measured := measured_seconds(row)) is not None]
+    timed = [(row, measured) for row, measured in timed if not measured.is_ambiguous]
+    groups, _ = prepare([row.without_result() for row, _ in timed])
+    found = []
+    for group in groups:
+        seconds = np.broadcast_to(group.step(mechanisms(), profile).seconds, len(group.indices))
+        for index, predicted in zip(group.indices, seconds, strict=True):
+            row, measured = timed[index]
+            found.append(_Step(id=row.id, ratio=measured.seconds / float(predicted)))
+    return found
