@@ -59,7 +59,7 @@ def _block_fields(family: Family[Polynomial], names: Sequence[str]) -> tuple[str
     has_experts = any(role.startswith("moe_layer") for role in family.roles)
     return (
         *_BLOCK_FIELDS,
-        *(["ep"] if has_experts or sums or "ep" in names else []),
+        *(["ep", "etp"] if has_experts or sums or "ep" in names else []),
         *(["dp"] if sums or "d" in names else []),
         *(["data_stride"] if sums else []),
     )
