@@ -2,8 +2,8 @@
 
 A measured step of the same device, precision and engine says how much longer steps take than predicted. All constants
 of time of the profile are scaled by the mean ratio of such steps, to the power of `SHRINKAGE`. The power is below 1,
-because another model or layout is only partly off by the same ratio: on published runs, a power of 1 makes the
-predictions of other runs worse (docs/validation.md).
+because another model or layout is only partly off by the same ratio (``tools/prediction_intervals.py`` prints what
+published runs say).
 """
 
 import math

@@ -37,6 +37,17 @@ LLAMA = Row(
     framework="torchtitan FSDP2",
 )
 
+MIXTRAL = replace(
+    LLAMA,
+    model="Mixtral 8x7B",
+    moe_experts=8,
+    moe_topk=2,
+    moe_ffn_hidden=14336,
+    framework="NeMo/Megatron-Core",
+    num_gpus=64,
+    global_batch=64,
+)
+
 
 def settled(**changes: Any) -> Any:
     (group,), _ = prepare([replace(LLAMA, **changes)])
@@ -155,15 +166,8 @@ def test_latent_ranks_are_in_proportion_to_a_head() -> None:
 
 def test_expert_parallelism_divides_state_not_work() -> None:
     row = replace(
-        LLAMA,
-        moe_experts=8,
-        moe_topk=2,
-        moe_ffn_hidden=14336,
-        framework="NeMo/Megatron-Core",
-        num_gpus=64,
+        MIXTRAL,
         dp=64,
-        global_batch=64,
-        model="Mixtral 8x7B",
         attn_impl="flash",
     )
     whole, split = estimate_rows([row, replace(row, ep=8)])
@@ -176,21 +180,14 @@ def test_expert_parallelism_divides_state_not_work() -> None:
 
 def test_tensor_ranks_hold_other_experts_unless_etp_says_that_they_split_them() -> None:
     row = replace(
-        LLAMA,
-        moe_experts=8,
-        moe_topk=2,
-        moe_ffn_hidden=14336,
-        framework="NeMo/Megatron-Core",
-        num_gpus=64,
+        MIXTRAL,
         tp=4,
         dp=16,
         ep=8,
         sp=True,
-        global_batch=64,
         micro_batch=1,
         recompute="none",
         gpu_mem_gb=2000,
-        model="Mixtral 8x7B",
     )
     unstated, own, split = estimate_rows([replace(row, etp=etp) for etp in (None, 1, 4)])
     assert isinstance(unstated, RowEstimate) and isinstance(own, RowEstimate) and isinstance(split, RowEstimate)
