@@ -57,7 +57,7 @@ def with_exact_memory(made: Estimate, held: RankMemory) -> Estimate:
     """The estimate with counted bytes. The reserve and the allocator's cache keep their assumed values."""
     parts = dict.fromkeys(MEMORY.values(), 0.0) | {
         MEMORY["parameters"]: float(held.parameter_bytes),
-        MEMORY["gradients"]: float(held.gradient_bytes),
+        MEMORY["gradients"]: float(held.gradients_beside_bytes),
         WAITING: float(held.whole_gradient_bytes),
         MEMORY["optimizer state"]: float(held.optimizer_bytes),
         MEMORY["gathered"]: float(held.gathered_bytes),

@@ -148,7 +148,7 @@ def constants() -> list[Constant]:
         *(_efficiency(owner, wide, prior) for owner, prior in (("h100-500w", 0.65), ("b200", 0.7))),
         *(_efficiency(owner, ("float8",), 0.65) for owner in ("h100", "h100-500w", "b200")),
         _attention(["a100"], 0.7),
-        _attention(["h100", "h100-500w"], 0.35),
+        _attention(["h100", "h100-500w"], 0.349),  # benchmarks/results/2026-11-26-one-h100.md
         _attention(["b200"], 0.3),
         _k_half(256),
         _number("memory_efficiency", "memory_efficiency", 0.85, 0.06, PART),

@@ -245,14 +245,15 @@ def saved_tensor_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any],
 class LiveStorages(TorchDispatchMode):
     """Counts the bytes of the live storages that operators made in this context, and their peak.
 
-    The storages of the `outside` tensors existed before and do not count.
+    The storages of the `outside` tensors existed before and do not count. The caller may add to `more_bytes` what the
+    live storages grow by elsewhere, and `peak_with_more_bytes` is their peak with it.
     """
 
     def __init__(self, outside: Sequence[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._outside = {storage_id(value) for value in outside if isinstance(value, torch.Tensor)}
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak_bytes = 0
+        self.peak_bytes = self.more_bytes = self.peak_with_more_bytes = 0
 
     def bytes(self) -> int:
         """The bytes of the storages that are live now."""
@@ -268,7 +269,9 @@ class LiveStorages(TorchDispatchMode):
                 if at not in self._live or self._live[at][0].expired():
                     self._live[at], grows = (StorageWeakRef(storage), storage.nbytes()), True
         if grows:
-            self.peak_bytes = max(self.peak_bytes, self.bytes())
+            live_bytes = self.bytes()
+            self.peak_bytes = max(self.peak_bytes, live_bytes)
+            self.peak_with_more_bytes = max(self.peak_with_more_bytes, live_bytes + self.more_bytes)
         return out
 
 

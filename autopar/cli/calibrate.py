@@ -98,7 +98,8 @@ def _rows(profile: "DeviceProfile") -> list[tuple[str, str, str]]:
     rows.append(("half efficiency at inner size", f"{tile.k_half:g}", ""))
     for name in ("forward", "backward", "products"):
         rows.append((f"attention {name}", f"{getattr(attention, name):.1%}", "the dtype's peak"))
-    rows.append(("half efficiency at keys", f"{attention.length_half:g}", ""))
+    halves = [attention.keys_at_half(is_backward) for is_backward in (False, True)]
+    rows.append(("half efficiency at keys", f"{halves[0]:g}, backward {halves[1]:g}", ""))
     speed = f"{device.memory_bandwidth_bytes_per_s / 1e9:.4g} GB/s"
     rows.append(("memory", f"{profile.memory_efficiency:.1%}", speed))
     rows.append(("launch", readable_seconds(profile.launch_s), "a kernel"))

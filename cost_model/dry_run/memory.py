@@ -3,6 +3,8 @@
     parameters    shards between steps, padded as ZeRO pads them; a copy in every stage that takes a tied one. With a
                   precision they are float32 (`autopar.ir.precision`)
     gradients     after the step, in the layout and dtype of the parameters
+    beside        gradients that add to the peak: in a step with one backward pass, this pass makes them while it frees
+                  saved tensors, and few gradients exist where most tensors do
     optimizer     the state of the plan's optimizer (`autopar.ir.optimizers`)
     gathered      the most parameters that ZeRO holds whole at once, by the order of gathers (zero_traffic); with a
                   precision the copies of all other parameters in the dtype of computing
@@ -25,9 +27,10 @@ from math import prod
 from autopar.capture.analysis import Analysis
 from autopar.cost_model.dry_run.ledger import Ledger
 from autopar.cost_model.dry_run.rank_view import RankView
+from autopar.cost_model.dry_run.shards import is_sharded, local_gradient_elements, padded_elements
 from autopar.cost_model.dry_run.stage_run import StageRun, run_stages
-from autopar.cost_model.dry_run.traffic import local_gradient_elements, trained
-from autopar.cost_model.dry_run.zero import groups_of, is_sharded, padded_elements, zero_step
+from autopar.cost_model.dry_run.traffic import trained
+from autopar.cost_model.dry_run.zero import groups_of, zero_step
 from autopar.ir.offload import OPTIMIZER, PARAMETERS
 from autopar.ir.optimizers import OwnPart, optimizer_named
 from autopar.ir.plan import Plan
@@ -48,12 +51,13 @@ class RankMemory:
     buffer_bytes: int
     saved_bytes: int
     workspace_bytes: int
+    gradients_beside_bytes: int
     host_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
         """All categories at once: an upper bound where their peaks are at different times."""
-        state = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+        state = self.parameter_bytes + self.gradients_beside_bytes + self.optimizer_bytes
         zero = self.gathered_bytes + self.whole_gradient_bytes + self.buffer_bytes
         return state + zero + self.saved_bytes + self.workspace_bytes
 
@@ -92,6 +96,9 @@ def memory_of(setting: RankView, runs: Mapping[int, StageRun]) -> RankMemory:
         host, optimizer = elements + gradient_elements_bytes(setting, own) + sum(state.values()), 0
     else:
         optimizer = sum(state.values())
+    beside = gradients
+    if degrees.pp == 1 and degrees.num_micro_batches == 1:
+        beside = min(gradients, sum(run.gradient_peak_bytes - run.peak_bytes for run in runs.values()))
     return RankMemory(
         parameter_bytes=parameters,
         gradient_bytes=gradients,
@@ -101,6 +108,7 @@ def memory_of(setting: RankView, runs: Mapping[int, StageRun]) -> RankMemory:
         buffer_bytes=largest,
         saved_bytes=_saved_peak(setting, runs, lambda run: (run.saved_bytes, run.kept_bytes)),
         workspace_bytes=max(run.peak_bytes - run.saved_bytes for run in runs.values()),
+        gradients_beside_bytes=beside,
         host_bytes=host + _saved_peak(setting, runs, lambda run: (run.moved_bytes, run.moved_bytes)),
     )
 

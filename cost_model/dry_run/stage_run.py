@@ -19,6 +19,7 @@ from autopar.capture.nodes import value_infos
 from autopar.cost_model.dry_run.ledger import CollectiveTotal, Key, Ledger, NoNumbers, PricedDim
 from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.cost_model.dry_run.saved_bytes import SavedBytes
+from autopar.cost_model.dry_run.shards import local_gradient_elements
 from autopar.ir.precision import is_low
 from autopar.ir.program import CallSite
 from autopar.ir.stages import Stage, kept_results, needed_results, num_averaged, values_that_stay
@@ -37,7 +38,8 @@ class StageRun:
     `saved_bytes` counts the tensors that autograd keeps from forward to backward, each storage once. Parameters, inputs
     and constants do not count. `kept_bytes` is the part of them that stays between the two parts of a backward pass.
     `peak_bytes` is the most memory of the tensors that the micro-batch makes. Only the gradient of the parameter that
-    was just computed counts. `gradients` names the parameters with a gradient. `flows` are the calls with a gradient.
+    was just computed counts. `gradient_peak_bytes` is the peak in which every gradient counts from its making on, as
+    the rank stores it. `gradients` names the parameters with a gradient. `flows` are the calls with a gradient.
 
     Saved tensors that wait on the host are not among `saved_bytes`. `moved_bytes` of them go there in the forward pass.
     `fetched_bytes` come back in the backward pass.
@@ -49,6 +51,7 @@ class StageRun:
     saved_bytes: int
     kept_bytes: int
     peak_bytes: int
+    gradient_peak_bytes: int
     gradients: frozenset[str]
     flows: frozenset[int]
     moved_bytes: int = 0
@@ -200,13 +203,13 @@ class _Run:
     def micro_batch(self, stage: Stage, *, in_parts: bool = False) -> StageRun:
         taken, leaves = self.parameters(stage)
         own: set[str] = set()
-        for name, leaf in leaves.items():
-            if leaf.requires_grad:
-                leaf.register_post_accumulate_grad_hook(partial(_note, own, name))
         given = self.given()
         outside = [*leaves.values(), *given.values()]
         self.copies = _CountedCopies(self.device)
         with private.LiveStorages(outside) as live, SavedBytes(outside) as saved:
+            for name, leaf in leaves.items():
+                if leaf.requires_grad:
+                    leaf.register_post_accumulate_grad_hook(partial(self.let_go, name, own, live))
             self.saved = saved
             received = {name: self.received(name) for name in stage.receives}
             found = self.forward(stage, {**taken, **given, **received})
@@ -228,11 +231,18 @@ class _Run:
             saved_bytes=saved_bytes,
             kept_bytes=kept_bytes,
             peak_bytes=live.peak_bytes,
+            gradient_peak_bytes=max(live.peak_with_more_bytes, live.more_bytes),
             gradients=frozenset(own),
             flows=flows,
             moved_bytes=self.copies.bytes_to_host,
             fetched_bytes=self.copies.bytes_to_device,
         )
+
+    def let_go(self, name: str, found: set[str], live: private.LiveStorages, leaf: torch.Tensor) -> None:
+        """A parameter's gradient is there, and is let go."""
+        found.add(name)
+        live.more_bytes += local_gradient_elements(self.setting, name) * self.setting.stored_itemsize(name)
+        leaf.grad = None
 
     def backward(self, leaving: list[torch.Tensor]) -> None:
         flowing = [value for value in leaving if value.requires_grad]
@@ -304,9 +314,3 @@ class _Run:
                 return module(*(own[k] if k in own else next(rest) for k in range(len(arguments))))
 
         return checkpoint(run, *others, use_reentrant=False, preserve_rng_state=False)
-
-
-def _note(found: set[str], name: str, leaf: torch.Tensor) -> None:
-    """A parameter's gradient is there, and is let go."""
-    found.add(name)
-    leaf.grad = None

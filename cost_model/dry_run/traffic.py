@@ -26,13 +26,12 @@ from autopar.capture.analysis import Analysis
 from autopar.capture.nodes import value_infos
 from autopar.cost_model.dry_run.ledger import CollectiveTotal, Key, Ledger, Sends, collective
 from autopar.cost_model.dry_run.rank_view import RankView
+from autopar.cost_model.dry_run.shards import is_sharded, local_gradient_elements
 from autopar.cost_model.dry_run.stage_run import StageRun, run_denominator, run_stages
 from autopar.cost_model.dry_run.zero import (
     EXPERTS_NAME,
     data_name,
     groups_of,
-    is_sharded,
-    shard_elements,
     stage_passes,
     zero_step,
 )
@@ -156,11 +155,6 @@ def _messages(setting: RankView, stage: Stage) -> dict[Key, CollectiveTotal]:
         add("recv", stage.receives)
         add("send", (name for name in stage.receives if infos[name].differentiable))
     return found.take()
-
-
-def local_gradient_elements(setting: RankView, name: str) -> int:
-    """Elements of a parameter's gradient that a rank holds after the step."""
-    return shard_elements(setting, name) if is_sharded(setting, name) else prod(setting.own_shape(name))
 
 
 def _summed(setting: RankView, names: Iterable[str], mesh_dim: str, ranks: int, ledger: Ledger) -> None:

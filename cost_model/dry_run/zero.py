@@ -9,16 +9,15 @@ there is thrown away: one group in the first backward pass of every run of a sch
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from math import prod
 
 from autopar.cost_model.dry_run.ledger import Ledger, collective
 from autopar.cost_model.dry_run.rank_view import RankView
+from autopar.cost_model.dry_run.shards import is_sharded, padded_elements, shard_elements
 from autopar.cost_model.dry_run.stage_run import StageRun
 from autopar.ir.degrees import Degrees
 from autopar.ir.schedules.action import Action
 from autopar.ir.schedules.registry import actions
 from autopar.ir.stages import Stage, owners
-from autopar.ir.storage import zero_dim_of, zero_ranks
 from autopar.lowering.conversions import Collective
 
 ROOT = -1
@@ -58,37 +57,6 @@ def data_name(degrees: Degrees) -> str:
     if degrees.cp > 1:
         return "dp_cp"
     return "dp" if degrees.ep == 1 else "dp_ep"
-
-
-def shards(setting: RankView) -> bool:
-    """Whether FSDP2 holds parameters in shards between steps."""
-    degrees = setting.plan.degrees
-    return degrees.fsdp_stage > 0
-
-
-def is_sharded(setting: RankView, name: str) -> bool:
-    storage = setting.storages.get(name)  # none: unused, whole everywhere
-    return shards(setting) and storage is not None and zero_dim_of(setting.plan.degrees, storage) is not None
-
-
-def padded_elements(setting: RankView, name: str) -> int:
-    """Elements of one rank's part of a parameter, padded to what its ZeRO ranks divide."""
-    shape, ranks = list(setting.own_shape(name)), zero_ranks(setting.plan.degrees, setting.storages[name])
-    dim = setting.storages[name].zero_dim(ranks)
-    assert dim is not None
-    shape[dim] = -(-shape[dim] // ranks) * ranks
-    return prod(shape)
-
-
-def shard_elements(setting: RankView, name: str) -> int:
-    """Elements of this rank's shard without padding, in the parts of `torch.chunk`."""
-    storage = setting.storages[name]
-    shape, ranks = list(setting.own_shape(name)), zero_ranks(setting.plan.degrees, storage)
-    dim = storage.zero_dim(ranks)
-    assert dim is not None
-    size, place = -(-shape[dim] // ranks), setting.coordinates["dp_experts" if storage.is_of_experts else "dp_shard"]
-    shape[dim] = max(0, min(size, shape[dim] - size * place))
-    return prod(shape)
 
 
 def groups_of(setting: RankView, stage: Stage, run: StageRun) -> list[ParameterGroup]:

@@ -240,29 +240,34 @@ def _product_times(
 
 
 def _attention(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting: FitSetting) -> _Found | None:
-    """`length_half` is shared by both passes and all dtypes; parts are of each dtype's peak."""
+    """The number of keys at half speed is one for all dtypes; parts are of each dtype's peak."""
     groups = _by_name(parts.get("attention", []), profile)
     samples = [sample for group in groups.values() for sample in group]
-    passes = {b: [s for s in samples if s.work.numbers["is_backward"] == b] for b in (0, 1)}
-    if not passes[0] or not passes[1]:
+    passes = {b: [s for s in samples if bool(s.work.numbers["is_backward"]) == b] for b in (False, True)}
+    if not passes[False] or not passes[True]:
         return None
 
-    def fitted(length_half: float) -> tuple[float, AttentionEfficiency, Floats]:
-        made = replace(profile.attention, length_half=length_half, forward=1.0, backward=1.0)
-        losses, predicted = 0.0, list[Floats]()
-        for is_backward, own in passes.items():
-            times = _attention_times(own, profile, made, bool(is_backward)) - profile.launch_s
-            part = best_of(partial(_scaled, profile.launch_s, times), _seconds(own), LEAST_PART, MOST_PART)
-            made = replace(made, **{"backward" if is_backward else "forward": rounded(part)})
-            predicted.append(profile.launch_s + times / part)
-            losses += float(log_loss(predicted[-1], _seconds(own))) * len(own)
-        return losses, made, np.concatenate(predicted)
+    def fitted(is_backward: bool, half: float) -> tuple[float, float, Floats]:
+        """The loss, the best part, and the times of a pass with a number of keys at half speed."""
+        own = passes[is_backward]
+        made = replace(profile.attention, length_half=half, backward_length_half=half, forward=1.0, backward=1.0)
+        times = _attention_times(own, profile, made, is_backward) - profile.launch_s
+        part = best_of(partial(_scaled, profile.launch_s, times), _seconds(own), LEAST_PART, MOST_PART)
+        predicted = np.asarray(profile.launch_s + times / part)
+        return float(log_loss(predicted, _seconds(own))), rounded(part), predicted
 
-    coarse = min(_HALVES, key=lambda half: fitted(half)[0])
-    around = [float(f"{coarse * 2**x:.3g}") for x in np.linspace(-0.9, 0.9, 19)] if coarse else [0.0]
-    _, attention, times = min((fitted(half) for half in around), key=lambda one: one[0])
-    errors = {"attention": fit_errors(times, np.concatenate([_seconds(own) for own in passes.values()]))}
-    paths = ["attention.forward", "attention.backward", "attention.length_half"]
+    attention, times = profile.attention, list[Floats]()
+    for is_backward, names in ((False, ("forward", "length_half")), (True, ("backward", "backward_length_half"))):
+        coarse = min(_HALVES, key=lambda half: fitted(is_backward, half)[0])
+        around = [float(f"{coarse * 2**x:.3g}") for x in np.linspace(-0.9, 0.9, 19)] if coarse else [0.0]
+        half = min(around, key=lambda half: fitted(is_backward, half)[0])
+        _, part, predicted = fitted(is_backward, half)
+        attention = replace(attention, **dict(zip(names, (part, half), strict=True)))
+        times.append(predicted)
+    errors = {
+        "attention": fit_errors(np.concatenate(times), np.concatenate([_seconds(own) for own in passes.values()]))
+    }
+    paths = [f"attention.{name}" for name in ("forward", "backward", "length_half", "backward_length_half")]
     unfused = _by_name(parts.get("products", []), profile)
     if unfused:
         part = float(np.median([_efficiency(group, profile, profile.tile, d) for d, group in unfused.items()]))

@@ -69,6 +69,10 @@ class Engine(NamedModel):
     casts_to_float8        operands are cast by kernels of their own
     state_bytes            of one trained parameter: weight, gradient, master weight, Adam's moments
     sharded_state_bytes    the part of `state_bytes` that ZeRO 1 divides
+    gradients              are "kept" in a buffer for the whole run; or the first backward pass of a step "made" them,
+                           while it frees saved tensors
+    low_gradients          a gradient in 16 bits is "added" to its sum at once; or, in bfloat16, it stays "beside" a sum
+                           in float32
     zero_weights           under ZeRO the optimizer updates a shard of the weights that blocks compute with ("shared");
                            or blocks compute with copies, gathered and cast from the stored shards ("copied")
     optimizer_bytes        bytes read and written for one trained parameter between its gradient's sum and the next
@@ -105,6 +109,8 @@ class Engine(NamedModel):
     sharded_state_bytes: Literal[12, 16, 24]
     optimizer_bytes: Annotated[int, Field(ge=20, le=100)]
     expert_rows: Literal["counted", "padded"] = "counted"
+    gradients: Literal["kept", "made"] = "kept"
+    low_gradients: Literal["added", "beside"] = "added"
     zero_weights: Literal["shared", "copied"] = "shared"
     loss: Literal["fused", "eager"] = "fused"
     offload: Literal[
@@ -121,6 +127,11 @@ class Engine(NamedModel):
     def sends_by_labels(self) -> bool:
         """Whether labels say what context and expert ranks send."""
         return self.context == "labels"
+
+    def computing_in(self, precision: str) -> Engine:
+        """This engine in a precision of `autopar.ir.precision`: only gradients of bfloat16 stay beside their sums."""
+        is_as_is = self.low_gradients == "added" or precision == "bf16"
+        return self if is_as_is else self.model_copy(update={"low_gradients": "added"})
 
     def keeping(self, offload: str) -> Engine:
         """This engine with other values on the host."""

@@ -73,7 +73,9 @@ def attention_seconds(
 ) -> Floats:
     """Seconds of a fused kernel. `flops` counts the forward pass. `keys` is the most keys that a query sees."""
     keys = np.asarray(keys, dtype=np.float64)
-    part = (attention.backward if is_backward else attention.forward) * keys / (keys + attention.length_half)
+    part = (
+        (attention.backward if is_backward else attention.forward) * keys / (keys + attention.keys_at_half(is_backward))
+    )
     work = np.asarray(flops, dtype=np.float64) * (BACKWARD_PER_FORWARD if is_backward else 1.0)
     return _floats(launch_s + work / (peak_flops_per_s * part))
 

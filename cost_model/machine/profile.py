@@ -1,7 +1,7 @@
 """Device profiles: the part of a device's data-sheet figures that real kernels reach.
 
     product          launch_s + max(FLOP / (peak · efficiency[dtype] · part of the tiling), bytes / memory speed)
-    fused attention  launch_s + FLOP / (peak · attention.forward · n / (n + attention.length_half)), backward likewise
+    fused attention  launch_s + FLOP / (peak · attention.forward · n / (n + attention.length_half)); backward likewise
     anything else    launch_s + bytes / memory speed              memory speed = bandwidth · memory_efficiency
     collective       call_s + hops · link latency + bytes sent / (link bandwidth · link efficiency), per tier and kind
 
@@ -60,6 +60,13 @@ class AttentionEfficiency:
     backward: float  # of a fused kernel at long sequences
     products: float  # of the batched products of unfused attention, by full tiles
     length_half: float  # number of keys at which a fused kernel reaches half of its part
+    backward_length_half: float | None = None  # the same of the backward pass; None: as forward
+
+    def keys_at_half(self, is_backward: bool) -> float:
+        """The number of keys at which a pass reaches half of its part."""
+        if is_backward and self.backward_length_half is not None:
+            return self.backward_length_half
+        return self.length_half
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

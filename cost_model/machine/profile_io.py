@@ -93,6 +93,7 @@ class AttentionEntry(StrictModel):
     backward: PartFigure
     products: PartFigure
     length_half: AmountFigure
+    backward_length_half: AmountFigure | None = None
 
 
 class CallEntry(StrictModel):
@@ -199,9 +200,7 @@ def _of_entry(entry: ProfileEntry) -> DeviceProfile:
         native_attention=entry.native_attention,
         efficiency={dtype: float(figure.value) for dtype, figure in dtypes.items() if figure is not None},
         tile=Tile(**{key: float(getattr(tile, key).value) for key in ("m", "n", "k_half", "units")}),
-        attention=AttentionEfficiency(
-            **{key: float(getattr(attention, key).value) for key in ("forward", "backward", "products", "length_half")}
-        ),
+        attention=AttentionEfficiency(**{key: float(figure.value) for key, figure in attention if figure is not None}),
         memory_efficiency=float(entry.memory_efficiency.value),
         launch_s=_seconds(entry.launch_us),
         host_launch_s=_seconds(entry.host_launch_us),
@@ -265,7 +264,7 @@ def profile_to_dict(profile: DeviceProfile) -> dict[str, Any]:
     content["efficiency"] = {d: figure(f"efficiency.{d}", value) for d, value in profile.efficiency.items()}
     for part in ("tile", "attention"):
         numbers = asdict(getattr(profile, part)).items()
-        content[part] = {key: figure(f"{part}.{key}", value) for key, value in numbers}
+        content[part] = {key: figure(f"{part}.{key}", value) for key, value in numbers if value is not None}
     content["memory_efficiency"] = figure("memory_efficiency", profile.memory_efficiency)
     for key, value in (("launch_us", profile.launch_s), ("host_launch_us", profile.host_launch_s)):
         content[key] = figure(key, in_unit(value, US))

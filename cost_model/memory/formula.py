@@ -14,11 +14,15 @@ autopar holds 16 bytes: master weights, gradients and moments in float32. A mode
 `precision` holds all state in 16 bits.
 
 Under full recomputation, the saved tensors are the inputs of blocks, and the values of one recomputed block. Under
-selective recomputation, they are the tensors of the other operators, and the recomputed values of one block. The first
+selective recomputation, they are the tensors of the other operators, and the recomputed values of one block. A block is
+recomputed when the logits are gone, so only values count that need more than the room of the logits. The first
 rank has min(n, p) micro-batches in flight under 1F1B, and p·(1 + (p-1)/(p·v)) interleaved (Narayanan et al. 2021,
 section 2.2; Korthikanti et al. 2022, section 4.2.3).
 
 The fullest rank is the first or the last pipeline rank.
+
+A backward pass makes gradients while it frees saved tensors. If a step has one micro-batch, memory is fullest when this
+pass begins or when it ends (`beside_freed`).
 """
 
 from dataclasses import dataclass, replace
@@ -59,7 +63,7 @@ def memory_basis(shape: Shape, machine: Machine, *, fused: bool) -> MemoryBasis:
     """The basis on a machine."""
     return MemoryBasis(
         shape=shape,
-        engine=machine.engine,
+        engine=machine.engine.computing_in(machine.precision),
         reserve_bytes=machine.reserve_bytes,
         cache=machine.mechanisms.allocator_cache,
         fused=fused,
@@ -155,7 +159,10 @@ def ends_bytes(layouts: Layouts, basis: MemoryBasis, blocks: BlockBytes, ends: E
     def of_rank(parameters: RankParameters, live: Floats, logits: Floats) -> RankBytes:
         parts = state_bytes(parameters, shape, layouts, engine)
         gathered = gathered_bytes(parameters, shape, layouts, engine, per_rank, has_stages=has_stages)
-        parts |= {"gathered": gathered, "activations": live * per_rank * kept, "workspace": working, "logits": logits}
+        workspace = np.maximum(working - logits, 0.0)  # the logits are gone when a block is recomputed
+        parts |= {"gathered": gathered, "activations": live * per_rank * kept, "workspace": workspace, "logits": logits}
+        freed = parts["activations"] * (1 - 1 / np.maximum(per_rank, 1)) + logits
+        parts["gradients"] = beside_freed(parts["gradients"], freed, makes_gradients(layouts, engine))
         held = np.asarray(sum(parts.values()))
         cache = basis.cache * held
         return RankBytes(parts=parts, cache=cache, total=held + cache + basis.reserve_bytes)
@@ -164,6 +171,21 @@ def ends_bytes(layouts: Layouts, basis: MemoryBasis, blocks: BlockBytes, ends: E
         of_rank(ends[0], flight, np.where(has_stages, 0.0, blocks.logits)),
         of_rank(ends[1], at_last, blocks.logits),
     )
+
+
+def makes_gradients(layouts: Layouts, engine: Engine) -> Any:
+    """Whether no gradient exists when the last backward pass of a step begins."""
+    return (engine.gradients == "made") & (layouts.pp == 1) & (layouts.micro_batches == 1)
+
+
+def beside_freed(gradients: Floats, freed: Floats, is_made: Any) -> Floats:
+    """Bytes of gradients that add to the peak.
+
+    When the backward pass begins, all tensors are there that it will have `freed` at its end. At its end, all gradients
+    are there. In between both change steadily, so the peak is at one of the two: only the gradients count that need
+    more than the freed room. Measured on a GPU within 1 % (benchmarks/results/2026-11-26-one-h100.md).
+    """
+    return np.where(is_made, np.maximum(gradients - freed, 0.0), gradients)
 
 
 def gathered_bytes(
@@ -184,6 +206,7 @@ def state_bytes(parameters: RankParameters, shape: Shape, layouts: Layouts, engi
     if shape.has_master_weights:
         divided: float = engine.sharded_state_bytes if engine.sharded_state_bytes < engine.state_bytes else 12
         gradients, master = engine.state_bytes - divided - weights, divided - ADAM_BYTES
+        gradients += weights if engine.low_gradients == "beside" else 0.0
     is_copied = engine.zero_weights == "copied"
     of_blocks, stored = weights * parameters.sharded(layouts, 3), master * parameters.sharded(layouts, 1)
     if is_copied:

@@ -16,8 +16,10 @@ from numpy.typing import NDArray
 from autopar.cost_model.memory.formula import (
     MemoryBasis,
     StepMemory,
+    beside_freed,
     gathered_bytes,
     logit_bytes,
+    makes_gradients,
     state_bytes,
 )
 from autopar.cost_model.pipeline.simulator import most_held
@@ -92,7 +94,8 @@ class HeldByRanks:
     `calls` is the number of calls of every role in each stage. `saved` is the bytes that a call saves of a micro-batch.
     Full recomputation frees `freed` of them, and selective recomputation `freed_selectively`. `again` is what selective
     recomputation of a call makes again at once, and `whole` what full recomputation makes. `always` is on the device
-    while a call runs. `kept_bytes` is the bytes that a stage saves without recomputation.
+    while a call runs. `kept_bytes` is the bytes that a stage saves without recomputation. `is_made` says whether the
+    backward pass makes the gradients.
     """
 
     stages: Stages
@@ -109,6 +112,7 @@ class HeldByRanks:
     logits: Floats
     cache: float
     reserve_bytes: float
+    is_made: bool
 
     def every_block(self, level: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """The calls that are recomputed fully and selectively if all calls have one `level` (`RECOMPUTE`)."""
@@ -139,7 +143,10 @@ class HeldByRanks:
         np.maximum.at(working, self.stages.rank_index, largest.max(axis=1))
         freed = full @ self.freed + selective @ self.freed_selectively
         live = _live_bytes(self.stages, self.kept_bytes - freed)
-        parts = {**self.state, "activations": live, "workspace": working, "logits": self.logits}
+        parts = {**self.state, "activations": live, "logits": self.logits}
+        parts["workspace"] = np.maximum(working - self.logits, 0.0)  # the logits are gone when a block is recomputed
+        num_blocks = max(1.0, float((self.calls * self.is_block).sum()))
+        parts["gradients"] = beside_freed(parts["gradients"], live * (1 - 1 / num_blocks) + self.logits, self.is_made)
         held = sum(parts.values())
         parts |= {"cache": np.asarray(self.cache * held), "reserve": np.full(pp, self.reserve_bytes)}
         return StepMemory(peak_bytes=np.asarray(held + parts["cache"] + parts["reserve"]), parts=parts)
@@ -181,6 +188,7 @@ def held_by_ranks(stages: Stages, blocks: RoleBytes, index: int, layout: Layouts
         logits=np.where(has_last, float(_at(blocks.logits, index)), 0.0),
         cache=basis.cache,
         reserve_bytes=float(basis.reserve_bytes),
+        is_made=bool(np.all(makes_gradients(layout, basis.engine))),
     )
 
 

@@ -228,5 +228,9 @@ def _host_seconds(
 
 
 def _optimizer(basis: Basis, layouts: Layouts, parameters: RankParameters) -> Floats:
-    moved = basis.machine.engine.optimizer_bytes * parameters.sharded(layouts, 1)
+    shape, engine = basis.shape, basis.machine.engine
+    each: float = engine.optimizer_bytes
+    if engine.zero_weights == "copied" and shape.has_master_weights:
+        each += 2 * (shape.stored_bytes + shape.element_bytes)  # weights are cast for blocks, and gradients back
+    moved = each * parameters.sharded(layouts, 1)
     return np.asarray(moved / basis.machine.speeds.bytes_per_s)

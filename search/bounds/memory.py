@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost_model.machine.engine import Engine
-from autopar.cost_model.memory.formula import BlockBytes, MemoryBasis, gathered_bytes, state_bytes
+from autopar.cost_model.memory.formula import BlockBytes, MemoryBasis, gathered_bytes, makes_gradients, state_bytes
 from autopar.cost_model.step.context import repeated_roles
 from autopar.cost_model.step.layouts import Layouts, Shape
 from autopar.cost_model.step.rank_parameters import block_parameters, rank_parameters
@@ -33,6 +33,7 @@ from autopar.search.bounds.pipeline import IS_V
 from autopar.search.bounds.uniform_partition import EvenCuts
 
 MOST_LEVEL = 2.0  # every block is recomputed fully
+NEVER = MOST_LEVEL + 1  # a level that no recomputation reaches
 MOST_SHARE = 2.0  # largest share of a rank's blocks; above 1 the rank would give blocks to others
 _ROUNDING = 1e-9  # of a number of parameters
 MEAN_OF = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125, 0.0)  # the first rank's weight in a mean with the last
@@ -46,24 +47,26 @@ class _Rank:
     """Bytes of a pipeline rank.
 
     `state` is everything but activations, `parts` are its parts. `saved` is the activations at the levels 0, 1 and 2.
-    `working` is the block that is being recomputed, at the levels 1 and 2.
+    `working` is the block that is being recomputed, at the levels 1 and 2. If the backward pass makes the gradients,
+    `state` has none of them, and `at_end` is the least that the rank holds when this pass ends. Else `at_end` is 0.
     """
 
     parts: Mapping[str, Floats]
     state: Floats
+    at_end: Floats
     saved: tuple[Floats, Floats, Floats]
     working: tuple[Floats, Floats]
 
     def bytes(self, level: int) -> Floats:
         """All bytes at a level."""
-        return self.state + self.saved[level] + (self.working[level - 1] if level else 0.0)
+        at_start = self.state + self.saved[level] + (self.working[level - 1] if level else 0.0)
+        return np.maximum(at_start, self.at_end)
 
     def between(self, other: "_Rank", part: float) -> "_Rank":
         """The mean with another rank. This one has the weight `part`. Both have the same blocks."""
         none, selective, full = (part * a + (1 - part) * b for a, b in zip(self.saved, other.saved, strict=True))
-        return replace(
-            self, parts={}, state=part * self.state + (1 - part) * other.state, saved=(none, selective, full)
-        )
+        state, at_end = (part * a + (1 - part) * b for a, b in ((self.state, other.state), (self.at_end, other.at_end)))
+        return replace(self, parts={}, state=state, at_end=at_end, saved=(none, selective, full))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,14 +122,18 @@ def memory_bounds(
         parts["logits"] = np.where(ends[1], blocks_save.logits, 0.0)
         held = held if alike.index is None else held[alike.index]
         held = np.where(layouts.pp > 1, held, blocks)
-        always = np.where(has_blocks, saved.always, 0.0)  # a block's tensors before they are moved to the host
-        again = np.where(has_blocks, np.maximum(saved.again - saved.always, 0.0), 0.0)
-        whole = np.where(has_blocks, saved.whole - saved.always, 0.0)
+        before = saved.always  # a block's tensors before they are moved to the host
+        always, again, whole = (  # the logits are gone when a block is recomputed
+            np.where(has_blocks, np.maximum(one - parts["logits"], 0.0), 0.0)
+            for one in (before, np.maximum(saved.again, before), np.maximum(saved.whole, before))
+        )
+        every, made = np.asarray(sum(parts.values())), makes_gradients(layouts, engine)
         return _Rank(
             parts=parts,
-            state=basis.reserve_bytes + np.asarray(sum(parts.values())) + always,
+            state=basis.reserve_bytes + every - np.where(made, parts["gradients"], 0.0) + always,
+            at_end=np.where(made, basis.reserve_bytes + every - parts["logits"], 0.0),
             saved=(held * saved.none, held * saved.selective, held * saved.full),
-            working=(again, whole),
+            working=(again - always, whole - always),
         )
 
     total = _counted(parameters, shape, layouts)
@@ -142,7 +149,7 @@ def memory_bounds(
     return MemoryBounds(
         without=_most(without),
         recomputed=_most(recomputed),
-        state=_of_most(without, [one.state for one in ranks]),
+        state=_of_most(without, [np.maximum(one.state, one.at_end) for one in ranks]),
         level=_most([_level(capacity_bytes, one) for one in ranks]),
         mean_selective=mean_selective,
         mean_full=mean_full,
@@ -224,7 +231,8 @@ def _level(capacity: float, rank: "_Rank") -> Floats:
         return np.asarray(np.maximum((rank.state + before + more - capacity) / np.maximum(before - after, 1e-9), 1e-9))
 
     first, second = part(none, selective, rank.working[0]), part(selective, full, rank.working[1])
-    return np.where(rank.state + none <= capacity, 0.0, np.where(first <= 1, first, 1 + second))
+    found = np.where(rank.state + none <= capacity, 0.0, np.where(first <= 1, first, 1 + second))
+    return np.where(rank.at_end > capacity, NEVER, found)
 
 
 def _mean_shares(capacity: float, first: "_Rank", last: "_Rank") -> tuple[Floats, Floats]:

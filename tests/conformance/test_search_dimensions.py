@@ -139,7 +139,7 @@ def labels_of_mixture(mixture: Capture, two_hosts: ClusterSpec) -> SearchLabels:
 
 @every_dimension
 def test_it_is_priced(word: str, two_hosts: ClusterSpec, request: pytest.FixtureRequest) -> None:
-    """Two values have two exact prices. Both are the figure of `autopar.estimate` for the plan that a search shows."""
+    """Two values have two exact prices, of time and memory. Both are the figures of `autopar.estimate` for the plan."""
     captured = request.getfixturevalue("mixture" if word == "ep" else "captured")
     labels = request.getfixturevalue("labels_of_mixture" if word == "ep" else "labels")
     constraints = Constraints(
@@ -153,7 +153,7 @@ def test_it_is_priced(word: str, two_hosts: ClusterSpec, request: pytest.Fixture
         fix=FEW.get(word, {}),
     )
     found = candidates(constraints)
-    own, seconds = values(found, word), {}
+    own, prices = values(found, word), {}
     for value in [*dict.fromkeys(own)][:2]:
         degrees = found.degrees(own.index(value))
         works, on = labels.works(*Split.of(degrees)), machinery_of(two_hosts, None, "bf16", stored_bytes=2)
@@ -170,6 +170,6 @@ def test_it_is_priced(word: str, two_hosts: ClusterSpec, request: pytest.Fixture
         assert price.needed_bytes == pytest.approx(
             sum(estimated.memory_bytes.values()) - estimated.memory_bytes[MEMORY["cache"]], rel=1e-9
         )
-        seconds[value] = price.seconds
-    first, second = seconds.values()
+        prices[value] = price.seconds, price.needed_bytes
+    first, second = prices.values()
     assert first != second

@@ -132,7 +132,7 @@ def test_state_is_divided_by_zero(program: Program, precision: str | None, bytes
     parts = ("parameters", "gradients", "optimizer state")
     elements = priced(program, {}).num_parameters
     for zero in range(4):
-        found = priced(program, {"zero": zero, "precision": precision}).memory_bytes
+        found = priced(program, {"zero": zero, "precision": precision, "accumulate": 2}).memory_bytes
         each = [size / (8 if zero >= stage else 1) for size, stage in zip(bytes_of, (1, 2, 1), strict=True)]
         each[0] += 2 if zero in (1, 2) or (zero == 0 and precision is not None) else 0
         assert [found[part] for part in parts] == pytest.approx([elements * size for size in each])
@@ -178,7 +178,7 @@ def test_a_plan_is_priced_as_its_degrees(program: Program) -> None:
 
 def test_float32_is_priced_on_a_cpu() -> None:
     model = llama(num_hidden_layers=2).float()
-    found = autopar.estimate(model, "4xcpu", {"tp": 2, "zero": 0}, example_inputs=tokens(2))
+    found = autopar.estimate(model, "4xcpu", {"tp": 2, "zero": 0, "accumulate": 2}, example_inputs=tokens(4))
     assert found.precision == "fp32" and found.device_bytes > found.peak_bytes
     state = [found.memory_bytes[part] for part in ("parameters", "gradients", "optimizer state")]
     assert state == pytest.approx([state[0], state[0], 2 * state[0]])

@@ -19,9 +19,10 @@ from autopar.capture.analysis import analyse
 from autopar.cost_model.dry_run.ledger import CollectiveTotal, Ledger, collective
 from autopar.cost_model.dry_run.ledger import Key as LedgerKey
 from autopar.cost_model.dry_run.rank_view import RankView
+from autopar.cost_model.dry_run.shards import padded_elements
 from autopar.cost_model.dry_run.stage_run import StageRun, run_stages
 from autopar.cost_model.dry_run.traffic import parts_of_step
-from autopar.cost_model.dry_run.zero import ROOT, ParameterGroup, groups_of, padded_elements, stage_passes, zero_step
+from autopar.cost_model.dry_run.zero import ROOT, ParameterGroup, groups_of, stage_passes, zero_step
 from autopar.ir.stages import Stage
 
 DATA_DIMS = ("dp", "dp_cp", "dp_shard", "dp_replicate")

@@ -57,6 +57,7 @@ class Case:
     per_host: int | None = None
     gigabits: float = 100.0
     selective: bool = False
+    vocabulary: int = 512
     context_degrees: tuple[int, ...] = (1,)
     expert_degrees: tuple[int, ...] = (1,)
 
@@ -74,7 +75,8 @@ class Case:
         return machinery_with(self.spec, self.memory_bytes, self.ranks_per_core)
 
     def works(self, tp: int, cp: int = 1, ep: int = 1) -> ProgramWorks:
-        return replace(works_of(self.model, tp, selective=self.selective, cp=cp, ep=ep), sequence=self.tokens)
+        words = {"vocabulary": self.vocabulary, "selective": self.selective, "cp": cp, "ep": ep}
+        return replace(works_of(self.model, tp, **words), sequence=self.tokens)
 
     @property
     def constraints(self) -> Constraints:

@@ -113,8 +113,9 @@ def test_selective_recomputation_frees_the_scores_of_attention() -> None:
     none, selective, full = estimate_rows([replace(row, recompute=word) for word in words])
     assert isinstance(none, RowEstimate) and isinstance(selective, RowEstimate) and isinstance(full, RowEstimate)
     scores = 5 * 32 * 2048**2
-    # the scores of one of 32 layers exist while it runs again; without recomputation no memory is left for a cache
-    assert none.peak_bytes - selective.peak_bytes == pytest.approx(31 * scores, rel=0.02)
+    # the scores of one layer, while it runs again, need no more than the room of the logits, which are gone by then;
+    # without recomputation no memory is left for a cache
+    assert none.peak_bytes - selective.peak_bytes == pytest.approx(32 * scores, rel=0.02)
     assert full.peak_bytes < selective.peak_bytes
 
 

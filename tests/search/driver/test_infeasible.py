@@ -84,7 +84,7 @@ def test_a_wish_that_stands_in_the_way_comes_first() -> None:
 
 
 def test_what_is_counted() -> None:
-    for tokens, largest in ((4096, "activations"), (16, "optimizer state")):
+    for tokens, largest in ((4096, "logits"), (16, "optimizer state")):
         case = replace(CASE, tokens=tokens, memory_bytes=1e6)
         found = search_degrees(case.works, case.spec, case.constraints, case.on, most_exact=100)
         count = counted(found, case.on.capacity_bytes)
