@@ -1,8 +1,10 @@
-"""Step times of published runs by two predictors that know no layout's mechanics: python benchmarks/baselines.py
+"""Step times of published runs by predictors that know little of a layout's mechanics: python benchmarks/baselines.py
 
-    constant MFU    model FLOP / (MFU × peak), with the median MFU of the fitted rows of a device type and precision,
-                    or of all fitted rows if none has the device and precision
-    boosted trees   scikit-learn's histogram gradient boosting on log MFU, over the columns that are not results
+    constant MFU         model FLOP / (MFU × peak), with the median MFU of the fitted rows of a device type and
+                         precision, or of all fitted rows if none has the device and precision
+    Megatron's formulas  the same with a third more FLOP under full recomputation, and a pipeline whose bubble is
+                         (p - 1) / (v·m) of its time (Narayanan et al. 2021, sections 2.2 and 3.2)
+    boosted trees        scikit-learn's histogram gradient boosting on log MFU, over the columns that are not results
 
 Each is fitted in two ways: on all rows ("in sample"), and on the other sources' rows. The second way needs a device and
 precision that another source ran. `--tier core` takes the balanced rows only, and `--dense` the rows without experts.
@@ -85,12 +87,34 @@ def peak_flops_per_s(row: Row) -> float | None:
 
 def constant_mfu(train: Sequence[Run], test: Sequence[Run]) -> list[float]:
     """Seconds at the median MFU of the device type and precision."""
+    return _at_median(train, test, [run.useful_s for run in train], [run.useful_s for run in test])
+
+
+def megatron_formulas(train: Sequence[Run], test: Sequence[Run]) -> list[float]:
+    """Seconds at the median part of the peak that a device type and precision reach outside of the bubble."""
+    return _at_median(train, test, [_with_bubble(run) for run in train], [_with_bubble(run) for run in test])
+
+
+def _with_bubble(run: Run) -> float:
+    """Seconds at the devices' peak with recomputation and the bubble of the pipeline."""
+    row = run.row
+    stages, ranks = row.pp or 1, (row.num_gpus or 1) / ((row.tp or 1) * (row.pp or 1) * (row.cp or 1))
+    micro_batches = max(1.0, (row.global_batch or 1) / (ranks * (row.micro_batch or 1)))
+    again = 4 / 3 if row.recompute == "full" else 1.0
+    return run.useful_s * again * (1 + (stages - 1) / ((row.vpp or 1) * micro_batches))
+
+
+def _at_median(
+    train: Sequence[Run], test: Sequence[Run], of_train: Sequence[float], of_test: Sequence[float]
+) -> list[float]:
+    """Seconds at the peak over the median part of the peak of the device type and precision."""
     found: dict[tuple[str | None, str | None], list[float]] = {}
-    for run in train:
-        found.setdefault((run.row.gpu_type, run.row.precision), []).append(run.mfu)
-    anywhere = median(run.mfu for run in train)
-    known = {key: median(values) for key, values in found.items()}
-    return [run.useful_s / known.get((run.row.gpu_type, run.row.precision), anywhere) for run in test]
+    for run, seconds in zip(train, of_train, strict=True):
+        found.setdefault((run.row.gpu_type, run.row.precision), []).append(seconds / run.seconds)
+    anywhere = median(part for parts in found.values() for part in parts)
+    known = {key: median(parts) for key, parts in found.items()}
+    keys = [(run.row.gpu_type, run.row.precision) for run in test]
+    return [seconds / known.get(key, anywhere) for key, seconds in zip(keys, of_test, strict=True)]
 
 
 def boosted_trees(train: Sequence[Run], test: Sequence[Run]) -> list[float]:
@@ -120,7 +144,11 @@ def boosted_trees(train: Sequence[Run], test: Sequence[Run]) -> list[float]:
     return [run.useful_s / math.exp(value) for run, value in zip(test, logs, strict=True)]
 
 
-PREDICTORS: Mapping[str, Predictor] = {"constant MFU": constant_mfu, "boosted trees": boosted_trees}
+PREDICTORS: Mapping[str, Predictor] = {
+    "constant MFU": constant_mfu,
+    "Megatron's formulas": megatron_formulas,
+    "boosted trees": boosted_trees,
+}
 
 
 def in_sample(runs: Sequence[Run], predictor: Predictor) -> dict[str, float]:
@@ -164,7 +192,7 @@ def main() -> None:
         ("in sample", {name: in_sample(runs, p) for name, p in PREDICTORS.items()}, given.predictions),
         ("source left out", {name: source_left_out(runs, p) for name, p in PREDICTORS.items()}, given.left_out),
     ]
-    print(f"{'':34}{'n':>6}{'median':>9}{'mean':>9}{'p90':>9}{'worst':>9}{'bias':>9}")
+    print(f"{'':40}{'n':>6}{'median':>9}{'mean':>9}{'p90':>9}{'worst':>9}{'bias':>9}")
     for way, predicted, path in ways:
         if path is not None:
             predicted["autopar"] = read_predictions(path)
@@ -173,7 +201,7 @@ def main() -> None:
             e = errors_of(runs, seconds, ids)
             figures = (e.median, e.mean, e.p90, e.max)
             cells = "".join("" if value is None else f"{value:>9.1%}" for value in figures)
-            print(f"{way + ', ' + name:34}{e.n:>6}{cells}{e.bias or 0.0:>+9.1%}")
+            print(f"{way + ', ' + name:40}{e.n:>6}{cells}{e.bias or 0.0:>+9.1%}")
 
 
 if __name__ == "__main__":

@@ -214,7 +214,7 @@ def _engine_left_out(core: Sequence[Compared]) -> str:
 
 
 def _baselines(core: Sequence[Compared], left_out: Mapping[str, float] | None) -> str:
-    """Predictors without mechanics on the rows that all of them know."""
+    """Simpler predictors on the rows that all of them know."""
     module: Any = _benchmark("baselines")
     estimated = {c.row.id: c.estimate.seconds for c in core if isinstance(c.estimate, RowEstimate)}
     lines: list[tuple[object, ...]] = []
@@ -230,8 +230,9 @@ def _baselines(core: Sequence[Compared], left_out: Mapping[str, float] | None) -
             ids = frozenset.intersection(*(frozenset(seconds) for seconds in found.values()))
             lines += [(f"{name}, {way}{kind}", *_errors(module.errors_of(runs, s, ids))) for name, s in found.items()]
     return (
-        "## Beside predictors without mechanics\n\n"
-        "One MFU per device and precision, and boosted trees over the columns (`benchmarks/baselines.py`), on the\n"
+        "## Beside simpler predictors\n\n"
+        "One MFU per device and precision, the same with the published formulas of Megatron-LM for recomputation and\n"
+        "the bubble, and boosted trees over the columns (`benchmarks/baselines.py`), on the\n"
         "same rows of tier core.\n\n"
         f"{_table(('', 'timed', *ERRORS), lines)}"
     )

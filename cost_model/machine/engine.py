@@ -27,7 +27,12 @@ _Text = Annotated[str, Field(min_length=8, max_length=400)]
 
 
 class Engine(NamedModel):
-    """The mechanisms of a framework beside the arithmetic of the model. `sources` has a sentence for every number.
+    """The mechanisms of a framework beside the arithmetic of the model.
+
+    A file states what differs from the usual values below. `sources` has a sentence for every number that it states.
+    No number is fitted. A source that begins with "assumed" has no publication behind it. The usual values are assumed:
+    sums of gradients and gathered weights in 16 bits, sums of shards in float32. ZeRO 1 divides the master weight (4)
+    and Adam's moments (8).
 
     `tests/conformance/test_engines.py` finds every file, and checks that each word of each field changes a price.
 
@@ -88,25 +93,25 @@ class Engine(NamedModel):
     attention_kernel: Literal["first", "second", "native"]
     pointwise: Literal["eager", "fused"]
     dispatch: Literal["eager", "lean", "graph"]
-    tensor_overlap: Literal["none", "async", "pipelined"]
-    accumulation: Literal["fused", "kernel"]
-    data_ranks: Literal["own", "joint"]
-    gradient_sync: Literal["after", "during"]
-    gradient_bytes: Literal[2, 4]
-    parameter_sync: Literal["gathered", "broadcasts"]
-    parameter_bytes: Literal[1, 2, 4]
-    shard_gather: Literal["prefetched", "blocking"]
-    shard_gradient_bytes: Literal[2, 4]
-    messages: Literal["blocking", "overlapped"]
-    splits_messages: bool
+    tensor_overlap: Literal["none", "async", "pipelined"] = "none"
+    accumulation: Literal["fused", "kernel"] = "kernel"
+    data_ranks: Literal["own", "joint"] = "own"
+    gradient_sync: Literal["after", "during"] = "after"
+    gradient_bytes: Literal[2, 4] = 2
+    parameter_sync: Literal["gathered", "broadcasts"] = "gathered"
+    parameter_bytes: Literal[1, 2, 4] = 2
+    shard_gather: Literal["prefetched", "blocking"] = "prefetched"
+    shard_gradient_bytes: Literal[2, 4] = 4
+    messages: Literal["blocking", "overlapped"] = "blocking"
+    splits_messages: bool = False
     context: Literal["ring", "labels"] = "ring"
-    unstated_virtual: Literal["one", "all"]
-    unstated_zero: Literal[0, 1, 3]
-    unstated_sequence_parallel: bool
-    balances_ends: bool
-    selective: Literal["attention", "half"]
+    unstated_virtual: Literal["one", "all"] = "one"
+    unstated_zero: Literal[0, 1, 3] = 0
+    unstated_sequence_parallel: bool = False
+    balances_ends: bool = False
+    selective: Literal["attention", "half"] = "attention"
     state_bytes: Literal[16, 18, 20, 22, 28]
-    sharded_state_bytes: Literal[12, 16, 24]
+    sharded_state_bytes: Literal[12, 16, 24] = 12
     optimizer_bytes: Annotated[int, Field(ge=20, le=100)]
     expert_rows: Literal["counted", "padded"] = "counted"
     gradients: Literal["kept", "made"] = "kept"
