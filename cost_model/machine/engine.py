@@ -66,6 +66,7 @@ class Engine(NamedModel):
                            ranks exchange rows; or context and expert ranks send what "labels" of blocks say
     unstated_virtual       the virtual stages of a run that does not state them: "one", or "all" its blocks
     unstated_zero          the ZeRO stage of a run that does not state it
+    unstated_recompute     a run that does not state it recomputes the "least" that fits, or in "full"
     unstated_sequence_parallel    whether a run with tp > 1 has sequence parallelism if it does not state it
     balances_ends          embedding and head count as a block each if the stages do not divide the blocks
     selective              selective recomputation runs the "attention" core again, or every second block ("half")
@@ -78,6 +79,7 @@ class Engine(NamedModel):
                            while it frees saved tensors
     low_gradients          a gradient in 16 bits is "added" to its sum at once; or, in bfloat16, it stays "beside" a sum
                            in float32
+    bucket_elements        of the buffer in which data-parallel ranks sum gradients; 0 if they are summed where they are
     zero_weights           under ZeRO the optimizer updates a shard of the weights that blocks compute with ("shared");
                            or blocks compute with copies, gathered and cast from the stored shards ("copied")
     optimizer_bytes        bytes read and written for one trained parameter between its gradient's sum and the next
@@ -107,6 +109,7 @@ class Engine(NamedModel):
     context: Literal["ring", "labels"] = "ring"
     unstated_virtual: Literal["one", "all"] = "one"
     unstated_zero: Literal[0, 1, 3] = 0
+    unstated_recompute: Literal["least", "full"] = "least"
     unstated_sequence_parallel: bool = False
     balances_ends: bool = False
     selective: Literal["attention", "half"] = "attention"
@@ -116,6 +119,7 @@ class Engine(NamedModel):
     expert_rows: Literal["counted", "padded"] = "counted"
     gradients: Literal["kept", "made"] = "kept"
     low_gradients: Literal["added", "beside"] = "added"
+    bucket_elements: Annotated[int, Field(ge=0, le=10**10)] = 0
     zero_weights: Literal["shared", "copied"] = "shared"
     loss: Literal["fused", "eager"] = "fused"
     offload: Literal[

@@ -207,6 +207,7 @@ def state_bytes(parameters: RankParameters, shape: Shape, layouts: Layouts, engi
         divided: float = engine.sharded_state_bytes if engine.sharded_state_bytes < engine.state_bytes else 12
         gradients, master = engine.state_bytes - divided - weights, divided - ADAM_BYTES
         gradients += weights if engine.low_gradients == "beside" else 0.0
+    bucket = engine.gradient_bytes * np.minimum(engine.bucket_elements, parameters.whole) * (layouts.dp > 1)
     is_copied = engine.zero_weights == "copied"
     of_blocks, stored = weights * parameters.sharded(layouts, 3), master * parameters.sharded(layouts, 1)
     if is_copied:
@@ -216,7 +217,7 @@ def state_bytes(parameters: RankParameters, shape: Shape, layouts: Layouts, engi
         of_blocks = np.where(stage >= 3, 0.0, of_blocks)  # counted as gathered
     parts = StateParts(
         weights=np.asarray(of_blocks),
-        gradients=np.asarray(gradients * parameters.sharded(layouts, 2)),
+        gradients=np.asarray(gradients * parameters.sharded(layouts, 2) + bucket),
         stored=np.asarray(stored),
         moments=np.asarray(shape.moment_bytes * parameters.sharded(layouts, 1)),
     )

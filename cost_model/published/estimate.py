@@ -9,8 +9,9 @@ A row names an architecture, a machine, a layout and a framework.
 Rows of one family, machine and engine are priced together as arrays.
 
 Rules fill unstated columns, and no rule looks at a result. The micro-batch is 1. The ZeRO stage is the framework's
-default. Sequence parallelism is on if the framework has it and tp > 1. Recomputation is the least that fits the device.
-Near the limit it is not known which level fits. There the prediction is the mean of both levels.
+default. Sequence parallelism is on if the framework has it and tp > 1. Recomputation is the framework's default, or the
+least that fits the device. Near the limit it is not known which level fits. There the prediction is the mean of both
+levels.
 """
 
 import re
@@ -144,6 +145,9 @@ def _case(row: Row) -> _Case | Unmodelled:
     if missing:
         return Unmodelled(id=row.id, reason=f"does not state {', '.join(missing)}")
     engine, warnings = engine_of(row), list[str]()
+    if row.recompute is None and engine.unstated_recompute == "full":
+        row = replace(row, recompute="full")
+        warnings.append("recompute is not stated; it is full by default in this framework")
     if engine.name == NEUTRAL:
         named = f"framework {row.framework[:60]!r} is not known" if row.framework else "no framework is stated"
         warnings.append(f"{named}; the neutral engine is used")

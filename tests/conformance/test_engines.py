@@ -22,7 +22,7 @@ from autopar.planning.fixed import capture_for
 ROOT = Path(__file__).parent.parent.parent
 FOLDER = ROOT / "cost_model" / "machine" / "engines"
 RUNS = ROOT / "benchmarks" / "data" / "published_runs.csv"
-NUMBERS = [name for name in Engine.model_fields if name.endswith("_bytes")]
+NUMBERS = [name for name in Engine.model_fields if name.endswith(("_bytes", "_elements"))]
 PLANS: tuple[dict[str, Any], ...] = (
     {"zero": 3},
     {"zero": 0, "accumulate": 2},
