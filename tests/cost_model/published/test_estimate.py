@@ -119,6 +119,29 @@ def test_selective_recomputation_frees_the_scores_of_attention() -> None:
     assert full.peak_bytes < selective.peak_bytes
 
 
+def test_a_framework_that_recomputes_by_default() -> None:
+    row = replace(LLAMA, framework="MaxText", recompute=None)
+    unstated, full, none = estimate_rows([row, replace(row, recompute="full"), replace(row, recompute="none")])
+    assert isinstance(unstated, RowEstimate) and isinstance(full, RowEstimate) and isinstance(none, RowEstimate)
+    assert unstated.seconds == full.seconds > none.seconds
+    assert unstated.warnings[0] == "recompute is not stated; it is full by default in this framework"
+    assert full.warnings == ()
+
+
+def test_deepspeed_keeps_both_gradients_in_bfloat16_and_a_buffer_of_sums() -> None:
+    """2 bytes of a parameter, and 5e8 elements of 2 bytes if there is somebody to sum with; over a tenth for a cache."""
+    row = replace(LLAMA, framework="Megatron-DeepSpeed", num_gpus=64, tp=4, pp=1, dp=16, zero=1, recompute="full")
+    alone = replace(row, num_gpus=4, dp=1, global_batch=1, micro_batch=1)
+    half, brain = (estimate_rows([replace(row, precision=one)])[0] for one in ("fp16", "bf16"))
+    assert isinstance(half, RowEstimate) and isinstance(brain, RowEstimate)
+    parameters = 8.03e9 / 4
+    assert brain.peak_bytes - half.peak_bytes == pytest.approx(1.1 * 2 * parameters, rel=0.05)
+    (single,) = estimate_rows([replace(alone, zero=0)])
+    (pair,) = estimate_rows([replace(alone, zero=0, num_gpus=8, dp=2, global_batch=2)])
+    assert isinstance(single, RowEstimate) and isinstance(pair, RowEstimate)
+    assert pair.peak_bytes - single.peak_bytes == pytest.approx(1.1e9, rel=0.01)
+
+
 def test_results_are_not_seen() -> None:
     rows = [row for row in read_rows(DATA) if row.tier == "core"][::7]
     seen, unseen = estimate_rows(rows), estimate_rows([row.without_result() for row in rows])
