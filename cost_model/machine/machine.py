@@ -37,6 +37,7 @@ class Speeds:
     host_s: float  # of a kernel's start on the host
     misaligned: float  # time of products of misaligned heads over aligned heads
     in_one_thread: bool = False  # the host is the device (CPU)
+    attention_in_parts: float = 1.0  # speed of attention by parts of a sequence, over that of whole sequences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,4 +122,5 @@ def speeds_of(
         host_s=dispatch * profile.host_launch_s,
         misaligned=mechanisms.misaligned,
         in_one_thread=device.device_type == "cpu",
+        attention_in_parts=min(1.0, 1.0 / scale),  # autopar runs parts by FlashAttention 2 (`autopar.lowering`)
     )

@@ -32,6 +32,7 @@ from autopar.cost_model.machine.kernel_times import (
 from autopar.cost_model.machine.machine import Speeds
 from autopar.cost_model.work.block_work import BlockWork, Operator
 from autopar.ir.arrays import Floats
+from autopar.ir.sharding import owned_by
 
 SCORE_BYTES = (9.0, 11.0)
 CAST_BYTES = 3.0
@@ -73,6 +74,7 @@ def computing_seconds(
         i = 0 if sent.is_forward else 1
         times = 1.0 if sent.times is None else sent.times
         kernels[i] = kernels[i] + COLLECTIVE_KERNELS * times * np.where(is_split, 1.0, 0.0)
+    in_parts = engine.sends_by_labels and any(owned_by(sent.mesh_dim) == "sequence" for sent in work.sent)
     for one in work.products:
         if one.kind == "matmul":
             found = _product(one, speeds, is_narrow=is_narrow)
@@ -81,7 +83,7 @@ def computing_seconds(
             found = (zero, _product(one, speeds, is_narrow=is_narrow)[0])
             total, count = products, (0, 1)
         else:
-            found = _fused_attention(one, speeds) if fused else _materialised(one, speeds)
+            found = _fused_attention(one, speeds, in_parts=in_parts) if fused else _materialised(one, speeds)
             total, count = attention, (1, 2) if fused else (5, 9)
         for i in (0, 1):
             total[i] = total[i] + found[i]
@@ -136,8 +138,10 @@ def _matmul(m: Any, n: Any, k: Any, count: Any, speeds: Speeds, is_narrow: bool)
     )
 
 
-def _fused_attention(one: Operator[Any], speeds: Speeds) -> tuple[Floats, Floats]:
-    flops = attention_flops(one.count, one.m, one.n, one.k, is_causal=True)
+def _fused_attention(one: Operator[Any], speeds: Speeds, *, in_parts: bool) -> tuple[Floats, Floats]:
+    """Seconds of both passes. With `in_parts` a rank has some queries and needs more keys, which come in parts."""
+    slower = np.where(np.asarray(one.m) < one.n, 1.0 / speeds.attention_in_parts, 1.0) if in_parts else 1.0
+    flops = slower * attention_flops(one.count, one.m, one.n, one.k, is_causal=True)
     forward, backward = (
         attention_seconds(
             flops=flops,
