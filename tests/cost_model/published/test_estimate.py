@@ -129,7 +129,7 @@ def test_a_framework_that_recomputes_by_default() -> None:
 
 
 def test_deepspeed_keeps_both_gradients_in_bfloat16_and_a_buffer_of_sums() -> None:
-    """2 bytes of a parameter, and 5e8 elements of 2 bytes where there are ranks to sum with; a tenth more for a cache."""
+    """2 bytes of a parameter. For sums over ranks, 5e8 elements of 2 bytes. The cache is a tenth more."""
     row = replace(LLAMA, framework="Megatron-DeepSpeed", num_gpus=64, tp=4, pp=1, dp=16, zero=1, recompute="full")
     alone = replace(row, num_gpus=4, dp=1, global_batch=1, micro_batch=1)
     half, brain = (estimate_rows([replace(row, precision=one)])[0] for one in ("fp16", "bf16"))
