@@ -30,6 +30,7 @@ from autopar.ir.samples import Part, Sample
 
 TILES = (1.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 _HALVES = (0.0, *(float(2**i) for i in range(1, 13)))
+_FINER = (0.9, 0.1, 0.01)  # octaves around the best half so far
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "float4": 0.5}
 LEAST_PART, MOST_PART = 1e-3, 2.0
 
@@ -258,9 +259,11 @@ def _attention(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setti
 
     attention, times = profile.attention, list[Floats]()
     for is_backward, names in ((False, ("forward", "length_half")), (True, ("backward", "backward_length_half"))):
-        coarse = min(_HALVES, key=lambda half: fitted(is_backward, half)[0])
-        around = [float(f"{coarse * 2**x:.3g}") for x in np.linspace(-0.9, 0.9, 19)] if coarse else [0.0]
-        half = min(around, key=lambda half: fitted(is_backward, half)[0])
+        half = min(_HALVES, key=lambda half: fitted(is_backward, half)[0])
+        for octaves in _FINER if half else ():
+            around = [half * 2**x for x in np.linspace(-octaves, octaves, 19)]
+            half = min(around, key=lambda half: fitted(is_backward, half)[0])
+        half = float(f"{half:.3g}")
         _, part, predicted = fitted(is_backward, half)
         attention = replace(attention, **dict(zip(names, (part, half), strict=True)))
         times.append(predicted)
