@@ -72,7 +72,7 @@ def works_and_question(program: Program, engine: Engine, tp: int) -> tuple[Progr
 
 def row_like(config: Mapping[str, Any], works: ProgramWorks, engine: Engine, tp: int) -> Row:
     found = row_of_config(
-        config, "row", seq_len=works.sequence, gpu_type="h100-sxm", num_gpus=2 * tp, tp=tp, sp=tp > 1, pp=1,
+        config, "row", seq_len=works.sequence, gpu_type="h100-sxm", num_gpus=2 * tp, tp=tp, etp=tp, sp=tp > 1, pp=1,
         dp=2, zero=1, micro_batch=2, global_batch=4, recompute="none", precision="bf16",
         framework=FRAMEWORKS[engine.name],
     )  # fmt: skip
