@@ -31,6 +31,7 @@ from autopar.ir.samples import Part, Sample
 TILES = (1.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 _HALVES = (0.0, *(float(2**i) for i in range(1, 13)))
 _FINER = (0.9, 0.1, 0.01)  # octaves around the best half so far
+OWN_HALVES = 0.5  # both passes have a number of their own if it lowers the loss so far: noise alone does not
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "float4": 0.5}
 LEAST_PART, MOST_PART = 1e-3, 2.0
 
@@ -241,7 +242,10 @@ def _product_times(
 
 
 def _attention(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting: FitSetting) -> _Found | None:
-    """The number of keys at half speed is one for all dtypes; parts are of each dtype's peak."""
+    """The number of keys at half speed is one for all dtypes, and for both passes unless they are clearly unlike.
+
+    Parts are of each dtype's peak.
+    """
     groups = _by_name(parts.get("attention", []), profile)
     samples = [sample for group in groups.values() for sample in group]
     passes = {b: [s for s in samples if bool(s.work.numbers["is_backward"]) == b] for b in (False, True)}
@@ -255,21 +259,32 @@ def _attention(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setti
         times = _attention_times(own, profile, made, is_backward) - profile.launch_s
         part = best_of(partial(_scaled, profile.launch_s, times), _seconds(own), LEAST_PART, MOST_PART)
         predicted = np.asarray(profile.launch_s + times / part)
-        return float(log_loss(predicted, _seconds(own))), rounded(part), predicted
+        return float(log_loss(predicted, _seconds(own))) * len(own), rounded(part), predicted
 
-    attention, times = profile.attention, list[Floats]()
-    for is_backward, names in ((False, ("forward", "length_half")), (True, ("backward", "backward_length_half"))):
-        half = min(_HALVES, key=lambda half: fitted(is_backward, half)[0])
+    def loss(half: float, *of_passes: bool) -> float:
+        return sum(fitted(is_backward, half)[0] for is_backward in of_passes)
+
+    def best(*of_passes: bool) -> float:
+        """The number of keys that suits these passes."""
+        half: float = min(_HALVES, key=lambda half: loss(half, *of_passes))
         for octaves in _FINER if half else ():
-            around = [half * 2**x for x in np.linspace(-octaves, octaves, 19)]
-            half = min(around, key=lambda half: fitted(is_backward, half)[0])
-        half = float(f"{half:.3g}")
-        _, part, predicted = fitted(is_backward, half)
-        attention = replace(attention, **dict(zip(names, (part, half), strict=True)))
-        times.append(predicted)
-    errors = {
-        "attention": fit_errors(np.concatenate(times), np.concatenate([_seconds(own) for own in passes.values()]))
-    }
+            around = [half * float(2**x) for x in np.linspace(-octaves, octaves, 19)]
+            half = min(around, key=lambda half: loss(half, *of_passes))
+        return float(f"{half:.3g}")
+
+    one, ahead, behind = best(False, True), best(False), best(True)
+    has_own = loss(ahead, False) + loss(behind, True) < OWN_HALVES * loss(one, False, True)
+    halves = (ahead, behind) if has_own else (one, one)
+    (_, forward, times), (_, backward, backward_times) = fitted(False, halves[0]), fitted(True, halves[1])
+    attention = replace(
+        profile.attention,
+        forward=forward,
+        backward=backward,
+        length_half=halves[0],
+        backward_length_half=halves[1],
+    )
+    measured_s = np.concatenate([_seconds(own) for own in passes.values()])
+    errors = {"attention": fit_errors(np.concatenate([times, backward_times]), measured_s)}
     paths = [f"attention.{name}" for name in ("forward", "backward", "length_half", "backward_length_half")]
     unfused = _by_name(parts.get("products", []), profile)
     if unfused:
