@@ -183,7 +183,8 @@ def beside_freed(gradients: Floats, freed: Floats, is_made: Any) -> Floats:
 
     When the backward pass begins, all tensors are there that it will have `freed` at its end. At its end, all gradients
     are there. In between both change steadily, so the peak is at one of the two: only the gradients count that need
-    more than the freed room. It agrees within 2 % with the steps that it was found on (benchmarks/results/2026-11-26-one-h100.md).
+    more than the freed room. It agrees within 2 % with the steps of a GPU that it was found on
+    (benchmarks/results/2026-11-26-one-h100.md).
     """
     return np.where(is_made, np.maximum(gradients - freed, 0.0), gradients)
 
