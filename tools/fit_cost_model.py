@@ -43,7 +43,7 @@ PROFILES = ROOT / "autopar" / "presets" / "profiles"
 PART = 0.95  # the most that any kernel reaches of a figure of the data sheet
 SCALE = 0.08  # smaller errors count squared, larger ones by their size
 PULL = 0.5  # the loss of a constant that is one deviation from its prior
-GPU = ("a100", "v100", "h100", "h100-500w", "b200", "mi300", "default")
+GPU = ("a100", "v100", "h100", "b200", "mi300", "default")
 # 16-bit FLOP/s of one multiprocessor over an A100's: a product's start and end cost the more of k
 RATE = {"v100": 125 / 80, "a100": 312 / 108, "b200": 2250 / 148, "h100": 989 / 132}
 Profiles = dict[str, DeviceProfile]
@@ -145,10 +145,10 @@ def constants() -> list[Constant]:
     wide = ("float16", "bfloat16")
     return [
         *(_efficiency(owner, wide, prior) for owner, prior in (("v100", 0.75), ("a100", 0.85), ("h100", 0.75))),
-        *(_efficiency(owner, wide, prior) for owner, prior in (("h100-500w", 0.65), ("b200", 0.7))),
-        *(_efficiency(owner, ("float8",), 0.65) for owner in ("h100", "h100-500w", "b200")),
+        _efficiency("b200", wide, 0.7),
+        *(_efficiency(owner, ("float8",), 0.65) for owner in ("h100", "b200")),
         _attention(["a100"], 0.7),
-        _attention(["h100", "h100-500w"], 0.349),  # benchmarks/results/2026-11-26-one-h100.md
+        _attention(["h100"], 0.349),  # benchmarks/results/2026-11-26-one-h100.md
         _attention(["b200"], 0.3),
         _k_half(256),
         _number("memory_efficiency", "memory_efficiency", 0.85, 0.06, PART),

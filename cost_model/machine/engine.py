@@ -62,16 +62,20 @@ class Engine(NamedModel):
     shard_gradient_bytes   of one element of ZeRO 3's reduce-scatter
     messages               between stages: "blocking", or "overlapped" with computing
     splits_messages        a message is split over the tensor ranks and gathered again
-    context                with context parallelism, keys and values travel in a "ring" beside attention, and expert
-                           ranks exchange rows; or context and expert ranks send what "labels" of blocks say
+    context                with context parallelism, keys and values travel in a "ring" beside attention, or are
+                           "gathered" by one collective in each pass, and expert ranks exchange rows; or context and
+                           expert ranks send what "labels" of blocks say
     unstated_virtual       the virtual stages of a run that does not state them: "one", or "all" its blocks
     unstated_zero          the ZeRO stage of a run that does not state it
     unstated_recompute     a run that does not state it recomputes the "least" that fits, or in "full"
     unstated_sequence_parallel    whether a run with tp > 1 has sequence parallelism if it does not state it
     balances_ends          embedding and head count as a block each if the stages do not divide the blocks
-    selective              selective recomputation runs the "attention" core again, or every second block ("half")
+    selective              selective recomputation runs the "attention" core again, or every second block ("half"), or
+                           all but attention and every second of the "products"
     loss                   logits exist in their own width, as a float32 copy and as its gradient ("fused"); or as the
-                           operators of an eager loss hold them (`autopar.cost_model.memory.formula.logit_bytes`)
+                           operators of an "eager" loss hold them, or autopar's loss, which computes over a split
+                           vocabulary "in_place" (`autopar.cost_model.memory.formula.logit_bytes`); or they and their
+                           gradient exist in their own width ("compiled")
     casts_to_float8        operands are cast by kernels of their own
     state_bytes            of one trained parameter: weight, gradient, master weight, Adam's moments
     sharded_state_bytes    the part of `state_bytes` that ZeRO 1 divides
@@ -106,13 +110,13 @@ class Engine(NamedModel):
     shard_gradient_bytes: Literal[2, 4] = 4
     messages: Literal["blocking", "overlapped"] = "blocking"
     splits_messages: bool = False
-    context: Literal["ring", "labels"] = "ring"
+    context: Literal["ring", "gathered", "labels"] = "ring"
     unstated_virtual: Literal["one", "all"] = "one"
     unstated_zero: Literal[0, 1, 3] = 0
     unstated_recompute: Literal["least", "full"] = "least"
     unstated_sequence_parallel: bool = False
     balances_ends: bool = False
-    selective: Literal["attention", "half"] = "attention"
+    selective: Literal["attention", "half", "products"] = "attention"
     state_bytes: Literal[16, 18, 20, 22, 28]
     sharded_state_bytes: Literal[12, 16, 24] = 12
     optimizer_bytes: Annotated[int, Field(ge=20, le=100)]
@@ -121,7 +125,7 @@ class Engine(NamedModel):
     low_gradients: Literal["added", "beside"] = "added"
     bucket_elements: Annotated[int, Field(ge=0, le=10**10)] = 0
     zero_weights: Literal["shared", "copied"] = "shared"
-    loss: Literal["fused", "eager"] = "fused"
+    loss: Literal["fused", "eager", "in_place", "compiled"] = "fused"
     offload: Literal[
         "none", "optimizer", "parameters", "activations", "optimizer+activations", "parameters+activations"
     ] = "none"

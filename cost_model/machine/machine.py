@@ -105,7 +105,9 @@ def speeds_of(
         "native": mechanisms.native_attention if profile.native_attention else 1.0,
     }[engine.attention_kernel]
     attention: AttentionEfficiency = replace(
-        profile.attention, forward=profile.attention.forward * scale, backward=profile.attention.backward * scale
+        profile.attention,
+        forward=profile.sustained(profile.attention.forward * scale, device),
+        backward=profile.sustained(profile.attention.backward * scale, device),
     )
     narrow = NARROW.get(precision, "")
     if narrow == "float4" and narrow not in peaks:
@@ -113,8 +115,10 @@ def speeds_of(
     dispatch = {"eager": 1.0, "lean": mechanisms.lean_dispatch, "graph": mechanisms.graph_dispatch}[engine.dispatch]
     return Speeds(
         peak_flops_per_s=peaks[wide],
-        product_flops_per_s=peaks[wide] * profile.efficiency_of(wide),
-        narrow_flops_per_s=peaks[narrow] * profile.efficiency_of(narrow) if narrow in peaks else None,
+        product_flops_per_s=peaks[wide] * profile.sustained(profile.efficiency_of(wide), device),
+        narrow_flops_per_s=peaks[narrow] * profile.sustained(profile.efficiency_of(narrow), device)
+        if narrow in peaks
+        else None,
         attention=attention,
         tile=profile.tile,
         bytes_per_s=device.memory_bandwidth_bytes_per_s * profile.memory_efficiency,

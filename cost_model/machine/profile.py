@@ -1,7 +1,9 @@
 """Device profiles: the part of a device's data-sheet figures that real kernels reach.
 
     product          launch_s + max(FLOP / (peak · efficiency[dtype] · part of the tiling), bytes / memory speed)
-    fused attention  launch_s + FLOP / (peak · attention.forward · n / (n + attention.length_half)); backward likewise
+                     efficiency as `DeviceProfile.sustained` says
+    fused attention  launch_s + FLOP / (peak · attention.forward · n / (n + attention.length_half)); backward likewise,
+                     and the part under the power limit as of products
     anything else    launch_s + bytes / memory speed              memory speed = bandwidth · memory_efficiency
     collective       call_s + hops · link latency + bytes sent / (link bandwidth · link efficiency), per tier and kind
 
@@ -15,6 +17,7 @@ nobody publishes a CPU's figures. This module does not import torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import date
@@ -37,6 +40,7 @@ _LIKE = {
     "float4": "float8",  # both run under the power limit; nobody has fitted 4 bits
 }
 STALE_DAYS = 365
+MOST = 0.9  # of its peak that a device reaches whose power is no limit: assumed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +134,7 @@ class DeviceProfile:
     description: str = ""
     device_type: DeviceType
     devices: tuple[str, ...] = ()  # the device presets that this profile describes
+    watts_per_tflops: float | None = None  # of the device that `efficiency` describes, in its 16-bit peak
     native_attention: bool = False  # the device has attention kernels of its own, faster than FlashAttention 2
     efficiency: Mapping[str, float] = field(hash=False)
     tile: Tile
@@ -158,6 +163,19 @@ class DeviceProfile:
         if dtype in self.efficiency:
             return self.efficiency[dtype]
         return self.efficiency.get(_LIKE.get(dtype, ""), min(self.efficiency.values()))
+
+    def sustained(self, part: float, device: Device) -> float:
+        """The part of a device's peak that products or attention reach for long, if the profile states `part`.
+
+        They draw all the power that the device may. At this limit the clock, and so the rate, follows about the square
+        root of the power. `watts_per_tflops` is the power that the profile was made at, and `MOST` the part that no
+        device exceeds.
+        """
+        peak = device.peak_flops_per_s.get("bfloat16") or device.peak_flops_per_s.get("float16")
+        if self.watts_per_tflops is None or device.power_w is None or peak is None:
+            return part
+        reached = part * math.sqrt(device.power_w / (peak / 1e12) / self.watts_per_tflops)
+        return min(reached, max(part, MOST))
 
     def link(self, tier: Tier) -> LinkProfile:
         """The profile of a tier. A tier without a profile takes the nearest faster tier's, or else the slowest's."""

@@ -145,6 +145,7 @@ class ProfileEntry(StrictModel):
     device_type: DeviceType
     devices: Annotated[list[_Name], Field(max_length=100)] = Field(default_factory=list)
     native_attention: bool = False
+    watts_per_tflops: SizeFigure | None = None
     measured: MeasuredEntry | None = None
     device: DeviceEntry | None = None
     efficiency: EfficiencyEntry
@@ -198,6 +199,7 @@ def _of_entry(entry: ProfileEntry) -> DeviceProfile:
         device_type=entry.device_type,
         devices=tuple(entry.devices),
         native_attention=entry.native_attention,
+        watts_per_tflops=float(entry.watts_per_tflops.value) if entry.watts_per_tflops is not None else None,
         efficiency={dtype: float(figure.value) for dtype, figure in dtypes.items() if figure is not None},
         tile=Tile(**{key: float(getattr(tile, key).value) for key in ("m", "n", "k_half", "units")}),
         attention=AttentionEfficiency(**{key: float(figure.value) for key, figure in attention if figure is not None}),
@@ -255,6 +257,8 @@ def profile_to_dict(profile: DeviceProfile) -> dict[str, Any]:
     content: dict[str, Any] = {"version": 1, "name": profile.name, "description": profile.description}
     content |= {"device_type": profile.device_type, "devices": list(profile.devices)}
     content |= {"native_attention": True} if profile.native_attention else {}
+    if profile.watts_per_tflops is not None:
+        content["watts_per_tflops"] = figure("watts_per_tflops", profile.watts_per_tflops)
     if profile.measured is not None:
         measured = profile.measured
         whole = ("date", "host", "how", "ranks", "seconds", "ranks_per_core")

@@ -231,8 +231,9 @@ def logit_bytes(family: Family[Any], shape: Shape, layouts: Layouts, engine: Eng
     """Bytes of the logits on one rank that exist at once: of all, or of one of the chunks of the loss.
 
     An eager loss computes on values of at least 32 bits. torch's cross-entropy holds three of them: logarithms of
-    probabilities, their gradient and that of the logits. The loss over a split vocabulary holds two: probabilities and
-    the gradient. The loss in chunks holds one, in place, and first the logits that it is cast from.
+    probabilities, their gradient and that of the logits. Over a split vocabulary torch's loss_parallel holds four, for
+    it multiplies the gradient out of place. autopar's loss holds two: probabilities and the gradient. In chunks it
+    holds one, in place, and first the logits that it is cast from. A compiled loss computes all of them in registers.
     """
     every, own = family.block("last", "tp").products, shape.element_bytes
     chunked, exact = {one.name for one in every if one.kind == "again"}, max(own, FLOAT_BYTES)
@@ -240,7 +241,10 @@ def logit_bytes(family: Family[Any], shape: Shape, layouts: Layouts, engine: Eng
     if not products:
         return np.zeros(1)
     whole, of_chunk = np.full(1, own + 2 * FLOAT_BYTES), own + 2 * FLOAT_BYTES
-    if engine.loss == "eager":
-        whole, of_chunk = np.where(layouts.tp > 1, 2, 3) * exact, exact + (own if own < exact else 0)
+    if engine.loss in ("eager", "in_place"):
+        split = 2 if engine.loss == "in_place" else 4
+        whole, of_chunk = np.where(layouts.tp > 1, split, 3) * exact, exact + (own if own < exact else 0)
+    elif engine.loss == "compiled":
+        whole = np.full(1, 2 * own)
     held = [of_chunk * one.m * one.n if one.name in chunked else whole * one.count * one.m * one.n for one in products]
     return np.asarray(sum(held))

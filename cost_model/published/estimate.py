@@ -132,7 +132,7 @@ def prepare(rows: Sequence[Row]) -> tuple[list[RowGroup], dict[int, Unmodelled]]
             continue
         machine = case.machine
         key = (
-            *(machine.device.name, machine.engine.name, machine.engine.attention_kernel),
+            *(machine.device.name, machine.engine.model_dump_json()),
             *(machine.links.inter_host_bytes_per_s, machine.links.devices_per_host),
             *(case.family, case.fused, row.precision, row.gpu_mem_gb, (row.tp or 1) == 1, _is_over_data(case)),
         )

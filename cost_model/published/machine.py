@@ -12,6 +12,7 @@ from autopar.cost_model.machine.presets import device_profile
 from autopar.cost_model.machine.profile import DeviceProfile
 from autopar.cost_model.published.link_text import LinkReading, read_link
 from autopar.cost_model.published.row import Row
+from autopar.cost_model.published.words import engine_with_options
 from autopar.errors import ClusterError, did_you_mean
 from autopar.ir.device import device_of_preset, link_of_preset
 from autopar.ir.device_presets import DevicePreset, device_names, device_preset, device_presets
@@ -81,8 +82,9 @@ def devices_per_host_of(row: Row, preset: DevicePreset) -> float:
 
 
 def engine_of(row: Row) -> Engine:
-    """The engine of a row's framework, or the neutral one if the framework is not known."""
-    return engine_of_framework(row.framework, row.source) or engine_named(NEUTRAL)
+    """The engine of a row's framework, or the neutral one if the framework is not known, with the options it names."""
+    engine = engine_of_framework(row.framework, row.source) or engine_named(NEUTRAL)
+    return engine_with_options(engine, row.framework)
 
 
 def row_machine(row: Row, engine: Engine, mechanisms: Mechanisms, *, profile: DeviceProfile | None = None) -> Machine:

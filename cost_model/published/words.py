@@ -1,4 +1,4 @@
-"""The words of a row's columns that name a precision or an attention kernel, read from free text."""
+"""The words of a row's columns that name a precision, an attention kernel or an option, read from free text."""
 
 import re
 from dataclasses import dataclass
@@ -17,6 +17,11 @@ _PRECISIONS = (
     (r"fp-?32|float32|\bsingle\b", "fp32"),
 )
 ASSUMED = "bf16"  # of a row whose precision cannot be read
+
+# Pattern and the mechanisms that the option changes in the framework's engine. Every option that a text names counts.
+_NO_COMPILE = r"\beager\b|\b(?:no|not|without)[ -](?:torch[. -]?)?compil|compile ?[:=]? ?(?:no|off|false)\b"
+_COMPILE = r"compile|inductor"
+_ASYNC_TP = r"async(?:hronous)?[ -]?(?:tp\b|tensor)|\b(?:tp|tensor)[ -](?:comm[a-z]*[ -])?overlap|userbuffers"
 
 Kernel = Literal["first", "second", "native"]
 _IN_PIECES = re.compile(r"unfused|not fused|\b(?:no|without) (?:flash|fused)|eager|\bmath\b|materiali[sz]ed|\bnaive\b")
@@ -50,6 +55,24 @@ def precision_of_text(text: str | None) -> tuple[str, str | None]:
     if found is None:
         return ASSUMED, f"precision {text[:40]!r} is not known; {ASSUMED} is used"
     return found, None
+
+
+def engine_with_options(engine: Engine, text: str | None) -> Engine:
+    """The engine with the options that the text of a framework names: torch.compile, tensor collectives beside products.
+
+    >>> from autopar.cost_model.machine.engine import engine_named
+    >>> engine = engine_with_options(engine_named("fsdp"), "torchtitan, no torch.compile, async TP")
+    >>> engine.pointwise, engine.dispatch, engine.tensor_overlap
+    ('eager', 'eager', 'pipelined')
+    """
+    words, changes = (text or "").lower(), dict[str, str]()
+    if re.search(_NO_COMPILE, words):
+        changes = {"pointwise": "eager", "dispatch": "eager", "loss": "eager"}
+    elif re.search(_COMPILE, words):
+        changes = {"pointwise": "fused"} | ({"dispatch": "lean"} if engine.dispatch == "eager" else {})
+    if re.search(_ASYNC_TP, words):
+        changes["tensor_overlap"] = "pipelined"
+    return engine.model_copy(update=changes) if changes else engine
 
 
 def attention_of_text(text: str | None, engine: Engine) -> Attention:

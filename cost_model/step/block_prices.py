@@ -70,14 +70,14 @@ def block_prices(basis: Basis, family: Family[Any], layouts: Layouts, role: str)
     """The prices of a repeated block without the collectives of ZeRO."""
     seconds = _of_variants(basis, family, layouts, role, is_narrow=basis.machine.is_narrow)
     forward, backward = _tensor_collectives(basis, family, layouts, role)
-    context, ring = _context_collectives(basis, family, layouts, role), _ring(basis, family, layouts, role)
+    context, ring = _context_collectives(basis, family, layouts, role), _ring(basis, family, layouts, role, seconds)
     beside = _beside_attention(basis, family, layouts, role, seconds)
     experts, counts = _experts(basis, family, layouts, role), _counts(basis, family, layouts, role)
     tensor = forward + backward
     behind = forward * _behind(basis, layouts, is_forward=True) + backward * _behind(basis, layouts, is_forward=False)
     forward, backward = (
-        forward + context[0] + beside.exposed[0] + ring + experts[0] + counts,
-        backward + context[1] + beside.exposed[1] + 2 * ring + experts[1],
+        forward + context[0] + beside.exposed[0] + ring.exposed[0] + experts[0] + counts,
+        backward + context[1] + beside.exposed[1] + ring.exposed[1] + experts[1],
     )
     parts = {
         "products": seconds.products,
@@ -85,12 +85,11 @@ def block_prices(basis: Basis, family: Family[Any], layouts: Layouts, role: str)
         "memory-bound": seconds.memory,
         "host": seconds.waiting,
         "tensor collectives": tensor,
-        "context collectives": sum(context) + sum(beside.exposed) + 3 * ring + 0.0 * forward,
+        "context collectives": sum(context) + sum(beside.exposed) + sum(ring.exposed) + 0.0 * forward,
         "expert collectives": sum(experts) + 0.0 * forward,
         "expert counts": counts + 0.0 * forward,
     }
-    of_ring = 3 * ring * (1 / CONTEXT_EXPOSED - 1)
-    hidden = {"tensor collectives": behind, "context collectives": of_ring + sum(beside.hidden)}
+    hidden = {"tensor collectives": behind, "context collectives": sum(ring.hidden) + sum(beside.hidden)}
     return BlockPrices(
         forward=seconds.forward + forward,
         backward=seconds.backward + backward,
@@ -116,7 +115,10 @@ def _selective(basis: Basis, family: Family[Any], layouts: Layouts, role: str, w
     """Seconds of selective recomputation: of the block's chosen operators, or as the engine recomputes."""
     work = family.block(role, "tp")
     if work.selected is None:
-        return whole.attention_forward if basis.machine.engine.selective == "attention" else whole.forward / 2
+        how = basis.machine.engine.selective
+        if how == "products":
+            return whole.forward - whole.attention_forward - whole.products / PASSES / 2
+        return whole.attention_forward if how == "attention" else whole.forward / 2
     again = work.selected.operators
     products, others = (tuple(one for one in again if (one.kind == "memory") is kind) for kind in (False, True))
     own = replace(work, products=products, eager=others, fused=others, sent=())
@@ -263,18 +265,32 @@ def _ranks(basis: Basis, layouts: Layouts, mesh_dim: str) -> tuple[Floats, Float
     return next(((n * one, by * one) for name, n, by in basis.shape.tensor_dims if name == mesh_dim), (layouts.tp, one))
 
 
-def _ring(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> Floats:
-    """Exposed seconds of ring attention's keys and values, forward. Attention hides nine tenths of the ring."""
+def _ring(basis: Basis, family: Family[Any], layouts: Layouts, role: str, seconds: BlockSeconds) -> _Beside:
+    """The keys and values of attention over context ranks, without labels.
+
+    In a "ring" they travel step by step, and attention hides nine tenths of them. The backward pass sends the values
+    and their gradients. "gathered" means one all-gather in each pass. The first of the ranks' parts of attention hides
+    it, and the rest waits. The gradients travel step by step in float32 beside the other parts.
+    """
     if basis.machine.engine.sends_by_labels:
-        return np.zeros(1)
+        return _Beside(exposed=(np.zeros(1), np.zeros(1)), hidden=(np.zeros(1), np.zeros(1)))
     element_bytes = basis.shape.element_bytes
     kv_bytes = np.zeros(1)
     for one in family.block(role, "tp").products:
         if one.kind == "attention":
             heads = np.asarray(one.count / layouts.micro_batch)
             kv_bytes = kv_bytes + 2 * element_bytes * layouts.micro_batch * one.n * one.k * heads
-    spent = basis.machine.links.seconds("all_gather", kv_bytes, layouts.cp, layouts.tp)
-    return np.where(layouts.cp > 1, CONTEXT_EXPOSED * spent, 0.0)
+    sent = np.where(layouts.cp > 1, basis.machine.links.seconds("all_gather", kv_bytes, layouts.cp, layouts.tp), 0.0)
+    if basis.machine.engine.context == "ring":
+        exposed = CONTEXT_EXPOSED * sent, 2 * CONTEXT_EXPOSED * sent
+        return _Beside(exposed=exposed, hidden=(sent - exposed[0], 2 * sent - exposed[1]))
+    forward, backward = seconds.attention_forward, seconds.attention - seconds.attention_forward
+    gradients = sent * 4 / element_bytes
+    hidden = (
+        np.minimum(sent, forward / layouts.cp),
+        np.minimum(sent, backward / layouts.cp) + np.minimum(gradients, backward * (1 - 1 / layouts.cp)),
+    )
+    return _Beside(exposed=(sent - hidden[0], sent + gradients - hidden[1]), hidden=hidden)
 
 
 def _experts(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> tuple[Floats, Floats]:

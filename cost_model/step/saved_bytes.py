@@ -90,9 +90,23 @@ def activations(family: Family[Any], shape: Shape, layouts: Layouts, engine: Eng
                 again = again + weight * (one - work.selected.saved_bytes)
             elif engine.selective == "attention":
                 selective, again = selective + weight * (one - scores), again + weight * scores
+            elif engine.selective == "products":
+                kept = np.minimum(one, work.input_bytes + _results(work))
+                selective, again = selective + weight * kept, again + weight * (one - kept)
             else:
                 selective = selective + weight * (one + work.input_bytes) / 2
     return SavedBytes(none=saved, selective=selective, full=inputs, again=again, whole=saved, always=np.zeros(1))
+
+
+def _results(work: BlockWork[Any]) -> Floats:
+    """Bytes of the results of attention and of every second product, in 16 bits, with a float32 of each query."""
+    found: Any = np.zeros(1)
+    for one in work.products:
+        if one.kind == "attention":
+            found = found + one.count * one.m * (2 * one.k + 4)
+        elif one.kind == "matmul":
+            found = found + one.count * one.m * one.n  # half of two bytes
+    return np.asarray(found)
 
 
 def _scores(work: BlockWork[Any]) -> Floats:
