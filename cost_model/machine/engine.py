@@ -76,7 +76,8 @@ class Engine(NamedModel):
                            operators of an "eager" loss hold them, or autopar's loss, which computes over a split
                            vocabulary "in_place" (`autopar.cost_model.memory.formula.logit_bytes`); or they and their
                            gradient exist in their own width ("compiled")
-    casts_to_float8        operands are cast by kernels of their own
+    outputs                the logits of a micro-batch are "freed" by its backward pass; or two micro-batches hold them in
+                           float32 until the next ones come ("held")
     state_bytes            of one trained parameter: weight, gradient, master weight, Adam's moments
     sharded_state_bytes    the part of `state_bytes` that ZeRO 1 divides
     gradients              are "kept" in a buffer for the whole run; or the first backward pass of a step "made" them,
@@ -126,6 +127,7 @@ class Engine(NamedModel):
     bucket_elements: Annotated[int, Field(ge=0, le=10**10)] = 0
     zero_weights: Literal["shared", "copied"] = "shared"
     loss: Literal["fused", "eager", "in_place", "compiled"] = "fused"
+    outputs: Literal["freed", "held"] = "freed"
     offload: Literal[
         "none", "optimizer", "parameters", "activations", "optimizer+activations", "parameters+activations"
     ] = "none"

@@ -15,7 +15,7 @@ autopar holds 16 bytes: master weights, gradients and moments in float32. A mode
 
 Under full recomputation, the saved tensors are the inputs of blocks, and the values of one recomputed block. Under
 selective recomputation, they are the tensors of the other operators, and the recomputed values of one block. A block is
-recomputed when the logits are gone, so only values count that need more than the room of the logits. The first
+recomputed when the logits are gone (`gone_logits`), so only values count that need more than their room. The first
 rank has min(n, p) micro-batches in flight under 1F1B, and p·(1 + (p-1)/(p·v)) interleaved (Narayanan et al. 2021,
 section 2.2; Korthikanti et al. 2022, section 4.2.3).
 
@@ -159,7 +159,7 @@ def ends_bytes(layouts: Layouts, basis: MemoryBasis, blocks: BlockBytes, ends: E
     def of_rank(parameters: RankParameters, live: Floats, logits: Floats) -> RankBytes:
         parts = state_bytes(parameters, shape, layouts, engine)
         gathered = gathered_bytes(parameters, shape, layouts, engine, per_rank, has_stages=has_stages)
-        workspace = np.maximum(working - logits, 0.0)  # the logits are gone when a block is recomputed
+        workspace = np.maximum(working - logits * gone_logits(shape, layouts, engine), 0.0)
         parts |= {"gathered": gathered, "activations": live * per_rank * kept, "workspace": workspace, "logits": logits}
         freed = parts["activations"] * (1 - 1 / np.maximum(per_rank, 1)) + logits
         parts["gradients"] = beside_freed(parts["gradients"], freed, makes_gradients(layouts, engine))
@@ -234,13 +234,14 @@ def logit_bytes(family: Family[Any], shape: Shape, layouts: Layouts, engine: Eng
     probabilities, their gradient and that of the logits. Over a split vocabulary torch's loss_parallel holds four, for
     it multiplies the gradient out of place. autopar's loss holds two: probabilities and the gradient. In chunks it
     holds one, in place, and first the logits that it is cast from. A compiled loss computes all of them in registers.
+    DeepSpeed's pipeline holds the float32 logits of two micro-batches.
     """
     every, own = family.block("last", "tp").products, shape.element_bytes
     chunked, exact = {one.name for one in every if one.kind == "again"}, max(own, FLOAT_BYTES)
     products = [one for one in every if one.kind == "matmul"]
     if not products:
         return np.zeros(1)
-    whole, of_chunk = np.full(1, own + 2 * FLOAT_BYTES), own + 2 * FLOAT_BYTES
+    whole, of_chunk = own + 2 * FLOAT_BYTES + _of_others(layouts, engine), own + 2 * FLOAT_BYTES
     if engine.loss in ("eager", "in_place"):
         split = 2 if engine.loss == "in_place" else 4
         whole, of_chunk = np.where(layouts.tp > 1, split, 3) * exact, exact + (own if own < exact else 0)
@@ -248,3 +249,16 @@ def logit_bytes(family: Family[Any], shape: Shape, layouts: Layouts, engine: Eng
         whole = np.full(1, 2 * own)
     held = [of_chunk * one.m * one.n if one.name in chunked else whole * one.count * one.m * one.n for one in products]
     return np.asarray(sum(held))
+
+
+def gone_logits(shape: Shape, layouts: Layouts, engine: Engine) -> Floats:
+    """The part of the logits' bytes that is gone when the backward pass recomputes a block."""
+    if engine.outputs == "freed":
+        return np.ones(1)
+    others = _of_others(layouts, engine)
+    return 1 - (FLOAT_BYTES + others) / (shape.element_bytes + 2 * FLOAT_BYTES + others)
+
+
+def _of_others(layouts: Layouts, engine: Engine) -> Floats:
+    """Bytes that an element of the logits holds of another micro-batch."""
+    return np.where((engine.outputs == "held") & (layouts.micro_batches > 1), float(FLOAT_BYTES), 0.0) + np.zeros(1)

@@ -18,6 +18,7 @@ from autopar.cost_model.memory.formula import (
     StepMemory,
     beside_freed,
     gathered_bytes,
+    gone_logits,
     logit_bytes,
     makes_gradients,
     state_bytes,
@@ -94,8 +95,8 @@ class HeldByRanks:
     `calls` is the number of calls of every role in each stage. `saved` is the bytes that a call saves of a micro-batch.
     Full recomputation frees `freed` of them, and selective recomputation `freed_selectively`. `again` is what selective
     recomputation of a call makes again at once, and `whole` what full recomputation makes. `always` is on the device
-    while a call runs. `kept_bytes` is the bytes that a stage saves without recomputation. `is_made` says whether the
-    backward pass makes the gradients.
+    while a call runs. `kept_bytes` is the bytes that a stage saves without recomputation. `gone_logits` is the bytes of
+    the logits that are gone when a block is recomputed. `is_made` says whether the backward pass makes the gradients.
     """
 
     stages: Stages
@@ -110,6 +111,7 @@ class HeldByRanks:
     kept_bytes: NDArray[np.float64]
     state: Mapping[str, Floats]
     logits: Floats
+    gone_logits: Floats
     cache: float
     reserve_bytes: float
     is_made: bool
@@ -144,7 +146,7 @@ class HeldByRanks:
         freed = full @ self.freed + selective @ self.freed_selectively
         live = _live_bytes(self.stages, self.kept_bytes - freed)
         parts = {**self.state, "activations": live, "logits": self.logits}
-        parts["workspace"] = np.maximum(working - self.logits, 0.0)  # the logits are gone when a block is recomputed
+        parts["workspace"] = np.maximum(working - self.gone_logits, 0.0)
         num_blocks = max(1.0, float((self.calls * self.is_block).sum()))
         parts["gradients"] = beside_freed(parts["gradients"], live * (1 - 1 / num_blocks) + self.logits, self.is_made)
         held = sum(parts.values())
@@ -173,6 +175,7 @@ def held_by_ranks(stages: Stages, blocks: RoleBytes, index: int, layout: Layouts
     parameters = RankParameters(dense=elements, expert=of_ranks @ of_roles(blocks.expert))
     state = _stage_state(parameters, layout, basis)
     has_last = of_ranks @ np.array([float(role == "last") for role in roles]) > 0
+    logits = np.where(has_last, float(_at(blocks.logits, index)), 0.0)
     return HeldByRanks(
         stages=stages,
         calls=calls,
@@ -185,7 +188,8 @@ def held_by_ranks(stages: Stages, blocks: RoleBytes, index: int, layout: Layouts
         always=always,
         kept_bytes=calls @ saved,
         state={name: part + nothing for name, part in state.items()},
-        logits=np.where(has_last, float(_at(blocks.logits, index)), 0.0),
+        logits=logits,
+        gone_logits=logits * float(_at(gone_logits(basis.shape, layout, basis.engine), index)),
         cache=basis.cache,
         reserve_bytes=float(basis.reserve_bytes),
         is_made=bool(np.all(makes_gradients(layout, basis.engine))),

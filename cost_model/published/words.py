@@ -21,7 +21,7 @@ ASSUMED = "bf16"  # of a row whose precision cannot be read
 # Pattern and the mechanisms that the option changes in the framework's engine. Every option that a text names counts.
 _NO_COMPILE = r"\beager\b|\b(?:no|not|without)[ -](?:torch[. -]?)?compil|compile ?[:=]? ?(?:no|off|false)\b"
 _COMPILE = r"compile|inductor"
-_ASYNC_TP = r"async(?:hronous)?[ -]?(?:tp\b|tensor)|\b(?:tp|tensor)[ -](?:comm[a-z]*[ -])?overlap|userbuffers"
+_OVERLAP = r"(?:async(?:hronous)?[ -]?(?:tp\b|tensor)|\b(?:tp|tensor)[ -](?:comm[a-z]*[ -])?overlap|userbuffers)"
 
 Kernel = Literal["first", "second", "native"]
 _IN_PIECES = re.compile(r"unfused|not fused|\b(?:no|without) (?:flash|fused)|eager|\bmath\b|materiali[sz]ed|\bnaive\b")
@@ -70,8 +70,8 @@ def engine_with_options(engine: Engine, text: str | None) -> Engine:
         changes = {"pointwise": "eager", "dispatch": "eager", "loss": "eager"}
     elif re.search(_COMPILE, words):
         changes = {"pointwise": "fused"} | ({"dispatch": "lean"} if engine.dispatch == "eager" else {})
-    if re.search(_ASYNC_TP, words):
-        changes["tensor_overlap"] = "pipelined"
+    if re.search(_OVERLAP, words):
+        changes["tensor_overlap"] = "none" if re.search(rf"\b(?:no|not|without) {_OVERLAP}", words) else "pipelined"
     return engine.model_copy(update=changes) if changes else engine
 
 

@@ -20,7 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost_model.machine.engine import Engine
-from autopar.cost_model.memory.formula import BlockBytes, MemoryBasis, gathered_bytes, makes_gradients, state_bytes
+from autopar.cost_model.memory.formula import (
+    BlockBytes,
+    MemoryBasis,
+    gathered_bytes,
+    gone_logits,
+    makes_gradients,
+    state_bytes,
+)
 from autopar.cost_model.step.context import repeated_roles
 from autopar.cost_model.step.layouts import Layouts, Shape
 from autopar.cost_model.step.rank_parameters import block_parameters, rank_parameters
@@ -123,8 +130,9 @@ def memory_bounds(
         held = held if alike.index is None else held[alike.index]
         held = np.where(layouts.pp > 1, held, blocks)
         before = saved.always  # a block's tensors before they are moved to the host
-        always, again, whole = (  # the logits are gone when a block is recomputed
-            np.where(has_blocks, np.maximum(one - parts["logits"], 0.0), 0.0)
+        room = parts["logits"] * gone_logits(shape, layouts, engine)
+        always, again, whole = (
+            np.where(has_blocks, np.maximum(one - room, 0.0), 0.0)
             for one in (before, np.maximum(saved.again, before), np.maximum(saved.whole, before))
         )
         every, made = np.asarray(sum(parts.values())), makes_gradients(layouts, engine)

@@ -48,10 +48,10 @@ def cluster_file(tmp_path: Path) -> Path:
 def test_a_cluster_brings_its_profile(cluster_file: Path) -> None:
     dump_profile(measured_profile(), cluster_file.with_name("device.yaml"))
     assert cluster_profile(ClusterSpec.load(cluster_file), "cpu").name == "here"
-    shipped = replace(ClusterSpec.preset("8xh100"), profile="h100-500w")
-    assert cluster_profile(shipped, "h100-sxm").name == "h100-500w"
+    shipped = replace(ClusterSpec.preset("8xh100"), profile="b200")
+    assert cluster_profile(shipped, "h100-sxm").name == "b200"
     assert cluster_profile(ClusterSpec.preset("8xh100"), "h100-sxm").name == "h100"
-    with pytest.raises(ClusterError, match="no profile 'h100-700w'; did you mean 'h100-500w'"):
+    with pytest.raises(ClusterError, match="no profile 'h100-700w'; did you mean 'h100'"):
         cluster_profile(replace(shipped, profile="h100-700w"), "h100-sxm")
 
 

@@ -7,10 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from autopar.cost_model.machine.engine import engine_named
+from autopar.cost_model.machine.fitted_constants import mechanisms
+from autopar.cost_model.memory.formula import gone_logits
+from autopar.cost_model.published import estimate as published
 from autopar.cost_model.published.estimate import EVEN, estimate_rows, prepare
 from autopar.cost_model.published.families import family_name, numbers_of
 from autopar.cost_model.published.row import Row, RowEstimate, Unmodelled, read_rows
 from autopar.cost_model.published.validation import validate_rows
+from autopar.cost_model.step.layouts import RECOMPUTE
 
 DATA = Path(__file__).parents[3] / "benchmarks" / "data" / "published_runs.csv"
 LLAMA = Row(
@@ -117,6 +122,62 @@ def test_selective_recomputation_frees_the_scores_of_attention() -> None:
     # without recomputation no memory is left for a cache
     assert none.peak_bytes - selective.peak_bytes == pytest.approx(32 * scores, rel=0.02)
     assert full.peak_bytes < selective.peak_bytes
+
+
+def test_selective_recomputation_of_products_by_hand() -> None:
+    """Input, attention's result and half of the products' results are kept of a block, whoever starts its kernels."""
+    tokens, hidden, ffn, keys = 8192, 4096, 14336, 1024
+    results = hidden + 2 * keys + hidden + 2 * ffn + hidden  # of q, k and v, o, gate and up, down
+    kept = tokens * (2 * hidden + results) + tokens * 32 * (2 * 128 + 4)
+    for compiled in ("torch.compile", "no torch.compile"):
+        rows = [replace(LLAMA, id=level, recompute=level, framework=f"torchtitan, {compiled}") for level in RECOMPUTE]
+        (group,), _ = prepare(rows)
+        none, selective, full = group.memory.parts["activations"] / 32
+        assert selective == pytest.approx(kept, rel=1e-3)
+        assert none > selective > full
+        times = group.step(mechanisms(), group.profile).parts["recomputation"]
+        assert times[0] == 0 < times[1] < times[2] / 2
+
+
+def test_a_loss_holds_its_logits_as_its_year_computes_it() -> None:
+    """16,384 tokens: three float32 of each logit in 2024, four over a split vocabulary, two of 16 bits in 2025."""
+    logits = 2 * 8192 * 128256
+    for changes, held in (
+        ({"framework": "torchtitan 2024"}, 12 * logits),
+        ({"framework": "torchtitan 2025"}, 4 * logits),
+        ({"framework": "torchtitan 2025, eager"}, 12 * logits),
+        ({"framework": "torchtitan 2024", "tp": 8, "dp": 1}, 16 * logits / 8),
+    ):
+        row = replace(LLAMA, micro_batch=2, recompute="full", **changes)
+        (group,), _ = prepare([row])
+        assert group.memory.parts["logits"][0] == pytest.approx(held)
+
+
+def test_deepspeed_s_pipeline_holds_the_logits_of_two_micro_batches() -> None:
+    """Float32 of another micro-batch beside 10 bytes of an element, and two of them beside a recomputed block."""
+    row = replace(LLAMA, framework="Megatron-DeepSpeed", tp=1, pp=8, dp=1, micro_batch=2, zero=0, recompute="full")
+    logits = 2 * 8192 * 128256
+    for batch, held in ((2, 10 * logits), (16, 14 * logits)):
+        (group,), _ = prepare([replace(row, global_batch=batch, attn_impl="unfused")])
+        assert group.memory.parts["logits"][0] == pytest.approx(held)
+        engine = group.machine.engine
+        gone = gone_logits(group.shape, group.layouts, engine)
+        assert gone[0] * held == pytest.approx(6 * logits)
+        assert gone_logits(group.shape, group.layouts, engine.model_copy(update={"outputs": "freed"})) == 1
+
+
+def test_keys_that_are_gathered_wait_more_than_keys_in_a_ring() -> None:
+    """Between hosts, one gather waits for the links. A ring of as many bytes has attention beside every step."""
+    row = replace(LLAMA, seq_len=65536, tp=8, dp=1, cp=8, num_gpus=64, global_batch=1, recompute="full")
+    waits = []
+    for context in ("ring", "gathered"):
+        engine = engine_named("fsdp").model_copy(update={"context": context})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(published, "engine_of", lambda row, engine=engine: engine)
+            (found,) = estimate_rows([row])
+        assert isinstance(found, RowEstimate)
+        waits.append(found.parts["context collectives"])
+    assert 2 * waits[0] < waits[1]
 
 
 def test_a_framework_that_recomputes_by_default() -> None:

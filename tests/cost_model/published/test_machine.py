@@ -1,11 +1,14 @@
 """The machine of a published row: its device by name, its links as a sentence, its engine."""
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from autopar.cost_model.machine.fitted_constants import mechanisms
 from autopar.cost_model.machine.machine import Machine
+from autopar.cost_model.machine.presets import shipped_profiles
+from autopar.cost_model.machine.profile import MOST
 from autopar.cost_model.published.machine import (
     engine_of,
     links_of_row,
@@ -139,7 +142,8 @@ def test_the_year_of_the_source_decides_between_profiles_of_one_framework() -> N
 )
 def test_products_in_4_bits_have_a_rate_of_their_own(device: str, precision: str, dtype: str) -> None:
     machine = machine_of(Row(id="r", gpu_type=device, precision=precision))
-    expected = machine.device.peak_flops_per_s[dtype] * machine.profile.efficiency_of(dtype)
+    part = machine.profile.sustained(machine.profile.efficiency_of(dtype), machine.device)
+    expected = machine.device.peak_flops_per_s[dtype] * part
     assert machine.speeds.narrow_flops_per_s == expected
     assert machine.profile.efficiency_of("float4") == machine.profile.efficiency_of("float8")
     wide = machine_of(Row(id="r", gpu_type=device)).speeds
@@ -156,3 +160,34 @@ def test_a_device_without_8_bit_units_computes_in_16() -> None:
 )
 def test_devices_share_the_profile_of_their_family(device: str, profile: str) -> None:
     assert machine_of(Row(id="r", gpu_type=device)).profile.name == profile
+
+
+@pytest.mark.parametrize(
+    ("device", "part"),
+    [
+        ("H100-SXM", 1.0),  # the device that the profile describes
+        ("H100-SXM-96GB-HBM2e", math.sqrt(500 / 700)),  # the same units at 500 W
+        ("H100-PCIe", math.sqrt(350 / 756 / (700 / 989.4))),
+        ("GB300", math.sqrt(1400 / 1200)),
+        ("B200", math.sqrt(1000 / 2250 / (1200 / 2500))),
+    ],
+)
+def test_products_and_attention_follow_the_power_within_a_generation(device: str, part: float) -> None:
+    machine = machine_of(Row(id="r", gpu_type=device, precision="bf16", framework="torchtitan"))
+    profile, speeds = machine.profile, machine.speeds
+    assert speeds.product_flops_per_s == pytest.approx(
+        part * profile.efficiency_of("bfloat16") * machine.peak_flops_per_s, rel=1e-3
+    )
+    assert speeds.attention.forward == pytest.approx(part * profile.attention.forward, rel=1e-3)
+
+
+def test_no_device_reaches_more_than_most_of_its_peak_by_power() -> None:
+    """An H20 has 400 W for the units of a seventh of an H100. Its peak is the limit, not its power."""
+    machine = machine_of(Row(id="r", gpu_type="H20", precision="bf16", framework="torchtitan"))
+    assert machine.speeds.product_flops_per_s == pytest.approx(MOST * machine.peak_flops_per_s)
+
+
+def test_a_device_without_a_known_power_reaches_what_the_profile_says() -> None:
+    device = replace(machine_of(Row(id="r", gpu_type="H100-PCIe")).device, power_w=None)
+    profile = shipped_profiles()["h100"]
+    assert profile.sustained(0.5, device) == 0.5

@@ -1,9 +1,9 @@
-"""Words of precisions and attention kernels in free text."""
+"""Words of precisions, attention kernels and options in free text."""
 
 import pytest
 
 from autopar.cost_model.machine.engine import engine_named
-from autopar.cost_model.published.words import attention_of_text, precision_of_text
+from autopar.cost_model.published.words import attention_of_text, engine_with_options, precision_of_text
 
 
 @pytest.mark.parametrize(
@@ -58,3 +58,39 @@ def test_attention(text: str | None, fused: bool, kernel: str) -> None:
 def test_what_a_text_leaves_open_is_the_engine_s() -> None:
     assert attention_of_text("flash", engine_named("internevo")).kernel == "first"
     assert not attention_of_text(None, engine_named("megatron-2021")).fused
+
+
+@pytest.mark.parametrize(
+    ("text", "pointwise", "dispatch", "tensor_overlap"),
+    [
+        ("torchtitan", "fused", "lean", "none"),
+        ("torchtitan, torch.compile", "fused", "lean", "none"),
+        ("torchtitan (eager)", "eager", "eager", "none"),
+        ("torchtitan without torch.compile", "eager", "eager", "none"),
+        ("torchtitan, compile=False", "eager", "eager", "none"),
+        ("torchtitan, not compiled", "eager", "eager", "none"),
+        ("torchtitan, AsyncTP", "fused", "lean", "pipelined"),
+        ("torchtitan, async TP, no compile", "eager", "eager", "pipelined"),
+        ("torchtitan, asynchronous tensor parallelism", "fused", "lean", "pipelined"),
+        ("torchtitan, no async TP", "fused", "lean", "none"),
+    ],
+)
+def test_options_of_a_framework(text: str, pointwise: str, dispatch: str, tensor_overlap: str) -> None:
+    engine = engine_with_options(engine_named("fsdp"), text)
+    assert (engine.pointwise, engine.dispatch, engine.tensor_overlap) == (pointwise, dispatch, tensor_overlap)
+
+
+def test_options_of_a_framework_that_is_not_known() -> None:
+    neutral = engine_named("neutral")
+    assert engine_with_options(neutral, "our own trainer, torch.compile").pointwise == "fused"
+    assert engine_with_options(neutral, "our own trainer") is neutral
+    assert engine_with_options(neutral, None) is neutral
+
+
+@pytest.mark.parametrize(("text", "overlap"), [("--tp-comm-overlap", "pipelined"), ("no TP comm overlap", "none")])
+def test_the_option_of_megatron(text: str, overlap: str) -> None:
+    assert engine_with_options(engine_named("megatron"), f"Megatron-LM {text}").tensor_overlap == overlap
+
+
+def test_a_compiled_block_does_not_slow_a_recorded_graph() -> None:
+    assert engine_with_options(engine_named("jax"), "MaxText, compiled by XLA").dispatch == "graph"
