@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from autopar.errors import Problem, nearest
+from autopar.errors import Problem, did_you_mean, nearest
 from autopar.files.strict_text import read_json
 from autopar.files.strict_yaml import MAX_BYTES, read_yaml
 
@@ -21,7 +21,11 @@ class StrictModel(BaseModel):
 
 
 class NamedModel(StrictModel):
-    """A file that has the name of what it describes."""
+    """A file that has the name of what it describes.
+
+    If a model has the field `like`, its files may name another file of their folder there. A file that is like another
+    states what differs.
+    """
 
     name: str
 
@@ -44,7 +48,10 @@ def validate(model: type[M], content: object, prefix: str = "") -> tuple[M | Non
 
 def read_named(model: type[N], path: Path) -> tuple[N | None, list[Problem]]:
     """A YAML or JSON file as `model`, and everything wrong with it, each path opened by the file's name."""
-    content, problems = read_json(path, max_bytes=MAX_BYTES) if path.suffix == ".json" else read_yaml(path)
+    content, problems = _read(path)
+    if isinstance(content, dict) and "like" in model.model_fields and "like" in content:
+        content, wrong = _with_base(content, path)
+        problems = problems + wrong
     made = None
     if content is not None or not problems:
         made, violations = validate(model, content)
@@ -52,6 +59,26 @@ def read_named(model: type[N], path: Path) -> tuple[N | None, list[Problem]]:
     if made is not None and made.name != path.stem:
         problems.append(Problem(path="name", value=made.name, rule=f"must be the file's name, {path.stem!r}"))
     return made, [replace(problem, path=f"{path.name}: {problem.path}") for problem in problems]
+
+
+def _read(path: Path) -> tuple[Any, list[Problem]]:
+    return read_json(path, max_bytes=MAX_BYTES) if path.suffix == ".json" else read_yaml(path)
+
+
+def _with_base(content: dict[str, Any], path: Path) -> tuple[Any, list[Problem]]:
+    """The keys of the file that `content` is like, under its own. Mappings are joined key by key."""
+    like, names = content["like"], sorted(one.stem for one in path.parent.glob(f"*{path.suffix}"))
+    if like not in names or like == path.stem:
+        hint = did_you_mean(str(like), names)
+        return None, [Problem(path="like", value=like, rule="must name another file of this folder", suggestion=hint)]
+    base, problems = _read(path.with_name(f"{like}{path.suffix}"))
+    if problems or not isinstance(base, dict) or "like" in base:
+        return None, [Problem(path="like", value=like, rule="must name a sound file that is like no other file")]
+    merged = base | content
+    for key in base.keys() & content.keys():
+        if isinstance(base[key], dict) and isinstance(content[key], dict):
+            merged[key] = base[key] | content[key]
+    return merged, []
 
 
 def read_folder(model: type[N], paths: Iterable[Path]) -> tuple[dict[str, N], list[Problem]]:

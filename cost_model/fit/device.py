@@ -69,8 +69,9 @@ def fit_profile(samples: Sequence[Sample], setting: FitSetting) -> DeviceProfile
         parts.setdefault(sample.work.part, []).append(sample)
     device = setting.device if setting.figures_are_known else measured_figures(setting.device, samples)
     name = re.sub(r"[^a-z0-9._-]+", "-", setting.device.name.lower()).strip("-._")[:50] or "device"
+    base = setting.base.at_power_of(device)
     profile = replace(
-        setting.base,
+        base,
         name=f"{name}-measured",
         devices=(name,),
         description=f"{setting.device.name}, measured by autopar calibrate",
@@ -78,7 +79,7 @@ def fit_profile(samples: Sequence[Sample], setting: FitSetting) -> DeviceProfile
         measured=setting.measured,
         fit={},
         notes=(),
-        sources=dict(setting.base.sources),
+        sources=dict(base.sources),
     )
     fits: tuple[Callable[[Mapping[Part, list[Sample]], DeviceProfile, FitSetting], _Found | None], ...]
     fits = (_launch, _memory, _products, _attention, _links, _overlap)

@@ -29,13 +29,14 @@ _Text = Annotated[str, Field(min_length=8, max_length=400)]
 class Engine(NamedModel):
     """The mechanisms of a framework beside the arithmetic of the model.
 
-    A file states what differs from the usual values below. `sources` has a sentence for every number that it states.
+    A file states what differs from the usual values below, or from the engine that it is `like`. `sources` has a sentence for every number that it states.
     No number is fitted. A source that begins with "assumed" has no publication behind it. The usual values are assumed:
     sums of gradients and gathered weights in 16 bits, sums of shards in float32. ZeRO 1 divides the master weight (4)
     and Adam's moments (8).
 
     `tests/conformance/test_engines.py` finds every file, and checks that each word of each field changes a price.
 
+    like                   another engine that is not like any other, for versions of one framework
     frameworks             names of frameworks, anywhere in a text
     until                  the last year of a framework that has a later profile too
     attention              one fused kernel, or scores written to memory ("materialised")
@@ -76,8 +77,8 @@ class Engine(NamedModel):
                            operators of an "eager" loss hold them, or autopar's loss, which computes over a split
                            vocabulary "in_place" (`autopar.cost_model.memory.formula.logit_bytes`); or they and their
                            gradient exist in their own width ("compiled")
-    outputs                the logits of a micro-batch are "freed" by its backward pass; or two micro-batches hold them in
-                           float32 until the next ones come ("held")
+    outputs                the logits of a micro-batch are "freed" by its backward pass; or two micro-batches hold them
+                           in float32 until the next ones come ("held")
     state_bytes            of one trained parameter: weight, gradient, master weight, Adam's moments
     sharded_state_bytes    the part of `state_bytes` that ZeRO 1 divides
     gradients              are "kept" in a buffer for the whole run; or the first backward pass of a step "made" them,
@@ -94,6 +95,7 @@ class Engine(NamedModel):
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")]
     description: _Text
+    like: str | None = None
     frameworks: list[str]
     until: Annotated[int, Field(ge=2018, le=2100)] | None = None
     attention: Literal["fused", "materialised"]

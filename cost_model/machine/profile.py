@@ -177,6 +177,17 @@ class DeviceProfile:
         reached = part * math.sqrt(device.power_w / (peak / 1e12) / self.watts_per_tflops)
         return min(reached, max(part, MOST))
 
+    def at_power_of(self, device: Device) -> DeviceProfile:
+        """This profile for one device of its family: its parts are what `sustained` says, and need no more of it."""
+        attention = replace(
+            self.attention,
+            forward=self.sustained(self.attention.forward, device),
+            backward=self.sustained(self.attention.backward, device),
+        )
+        parts = {dtype: self.sustained(part, device) for dtype, part in self.efficiency.items()}
+        sources = {path: source for path, source in self.sources.items() if path != "watts_per_tflops"}
+        return replace(self, efficiency=parts, attention=attention, watts_per_tflops=None, sources=sources)
+
     def link(self, tier: Tier) -> LinkProfile:
         """The profile of a tier. A tier without a profile takes the nearest faster tier's, or else the slowest's."""
         order: tuple[Tier, ...] = ("in_host", "inter_host", "spine")

@@ -58,7 +58,7 @@ def precision_of_text(text: str | None) -> tuple[str, str | None]:
 
 
 def engine_with_options(engine: Engine, text: str | None) -> Engine:
-    """The engine with the options that the text of a framework names: torch.compile, tensor collectives beside products.
+    """The engine with the options that the text of a framework names: torch.compile, overlap of tensor collectives.
 
     >>> from autopar.cost_model.machine.engine import engine_named
     >>> engine = engine_with_options(engine_named("fsdp"), "torchtitan, no torch.compile, async TP")

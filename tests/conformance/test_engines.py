@@ -98,7 +98,7 @@ def test_estimate_runs_with_it(name: str, plan: dict[str, Any], program: Program
 def words() -> Iterator[tuple[str, Any, Any]]:
     """Every field with a choice of words, and each word beside the first."""
     for name, field in Engine.model_fields.items():
-        if name in ("name", "description", "frameworks", "until", "sources"):
+        if name in ("name", "description", "like", "frameworks", "until", "sources"):
             continue
         if field.annotation is bool:
             yield name, False, True

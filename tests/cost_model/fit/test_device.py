@@ -16,7 +16,8 @@ from autopar.cost_model.machine.presets import device_profile
 from autopar.cost_model.machine.profile import AttentionEfficiency, CallCost, DeviceProfile, LinkProfile, Tile
 from autopar.cost_model.machine.profile_io import dump_profile, load_profile
 from autopar.ir.cluster import Tier
-from autopar.ir.device import Link
+from autopar.ir.device import Link, device_of_preset
+from autopar.ir.device_presets import device_preset
 from autopar.ir.samples import Sample, Work
 
 part = st.floats(0.2, 0.95)
@@ -173,6 +174,18 @@ def test_what_was_not_measured_stays_as_it_was() -> None:
     assert found.sources["memory_efficiency"].startswith("measured 2026-11-21")
     assert found.sources["tile.m"] == base.sources["tile.m"]
     assert set(found.fit) == {"memory"}
+
+
+def test_measured_parts_are_those_of_the_device_s_own_power() -> None:
+    """What was not measured is as the shipped profile says for its power. No later step counts the power again."""
+    limited = device_of_preset(device_preset("h100-96gb-hbm2e"))
+    shipped = device_profile("h100-96gb-hbm2e")
+    own = FitSetting(device=limited, base=shipped, measured=MEASURED)
+    found = fit_profile([Sample(work=Work(part="memory", name="copy", amount=1e9), seconds=1e-3)], own)
+    assert found.watts_per_tflops is None and "watts_per_tflops" not in found.sources
+    part = shipped.efficiency_of("bfloat16")
+    assert found.sustained(found.efficiency_of("bfloat16"), limited) == shipped.sustained(part, limited) < 0.9 * part
+    assert found.attention.forward == shipped.sustained(shipped.attention.forward, limited)
 
 
 def test_a_cpu_launches_and_computes_in_one_thread() -> None:
