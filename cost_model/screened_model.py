@@ -45,9 +45,9 @@ def _parameters_only(family: Family[Polynomial]) -> Family[Polynomial]:
     """The family without anything but how many parameters its blocks have."""
 
     def of_work(work: BlockWork[Polynomial]) -> BlockWork[Polynomial]:
-        bare = replace(work, products=(), eager=(), fused=(), sent=())
-        nothing = Polynomial()
-        return replace(bare, saved_eager_bytes=nothing, saved_fused_bytes=nothing, input_bytes=nothing, selected=None)
+        saved = ("saved_eager_bytes", "saved_fused_bytes", "saved_operand_bytes", "input_bytes")
+        nothing: dict[str, Any] = dict.fromkeys(saved, Polynomial())
+        return replace(work, products=(), eager=(), fused=(), sent=(), selected=None, **nothing)
 
     blocks = tuple((role, tuple((name, of_work(work)) for name, work in found)) for role, found in family.blocks)
     return replace(family, blocks=blocks)

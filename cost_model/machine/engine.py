@@ -29,7 +29,8 @@ _Text = Annotated[str, Field(min_length=8, max_length=400)]
 class Engine(NamedModel):
     """The mechanisms of a framework beside the arithmetic of the model.
 
-    A file states what differs from the usual values below, or from the engine that it is `like`. `sources` has a sentence for every number that it states.
+    A file states what differs from the usual values below, or from the engine that it is `like`. `sources` has a
+    sentence for every number that it states.
     No number is fitted. A source that begins with "assumed" has no publication behind it. The usual values are assumed:
     sums of gradients and gathered weights in 16 bits, sums of shards in float32. ZeRO 1 divides the master weight (4)
     and Adam's moments (8).
@@ -77,6 +78,7 @@ class Engine(NamedModel):
                            operators of an "eager" loss hold them, or autopar's loss, which computes over a split
                            vocabulary "in_place" (`autopar.cost_model.memory.formula.logit_bytes`); or they and their
                            gradient exist in their own width ("compiled")
+    saved_operands         products save their inputs "wide", in 16 bits; or in the "narrow" precision of the product
     outputs                the logits of a micro-batch are "freed" by its backward pass; or two micro-batches hold them
                            in float32 until the next ones come ("held")
     state_bytes            of one trained parameter: weight, gradient, master weight, Adam's moments
@@ -129,6 +131,7 @@ class Engine(NamedModel):
     bucket_elements: Annotated[int, Field(ge=0, le=10**10)] = 0
     zero_weights: Literal["shared", "copied"] = "shared"
     loss: Literal["fused", "eager", "in_place", "compiled"] = "fused"
+    saved_operands: Literal["wide", "narrow"] = "wide"
     outputs: Literal["freed", "held"] = "freed"
     offload: Literal[
         "none", "optimizer", "parameters", "activations", "optimizer+activations", "parameters+activations"
@@ -146,9 +149,16 @@ class Engine(NamedModel):
         return self.context == "labels"
 
     def computing_in(self, precision: str) -> Engine:
-        """This engine in a precision of `autopar.ir.precision`: only gradients of bfloat16 stay beside their sums."""
-        is_as_is = self.low_gradients == "added" or precision == "bf16"
-        return self if is_as_is else self.model_copy(update={"low_gradients": "added"})
+        """This engine in a precision of `autopar.ir.precision`.
+
+        Only gradients of bfloat16 stay beside their sums. Only products in fewer than 16 bits have narrow inputs.
+        """
+        changes = {}
+        if self.low_gradients == "beside" and precision != "bf16":
+            changes["low_gradients"] = "added"
+        if self.saved_operands == "narrow" and precision in ("bf16", "fp16", "fp32"):
+            changes["saved_operands"] = "wide"
+        return self.model_copy(update=changes) if changes else self
 
     def keeping(self, offload: str) -> Engine:
         """This engine with other values on the host."""

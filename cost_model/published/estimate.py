@@ -43,6 +43,7 @@ from autopar.cost_model.published.row import Row, RowEstimate, Unmodelled
 from autopar.cost_model.published.words import attention_of_text, precision_of_text
 from autopar.cost_model.step.experts import with_experts
 from autopar.cost_model.step.layouts import RECOMPUTE, Layouts, Shape, layouts_from
+from autopar.cost_model.step.offload import host_assumption
 from autopar.cost_model.step.step import StepSeconds, step_seconds
 from autopar.cost_model.work.block_work import Family, evaluate
 from autopar.errors import ClusterError
@@ -167,7 +168,7 @@ def _case(row: Row) -> _Case | Unmodelled:
         family=family_name(row),
         fused=attention.fused,
         global_batch=batch,
-        warnings=(*warnings, *([unknown] if unknown else []), *links),
+        warnings=(*warnings, *filter(None, (unknown, host_assumption(machine))), *links),
     )
 
 

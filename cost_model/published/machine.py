@@ -82,9 +82,9 @@ def devices_per_host_of(row: Row, preset: DevicePreset) -> float:
 
 
 def engine_of(row: Row) -> Engine:
-    """The engine of a row's framework, or the neutral one if the framework is not known, with the options it names."""
+    """The engine of a row's framework, or the neutral one if no profile has it, with the options of the row."""
     engine = engine_of_framework(row.framework, row.source) or engine_named(NEUTRAL)
-    return engine_with_options(engine, row.framework)
+    return engine_with_options(engine, "; ".join(filter(None, (row.framework, row.zero_detail, row.optimizer))))
 
 
 def row_machine(row: Row, engine: Engine, mechanisms: Mechanisms, *, profile: DeviceProfile | None = None) -> Machine:
@@ -112,4 +112,5 @@ def row_machine(row: Row, engine: Engine, mechanisms: Mechanisms, *, profile: De
         ),
         memory_bytes=memory_bytes_of(preset, row.gpu_mem_gb),
         peak_flops_per_s=speeds.peak_flops_per_s,
+        host=device.host,
     )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from autopar.cost_model.machine.engine import Engine
+from autopar.ir.offload import ACTIVATIONS, OPTIMIZER, PARAMETERS
 
 # Pattern and precision, the first match counts. Case does not count.
 _PRECISIONS = (
@@ -22,6 +23,19 @@ ASSUMED = "bf16"  # of a row whose precision cannot be read
 _NO_COMPILE = r"\beager\b|\b(?:no|not|without)[ -](?:torch[. -]?)?compil|compile ?[:=]? ?(?:no|off|false)\b"
 _COMPILE = r"compile|inductor"
 _OVERLAP = r"(?:async(?:hronous)?[ -]?(?:tp\b|tensor)|\b(?:tp|tensor)[ -](?:comm[a-z]*[ -])?overlap|userbuffers)"
+_IS_OFFLOADED = (
+    (
+        PARAMETERS,
+        r"zero-?infinity|offload\w*[ _:=-]*(?:the )?(?:param|weight)|(?:param\w*|weights?)[ _-]*(?:cpu )?offload",
+    ),
+    (
+        OPTIMIZER,
+        r"zero-?offload|cpu[ _-]?(?:adam|offload)|(?:optimi[sz]er|adam|states?)[ _-]*(?:cpu )?offload|"
+        r"offload\w*[ _:=-]*(?:the )?optim|optimi[sz]er (?:states? )?on (?:the )?(?:host|cpu)",
+    ),
+    (ACTIVATIONS, r"activation\w*[ _-]*(?:cpu )?offload|offload\w*[ _:=-]*(?:the )?activ"),
+)
+_NOT_OFFLOADED = r"\b(?:no|not|without)[ _-](?:\w+[ _-])?offload|offload\w*[ ]?[:=][ ]?(?:none|no|false|off)\b"
 
 Kernel = Literal["first", "second", "native"]
 _IN_PIECES = re.compile(r"unfused|not fused|\b(?:no|without) (?:flash|fused)|eager|\bmath\b|materiali[sz]ed|\bnaive\b")
@@ -58,7 +72,7 @@ def precision_of_text(text: str | None) -> tuple[str, str | None]:
 
 
 def engine_with_options(engine: Engine, text: str | None) -> Engine:
-    """The engine with the options that the text of a framework names: torch.compile, overlap of tensor collectives.
+    """The engine with the options that a text names: torch.compile, overlap of tensor collectives, values on the host.
 
     >>> from autopar.cost_model.machine.engine import engine_named
     >>> engine = engine_with_options(engine_named("fsdp"), "torchtitan, no torch.compile, async TP")
@@ -72,7 +86,17 @@ def engine_with_options(engine: Engine, text: str | None) -> Engine:
         changes = {"pointwise": "fused"} | ({"dispatch": "lean"} if engine.dispatch == "eager" else {})
     if re.search(_OVERLAP, words):
         changes["tensor_overlap"] = "none" if re.search(rf"\b(?:no|not|without) {_OVERLAP}", words) else "pipelined"
+    if offload := _offload(words):
+        changes["offload"] = offload
     return engine.model_copy(update=changes) if changes else engine
+
+
+def _offload(words: str) -> str | None:
+    """A value of `autopar.ir.offload`, None if nothing is said to be on the host. Parameters include the optimizer."""
+    if re.search(_NOT_OFFLOADED, words):
+        return None
+    found = [part for part, pattern in _IS_OFFLOADED if re.search(pattern, words)]
+    return "+".join(part for part in found if part != OPTIMIZER or PARAMETERS not in found) or None
 
 
 def attention_of_text(text: str | None, engine: Engine) -> Attention:

@@ -114,11 +114,12 @@ def device_state(
 ) -> StateParts:
     """The part of the state that stays on the device.
 
-    Where the host updates, the device keeps a copy of the stored weights. Under ZeRO 1 and 2 the gathered parameters
-    stay whole from the first forward pass to the last backward pass.
+    Where the host updates, the device keeps a copy of the stored weights, unless blocks compute with other weights.
+    Under ZeRO 1 and 2 the gathered parameters stay whole from the first forward pass to the last backward pass.
     """
     if is_on_host(engine, OPTIMIZER):
-        return replace(every, moments=0.0 * every.moments)
+        stored = every.stored if engine.zero_weights == "copied" else 0.0 * every.stored
+        return replace(every, stored=stored, moments=0.0 * every.moments)
     if not is_on_host(engine, PARAMETERS):
         return every
     stage = fsdp_stage(layouts, engine)

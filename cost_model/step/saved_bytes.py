@@ -82,7 +82,8 @@ def activations(family: Family[Any], shape: Shape, layouts: Layouts, engine: Eng
             work = family.block(role, variant)
             one = work.saved_fused_bytes if engine.pointwise == "fused" else work.saved_eager_bytes
             scores = np.zeros(1) if fused else _scores(work)
-            one = one + scores
+            narrower = work.saved_operand_bytes / 2 if engine.saved_operands == "narrow" else 0.0
+            one = one + scores - narrower
             weight = share * is_chosen
             saved, inputs = saved + weight * one, inputs + weight * work.input_bytes
             if work.selected is not None:

@@ -129,6 +129,7 @@ class BlockWork(Generic[V]):
     sent: tuple[Sent[V], ...]  # collectives and messages
     saved_eager_bytes: V  # of the tensors that torch's autograd saves for the backward pass
     saved_fused_bytes: V  # of the saved tensors if fused groups recompute their inner values
+    saved_operand_bytes: V  # the part of `saved_fused_bytes` that only matrix products need
     input_bytes: V  # of the block's inputs, which full recomputation saves
     parameters_split: V  # split over tensor ranks
     parameters_whole: V  # whole on each tensor rank

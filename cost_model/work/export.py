@@ -152,6 +152,7 @@ def work_of(flow: Flow, role: str | None = None) -> SymbolicWork:
         sent=tuple(sent_by(flow)),
         saved_eager_bytes=polynomial(_saved_eager(flow)),
         saved_fused_bytes=polynomial(_saved_fused(flow, flow.needs_of_groups)),
+        saved_operand_bytes=polynomial(_saved_operands(flow)),
         input_bytes=polynomial(_sum(flow.value_bytes(p) for p in (*_inputs(flow), *_choices(flow)))),
         parameters_split=polynomial(split),
         parameters_whole=polynomial(whole),
@@ -175,6 +176,7 @@ def kept_work(flow: Flow, work: SymbolicWork) -> SymbolicWork:
         sent=tuple(sent_by(kept)),
         saved_eager_bytes=polynomial(_saved_eager(kept)),
         saved_fused_bytes=polynomial(_saved_fused(kept, flow.needs_of_groups)),
+        saved_operand_bytes=polynomial(_saved_operands(kept)),
         selected=_selected(kept, (*work.products, *work.eager)),
     )
 
@@ -208,6 +210,15 @@ def _saved_fused(flow: Flow, of_groups: Sequence[set[Need]]) -> Expr:
     """Bytes of the tensors that backward passes of products and of fused groups need."""
     needs = {need for name in flow.runs if flow.is_product(name) for need in needs_of_product(flow, name)}
     return _sum(_need_bytes(flow, need) for need in needs.union(*of_groups) if not _is_in_chunks(flow, need.value))
+
+
+def _saved_operands(flow: Flow) -> Expr:
+    """Bytes of the saved tensors that nothing but matrix products needs, so that they may be as narrow as products."""
+    of_products, of_others = set[Need](), set[Need]().union(*flow.needs_of_groups)
+    for name in flow.runs:
+        if flow.is_product(name):
+            (of_others if flow.is_attention(name) else of_products).update(needs_of_product(flow, name))
+    return _sum(_need_bytes(flow, need) for need in of_products - of_others if not _is_in_chunks(flow, need.value))
 
 
 def _is_in_chunks(flow: Flow, value: str) -> bool:

@@ -257,6 +257,7 @@ def _merged(role: str, works: Sequence[BlockWork[Polynomial]]) -> BlockWork[Poly
         for name in (
             "saved_eager_bytes",
             "saved_fused_bytes",
+            "saved_operand_bytes",
             "parameters_split",
             "parameters_whole",
             "parameters_expert",

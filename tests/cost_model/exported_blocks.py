@@ -22,6 +22,6 @@ def totals(work: Any) -> dict[str, Any]:
             for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
                 sent = [c for c in work.sent if (c.of, c.is_forward, c.collective) == (cause, is_forward, kind)]
                 found[f"{cause} {kind} {is_forward}"] = sum(c.whole_bytes for c in sent)
-    names = ("saved_eager_bytes", "saved_fused_bytes", "input_bytes")
+    names = ("saved_eager_bytes", "saved_fused_bytes", "saved_operand_bytes", "input_bytes")
     parameters = ("parameters_split", "parameters_whole", "parameters_expert")
     return found | {name: getattr(work, name) for name in (*names, *parameters)}

@@ -86,7 +86,8 @@ def test_one_thread_adds_starting_to_running() -> None:
     )  # fmt: skip
     work = BlockWork(
         role="layer", products=(), eager=(kernel,), fused=(kernel,), sent=(), saved_eager_bytes=0.0,
-        saved_fused_bytes=0.0, input_bytes=0.0, parameters_split=0.0, parameters_whole=0.0, parameters_expert=0.0,
+        saved_fused_bytes=0.0, saved_operand_bytes=0.0, input_bytes=0.0,
+        parameters_split=0.0, parameters_whole=0.0, parameters_expert=0.0,
     )  # fmt: skip
     profile = device_profile("cpu")
     speeds = Speeds(

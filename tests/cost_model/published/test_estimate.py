@@ -166,6 +166,30 @@ def test_deepspeed_s_pipeline_holds_the_logits_of_two_micro_batches() -> None:
         assert gone_logits(group.shape, group.layouts, engine.model_copy(update={"outputs": "freed"})) == 1
 
 
+def test_an_optimizer_on_the_host_leaves_the_device_and_costs_time() -> None:
+    """Master weights and moments are 12 bytes of a parameter. The cache is a tenth of them."""
+    row = replace(LLAMA, framework="Megatron-LM", dp=2, num_gpus=2, zero=0, recompute="full", global_batch=2)
+    device, host = estimate_rows([row, replace(row, id="host", optimizer="Adam, optimizer CPU offload")])
+    assert isinstance(device, RowEstimate) and isinstance(host, RowEstimate)
+    (on_device, on_host) = (
+        prepare([one])[0][0].memory.parts["optimizer state"][0]
+        for one in (row, replace(row, optimizer="Adam, optimizer CPU offload"))
+    )
+    assert on_device == pytest.approx(12 * 8.03e9, rel=0.01)
+    assert on_host == 0
+    assert host.seconds > device.seconds
+    assert not any("host" in one for one in host.warnings)  # the figures of a DGX are known
+
+
+def test_products_in_8_bits_save_their_inputs_in_8_bits() -> None:
+    """Of a layer in TransformerEngine: inputs of q, k and v, of o, of gate and up, of down. Norms save theirs wide."""
+    row = replace(LLAMA, framework="Megatron-Core", recompute="none", num_gpus=64, dp=64, global_batch=64, zero=1)
+    wide, narrow = (prepare([replace(row, precision=one)])[0][0] for one in ("bf16", "fp8"))
+    halved = 8192 * (4096 + 4096 + 14336)  # attention needs its result in 16 bits, which is o's input
+    saved = [one.memory.parts["activations"][0] for one in (wide, narrow)]
+    assert saved[0] - saved[1] == pytest.approx(32 * halved, rel=1e-3)
+
+
 def test_keys_that_are_gathered_wait_more_than_keys_in_a_ring() -> None:
     """Between hosts, one gather waits for the links. A ring of as many bytes has attention beside every step."""
     row = replace(LLAMA, seq_len=65536, tp=8, dp=1, cp=8, num_gpus=64, global_batch=1, recompute="full")

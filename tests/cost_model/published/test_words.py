@@ -94,3 +94,25 @@ def test_the_option_of_megatron(text: str, overlap: str) -> None:
 
 def test_a_compiled_block_does_not_slow_a_recorded_graph() -> None:
     assert engine_with_options(engine_named("jax"), "MaxText, compiled by XLA").dispatch == "graph"
+
+
+@pytest.mark.parametrize(
+    ("text", "offload"),
+    [
+        ("DeepSpeed ZeRO-Offload", "optimizer"),
+        ("ZeRO-2, CPU Adam", "optimizer"),
+        ("Megatron, --optimizer-cpu-offload", "optimizer"),
+        ("offload_optimizer: cpu", "optimizer"),
+        ("optimizer states on the host", "optimizer"),
+        ("ZeRO-Infinity", "parameters"),
+        ("FSDP2 with parameter offload", "parameters"),
+        ("offload_param=cpu, offload_optimizer=cpu", "parameters"),
+        ("activation offloading", "activations"),
+        ("optimizer offload and activation offload", "optimizer+activations"),
+        ("no CPU offload", "none"),
+        ("offload=none", "none"),
+        ("FSDP2", "none"),
+    ],
+)
+def test_values_on_the_host(text: str, offload: str) -> None:
+    assert engine_with_options(engine_named("fsdp"), text).offload == offload

@@ -83,7 +83,8 @@ def block(name: str) -> Family[Any]:
     )  # fmt: skip
     work = BlockWork(
         role="moe_layer", products=(product,), eager=(), fused=(), sent=(), saved_eager_bytes=0.0,
-        saved_fused_bytes=0.0, input_bytes=0.0, parameters_split=0.0, parameters_whole=0.0, parameters_expert=0.0,
+        saved_fused_bytes=0.0, saved_operand_bytes=0.0, input_bytes=0.0,
+        parameters_split=0.0, parameters_whole=0.0, parameters_expert=0.0,
     )  # fmt: skip
     return Family(name="block", source="", blocks=(("moe_layer", (("tp", work), ("sp", work))),))
 
