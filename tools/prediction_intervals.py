@@ -12,19 +12,22 @@ import argparse
 import csv
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from itertools import permutations
 from statistics import fmean, variance
 
 import numpy as np
-from fit_cost_model import DATA, ENGINE_LEFT_OUT, ROOT, runs, shipped
+from fit_cost_model import DATA, ENGINE_LEFT_OUT, ROOT, Runs, runs, shipped
 from leave_one_out import engine
+from numpy.typing import NDArray
 from scipy.stats import t
 
-from autopar.cost_model.interval import COVERED, ORDER, SHRINKAGE, SITUATIONS
-from autopar.cost_model.published.estimate import estimate_rows
+from autopar.cost_model.fit.measured_steps import elasticities, term_factors
+from autopar.cost_model.interval import COVERED, ORDER, SITUATIONS
+from autopar.cost_model.machine.profile import DeviceProfile
+from autopar.cost_model.published.estimate import RowGroup, estimate_rows
 from autopar.cost_model.published.measurement import measured_bytes
 from autopar.cost_model.published.ranking import Timed, same_work
 from autopar.cost_model.published.row import Row, RowEstimate, read_rows
@@ -46,26 +49,50 @@ class Residual:
 
 
 def shrinkages(rows: Sequence[Row]) -> None:
-    """Errors of runs without experts, each corrected by one other run of its user, by the power of the correction.
+    """Errors of runs without experts, each corrected by one other run of its user, by the way of correcting.
 
     The others of a run count as one run together.
     """
     by_id = {row.id: row for row in rows}
     whole = runs(rows)
-    measured = dict(zip((row.id for row in whole.rows), whole.measured_s, strict=True))
-    kinds: dict[tuple[str | None, ...], list[float]] = {}
+    measured, parts = dict(zip((row.id for row in whole.rows), whole.measured_s, strict=True)), _parts(whole)
+    kinds: dict[tuple[str | None, ...], list[tuple[Row, float]]] = {}
     with ENGINE_LEFT_OUT.open(encoding="utf-8") as file:
         for line in csv.DictReader(file):
             row = by_id[line["id"]]
             if not row.moe_experts:
                 found = _residual(row, measured[row.id], float(line["seconds"]))
-                kinds.setdefault(_own(row), []).append(found.value)
-    pairs = [(first, one, 1 / (len(own) - 1)) for own in kinds.values() for first, one in permutations(own, 2)]
-    for power in (0.0, 0.5, 0.7, 1.0):
-        each = sorted((abs(math.expm1(power * first - one)), weight) for first, one, weight in pairs)
+                kinds.setdefault(_own(row), []).append((row, found.value))
+    pairs = [(*pair, 1 / (len(own) - 1)) for own in kinds.values() for pair in permutations(own, 2)]
+    ways: dict[str, Callable[[float, Row, Row], float]] = {
+        f"by its ratio to the power of {power:g}": lambda value, first, row, power=power: power * value  # type: ignore[misc]
+        for power in (0.0, 0.5, 0.7, 1.0)
+    }
+    ways["by terms"] = lambda value, first, row: _correction(value, parts[first.id], parts[row.id])
+    for way, correct in ways.items():
+        each = sorted((abs(math.expm1(correct(of, first, row) - one)), w) for (first, of), (row, one), w in pairs)
         places = np.cumsum([weight for _, weight in each]) / sum(weight for _, weight in each)
         middle, high = (each[int(np.searchsorted(places, part))][0] for part in (0.5, 0.9))
-        print(f"corrected to the power of {power:g}: median {middle:.1%}, p90 {high:.1%}")
+        print(f"corrected {way}: median {middle:.1%}, p90 {high:.1%}")
+
+
+def _parts(whole: Runs) -> dict[str, NDArray[np.float64]]:
+    """The part of each term in the time of each run, by the shipped numbers."""
+    profiles, constants = shipped()
+    found = {}
+    for group in whole.groups:
+
+        def price(profile: DeviceProfile, group: RowGroup = group) -> NDArray[np.float64]:
+            return np.broadcast_to(group.step(constants, profile).seconds, len(group.indices))
+
+        parts = elasticities(price, profiles[group.profile.name])
+        found |= {whole.rows[index].id: one for index, one in zip(group.indices, parts, strict=True)}
+    return found
+
+
+def _correction(value: float, of_first: NDArray[np.float64], of_other: NDArray[np.float64]) -> float:
+    """The logarithm by which one measured run corrects another. `value` is log(measured / predicted) of the first."""
+    return float(of_other @ np.log(term_factors([math.exp(value)], of_first[None])))
 
 
 def residuals(rows: Sequence[Row]) -> dict[str, dict[str, list[Residual]]]:
@@ -83,10 +110,12 @@ def residuals(rows: Sequence[Row]) -> dict[str, dict[str, list[Residual]]]:
                 time[name].append(_residual(row, measured[row.id], float(line[column])))
                 if kind == "known":
                     alike.setdefault(_own(row), []).append((row, time[name][-1]))
+    parts = _parts(whole)
     for kinds in alike.values():  # each run is the measured step of all others
-        for (_, first), (row, one) in permutations(kinds, 2):
+        for (other, first), (row, one) in permutations(kinds, 2):
             name = f"measured step{EXPERTS if row.moe_experts else ''}"
-            time[name].append(replace(one, value=one.value - SHRINKAGE * first.value))
+            value = one.value - _correction(first.value, parts[other.id], parts[row.id])
+            time[name].append(replace(one, value=value))
     profiles, constants = shipped()
     for group in whole.groups:
         usual = group.step(constants, profiles[group.profile.name]).seconds

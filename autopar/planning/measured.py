@@ -1,26 +1,24 @@
 """Measured steps of one's own correct the device profile, before a plan is priced or searched.
 
-A measured step of the same device, precision and engine says how much longer steps take than predicted. All constants
-of time of the profile are scaled by the mean ratio of such steps, to the power of `SHRINKAGE`. The power is below 1,
-because another model or layout is only partly off by the same ratio (``tools/prediction_intervals.py`` prints what
-published runs say).
+A measured step of the same device, precision and engine says how much longer steps take than predicted. The constants
+of computing, and of the links of each tier, are scaled by what such steps say of them
+(`autopar.cost_model.fit.measured_steps`). A scale is shrunk, because another model or layout is only partly off by the
+same ratio (``tools/prediction_intervals.py`` prints what published runs say).
 """
 
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
 
 import numpy as np
+from numpy.typing import NDArray
 
-from autopar.cost_model.fit.predicted_vs_measured import slowed
-from autopar.cost_model.interval import SHRINKAGE
+from autopar.cost_model.fit.measured_steps import elasticities, slowed, term_factors, terms_of
 from autopar.cost_model.machine.cluster import cluster_machine, default_precision
 from autopar.cost_model.machine.engine import DEFAULT, Engine, engine_named
 from autopar.cost_model.machine.fitted_constants import mechanisms
 from autopar.cost_model.machine.profile import DeviceProfile
 from autopar.cost_model.machine.profile_io import load_profile
-from autopar.cost_model.published.estimate import prepare
+from autopar.cost_model.published.estimate import RowGroup, prepare
 from autopar.cost_model.published.machine import engine_of, preset_of
 from autopar.cost_model.published.measurement import measured_seconds
 from autopar.cost_model.published.row import Row, read_row_file
@@ -28,13 +26,21 @@ from autopar.cost_model.published.words import precision_of_text
 from autopar.errors import ClusterError, InputError
 from autopar.ir.cluster import ClusterSpec
 
+NAMES = {
+    "compute": "computing",
+    "in_host": "links in a host",
+    "inter_host": "links between hosts",
+    "spine": "links over the spine",
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    """A measured step beside its prediction."""
+    """A measured step beside its prediction, and the part of each term in its time."""
 
     id: str
     ratio: float  # measured / predicted
+    parts: NDArray[np.float64]
 
 
 def corrected_by_steps(
@@ -65,7 +71,8 @@ def corrected_by_steps(
     device = machine.device.name
     mine = [row for row in rows if _device(row) == device and precision_of_text(row.precision)[0] == precision]
     mine = [row for row in mine if engine_of(row).name == engine.name]
-    steps = _steps(mine, machine.profile)
+    usual = machine.profile.at_power_of(machine.device)
+    steps = _steps(mine, usual)
     if not steps:
         there = sorted({f"{_device(r)}, {precision_of_text(r.precision)[0]}, {engine_of(r).name}" for r in rows})
         raise InputError(
@@ -73,12 +80,14 @@ def corrected_by_steps(
             f"are of: {'; '.join(there[:5])}. Name them in the columns gpu_type, precision and framework, and give "
             "step_time_s or tokens_per_s_per_gpu"
         )
-    factor = math.exp(SHRINKAGE * fmean(math.log(one.ratio) for one in steps))
+    found = term_factors([one.ratio for one in steps], np.stack([one.parts for one in steps]))
+    factors = dict(zip(terms_of(usual), found.tolist(), strict=True))
     shown = ", ".join(f"{one.id} {one.ratio - 1:+.0%}" for one in steps[:3])
     more = f" and {len(steps) - 3} more" if len(steps) > 3 else ""
     why = f"measured against predicted steps: {shown}{more}"
-    note = f"times of profile {machine.profile.name} are scaled by {factor:.3f}: {why}, each shrunk to {SHRINKAGE:g}"
-    made = slowed(machine.profile, factor, why)
+    scaled = ", ".join(f"{NAMES[term]} by {factor:.3f}" for term, factor in factors.items() if factor != 1)
+    note = f"times of profile {usual.name} are scaled, {scaled or 'none'}: {why}"
+    made = slowed(usual, factors, why)
     return replace(made, steps=len(steps), notes=(*made.notes, note))
 
 
@@ -114,8 +123,12 @@ def _steps(rows: list[Row], profile: DeviceProfile) -> list[_Step]:
     groups, _ = prepare([row.without_result() for row, _ in timed])
     found = []
     for group in groups:
-        seconds = np.broadcast_to(group.step(mechanisms(), profile).seconds, len(group.indices))
-        for index, predicted in zip(group.indices, seconds, strict=True):
+        count = len(group.indices)
+
+        def price(by: DeviceProfile, group: RowGroup = group, count: int = count) -> NDArray[np.float64]:
+            return np.broadcast_to(group.step(mechanisms(), by).seconds, count)
+
+        for index, predicted, parts in zip(group.indices, price(profile), elasticities(price, profile), strict=True):
             row, measured = timed[index]
-            found.append(_Step(id=row.id, ratio=measured.seconds / float(predicted)))
+            found.append(_Step(id=row.id, ratio=measured.seconds / float(predicted), parts=parts))
     return found

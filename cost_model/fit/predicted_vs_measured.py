@@ -120,15 +120,15 @@ def corrected(
     return made
 
 
-def slowed(profile: DeviceProfile, factor: float, why: str) -> DeviceProfile:
-    """`profile` with all constants of time scaled, so that steps take `factor` times as long.
+def scaled_term(profile: DeviceProfile, term: str, factor: float, why: str) -> DeviceProfile:
+    """`profile` with the constants of ``compute`` or of a tier scaled, so that the term takes `factor` times as long.
 
     No part of a figure can be above `_MAX_PART`.
     """
-    made = _scaled_compute(profile, "compute", factor, why)
     for tier in profile.links:
-        made = _scaled_link(made, tier, factor, why)
-    return made
+        if tier == term:
+            return _scaled_link(profile, tier, factor, why)
+    return _scaled_compute(profile, term, factor, why)
 
 
 def _scaled_compute(profile: DeviceProfile, kind: str, factor: float, why: str) -> DeviceProfile:

@@ -10,7 +10,7 @@ from autopar.cost_model.machine.collectives import Transfer
 from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.machine.fitted_constants import Mechanisms
 from autopar.cost_model.machine.links import Links, MeasuredCalls
-from autopar.cost_model.machine.profile import AttentionEfficiency, CallCost, DeviceProfile, Tile
+from autopar.cost_model.machine.profile import MOST, AttentionEfficiency, CallCost, DeviceProfile, Tile
 from autopar.ir.device import Device, HostShare, Link
 
 USABLE = 0.96  # part of a device's memory that a run may fill; fragmentation loses the rest
@@ -104,11 +104,11 @@ def speeds_of(
         "second": 1.0,
         "native": mechanisms.native_attention if profile.native_attention else 1.0,
     }[engine.attention_kernel]
-    attention: AttentionEfficiency = replace(
-        profile.attention,
-        forward=profile.sustained(profile.attention.forward * scale, device),
-        backward=profile.sustained(profile.attention.backward * scale, device),
-    )
+    parts = {
+        name: profile.sustained(min(part * scale, max(part, MOST)), device)
+        for name, part in (("forward", profile.attention.forward), ("backward", profile.attention.backward))
+    }
+    attention: AttentionEfficiency = replace(profile.attention, **parts)
     narrow = NARROW.get(precision, "")
     if narrow == "float4" and narrow not in peaks:
         narrow = "float8"

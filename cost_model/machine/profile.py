@@ -40,7 +40,7 @@ _LIKE = {
     "float4": "float8",  # both run under the power limit; nobody has fitted 4 bits
 }
 STALE_DAYS = 365
-MOST = 0.9  # of its peak that a device reaches whose power is no limit: assumed
+MOST = 0.9  # of its peak that no device exceeds by more power or a better kernel: assumed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,70 @@
+"""Measured steps correct a profile by terms: computing, and the links of each tier.
+
+A step's logarithm of measured over predicted time is split among the terms by the part that each of them has in the
+step's time (elasticities). Least squares over all steps with a penalty on the corrections (ridge regression: Hoerl,
+Kennard 1970) shrinks them: one step that is all computing corrects computing by its ratio to the power of `SHRINKAGE`.
+More steps are believed more. A term that no step spends time on stays as it is.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cost_model.fit.predicted_vs_measured import scaled_term
+from autopar.cost_model.interval import SHRINKAGE
+from autopar.cost_model.machine.profile import DeviceProfile
+from autopar.ir.arrays import Floats
+
+_STEP = 1.05  # factor on a term for the difference quotient; predictions are rounded to four digits
+PENALTY = (1 - SHRINKAGE) / SHRINKAGE
+
+
+def terms_of(profile: DeviceProfile) -> tuple[str, ...]:
+    """The terms of a profile: ``compute``, and its tiers."""
+    return ("compute", *profile.links)
+
+
+def elasticities(price: Callable[[DeviceProfile], Floats], profile: DeviceProfile) -> NDArray[np.float64]:
+    """The part of each term in the time of steps, as the change of its logarithm.
+
+    Args:
+        price: Seconds of the steps by a profile.
+        profile: The profile.
+
+    Returns:
+        One row per step, one column per term of `terms_of`.
+    """
+    usual = np.asarray(price(profile), dtype=np.float64).reshape(-1)
+    slower = [np.broadcast_to(price(scaled_term(profile, term, _STEP, "")), usual.shape) for term in terms_of(profile)]
+    found: NDArray[np.float64] = np.log(np.stack(slower, axis=1) / usual[:, None]) / np.log(_STEP)
+    return found
+
+
+def term_factors(ratios: Sequence[float], parts: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The factor on the time of each term.
+
+    Args:
+        ratios: Measured over predicted time of each step.
+        parts: The `elasticities` of the steps.
+
+    Returns:
+        One factor per term.
+
+    Example:
+        >>> term_factors([1.3], np.array([[1.0, 0.0]])).round(3).tolist()  # 1.3 to the power of 0.7; no links
+        [1.202, 1.0]
+        >>> term_factors([1.3, 1.0], np.array([[0.5, 0.5], [1.0, 0.0]])).round(3).tolist()  # the links are slow
+        [1.024, 1.208]
+    """
+    penalty = PENALTY * np.eye(parts.shape[1])
+    found: NDArray[np.float64] = np.exp(np.linalg.solve(parts.T @ parts + penalty, parts.T @ np.log(ratios)))
+    return found
+
+
+def slowed(profile: DeviceProfile, factors: Mapping[str, float], why: str) -> DeviceProfile:
+    """`profile` with the constants of each term scaled, so that they take `factors` times as long."""
+    made = profile
+    for term, factor in factors.items():
+        made = scaled_term(made, term, factor, why)
+    return made
