@@ -159,7 +159,7 @@ def ends_bytes(layouts: Layouts, basis: MemoryBasis, blocks: BlockBytes, ends: E
     def of_rank(parameters: RankParameters, live: Floats, logits: Floats) -> RankBytes:
         parts = state_bytes(parameters, shape, layouts, engine)
         gathered = gathered_bytes(parameters, shape, layouts, engine, per_rank, has_stages=has_stages)
-        workspace = np.maximum(working - logits * gone_logits(shape, layouts, engine), 0.0)
+        workspace = np.maximum(working - logits * gone_logits(shape, engine), 0.0)
         parts |= {"gathered": gathered, "activations": live * per_rank * kept, "workspace": workspace, "logits": logits}
         freed = parts["activations"] * (1 - 1 / np.maximum(per_rank, 1)) + logits
         parts["gradients"] = beside_freed(parts["gradients"], freed, makes_gradients(layouts, engine))
@@ -241,7 +241,7 @@ def logit_bytes(family: Family[Any], shape: Shape, layouts: Layouts, engine: Eng
     products = [one for one in every if one.kind == "matmul"]
     if not products:
         return np.zeros(1)
-    whole, of_chunk = own + 2 * FLOAT_BYTES + _of_others(layouts, engine), own + 2 * FLOAT_BYTES
+    whole, of_chunk = np.full(1, own + 2 * FLOAT_BYTES + _of_others(engine)), own + 2 * FLOAT_BYTES
     if engine.loss in ("eager", "in_place"):
         split = 2 if engine.loss == "in_place" else 4
         whole, of_chunk = np.where(layouts.tp > 1, split, 3) * exact, exact + (own if own < exact else 0)
@@ -251,14 +251,14 @@ def logit_bytes(family: Family[Any], shape: Shape, layouts: Layouts, engine: Eng
     return np.asarray(sum(held))
 
 
-def gone_logits(shape: Shape, layouts: Layouts, engine: Engine) -> Floats:
+def gone_logits(shape: Shape, engine: Engine) -> float:
     """The part of the logits' bytes that is gone when the backward pass recomputes a block."""
     if engine.outputs == "freed":
-        return np.ones(1)
-    others = _of_others(layouts, engine)
+        return 1.0
+    others = _of_others(engine)
     return 1 - (FLOAT_BYTES + others) / (shape.element_bytes + 2 * FLOAT_BYTES + others)
 
 
-def _of_others(layouts: Layouts, engine: Engine) -> Floats:
+def _of_others(engine: Engine) -> int:
     """Bytes that an element of the logits holds of another micro-batch."""
-    return np.where((engine.outputs == "held") & (layouts.micro_batches > 1), float(FLOAT_BYTES), 0.0) + np.zeros(1)
+    return FLOAT_BYTES if engine.outputs == "held" else 0

@@ -189,7 +189,7 @@ def held_by_ranks(stages: Stages, blocks: RoleBytes, index: int, layout: Layouts
         kept_bytes=calls @ saved,
         state={name: part + nothing for name, part in state.items()},
         logits=logits,
-        gone_logits=logits * float(_at(gone_logits(basis.shape, layout, basis.engine), index)),
+        gone_logits=logits * gone_logits(basis.shape, basis.engine),
         cache=basis.cache,
         reserve_bytes=float(basis.reserve_bytes),
         is_made=bool(np.all(makes_gradients(layout, basis.engine))),

@@ -130,7 +130,7 @@ def memory_bounds(
         held = held if alike.index is None else held[alike.index]
         held = np.where(layouts.pp > 1, held, blocks)
         before = saved.always  # a block's tensors before they are moved to the host
-        room = parts["logits"] * gone_logits(shape, layouts, engine)
+        room = parts["logits"] * gone_logits(shape, engine)
         always, again, whole = (
             np.where(has_blocks, np.maximum(one - room, 0.0), 0.0)
             for one in (before, np.maximum(saved.again, before), np.maximum(saved.whole, before))
