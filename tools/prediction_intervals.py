@@ -79,7 +79,7 @@ def shrinkages(rows: Sequence[Row]) -> None:
 def _parts(whole: Runs) -> dict[str, NDArray[np.float64]]:
     """The part of each term in the time of each run, by the shipped numbers."""
     profiles, constants = shipped()
-    found = {}
+    found: dict[str, NDArray[np.float64]] = {}
     for group in whole.groups:
 
         def price(profile: DeviceProfile, group: RowGroup = group) -> NDArray[np.float64]:

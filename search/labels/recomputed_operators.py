@@ -25,19 +25,29 @@ from autopar.search.labels.mixed_program import MixedProgram
 MOST_FLOPS = 0.1  # more FLOP of a block, forward and backward, that selective recomputation may compute
 _TIE = 1e-6  # weight of the quantity that decides between equal ones
 _ROUNDING = 1e-9  # of a limit
+_TOLERANCE = 2e-6  # of all bytes or cost: HiGHS keeps a limit to 1e-6
 _TIME_LIMIT_S = 10.0
 
 
 def fewest_bytes(block: Recomputable[float], costs: Sequence[float], most_cost: float) -> tuple[int, ...]:
     """The operators that leave the fewest saved bytes for at most this cost. Of equal sets the cheapest."""
     found = _solved(block, costs, bytes_weight=1.0, cost_weight=_TIE, most_cost=most_cost)
+    _, every = _sums(block, costs)
+    if found is not None and sum(costs[n] for n in found) > most_cost + _ROUNDING * every:
+        lower = max(0.0, most_cost - _TOLERANCE * every)
+        found = _solved(block, costs, bytes_weight=1.0, cost_weight=_TIE, most_cost=lower)
     assert found is not None  # to recompute nothing costs nothing
     return found
 
 
 def least_cost(block: Recomputable[float], costs: Sequence[float], most_bytes: float) -> tuple[int, ...] | None:
     """The cheapest operators that leave at most this many saved bytes. None if there are none."""
-    return _solved(block, costs, bytes_weight=_TIE, cost_weight=1.0, most_bytes=most_bytes)
+    found = _solved(block, costs, bytes_weight=_TIE, cost_weight=1.0, most_bytes=most_bytes)
+    whole, _ = _sums(block, costs)
+    if found is not None and saved_bytes(block, found) > most_bytes + _ROUNDING * whole:
+        lower = most_bytes - _TOLERANCE * whole
+        found = _solved(block, costs, bytes_weight=_TIE, cost_weight=1.0, most_bytes=lower)
+    return found
 
 
 def best_exchange(block: Recomputable[float], costs: Sequence[float], bytes_per_cost: float) -> tuple[int, ...]:
