@@ -32,7 +32,7 @@ CASES = (
 def enumerated(found: Searched) -> tuple[float, int]:
     """The best value of candidates with recomputation by stage, and the number of candidates."""
     screened, candidates = found.screened, found.candidates
-    mine = np.isin(candidates.tp, found.labelled) & (screened.share > 0) & (candidates.pp > 1)
+    mine = np.isin(candidates.tp, found.labelled) & (screened.level > 0) & (candidates.pp > 1)
     best = np.inf if found.proof.best is None else found.proof.best.value
     near = np.flatnonzero(mine & (screened.by_stage_seconds * (1 - FAR) < best)).tolist()
     for at in range(0, len(near), GROUP):
