@@ -206,8 +206,8 @@ def _engine_left_out(core: Sequence[Compared]) -> str:
     return (
         "## With the engine left out\n\n"
         "The constants are fitted on the runs of the other engines alone. An engine is left out in all its years. The\n"
-        "mechanisms of an engine profile are not\n"
-        "fitted. The last two columns hide the framework, so that the neutral engine is used.\n\n"
+        "mechanisms of an engine profile are not fitted. The last two columns hide the framework, so that the neutral\n"
+        "engine is used.\n\n"
         f"{_table(header, lines)}\n"
         "The 80 % interval of each engine is made of the runs of the other engines, without experts. This part of the\n"
         f"runs is inside:\n\n{covered}"
