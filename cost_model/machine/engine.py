@@ -77,7 +77,8 @@ class Engine(NamedModel):
     loss                   logits exist in their own width, as a float32 copy and as its gradient ("fused"); or as the
                            operators of an "eager" loss hold them, or autopar's loss, which computes over a split
                            vocabulary "in_place" (`autopar.cost_model.memory.formula.logit_bytes`); or they and their
-                           gradient exist in their own width ("compiled")
+                           gradient exist in their own width ("compiled"); or the loss is fused with the "linear" head,
+                           and they never exist
     saved_operands         products save their inputs "wide", in 16 bits; or in the "narrow" precision of the product
     outputs                the logits of a micro-batch are "freed" by its backward pass; or two micro-batches hold them
                            in float32 until the next ones come ("held")
@@ -130,7 +131,7 @@ class Engine(NamedModel):
     low_gradients: Literal["added", "beside"] = "added"
     bucket_elements: Annotated[int, Field(ge=0, le=10**10)] = 0
     zero_weights: Literal["shared", "copied"] = "shared"
-    loss: Literal["fused", "eager", "in_place", "compiled"] = "fused"
+    loss: Literal["fused", "eager", "in_place", "compiled", "linear"] = "fused"
     saved_operands: Literal["wide", "narrow"] = "wide"
     outputs: Literal["freed", "held"] = "freed"
     offload: Literal[

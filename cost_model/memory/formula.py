@@ -234,6 +234,7 @@ def logit_bytes(family: Family[Any], shape: Shape, layouts: Layouts, engine: Eng
     probabilities, their gradient and that of the logits. Over a split vocabulary torch's loss_parallel holds four, for
     it multiplies the gradient out of place. autopar's loss holds two: probabilities and the gradient. In chunks it
     holds one, in place, and first the logits that it is cast from. A compiled loss computes all of them in registers.
+    A loss that is computed with the product of the head, a piece at a time, holds no logits.
     DeepSpeed's pipeline holds the float32 logits of two micro-batches.
     """
     every, own = family.block("last", "tp").products, shape.element_bytes
@@ -247,6 +248,8 @@ def logit_bytes(family: Family[Any], shape: Shape, layouts: Layouts, engine: Eng
         whole, of_chunk = np.where(layouts.tp > 1, split, 3) * exact, exact + (own if own < exact else 0)
     elif engine.loss == "compiled":
         whole = np.full(1, 2 * own)
+    elif engine.loss == "linear":
+        whole, of_chunk = np.zeros(1), 0
     held = [of_chunk * one.m * one.n if one.name in chunked else whole * one.count * one.m * one.n for one in products]
     return np.asarray(sum(held))
 

@@ -147,6 +147,8 @@ def test_a_loss_holds_its_logits_as_its_year_computes_it() -> None:
         ({"framework": "torchtitan 2025"}, 4 * logits),
         ({"framework": "torchtitan 2025, eager"}, 12 * logits),
         ({"framework": "torchtitan 2024", "tp": 8, "dp": 1}, 16 * logits / 8),
+        ({"framework": "torchtitan 2025, Liger kernels"}, 0),
+        ({"framework": "Megatron-Core, fused linear cross-entropy"}, 0),
     ):
         row = replace(LLAMA, micro_batch=2, recompute="full", **changes)
         (group,), _ = prepare([row])
