@@ -73,7 +73,7 @@ def precision_of_text(text: str | None) -> tuple[str, str | None]:
 
 
 def engine_with_options(engine: Engine, text: str | None) -> Engine:
-    """The engine with the options that a text names: torch.compile, overlap, the kernel of the loss, values on the host.
+    """The engine with the options that a text names: torch.compile, overlap, kernel of the loss, values on the host.
 
     >>> from autopar.cost_model.machine.engine import engine_named
     >>> engine = engine_with_options(engine_named("fsdp"), "torchtitan, no torch.compile, async TP")
