@@ -1,0 +1,1 @@
+"""Measured search: what measured steps of some plans say of the other plans, and whether to measure on."""

@@ -1,0 +1,128 @@
+"""What is believed of the step times of plans, if some of them were measured.
+
+    log(seconds) = log(predicted seconds) + error
+
+Errors are normal. An error has a part that all plans share, a part that plans of similar degrees share, and a part of
+the plan's own:
+
+    cov(i, j) = COMMON² + ALIKE² · exp(-|x_i - x_j|² / (2 · REACH²)) + OWN² · [i = j]        x: log2 of the degrees
+
+Measured plans condition the others: Gaussian process regression (Rasmussen, Williams 2006, "Gaussian Processes for
+Machine Learning", algorithm 2.1). The part of the own cannot be learnt, so a plan that is not measured keeps it. A
+common factor never changes the order of plans. It does change how sure the order is.
+
+`worth_measuring` says whether another measurement may pay. ``benchmarks/tune_replay.py`` replays both on published
+sweeps, of which every layout was measured.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import log
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.ir.arrays import Floats
+
+COMMON, ALIKE, OWN = 0.10, 0.15, 0.13  # deviations of log(measured / predicted), on published sweeps
+REACH = 2.0  # doublings of degrees over which errors are alike
+NOTABLE = 0.02  # a plan that is faster by less is as good
+DOUBT = 0.10  # chance that a plan is left that is notably faster, at which measuring ends
+_normal = NormalDist()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Belief:
+    """The mean and the deviation of the logarithm of each plan's seconds. `is_measured` marks measured plans."""
+
+    mean: Floats
+    deviation: Floats
+    is_measured: NDArray[np.bool_]
+
+    @property
+    def seconds(self) -> Floats:
+        """The median of the belief, in seconds."""
+        found: Floats = np.exp(self.mean)
+        return found
+
+    @property
+    def best_s(self) -> float:
+        """Seconds of the best measured plan; infinite without one."""
+        return float(np.min(self.seconds[self.is_measured], initial=np.inf))
+
+    @property
+    def next_plan(self) -> int | None:
+        """The plan to measure next: the fastest by its median. None if all plans are measured."""
+        if np.all(self.is_measured):
+            return None
+        return int(np.argmin(np.where(self.is_measured, np.inf, self.mean)))
+
+
+def belief(
+    predicted_s: Sequence[float], degrees: NDArray[np.float64], measured_s: Mapping[int, float], *, own: float = OWN
+) -> Belief:
+    """What is believed of plans after some measurements.
+
+    Args:
+        predicted_s: Predicted seconds of each plan.
+        degrees: One row per plan: its tensor, pipeline and data degree, micro-batch, and so on, 1 or more each.
+        measured_s: Measured seconds, by the plan's position.
+        own: The deviation of the error of a plan's own.
+
+    Returns:
+        The belief. A measured plan has its measured seconds, without a deviation.
+
+    Example:
+        >>> same = np.array([[2.0, 4.0], [2.0, 4.0], [64.0, 1.0]])
+        >>> found = belief([1.0, 1.1, 1.2], same, {0: 1.3})
+        >>> found.seconds.round(2).tolist()  # the second plan has the degrees of the first
+        [1.3, 1.31, 1.27]
+    """
+    predicted = np.log(np.asarray(predicted_s, dtype=np.float64))
+    known = sorted(measured_s)
+    apart = np.log2(degrees)[:, None] - np.log2(degrees)[None]
+    shared = COMMON**2 + ALIKE**2 * np.exp(-np.sum(apart**2, axis=-1) / (2 * REACH**2))
+    mean, variance = predicted.copy(), np.diag(shared) + own**2
+    is_measured = np.zeros(len(predicted), dtype=np.bool_)
+    if known:
+        off = np.array([log(measured_s[at]) - predicted[at] for at in known])
+        of_known = shared[np.ix_(known, known)] + own**2 * np.eye(len(known))
+        gain = np.linalg.solve(of_known, shared[known])
+        mean, variance = mean + gain.T @ off, variance - np.sum(shared[known] * gain, axis=0)
+        mean[known], variance[known], is_measured[known] = predicted[known] + off, 0.0, True
+    return Belief(mean=mean, deviation=np.sqrt(variance), is_measured=is_measured)
+
+
+def chances(found: Belief) -> Floats:
+    """For each plan, the chance that it is notably faster than the best measured plan. It is 0 for measured plans."""
+    goal = log(found.best_s * (1 - NOTABLE)) if np.isfinite(found.best_s) else np.inf
+    each = [
+        0.0 if done else _normal.cdf((goal - mean) / deviation)
+        for mean, deviation, done in zip(found.mean, found.deviation, found.is_measured, strict=True)
+    ]
+    return np.array(each)
+
+
+def expected_gains(found: Belief) -> Floats:
+    """For each plan, the expected part of the best measured seconds that measuring it saves (expected improvement).
+
+    Jones, Schonlau, Welch 1998, "Efficient global optimization of expensive black-box functions", for a log-normal
+    time. Gains of several plans do not add up, because only one of them will be the best.
+    """
+    if not np.isfinite(found.best_s):
+        return np.where(found.is_measured, 0.0, 1.0)
+    gains = np.zeros(len(found.mean))
+    for at in np.flatnonzero(~found.is_measured):
+        mean, deviation = float(found.mean[at]) - log(found.best_s), float(found.deviation[at])
+        below = _normal.cdf(-mean / deviation)
+        gains[at] = max(0.0, below - np.exp(mean + deviation**2 / 2) * _normal.cdf(-mean / deviation - deviation))
+    return gains
+
+
+def worth_measuring(found: Belief) -> bool:
+    """Whether the chance is notable that some plan is left that is notably faster than the best measured plan.
+
+    The sum of the chances bounds the chance of any (Boole's inequality), so measuring ends late rather than early.
+    """
+    return found.next_plan is not None and float(np.sum(chances(found))) >= DOUBT
