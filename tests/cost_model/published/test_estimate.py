@@ -13,6 +13,7 @@ from autopar.cost_model.memory.formula import gone_logits
 from autopar.cost_model.published import estimate as published
 from autopar.cost_model.published.estimate import EVEN, estimate_rows, prepare
 from autopar.cost_model.published.families import family_name, numbers_of
+from autopar.cost_model.published.measurement import measured_seconds
 from autopar.cost_model.published.row import Row, RowEstimate, Unmodelled, read_rows
 from autopar.cost_model.published.validation import validate_rows
 from autopar.cost_model.step.layouts import RECOMPUTE
@@ -318,3 +319,19 @@ def test_the_shipped_collection_is_predicted() -> None:
     assert overall["ranking"]["correlation_median"] >= 0.8
     assert overall["ranking"]["regret_median"] <= 0.025
     assert np.isfinite(overall["step_time"]["max"])
+
+
+def test_dense_runs_that_nobody_fitted_are_inside_their_intervals() -> None:
+    """Of an interval for four of five runs at least three of four are inside, and all runs fit, as they did."""
+    rows = [row for row in read_rows(DATA.with_name("unseen_runs.csv")) if not row.moe_experts]
+    found = [one for one in estimate_rows([row.without_result() for row in rows]) if isinstance(one, RowEstimate)]
+    times = [measured_seconds(row) for row in rows]
+    measured = [one.seconds for one in times if one is not None]
+    assert len(found) == len(measured) == len(rows) == 29
+    inside = [
+        one.interval_s.low <= seconds <= one.interval_s.high for one, seconds in zip(found, measured, strict=True)
+    ]
+    assert sum(inside) >= 0.75 * len(rows)
+    assert all(one.fits for one in found)
+    off = [abs(one.seconds / seconds - 1) for one, seconds in zip(found, measured, strict=True)]
+    assert np.median(off) < 0.08 and np.quantile(off, 0.9) < 0.24
