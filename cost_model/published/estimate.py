@@ -327,7 +327,7 @@ def _shard(row: Row, engine: Engine, dp: float) -> float:
     ranks, detail = dp * (row.cp or 1), row.zero_detail or ""
     stated = _GROUP.search(detail)
     if stated and stated[1]:
-        return max(1.0, min(ranks, float(stated[1]) / (row.tp or 1)))
+        return max(1.0, min(ranks, float(stated[1])))
     if stated:
         return min(ranks, float(stated[2]))
     if "within node" in detail:

@@ -76,6 +76,7 @@ def test_unstated_virtual_stages_are_the_framework_s() -> None:
 def test_state_is_divided_where_a_row_says() -> None:
     assert settled().shard == 8
     assert settled(dp=64, num_gpus=64, zero_detail="ZeRO-1 sharded within groups of 8").shard == 8
+    assert settled(tp=2, dp=32, num_gpus=64, zero_detail="groups of 4").shard == 4  # of data-parallel ranks
     assert settled(dp=64, num_gpus=64, zero_detail="HSDP (shard within node)").shard == 8
     assert settled(dp=64, num_gpus=64, zero_detail="FSDP=32, DP=2").shard == 32
 
