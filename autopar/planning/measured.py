@@ -26,7 +26,7 @@ from autopar.cost_model.published.words import precision_of_text
 from autopar.errors import ClusterError, InputError
 from autopar.ir.cluster import ClusterSpec
 
-NAMES = {
+_NAMES = {
     "compute": "computing",
     "in_host": "links in a host",
     "inter_host": "links between hosts",
@@ -85,7 +85,7 @@ def corrected_by_steps(
     shown = ", ".join(f"{one.id} {one.ratio - 1:+.0%}" for one in steps[:3])
     more = f" and {len(steps) - 3} more" if len(steps) > 3 else ""
     why = f"measured against predicted steps: {shown}{more}"
-    scaled = ", ".join(f"{NAMES[term]} by {factor:.3f}" for term, factor in factors.items() if factor != 1)
+    scaled = ", ".join(f"{_NAMES[term]} by {factor:.3f}" for term, factor in factors.items() if factor != 1)
     note = f"times of profile {usual.name} are scaled, {scaled or 'none'}: {why}"
     made = slowed(usual, factors, why)
     return replace(made, steps=len(steps), notes=(*made.notes, note))

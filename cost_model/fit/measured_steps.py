@@ -16,7 +16,7 @@ from autopar.cost_model.interval import SHRINKAGE
 from autopar.cost_model.machine.profile import DeviceProfile
 from autopar.ir.arrays import Floats
 
-_STEP = 1.05  # factor on a term for the difference quotient; predictions are rounded to four digits
+_STEP = 1.05  # factor on a term for the difference quotient: constants of a profile are rounded to four digits
 PENALTY = (1 - SHRINKAGE) / SHRINKAGE
 
 

@@ -19,7 +19,7 @@ _PRECISIONS = (
 )
 ASSUMED = "bf16"  # of a row whose precision cannot be read
 
-# Pattern and the mechanisms that the option changes in the framework's engine. Every option that a text names counts.
+# Patterns of options in the text of a framework. Every option that a text names counts.
 _NO_COMPILE = r"\beager\b|\b(?:no|not|without)[ -](?:torch[. -]?)?compil|compile ?[:=]? ?(?:no|off|false)\b"
 _COMPILE = r"compile|inductor"
 _OVERLAP = r"(?:async(?:hronous)?[ -]?(?:tp\b|tensor)|\b(?:tp|tensor)[ -](?:comm[a-z]*[ -])?overlap|userbuffers)"
