@@ -64,8 +64,14 @@ def corrected_by_steps(
         The profile with scaled constants of time, and a note about the steps. `steps` is their number.
 
     Raises:
-        InputError: The file cannot be read, or has no step of this device, precision and engine.
+        InputError: The file cannot be read, is a trace, or has no step of this device, precision and engine.
     """
+    if str(path).endswith((".json", ".json.gz")):
+        raise InputError(
+            f"{path} is not a CSV file of measured steps. A trace corrects a profile first: run `autopar estimate` "
+            "with the degrees of the traced step, --trace TRACE.json and --correct PROFILE.yaml; then give "
+            "--profile PROFILE.yaml instead"
+        )
     machine = cluster_machine(cluster, engine, mechanisms(), precision=precision, profile=profile)
     rows = read_row_file(path).rows
     device = machine.device.name

@@ -113,6 +113,11 @@ def test_other_steps_do_not_count(changes: dict[str, Any], tmp_path: Path) -> No
         corrected_by_steps(path, CLUSTER, engine=ENGINE, precision="bf16")
 
 
+def test_a_trace_is_told_its_own_way() -> None:
+    with pytest.raises(InputError, match=r"trace\.json is not a CSV file.*--correct PROFILE\.yaml"):
+        corrected_by_steps("trace.json", CLUSTER, engine=ENGINE, precision="bf16")
+
+
 def test_a_search_starts_from_the_corrected_profile(tmp_path: Path) -> None:
     path = written(tmp_path, {"step_time_s": 1.5 * predicted_s()})
     how = large()
