@@ -24,6 +24,7 @@ DEFAULT = "autopar"
 NEUTRAL = "neutral"  # of a framework that is not known
 MASTER = "fp32"
 _Text = Annotated[str, Field(min_length=8, max_length=400)]
+Module = Literal["core_attn", "layernorm", "mla_up_proj", "moe_act", "mlp", "moe", "shared_experts"]
 
 
 class Engine(NamedModel):
@@ -72,8 +73,9 @@ class Engine(NamedModel):
     unstated_recompute     a run that does not state it recomputes the "least" that fits, or in "full"
     unstated_sequence_parallel    whether a run with tp > 1 has sequence parallelism if it does not state it
     balances_ends          embedding and head count as a block each if the stages do not divide the blocks
-    selective              selective recomputation runs the "attention" core again, or every second block ("half"), or
-                           all but attention and every second of the "products"
+    selective              what selective recomputation runs again: every second block ("half"); or all but attention and
+                           every second of the "products"; or the named modules of a block
+                           (`autopar.cost_model.step.recomputed_modules`)
     loss                   logits exist in their own width, as a float32 copy and as its gradient ("fused"); or as the
                            operators of an "eager" loss hold them, or autopar's loss, which computes over a split
                            vocabulary "in_place" (`autopar.cost_model.memory.formula.logit_bytes`); or they and their
@@ -122,7 +124,7 @@ class Engine(NamedModel):
     unstated_recompute: Literal["least", "full"] = "least"
     unstated_sequence_parallel: bool = False
     balances_ends: bool = False
-    selective: Literal["attention", "half", "products"] = "attention"
+    selective: Literal["half", "products"] | list[Module] = ["core_attn"]
     state_bytes: Literal[16, 18, 20, 22, 28]
     sharded_state_bytes: Literal[12, 16, 24] = 12
     optimizer_bytes: Annotated[int, Field(ge=20, le=100)]

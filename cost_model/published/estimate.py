@@ -146,6 +146,10 @@ def _case(row: Row) -> _Case | Unmodelled:
     if missing:
         return Unmodelled(id=row.id, reason=f"does not state {', '.join(missing)}")
     engine, warnings = engine_of(row), list[str]()
+    if row.recompute_modules and row.recompute is None:
+        row = replace(row, recompute="selective")
+    elif row.recompute_modules and row.recompute != "selective":
+        warnings.append(f"recompute_modules are not used, because recompute is {row.recompute}")
     if row.recompute is None and engine.unstated_recompute == "full":
         row = replace(row, recompute="full")
         warnings.append("recompute is not stated; it is full by default in this framework")
@@ -155,6 +159,8 @@ def _case(row: Row) -> _Case | Unmodelled:
     precision, unknown = precision_of_text(row.precision)
     attention = attention_of_text(row.attn_impl, engine)
     engine = engine.model_copy(update={"attention_kernel": attention.kernel})
+    if row.recompute_modules and row.recompute == "selective":
+        engine = engine.model_copy(update={"selective": list(row.recompute_modules)})
     row = replace(row, precision=precision)
     try:
         machine = row_machine(row, engine, mechanisms())

@@ -114,9 +114,9 @@ def model_flops(row: Row, batch: int, *, attention: float = 1.0) -> float | None
 
 
 def hardware_flops(row: Row, batch: int, *, attention: float = 1.0) -> float | None:
-    """`model_flops` and the FLOP of recomputation; None if `recompute` is not stated."""
+    """`model_flops` and the FLOP of recomputation; None if it is not stated, or stated as other modules than attention."""
     parts = _forward_flops(row, batch, attention)
-    if parts is None or row.recompute is None:
+    if parts is None or row.recompute is None or row.recompute_modules not in (None, ("core_attn",)):
         return None
     products, core, logits = parts
     again = {"none": 0.0, "selective": core, "full": products + core}[row.recompute]

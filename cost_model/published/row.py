@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from math import isfinite
-from typing import Any
+from typing import Any, get_args
 
 from autopar.cost_model.interval import Interval, Situation, interval_of
+from autopar.cost_model.machine.engine import Module
 from autopar.errors import InputError, Problem, did_you_mean
 from autopar.files.strict_text import read_text
 
@@ -33,6 +34,7 @@ NEEDED = (
 MAY_LACK = ("id", "micro_batch", "global_batch")  # a row is named by its line, and batches are assumed
 _WORDS = {"recompute": ("none", "selective", "full"), "outcome": ("ok", "oom")}
 _FROM_ZERO = ("moe_shared_ffn", "moe_layers", "zero")
+_MODULES = get_args(Module)
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -83,6 +85,7 @@ class Row:
     global_batch: int | None = None
     grad_accum: int | None = None
     recompute: str | None = None
+    recompute_modules: tuple[Module, ...] | None = None
     recompute_basis: str | None = None
     precision: str | None = None
     optimizer: str | None = None
@@ -323,6 +326,15 @@ def _word(valid: tuple[str, ...], cell: str) -> str:
     return cell
 
 
+def _modules(cell: str) -> tuple[str, ...]:
+    """Names of modules, with any marks between them."""
+    found = tuple(dict.fromkeys(re.findall(r"\w+", cell.lower())))
+    unknown = next((name for name in found if name not in _MODULES), None)
+    if unknown is not None or not found:
+        raise ValueError(f"must be names out of {', '.join(_MODULES)}, with spaces or commas between them, or empty")
+    return found
+
+
 def _truth(cell: str) -> bool:
     found = {"true": True, "false": False}.get(cell.lower())
     if found is None:
@@ -361,7 +373,9 @@ def _parsers() -> Iterator[tuple[str, Callable[[str], object]]]:
     of_type: dict[str, Callable[[str], object]] = {"str": _text, "bool": _truth, "float": _number}
     for each in fields(Row):
         kind = str(each.type).partition(" ")[0]
-        if each.name in _WORDS:
+        if each.name == "recompute_modules":
+            yield each.name, _modules
+        elif each.name in _WORDS:
             yield each.name, partial(_word, _WORDS[each.name])
         elif kind == "int":
             least, most = int(each.name not in _FROM_ZERO), 3 if each.name == "zero" else MAX_NUMBER

@@ -23,6 +23,7 @@ ASSUMED = "bf16"  # of a row whose precision cannot be read
 _NO_COMPILE = r"\beager\b|\b(?:no|not|without)[ -](?:torch[. -]?)?compil|compile ?[:=]? ?(?:no|off|false)\b"
 _COMPILE = r"compile|inductor"
 _OVERLAP = r"(?:async(?:hronous)?[ -]?(?:tp\b|tensor)|\b(?:tp|tensor)[ -](?:comm[a-z]*[ -])?overlap|userbuffers)"
+_GRAPHS = r"full[ -]iteration (?:cuda )?graph|cuda[ -]?graphs?\b"
 _LINEAR_LOSS = r"linear[ -]?cross[ -]?entropy|liger|cut[ -]?cross[ -]?entropy"
 _IS_OFFLOADED = (
     (
@@ -73,7 +74,7 @@ def precision_of_text(text: str | None) -> tuple[str, str | None]:
 
 
 def engine_with_options(engine: Engine, text: str | None) -> Engine:
-    """The engine with the options that a text names: torch.compile, overlap, kernel of the loss, values on the host.
+    """The engine with the options that a text names: torch.compile, CUDA graphs, overlap, loss, host memory.
 
     >>> from autopar.cost_model.machine.engine import engine_named
     >>> engine = engine_with_options(engine_named("fsdp"), "torchtitan, no torch.compile, async TP")
@@ -87,6 +88,8 @@ def engine_with_options(engine: Engine, text: str | None) -> Engine:
         changes = {"pointwise": "fused"} | ({"dispatch": "lean"} if engine.dispatch == "eager" else {})
     if re.search(_OVERLAP, words):
         changes["tensor_overlap"] = "none" if re.search(rf"\b(?:no|not|without) {_OVERLAP}", words) else "pipelined"
+    if re.search(_GRAPHS, words) and not re.search(rf"\b(?:no|not|without|partial|some) (?:{_GRAPHS})", words):
+        changes["dispatch"] = "graph"
     if re.search(_LINEAR_LOSS, words):
         changes["loss"] = "linear"
     if offload := _offload(words):

@@ -21,6 +21,7 @@ from autopar.cost_model.step.experts import (
 )
 from autopar.cost_model.step.layouts import Layouts
 from autopar.cost_model.step.offload import is_on_host
+from autopar.cost_model.step.recomputed_modules import recomputed
 from autopar.cost_model.step.saved_bytes import SavedBytes, activations
 from autopar.cost_model.step.unique_rows import spread
 from autopar.cost_model.work.block_work import PASSES, BlockWork, Family
@@ -75,6 +76,7 @@ def block_prices(basis: Basis, family: Family[Any], layouts: Layouts, role: str)
     experts, counts = _experts(basis, family, layouts, role), _counts(basis, family, layouts, role)
     tensor = forward + backward
     behind = forward * _behind(basis, layouts, is_forward=True) + backward * _behind(basis, layouts, is_forward=False)
+    of_feed_forward = forward / 2 + experts[0] + counts  # attention sends the other half
     forward, backward = (
         forward + context[0] + beside.exposed[0] + ring.exposed[0] + experts[0] + counts,
         backward + context[1] + beside.exposed[1] + ring.exposed[1] + experts[1],
@@ -94,7 +96,7 @@ def block_prices(basis: Basis, family: Family[Any], layouts: Layouts, role: str)
         forward=seconds.forward + forward,
         backward=seconds.backward + backward,
         weight=seconds.products / PASSES,
-        selective=_selective(basis, family, layouts, role, seconds),
+        selective=_selective(basis, family, layouts, role, seconds, of_feed_forward),
         parts=parts,
         hidden=hidden,
         **_saved(basis, family, layouts, role),
@@ -111,18 +113,27 @@ def _saved(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> di
     return {"saved": saved}
 
 
-def _selective(basis: Basis, family: Family[Any], layouts: Layouts, role: str, whole: BlockSeconds) -> Floats:
-    """Seconds of selective recomputation: of the block's chosen operators, or as the engine recomputes."""
-    work = family.block(role, "tp")
-    if work.selected is None:
-        how = basis.machine.engine.selective
-        if how == "products":
-            return whole.forward - whole.attention_forward - whole.products / PASSES / 2
-        return whole.attention_forward if how == "attention" else whole.forward / 2
-    again = work.selected.operators
+def _selective(
+    basis: Basis, family: Family[Any], layouts: Layouts, role: str, whole: BlockSeconds, sent: Floats
+) -> Floats:
+    """Seconds of selective recomputation: of the block's chosen operators, or as the engine recomputes.
+
+    `sent` are the exposed seconds of what the feed-forward layer sends in the forward pass.
+    """
+    work, how = family.block(role, "tp"), basis.machine.engine.selective
+    sending: Floats = np.zeros(1)
+    if work.selected is not None:
+        again = work.selected.operators
+    elif how == "half":
+        return whole.forward / 2
+    elif how == "products":
+        return whole.forward - whole.attention_forward - whole.products / PASSES / 2
+    else:
+        found = recomputed(work, role, basis.shape.hidden, how)
+        again, sending = found.operators, sent if found.sends else sending
     products, others = (tuple(one for one in again if (one.kind == "memory") is kind) for kind in (False, True))
     own = replace(work, products=products, eager=others, fused=others, sent=())
-    return _seconds(basis, own, layouts, basis.machine.is_narrow).forward
+    return _seconds(basis, own, layouts, basis.machine.is_narrow).forward + sending
 
 
 def end_passes(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> Passes:

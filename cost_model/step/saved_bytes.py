@@ -9,6 +9,7 @@ import numpy as np
 from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.step.layouts import Layouts, Shape
 from autopar.cost_model.step.offload import is_on_host
+from autopar.cost_model.step.recomputed_modules import recomputed
 from autopar.cost_model.step.unique_rows import spread
 from autopar.cost_model.work.block_work import BlockWork, Family
 from autopar.ir.arrays import Floats
@@ -82,20 +83,24 @@ def activations(family: Family[Any], shape: Shape, layouts: Layouts, engine: Eng
             work = family.block(role, variant)
             one = work.saved_fused_bytes if engine.pointwise == "fused" else work.saved_eager_bytes
             scores = np.zeros(1) if fused else _scores(work)
-            narrower = work.saved_operand_bytes / 2 if engine.saved_operands == "narrow" else 0.0
-            one = one + scores - narrower
+            narrow = 0.5 if engine.saved_operands == "narrow" else 0.0
+            one = one + scores - narrow * work.saved_operand_bytes
             weight = share * is_chosen
             saved, inputs = saved + weight * one, inputs + weight * work.input_bytes
             if work.selected is not None:
                 selective = selective + weight * work.selected.saved_bytes
                 again = again + weight * (one - work.selected.saved_bytes)
-            elif engine.selective == "attention":
-                selective, again = selective + weight * (one - scores), again + weight * scores
-            elif engine.selective == "products":
-                kept = np.minimum(one, work.input_bytes + _results(work))
-                selective, again = selective + weight * kept, again + weight * (one - kept)
-            else:
+            elif engine.selective == "half":
                 selective = selective + weight * (one + work.input_bytes) / 2
+            else:
+                if engine.selective == "products":
+                    kept = work.input_bytes + _results(work)
+                else:
+                    found = recomputed(work, role, shape.hidden, engine.selective)
+                    freed = found.results_bytes + (1 - narrow) * found.operands_bytes
+                    kept = one - freed - (scores if "core_attn" in engine.selective else 0.0)
+                kept = np.minimum(one, np.maximum(kept, work.input_bytes))
+                selective, again = selective + weight * kept, again + weight * (one - kept)
     return SavedBytes(none=saved, selective=selective, full=inputs, again=again, whole=saved, always=np.zeros(1))
 
 

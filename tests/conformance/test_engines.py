@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.cost_model.machine.engine import Engine, engine_named, engine_of_framework, engines
+from autopar.cost_model.machine.engine import Engine, Module, engine_named, engine_of_framework, engines
 from autopar.cost_model.published import estimate as published
 from autopar.cost_model.published.row import Row, RowEstimate, Unmodelled, read_rows
 from autopar.ir.degrees import Degrees
@@ -23,6 +23,7 @@ ROOT = Path(__file__).parent.parent.parent
 FOLDER = ROOT / "cost_model" / "machine" / "engines"
 RUNS = ROOT / "benchmarks" / "data" / "published_runs.csv"
 NUMBERS = [name for name in Engine.model_fields if name.endswith(("_bytes", "_elements"))]
+MODULES = [one for one in get_args(Module) if one != "core_attn"]
 PLANS: tuple[dict[str, Any], ...] = (
     {"zero": 3},
     {"zero": 0, "accumulate": 2},
@@ -102,6 +103,8 @@ def words() -> Iterator[tuple[str, Any, Any]]:
             continue
         if field.annotation is bool:
             yield name, False, True
+        elif name == "selective":
+            yield from ((name, ["core_attn"], other) for other in ("half", "products", *([one] for one in MODULES)))
         elif choices := get_args(field.annotation):
             yield from ((name, choices[0], other) for other in choices[1:])
         else:
@@ -116,7 +119,8 @@ def runs_of_every_kind() -> list[Row]:
         degrees = [(degree or 1) > 1 for degree in (row.tp, row.pp, row.ep, row.dp)]
         kinds.setdefault((*degrees, row.zero, row.vpp is None, row.recompute, row.sp), row.without_result())
     assert len(kinds) > 40
-    return [*kinds.values(), *(replace(row, sp=None) for row in kinds.values() if row.sp)]
+    experts = [replace(row, recompute="selective") for row in kinds.values() if row.moe_experts]
+    return [*kinds.values(), *(replace(row, sp=None) for row in kinds.values() if row.sp), *experts]
 
 
 @pytest.mark.parametrize("field, first, other", list(words()), ids=str)

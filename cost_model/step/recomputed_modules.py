@@ -1,0 +1,127 @@
+"""Selective recomputation by a list of modules: the bytes that it frees, and the operators that it runs again.
+
+The modules are those of Megatron's ``--recompute-modules`` (Megatron Core, TransformerConfig.recompute_modules):
+
+    core_attn       attention; its fused kernel saves no scores, so this frees only scores that are written
+    layernorm       the norms before attention and before the feed-forward layer; this frees their outputs
+    mla_up_proj     the products of latent attention that widen queries, keys and values; this frees their results
+    moe_act         the activation function of the experts; this frees its output
+    mlp             the feed-forward layer of a block without experts
+    moe             the layer of experts, with its exchanges
+    shared_experts  the experts of every token
+
+A block may lack a module. Then the module frees nothing. The products of a block are in the order of the forward pass.
+The products before attention make queries, keys and values. The first product after it makes the output of attention.
+The others are the feed-forward layer. A product of this layer reads the hidden width, and its result is saved. Or it
+reads the output of the activation function, and this output is saved.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autopar.cost_model.machine.engine import Module
+from autopar.cost_model.step.experts import has_experts, is_expert_product
+from autopar.cost_model.work.block_work import BlockWork, Operator
+from autopar.ir.arrays import Floats
+
+SAVED_BYTES = 2.0  # of an element that a module saves
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recomputed:
+    """What the backward pass of one block computes again.
+
+    `results_bytes` and `operands_bytes` are the freed bytes in 16 bits. Operands are inputs of products alone, which
+    may be saved in the precision of the product. `sends` says whether tensor and expert ranks exchange again what the
+    feed-forward layer sends.
+    """
+
+    results_bytes: Floats
+    operands_bytes: Floats
+    operators: tuple[Operator[Any], ...]
+    sends: bool
+
+
+def recomputed(work: BlockWork[Any], role: str, hidden: Floats, modules: Collection[Module]) -> Recomputed:
+    """What a list of modules frees in a block of a role, and runs again.
+
+    Args:
+        work: The block, evaluated.
+        role: Its role. Only roles with experts have the modules of experts, and only the others have `mlp`.
+        hidden: The hidden width of the model.
+        modules: The names of the modules.
+
+    Example:
+        >>> from autopar.cost_model.work.block_work import evaluate, family
+        >>> sizes = {"b": 1, "s": 4096, "S": 4096, "h": 8192, "a": 64, "g": 8, "e": 128, "f": 28672, "t": 4, "d": 1}
+        >>> work = evaluate(family("llama"), sizes | {"v": 1}).block("layer", "tp")
+        >>> found = recomputed(work, "layer", 8192, ["mlp"])
+        >>> [one.name for one in found.operators]
+        ['gate_proj', 'up_proj', 'down_proj', 'pointwise']
+        >>> float(found.results_bytes / 2**20), float(found.operands_bytes / 2**20)  # 4096 x 7168 in 16 bits: 56 MiB
+        (112.0, 56.0)
+    """
+    before, feed_forward = _around_attention(work)
+    experts = [one for one in feed_forward if is_expert_product(one)]
+    others = [one for one in feed_forward if not is_expert_product(one)]
+    if has_experts(role):
+        layer = (experts if "moe" in modules else []) + (others if {"moe", "shared_experts"} & set(modules) else [])
+    else:
+        layer = others if "mlp" in modules else []
+    wider = [one for one in before if np.all(one.k != hidden)] if "mla_up_proj" in modules else []
+    attention = [one for one in work.products if one.kind == "attention"] if "core_attn" in modules else []
+    activated = layer + (experts if "moe_act" in modules and "moe" not in modules else [])
+    rows = experts[:1] if "moe" in modules else []  # the rows that were sent to the experts
+    norms = 2 * work.input_bytes if "layernorm" in modules else 0.0
+    activation = sum(np.where(_reads(one, hidden), _result(one), _operand(one)) for one in activated)
+    moved = np.asarray(2 * norms + activation)
+    results = [_result(one) for one in wider] + [np.where(_reads(one, hidden), _result(one), 0.0) for one in layer]
+    operands = [np.where(_reads(one, hidden), 0.0, _operand(one)) for one in activated] + [_operand(one) for one in rows]
+    return Recomputed(
+        results_bytes=np.asarray(sum(results)),
+        operands_bytes=np.asarray(sum(operands) + norms),
+        operators=(*layer, *wider, *attention, *([_moving(moved)] if np.any(moved > 0) else [])),
+        sends=bool(rows if has_experts(role) else layer),
+    )
+
+
+def _around_attention(work: BlockWork[Any]) -> tuple[list[Operator[Any]], list[Operator[Any]]]:
+    """The products before attention, and the products of the feed-forward layer."""
+    kinds = [one.kind for one in work.products]
+    if "attention" not in kinds:
+        return [], []
+    at = kinds.index("attention")
+    return list(work.products[:at]), list(work.products[at + 2 :])
+
+
+def _reads(one: Operator[Any], hidden: Floats) -> Any:
+    return np.asarray(one.k == hidden)
+
+
+def _result(one: Operator[Any]) -> Any:
+    return SAVED_BYTES * one.count * one.m * one.n
+
+
+def _operand(one: Operator[Any]) -> Any:
+    return SAVED_BYTES * one.count * one.m * one.k
+
+
+def _moving(moved_bytes: Floats) -> Operator[Any]:
+    """Norms and activation functions, which read and write these bytes in one kernel."""
+    nothing = 0.0 * moved_bytes
+    return Operator(
+        name="pointwise",
+        kind="memory",
+        flops=nothing,
+        m=nothing,
+        n=nothing,
+        k=nothing,
+        count=nothing,
+        forward_bytes=moved_bytes,
+        backward_bytes=nothing,
+        kernels_forward=1,
+        kernels_backward=0,
+    )
