@@ -83,6 +83,7 @@ def estimate(
         dtype = None if own else "float32"
         found = resolve_model(model, layers=layers, hidden=hidden, seq_len=options.seq_len, batch=batch, dtype=dtype)
         from autopar.planning.estimate import estimate as run
+        from autopar.planning.measured import is_trace
 
         made = run(
             found.model,
@@ -94,6 +95,7 @@ def estimate(
             global_batch=options.global_batch,
             engine=found_engine,
             profile=found_profile,
+            measured=measured if is_trace(measured) else None,
             precision=wanted if precision is not None or not own else None,
             tokens=tokens,
             grams_co2_per_kwh=grams_co2_per_kwh,

@@ -15,12 +15,15 @@ from torch import nn
 
 from autopar._torch import private
 from autopar.capture.analysis import analyse
+from autopar.capture.any_size import capture
 from autopar.capture.export.export import Inputs, LossFunction, input_names
 from autopar.capture.program import batch_and_sequence
 from autopar.cost_model.estimate import Estimate, estimate_works
 from autopar.cost_model.exact_memory import fullest_rank, with_exact_memory
-from autopar.cost_model.machine.cluster import precision_of
+from autopar.cost_model.fit.profile_parts import read_trace
+from autopar.cost_model.machine.cluster import cluster_machine, precision_of
 from autopar.cost_model.machine.engine import Engine, engine_named, with_sums_in
+from autopar.cost_model.machine.fitted_constants import mechanisms
 from autopar.cost_model.machine.profile import DeviceProfile
 from autopar.cost_model.pricing import Question
 from autopar.cost_model.work.program_costs import ProgramWorks, dtype_of, program_works
@@ -31,9 +34,9 @@ from autopar.ir.plan import BlockLabels, Plan
 from autopar.ir.precision import PRECISIONS
 from autopar.ir.program import Program
 from autopar.planning.degrees import resolve_degrees
-from autopar.planning.fixed import PlanLike, capture_for, check_plan, choose_labels
+from autopar.planning.fixed import PlanLike, capture_for, check_plan, choose_labels, program_for
 from autopar.planning.machine import machinery_of, own_machinery
-from autopar.planning.measured import profile_for
+from autopar.planning.measured import corrected_by_trace, is_trace, profile_for, traced_plan
 from autopar.planning.recomputed import decided, with_recomputed, without_unread
 from autopar.search.bounds.lower_bounds import Machinery
 from autopar.search.pricing.cuts import call_seconds, choose_cuts
@@ -82,7 +85,7 @@ def estimate(
         global_batch: Sequences of one step on all ranks. By default the inputs are one rank's step.
         engine: The framework whose mechanisms are priced (``cost_model/machine/engines``).
         profile: A device profile, its shipped name, or its file.
-        measured: A CSV file of measured steps that correct the profile (``docs/estimate.md``).
+        measured: Measured steps that correct the profile (``docs/estimate.md``): a CSV file, or a trace of one step.
         precision: Of computing: bf16, fp16, fp32, fp8 or mxfp8; by default the model's dtype.
         tokens: The tokens of a whole training run, to predict its days, money and energy.
         grams_co2_per_kwh: The carbon intensity of the electricity.
@@ -115,14 +118,17 @@ def estimate(
     program, degrees = _program_and_degrees(model_or_program, asked)
     report("choosing labels and pricing blocks")
     own_plan = given if isinstance(given, Plan) else None
-    priceable = priceable_of(program, spec, degrees, chosen, own_plan)
+
+    def profile_in(dtype: str) -> DeviceProfile | None:
+        found = profile_for(profile, measured, spec, dtype, chosen)
+        if measured is None or not is_trace(measured):
+            return found
+        report("pricing the traced step")
+        at = _at_any_size(model_or_program, asked, degrees.precision)
+        return profile_by_trace(measured, at, spec, engine=chosen, precision=dtype, profile=found)
+
+    priceable, question = _priced(program, spec, degrees, chosen, profile_in, precision, own_plan)
     report("pricing")
-    question = Question(
-        cluster=spec, degrees=priceable.degrees, engine=chosen,
-        precision=(dtype := precision or precision_of(priceable.works.dtype, spec)),
-        profile=profile_for(profile, measured, spec, dtype, chosen),
-    )  # fmt: skip
-    priceable, question = _as_it_runs(program, priceable, question, own_plan)
     name = name or (own_plan.model if own_plan is not None else type(model_or_program).__name__)
     made = estimate_works(priceable.works, question, name=name, tokens=tokens, grams_co2_per_kwh=grams_co2_per_kwh)
     if not exact_memory:
@@ -130,6 +136,72 @@ def estimate(
     report("counting the tensors of a rank")
     whole = own_plan or _whole_plan(program, priceable, question)
     return with_exact_memory(made, fullest_rank(program, analyse(program, whole.mesh), whole))
+
+
+def profile_by_trace(
+    path: str | Path,
+    program_at: Callable[[Degrees], Program],
+    cluster: ClusterSpec,
+    *,
+    engine: Engine,
+    precision: str | None,
+    profile: DeviceProfile | None,
+) -> DeviceProfile:
+    """The profile of a cluster's devices, corrected by a traced step of the same model.
+
+    Args:
+        path: A file of `autopar trace`, or of `ParallelModel.trace`.
+        program_at: The captured model at the global micro-batch of degrees.
+        cluster: The cluster that is planned for. The step had its devices, or some of them.
+        engine: The engine that is planned for, which must be autopar's.
+        precision: The precision that is planned for, if it is known.
+        profile: The profile to correct; by default the cluster's, or the shipped one.
+
+    Raises:
+        InputError: The file cannot be used, or is a step of another model, device, precision or engine.
+    """
+    if engine.name != OWN:
+        raise InputError(f"{path} is a step of engine {OWN}, and {engine.name} is priced; leave out one of them")
+    trace = read_trace(path)
+    degrees, part = traced_plan(trace, cluster, path)
+    program = program_at(degrees)
+    traced = degrees.precision or precision_of(dtype_of(program), cluster)
+    if precision not in (None, traced):
+        raise InputError(f"{path} is a step in {traced}, and {precision} is priced; trace a step in {precision}")
+    machine = cluster_machine(part, engine, mechanisms(), precision=traced, profile=profile)
+    usual = machine.profile.at_power_of(machine.device)
+    priceable, question = _priced(program, part, degrees, engine, lambda _: usual, traced, None)
+    made = estimate_works(priceable.works, question, name="")
+    return corrected_by_trace(trace, made, part, usual, path)
+
+
+def _at_any_size(given: nn.Module | Program, asked: "_Asked", precision: str | None) -> Callable[[Degrees], Program]:
+    """The program of a module at any degrees. A program is of one global micro-batch."""
+    if isinstance(given, Program):
+        raise InputError("a trace as measured step needs the model; give the module instead of its program")
+    assert asked.example_inputs is not None  # as `_program_and_degrees` checked
+    captured = capture(
+        given, asked.example_inputs, loss_fn=asked.loss_fn, specialise=asked.specialise, precision=precision
+    )
+    return lambda degrees: program_for(captured, degrees)
+
+
+def _priced(
+    program: Program,
+    cluster: ClusterSpec,
+    degrees: Degrees,
+    engine: Engine,
+    profile_in: Callable[[str], DeviceProfile | None],
+    precision: str | None,
+    plan: Plan | None,
+) -> tuple[Priceable, Question]:
+    """The works of degrees on a cluster and what is asked about them. `profile_in` gives the profile of a precision."""
+    priceable = priceable_of(program, cluster, degrees, engine, plan)
+    dtype = precision or precision_of(priceable.works.dtype, cluster)
+    question = Question(
+        cluster=cluster, degrees=priceable.degrees, engine=engine, precision=dtype, profile=profile_in(dtype)
+    )
+    return _as_it_runs(program, priceable, question, plan)
 
 
 def _with_precision(

@@ -3,16 +3,23 @@
 A measured step of the same device, precision and engine says how much longer steps take than predicted. The constants
 of computing, and of the links of each tier, are scaled by what such steps say of them
 (`autopar.cost_model.fit.measured_steps`). A scale is shrunk, because another model or layout is only partly off by the
-same ratio (``tools/prediction_intervals.py`` prints what published runs say).
+same ratio (``tools/prediction_intervals.py`` prints what published runs say). Steps are the rows of a CSV file, or the
+trace of one step.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.cost_model.estimate import Estimate
 from autopar.cost_model.fit.measured_steps import elasticities, slowed, term_factors, terms_of
+from autopar.cost_model.fit.predicted_vs_measured import ComparedTerm
+from autopar.cost_model.fit.profile_comparison import compare_trace, tiers_of
+from autopar.cost_model.interval import SHRINKAGE
 from autopar.cost_model.machine.cluster import cluster_machine, default_precision
 from autopar.cost_model.machine.engine import DEFAULT, Engine, engine_named
 from autopar.cost_model.machine.fitted_constants import mechanisms
@@ -25,6 +32,8 @@ from autopar.cost_model.published.row import Row, read_row_file
 from autopar.cost_model.published.words import precision_of_text
 from autopar.errors import ClusterError, InputError
 from autopar.ir.cluster import ClusterSpec
+from autopar.ir.degrees import Degrees, degrees_from
+from autopar.search.space.subcluster import device_counts, part_of
 
 _NAMES = {
     "compute": "computing",
@@ -64,14 +73,8 @@ def corrected_by_steps(
         The profile with scaled constants of time, and a note about the steps. `steps` is their number.
 
     Raises:
-        InputError: The file cannot be read, is a trace, or has no step of this device, precision and engine.
+        InputError: The file cannot be read, or has no step of this device, precision and engine.
     """
-    if str(path).endswith((".json", ".json.gz")):
-        raise InputError(
-            f"{path} is not a CSV file of measured steps. A trace corrects a profile first: run `autopar estimate` "
-            "with the degrees of the traced step, --trace TRACE.json and --correct PROFILE.yaml; then give "
-            "--profile PROFILE.yaml instead"
-        )
     machine = cluster_machine(cluster, engine, mechanisms(), precision=precision, profile=profile)
     rows = read_row_file(path).rows
     device = machine.device.name
@@ -90,11 +93,79 @@ def corrected_by_steps(
     factors = dict(zip(terms_of(usual), found.tolist(), strict=True))
     shown = ", ".join(f"{one.id} {one.ratio - 1:+.0%}" for one in steps[:3])
     more = f" and {len(steps) - 3} more" if len(steps) > 3 else ""
-    why = f"measured against predicted steps: {shown}{more}"
+    return _scaled(usual, factors, f"measured against predicted steps: {shown}{more}", len(steps))
+
+
+def is_trace(path: str | Path | None) -> bool:
+    """Whether a file of measured steps is a trace, by its name."""
+    return str(path).endswith((".json", ".json.gz"))
+
+
+def traced_plan(trace: Mapping[str, Any], cluster: ClusterSpec, path: str | Path) -> tuple[Degrees, ClusterSpec]:
+    """The degrees of a traced step, and the part of the cluster with as many devices.
+
+    Raises:
+        InputError: The trace does not state its degrees, or is of another kind of device, or of more devices.
+    """
+    about = trace.get("otherData")
+    said: Mapping[str, Any] = about if isinstance(about, Mapping) else {}
+    if not isinstance(said.get("degrees"), Mapping):
+        raise InputError(f"{path} does not state the plan of its step; write it with this version of `autopar trace`")
+    degrees, backend = degrees_from(said["degrees"], f"the plan in {path}"), said.get("backend")
+    if backend not in (None, cluster.backend):
+        kinds = {"gloo": "CPU ranks", "nccl": "GPUs"}
+        raise InputError(
+            f"{path} is a step of {kinds.get(backend, 'other ranks')} ({backend}), and cluster {cluster.name} has "
+            f"{kinds[cluster.backend]}; measure a step on the devices of the cluster"
+        )
+    ranks, counts = degrees.world_size, device_counts(cluster)
+    if ranks not in counts:
+        raise InputError(
+            f"{path} is a step of {ranks} ranks, and no part of cluster {cluster.name} has as many devices; its parts "
+            f"have {', '.join(map(str, counts[-6:]))}"
+        )
+    return degrees, part_of(cluster, ranks)
+
+
+def corrected_by_trace(
+    trace: Mapping[str, Any], made: Estimate, part: ClusterSpec, profile: DeviceProfile, path: str | Path
+) -> DeviceProfile:
+    """A profile, corrected by a trace. A trace has the seconds of each term, so each term has a ratio of its own.
+
+    Args:
+        trace: The content of a file of `autopar trace`.
+        made: The estimate of the traced plan with `profile`.
+        part: The devices of the step, which `made` is about.
+        profile: The profile to correct.
+        path: The file, for notes.
+
+    Returns:
+        The profile with constants of time scaled by the ratios, shrunk, and a note.
+
+    Raises:
+        InputError: The file is no trace, or is of another model or plan than `made`.
+    """
+    found = compare_trace(made, trace, band=0.0)
+    tiers = tiers_of(part, made.degrees)
+    seconds: dict[str, list[ComparedTerm]] = {}
+    for term in found.outside:
+        name = "compute" if term.name == "compute" else tiers.get(term.name)
+        if name is not None and term.predicted_s > 0 and term.measured_s > 0:
+            seconds.setdefault(name, []).append(term)
+    factors = {
+        name: (sum(one.measured_s for one in terms) / sum(one.predicted_s for one in terms)) ** SHRINKAGE
+        for name, terms in seconds.items()
+    }
+    total = found.total
+    return _scaled(profile, factors, f"{path}: step {total.measured_s / total.predicted_s - 1:+.0%}", 1)
+
+
+def _scaled(usual: DeviceProfile, factors: Mapping[str, float], why: str, steps: int) -> DeviceProfile:
+    """The profile with terms that take `factors` times as long, the number of `steps` behind them, and a note."""
     scaled = ", ".join(f"{_NAMES[term]} by {factor:.3f}" for term, factor in factors.items() if factor != 1)
     note = f"times of profile {usual.name} are scaled, {scaled or 'none'}: {why}"
     made = slowed(usual, factors, why)
-    return replace(made, steps=len(steps), notes=(*made.notes, note))
+    return replace(made, steps=steps, notes=(*made.notes, note))
 
 
 def profile_for(
@@ -104,12 +175,13 @@ def profile_for(
     precision: str | None,
     engine: Engine | None = None,
 ) -> DeviceProfile | None:
-    """A profile or its file, corrected by the measured `steps` of a file; None where neither is given.
+    """A profile or its file, corrected by the measured `steps` of a CSV file; None where neither is given.
 
-    Without a `precision`, steps in the cluster's default precision count. The engine is autopar's unless given.
+    A trace needs the model, and corrects later (`autopar.planning.estimate.profile_by_trace`). Without a `precision`,
+    steps in the cluster's default precision count. The engine is autopar's unless given.
     """
     profile = load_profile(given) if isinstance(given, (str, Path)) else given
-    if steps is None:
+    if steps is None or is_trace(steps):
         return profile
     wanted = precision or default_precision(cluster)
     return corrected_by_steps(steps, cluster, engine=engine or engine_named(DEFAULT), precision=wanted, profile=profile)

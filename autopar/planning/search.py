@@ -19,6 +19,7 @@ from torch import nn
 from autopar._torch import private
 from autopar.capture.record.captured import Capture
 from autopar.cost_model.machine.cluster import precision_of
+from autopar.cost_model.machine.engine import DEFAULT, engine_named
 from autopar.cost_model.machine.profile import DeviceProfile
 from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.errors import PlanError
@@ -26,10 +27,11 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
+from autopar.planning.estimate import profile_by_trace
 from autopar.planning.fixed import SearchedStages, label_plan, program_for
 from autopar.planning.labels import LABELLED, LABELLED_DP, SearchLabels
 from autopar.planning.machine import machinery_of
-from autopar.planning.measured import profile_for
+from autopar.planning.measured import is_trace, profile_for
 from autopar.planning.options import TOP, TRIALS, PlanOptions
 from autopar.planning.study_question import question_of
 from autopar.search.bounds.lower_bounds import Machinery
@@ -111,7 +113,7 @@ def plan(
         timeout_s: Seconds until the search ends with the best plan so far and its gap.
         study: A journal (``plan.log``) or database (``plan.db``, ``sqlite:///plan.db``) of trials, perhaps shared.
         profile: A device profile or its file; by default the cluster's, else the shipped one.
-        measured: A CSV file of measured steps that correct the profile (``docs/estimate.md``).
+        measured: Measured steps that correct the profile (``docs/estimate.md``): a CSV file, or a trace of one step.
         precision: Of computing: "bf16", "fp16", "fp32", "fp8" or "mxfp8"; by default the module's dtype.
         reduce_dtype: The dtype of gradient sums over ranks.
         name: The model's name in the result; by default its class.
@@ -148,7 +150,19 @@ def plan(
     report("capturing")
     model, how = private.uncompiled(model), {"precision": asked.wish().get("precision"), "specialise": specialise}
     captured = capture(model, example_inputs, batch=LABELLED_DP, loss_fn=loss_fn, **how)  # type: ignore[arg-type]
+    if is_trace(measured):
+        report("pricing the traced step")
+        asked = with_trace(asked, measured, captured, spec)
     return search_captured(captured, spec, asked, name=name or type(model).__name__, on_progress=report)
+
+
+def with_trace(asked: PlanOptions, trace: str | Path | None, captured: Capture, cluster: ClusterSpec) -> PlanOptions:
+    """The request with its profile corrected by a traced step of the captured model."""
+    assert trace is not None
+    at = partial(program_for, captured)
+    own = engine_named(DEFAULT)
+    profile = profile_by_trace(trace, at, cluster, engine=own, precision=asked.precision, profile=asked.profile)
+    return replace(asked, profile=profile)
 
 
 def search_captured(

@@ -73,9 +73,8 @@ class Engine(NamedModel):
     unstated_recompute     a run that does not state it recomputes the "least" that fits, or in "full"
     unstated_sequence_parallel    whether a run with tp > 1 has sequence parallelism if it does not state it
     balances_ends          embedding and head count as a block each if the stages do not divide the blocks
-    selective              what selective recomputation runs again: every second block ("half"); or all but attention and
-                           every second of the "products"; or the named modules of a block
-                           (`autopar.cost_model.step.recomputed_modules`)
+    selective              selective recomputation runs every second block again ("half"); or all but attention and
+                           every second of the "products"; or modules (`autopar.cost_model.step.recomputed_modules`)
     loss                   logits exist in their own width, as a float32 copy and as its gradient ("fused"); or as the
                            operators of an "eager" loss hold them, or autopar's loss, which computes over a split
                            vocabulary "in_place" (`autopar.cost_model.memory.formula.logit_bytes`); or they and their
@@ -124,7 +123,7 @@ class Engine(NamedModel):
     unstated_recompute: Literal["least", "full"] = "least"
     unstated_sequence_parallel: bool = False
     balances_ends: bool = False
-    selective: Literal["half", "products"] | list[Module] = ["core_attn"]
+    selective: Literal["half", "products"] | list[Module] = Field(default=["core_attn"])
     state_bytes: Literal[16, 18, 20, 22, 28]
     sharded_state_bytes: Literal[12, 16, 24] = 12
     optimizer_bytes: Annotated[int, Field(ge=20, le=100)]

@@ -114,7 +114,7 @@ def model_flops(row: Row, batch: int, *, attention: float = 1.0) -> float | None
 
 
 def hardware_flops(row: Row, batch: int, *, attention: float = 1.0) -> float | None:
-    """`model_flops` and the FLOP of recomputation; None if it is not stated, or stated as other modules than attention."""
+    """`model_flops` and the FLOP of recomputation; None if it is not stated, or is of modules beside attention."""
     parts = _forward_flops(row, batch, attention)
     if parts is None or row.recompute is None or row.recompute_modules not in (None, ("core_attn",)):
         return None

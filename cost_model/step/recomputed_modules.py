@@ -79,10 +79,10 @@ def recomputed(work: BlockWork[Any], role: str, hidden: Floats, modules: Collect
     activation = sum(np.where(_reads(one, hidden), _result(one), _operand(one)) for one in activated)
     moved = np.asarray(2 * norms + activation)
     results = [_result(one) for one in wider] + [np.where(_reads(one, hidden), _result(one), 0.0) for one in layer]
-    operands = [np.where(_reads(one, hidden), 0.0, _operand(one)) for one in activated] + [_operand(one) for one in rows]
+    operands = [np.where(_reads(one, hidden), 0.0, _operand(one)) for one in activated]
     return Recomputed(
         results_bytes=np.asarray(sum(results)),
-        operands_bytes=np.asarray(sum(operands) + norms),
+        operands_bytes=np.asarray(sum(operands) + sum(_operand(one) for one in rows) + norms),
         operators=(*layer, *wider, *attention, *([_moving(moved)] if np.any(moved > 0) else [])),
         sends=bool(rows if has_experts(role) else layer),
     )

@@ -1,6 +1,7 @@
-"""Measured steps correct a profile by terms, shrunk, of the same device, precision and engine only."""
+"""Measured steps and traces correct a profile by terms, shrunk, of the same device, precision and engine only."""
 
 import csv
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 import autopar
+from autopar.cost_model.fit.profile_comparison import predicted_parts
 from autopar.cost_model.interval import SHRINKAGE
 from autopar.cost_model.machine.cluster import cluster_machine
 from autopar.cost_model.machine.engine import engine_named
@@ -16,7 +18,7 @@ from autopar.cost_model.machine.presets import device_profile
 from autopar.cost_model.machine.profile import MOST
 from autopar.cost_model.published.estimate import estimate_rows
 from autopar.cost_model.published.row import Row, RowEstimate
-from autopar.errors import InputError
+from autopar.errors import InputError, PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.planning.measured import corrected_by_steps, profile_for
 
@@ -113,9 +115,78 @@ def test_other_steps_do_not_count(changes: dict[str, Any], tmp_path: Path) -> No
         corrected_by_steps(path, CLUSTER, engine=ENGINE, precision="bf16")
 
 
-def test_a_trace_is_told_its_own_way() -> None:
-    with pytest.raises(InputError, match=r"trace\.json is not a CSV file.*--correct PROFILE\.yaml"):
-        corrected_by_steps("trace.json", CLUSTER, engine=ENGINE, precision="bf16")
+# ---- traces ----
+
+
+DEGREES = {"tp": 2, "dp_shard": 4, "zero": 3, "micro_batch": 2048, "accumulate": 8}
+
+
+def traced(folder: Path, slower: dict[str, float], **about: Any) -> Path:
+    """A trace of the large model on eight devices. Each term takes `slower` times as long as predicted."""
+    how = large()
+    made = autopar.estimate(how.pop("model"), CLUSTER, DEGREES, **how)
+    events, end_us = [], 0.0
+    for name, seconds in predicted_parts(made).items():
+        length_us = 1e6 * seconds * slower.get(name, 1.0)
+        args = {"call": 0} if name == "compute" else {}
+        if name not in ("idle", "other"):
+            events.append(
+                {"ph": "X", "pid": 0, "cat": name, "name": name, "ts": end_us, "dur": length_us, "args": args}
+            )
+            end_us += length_us
+    said = {"world_size": 8, "degrees": DEGREES, "backend": "nccl", "parameters": made.num_parameters}
+    path = folder / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events, "otherData": said | about}))
+    return path
+
+
+def corrected_to(path: Path, ask: Any = autopar.estimate, **how: Any) -> Any:
+    asked = large() | {"measured": path} | how
+    return ask(asked.pop("model"), asked.pop("cluster", CLUSTER), **asked)
+
+
+def test_a_trace_corrects_its_terms_alone(tmp_path: Path) -> None:
+    before = corrected_to(tmp_path / "none", measured=None, plan=DEGREES)
+    made = corrected_to(traced(tmp_path, {"tp": 1.5}), plan=DEGREES)
+    assert made.compute_s["matrix products"] == before.compute_s["matrix products"]
+    tp, usual = (sum(c.exposed_s for c in one.collectives if c.mesh_dim == "tp") for one in (made, before))
+    assert tp / usual == pytest.approx(1.5**SHRINKAGE, rel=0.1)
+    (note,) = [note for note in made.assumptions if "trace.json" in note]
+    assert note.startswith("times of profile h100 are scaled, links in a host by 1.3")
+    low, high = made.step_interval_s
+    assert high / low < before.step_interval_s[1] / before.step_interval_s[0]
+
+
+def test_a_trace_of_some_devices_corrects_the_whole_cluster(tmp_path: Path) -> None:
+    path, far = traced(tmp_path, {"compute": 1.5}), ClusterSpec.preset("64xh100")
+    wanted = {"cluster": far, "plan": {"dp": 64, "zero": 3}}
+    made, before = (corrected_to(path, measured=one, **wanted) for one in (path, None))
+    assert sum(made.compute_s.values()) / sum(before.compute_s.values()) == pytest.approx(1.5**SHRINKAGE, rel=0.03)
+
+
+def test_a_search_starts_from_a_traced_step(tmp_path: Path) -> None:
+    path = traced(tmp_path, {"compute": 1.5})
+    made, before = (corrected_to(path, autopar.plan, measured=one, global_batch=131072) for one in (path, None))
+    assert 1.15 < made.best.step_s / before.best.step_s < 1.5
+    assert any("trace.json" in one for one in made.assumptions)
+
+
+@pytest.mark.parametrize(
+    "about, how, error",
+    [
+        ({"parameters": 7}, {}, "parameters"),
+        ({"degrees": None}, {}, "does not state the plan"),
+        ({"degrees": DEGREES | {"tp": 0}}, {}, "at least 1"),
+        ({"backend": "gloo"}, {}, "a step of CPU ranks"),
+        ({}, {"engine": "fsdp", "plan": {"zero": 3}}, "fsdp is priced"),
+        ({}, {"precision": "fp8"}, "a step in bf16, and fp8 is priced"),
+        ({}, {"cluster": ClusterSpec.preset("4xh100")}, "no part of cluster 4xh100 has as many devices"),
+    ],
+    ids=str,
+)
+def test_another_step_is_refused(about: dict[str, Any], how: dict[str, Any], error: str, tmp_path: Path) -> None:
+    with pytest.raises((InputError, PlanError), match=error):
+        corrected_to(traced(tmp_path, {}, **about), **how)
 
 
 def test_a_search_starts_from_the_corrected_profile(tmp_path: Path) -> None:

@@ -44,7 +44,8 @@ Study = Annotated[
 Measured = Annotated[
     Path | None,
     typer.Option(
-        help="CSV file of measured steps (columns of `autopar validate`) that correct the device profile.",
+        help="Measured steps that correct the device profile: a CSV file (columns of `autopar validate`), or a trace "
+        "of one step of the model (`autopar trace`).",
         show_default=False,
     ),
 ]

@@ -20,9 +20,27 @@ from autopar.cost_model.work.block_work import evaluate, family, family_names
 UNSEEN = Path(__file__).parents[3] / "benchmarks" / "data" / "unseen_runs.csv"
 MODULES = get_args(Module)
 SIZES = {
-    **{"b": 2.0, "s": 1024.0, "S": 1024.0, "h": 2048.0, "a": 16.0, "g": 8.0, "e": 128.0, "f": 6144.0, "v": 32000.0},
-    **{"t": 2.0, "d": 1.0, "ep": 1.0, "x": 64.0, "y": 4.0, "m": 1408.0, "w": 2816.0, "l": 1024.0, "q": 1536.0},
-    **{"c": 512.0, "r": 64.0, "u": 128.0},
+    "b": 2.0,
+    "s": 1024.0,
+    "S": 1024.0,
+    "h": 2048.0,
+    "a": 16.0,
+    "g": 8.0,
+    "e": 128.0,
+    "f": 6144.0,
+    "v": 32000.0,
+    "t": 2.0,
+    "d": 1.0,
+    "ep": 1.0,
+    "x": 64.0,
+    "y": 4.0,
+    "m": 1408.0,
+    "w": 2816.0,
+    "l": 1024.0,
+    "q": 1536.0,
+    "c": 512.0,
+    "r": 64.0,
+    "u": 128.0,
 }
 every_block = pytest.mark.parametrize(
     "name, role",
