@@ -78,7 +78,8 @@ def plan(
     Example: autopar plan llama3-8b -c 64xh100 --seq-len 8192 --global-batch 128 -o plan.json
     """
     from autopar.cost_model.machine.cluster import checked_precision
-    from autopar.planning.measured import is_trace, profile_for
+    from autopar.planning.measured import profile_for
+    from autopar.planning.search import with_trace
 
     spec = ClusterSpec.parse(cluster)
     wanted = checked_precision(options.precision, spec)
@@ -110,12 +111,7 @@ def plan(
         if options.global_batch is None and captured.local_batch is not None:
             batch = default_global_batch(options, spec.num_devices, captured.local_batch)
             asked = replace(asked, global_batch=batch)
-        if is_trace(measured):
-            from autopar.planning.search import with_trace
-
-            on_progress("pricing the traced step")
-            asked = with_trace(asked, measured, captured.capture, spec)
-        found = _searched(captured, spec, asked, on_progress)
+        found = _searched(captured, spec, with_trace(asked, measured, captured.capture, spec, on_progress), on_progress)
     if out is not None and found.plan is not None:
         found.plan.save(out)
     if report is not None:

@@ -110,9 +110,8 @@ def estimate(
         (4, True)
     """
     spec = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
-    model_or_program = _uncompiled(model_or_program)
+    model_or_program, report = _uncompiled(model_or_program), on_progress or (lambda _: None)
     given, precision = _with_precision(plan, precision, model_or_program)
-    report = on_progress or (lambda _: None)
     chosen = _checked_engine(engine, exact_memory)
     asked = _Asked(given, example_inputs, loss_fn, spec.num_devices, global_batch, report, specialise)
     program, degrees = _program_and_degrees(model_or_program, asked)
@@ -121,7 +120,7 @@ def estimate(
 
     def profile_in(dtype: str) -> DeviceProfile | None:
         found = profile_for(profile, measured, spec, dtype, chosen)
-        if measured is None or not is_trace(measured):
+        if not is_trace(measured):
             return found
         report("pricing the traced step")
         at = _at_any_size(model_or_program, asked, degrees.precision)

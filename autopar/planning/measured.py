@@ -10,7 +10,7 @@ trace of one step.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,8 +96,8 @@ def corrected_by_steps(
     return _scaled(usual, factors, f"measured against predicted steps: {shown}{more}", len(steps))
 
 
-def is_trace(path: str | Path | None) -> bool:
-    """Whether a file of measured steps is a trace, by its name."""
+def is_trace(path: str | Path | None) -> TypeGuard[str | Path]:
+    """Whether measured steps are given as a trace, by the name of the file."""
     return str(path).endswith((".json", ".json.gz"))
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from torch import nn
 
 from autopar._torch import private
+from autopar.capture.any_size import capture
 from autopar.capture.record.captured import Capture
 from autopar.cost_model.machine.cluster import precision_of
 from autopar.cost_model.machine.engine import DEFAULT, engine_named
@@ -137,8 +138,6 @@ def plan(
     >>> result.is_proven, result.plan.degrees.world_size
     (True, 4)
     """
-    from autopar.capture.any_size import capture
-
     spec = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
     asked = PlanOptions(
         global_batch=global_batch, local_batch=local_batch, objective=objective, fix=fix or {}, forbid=forbid or {},
@@ -150,15 +149,21 @@ def plan(
     report("capturing")
     model, how = private.uncompiled(model), {"precision": asked.wish().get("precision"), "specialise": specialise}
     captured = capture(model, example_inputs, batch=LABELLED_DP, loss_fn=loss_fn, **how)  # type: ignore[arg-type]
-    if is_trace(measured):
-        report("pricing the traced step")
-        asked = with_trace(asked, measured, captured, spec)
+    asked = with_trace(asked, measured, captured, spec, report)
     return search_captured(captured, spec, asked, name=name or type(model).__name__, on_progress=report)
 
 
-def with_trace(asked: PlanOptions, trace: str | Path | None, captured: Capture, cluster: ClusterSpec) -> PlanOptions:
-    """The request with its profile corrected by a traced step of the captured model."""
-    assert trace is not None
+def with_trace(
+    asked: PlanOptions,
+    trace: str | Path | None,
+    captured: Capture,
+    cluster: ClusterSpec,
+    on_progress: Callable[[str], None],
+) -> PlanOptions:
+    """The request with its profile corrected, if the measured steps are a trace of the captured model."""
+    if not is_trace(trace):
+        return asked
+    on_progress("pricing the traced step")
     at = partial(program_for, captured)
     own = engine_named(DEFAULT)
     profile = profile_by_trace(trace, at, cluster, engine=own, precision=asked.precision, profile=asked.profile)

@@ -79,3 +79,24 @@ def test_few_rows_are_memory_bound_and_many_are_not(h100: Machine) -> None:
     assert weights < one < 1.01 * weights
     assert tile < 1.1 * weights
     assert 1.9 < twice / many < 2.01
+
+
+# TFLOP/s of 8 experts of 4,096 x 1,792 on one H100 by rows of an expert: forward, and gradient of the weights
+MEASURED = {8: (15, 16), 32: (59, 65), 128: (227, 230), 512: (559, 498), 2048: (733, 636)}
+
+
+@pytest.mark.parametrize("rows", sorted(MEASURED)[:-1])
+def test_few_rows_cost_as_measured(h100: Machine, rows: int) -> None:
+    """A step has two products at the forward rate and one at the other. Few rows are compared with 2,048.
+
+    Short bursts run at a higher clock than training, for all rows alike (benchmarks/results/2026-11-26-one-h100.md).
+    """
+
+    def measured_s(rows: int) -> float:
+        forward, weights = MEASURED[rows]
+        return 2e-12 * 8 * rows * 4096 * 1792 * (2 / forward + 1 / weights)
+
+    def ratio(rows: int) -> float:
+        return seconds(h100, rows, 1792, 4096, 8) / measured_s(rows)
+
+    assert ratio(rows) / ratio(2048) == pytest.approx(1, abs=0.1)
