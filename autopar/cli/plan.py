@@ -79,7 +79,6 @@ def plan(
     """
     from autopar.cost_model.machine.cluster import checked_precision
     from autopar.planning.measured import profile_for
-    from autopar.planning.search import with_trace
 
     spec = ClusterSpec.parse(cluster)
     wanted = checked_precision(options.precision, spec)
@@ -111,7 +110,7 @@ def plan(
         if options.global_batch is None and captured.local_batch is not None:
             batch = default_global_batch(options, spec.num_devices, captured.local_batch)
             asked = replace(asked, global_batch=batch)
-        found = _searched(captured, spec, with_trace(asked, measured, captured.capture, spec, on_progress), on_progress)
+        found = _searched(captured, spec, _with_trace(asked, measured, captured, spec, on_progress), on_progress)
     if out is not None and found.plan is not None:
         found.plan.save(out)
     if report is not None:
@@ -124,6 +123,23 @@ def plan(
         raise InfeasibleError(nothing_fits(found))
     if not as_json:
         _show(found, found.plan, captured.notes, [path for path in (out, report) if path is not None])
+
+
+def _with_trace(
+    asked: PlanOptions,
+    measured: Path | None,
+    captured: CapturedModel,
+    cluster: ClusterSpec,
+    on_progress: Callable[[str], None],
+) -> PlanOptions:
+    """The request with its profile corrected, if the measured steps are a trace."""
+    from autopar.planning.measured import is_trace
+
+    if not is_trace(measured):
+        return asked
+    from autopar.planning.search import with_trace
+
+    return with_trace(asked, measured, captured.capture, cluster, on_progress)
 
 
 def _show(found: "SearchResult", decided: Plan, notes: Sequence[str], written: Sequence[Path]) -> None:

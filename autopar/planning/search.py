@@ -17,7 +17,6 @@ import numpy as np
 from torch import nn
 
 from autopar._torch import private
-from autopar.capture.any_size import capture
 from autopar.capture.record.captured import Capture
 from autopar.cost_model.machine.cluster import precision_of
 from autopar.cost_model.machine.engine import DEFAULT, engine_named
@@ -28,7 +27,6 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.planning.estimate import profile_by_trace
 from autopar.planning.fixed import SearchedStages, label_plan, program_for
 from autopar.planning.labels import LABELLED, LABELLED_DP, SearchLabels
 from autopar.planning.machine import machinery_of
@@ -138,15 +136,16 @@ def plan(
     >>> result.is_proven, result.plan.degrees.world_size
     (True, 4)
     """
+    from autopar.capture.any_size import capture
+
     spec = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
     asked = PlanOptions(
         global_batch=global_batch, local_batch=local_batch, objective=objective, fix=fix or {}, forbid=forbid or {},
         top=top, trials=trials, seed=seed, timeout_s=timeout_s, study=None if study is None else str(study),
         profile=profile_for(profile, measured, spec, precision), precision=precision, reduce_dtype=reduce_dtype,
     )  # fmt: skip
-    report = on_progress or (lambda _: None)
     asked.check_search(spec.num_devices)
-    report("capturing")
+    (report := on_progress or (lambda _: None))("capturing")
     model, how = private.uncompiled(model), {"precision": asked.wish().get("precision"), "specialise": specialise}
     captured = capture(model, example_inputs, batch=LABELLED_DP, loss_fn=loss_fn, **how)  # type: ignore[arg-type]
     asked = with_trace(asked, measured, captured, spec, report)
@@ -163,6 +162,8 @@ def with_trace(
     """The request with its profile corrected, if the measured steps are a trace of the captured model."""
     if not is_trace(trace):
         return asked
+    from autopar.planning.estimate import profile_by_trace
+
     on_progress("pricing the traced step")
     at = partial(program_for, captured)
     own = engine_named(DEFAULT)
