@@ -8,6 +8,7 @@ from autopar._version import __version__
 if TYPE_CHECKING:
     from autopar.api import parallelize
     from autopar.capture.program import capture_program
+    from autopar.commands.tune import tune
     from autopar.cost_model.estimate import Estimate
     from autopar.errors import AutoparError
     from autopar.ir.cluster import ClusterSpec
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from autopar.runtime.model.module import ParallelModel
     from autopar.runtime.parameters.grad_scaler import GradScaler
     from autopar.runtime.recording.run import Run
+    from autopar.search.measured.result import TuneResult
     from autopar.search.result.result import SearchResult
     from autopar.testing.rule_proof import prove_rule
 
@@ -29,6 +31,8 @@ _HOMES = {
     "estimate": "autopar.planning.estimate",
     "parallelize": "autopar.api",
     "plan": "autopar.planning.search",
+    "tune": "autopar.commands.tune",
+    "TuneResult": "autopar.search.measured.result",
     "AutoparError": "autopar.errors",
     "ClusterSpec": "autopar.ir.cluster",
     "Estimate": "autopar.cost_model.estimate",
@@ -52,6 +56,7 @@ __all__ = [
     "Plan",
     "Run",
     "SearchResult",
+    "TuneResult",
     "__version__",
     "capture_program",
     "coverage",
@@ -60,6 +65,7 @@ __all__ = [
     "plan",
     "prove_rule",
     "register_rule",
+    "tune",
 ]
 
 

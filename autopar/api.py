@@ -14,6 +14,8 @@ from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from autopar._torch import private
+from autopar.cache.store import cache_folder
+from autopar.cache.tuned import TUNED, tuned_plans
 from autopar.capture.any_size import capture
 from autopar.capture.export.export import Inputs, LossFunction, input_names, inputs_of_shapes
 from autopar.capture.passes.autocast import ambient_autocast, autocast_as
@@ -71,8 +73,9 @@ def parallelize(
         cluster_spec: The cluster, or its text, such as ``"8xh100"``.
         example_inputs: The inputs of one rank in one step: a dict of tensors by name, or a tuple. Without it a
             transformers config gives the shapes.
-        plan: A `Plan`, the path of one, or degrees such as ``{"tp": 2, "dp": 2, "zero": 3}``. Without it rank 0
-            searches the plan of most sequences a second, as `autopar.plan` does.
+        plan: A `Plan`, the path of one, or degrees such as ``{"tp": 2, "dp": 2, "zero": 3}``; or "tuned", the plan
+            that `autopar.tune` found here for this model, batch and cluster. Without it rank 0 searches the plan of
+            most sequences a second, as `autopar.plan` does.
         state: The weights: a state dict, or the path of safetensors files.
         loss_fn: A function of (output, target), if the model returns no loss. The target is the last element of the
             tuple, or the key ``target`` of the dict.
@@ -199,8 +202,10 @@ def _decide(
     specialise: bool,
 ) -> tuple[Program, Plan]:
     """The program and the plan; rank 0 searches or solves, the others receive its plan."""
-    loaded = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     local_batch, _ = batch_and_sequence(input_names(model, inputs, loss_fn))
+    if plan == TUNED:
+        return _tuned(model, cluster, inputs, loss_fn, local_batch, specialise=specialise)
+    loaded = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     if loaded is None:
         return _searched(model, cluster, inputs, loss_fn, local_batch, specialise=specialise)
     if isinstance(loaded, Plan):
@@ -236,6 +241,27 @@ def _searched(
     program = program_for(captured, plan.degrees)
     _refuse_another_model(plan, program)
     return program, plan
+
+
+def _tuned(
+    model: nn.Module,
+    cluster: ClusterSpec,
+    inputs: Inputs,
+    loss_fn: LossFunction | None,
+    local_batch: int,
+    *,
+    specialise: bool,
+) -> tuple[Program, Plan]:
+    """The plan that `autopar.tune` measured to be the best for this model, batch and cluster. Collective."""
+    kind = type(model).__name__
+    for plan in run_on_first_rank(lambda: tuned_plans(cache_folder(), cluster, kind, local_batch)):
+        program = capture_for(model, inputs, plan.degrees, loss_fn, specialise=specialise)
+        if program.fingerprint == plan.fingerprint:
+            return program, plan
+    raise PlanError(
+        f"nobody tuned {kind} on {cluster.name} for {local_batch} sequences of each data-parallel rank here; run "
+        "`autopar tune` or autopar.tune on these devices first, or give another plan"
+    )
 
 
 def _labelled(program: Program, solve: Callable[[], Plan]) -> Plan:

@@ -17,6 +17,7 @@ Exit status: 0 done; 1 a check or a rank failed, or a bug; 2 wrong input; 3 no p
 # each is the function of its name in the module of its name
 COMMANDS = (
     "plan",
+    "tune",
     "report",
     "status",
     "checkpoint",

@@ -169,6 +169,11 @@ def load_profile(path: str | os.PathLike[str]) -> DeviceProfile:
     return _profile(content, problems, f"profile file {os.fspath(path)!r}")
 
 
+def profile_from_dict(content: object, what: str) -> DeviceProfile:
+    """The inverse of `profile_to_dict`. Raises ClusterError with every problem; `what` names the data in it."""
+    return _profile(content, [], what)
+
+
 def _profile(content: object, problems: list[Problem], what: str) -> DeviceProfile:
     entry, violations = validate(ProfileEntry, content)
     problems = problems + violations

@@ -61,6 +61,19 @@ class StudyPlace:
                 study.set_user_attr(CANDIDATES, list(candidates))
         return study, [str(one) for one in self._checked(study)[CANDIDATES]]
 
+    def attribute(self, name: str) -> str | None:
+        """A text that `keep` wrote. None if there is no study, or no such text. Raises the errors of `check`."""
+        if "://" not in self.where and not Path(self.where).is_file():
+            return None
+        known = self._checked(self._study())
+        if name not in known:
+            return None
+        return "".join(known[f"{name}_{number}"] for number in range(known[name]))
+
+    def keep(self, name: str, text: str) -> None:
+        """Write a text of any length into the study. Raises `InputError` if that fails."""
+        _keep_text(self.where, name, text)
+
     def _study(self) -> "optuna.Study":
         import optuna
 
@@ -117,12 +130,16 @@ def study_place(where: str | Path, question: Mapping[str, Any]) -> StudyPlace:
 
 def keep_result(where: str, text: str) -> None:
     """Write the result of a search into its study, in place of an earlier one. Raises `InputError` if that fails."""
+    _keep_text(where, RESULT, text)
+
+
+def _keep_text(where: str, name: str, text: str) -> None:
     pieces = [text[start : start + _PIECE] for start in range(0, len(text), _PIECE)]
     with _as_input_errors(where):
         study = _set_up(where)
         for number, piece in enumerate(pieces):
-            study.set_user_attr(f"{RESULT}_{number}", piece)
-        study.set_user_attr(RESULT, len(pieces))
+            study.set_user_attr(f"{name}_{number}", piece)
+        study.set_user_attr(name, len(pieces))
 
 
 def kept_result(where: str) -> str:

@@ -1,0 +1,62 @@
+"""The plans that `autopar.tune` measured to be the best, kept by cluster and class of model for ``plan="tuned"``.
+
+A file holds the newest plan of each model, batch and objective. Whether a plan is of a model is told by its
+fingerprint, which needs a capture.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from autopar.cache.store import KeptFile, kept_file
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan import Plan
+
+TUNED = "tuned"  # the word for these plans
+MOST = 50  # plans in a file
+
+
+def keep_tuned(folder: Path, cluster: ClusterSpec, kind: str, plan: Plan, about: dict[str, Any]) -> None:
+    """Keep a plan.
+
+    Args:
+        folder: The folder of kept files.
+        cluster: The devices on which it was measured.
+        kind: The class of the model.
+        plan: The plan.
+        about: What else is known of it, such as the objective and the measured seconds.
+    """
+    file = _file(folder, cluster, kind)
+    one = {"plan": plan.to_dict(), **about}
+    others = [each for each in _entries(file) if not _is_same(each, one)]
+    file.write(json.dumps([one, *others][:MOST]))
+
+
+def tuned_plans(folder: Path, cluster: ClusterSpec, kind: str, local_batch: int) -> list[Plan]:
+    """The kept plans for `local_batch` sequences of each data-parallel rank in one step, the newest first."""
+    plans = [Plan.from_dict(one["plan"], "the kept plan") for one in _entries(_file(folder, cluster, kind))]
+    return [plan for plan in plans if plan.degrees.local_batch == local_batch]
+
+
+def _file(folder: Path, cluster: ClusterSpec, kind: str) -> KeptFile:
+    return kept_file(folder / TUNED, "tuned plans", replace(cluster, name="", profile=None).to_dict(), kind)
+
+
+def _entries(file: KeptFile) -> list[dict[str, Any]]:
+    def parse(path: Path) -> list[dict[str, Any]]:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        for one in found:
+            Plan.from_dict(one["plan"], str(path))
+        return list(found)
+
+    return file.read(parse, lambda _: None) or []
+
+
+def _is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two plans are of the same model, batch and objective."""
+
+    def key(each: dict[str, Any]) -> tuple[Any, ...]:
+        return each.get("model"), each.get("global_batch"), each.get("objective"), each["plan"].get("sequence")
+
+    return key(one) == key(other)

@@ -1,0 +1,205 @@
+"""`autopar tune`: measure the few plans worth measuring, print every trial, write the best plan."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autopar.cli.options.checks import problems_of_target, refuse_options
+from autopar.cli.options.model_argument import (
+    ClusterOption,
+    Hidden,
+    Json,
+    Layers,
+    ModelArgument,
+    Specialise,
+)
+from autopar.cli.options.plan_options import default_global_batch, values_by_word
+from autopar.cli.options.search_options import Fix, Forbid, Objective, Profile, Seed
+from autopar.cli.output import console, print_json, progress, table
+from autopar.errors import Problem
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.explanation import readable_bytes, readable_seconds
+from autopar.models.load import is_factory, resolve_model
+from autopar.planning.options import PlanOptions
+from autopar.search.result.format import plan_in_words
+
+if TYPE_CHECKING:
+    from autopar.commands.tune_candidates import Given
+    from autopar.search.measured.result import Tried, TuneResult
+    from autopar.search.measured.rounds import Spread
+
+_DURATION = re.compile(r"(\d+(?:\.\d+)?) ?(s|m|min|h)?")
+_SECONDS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_STATES = {"complete": "", "pruned": "slower", "failed": "failed"}
+_BATCH = 2  # sequences of the example inputs; plans have their own
+
+
+def tune(
+    model: ModelArgument,
+    cluster: ClusterOption,
+    options: PlanOptions,
+    trials: Annotated[int, typer.Option(help="Plans to measure, those of the study included.")] = 5,
+    budget: Annotated[str, typer.Option(help="Time after which no further trial begins: 90s, 10m, 2h.")] = "10m",
+    trial_time: Annotated[str, typer.Option(help="Time after which a trial is ended as hanging.")] = "5m",
+    objective: Objective = "time",
+    fix: Fix = None,
+    forbid: Forbid = None,
+    study: Annotated[
+        str | None,
+        typer.Option(
+            help="Keep the trials in this .log file, .db file or database URL. A later run continues it, and several "
+            "runs share it.",
+            show_default=False,
+        ),
+    ] = None,
+    profile: Profile = None,
+    calibrate: Annotated[
+        bool, typer.Option(help="Measure the CPU for 90 seconds first, if nobody measured its profile.")
+    ] = True,
+    seed: Seed = 0,
+    layers: Layers = None,
+    hidden: Hidden = None,
+    specialise: Specialise = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Write the best plan to this file (JSON).", show_default=False)
+    ] = None,
+    profile_out: Annotated[
+        Path | None,
+        typer.Option(help="Write the profile, corrected by the trials, to this file (YAML).", show_default=False),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure the few plans of MODEL that are worth measuring, on the devices of this machine.
+
+    The command searches all plans by prediction, and runs the best ones for some steps. It learns from each trial, and
+    ends as soon as another trial can hardly pay. Each trial has ranks of its own, so a failed trial ends nothing.
+
+    Example: autopar tune gpt2 -c 4xcpu --layers 4 --hidden 256 --seq-len 128 --global-batch 8 -o plan.json
+
+    Exit status: 0 a plan was measured, 1 every trial failed, 2 wrong input, 3 no plan fits.
+    """
+    problems = problems_of_target("--out", out) + problems_of_target("--profile-out", profile_out)
+    budget_s, trial_s = _seconds("--budget", budget, problems), _seconds("--trial-time", trial_time, problems)
+    refuse_options(problems)
+    spec = ClusterSpec.parse(cluster)
+    options.check()
+    asked = replace(
+        options,
+        global_batch=options.global_batch or default_global_batch(options, spec.num_devices, None),
+        objective=objective, fix=values_by_word("--fix", fix or ()), forbid=values_by_word("--forbid", forbid or ()),
+        seed=seed,
+    )  # fmt: skip
+    with progress(f"building {model}") as on_progress:
+        from autopar.commands.tune import Limits, tune_asked
+
+        given = _given(model, layers, hidden, options.seq_len)
+        result = tune_asked(
+            given, spec, asked, Limits(trials=trials, budget_s=budget_s, trial_s=trial_s),
+            study=study, profile=profile, calibrate=calibrate,
+            specialise=specialise, origin=model if is_factory(model) else "", on_progress=on_progress,
+            on_trial=(lambda one: None) if as_json else _show_trial,
+        )  # fmt: skip
+    if out is not None and result.plan is not None:
+        result.plan.save(out)
+    if profile_out is not None and result.profile is not None:
+        from autopar.cost_model.machine.profile_io import dump_profile
+
+        dump_profile(result.profile, profile_out)
+    if as_json:
+        print_json(result.to_dict())
+    else:
+        _show(result, [path for path in (out, profile_out) if path is not None])
+    if result.best is None:
+        raise typer.Exit(1)
+
+
+def _given(model: str, layers: int | None, hidden: int | None, seq_len: int | None) -> "Given":
+    """The model that a text names, in float32 unless a factory builds it."""
+    from autopar.commands.tune_candidates import Given
+
+    own = is_factory(model)
+    batch, dtype = (None, None) if own else (_BATCH, "float32")
+    found = resolve_model(model, layers=layers, hidden=hidden, seq_len=seq_len, batch=batch, dtype=dtype)
+    return Given(
+        model=found.model,
+        example_inputs=found.example_inputs,
+        loss_fn=found.loss_fn,
+        name=found.name,
+        notes=found.notes,
+    )
+
+
+def _seconds(option: str, text: str, problems: list[Problem]) -> float:
+    """The seconds of a text such as 90s, 10m or 2h; a bare number is seconds. Adds a problem for another text."""
+    found = _DURATION.fullmatch(text.strip().lower())
+    if found is None or not float(found[1]):
+        problems.append(Problem(path=option, value=text, rule="must be a time above 0, such as 90s, 10m or 2h"))
+        return 0.0
+    return float(found[1]) * _SECONDS[found[2] or "s"]
+
+
+def _between(spread: "Spread") -> str:
+    """An interval in words; empty if there were too few steps."""
+    if spread.low == 0:
+        return ""
+    return f" ({readable_seconds(spread.low)} to {readable_seconds(spread.high)})"
+
+
+def _show_trial(one: "Tried") -> None:
+    out, outcome = console(), one.outcome
+    what = f"trial {one.number + 1}: {plan_in_words(one.candidate.degrees)}"
+    if outcome.seconds is None:
+        first = (outcome.message.splitlines() or [""])[0]
+        out.print(f"{what}: failed ({outcome.reason}): {first}", style="yellow")
+        return
+    more = ", surely slower than the best" if outcome.state == "pruned" else ""
+    seconds = f"{readable_seconds(outcome.seconds.median)}{_between(outcome.seconds)}"
+    out.print(f"{what}: {seconds}, predicted {readable_seconds(one.candidate.predicted_s)}{more}")
+
+
+def _show(result: "TuneResult", written: list[Path]) -> None:
+    out = console()
+    rows = []
+    for at, one in enumerate(result.tried):
+        seconds, peak = one.outcome.seconds, one.outcome.peak_bytes
+        rows.append(
+            (
+                plan_in_words(one.candidate.degrees),
+                readable_seconds(one.candidate.predicted_s),
+                "" if seconds is None else f"{readable_seconds(seconds.median)}{_between(seconds)}",
+                readable_bytes(one.candidate.needed_bytes),
+                "" if peak is None else readable_bytes(peak),
+                "best"
+                if at == result.best
+                else one.outcome.reason or ("slower" if one.outcome.state == "pruned" else ""),
+            )
+        )
+    columns = ("plan", "predicted", "measured (95 % interval)", "memory", "measured", "")
+    out.print()
+    out.print(table(columns, rows, right=columns[1:5]))
+    for name, factor in result.factors.items():
+        term = name.replace("_", " ")
+        out.print(f"{term}: {factor:.2f} times the predicted time")
+    out.print(_ending(result))
+    for note in result.notes:
+        out.print(f"note: {note}")
+    for path in written:
+        out.print(f"written to {path}")
+
+
+def _ending(result: "TuneResult") -> str:
+    """Why measuring ended, and what measuring on would probably gain."""
+    if result.best is None:
+        return f"no plan ran: {result.why}"
+    left = sum(not one.why for one in result.left)
+    settled = "settled by measurement" if result.is_settled else "not settled"
+    text = f"{settled}: {result.why}. {left} plans were not measured"
+    if left and not result.is_settled:
+        text += (
+            f"; with a chance of at most {result.chance_left:.0%} one of them is more than 2 % faster, and one more "
+            f"trial would save {result.gain_left:.1%} of the step on average. Give more --trials, or a larger --budget"
+        )
+    return text

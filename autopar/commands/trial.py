@@ -1,0 +1,146 @@
+"""One trial of a plan on the ranks of a world of its own: build the model once, then run single steps when asked.
+
+The controller captures the model and sends its program, so ranks neither capture nor need the model. Weights are
+random and small, in the dtypes of the model: a step takes the same time with any weights. Buffers have the model's
+values, because masks and tables decide what is computed.
+"""
+
+import gc
+import importlib
+import resource
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+
+from autopar.capture.record.pickled import from_bytes
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
+from autopar.models.load import is_factory, resolve_model
+from autopar.runtime.model.module import ParallelModel
+from autopar.runtime.verify.random_batches import random_batches
+from autopar.runtime.verify.reference import constants_of, scaler_of, step_with
+from autopar.runtime.verify.verify import this_ranks_part
+
+SCALE = 0.02  # of random weights
+_PATTERN = 2**20  # random numbers that fill larger tensors again and again
+LEARNING_RATE = 1e-5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialJob:
+    """What every rank of a trial needs. `origin` is the module or factory that may register operators."""
+
+    plan: Plan
+    program: bytes
+    buffers: Mapping[str, torch.Tensor]
+    given: Mapping[str, torch.Tensor]  # values of inputs that decide what is computed
+    origin: str
+    device_type: str
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """What building a plan took on one rank."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stepped:
+    """One step: the seconds of the slowest rank, and the peak memory of this rank since it was built."""
+
+    seconds: float
+    peak_bytes: int
+
+
+class Trainer:
+    """A plan that is being trained on this rank."""
+
+    def __init__(self, rank: int, job: TrialJob) -> None:
+        _import_origin(job.origin)
+        program, plan = from_bytes(job.program), job.plan
+        self.device = torch.device("cpu" if job.device_type == "cpu" else f"{job.device_type}:{rank}")
+        self._base_bytes = _resident_bytes()
+        source = _Weights(program, job)
+        self.model = ParallelModel(program, plan, source, self.device, seed=job.seed, buffers=source)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
+        self.scaler = scaler_of(plan.degrees)
+        constants = constants_of(program, source)
+        (batch,) = random_batches(program, plan.degrees, 1, job.seed, job.given, constants)
+        own = this_ranks_part(program, batch, plan.degrees, self.model.rank_mesh.sample_ranks.coordinate)
+        self.batch = {name: value.to(self.device) for name, value in own.items()}
+
+    def step(self) -> Stepped:
+        """Run one step of all ranks, from a barrier to the end of the slowest rank. Collective."""
+        dist.barrier()
+        started = time.perf_counter()
+        self.model.forward_backward(self.batch, scaler=self.scaler)
+        step_with(self.scaler, self.optimizer)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        spent = torch.tensor(time.perf_counter() - started, dtype=torch.float64, device=self.device)
+        dist.all_reduce(spent, op=dist.ReduceOp.MAX)
+        return Stepped(seconds=float(spent), peak_bytes=self._peak_bytes())
+
+    def _peak_bytes(self) -> int:
+        if self.device.type == "cuda":
+            return int(torch.cuda.max_memory_reserved(self.device))
+        return max(0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - self._base_bytes)
+
+
+class _Weights:
+    """A function from a parameter's or buffer's name to its whole tensor."""
+
+    def __init__(self, program: Program, job: TrialJob) -> None:
+        self._infos = {info.whole_name: info for info in program.every_parameter.values()}
+        self._buffers = job.buffers
+        self._stored = None if job.plan.degrees.precision is None else torch.float32  # beside 16-bit copies
+        generator = torch.Generator().manual_seed(job.seed)
+        self._pattern = torch.randn(_PATTERN, generator=generator) * SCALE
+
+    def __call__(self, name: str) -> torch.Tensor:
+        if name in self._buffers:
+            return self._buffers[name]
+        info = self._infos[name]
+        shape = info.shape if info.part is None else info.part.shape
+        count = prod(shape)
+        repeated = self._pattern.repeat(-(-count // _PATTERN))[:count]
+        return repeated.reshape(shape).to(self._stored if self._stored and info.dtype.is_floating_point else info.dtype)
+
+
+# What this process trains. A rank is a process of one world, which trains one plan at a time.
+_TRAINED: list[Trainer] = []
+
+
+def build(rank: int, job: TrialJob) -> Built:
+    """Build a plan on one rank, in place of an earlier one. Collective."""
+    started = time.perf_counter()
+    _TRAINED.clear()
+    gc.collect()
+    _TRAINED.append(Trainer(rank, job))
+    return Built(seconds=time.perf_counter() - started)
+
+
+def step(rank: int) -> Stepped:
+    """Run one step of the plan that was built. Collective."""
+    return _TRAINED[0].step()
+
+
+def _import_origin(origin: str) -> None:
+    """Import the module, or run the factory, that may register operators of the program."""
+    if is_factory(origin):
+        resolve_model(origin)
+    elif origin:
+        with suppress(ImportError):  # such as __main__ of a notebook: then its program has no operators of its own
+            importlib.import_module(origin)
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()

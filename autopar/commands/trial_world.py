@@ -1,0 +1,182 @@
+"""The controller's side of a trial: the ranks of one plan, the timing in turns, and what a failure means."""
+
+import re
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from autopar.commands.trial import TrialJob
+from autopar.errors import RankError
+from autopar.runtime.distributed.launch import Ranks
+from autopar.search.measured.rounds import Spread, spread
+from autopar.search.measured.tuning import Outcome, Reason
+
+WARM_UP = 2  # steps that are not timed
+ROUNDS = 10  # timed steps of a trial, at most
+FEWEST = 6  # rounds after which a median has an interval
+MOST_TEXT = 2000  # characters of an error that a study keeps
+AGAIN = 4  # steps of the best plan beside a trial whose world could not stay beside it
+_MEMORY = re.compile(r"out ?of ?memory|cannot allocate memory|MemoryError|std::bad_alloc|DefaultCPUAllocator", re.I)
+_KILLED_BY_KERNEL = re.compile(r"^oom_kill (\d+)$", re.M)
+_VMSTAT = Path("/proc/vmstat")
+
+
+class World:
+    """The ranks that train one plan. Use as a context manager.
+
+    Args:
+        job: The plan, and what its ranks need.
+        num_ranks: The number of ranks.
+        within_s: Seconds after which a call that does not end is a failure.
+    """
+
+    def __init__(self, job: TrialJob, num_ranks: int, *, within_s: float) -> None:
+        started = time.monotonic()
+        # ranks that wait for another say so after half of the time
+        self._ranks = Ranks(num_ranks, timeout_s=within_s / 2, checked=False)
+        try:
+            self._ranks.run("autopar.commands.trial:build", job)
+        except BaseException:
+            self.close()
+            raise
+        self.building_s = time.monotonic() - started
+        self.peak_bytes = 0
+
+    def step(self) -> float:
+        """Run one step, and return the seconds of the slowest rank."""
+        found = self._ranks.run("autopar.commands.trial:step")
+        self.peak_bytes = max(self.peak_bytes, *(one.peak_bytes for one in found))
+        return float(max(one.seconds for one in found))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the ranks are there."""
+        return self._ranks.is_open
+
+    def close(self) -> None:
+        """End all ranks."""
+        if self._ranks.is_open:
+            self._ranks.close()
+
+
+@dataclass(slots=True, kw_only=True)
+class Incumbent:
+    """The best plan so far: its seconds on the scale of the first trial, and its world while the memory suffices.
+
+    Without a world it can start again.
+    """
+
+    seconds: float
+    start: Callable[[], World]
+    world: World | None
+
+    def close(self) -> None:
+        """End its ranks."""
+        if self.world is not None:
+            self.world.close()
+        self.world = None
+
+
+def measured(
+    start: Callable[[], World], best: Incumbent | None, *, rounds: int = ROUNDS
+) -> tuple[Outcome, World | None]:
+    """Run the trial of one plan.
+
+    Args:
+        start: Starts the world of the plan.
+        best: The best plan so far. While its world is there, both plans step in turns.
+        rounds: The most timed steps.
+
+    Returns:
+        The outcome, and the world, which is still there if the trial did not fail.
+    """
+    started, before = time.monotonic(), _kills_by_kernel()
+    world: World | None = None
+    try:
+        world = start()
+        for _ in range(WARM_UP):
+            world.step()
+        try:
+            seconds, is_slower, steps = _timed(world, best, rounds)
+        except RankError:
+            if not world.is_open or best is None:
+                raise
+            best.close()  # it was the best plan that failed
+            seconds, is_slower, steps = _timed(world, None, rounds)
+    except RankError as error:
+        if world is not None:
+            world.close()
+        spent = time.monotonic() - started
+        return Outcome(
+            state="failed", reason=reason_of(error, before), message=str(error)[:MOST_TEXT], whole_s=spent
+        ), None
+    except BaseException:
+        if world is not None:
+            world.close()
+        raise
+    outcome = Outcome(
+        state="pruned" if is_slower else "complete",
+        seconds=seconds,
+        peak_bytes=world.peak_bytes,
+        steps=steps,
+        building_s=world.building_s,
+        whole_s=time.monotonic() - started,
+    )
+    return outcome, world
+
+
+def _timed(world: World, best: Incumbent | None, rounds: int) -> tuple[Spread, bool, int]:
+    """The seconds of a step, whether the plan is surely slower than the best one, and the number of timed steps."""
+    if best is None or best.world is None:
+        times = [world.step() for _ in range(rounds)]
+        return spread(times), False, len(times)
+    ratios: list[float] = []
+    for turn in range(rounds):
+        own, other = (world.step, best.world.step) if turn % 2 else (best.world.step, world.step)
+        first, second = own(), other()
+        ratios.append(first / second if turn % 2 else second / first)
+        found = spread(ratios)
+        if len(ratios) >= FEWEST and found.low > 1:
+            return found.times(best.seconds), True, len(ratios)
+    return spread(ratios).times(best.seconds), False, len(ratios)
+
+
+def beside(seconds: Spread, best: Incumbent) -> Spread:
+    """The seconds of a plan that ran alone, on the scale of the first trial: the best plan steps again after it."""
+    with suppress(RankError):  # then the seconds are as they were measured
+        best.world = best.start()
+        for _ in range(WARM_UP):
+            best.world.step()
+        again = median(best.world.step() for _ in range(AGAIN))
+        return seconds.times(best.seconds / again)
+    best.close()
+    return seconds
+
+
+def reason_of(error: RankError, kills_before: int = 0) -> Reason:
+    """What a failure means: ``oom``, ``timeout``, ``killed`` or ``error``.
+
+    >>> reason_of(RankError("rank 1 failed: OutOfMemoryError: CUDA out of memory", rank=1))
+    'oom'
+    >>> reason_of(RankError("rank 1 did not answer within 60 s", rank=1))
+    'timeout'
+    """
+    text = str(error)
+    if _MEMORY.search(text):
+        return "oom"
+    if "did not answer within" in text:
+        return "timeout"
+    if "the process ended with exit code" in text:
+        return "oom" if "SIGKILL" in text and _kills_by_kernel() > kills_before else "killed"
+    return "error"
+
+
+def _kills_by_kernel() -> int:
+    """How many processes Linux has killed for want of memory since it started."""
+    with suppress(OSError):
+        found = _KILLED_BY_KERNEL.search(_VMSTAT.read_text(encoding="ascii"))
+        return int(found[1]) if found else 0
+    return 0

@@ -1,0 +1,320 @@
+"""`autopar.tune`: measure the few plans worth measuring, on the devices that are there.
+
+    plan       search all plans by prediction, and take the best of each degrees
+    trial      start a world of ranks, build one plan, time steps in turns with the best plan so far
+    learn      correct predictions by what was measured, and decide (`autopar.search.measured.tuning`)
+
+The controller is this process. It holds no device and no process group, captures the model once, and sends programs. A
+trial has a world of its own, so a failed trial leaves nothing behind. The world of the best plan stays while the memory
+suffices for two plans.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.cache.store import cache_folder
+from autopar.cache.tuned import keep_tuned
+from autopar.capture.export.export import Inputs, LossFunction
+from autopar.commands.trial_world import Incumbent, World, beside, measured
+from autopar.commands.tune_candidates import (
+    COMPUTE,
+    Given,
+    GivenProfile,
+    OpenedStudy,
+    Subject,
+    opened_study,
+    subject_of,
+)
+from autopar.cost_model.fit.measured_steps import slowed
+from autopar.cost_model.machine.machine import Machine
+from autopar.cost_model.machine.profile import DeviceProfile
+from autopar.errors import AutoparError, InputError, Problem
+from autopar.ir.cluster import ClusterSpec
+from autopar.planning.options import PlanOptions
+from autopar.search.measured.belief import chances
+from autopar.search.measured.result import Left, Tried, TuneResult
+from autopar.search.measured.tuning import Candidate, Known, Outcome, best_of, decide, known_after
+from autopar.search.result.format import plan_in_words
+from autopar.search.result.result import OBJECTIVES
+
+TRIALS, BUDGET_S, TRIAL_S = 5, 600.0, 300.0
+CONSIDERED = 20  # plans among which trials are chosen
+_Progress = Callable[[str], None]
+_OnTrial = Callable[[Tried], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """When measuring ends, and how long one trial may take."""
+
+    trials: int = TRIALS
+    budget_s: float = BUDGET_S  # of all trials together
+    trial_s: float = TRIAL_S
+
+
+def tune(
+    model: nn.Module,
+    cluster: ClusterSpec | str,
+    *,
+    example_inputs: Inputs,
+    global_batch: int,
+    loss_fn: LossFunction | None = None,
+    objective: str = "time",
+    trials: int = TRIALS,
+    budget_s: float = BUDGET_S,
+    trial_s: float = TRIAL_S,
+    fix: Mapping[str, Any] | None = None,
+    forbid: Mapping[str, Any] | None = None,
+    study: str | Path | None = None,
+    profile: DeviceProfile | str | Path | None = None,
+    calibrate: bool = True,
+    precision: str | None = None,
+    considered: int = CONSIDERED,
+    seed: int = 0,
+    specialise: bool = False,
+    name: str = "",
+    on_progress: _Progress | None = None,
+    on_trial: Callable[[Tried], None] | None = None,
+) -> TuneResult:
+    """Measure the few plans of a model that are worth measuring, on the devices of this machine.
+
+    Args:
+        model: A module, on meta or with weights. Trials train a copy with random weights.
+        cluster: The devices that are here: a `ClusterSpec`, or its name or file, such as ``"4xcpu"``.
+        example_inputs: A dict or tuple of tensors. Their shapes count, but not their batch.
+        global_batch: Sequences of one step on all ranks.
+        loss_fn: A function of (output, target), if the model returns no loss.
+        objective: "time", "cost", "energy" or "memory".
+        trials: The most trials, earlier trials of the study included.
+        budget_s: Seconds after which no further trial begins.
+        trial_s: Seconds after which a trial is ended as hanging.
+        fix: The values that a word of `Plan.degrees` must have, one or several.
+        forbid: The values that a word must not have.
+        study: A journal (``tune.log``) or database (``tune.db``) of trials. It is continued if it is there.
+        profile: A device profile or its file; by default the cluster's.
+        calibrate: Whether CPU ranks are measured for 90 seconds first, if nobody measured their profile.
+        precision: Of computing; by default the module's dtype.
+        seed: The seed of weights, data and the search.
+        specialise: Whether branches on inputs are captured as the example inputs take them.
+        name: The model's name in the result; by default its class.
+        on_progress: A function that receives a text before each part of the work.
+        on_trial: A function that receives every trial when it has ended.
+
+    Returns:
+        The best measured plan, all trials, and what measuring on would gain.
+
+    Raises:
+        InputError: An argument cannot be used, or the devices are not here.
+        PlanError, InfeasibleError, CaptureError: As `autopar.plan`.
+
+    Example:
+        >>> result = autopar.tune(model, "2xcpu", example_inputs=batch, loss_fn=loss_fn, global_batch=8)
+        >>> result.plan.degrees.world_size
+        2
+    """
+    spec = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
+    asked = PlanOptions(
+        global_batch=global_batch, objective=objective, fix=fix or {}, forbid=forbid or {}, seed=seed,
+        precision=precision,
+    )  # fmt: skip
+    name = name or type(model).__name__
+    given = Given(model=model, example_inputs=example_inputs, loss_fn=loss_fn, name=name)
+    return tune_asked(
+        given, spec, asked, Limits(trials=trials, budget_s=budget_s, trial_s=trial_s), study=study, profile=profile,
+        calibrate=calibrate, specialise=specialise, origin=type(model).__module__,
+        on_progress=on_progress or (lambda _: None), on_trial=on_trial or (lambda _: None),
+    )  # fmt: skip
+
+
+def tune_asked(
+    given: Given,
+    cluster: ClusterSpec,
+    asked: PlanOptions,
+    limits: Limits,
+    *,
+    study: str | Path | None,
+    profile: DeviceProfile | str | Path | None,
+    calibrate: bool,
+    specialise: bool,
+    origin: str,
+    on_progress: _Progress,
+    on_trial: _OnTrial,
+) -> TuneResult:
+    """`tune` for the options of a search. `origin` may register operators of its own."""
+    started = time.monotonic()
+    check_limits(cluster, limits, asked.objective)
+    asked = replace(asked, top=CONSIDERED - 1)
+    asked.check_search(cluster.num_devices)
+    on_progress(f"capturing {given.name}")
+    subject = subject_of(given, asked, specialise=specialise, origin=origin)
+    on_progress("looking for the plans that may be measured")
+    opened = opened_study(subject, cluster, asked, study, GivenProfile(of=profile, calibrate=calibrate), on_progress)
+    done = measure(subject, opened, limits, on_progress, on_trial)
+    return replace(done, notes=(*given.notes, *done.notes), seconds=time.monotonic() - started)
+
+
+def check_limits(cluster: ClusterSpec, limits: Limits, objective: str) -> None:
+    """Raise `InputError` if the devices are not here, or a limit cannot be used."""
+    problems = [
+        Problem(path=name, value=value, rule="must be above 0")
+        for name, value in (("trials", limits.trials), ("budget_s", limits.budget_s), ("trial_s", limits.trial_s))
+        if not 0 < value < float("inf")
+    ]
+    if objective not in OBJECTIVES:
+        problems.append(Problem(path="objective", value=objective, rule=f"must be one of {', '.join(OBJECTIVES)}"))
+    here = torch.cuda.device_count() if cluster.device_type == "cuda" else cluster.num_devices
+    if here < cluster.num_devices:
+        rule = f"has {cluster.num_devices} GPUs, and {here or 'none'} are here"
+        remedy = "search without devices by `autopar plan`, or run this where the GPUs are"
+        problems.append(Problem(path="cluster", value=cluster.name, rule=rule, suggestion=remedy))
+    if cluster.device_type == "cpu" and cluster.num_hosts > 1:
+        rule = "has several hosts of CPU ranks, and trials start ranks on this host only"
+        problems.append(Problem(path="cluster", value=cluster.name, rule=rule, suggestion="name a cluster of one host"))
+    if problems:
+        raise InputError("the plans cannot be measured", problems)
+
+
+# ---- trials ----
+
+
+def measure(
+    subject: Subject, opened: OpenedStudy, limits: Limits, on_progress: _Progress, on_trial: _OnTrial
+) -> TuneResult:
+    """Run trials until a rule or a limit ends them."""
+    until = time.monotonic() + limits.budget_s
+    runner = _Runner(subject=subject, opened=opened, limits=limits, report=on_progress)
+    study, tried = opened.study, list[Tried]()
+    try:
+        while True:
+            outcomes = study.outcomes()
+            decision = decide(
+                study.candidates,
+                outcomes,
+                most=limits.trials,
+                objective=study.objective,
+                is_late=time.monotonic() > until,
+                taken=study.taken(),
+            )
+            if decision.next is None:
+                break
+            claim = study.claim(decision.next, within_s=limits.trial_s * 2)
+            if claim is None:
+                continue
+            outcome = Outcome(state="failed", reason="interrupted", message="the search was interrupted")
+            try:
+                outcome = runner.run(claim.candidate, len(outcomes) + 1)
+            finally:
+                study.finish(claim, outcome)
+            one = Tried(number=claim.number, candidate=study.candidates[claim.candidate], outcome=outcome)
+            tried.append(one)
+            on_trial(one)
+    finally:
+        runner.close()
+    found = _result(subject, opened, outcomes, decision.why, decision.is_settled)
+    if found.plan is not None:
+        about = {"model": subject.name, "global_batch": found.global_batch, "objective": found.objective}
+        keep_tuned(cache_folder(), opened.cluster, subject.kind, found.plan, about | {"step_s": found.step_s})
+    return found
+
+
+@dataclass(eq=False, kw_only=True)
+class _Runner:
+    """Runs trials one after the other, and keeps the ranks of the best plan while the memory suffices."""
+
+    subject: Subject
+    opened: OpenedStudy
+    limits: Limits
+    report: _Progress
+    best: Incumbent | None = None
+    best_bytes: float = 0.0
+
+    def run(self, at: int, number: int) -> Outcome:
+        """The trial of a candidate."""
+        candidate, cluster = self.opened.study.candidates[at], self.opened.cluster
+        self.report(f"trial {number}: {plan_in_words(candidate.degrees)}")
+        try:
+            job = self.subject.job(self.subject.plan_of(candidate, cluster), cluster.device_type)
+        except AutoparError as error:
+            return Outcome(state="failed", reason="error", message=str(error))
+        if not self._fits_beside(candidate):
+            assert self.best is not None
+            self.best.close()
+
+        def start() -> World:
+            return World(job, candidate.num_devices, within_s=self.limits.trial_s)
+
+        outcome, world = measured(start, self.best)
+        if outcome.seconds is None or world is None:
+            return outcome
+        seconds = outcome.seconds
+        if self.best is not None and self.best.world is None:  # the plans could not step in turns
+            world.close()
+            seconds = beside(seconds, self.best)
+        if self.best is None or seconds.median < self.best.seconds:
+            self.close()
+            self.best = Incumbent(seconds=seconds.median, start=start, world=world if world.is_open else None)
+            self.best_bytes = candidate.needed_bytes
+        else:
+            world.close()
+        return replace(outcome, seconds=seconds)
+
+    def _fits_beside(self, candidate: Candidate) -> bool:
+        """Whether a plan fits beside the best plan, by prediction."""
+        if self.best is None or self.best.world is None:
+            return True
+        return candidate.needed_bytes + self.best_bytes < self.opened.machine.memory_bytes
+
+    def close(self) -> None:
+        """End all ranks."""
+        if self.best is not None:
+            self.best.close()
+
+
+def _result(
+    subject: Subject, opened: OpenedStudy, outcomes: Mapping[int, Outcome], why: str, is_settled: bool
+) -> TuneResult:
+    study, candidates = opened.study, opened.study.candidates
+    known, best = known_after(candidates, outcomes), best_of(candidates, outcomes, opened.study.objective)
+    numbers = study.numbers()
+    order = sorted(outcomes, key=lambda at: numbers[at])
+    left = [at for at in range(len(candidates)) if at not in outcomes]
+    chance, found = chances(known.belief), known.belief.seconds
+    return TuneResult(
+        model=subject.name,
+        cluster=opened.cluster.name,
+        objective=study.objective,
+        global_batch=opened.asked.global_batch or 0,
+        sequence=opened.sequence,
+        tried=tuple(Tried(number=numbers[at], candidate=candidates[at], outcome=outcomes[at]) for at in order),
+        left=tuple(
+            Left(candidate=candidates[at], believed_s=float(found[at]), chance=float(chance[at]),
+                 why=known.ruled_out.get(at, ""))
+            for at in left
+        ),
+        best=None if best is None else order.index(best),
+        is_settled=is_settled,
+        why=why,
+        chance_left=known.chance_left,
+        gain_left=known.gain_left,
+        factors=known.factors,
+        seconds=0.0,
+        notes=opened.notes,
+        plan=None if best is None else subject.plan_of(candidates[best], opened.cluster),
+        profile=_learnt(opened.machine, known, len(outcomes)),
+    )  # fmt: skip
+
+
+def _learnt(machine: Machine, known: Known, count: int) -> DeviceProfile | None:
+    """The profile corrected by the measured plans. None if nothing was measured."""
+    if not known.belief.is_measured.any():
+        return None
+    usual = machine.profile.at_power_of(machine.device)
+    terms = {name: factor for name, factor in known.factors.items() if name == COMPUTE or name in usual.links}
+    made = slowed(usual, terms, f"{count} plans measured by autopar tune")
+    return replace(made, steps=count)

@@ -1,0 +1,92 @@
+"""The result of `autopar.tune` as data: what was measured, what was learnt, and what is left."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from autopar.search.measured.study import outcome_to_dict
+from autopar.search.measured.tuning import Candidate, Outcome
+
+if TYPE_CHECKING:
+    from autopar.cost_model.machine.profile import DeviceProfile
+    from autopar.ir.plan import Plan
+
+KIND, VERSION = "autopar tuning result", 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """One plan that was tried: its prediction before any trial, its outcome, and the number of its trial."""
+
+    number: int
+    candidate: Candidate
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Left:
+    """One plan that was not measured, and what is believed of it."""
+
+    candidate: Candidate
+    believed_s: float
+    chance: float  # that it is notably faster than the best measured plan
+    why: str = ""  # why it cannot run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneResult:
+    """The result of `autopar.tune`: the best measured plan, all trials, and what measuring on would gain.
+
+    `best` is the position of the best trial in `tried`, None if no trial ran. `is_settled` says that measuring ended
+    because it cannot pay. `chance_left` bounds the chance that a plan is left that is notably faster than the best one.
+    `gain_left` is the largest expected part of the step time that one more trial saves. `factors` are on the seconds of
+    computing and of the links of each tier.
+    """
+
+    model: str
+    cluster: str
+    objective: str
+    global_batch: int
+    sequence: int  # tokens
+    tried: tuple[Tried, ...]
+    left: tuple[Left, ...]
+    best: int | None
+    is_settled: bool
+    why: str
+    chance_left: float
+    gain_left: float
+    factors: Mapping[str, float] = field(hash=False)
+    seconds: float  # of the whole search
+    notes: tuple[str, ...] = ()
+    plan: "Plan | None" = field(default=None, compare=False)  # the best measured plan, as it runs
+    profile: "DeviceProfile | None" = field(default=None, compare=False)  # corrected by what was measured
+
+    @property
+    def step_s(self) -> float | None:
+        """The measured seconds of a step of the best plan."""
+        outcome = None if self.best is None else self.tried[self.best].outcome
+        return None if outcome is None or outcome.seconds is None else outcome.seconds.median
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """The measured tokens per second of the best plan."""
+        return None if self.step_s is None else self.global_batch * self.sequence / self.step_s
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON: the names of the fields, with "kind" and "version"."""
+        names = [name for name in self.__slots__ if name not in ("plan", "profile", "tried", "left")]
+        return {
+            "kind": KIND,
+            "version": VERSION,
+            **{name: getattr(self, name) for name in names},
+            "factors": dict(self.factors),
+            "step_s": self.step_s,
+            "tokens_per_s": self.tokens_per_s,
+            "tried": [
+                {"number": one.number, "candidate": asdict(one.candidate), "outcome": outcome_to_dict(one.outcome)}
+                for one in self.tried
+            ],
+            "left": [asdict(one) for one in self.left],
+            "plan": None if self.plan is None else self.plan.to_dict(),
+            "profile": None if self.profile is None else self.profile.name,
+        }

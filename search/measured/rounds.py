@@ -1,0 +1,51 @@
+"""The ratio of two plans' step times that were measured in turns, and what it decides.
+
+Machines drift, and neighbours disturb both plans of a round alike. So the ratio of a round is worth more than the times
+of two trials minutes apart. The interval of the median is that of order statistics, which assumes no distribution: with
+n rounds, the k-th smallest and the k-th largest ratio enclose the median with a probability of 1 - 2·P(B(n, 1/2) < k)
+(Conover 1999, "Practical Nonparametric Statistics", section 3.2).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import comb, inf
+from statistics import median
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """A median, and the interval that has it with a probability of 95 %. Few values give no interval."""
+
+    median: float
+    low: float
+    high: float
+
+    def times(self, factor: float) -> "Spread":
+        """The spread of values that are `factor` times as large."""
+        return Spread(median=self.median * factor, low=self.low * factor, high=self.high * factor)
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """The median of values, and its interval.
+
+    >>> spread([1.0, 1.1, 1.2, 1.3, 1.4, 1.5])
+    Spread(median=1.25, low=1.0, high=1.5)
+    >>> spread([1.0, 1.1])
+    Spread(median=1.05, low=0.0, high=inf)
+    """
+    ordered, outside = sorted(values), rank_of_interval(len(values))
+    low, high = (0.0, inf) if outside is None else (ordered[outside], ordered[-1 - outside])
+    return Spread(median=median(ordered), low=low, high=high)
+
+
+def rank_of_interval(count: int) -> int | None:
+    """The number of values outside each end of the interval. None if so few values give no interval."""
+    chance, found = 0.0, None
+    for outside in range((count + 1) // 2):
+        chance += 2 * comb(count, outside) / 2**count
+        if chance > 1 - CONFIDENCE:
+            break
+        found = outside
+    return found

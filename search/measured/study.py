@@ -1,0 +1,203 @@
+"""The Optuna study of a measured search: one trial for each plan that was queued, run, pruned or has failed.
+
+    params         the degrees by name
+    value          the measured value of the objective
+    constraint     ``memory``: above 0 after a trial that ran out of memory
+    user_attrs     the plan's degrees, its prediction, the outcome, and who runs it
+
+Several processes share a study. A process puts a plan into the queue and asks the study for a trial. No two processes
+get the same trial. The process writes its host, its number and a deadline into the trial. A trial whose process is gone
+is given up, and its plan may be tried again. `autopar.search.driver.study` keeps the storage.
+"""
+
+import json
+import os
+import platform
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from autopar.search.driver.study import StudyPlace
+from autopar.search.measured.rounds import Spread
+from autopar.search.measured.tuning import Candidate, Outcome, value_of
+
+if TYPE_CHECKING:
+    import optuna
+
+DEGREES, OUTCOME, OWNER, REPEATED, MEMORY = "degrees", "outcome", "owner", "repeated", "memory"
+_SLACK_S = 30.0  # after the deadline of a trial of another host it is given up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """The process of a running trial. `until` is its deadline, in seconds since 1970."""
+
+    host: str
+    pid: int
+    until: float
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the trial may still end. Of another host only the deadline counts."""
+        if time.time() > self.until + _SLACK_S:
+            return False
+        if self.host != platform.node():
+            return True
+        with suppress(PermissionError):  # the process is there, and another user's
+            try:
+                os.kill(self.pid, 0)
+            except ProcessLookupError:
+                return False
+        return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """A trial of this process: its number, and the position of its candidate."""
+
+    number: int
+    candidate: int
+
+
+class TrialStudy:
+    """The trials of one measured search, in memory or in a study that is kept.
+
+    Args:
+        candidates: The plans that may be measured. A kept study has its own, if it was made before.
+        place: Where the study is kept; in memory without one.
+        objective: "time", "cost", "energy" or "memory".
+    """
+
+    def __init__(self, candidates: Sequence[Candidate], place: StudyPlace | None, *, objective: str) -> None:
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self.objective = objective
+        self.candidates: tuple[Candidate, ...] = tuple(candidates)
+        if place is None:
+            self.study = optuna.create_study(study_name="autopar")
+        else:
+            self.study, kept = place.opened([json.dumps(asdict(one)) for one in candidates])
+            self.candidates = tuple(Candidate(**json.loads(text)) for text in kept)
+        self._places = {_text(one.degrees): at for at, one in enumerate(self.candidates)}
+        self._claimed: dict[int, optuna.Trial] = {}
+
+    def outcomes(self) -> dict[int, Outcome]:
+        """The outcomes of all candidates that were tried, by any process. Trials that were given up do not count."""
+        found: dict[int, Outcome] = {}
+        for trial, at in self._trials():
+            if trial.state.is_finished() and OUTCOME in trial.user_attrs:
+                outcome = outcome_from(trial.user_attrs[OUTCOME])
+                if outcome.reason != "interrupted":
+                    found[at] = outcome
+            elif not trial.state.is_finished() and (owner := _owner_of(trial)) is not None and not owner.is_alive:
+                self._tell(trial.number, "failed")
+        return found
+
+    def numbers(self) -> dict[int, int]:
+        """The numbers of the trials with an outcome, by the position of their candidates."""
+        return {at: trial.number for trial, at in self._trials() if OUTCOME in trial.user_attrs}
+
+    def taken(self) -> tuple[int, ...]:
+        """The candidates that are being measured now."""
+        return tuple(at for trial, at in self._trials() if _is_running(trial))
+
+    def claim(self, at: int, *, within_s: float) -> Claim | None:
+        """Queue a candidate and take a trial out of the queue: perhaps another one that another process has queued.
+
+        Args:
+            at: The candidate.
+            within_s: Seconds in which the trial ends.
+
+        Returns:
+            The trial, or None if its candidate was tried in between.
+        """
+        one = self.candidates[at]
+        about = {DEGREES: _text(one.degrees), "predicted_s": one.predicted_s, "needed_bytes": one.needed_bytes}
+        self.study.enqueue_trial(_params(one.degrees), user_attrs=about)
+        trial = self.study.ask(self._space())
+        owner = Owner(host=platform.node(), pid=os.getpid(), until=time.time() + within_s)
+        trial.set_user_attr(OWNER, asdict(owner))
+        place = self._places[trial.user_attrs[DEGREES]]
+        earlier = [each for each, its in self._trials() if its == place and each.number < trial.number]
+        if any(OUTCOME in each.user_attrs or _is_running(each) for each in earlier):
+            trial.set_user_attr(REPEATED, True)
+            self._tell(trial.number, "failed")
+            return None
+        self._claimed[trial.number] = trial
+        return Claim(number=trial.number, candidate=place)
+
+    def finish(self, claim: Claim, outcome: Outcome) -> None:
+        """Write the outcome of a claimed trial."""
+        trial, one = self._claimed.pop(claim.number), self.candidates[claim.candidate]
+        trial.set_user_attr(OUTCOME, outcome_to_dict(outcome))
+        trial.set_constraint(MEMORY, 1.0 if outcome.reason == "oom" else -1.0)
+        value = value_of(one, outcome, self.objective) if outcome.is_measured else None
+        if outcome.state == "pruned" and value is not None:
+            trial.report(value, outcome.steps)
+        self._tell(claim.number, outcome.state, value if outcome.state == "complete" else None)
+
+    def _tell(self, number: int, state: str, value: float | None = None) -> None:
+        import optuna
+
+        states = optuna.trial.TrialState
+        named = {"complete": states.COMPLETE, "pruned": states.PRUNED, "failed": states.FAIL}
+        self.study.tell(number, value, state=named[state], skip_if_finished=True)
+
+    def _trials(self) -> Iterator[tuple["optuna.trial.FrozenTrial", int]]:
+        """The trials with the positions of their candidates, without repeated ones."""
+        for one in self.study.get_trials(deepcopy=False):
+            at = self._places.get(one.user_attrs.get(DEGREES, ""))
+            if at is not None and REPEATED not in one.user_attrs:
+                yield one, at
+
+    def _space(self) -> dict[str, "optuna.distributions.BaseDistribution"]:
+        """The values that each degree has among the candidates."""
+        import optuna
+
+        found: dict[str, optuna.distributions.BaseDistribution] = {}
+        every = [_params(one.degrees) for one in self.candidates]
+        for name in dict.fromkeys(name for one in every for name in one):
+            values = [one[name] for one in every if name in one]
+            if all(type(value) is int for value in values):
+                found[name] = optuna.distributions.IntDistribution(min(values), max(values))
+            else:
+                found[name] = optuna.distributions.CategoricalDistribution(sorted(set(values), key=str))
+        return found
+
+
+def _params(degrees: Mapping[str, Any]) -> dict[str, Any]:
+    """The degrees as parameters of a trial. A list, such as cuts, is a text."""
+    return {name: value if isinstance(value, (str, int)) else json.dumps(value) for name, value in degrees.items()}
+
+
+def _text(degrees: Mapping[str, Any]) -> str:
+    return json.dumps(dict(degrees), sort_keys=True)
+
+
+def _owner_of(trial: "optuna.trial.FrozenTrial") -> Owner | None:
+    found = trial.user_attrs.get(OWNER)
+    return None if found is None else Owner(**found)
+
+
+def _is_running(trial: "optuna.trial.FrozenTrial") -> bool:
+    owner = _owner_of(trial)
+    return not trial.state.is_finished() and owner is not None and owner.is_alive
+
+
+def outcome_to_dict(outcome: Outcome) -> dict[str, Any]:
+    """Plain data of an outcome. An interval without bounds is left out, because JSON has no infinity."""
+    data = asdict(outcome)
+    if outcome.seconds is not None and outcome.seconds.low == 0:
+        data["seconds"] = {"median": outcome.seconds.median}
+    return data
+
+
+def outcome_from(data: Mapping[str, Any]) -> Outcome:
+    """The inverse of `outcome_to_dict`."""
+    seconds = data["seconds"]
+    if seconds is not None:
+        seconds = Spread(**{"low": 0.0, "high": float("inf")} | seconds)
+    return Outcome(**{**data, "seconds": seconds})

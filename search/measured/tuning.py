@@ -1,0 +1,220 @@
+"""What a measured search knows and does next. Everything here is a function of candidates and outcomes.
+
+    candidates    plans that fit by their prediction, in the order of their price
+    outcomes      what the trials of some of them measured, or why they failed
+    learnt        factors on computing and on the links of each tier, by ridge regression over the measured plans
+    belief        the seconds of every candidate after that (`autopar.search.measured.belief`)
+    decision      the candidate to measure next, or why measuring ends
+
+An out-of-memory trial rules out the candidates that are predicted to need as much or more. The same candidates and
+outcomes give the same decision.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cost_model.fit.measured_steps import term_factors
+from autopar.cost_model.interval import Situation, interval_of
+from autopar.search.measured.belief import Belief, belief, chances, expected_gains, worth_measuring
+from autopar.search.measured.rounds import Spread
+
+State = Literal["complete", "pruned", "failed"]
+Reason = Literal["", "oom", "error", "timeout", "killed", "interrupted"]
+LEVELS = {"none": 1.0, "selective": 2.0, "full": 4.0}
+COMPUTE = "compute"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A plan that may be measured. `terms` are its predicted seconds of computing, and of the links of each tier."""
+
+    degrees: Mapping[str, Any] = field(hash=False)
+    predicted_s: float
+    needed_bytes: float  # of the fullest rank, predicted
+    terms: Mapping[str, float] = field(hash=False)
+    num_devices: int
+    per_second: float = 1.0  # the objective's value of one second, such as US dollars
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What one trial found. A failed trial has no times."""
+
+    state: State
+    reason: Reason = ""
+    message: str = ""
+    seconds: Spread | None = None  # of one step, on the scale of the first trial
+    peak_bytes: float | None = None  # of the fullest rank
+    steps: int = 0  # that were timed
+    building_s: float = 0.0
+    whole_s: float = 0.0  # of the trial
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the trial has a step time. A pruned trial has one too."""
+        return self.seconds is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """The candidate to measure next, or None with the reason why measuring ends."""
+
+    next: int | None
+    why: str
+    is_settled: bool = False  # measuring on cannot pay, by the rule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What is known after some trials: `factors` by term, the belief, and the candidates ruled out with the reason."""
+
+    factors: Mapping[str, float]
+    corrected_s: tuple[float, ...]
+    belief: Belief
+    ruled_out: Mapping[int, str]
+
+    @property
+    def chance_left(self) -> float:
+        """A bound of the chance that a plan is left that is notably faster than the best measured plan."""
+        return min(1.0, float(np.sum(self._open(chances(self.belief)))))
+
+    @property
+    def gain_left(self) -> float:
+        """The largest expected part of the best step time that measuring one more plan saves."""
+        return float(np.max(self._open(expected_gains(self.belief)), initial=0.0))
+
+    def _open(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.array([0.0 if at in self.ruled_out else value for at, value in enumerate(values)])
+
+
+def known_after(candidates: Sequence[Candidate], outcomes: Mapping[int, Outcome]) -> Known:
+    """What outcomes say of all candidates.
+
+    Args:
+        candidates: All candidates.
+        outcomes: The outcome of each candidate that was tried, by its position.
+
+    Example:
+        >>> plans = [
+        ...     Candidate(
+        ...         degrees={"tp": tp}, predicted_s=s, needed_bytes=b, terms={"compute": s}, num_devices=8
+        ...     )
+        ...     for tp, s, b in ((1, 1.0, 50e9), (2, 1.1, 60e9), (4, 1.2, 30e9))
+        ... ]
+        >>> one = Outcome(state="complete", seconds=Spread(median=2.0, low=1.9, high=2.1))
+        >>> found = known_after(plans, {0: one})
+        >>> round(found.factors["compute"], 3), found.belief.seconds.round(2).tolist()
+        (1.625, [2.0, 2.03, 2.15])
+    """
+    names = list(dict.fromkeys(name for one in candidates for name in one.terms))
+    shares = np.array([[one.terms.get(name, 0.0) / one.predicted_s for name in names] for one in candidates])
+    measured = {at: one.seconds.median for at, one in outcomes.items() if one.seconds is not None}
+    predicted = np.array([one.predicted_s for one in candidates])
+    factors = np.ones(len(names))
+    if measured:
+        at = sorted(measured)
+        factors = term_factors([measured[i] / predicted[i] for i in at], shares[at])
+    corrected = predicted * (1 + shares @ (factors - 1))
+    found = belief(corrected.tolist(), np.array([coordinates(one.degrees) for one in candidates]), measured)
+    return Known(
+        factors=dict(zip(names, factors.tolist(), strict=True)),
+        corrected_s=tuple(corrected.tolist()),
+        belief=found,
+        ruled_out=_ruled_out(candidates, outcomes),
+    )
+
+
+def decide(
+    candidates: Sequence[Candidate],
+    outcomes: Mapping[int, Outcome],
+    *,
+    most: int,
+    objective: str = "time",
+    is_late: bool = False,
+    taken: Sequence[int] = (),
+) -> Decision:
+    """The candidate to measure next, or why measuring ends.
+
+    Args:
+        candidates: All candidates.
+        outcomes: The outcome of each candidate that was tried.
+        most: The most trials.
+        objective: What is minimised. With "memory" the plans of least predicted memory come first.
+        is_late: Whether the time is used up.
+        taken: Candidates that another process is measuring.
+    """
+    known = known_after(candidates, outcomes)
+    left = [at for at in range(len(candidates)) if at not in outcomes and at not in known.ruled_out]
+    free = [at for at in left if at not in taken]
+    if not left:
+        return Decision(next=None, why="every plan was tried, or cannot run", is_settled=True)
+    if objective == "memory":
+        is_worth = _may_need_less(candidates, outcomes, left)
+    else:
+        is_worth = not known.belief.is_measured.any() or _is_worth(known, left)
+    if not is_worth:
+        return Decision(next=None, why="measuring another plan would hardly pay", is_settled=True)
+    if is_late:
+        return Decision(next=None, why="the time is used up")
+    if len(outcomes) >= most:
+        return Decision(next=None, why=f"{most} trials are done")
+    if not free:
+        return Decision(next=None, why="the plans that are left are being measured by another process")
+    if objective == "memory":
+        return Decision(next=min(free, key=lambda at: (candidates[at].needed_bytes, at)), why="the least memory")
+    value = {at: known.belief.mean[at] + np.log(candidates[at].per_second) for at in free}
+    return Decision(next=min(free, key=lambda at: (value[at], at)), why="the best by what is known")
+
+
+def best_of(candidates: Sequence[Candidate], outcomes: Mapping[int, Outcome], objective: str = "time") -> int | None:
+    """The best candidate that ran, by the objective. None if none ran."""
+    ran = [at for at, one in outcomes.items() if one.is_measured]
+    return min(ran, key=lambda at: (value_of(candidates[at], outcomes[at], objective), at), default=None)
+
+
+def value_of(candidate: Candidate, outcome: Outcome, objective: str) -> float:
+    """The measured value of the objective: bytes of memory, or the value of the measured seconds."""
+    assert outcome.seconds is not None
+    if objective == "memory":
+        return outcome.peak_bytes if outcome.peak_bytes is not None else candidate.needed_bytes
+    return outcome.seconds.median * candidate.per_second
+
+
+def coordinates(degrees: Mapping[str, Any]) -> list[float]:
+    """The degrees of a plan, each at least 1, in which plans are near or far from each other."""
+    counts = [float(degrees.get(name) or 1) for name in ("tp", "pp", "cp", "ep", "dp_replicate", "virtual_stages")]
+    batches = prod(float(degrees.get(name) or 1) for name in ("micro_batches", "accumulate"))
+    level = LEVELS.get(str(degrees.get("recompute")), 1.0)
+    return [*counts, batches, level, 2.0 if degrees.get("zero") == 3 else 1.0]
+
+
+def _ruled_out(candidates: Sequence[Candidate], outcomes: Mapping[int, Outcome]) -> dict[int, str]:
+    found = {at: one.reason or one.state for at, one in outcomes.items() if not one.is_measured}
+    least = min((candidates[at].needed_bytes for at, one in outcomes.items() if one.reason == "oom"), default=np.inf)
+    why = "a plan that is predicted to need no more memory ran out of memory"
+    return found | {at: why for at, one in enumerate(candidates) if at not in outcomes and one.needed_bytes >= least}
+
+
+def _may_need_less(candidates: Sequence[Candidate], outcomes: Mapping[int, Outcome], left: Sequence[int]) -> bool:
+    """Whether a plan that was not tried may need less memory than the best plan that ran."""
+    best = min(
+        (value_of(candidates[at], one, "memory") for at, one in outcomes.items() if one.is_measured), default=np.inf
+    )
+    low, _ = interval_of(1.0, "memory", Situation()).bounds
+    return min(candidates[at].needed_bytes for at in left) * low < best
+
+
+def _is_worth(known: Known, left: Sequence[int]) -> bool:
+    """The stop rule, over the plans that may still be measured."""
+    keep = np.array([at in left or bool(known.belief.is_measured[at]) for at in range(len(known.belief.mean))])
+    part = Belief(
+        mean=known.belief.mean[keep],
+        deviation=known.belief.deviation[keep],
+        is_measured=known.belief.is_measured[keep],
+    )
+    return worth_measuring(part)
