@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -146,7 +147,8 @@ class Ranks:
         """
         try:
             for pipe in self._pipes:
-                pipe.send((target, arguments))
+                with suppress(BrokenPipeError):  # a rank that ended between two runs: `_collect` says so
+                    pipe.send((target, arguments))
             return self._collect("done", describe)
         except BaseException:
             self.close()

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from autopar.search.measured.rounds import Spread
 from autopar.search.measured.tuning import Candidate, Outcome, best_of, decide, known_after
 
-DEGREES = ({"tp": 1}, {"tp": 2}, {"tp": 4}, {"pp": 2}, {"pp": 4}, {"tp": 2, "pp": 2}, {"zero": 3}, {"recompute": "full"})
+DEGREES = (
+    {"tp": 1},
+    {"tp": 2},
+    {"tp": 4},
+    {"pp": 2},
+    {"pp": 4},
+    {"tp": 2, "pp": 2},
+    {"zero": 3},
+    {"recompute": "full"},
+)
 
 
 def plans(*seconds: float, **more: Any) -> list[Candidate]:

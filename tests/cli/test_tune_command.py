@@ -1,0 +1,125 @@
+"""`autopar tune` from the outside: what it prints and writes, SIGINT in the middle, two runs on one study."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+
+from autopar.ir.plan import Plan
+
+ASKED = ("gpt2", "-c", "2xcpu", "--layers", "2", "--hidden", "32", "--seq-len", "16", "--global-batch", "4")
+NO_CALIBRATION = "--no-calibrate"
+INTERRUPTED = 130
+
+
+def command(*more: str) -> list[str]:
+    return [sys.executable, "-m", "autopar", "tune", *ASKED, NO_CALIBRATION, *more]
+
+
+def run(*more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*more), capture_output=True, text=True, timeout=200, check=False)
+
+
+def test_it_prints_trials_and_writes_the_plan(tmp_path: Path) -> None:
+    plan, profile = tmp_path / "plan.json", tmp_path / "profile.yaml"
+    done = run("--trials", "2", "--out", str(plan), "--profile-out", str(profile))
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"trial 1: dp 2.*: \d+(\.\d)? .?s \(.* to .*\), predicted", done.stdout)
+    assert "best" in done.stdout and f"written to {plan}" in done.stdout.replace("\n", " ").replace("  ", " ")
+    assert Plan.load(plan).degrees.world_size == 2
+    assert "measured by autopar tune" in profile.read_text()
+    again = subprocess.run(
+        [sys.executable, "-m", "autopar", "plan", *ASKED, "--profile", str(profile)], capture_output=True, check=False
+    )
+    assert again.returncode == 0  # the next search starts from what was learnt
+
+
+def test_json_is_one_document() -> None:
+    data = json.loads(run("--trials", "1", "--json").stdout)
+    assert data["kind"] == "autopar tuning result"
+    (one,) = data["tried"]
+    assert one["outcome"]["seconds"]["median"] == data["step_s"] > 0
+    assert data["plan"]["degrees"]["dp_shard"] >= 1 and data["why"]
+
+
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        (("--budget", "soon"), "--budget"),
+        (("--trials", "0"), "trials"),
+        (("-c", "8xh100"), "autopar plan"),
+        (("--objective", "speed"), "objective"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_one_message(more: tuple[str, ...], words: str) -> None:
+    done = run(*more)
+    assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
+
+
+def trials_of(path: Path) -> list[Any]:
+    storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(path)))
+    return optuna.load_study(storage=storage, study_name="autopar").get_trials()
+
+
+def test_the_study_is_optunas(tmp_path: Path) -> None:
+    path = tmp_path / "tune.log"
+    assert run("--trials", "2", "--study", str(path)).returncode == 0
+    for one in trials_of(path):
+        assert one.params["tp"] in (1, 2) and "zero" in one.params
+        outcome = one.user_attrs["outcome"]
+        assert one.user_attrs["predicted_s"] > 0 and outcome["peak_bytes"] > 0
+        assert (one.state.name == "COMPLETE") == (outcome["state"] == "complete")
+        if one.state.name == "COMPLETE":
+            assert one.value == outcome["seconds"]["median"]
+
+
+def test_sigint_ends_all_ranks_and_a_second_run_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "tune.log"
+    process = subprocess.Popen(
+        command("--trials", "4", "--study", str(path)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )
+    assert process.stdout is not None
+    while "trial 1" not in process.stdout.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == INTERRUPTED and "Traceback" not in errors
+    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=False)
+    assert not children.stdout
+    before = trials_of(path)
+    done = run("--trials", "2", "--study", str(path), "--json")
+    assert done.returncode == 0, done.stderr
+    tried = json.loads(done.stdout)["tried"]
+    assert tried[0]["number"] == before[0].number and len(tried) <= 2
+
+
+def test_two_runs_share_a_study_and_measure_nothing_twice(tmp_path: Path) -> None:
+    path = tmp_path / "tune.log"
+    both = [
+        subprocess.Popen(
+            command("--trials", "3", "--study", str(path), "--json"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    ended = [one.communicate(timeout=200) for one in both]
+    assert [one.returncode for one in both] == [0, 0], [errors for _, errors in ended]
+    done = [one for one in trials_of(path) if "outcome" in one.user_attrs]
+    texts = [one.user_attrs["degrees"] for one in done]
+    assert len(set(texts)) == len(texts) >= 2
+    assert not [one for one in trials_of(path) if not one.state.is_finished() and "owner" in one.user_attrs]

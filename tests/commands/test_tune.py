@@ -1,0 +1,194 @@
+"""`autopar.tune` on gloo ranks: it finds a plan that runs, failures are answers, and nothing is left behind."""
+
+import glob
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.commands import tune_candidates
+from autopar.commands.trial import TrialJob
+from autopar.errors import InputError, PlanError
+from autopar.search.measured.result import Tried, TuneResult
+
+PLANTED = Path(__file__).parent / "planted"
+TRIAL_S = 20.0
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)) for _ in range(4))
+        self.register_buffer("scale", torch.full((32,), 2.0))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        for block in self.blocks:
+            x = x + self.scale * block(x)
+        return {"loss": x.pow(2).mean()}
+
+
+def tuned(**how: Any) -> TuneResult:
+    asked: dict[str, Any] = {"global_batch": 8, "calibrate": False, "trial_s": TRIAL_S, "trials": 3}
+    return autopar.tune(Model(), "2xcpu", example_inputs={"x": torch.zeros(4, 32)}, **(asked | how))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """No rank, no folder of ranks and no shared memory is there after a search that was not there before."""
+    before = left_behind()
+    yield
+    until = time.monotonic() + 5
+    while (more := left_behind() - before) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not more
+
+
+def left_behind() -> set[str]:
+    found = {*glob.glob(f"{tempfile.gettempdir()}/autopar-ranks-*"), *glob.glob("/dev/shm/torch_*")}
+    for path in glob.glob("/proc/[0-9]*/cmdline"):
+        try:
+            text = Path(path).read_bytes()
+            stat = Path(path).with_name("stat").read_text()
+        except OSError:
+            continue
+        if b"forkserver" in text and f" {os.getpid()} " not in stat:  # the server itself is a child of this process
+            found.add(path)
+    return found
+
+
+# ---- what it finds ----
+
+
+def test_it_measures_plans_and_names_the_best() -> None:
+    seen: list[Tried] = []
+    found = tuned(on_trial=seen.append)
+    assert found.best is not None and found.plan is not None and found.step_s is not None
+    assert [one.number for one in seen] == [one.number for one in found.tried]
+    times = [one.outcome.seconds.median for one in found.tried if one.outcome.seconds is not None]
+    assert found.step_s == min(times) and len(times) == len(found.tried) <= 3
+    assert found.plan.degrees.world_size == 2 and found.plan.degrees.global_batch == 8
+    assert all(one.outcome.peak_bytes is not None and one.outcome.building_s > 0 for one in found.tried)
+    assert {one.candidate.degrees["zero"] for one in found.tried} != set()
+    assert found.profile is not None and found.profile.steps == len(found.tried)
+    assert all(0 <= one.chance <= 1 for one in found.left) and 0 <= found.chance_left <= 1
+    data = found.to_dict()
+    assert data["kind"] == "autopar tuning result" and len(data["tried"]) == len(found.tried)
+
+
+def test_a_tuned_plan_is_used_by_its_name() -> None:
+    found = tuned(trials=1)
+    assert found.plan is not None
+    batch = {"x": torch.zeros(found.plan.degrees.local_batch, 32)}
+    kept = autopar.api.tuned_plans(autopar.api.cache_folder(), autopar.ClusterSpec.preset("2xcpu"), "Model", 4)
+    assert [plan.degrees for plan in kept][:1] == [found.plan.degrees]
+    assert batch["x"].shape[0] == 4
+    with pytest.raises(PlanError, match="nobody tuned Model on 1xcpu"):
+        autopar.parallelize(Model(), "1xcpu", example_inputs=batch, plan="tuned")
+
+
+def test_a_study_is_continued(tmp_path: Path) -> None:
+    path = tmp_path / "tune.log"
+    first = tuned(trials=1, study=path)
+    again = tuned(trials=1, study=path)
+    assert (len(first.tried), len(again.tried)) == (1, 1)
+    assert again.tried[0].outcome == first.tried[0].outcome  # nothing was measured again
+    more = tuned(trials=2, study=path)
+    assert len(more.tried) == 2 or more.is_settled
+    with pytest.raises(InputError, match="of another search"):
+        tuned(trials=2, study=path, global_batch=16)
+
+
+@pytest.mark.parametrize(
+    "how, error",
+    [
+        ({"trials": 0}, "trials"),
+        ({"budget_s": -1.0}, "budget_s"),
+        ({"objective": "speed"}, "must be one of time"),
+        ({"study": "study.txt"}, "a journal"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_refused_before_any_work(how: dict[str, Any], error: str) -> None:
+    with pytest.raises(InputError, match=error):
+        tuned(**how)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPUs are here")
+def test_devices_that_are_not_here_are_refused() -> None:
+    with pytest.raises(InputError, match="autopar plan"):
+        autopar.tune(Model(), "8xh100", example_inputs={"x": torch.zeros(4, 32)}, global_batch=8)
+
+
+# ---- failures ----
+
+
+def planted(monkeypatch: pytest.MonkeyPatch, fault: str, at: int) -> None:
+    """Let the trial of number `at` (0 is the first) fail."""
+    usual, count = tune_candidates.Subject.job, [0]
+
+    def job(self: Any, *given: Any) -> TrialJob:
+        made = usual(self, *given)
+        count[0] += 1
+        return replace(made, origin=f"planted_{fault}") if count[0] == at + 1 else made
+
+    monkeypatch.setattr(tune_candidates.Subject, "job", job)
+    monkeypatch.setattr(sys, "path", [str(PLANTED), *sys.path])
+
+
+@pytest.mark.parametrize("at", [0, 1, 2], ids=["first", "middle", "last"])
+@pytest.mark.parametrize(
+    "fault, reason, words",
+    [
+        ("error", "error", "planted"),
+        ("kill", "killed", "SIGKILL"),
+        ("memory", "oom", "can't allocate memory"),
+    ],
+    ids=["error", "kill", "memory"],
+)
+def test_a_failed_trial_is_an_answer(
+    fault: str, reason: str, words: str, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted(monkeypatch, fault, at)
+    monkeypatch.setattr("autopar.search.measured.tuning.worth_measuring", lambda found: found.next_plan is not None)
+    found = tuned()
+    failed = [one for one in found.tried if one.outcome.state == "failed"]
+    assert [(one.outcome.reason, one.number) for one in failed] == [(reason, at)]
+    assert words in failed[0].outcome.message and "rank 1" in failed[0].outcome.message
+    assert failed[0].outcome.seconds is None
+    if fault != "memory":  # which rules out the plans that need as much
+        assert found.best is not None and len(found.tried) == 3
+
+
+@pytest.mark.parametrize("at", [0, 1, 2], ids=["first", "middle", "last"])
+def test_a_hanging_trial_ends_within_its_deadline(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted(monkeypatch, "hang", at)
+    monkeypatch.setattr("autopar.search.measured.tuning.worth_measuring", lambda found: found.next_plan is not None)
+    found = tuned(trial_s=8.0)
+    (hung,) = [one for one in found.tried if one.outcome.state == "failed"]
+    assert hung.outcome.reason == "timeout" and "did not answer" in hung.outcome.message
+    assert hung.number == at and hung.outcome.whole_s < 8.0 + 8.0
+    assert found.best is not None and len(found.tried) == 3
+
+
+def test_a_best_plan_that_dies_beside_another_trial_does_not_fail_that_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted(monkeypatch, "late_kill", 0)
+    monkeypatch.setattr("autopar.search.measured.tuning.worth_measuring", lambda found: found.next_plan is not None)
+    found = tuned(trials=2)
+    assert [one.outcome.reason for one in found.tried] == ["", ""]
+    assert found.best is not None
+
+
+def test_if_every_trial_fails_the_result_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted(monkeypatch, "memory", 0)
+    found = tuned(trials=1, fix={"zero": 0, "tp": 1, "pp": 1})
+    assert found.best is None and found.plan is None and found.step_s is None
+    assert found.tried[0].outcome.reason == "oom"
