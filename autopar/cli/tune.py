@@ -20,6 +20,7 @@ from autopar.cli.options.plan_options import default_global_batch, values_by_wor
 from autopar.cli.options.search_options import Fix, Forbid, Objective, Profile, Seed
 from autopar.cli.output import console, print_json, progress, table
 from autopar.errors import Problem
+from autopar.files.atomic import write_text
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.explanation import readable_bytes, readable_seconds
 from autopar.models.load import is_factory, resolve_model
@@ -68,7 +69,11 @@ def tune(
     ] = None,
     profile_out: Annotated[
         Path | None,
-        typer.Option(help="Write the profile, corrected by the trials, to this file (YAML).", show_default=False),
+        typer.Option(
+            help="Write the profile, corrected by the trials, to this file (YAML). (default: beside a cluster file, "
+            "which then names it)",
+            show_default=False,
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -104,14 +109,11 @@ def tune(
         )  # fmt: skip
     if out is not None and result.plan is not None:
         result.plan.save(out)
-    if profile_out is not None and result.profile is not None:
-        from autopar.cost_model.machine.profile_io import dump_profile
-
-        dump_profile(result.profile, profile_out)
+    kept = _keep_profile(result, cluster, profile_out)
     if as_json:
         print_json(result.to_dict())
     else:
-        _show(result, [path for path in (out, profile_out) if path is not None])
+        _show(result, [path for path in (out, *kept) if path is not None])
     if result.best is None:
         raise typer.Exit(1)
 
@@ -139,6 +141,26 @@ def _seconds(option: str, text: str, problems: list[Problem]) -> float:
         problems.append(Problem(path=option, value=text, rule="must be a time above 0, such as 90s, 10m or 2h"))
         return 0.0
     return float(found[1]) * _SECONDS[found[2] or "s"]
+
+
+def _keep_profile(result: "TuneResult", cluster: str, out: Path | None) -> list[Path]:
+    """Write the corrected profile to `out`, else beside the cluster file, which names it if it names no other profile.
+
+    Returns the files that were written.
+    """
+    file = Path(cluster)
+    is_file = file.suffix in (".yaml", ".yml") and file.is_file()
+    path = out or (file.with_name(f"{file.stem}.profile.yaml") if is_file else None)
+    if path is None or result.profile is None:
+        return []
+    from autopar.cost_model.machine.profile_io import dump_profile
+
+    dump_profile(result.profile, path)
+    text = file.read_text(encoding="utf-8") if is_file else ""
+    if out is not None or not is_file or re.search(r"^profile:", text, re.MULTILINE):
+        return [path]
+    write_text(file, f"{text.rstrip()}\nprofile: ./{path.name}  # corrected by autopar tune\n")
+    return [path, file]
 
 
 def _between(spread: "Spread") -> str:

@@ -36,7 +36,7 @@ class World:
     def __init__(self, job: TrialJob, num_ranks: int, *, within_s: float) -> None:
         started = time.monotonic()
         # ranks that wait for another say so after half of the time
-        self._ranks = Ranks(num_ranks, timeout_s=within_s / 2, checked=False)
+        self._ranks = Ranks(num_ranks, timeout_s=within_s / 2, checked=False, device_type=job.device_type)
         try:
             self._ranks.run("autopar.commands.trial:build", job)
         except BaseException:
@@ -72,6 +72,16 @@ class Incumbent:
     seconds: float
     start: Callable[[], World]
     world: World | None
+
+    def wake(self) -> None:
+        """Start its ranks, if they are not there. If that fails they stay away."""
+        if self.world is None or not self.world.is_open:
+            with suppress(RankError):
+                self.world = self.start()
+                for _ in range(WARM_UP):
+                    self.world.step()
+                return
+            self.close()
 
     def close(self) -> None:
         """End its ranks."""
@@ -146,10 +156,10 @@ def _timed(world: World, best: Incumbent | None, rounds: int) -> tuple[Spread, b
 
 def beside(seconds: Spread, best: Incumbent) -> Spread:
     """The seconds of a plan that ran alone, on the scale of the first trial: the best plan steps again after it."""
-    with suppress(RankError):  # then the seconds are as they were measured
-        best.world = best.start()
-        for _ in range(WARM_UP):
-            best.world.step()
+    best.wake()
+    if best.world is None:
+        return seconds
+    with suppress(RankError):
         again = median(best.world.step() for _ in range(AGAIN))
         return seconds.times(best.seconds / again)
     best.close()

@@ -12,6 +12,7 @@ suffices for two plans.
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -189,8 +190,9 @@ def measure(
     """Run trials until a rule or a limit ends them."""
     until = time.monotonic() + limits.budget_s
     runner = _Runner(subject=subject, opened=opened, limits=limits, report=on_progress)
-    study, tried = opened.study, list[Tried]()
+    study = opened.study
     try:
+        runner.resume(study.outcomes())
         while True:
             outcomes = study.outcomes()
             decision = decide(
@@ -211,9 +213,7 @@ def measure(
                 outcome = runner.run(claim.candidate, len(outcomes) + 1)
             finally:
                 study.finish(claim, outcome)
-            one = Tried(number=claim.number, candidate=study.candidates[claim.candidate], outcome=outcome)
-            tried.append(one)
-            on_trial(one)
+            on_trial(Tried(number=claim.number, candidate=study.candidates[claim.candidate], outcome=outcome))
     finally:
         runner.close()
     found = _result(subject, opened, outcomes, decision.why, decision.is_settled)
@@ -236,19 +236,14 @@ class _Runner:
 
     def run(self, at: int, number: int) -> Outcome:
         """The trial of a candidate."""
-        candidate, cluster = self.opened.study.candidates[at], self.opened.cluster
+        candidate = self.opened.study.candidates[at]
         self.report(f"trial {number}: {plan_in_words(candidate.degrees)}")
         try:
-            job = self.subject.job(self.subject.plan_of(candidate, cluster), cluster.device_type)
+            start = self._starter(candidate)
         except AutoparError as error:
             return Outcome(state="failed", reason="error", message=str(error))
-        if not self._fits_beside(candidate):
-            assert self.best is not None
-            self.best.close()
-
-        def start() -> World:
-            return World(job, candidate.num_devices, within_s=self.limits.trial_s)
-
+        if self.best is not None:
+            (self.best.wake if self._fits_beside(candidate) else self.best.close)()
         outcome, world = measured(start, self.best)
         if outcome.seconds is None or world is None:
             return outcome
@@ -264,10 +259,23 @@ class _Runner:
             world.close()
         return replace(outcome, seconds=seconds)
 
+    def resume(self, outcomes: Mapping[int, Outcome]) -> None:
+        """Compare the next trials with the best plan of earlier ones, if there are any."""
+        at, study = best_of(self.opened.study.candidates, outcomes), self.opened.study
+        if at is None or (seconds := outcomes[at].seconds) is None:
+            return
+        candidate = study.candidates[at]
+        self.best = Incumbent(seconds=seconds.median, start=lambda: self._starter(candidate)(), world=None)
+        self.best_bytes = candidate.needed_bytes
+
+    def _starter(self, candidate: Candidate) -> Callable[[], World]:
+        """A function that starts the ranks of a candidate. Raises the errors of the labeller."""
+        cluster = self.opened.cluster
+        job = self.subject.job(self.subject.plan_of(candidate, cluster), cluster.device_type)
+        return partial(World, job, candidate.num_devices, within_s=self.limits.trial_s)
+
     def _fits_beside(self, candidate: Candidate) -> bool:
         """Whether a plan fits beside the best plan, by prediction."""
-        if self.best is None or self.best.world is None:
-            return True
         return candidate.needed_bytes + self.best_bytes < self.opened.machine.memory_bytes
 
     def close(self) -> None:

@@ -158,7 +158,7 @@ def opened_study(
         machine = machine_of(cluster, profile_from_dict(json.loads(kept), f"the profile in {where}"), precision)
     else:
         machine = machine_of(cluster, given, precision)
-        if profile.calibrate and cluster.device_type == "cpu" and machine.profile.measured is None:
+        if profile.calibrate and cluster.device_type == "cpu" and _is_shipped(cluster, profile, machine):
             report("calibrating: nobody measured the profile of these devices")
             found = measure_device(
                 ranks=cluster.num_devices,
@@ -174,6 +174,12 @@ def opened_study(
     return OpenedStudy(
         study=study, machine=machine, cluster=cluster, asked=asked, sequence=program.sequence or 1, notes=notes
     )
+
+
+def _is_shipped(cluster: ClusterSpec, profile: GivenProfile, machine: Machine) -> bool:
+    """Whether the profile came with the project, and nobody measured it here."""
+    named = profile.of is not None or (cluster.profile is not None and Path(cluster.profile).is_file())
+    return not named and machine.profile.measured is None
 
 
 def _candidates(subject: Subject, cluster: ClusterSpec, asked: PlanOptions, report: _Progress) -> tuple[Candidate, ...]:

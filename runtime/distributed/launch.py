@@ -46,7 +46,9 @@ PRELOADED = (
 )
 
 
-def _work(rank: int, world_size: int, store: str, timeout_s: float, checked: bool, pipe: Any, asked: Any) -> None:
+def _work(
+    rank: int, world_size: int, store: str, timeout_s: float, checked: bool, device_type: str, pipe: Any, asked: Any
+) -> None:
     """A rank: join the group, then run functions until told to stop."""
     import torch
     import torch.distributed as dist
@@ -61,8 +63,10 @@ def _work(rank: int, world_size: int, store: str, timeout_s: float, checked: boo
     faulthandler.enable(file=stack)  # a fatal signal leaves the stacks of all threads
     threading.Thread(target=_answer, args=(asked, threading.get_ident()), daemon=True).start()
     try:
+        if device_type == "cuda":
+            torch.cuda.set_device(rank)
         dist.init_process_group(
-            "gloo",
+            "nccl" if device_type == "cuda" else "gloo",
             store=FileStore(store, world_size),
             rank=rank,
             world_size=world_size,
@@ -110,14 +114,23 @@ def stack_file(folder: str, rank: int) -> str:
 
 
 class Ranks:
-    """A world of gloo ranks on this machine. Use as a context manager; `run` may be called many times.
+    """A world of ranks on this machine. Use as a context manager; `run` may be called many times.
+
+    CPU ranks talk by gloo. With `device_type` "cuda" rank i has the i-th GPU, and ranks talk by NCCL.
 
     A rank that waits for another longer than `timeout_s` fails, and the one that it waits for is named; a run that
     takes twice as long is ended. A `checked` world compares every collective's order and shapes before it runs: slower,
     but a mismatch is an error at once and not a wait for the timeout. Measure speed without.
     """
 
-    def __init__(self, world_size: int, *, timeout_s: float = DEFAULT_TIMEOUT_S, checked: bool = True) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        checked: bool = True,
+        device_type: str = "cpu",
+    ) -> None:
         self.world_size, self.timeout_s = world_size, timeout_s
         self._folder = tempfile.TemporaryDirectory(prefix="autopar-ranks-")
         context = mp.get_context("forkserver")
@@ -129,7 +142,7 @@ class Ranks:
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             question, asked = context.Pipe()
-            own = (rank, world_size, store, timeout_s, checked, theirs, asked)
+            own = (rank, world_size, store, timeout_s, checked, device_type, theirs, asked)
             process = context.Process(target=_work, args=own, daemon=True, name=f"rank-{rank}")
             process.start()
             theirs.close()

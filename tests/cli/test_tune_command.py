@@ -12,9 +12,11 @@ from typing import Any
 import optuna
 import pytest
 
+from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 
 ASKED = ("gpt2", "-c", "2xcpu", "--layers", "2", "--hidden", "32", "--seq-len", "16", "--global-batch", "4")
+CLUSTER = "groups:\n  - {num_hosts: 1, devices_per_host: 2, device: cpu}\n"
 NO_CALIBRATION = "--no-calibrate"
 INTERRUPTED = 130
 
@@ -39,6 +41,21 @@ def test_it_prints_trials_and_writes_the_plan(tmp_path: Path) -> None:
         [sys.executable, "-m", "autopar", "plan", *ASKED, "--profile", str(profile)], capture_output=True, check=False
     )
     assert again.returncode == 0  # the next search starts from what was learnt
+
+
+def test_the_profile_stays_with_the_cluster_file(tmp_path: Path) -> None:
+    cluster = tmp_path / "mine.yaml"
+    cluster.write_text(CLUSTER)
+    asked = ["-c", str(cluster), "--trials", "1"]
+    assert run(*asked).returncode == 0
+    profile = tmp_path / "mine.profile.yaml"
+    assert "measured by autopar tune" in profile.read_text()
+    assert "profile: ./mine.profile.yaml" in cluster.read_text()
+    spec = ClusterSpec.load(cluster)
+    assert spec.profile == str(profile) and spec.num_devices == 2
+    before = cluster.read_text()
+    assert run(*asked).returncode == 0
+    assert cluster.read_text() == before
 
 
 def test_json_is_one_document() -> None:
