@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any, Protocol
 
 from autopar.commands.trial import TrialJob
 from autopar.errors import RankError
@@ -24,6 +25,23 @@ _KILLED_BY_KERNEL = re.compile(r"^oom_kill (\d+)$", re.M)
 _VMSTAT = Path("/proc/vmstat")
 
 
+class TrialRanks(Protocol):
+    """The ranks of a trial, on this host or on several."""
+
+    @property
+    def is_open(self) -> bool: ...
+
+    def run(self, target: str, *arguments: Any) -> list[Any]: ...
+
+    def close(self) -> None: ...
+
+
+class OpenRanks(Protocol):
+    """Starts ranks."""
+
+    def __call__(self, num_ranks: int, *, timeout_s: float, device_type: str) -> TrialRanks: ...
+
+
 class World:
     """The ranks that train one plan. Use as a context manager.
 
@@ -31,12 +49,17 @@ class World:
         job: The plan, and what its ranks need.
         num_ranks: The number of ranks.
         within_s: Seconds after which a call that does not end is a failure.
+        open_ranks: Starts the ranks; by default on this host.
     """
 
-    def __init__(self, job: TrialJob, num_ranks: int, *, within_s: float) -> None:
+    def __init__(
+        self, job: TrialJob, num_ranks: int, *, within_s: float, open_ranks: "OpenRanks | None" = None
+    ) -> None:
         started = time.monotonic()
         # ranks that wait for another say so after half of the time
-        self._ranks = Ranks(num_ranks, timeout_s=within_s / 2, checked=False, device_type=job.device_type)
+        self._ranks: TrialRanks = (open_ranks or _ranks_here)(
+            num_ranks, timeout_s=within_s / 2, device_type=job.device_type
+        )
         try:
             self._ranks.run("autopar.commands.trial:build", job)
         except BaseException:
@@ -60,6 +83,10 @@ class World:
         """End all ranks."""
         if self._ranks.is_open:
             self._ranks.close()
+
+
+def _ranks_here(num_ranks: int, *, timeout_s: float, device_type: str) -> Ranks:
+    return Ranks(num_ranks, timeout_s=timeout_s, checked=False, device_type=device_type)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -22,6 +22,7 @@ from torch import nn
 from autopar.cache.store import cache_folder
 from autopar.cache.tuned import keep_tuned
 from autopar.capture.export.export import Inputs, LossFunction
+from autopar.commands.hosts import Hosts, in_job
 from autopar.commands.trial_world import Incumbent, World, beside, measured
 from autopar.commands.tune_candidates import (
     COMPUTE,
@@ -43,6 +44,7 @@ from autopar.search.measured.result import Left, Tried, TuneResult
 from autopar.search.measured.tuning import Candidate, Known, Outcome, best_of, decide, known_after
 from autopar.search.result.format import plan_in_words
 from autopar.search.result.result import OBJECTIVES
+from autopar.search.space.subcluster import part_of
 
 TRIALS, BUDGET_S, TRIAL_S = 5, 600.0, 300.0
 CONSIDERED = 20  # plans among which trials are chosen
@@ -148,19 +150,24 @@ def tune_asked(
     on_trial: _OnTrial,
 ) -> TuneResult:
     """`tune` for the options of a search. `origin` may register operators of its own."""
-    started = time.monotonic()
-    check_limits(cluster, limits, asked.objective)
-    asked = replace(asked, top=CONSIDERED - 1)
-    asked.check_search(cluster.num_devices)
-    on_progress(f"capturing {given.name}")
-    subject = subject_of(given, asked, specialise=specialise, origin=origin)
-    on_progress("looking for the plans that may be measured")
-    opened = opened_study(subject, cluster, asked, study, GivenProfile(of=profile, calibrate=calibrate), on_progress)
-    done = measure(subject, opened, limits, on_progress, on_trial)
-    return replace(done, notes=(*given.notes, *done.notes), seconds=time.monotonic() - started)
+
+    def run(hosts: Hosts | None) -> TuneResult:
+        started = time.monotonic()
+        check_limits(cluster, limits, asked.objective, hosts)
+        wanted = replace(asked, top=CONSIDERED - 1)
+        wanted.check_search(cluster.num_devices)
+        on_progress(f"capturing {given.name}")
+        subject = subject_of(given, wanted, specialise=specialise, origin=origin)
+        on_progress("looking for the plans that may be measured")
+        how = GivenProfile(of=profile, calibrate=calibrate and hosts is None)
+        opened = replace(opened_study(subject, cluster, wanted, study, how, on_progress), hosts=hosts)
+        done = measure(subject, opened, limits, on_progress, on_trial)
+        return replace(done, notes=(*given.notes, *done.notes), seconds=time.monotonic() - started)
+
+    return in_job(run)
 
 
-def check_limits(cluster: ClusterSpec, limits: Limits, objective: str) -> None:
+def check_limits(cluster: ClusterSpec, limits: Limits, objective: str, hosts: Hosts | None) -> None:
     """Raise `InputError` if the devices are not here, or a limit cannot be used."""
     problems = [
         Problem(path=name, value=value, rule="must be above 0")
@@ -169,14 +176,18 @@ def check_limits(cluster: ClusterSpec, limits: Limits, objective: str) -> None:
     ]
     if objective not in OBJECTIVES:
         problems.append(Problem(path="objective", value=objective, rule=f"must be one of {', '.join(OBJECTIVES)}"))
-    here = torch.cuda.device_count() if cluster.device_type == "cuda" else cluster.num_devices
-    if here < cluster.num_devices:
-        rule = f"has {cluster.num_devices} GPUs, and {here or 'none'} are here"
+    wanted, here = cluster.groups[0].devices_per_host, torch.cuda.device_count()
+    if cluster.device_type == "cuda" and here < wanted:
+        rule = f"has {wanted} GPUs a host, and {here or 'none'} are here"
         remedy = "search without devices by `autopar plan`, or run this where the GPUs are"
         problems.append(Problem(path="cluster", value=cluster.name, rule=rule, suggestion=remedy))
-    if cluster.device_type == "cpu" and cluster.num_hosts > 1:
-        rule = "has several hosts of CPU ranks, and trials start ranks on this host only"
-        problems.append(Problem(path="cluster", value=cluster.name, rule=rule, suggestion="name a cluster of one host"))
+    num_hosts = 1 if hosts is None else hosts.job.num_hosts
+    if not problems and cluster.num_hosts != num_hosts:
+        rule = f"has {cluster.num_hosts} hosts, and this job {num_hosts}"
+        remedy = (
+            f"start it by torchrun --nnodes {cluster.num_hosts} --nproc-per-node 1, or name the hosts that are here"
+        )
+        problems.append(Problem(path="cluster", value=cluster.name, rule=rule, suggestion=remedy))
     if problems:
         raise InputError("the plans cannot be measured", problems)
 
@@ -272,7 +283,9 @@ class _Runner:
         """A function that starts the ranks of a candidate. Raises the errors of the labeller."""
         cluster = self.opened.cluster
         job = self.subject.job(self.subject.plan_of(candidate, cluster), cluster.device_type)
-        return partial(World, job, candidate.num_devices, within_s=self.limits.trial_s)
+        hosts, of = self.opened.hosts, part_of(cluster, candidate.num_devices)
+        opening = None if hosts is None else partial(hosts.open, of)
+        return partial(World, job, candidate.num_devices, within_s=self.limits.trial_s, open_ranks=opening)
 
     def _fits_beside(self, candidate: Candidate) -> bool:
         """Whether a plan fits beside the best plan, by prediction."""

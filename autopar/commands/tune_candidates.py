@@ -14,6 +14,7 @@ from autopar.capture.export.export import Inputs, LossFunction, input_names
 from autopar.capture.record.captured import Capture
 from autopar.capture.record.pickled import to_bytes
 from autopar.commands.calibrate import calibrate as measure_device
+from autopar.commands.hosts import Hosts
 from autopar.commands.trial import TrialJob
 from autopar.cost_model.fit.profile_comparison import tiers_of
 from autopar.cost_model.machine.cluster import precision_of
@@ -129,6 +130,7 @@ class OpenedStudy:
     asked: PlanOptions
     sequence: int
     notes: tuple[str, ...]
+    hosts: Hosts | None = None  # of a job; without one ranks start on this host
 
 
 # ---- candidates ----
@@ -168,7 +170,8 @@ def opened_study(
             machine = machine_of(cluster, found.profile, precision)
             notes = ("this machine was calibrated first; `autopar calibrate --out FILE` keeps a profile",)
         candidates = _candidates(subject, cluster, replace(asked, profile=machine.profile), report)
-    study = TrialStudy(candidates, place, objective=asked.objective)
+    tokens = (asked.global_batch or 0) * (program.sequence or 1)
+    study = TrialStudy(candidates, place, objective=asked.objective, tokens=tokens)
     if place is not None and kept is None:
         place.keep(PROFILE, json.dumps(profile_to_dict(machine.profile)))
     return OpenedStudy(

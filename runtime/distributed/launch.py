@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -41,36 +42,68 @@ PRELOADED = (
     "torch.distributed.fsdp",
     "autopar.runtime.model.module",
     "autopar.commands.verify",
+    "autopar.commands.trial",
     "transformers.modeling_utils",
     "transformers.models.auto.modeling_auto",
 )
 
 
-def _work(
-    rank: int, world_size: int, store: str, timeout_s: float, checked: bool, device_type: str, pipe: Any, asked: Any
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """Where the ranks of several hosts meet: a TCPStore that is there, and a prefix of the world's own."""
+
+    host: str
+    port: int
+    prefix: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """What a rank needs to join its world. `folder` is private to the ranks of this host."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    folder: str
+    meeting: Meeting | None
+    timeout_s: float
+    checked: bool
+    device_type: str
+
+
+def _store_of(place: _Place) -> Any:
+    from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+    if place.meeting is None:
+        return FileStore(os.path.join(place.folder, "store"), place.world_size)
+    meeting, timeout = place.meeting, timedelta(seconds=place.timeout_s)
+    store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout, wait_for_workers=False)
+    return PrefixStore(meeting.prefix, store)
+
+
+def _work(place: _Place, pipe: Any, asked: Any) -> None:
     """A rank: join the group, then run functions until told to stop."""
     import torch
     import torch.distributed as dist
-    from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-    level = "DETAIL" if checked else "OFF"
+    rank, world_size = place.rank, place.world_size
+    level = "DETAIL" if place.checked else "OFF"
     os.environ.update(TORCH_DISTRIBUTED_DEBUG=level, RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ["TORCH_FR_BUFFER_SIZE"] = "0"  # else torch keeps a Python stack of every collective, which nobody reads
     torch.set_num_threads(1)
-    stack = os.open(stack_file(os.path.dirname(store), rank), os.O_CREAT | os.O_WRONLY)
+    stack = os.open(stack_file(place.folder, rank), os.O_CREAT | os.O_WRONLY)
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
     faulthandler.enable(file=stack)  # a fatal signal leaves the stacks of all threads
     threading.Thread(target=_answer, args=(asked, threading.get_ident()), daemon=True).start()
     try:
-        if device_type == "cuda":
-            torch.cuda.set_device(rank)
+        if place.device_type == "cuda":
+            torch.cuda.set_device(place.local_rank)
         dist.init_process_group(
-            "nccl" if device_type == "cuda" else "gloo",
-            store=FileStore(store, world_size),
+            "nccl" if place.device_type == "cuda" else "gloo",
+            store=_store_of(place),
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timedelta(seconds=place.timeout_s),
         )
         pipe.send(("ready", None))
         while (job := pipe.recv()) is not None:
@@ -79,7 +112,7 @@ def _work(
             function = getattr(importlib.import_module(module), name)
             pipe.send(("done", function(rank, *arguments)))
     except EOFError:  # the parent was killed and could not remove its folder
-        shutil.rmtree(os.path.dirname(store), ignore_errors=True)
+        shutil.rmtree(place.folder, ignore_errors=True)
     except BaseException as error:
         kind = "user" if isinstance(error, AutoparError) else "bug"
         text, notes = f"{type(error).__name__}: {error}", "; ".join(getattr(error, "__notes__", ()))
@@ -116,7 +149,8 @@ def stack_file(folder: str, rank: int) -> str:
 class Ranks:
     """A world of ranks on this machine. Use as a context manager; `run` may be called many times.
 
-    CPU ranks talk by gloo. With `device_type` "cuda" rank i has the i-th GPU, and ranks talk by NCCL.
+    CPU ranks talk by gloo. With `device_type` "cuda" each rank has a GPU, and ranks talk by NCCL. A world of several
+    hosts has `Ranks` on each of them: `local` are the ranks of this host, and `meeting` is where all of them meet.
 
     A rank that waits for another longer than `timeout_s` fails, and the one that it waits for is named; a run that
     takes twice as long is ended. A `checked` world compares every collective's order and shapes before it runs: slower,
@@ -130,20 +164,31 @@ class Ranks:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         checked: bool = True,
         device_type: str = "cpu",
+        local: range | None = None,
+        meeting: Meeting | None = None,
     ) -> None:
         self.world_size, self.timeout_s = world_size, timeout_s
+        self.local = range(world_size) if local is None else local
         self._folder = tempfile.TemporaryDirectory(prefix="autopar-ranks-")
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(list(PRELOADED))
         self._pipes: list[Any] = []
         self._questions: list[Any] = []
         self._processes: list[Any] = []
-        store = os.path.join(self._folder.name, "store")
-        for rank in range(world_size):
+        for at, rank in enumerate(self.local):
             ours, theirs = context.Pipe()
             question, asked = context.Pipe()
-            own = (rank, world_size, store, timeout_s, checked, device_type, theirs, asked)
-            process = context.Process(target=_work, args=own, daemon=True, name=f"rank-{rank}")
+            place = _Place(
+                rank=rank,
+                local_rank=at,
+                world_size=world_size,
+                folder=self._folder.name,
+                meeting=meeting,
+                timeout_s=timeout_s,
+                checked=checked,
+                device_type=device_type,
+            )
+            process = context.Process(target=_work, args=(place, theirs, asked), daemon=True, name=f"rank-{rank}")
             process.start()
             theirs.close()
             asked.close()
@@ -168,10 +213,10 @@ class Ranks:
             raise
 
     def _collect(self, wanted: str, describe: Describe = lambda rank: f"rank {rank}") -> list[Any]:
-        results: dict[int, Any] = {}
+        results: dict[int, Any] = {}  # by the place of a rank among the ranks of this host, as all below
         deadline = time.monotonic() + 2 * self.timeout_s  # ranks that wait for another say so after half of it
-        while len(results) < self.world_size:
-            waiting: dict[Any, int] = {self._pipes[r]: r for r in range(self.world_size) if r not in results}
+        while len(results) < len(self.local):
+            waiting: dict[Any, int] = {self._pipes[r]: r for r in range(len(self.local)) if r not in results}
             ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 self._fail_silent(sorted(waiting.values()), describe)
@@ -182,7 +227,7 @@ class Ranks:
                     self._fail(rank, value, waiting.values(), describe)
                 assert kind == wanted, (kind, wanted)
                 results[rank] = value
-        return [results[rank] for rank in range(self.world_size)]
+        return [results[rank] for rank in range(len(self.local))]
 
     def _receive(self, rank: int) -> tuple[str, Any]:
         try:
@@ -190,7 +235,7 @@ class Ranks:
             return str(kind), value
         except (EOFError, ConnectionResetError):
             self._processes[rank].join(GRACE_S)
-            code, path = self._processes[rank].exitcode, stack_file(self._folder.name, rank)
+            code, path = self._processes[rank].exitcode, stack_file(self._folder.name, self.local[rank])
             stacks = Path(path).read_text() if os.path.exists(path) else ""
             return "failed", (DIED, "bug", f"the process ended with exit code {code}{_signal(code)}", "", stacks)
 
@@ -218,11 +263,11 @@ class Ranks:
         silent = sorted(set(waiting) - set(failures))
         if silent and when != DIED and any(word in message for word in TIMED_OUT):
             told = [failures[rank][3] for rank in sorted(failures) if failures[rank][3]]
-            why = f"; {describe(first)} waited for it: {message.splitlines()[0]}"
+            why = f"; {describe(self.local[first])} waited for it: {message.splitlines()[0]}"
             self._fail_silent(silent, describe, "\n".join([why, *told]))
         self.close()
-        text = f"{describe(first)} failed: {'; '.join(part for part in (message, notes) if part)}"
-        raise RankError(text if kind == "user" or not trace else f"{text}\n\n{trace}", rank=first)
+        text = f"{describe(self.local[first])} failed: {'; '.join(part for part in (message, notes) if part)}"
+        raise RankError(text if kind == "user" or not trace else f"{text}\n\n{trace}", rank=self.local[first])
 
     def _fail_silent(self, ranks: Sequence[int], describe: Describe, why: str = "") -> None:
         """End all ranks; some do not answer, and are asked where they are."""
@@ -230,10 +275,10 @@ class Ranks:
         for rank in ranks:
             self._processes[rank].kill()  # what does not answer does not end by itself
         self.close()
-        named = " and ".join(describe(rank) for rank in ranks)
-        shown = "".join(f"\n\n{describe(rank)} is at\n{stack}" for rank, stack in stacks.items() if stack)
+        named = " and ".join(describe(self.local[rank]) for rank in ranks)
+        shown = "".join(f"\n\n{describe(self.local[rank])} is at\n{stack}" for rank, stack in stacks.items() if stack)
         within = self.timeout_s if why else 2 * self.timeout_s
-        raise RankError(f"{named} did not answer within {within:.0f} s{why}{shown}", rank=ranks[0])
+        raise RankError(f"{named} did not answer within {within:.0f} s{why}{shown}", rank=self.local[ranks[0]])
 
     def _rank_position(self, rank: int) -> str:
         """Stage, micro-batch and collective of a rank; empty outside a step, and where it cannot run at all."""
@@ -245,7 +290,7 @@ class Ranks:
 
     def _stack(self, rank: int) -> str:
         """The innermost lines of a rank's Python stack; empty where it cannot run at all."""
-        process, path = self._processes[rank], stack_file(self._folder.name, rank)
+        process, path = self._processes[rank], stack_file(self._folder.name, self.local[rank])
         deadline = time.monotonic() + STACK_S
         if process.is_alive() and os.path.exists(path):
             os.kill(process.pid, signal.SIGUSR1)

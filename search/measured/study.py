@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from autopar.cost_model.interval import Situation, interval_of
 from autopar.search.driver.study import StudyPlace
 from autopar.search.measured.rounds import Spread
 from autopar.search.measured.tuning import Candidate, Outcome, value_of
@@ -68,13 +69,16 @@ class TrialStudy:
         candidates: The plans that may be measured. A kept study has its own, if it was made before.
         place: Where the study is kept; in memory without one.
         objective: "time", "cost", "energy" or "memory".
+        tokens: Tokens of one step.
     """
 
-    def __init__(self, candidates: Sequence[Candidate], place: StudyPlace | None, *, objective: str) -> None:
+    def __init__(
+        self, candidates: Sequence[Candidate], place: StudyPlace | None, *, objective: str, tokens: int = 0
+    ) -> None:
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self.objective = objective
+        self.objective, self.tokens = objective, tokens
         self.candidates: tuple[Candidate, ...] = tuple(candidates)
         if place is None:
             self.study = optuna.create_study(study_name="autopar")
@@ -115,9 +119,14 @@ class TrialStudy:
             The trial, or None if its candidate was tried in between.
         """
         one = self.candidates[at]
-        about = {DEGREES: _text(one.degrees), "predicted_s": one.predicted_s, "needed_bytes": one.needed_bytes}
-        self.study.enqueue_trial(_params(one.degrees), user_attrs=about)
-        trial = self.study.ask(self._space())
+        about = {
+            DEGREES: _text(one.degrees),
+            "predicted_s": one.predicted_s,
+            "predicted_interval_s": interval_of(one.predicted_s, "time", Situation()).bounds,
+            "needed_bytes": one.needed_bytes,
+        }
+        self.study.enqueue_trial(params_of(one.degrees), user_attrs=about)
+        trial = self.study.ask(self.space())
         owner = Owner(host=platform.node(), pid=os.getpid(), until=time.time() + within_s)
         trial.set_user_attr(OWNER, asdict(owner))
         place = self._places[trial.user_attrs[DEGREES]]
@@ -133,6 +142,8 @@ class TrialStudy:
         """Write the outcome of a claimed trial."""
         trial, one = self._claimed.pop(claim.number), self.candidates[claim.candidate]
         trial.set_user_attr(OUTCOME, outcome_to_dict(outcome))
+        if outcome.seconds is not None and self.tokens:
+            trial.set_user_attr("tokens_per_s", self.tokens / outcome.seconds.median)
         trial.set_constraint(MEMORY, 1.0 if outcome.reason == "oom" else -1.0)
         value = value_of(one, outcome, self.objective) if outcome.is_measured else None
         if outcome.state == "pruned" and value is not None:
@@ -153,12 +164,12 @@ class TrialStudy:
             if at is not None and REPEATED not in one.user_attrs:
                 yield one, at
 
-    def _space(self) -> dict[str, "optuna.distributions.BaseDistribution"]:
+    def space(self) -> dict[str, "optuna.distributions.BaseDistribution"]:
         """The values that each degree has among the candidates."""
         import optuna
 
         found: dict[str, optuna.distributions.BaseDistribution] = {}
-        every = [_params(one.degrees) for one in self.candidates]
+        every = [params_of(one.degrees) for one in self.candidates]
         for name in dict.fromkeys(name for one in every for name in one):
             values = [one[name] for one in every if name in one]
             if all(type(value) is int for value in values):
@@ -168,7 +179,7 @@ class TrialStudy:
         return found
 
 
-def _params(degrees: Mapping[str, Any]) -> dict[str, Any]:
+def params_of(degrees: Mapping[str, Any]) -> dict[str, Any]:
     """The degrees as parameters of a trial. A list, such as cuts, is a text."""
     return {name: value if isinstance(value, (str, int)) else json.dumps(value) for name, value in degrees.items()}
 

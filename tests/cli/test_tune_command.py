@@ -92,7 +92,10 @@ def test_the_study_is_optunas(tmp_path: Path) -> None:
     for one in trials_of(path):
         assert one.params["tp"] in (1, 2) and "zero" in one.params
         outcome = one.user_attrs["outcome"]
-        assert one.user_attrs["predicted_s"] > 0 and outcome["peak_bytes"] > 0
+        low, high = one.user_attrs["predicted_interval_s"]
+        assert 0 < low < one.user_attrs["predicted_s"] < high
+        assert one.user_attrs["tokens_per_s"] == pytest.approx(4 * 16 / outcome["seconds"]["median"])
+        assert outcome["peak_bytes"] > 0
         assert (one.state.name == "COMPLETE") == (outcome["state"] == "complete")
         if one.state.name == "COMPLETE":
             assert one.value == outcome["seconds"]["median"]
