@@ -119,7 +119,7 @@ def swept(name: str, model: torch.nn.Module, profile: DeviceProfile) -> Swept:
 # ---- strategies ----
 
 
-class Ranks:
+class Trials:
     """Trials of measured plans: each is a draw of rounds with the best plan so far."""
 
     def __init__(self, sweep: Swept, seed: int) -> None:
@@ -145,24 +145,24 @@ class Ranks:
         return measured.median
 
 
-def by_tune(ranks: Ranks, trials: int) -> None:
+def by_tune(ranks: Trials, trials: int) -> None:
     while (found := decide(ranks.sweep.candidates, ranks.outcomes, most=trials)).next is not None:
         ranks.measure(found.next)
 
 
-def by_prediction(ranks: Ranks, trials: int) -> None:
+def by_prediction(ranks: Trials, trials: int) -> None:
     ranks.measure(min(range(len(ranks.sweep.candidates)), key=lambda at: ranks.sweep.candidates[at].predicted_s))
 
 
-def at_random(ranks: Ranks, trials: int) -> None:
+def at_random(ranks: Trials, trials: int) -> None:
     for at in ranks.generator.sample(range(len(ranks.sweep.candidates)), k=trials):
         ranks.measure(at)
 
 
-def by_sampler(sampler: Callable[[int], optuna.samplers.BaseSampler]) -> Callable[[Ranks, int], None]:
+def by_sampler(sampler: Callable[[int], optuna.samplers.BaseSampler]) -> Callable[[Trials, int], None]:
     """Optuna's sampler over the degrees of the plans. Repeated and impossible choices cost no trial."""
 
-    def run(ranks: Ranks, trials: int) -> None:
+    def run(ranks: Trials, trials: int) -> None:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         space = TrialStudy(ranks.sweep.candidates, None, objective="time").space()
         places = {
@@ -184,7 +184,7 @@ def by_sampler(sampler: Callable[[int], optuna.samplers.BaseSampler]) -> Callabl
     return run
 
 
-STRATEGIES: Mapping[str, Callable[[Ranks, int], None]] = {
+STRATEGIES: Mapping[str, Callable[[Trials, int], None]] = {
     "tune": by_tune,
     "predicted": by_prediction,
     "random": at_random,
@@ -198,7 +198,7 @@ def regrets(sweep: Swept, strategy: str, trials: int) -> list[tuple[float, int]]
     truth = [statistics.median(one) for one in sweep.seconds]
     found = []
     for seed in range(SEEDS):
-        ranks = Ranks(sweep, seed)
+        ranks = Trials(sweep, seed)
         STRATEGIES[strategy](ranks, trials)
         best = best_of(sweep.candidates, ranks.outcomes)
         assert best is not None
@@ -211,7 +211,7 @@ def learnt(sweep: Swept, count: int) -> tuple[float, float, float]:
     truth = np.array([statistics.median(one) for one in sweep.seconds])
     before, after, inside = list[float](), list[float](), list[float]()
     for seed in range(SEEDS):
-        ranks = Ranks(sweep, seed)
+        ranks = Trials(sweep, seed)
         by_tune(ranks, count)
         known = known_after(sweep.candidates, ranks.outcomes).belief
         left = [at for at in range(len(truth)) if at not in ranks.outcomes]

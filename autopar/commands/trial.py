@@ -7,7 +7,6 @@ values, because masks and tables decide what is computed.
 
 import gc
 import importlib
-import resource
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -22,6 +21,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.models.load import is_factory, resolve_model
 from autopar.runtime.model.module import ParallelModel
+from autopar.runtime.recording.run import peak_bytes
 from autopar.runtime.verify.random_batches import random_batches
 from autopar.runtime.verify.reference import constants_of, scaler_of, step_with
 from autopar.runtime.verify.verify import this_ranks_part
@@ -29,6 +29,7 @@ from autopar.runtime.verify.verify import this_ranks_part
 SCALE = 0.02  # of random weights
 _PATTERN = 2**20  # random numbers that fill larger tensors again and again
 LEARNING_RATE = 1e-5
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,10 @@ class Built:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stepped:
-    """One step: the seconds of the slowest rank, and the peak memory of this rank since it was built."""
+    """One step: the seconds of the slowest rank, and this rank's peak memory.
+
+    On a GPU the memory is what torch's allocator holds, on a CPU how much the process grew.
+    """
 
     seconds: float
     peak_bytes: int
@@ -67,7 +71,7 @@ class Trainer:
         _import_origin(job.origin)
         program, plan = from_bytes(job.program), job.plan
         self.device = torch.device("cpu" if job.device_type == "cpu" else f"{job.device_type}:{rank}")
-        self._base_bytes = _resident_bytes()
+        self._base_bytes = peak_bytes(_CPU)
         source = _Weights(program, job)
         self.model = ParallelModel(program, plan, source, self.device, seed=job.seed, buffers=source)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
@@ -92,7 +96,7 @@ class Trainer:
     def _peak_bytes(self) -> int:
         if self.device.type == "cuda":
             return int(torch.cuda.max_memory_reserved(self.device))
-        return max(0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - self._base_bytes)
+        return peak_bytes(_CPU) - self._base_bytes
 
 
 class _Weights:
@@ -146,8 +150,3 @@ def _import_origin(origin: str) -> None:
     elif origin:
         with suppress(ImportError):  # such as __main__ of a notebook: then its program has no operators of its own
             importlib.import_module(origin)
-
-
-def _resident_bytes() -> int:
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()

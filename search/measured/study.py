@@ -92,17 +92,15 @@ class TrialStudy:
         """The outcomes of all candidates that were tried, by any process. Trials that were given up do not count."""
         found: dict[int, Outcome] = {}
         for trial, at in self._trials():
-            if trial.state.is_finished() and OUTCOME in trial.user_attrs:
-                outcome = outcome_from(trial.user_attrs[OUTCOME])
-                if outcome.reason != "interrupted":
-                    found[at] = outcome
+            if _is_answer(trial):
+                found[at] = outcome_from(trial.user_attrs[OUTCOME])
             elif not trial.state.is_finished() and (owner := _owner_of(trial)) is not None and not owner.is_alive:
                 self._tell(trial.number, "failed")
         return found
 
     def numbers(self) -> dict[int, int]:
         """The numbers of the trials with an outcome, by the position of their candidates."""
-        return {at: trial.number for trial, at in self._trials() if OUTCOME in trial.user_attrs}
+        return {at: trial.number for trial, at in self._trials() if _is_answer(trial)}
 
     def taken(self) -> tuple[int, ...]:
         """The candidates that are being measured now."""
@@ -131,7 +129,7 @@ class TrialStudy:
         trial.set_user_attr(OWNER, asdict(owner))
         place = self._places[trial.user_attrs[DEGREES]]
         earlier = [each for each, its in self._trials() if its == place and each.number < trial.number]
-        if any(OUTCOME in each.user_attrs or _is_running(each) for each in earlier):
+        if any(_is_answer(each) or _is_running(each) for each in earlier):
             trial.set_user_attr(REPEATED, True)
             self._tell(trial.number, "failed")
             return None
@@ -191,6 +189,12 @@ def _text(degrees: Mapping[str, Any]) -> str:
 def _owner_of(trial: "optuna.trial.FrozenTrial") -> Owner | None:
     found = trial.user_attrs.get(OWNER)
     return None if found is None else Owner(**found)
+
+
+def _is_answer(trial: "optuna.trial.FrozenTrial") -> bool:
+    """Whether a trial has ended with an outcome that counts."""
+    found = trial.user_attrs.get(OUTCOME)
+    return trial.state.is_finished() and found is not None and found["reason"] != "interrupted"
 
 
 def _is_running(trial: "optuna.trial.FrozenTrial") -> bool:

@@ -1,4 +1,4 @@
-"""One process of a job of several hosts: python hosts_worker.py CLUSTER [FAULT]. Prints the result of `autopar.tune`."""
+"""One process of a job of several hosts: hosts_worker.py CLUSTER [FAULT]. Prints the result of `autopar.tune`."""
 
 import json
 import sys

@@ -22,6 +22,15 @@ from autopar.search.measured.result import Tried, TuneResult
 
 PLANTED = Path(__file__).parent / "planted"
 TRIAL_S = 20.0
+PRICED = """
+groups:
+  - num_hosts: 1
+    devices_per_host: 2
+    price_usd_per_device_hour: 1
+    device: {name: mine, device_type: cpu, peak_tflops: {float32: 0.05}, memory_gb: 4, memory_bandwidth_gb_per_s: 10,
+             power_w: 50}
+    in_host: {name: loopback, bandwidth_gb_per_s: 1, latency_us: 100}
+"""
 
 
 class Model(nn.Module):
@@ -38,7 +47,7 @@ class Model(nn.Module):
 
 def tuned(**how: Any) -> TuneResult:
     asked: dict[str, Any] = {"global_batch": 8, "calibrate": False, "trial_s": TRIAL_S, "trials": 3}
-    return autopar.tune(Model(), "2xcpu", example_inputs={"x": torch.zeros(4, 32)}, **(asked | how))
+    return autopar.tune(Model(), how.pop("cluster", "2xcpu"), example_inputs={"x": torch.zeros(4, 32)}, **(asked | how))
 
 
 @pytest.fixture(autouse=True)
@@ -126,6 +135,23 @@ def test_wrong_arguments_are_refused_before_any_work(how: dict[str, Any], error:
 def test_devices_that_are_not_here_are_refused() -> None:
     with pytest.raises(InputError, match="autopar plan"):
         autopar.tune(Model(), "8xh100", example_inputs={"x": torch.zeros(4, 32)}, global_batch=8)
+
+
+@pytest.mark.parametrize("objective", ["cost", "energy", "memory"])
+def test_other_objectives_may_use_fewer_devices(objective: str, tmp_path: Path) -> None:
+    path = tmp_path / "priced.yaml"
+    path.write_text(PRICED)
+    found = tuned(objective=objective, cluster=str(path))
+    assert found.best is not None and found.plan is not None
+    best = found.tried[found.best]
+    assert best.candidate.num_devices == found.plan.degrees.world_size in (1, 2)
+    if objective != "memory":
+        values = [
+            one.outcome.seconds.median * one.candidate.per_second
+            for one in found.tried
+            if one.outcome.seconds is not None
+        ]
+        assert min(values) == pytest.approx(found.tried[found.best].candidate.per_second * (found.step_s or 0))
 
 
 # ---- failures ----
