@@ -1,4 +1,4 @@
-"""Measured search on four gloo ranks: python benchmarks/tune_gloo.py [--json FILE] [--measured FILE]
+"""Measured search on four gloo ranks: python benchmarks/tune_gloo.py [--json FILE] [--measured FILE] [--trials]
 
 For each of three models, every plan that `autopar.tune` considers is measured: the ranks of all plans stay alive, and
 the plans step in turns. Then strategies choose plans among them, with ten seeds. A trial of a plan is a draw of rounds:
@@ -28,6 +28,7 @@ import torch
 
 from autopar.commands.calibrate import calibrate
 from autopar.commands.trial_world import ROUNDS, WARM_UP, World
+from autopar.commands.tune import tune
 from autopar.commands.tune_candidates import Given, GivenProfile, opened_study, subject_of
 from autopar.cost_model.machine.profile import DeviceProfile
 from autopar.ir.cluster import ClusterSpec
@@ -245,13 +246,29 @@ def show(sweeps: Sequence[Swept]) -> None:
             print(f"| {sweep.model} | {count} | {before:.1%} | {after:.1%} | {inside:.0%} |")
 
 
+def overhead() -> None:
+    """Run `autopar.tune` on each model, and print what a trial costs beside its steps."""
+    print("| model | trial | steps, s | beside steps, s |\n|---|---:|---:|---:|")
+    for name, model in models().items():
+        ids = torch.zeros(2, TOKENS, dtype=torch.long)
+        batch = {"input_ids": ids, "labels": ids}
+        found = tune(model, f"{RANKS}xcpu", example_inputs=batch, global_batch=BATCH, calibrate=False)
+        for one in found.tried:
+            rest = one.outcome.whole_s - one.outcome.stepping_s
+            print(f"| {name} | {one.number + 1} | {one.outcome.stepping_s:.1f} | {rest:.1f} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the measured seconds to this file")
+    parser.add_argument("--trials", action="store_true", help="only run `autopar.tune`, and print what its trials cost")
     parser.add_argument("--measured", type=Path, help="a file of --json: measure nothing")
     given = parser.parse_args()
     if given.measured is not None:
         show([_from(one) for one in json.loads(given.measured.read_text())])
+        return
+    if given.trials:
+        overhead()
         return
     profile = calibrate(ranks=RANKS, minutes=1.5).profile
     sweeps = list[Swept]()

@@ -66,11 +66,12 @@ class World:
             self.close()
             raise
         self.building_s = time.monotonic() - started
-        self.peak_bytes = 0
+        self.stepping_s, self.peak_bytes = 0.0, 0
 
     def step(self) -> float:
         """Run one step, and return the seconds of the slowest rank."""
         found = self._ranks.run("autopar.commands.trial:step")
+        self.stepping_s += found[0].seconds
         self.peak_bytes = max(self.peak_bytes, *(one.peak_bytes for one in found))
         return float(max(one.seconds for one in found))
 
@@ -131,6 +132,7 @@ def measured(
         The outcome, and the world, which is still there if the trial did not fail.
     """
     started, before = time.monotonic(), _kills_by_kernel()
+    earlier_s = 0.0 if best is None or best.world is None else best.world.stepping_s
     world: World | None = None
     try:
         world = start()
@@ -160,6 +162,8 @@ def measured(
         peak_bytes=world.peak_bytes,
         steps=steps,
         building_s=world.building_s,
+        stepping_s=world.stepping_s
+        + (0.0 if best is None or best.world is None else best.world.stepping_s - earlier_s),
         whole_s=time.monotonic() - started,
     )
     return outcome, world

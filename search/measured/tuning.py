@@ -52,6 +52,7 @@ class Outcome:
     peak_bytes: float | None = None  # of the fullest rank
     steps: int = 0  # that were timed
     building_s: float = 0.0
+    stepping_s: float = 0.0  # of all steps in the trial, also of the best plan
     whole_s: float = 0.0  # of the trial
 
     @property
