@@ -1,4 +1,4 @@
-"""`autopar report`: a search or a plan as a page to read, and the predicted time line as a trace."""
+"""`autopar report`: a search, its trials or a plan as a page to read, and the predicted time line as a trace."""
 
 from pathlib import Path
 from typing import Annotated
@@ -14,8 +14,8 @@ def report(
         str,
         typer.Argument(
             metavar="RESULT",
-            help="A file with the output of `autopar plan --json`, a study (file or database URL), a plan file, or the "
-            "directory of a run.",
+            help="A file with the output of `autopar plan --json` or `autopar tune --json`, a study (file or database "
+            "URL), a plan file, or the directory of a run.",
             show_default=False,
         ),
     ],
@@ -29,7 +29,8 @@ def report(
 ) -> None:
     """Write a page about a search, a plan or a training run.
 
-    Of a search it shows the best plan and the reason, time, memory and all candidates; of a run its curves.
+    Of a search it shows the best plan and the reason, time, memory and all candidates. Of `autopar tune` it
+    shows predicted against measured step times, and what is left; of a run its curves.
 
     The page is one HTML file that needs no network.
 

@@ -54,7 +54,7 @@ def scatter(found: SearchResult) -> Scatter | None:
     def place(s: float, b: float) -> tuple[float, float]:
         return (log10(s) - low) / (high - low) * SIDE, SIDE * (1 - b / top)
 
-    x_ticks, y_ticks = _time_ticks(low, high), _bytes_ticks(top)
+    x_ticks, y_ticks = time_ticks(low, high), _bytes_ticks(top)
     at = {i: place(seconds[i], columns["bytes"][i]) for i in kept}
     content = [grid(x_ticks, y_ticks)]
     capacity = SIDE * (1 - found.device_bytes / top)
@@ -118,7 +118,7 @@ def _row(columns: Any, i: int, at: tuple[float, float], schedules: Sequence[str]
     return [*numbers, columns["exact"][i], *degrees, schedules.index(columns["schedule"][i])]
 
 
-def _time_ticks(low: float, high: float) -> list[Tick]:
+def time_ticks(low: float, high: float) -> list[Tick]:
     """1, 2, 5 and their tens where there are few, tens where there are many."""
     wide = high - low > 1.6
     found = []

@@ -1,4 +1,4 @@
-"""From a file of a search or a plan to a page or a trace, each written whole or not at all."""
+"""From a file of a search, of a plan or of trials to a page or a trace, each written whole or not at all."""
 
 import json
 from dataclasses import dataclass
@@ -12,8 +12,12 @@ from autopar.report.page import html_report
 from autopar.report.perfetto import perfetto_trace
 from autopar.report.plan_page import plan_report
 from autopar.report.run_page import run_report
+from autopar.report.tuning_file import tuning_from
+from autopar.report.tuning_page import tuning_report
 from autopar.runs.record import read_info
 from autopar.search.driver.study import is_study, kept_result
+from autopar.search.measured.result import KIND as TUNING
+from autopar.search.measured.result import TuneResult
 from autopar.search.result.result import KIND, SearchResult
 
 _MAX_BYTES = 256 * 1024 * 1024
@@ -26,11 +30,11 @@ class RunDirectory:
     path: str
 
 
-Source = SearchResult | Plan | RunDirectory
+Source = SearchResult | TuneResult | Plan | RunDirectory
 
 
 def read_source(path: str | Path) -> Source:
-    """The search result, the study's search result, or the plan in a file; or a run directory.
+    """The search result, the study's search result, the tuning result or the plan in a file; or a run directory.
 
     Raises `InputError` that names file, field and remedy.
     """
@@ -49,15 +53,22 @@ def read_source(path: str | Path) -> Source:
         raise InputError(f"{file} is not JSON that autopar reads; write it again with `autopar plan`", problems)
     if isinstance(data, dict) and data.get("kind") == KIND:
         return SearchResult.from_dict(data, str(file))
+    if isinstance(data, dict) and data.get("kind") == TUNING:
+        return tuning_from(data, str(file))
     if isinstance(data, dict) and "fingerprint" in data:
         return Plan.load(file)
     raise InputError(f"{file} is neither a search result nor a plan; write one with `autopar plan`")
 
 
 def write_report(source: Source, path: str | Path) -> int:
-    """Write the page of a search, of a plan alone or of a run; its bytes. Raises `InputError` where it cannot be."""
+    """Write the page of a search, of trials, of a plan alone or of a run; its bytes.
+
+    Raises `InputError` where it cannot be.
+    """
     if isinstance(source, RunDirectory):
         return write_text(path, run_report(source.path))
+    if isinstance(source, TuneResult):
+        return write_text(path, tuning_report(source))
     return write_text(path, html_report(source) if isinstance(source, SearchResult) else plan_report(source))
 
 
@@ -65,6 +76,10 @@ def write_trace(source: Source, path: str | Path) -> int:
     """Write the predicted time line for ui.perfetto.dev; its bytes. Raises `InputError` where there is none."""
     if isinstance(source, RunDirectory):
         raise InputError("a run has no predicted time line; `parallel.trace` writes a measured one")
+    if isinstance(source, TuneResult):
+        raise InputError(
+            "a measured search has no predicted time line; give the result of a search (`autopar plan --json`)"
+        )
     if isinstance(source, Plan):
         raise InputError("a plan alone has no predicted time line; give the result of a search (`autopar plan --json`)")
     return write_text(path, json.dumps(perfetto_trace(source), separators=(",", ":")) + "\n")
