@@ -9,6 +9,7 @@ trial has a world of its own, so a failed trial leaves nothing behind. The world
 suffices for two plans.
 """
 
+import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -39,6 +40,7 @@ from autopar.cost_model.machine.profile import DeviceProfile
 from autopar.errors import AutoparError, InputError, Problem
 from autopar.ir.cluster import ClusterSpec
 from autopar.planning.options import PlanOptions
+from autopar.search.driver.study import keep_result
 from autopar.search.measured.belief import chances
 from autopar.search.measured.result import Left, Tried, TuneResult
 from autopar.search.measured.tuning import Candidate, Known, Outcome, best_of, decide, known_after
@@ -228,6 +230,8 @@ def measure(
     finally:
         runner.close()
     found = _result(subject, opened, outcomes, decision.why, decision.is_settled)
+    if opened.place is not None:
+        keep_result(opened.place.where, json.dumps(found.to_dict()))
     if found.plan is not None:
         about = {"model": subject.name, "global_batch": found.global_batch, "objective": found.objective}
         keep_tuned(cache_folder(), opened.cluster, subject.kind, found.plan, about | {"step_s": found.step_s})

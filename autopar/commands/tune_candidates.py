@@ -36,7 +36,7 @@ from autopar.planning.search import search_captured
 from autopar.planning.study_question import question_about
 from autopar.runtime.parameters.materialise import parameter_source
 from autopar.runtime.verify.random_batches import values_that_decide
-from autopar.search.driver.study import study_place
+from autopar.search.driver.study import StudyPlace, study_place
 from autopar.search.measured.study import TrialStudy
 from autopar.search.measured.tuning import Candidate
 from autopar.search.result.format import nothing_fits
@@ -130,6 +130,7 @@ class OpenedStudy:
     asked: PlanOptions
     sequence: int
     notes: tuple[str, ...]
+    place: StudyPlace | None
     hosts: Hosts | None = None  # of a job; without one ranks start on this host
 
 
@@ -175,7 +176,13 @@ def opened_study(
     if place is not None and kept is None:
         place.keep(PROFILE, json.dumps(profile_to_dict(machine.profile)))
     return OpenedStudy(
-        study=study, machine=machine, cluster=cluster, asked=asked, sequence=program.sequence or 1, notes=notes
+        study=study,
+        machine=machine,
+        cluster=cluster,
+        asked=asked,
+        sequence=program.sequence or 1,
+        notes=notes,
+        place=place,
     )
 
 

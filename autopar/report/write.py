@@ -39,7 +39,8 @@ def read_source(path: str | Path) -> Source:
     Raises `InputError` that names file, field and remedy.
     """
     if is_study(str(path)):
-        return SearchResult.from_dict(json.loads(kept_result(str(path))), str(path))
+        kept = json.loads(kept_result(str(path)))
+        return tuning_from(kept, str(path)) if kept.get("kind") == TUNING else SearchResult.from_dict(kept, str(path))
     file = Path(path)
     if file.is_dir():
         read_info(file)

@@ -89,6 +89,10 @@ def trials_of(path: Path) -> list[Any]:
 def test_the_study_is_optunas(tmp_path: Path) -> None:
     path = tmp_path / "tune.log"
     assert run("--trials", "2", "--study", str(path)).returncode == 0
+    page = tmp_path / "tuned.html"
+    asked = [sys.executable, "-m", "autopar", "report", str(path), "-o", str(page)]
+    assert subprocess.run(asked, capture_output=True, check=False).returncode == 0
+    assert "measured" in page.read_text()
     for one in trials_of(path):
         assert one.params["tp"] in (1, 2) and "zero" in one.params
         outcome = one.user_attrs["outcome"]
