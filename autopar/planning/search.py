@@ -38,6 +38,7 @@ from autopar.search.driver.check import check_result
 from autopar.search.driver.chunk_choice import chunks_of, with_chunks
 from autopar.search.driver.infeasible import Asked, closest
 from autopar.search.driver.offload_choice import search_offloads
+from autopar.search.driver.recorded import record
 from autopar.search.driver.regather_choice import with_kept
 from autopar.search.driver.search import Searched, Works, search_degrees
 from autopar.search.driver.study import StudyPlace, keep_result, study_place
@@ -241,8 +242,9 @@ def search_captured(
             constraints=constraints, global_batch=result.global_batch,
         )  # fmt: skip
         result = _for_report(result, base, final, decided)
-    if asked.study is not None:
-        keep_result(asked.study, json.dumps(result.to_dict(), separators=(",", ":"), sort_keys=True))
+    if place is not None:
+        result = replace(result, importance=record(found, place) or result.importance)
+        keep_result(place.where, json.dumps(result.to_dict(), separators=(",", ":"), sort_keys=True))
     return result
 
 
@@ -267,7 +269,7 @@ def _deciding_state(fix: Values) -> Degrees:
 def _searched(space: _Space, on_progress: Callable[[str], None], goal: Goal, below: float) -> Searched:
     """The search under one goal, also of plans with the loss in chunks, and of plans that keep gathered values.
 
-    The study keeps the trials of the first searched value of `offload`.
+    The study keeps varied cuts of the first searched value of `offload`.
     """
     labels, constraints, asked = space.labels, space.constraints, space.asked
     on = goal.parts[space.cluster.num_devices].on

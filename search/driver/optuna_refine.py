@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from autopar.search.driver.study import StudyPlace, importance
+from autopar.search.driver.study import CUTS, StudyPlace, importance
 from autopar.search.result.result import Trial
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def _study(place: StudyPlace | None, starts: Sequence[Start]) -> "tuple[optuna.S
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     texts = [one.text for one in starts]
-    return (optuna.create_study(), texts) if place is None else place.opened(texts)
+    return (optuna.create_study(), texts) if place is None else place.opened(texts, CUTS)
 
 
 class _Refining:

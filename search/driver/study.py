@@ -7,6 +7,10 @@ Both are read by optuna-dashboard. Nothing here is unpickled. Neither storage ho
 made anew from their seed. Redis journals are refused because their snapshots are pickled.
 
 A study answers one question, kept as its user attributes. Opening it for another question is an error.
+
+A storage holds two of Optuna's studies. `NAME` has the question, the result and the record of the search
+(`autopar.search.driver.recorded`). `CUTS` has the varied cuts (`autopar.search.driver.optuna_refine`), because they
+have other parameters.
 """
 
 import json
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
     import optuna
 
 NAME = "autopar"
+CUTS = "autopar-cuts"
 CANDIDATES = "candidates"  # the attribute that is written last: a study that has it is complete
 JOURNALS = (".log", ".journal")
 DATABASES = (".db", ".sqlite", ".sqlite3")
@@ -47,8 +52,8 @@ class StudyPlace:
         """Raise the errors of `opened` before the search has taken its time. Makes the study if there is none."""
         self._checked(self._study())
 
-    def opened(self, candidates: Sequence[str]) -> "tuple[optuna.Study, list[str]]":
-        """The study, and the candidates that its trials choose among.
+    def opened(self, candidates: Sequence[str], name: str = NAME) -> "tuple[optuna.Study, list[str]]":
+        """The study of this name, and the candidates that its trials choose among.
 
         If there is no study, it is made with `candidates`. Otherwise it keeps the candidates that it was made with.
         Raises `InputError` if it answers another question, or cannot be read or written.
@@ -56,10 +61,22 @@ class StudyPlace:
         study = self._study()
         with _as_input_errors(self.where):
             if CANDIDATES not in _settled(study):
-                for name, value in self.question.items():
-                    study.set_user_attr(name, value)
+                for word, value in self.question.items():
+                    study.set_user_attr(word, value)
                 study.set_user_attr(CANDIDATES, list(candidates))
-        return study, [str(one) for one in self._checked(study)[CANDIDATES]]
+        choices = [str(one) for one in self._checked(study)[CANDIDATES]]
+        return study if name == NAME else self._study(name), choices
+
+    @contextmanager
+    def writing(self) -> "Iterator[optuna.Study]":
+        """The study, with its question. If it is a file, one process at a time has it. Raises the errors of `check`."""
+        study = self._study()
+        known = self._checked(study)
+        with _as_input_errors(self.where), _alone(self.where):
+            for word, value in self.question.items():
+                if word not in known:
+                    study.set_user_attr(word, value)
+            yield study
 
     def attribute(self, name: str) -> str | None:
         """A text that `keep` wrote. None if there is no study, or no such text. Raises the errors of `check`."""
@@ -74,12 +91,12 @@ class StudyPlace:
         """Write a text of any length into the study. Raises `InputError` if that fails."""
         _keep_text(self.where, name, text)
 
-    def _study(self) -> "optuna.Study":
+    def _study(self, name: str = NAME) -> "optuna.Study":
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         with _as_input_errors(self.where):
-            return _set_up(self.where)
+            return _set_up(self.where, name)
 
     def _checked(self, study: "optuna.Study") -> Mapping[str, Any]:
         """The study's attributes. Raises `InputError` if they answer another question."""
@@ -161,8 +178,26 @@ def is_study(where: str) -> bool:
     return "://" in where or Path(where).suffix in (*JOURNALS, *DATABASES)
 
 
-def _set_up(where: str) -> "optuna.Study":
-    """The study of a storage. Opening a database is tried again while another process makes its tables."""
+@contextmanager
+def _alone(where: str) -> Iterator[None]:
+    """Keep other processes out, if the study is a file. Databases on a server have no such lock."""
+    from optuna.storages.journal import JournalFileOpenLock
+
+    path = where.removeprefix("sqlite:///")
+    if "://" in path:
+        yield
+        return
+    lock = JournalFileOpenLock(f"{path}.writing")
+    lock.acquire()
+    try:
+        yield
+    finally:
+        with suppress(RuntimeError):  # another process took the lock after half a minute
+            lock.release()
+
+
+def _set_up(where: str, name: str = NAME) -> "optuna.Study":
+    """A study of a storage. Opening a database is tried again while another process makes its tables."""
     import optuna
     from sqlalchemy.exc import IntegrityError, OperationalError
 
@@ -170,9 +205,9 @@ def _set_up(where: str) -> "optuna.Study":
         try:
             storage = _storage(where)
             try:
-                return optuna.load_study(storage=storage, study_name=NAME)
+                return optuna.load_study(storage=storage, study_name=name)
             except KeyError:
-                return optuna.create_study(storage=storage, study_name=NAME, load_if_exists=True)
+                return optuna.create_study(storage=storage, study_name=name, load_if_exists=True)
         except (IntegrityError, OperationalError, optuna.exceptions.StorageInternalError):
             if again == TIMES - 1:
                 raise

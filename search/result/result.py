@@ -132,7 +132,7 @@ class SearchResult:
     assumptions: tuple[str, ...]
     front: tuple[Contender, ...] = ()  # plans that no other plan beats in time, memory and devices together
     trials: tuple[Trial, ...] = ()  # variations of stage cuts, and of blocks that each stage recomputes
-    # how much each parameter of trials decides, as parts of 1
+    # how much each parameter of trials decides, as parts of 1; with a study, how much each degree decides
     importance: Mapping[str, float] = field(default_factory=dict, hash=False)
     details: Details | None = field(default=None, compare=False)  # the best plan rank by rank
     points: Points | None = field(default=None, compare=False)  # candidates, for a scatter plot

@@ -37,8 +37,8 @@ Timeout = Annotated[
 Study = Annotated[
     str | None,
     _option(
-        "Keep Optuna's trials in this .log file, .db file or database URL. Later searches and other processes continue "
-        "it. (default: none)"
+        "Keep the search's prices and Optuna's trials in this .log file, .db file or database URL. Later searches and "
+        "other processes continue it. (default: none)"
     ),
 ]
 Measured = Annotated[

@@ -15,7 +15,7 @@ from study_worker import QUESTION, STARTS, refined
 from suites import long
 
 from autopar.errors import InputError
-from autopar.search.driver.study import CANDIDATES, NAME, study_place
+from autopar.search.driver.study import CANDIDATES, CUTS, NAME, study_place
 
 TEXTS = [one.text for one in STARTS]
 PLACES = ("plan.log", "plan.journal", "plan.db", "sqlite:///{}/plan.sqlite")
@@ -59,7 +59,7 @@ def test_two_processes_share_one(tmp_path: Path, name: str) -> None:
     assert [one.returncode for one in both] == [0, 0]
     bests = {line for lines in printed for line in lines if line.startswith("best")}
     priced = [line for lines in printed for line in lines if line and not line.startswith("best")]
-    told = study_place(where, QUESTION).opened(TEXTS)[0].trials
+    told = study_place(where, QUESTION).opened(TEXTS, CUTS)[0].trials
     assert all(one.state.name == "COMPLETE" for one in told)
     assert [one.number for one in told] == list(range(len(told)))
     different = {str(one.params) for one in told}
@@ -132,7 +132,7 @@ def test_half_a_line_of_a_killed_process_is_dropped(tmp_path: Path) -> None:
 def test_a_trial_of_a_process_that_died_does_not_count(tmp_path: Path) -> None:
     where = tmp_path / "plan.log"
     refined(str(where), 5, 0, [])
-    study = study_place(str(where), QUESTION).opened(TEXTS)[0]
+    study = study_place(str(where), QUESTION).opened(TEXTS, CUTS)[0]
     study.ask()
     lines = where.read_text().splitlines()
     last = json.loads(lines[-1])
@@ -154,6 +154,7 @@ def test_a_dashboard_can_read_it(tmp_path: Path, name: str) -> None:
         storage = optuna.storages.RDBStorage(where if "://" in where else f"sqlite:///{where}")
     study = optuna.load_study(study_name=NAME, storage=storage)
     assert json.loads(json.dumps(study.user_attrs)) == {**QUESTION, CANDIDATES: TEXTS}
+    study = optuna.load_study(study_name=CUTS, storage=storage)
     assert study.best_trial.constraints["missing_bytes"] <= 0
     for one in study.trials:
         assert isinstance(one.value, float)

@@ -1,0 +1,187 @@
+"""The record of a search in its study: how the degrees were chosen, as Optuna's trials.
+
+    priced    COMPLETE: a candidate with an exact price, its value, and its missing bytes as the constraint
+    bound     PRUNED: a combination of degrees without an exact price, its best bound as the intermediate value
+
+The parameters of a price are all degrees by the words of `autopar.search.space.dimensions`, those of a bound are the
+degrees of its combination. A combination that cannot fit has no bound. Optuna's importances and best trial are about
+complete trials only, so bounds do not count there.
+
+Every candidate and every combination has one trial in a study, however many searches write into it.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.ir.arrays import Floats
+from autopar.ir.degrees import RECOMPUTE
+from autopar.search.driver.alternatives import raised_seconds
+from autopar.search.driver.optuna_refine import MISSING, SOURCE
+from autopar.search.driver.optuna_seeds import kinds_of
+from autopar.search.driver.search import Searched
+from autopar.search.driver.study import StudyPlace, importance
+from autopar.search.pricing.exact import AS_IT_IS, Priced
+from autopar.search.space.candidates import Candidates
+from autopar.search.space.dimensions import DIMENSIONS, WORDS, Dimension
+
+if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
+    from optuna.trial import FrozenTrial
+
+MOST = 300  # trials of a study
+FEWEST = 10  # exact prices that importances are about
+COMBINATION = ("tp", "pp", "cp", "ep", "dp", "zero")
+PRICED, BOUND = "priced", "bound"  # sources of trials
+OFFLOAD, LEFT_OUT = "offload", "left_out"  # attributes of a trial and of the study
+
+
+def record(found: Searched, place: StudyPlace) -> Mapping[str, float]:
+    """Write the trials of a search into its study, without those that it has already.
+
+    Exact prices come before bounds, and small values before large ones, until the study has `MOST` trials. An attribute
+    of the study counts the trials that are left out.
+
+    Returns:
+        How much each degree decides among the exact prices in the study, as parts of 1. Empty if they are few.
+
+    Raises:
+        InputError: The study cannot be written, or answers another question.
+    """
+    if not len(found.candidates):
+        return {}
+    wanted = _trials(found)
+    with place.writing() as study:
+        known = {_key(one) for one in study.get_trials(deepcopy=False)} - {None}
+        new = [one for one in wanted if _key(one) not in known]
+        by_rank = sorted(range(len(new)), key=lambda at: _rank(new[at]))
+        room = max(0, MOST - len(known))
+        for at in sorted(by_rank[:room]):
+            study.add_trial(new[at])
+        sources = [new[at].user_attrs[SOURCE] for at in by_rank[room:]]
+        left_out = {source: sources.count(source) for source in (PRICED, BOUND)}
+        if study.user_attrs.get(LEFT_OUT) != left_out:
+            study.set_user_attr(LEFT_OUT, left_out)
+        complete = [one for one in study.get_trials(deepcopy=False) if one.state.name == "COMPLETE"]
+    return importance(study) if len(complete) >= FEWEST else {}
+
+
+def _trials(found: Searched) -> "list[FrozenTrial]":
+    """Exact prices in the order of the search, then bounds from the smallest on."""
+    from optuna.trial import TrialState, create_trial
+
+    c, goal, combinations, space = found.candidates, found.goal, _combinations(found), _space(found.candidates)
+    any_part = next(iter(goal.parts.values()))
+    shared: dict[str, Any] = {OFFLOAD: any_part.on.machine.engine.offload}
+    prices = _prices(found)
+    trials = [
+        create_trial(
+            params=_params(c, index) | {"recompute": one.degrees.recompute},
+            distributions=space,
+            value=goal.value(one),
+            constraints={MISSING: one.needed_bytes - goal.part(one).on.capacity_bytes},
+            user_attrs=shared
+            | {
+                SOURCE: PRICED,
+                "step_s": one.seconds,
+                "needed_bytes": one.needed_bytes,
+                "fits": one.fits,
+                "best_bound": combinations.bound_beside(index),
+            },
+        )
+        for index, one in prices.items()
+    ]
+    for index, bound, count in combinations.without(prices):
+        fits, params = bound < np.inf, _params(c, index)
+        attributes = {SOURCE: BOUND, "bound": True, "fits": fits, "candidate": c.text(index), "candidates": count}
+        trials.append(
+            create_trial(
+                state=TrialState.PRUNED,
+                params={word: params[word] for word in COMBINATION},
+                distributions={word: space[word] for word in COMBINATION},
+                intermediate_values={0: bound} if fits else {},
+                user_attrs=shared | attributes,
+            )
+        )
+    return trials
+
+
+def _prices(found: Searched) -> dict[int, Priced]:
+    """Exact prices of candidates as they are: those of the search in its order, then those of the next best plans."""
+    others = {index: one for (index, cut), one in found.together.found.items() if cut == AS_IT_IS}
+    return {**found.exact, **{index: one for index, one in others.items() if index not in found.exact}}
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class _Combinations:
+    """The combination of every candidate as a number, and for each the candidate of its best bound and their count."""
+
+    kinds: NDArray[np.int64]
+    bounds: Floats
+    best: Mapping[int, int]
+    counts: NDArray[np.int64]
+
+    def bound_beside(self, index: int) -> float:
+        """The best bound of the combination of a candidate."""
+        return float(self.bounds[self.best[int(self.kinds[index])]])
+
+    def without(self, prices: Mapping[int, Priced]) -> Iterator[tuple[int, float, int]]:
+        """Combinations without any price, the smallest bound first: their best candidate, its bound, their count."""
+        priced = {int(self.kinds[index]) for index in prices}
+        for kind, index in self.best.items():
+            if kind not in priced:
+                yield index, float(self.bounds[index]), int(self.counts[kind])
+
+
+def _combinations(found: Searched) -> _Combinations:
+    """Bounds are those of the proof: screened, then raised by exact prices. Refused splits have none."""
+    c, screened = found.candidates, found.screened
+    bounds = found.goal.bounds(c, replace(screened, seconds=raised_seconds(found)))
+    least_bytes = np.minimum(screened.without_bytes, screened.recomputed_bytes)
+    legal = np.flatnonzero(~c.of(*found.refused))
+    order = legal[np.lexsort((least_bytes[legal], bounds[legal]))]
+    kinds = kinds_of(c, COMBINATION)
+    first = np.sort(np.unique(kinds[order], return_index=True)[1])
+    best = {int(kinds[index]): int(index) for index in order[first]}
+    return _Combinations(kinds=kinds, bounds=bounds, best=best, counts=np.bincount(kinds))
+
+
+def _params(c: Candidates, index: int) -> dict[str, Any]:
+    """The degrees of a candidate by their words."""
+    return {each.word: each.value_at(int(_column(c, each)[index])) for each in DIMENSIONS}
+
+
+def _space(c: Candidates) -> "dict[str, BaseDistribution]":
+    """The distributions of all degrees. They follow from the candidates, which all searches of a study share."""
+    from optuna.distributions import CategoricalDistribution, IntDistribution
+
+    found: dict[str, BaseDistribution] = {"recompute": CategoricalDistribution(RECOMPUTE)}
+    for each in DIMENSIONS:
+        most = each.most or int(np.max(_column(c, each)))
+        found[each.word] = (
+            CategoricalDistribution(each.names) if each.names else IntDistribution(each.least, most, log=each.least > 0)
+        )
+    return found
+
+
+def _column(c: Candidates, each: Dimension) -> NDArray[np.int64]:
+    column: NDArray[np.int64] = getattr(c, each.column or each.word)
+    return column
+
+
+def _rank(one: "FrozenTrial") -> tuple[bool, bool, float]:
+    """Exact prices first, plans that fit first, then by value or bound."""
+    value = one.intermediate_values.get(0, np.inf) if one.value is None else one.value
+    return one.user_attrs[SOURCE] == BOUND, not one.user_attrs["fits"], value
+
+
+def _key(one: "FrozenTrial") -> str | None:
+    """The text of a trial's candidate or combination. None for trials that this module does not write."""
+    words = {PRICED: WORDS, BOUND: COMBINATION}.get(one.user_attrs.get(SOURCE, ""))
+    if words is None:
+        return None
+    return json.dumps([one.user_attrs[SOURCE], one.user_attrs[OFFLOAD], *(one.params[word] for word in words)])
