@@ -6,7 +6,7 @@ the median ratio to another plan in the same rounds, as in `autopar.tune`.
 
 - tune: the fastest by `autopar.search.measured.tuning`, at most five trials
 - predicted: the plan that is predicted to be fastest, with a calibrated profile
-- random, TPE, GP: as many trials; Optuna's samplers choose degrees, and a choice without a plan is drawn again
+- random, TPE, GP: as many trials; Optuna's samplers choose degrees, and the nearest plan is measured
 
 The regret of a strategy is the measured time of its choice over the best plan's, less 1. The last table leaves plans
 out: the error of the prediction of the plans that were not measured, and whether the 80 % interval has their time.
@@ -162,26 +162,18 @@ def at_random(ranks: Trials, trials: int) -> None:
 
 
 def by_sampler(sampler: Callable[[int], optuna.samplers.BaseSampler]) -> Callable[[Trials, int], None]:
-    """Optuna's sampler over the degrees of the plans. Repeated and impossible choices cost no trial."""
+    """Optuna's sampler over the degrees of the plans. The nearest plan that was not measured is measured."""
 
     def run(ranks: Trials, trials: int) -> None:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         space = TrialStudy(ranks.sweep.candidates, None, objective="time").space()
-        places = {
-            json.dumps(params_of(one.degrees), sort_keys=True): at for at, one in enumerate(ranks.sweep.candidates)
-        }
+        params = [params_of(one.degrees) for one in ranks.sweep.candidates]
         study = optuna.create_study(sampler=sampler(ranks.generator.randrange(10**6)))
-        for _ in range(4000):
-            if len(ranks.outcomes) >= trials:
-                return
-            trial = study.ask(space)
-            at = places.get(json.dumps(trial.params, sort_keys=True))
-            if at is None:
-                study.tell(trial, state=optuna.trial.TrialState.FAIL)
-            else:
-                study.tell(trial, ranks.measure(at))
-        while len(ranks.outcomes) < trials:  # the sampler found no further plan
-            ranks.measure(ranks.generator.randrange(len(ranks.sweep.candidates)))
+        while len(ranks.outcomes) < trials:
+            asked = study.ask(space).params
+            left = [at for at in range(len(params)) if at not in ranks.outcomes]
+            at = min(left, key=lambda one: sum(asked[name] != value for name, value in params[one].items()))
+            study.add_trial(optuna.trial.create_trial(params=params[at], distributions=space, value=ranks.measure(at)))
 
     return run
 

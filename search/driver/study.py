@@ -163,9 +163,7 @@ def kept_result(where: str) -> str:
     """The result that a search wrote into its study. Raises `InputError` if there is no study or no result yet."""
     study_place(where, {})
     if "://" not in where and not Path(where).is_file():
-        raise InputError(
-            f"there is no study {where}; `autopar plan` or `autopar tune` with --study {where} makes it"
-        )
+        raise InputError(f"there is no study {where}; `autopar plan` or `autopar tune` with --study {where} makes it")
     with _as_input_errors(where):
         known = _set_up(where).user_attrs
     if RESULT not in known:

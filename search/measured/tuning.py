@@ -20,13 +20,14 @@ from numpy.typing import NDArray
 
 from autopar.cost_model.fit.measured_steps import term_factors
 from autopar.cost_model.interval import Situation, interval_of
+from autopar.ir.schedules.registry import SCHEDULE_NAMES
 from autopar.search.measured.belief import Belief, belief, chances, expected_gains, worth_measuring
 from autopar.search.measured.rounds import Spread
 
 State = Literal["complete", "pruned", "failed"]
 Reason = Literal["", "oom", "error", "timeout", "killed", "interrupted"]
 LEVELS = {"none": 1.0, "selective": 2.0, "full": 4.0}
-COMPUTE = "compute"
+APART = 4.0  # plans of unlike schedules are as far from each other as by two doublings of a degree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +192,9 @@ def coordinates(degrees: Mapping[str, Any]) -> list[float]:
     counts = [float(degrees.get(name) or 1) for name in ("tp", "pp", "cp", "ep", "dp_replicate", "virtual_stages")]
     batches = prod(float(degrees.get(name) or 1) for name in ("micro_batches", "accumulate"))
     level = LEVELS.get(str(degrees.get("recompute")), 1.0)
-    return [*counts, batches, level, 2.0 if degrees.get("zero") == 3 else 1.0]
+    schedule = degrees.get("schedule") if (degrees.get("pp") or 1) > 1 else None
+    schedules = [APART if schedule == name else 1.0 for name in SCHEDULE_NAMES]
+    return [*counts, batches, level, 2.0 if degrees.get("zero") == 3 else 1.0, *schedules]
 
 
 def _ruled_out(candidates: Sequence[Candidate], outcomes: Mapping[int, Outcome]) -> dict[int, str]:
