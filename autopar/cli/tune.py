@@ -1,5 +1,6 @@
 """`autopar tune`: measure the few plans worth measuring, print every trial, write the best plan."""
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -107,6 +108,8 @@ def tune(
             specialise=specialise, origin=model if is_factory(model) else "", on_progress=on_progress,
             on_trial=(lambda one: None) if as_json else _show_trial,
         )  # fmt: skip
+    if os.environ.get("RANK", "0") != "0":  # the first process of a job prints and writes
+        return
     if out is not None and result.plan is not None:
         result.plan.save(out)
     kept = _keep_profile(result, cluster, profile_out)

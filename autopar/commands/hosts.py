@@ -217,7 +217,7 @@ class Hosts:
         """Start `num_ranks` ranks, numbered host by host as the cluster's devices are."""
         self._worlds += 1
         meeting = Meeting(host=self.job.address, port=self.job.port, prefix=f"autopar-world-{self._worlds}")
-        local = _local_ranks(cluster, num_ranks)
+        local = _local_ranks(cluster, num_ranks) + [range(0)] * self.job.num_hosts
         each = [
             {
                 "world_size": num_ranks, "timeout_s": timeout_s, "checked": False, "device_type": device_type,
@@ -293,7 +293,7 @@ class HostsWorld:
 
 
 def _local_ranks(cluster: ClusterSpec, num_ranks: int) -> list[range]:
-    """The ranks of each host, which are numbered host by host. The last hosts may have none."""
+    """The ranks of each host of a cluster, which are numbered host by host. The last hosts may have none."""
     found, start = list[range](), 0
     for group in cluster.groups:
         for _ in range(group.num_hosts):

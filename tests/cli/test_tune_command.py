@@ -17,6 +17,7 @@ from autopar.ir.plan import Plan
 
 ASKED = ("gpt2", "-c", "2xcpu", "--layers", "2", "--hidden", "32", "--seq-len", "16", "--global-batch", "4")
 CLUSTER = "groups:\n  - {num_hosts: 1, devices_per_host: 2, device: cpu}\n"
+pytestmark = pytest.mark.timeout(600)
 NO_CALIBRATION = "--no-calibrate"
 INTERRUPTED = 130
 
@@ -26,7 +27,7 @@ def command(*more: str) -> list[str]:
 
 
 def run(*more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*more), capture_output=True, text=True, timeout=200, check=False)
+    return subprocess.run(command(*more), capture_output=True, text=True, timeout=400, check=False)
 
 
 def test_it_prints_trials_and_writes_the_plan(tmp_path: Path) -> None:
@@ -119,7 +120,7 @@ def test_sigint_ends_all_ranks_and_a_second_run_goes_on(tmp_path: Path) -> None:
     while "trial 1" not in process.stdout.readline():
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == INTERRUPTED and "Traceback" not in errors
     children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=False)
     assert not children.stdout
@@ -141,7 +142,7 @@ def test_two_runs_share_a_study_and_measure_nothing_twice(tmp_path: Path) -> Non
         )
         for _ in range(2)
     ]
-    ended = [one.communicate(timeout=200) for one in both]
+    ended = [one.communicate(timeout=400) for one in both]
     assert [one.returncode for one in both] == [0, 0], [errors for _, errors in ended]
     done = [one for one in trials_of(path) if "outcome" in one.user_attrs]
     texts = [one.user_attrs["degrees"] for one in done]

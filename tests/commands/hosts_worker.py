@@ -40,7 +40,7 @@ def main() -> None:
     if len(sys.argv) > 2:
         plant(sys.argv[2])
     found = autopar.tune(
-        Model(), sys.argv[1], example_inputs={"x": torch.zeros(4, 32)}, global_batch=8, trials=2, trial_s=20.0,
+        Model(), sys.argv[1], example_inputs={"x": torch.zeros(4, 32)}, global_batch=8, trials=2, trial_s=60.0,
         calibrate=False,
     )  # fmt: skip
     data = found.to_dict()

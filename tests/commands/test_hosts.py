@@ -20,6 +20,7 @@ groups:
   - {num_hosts: 2, devices_per_host: 1, device: cpu}
 inter_host: {name: loopback, bandwidth_gb_per_s: 1, latency_us: 100}
 """
+pytestmark = pytest.mark.timeout(400)
 JOB = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1", "GROUP_RANK": "1"}
 
 
@@ -49,12 +50,12 @@ def started(cluster: str, host: int, port: int, *more: str) -> subprocess.Popen[
     )
 
 
-def results(tmp_path: Path, *more: str) -> list[Any]:
+def results(tmp_path: Path, *more: str, cluster: str = CLUSTER) -> list[Any]:
     """What the processes of two hosts return."""
     path, port = tmp_path / "two.yaml", free_port()
-    path.write_text(CLUSTER)
+    path.write_text(cluster)
     both = [started(str(path), host, port, *more) for host in (0, 1)]
-    ended = [one.communicate(timeout=120) for one in both]
+    ended = [one.communicate(timeout=300) for one in both]
     assert [one.returncode for one in both] == [0, 0], [errors[-2000:] for _, errors in ended]
     return [json.loads(out.splitlines()[-1]) for out, _ in ended]
 
@@ -66,20 +67,20 @@ def test_two_hosts_measure_together_and_both_have_the_result(tmp_path: Path) -> 
     assert all(one["candidate"]["num_devices"] == 2 for one in first["tried"])
 
 
-@pytest.mark.parametrize("fault, reason", [("kill", "killed"), ("error", "error")])
+@pytest.mark.parametrize("fault, reason", [("kill", "killed"), pytest.param("error", "error", marks=pytest.mark.long)])
 def test_a_failure_on_another_host_is_an_answer(fault: str, reason: str, tmp_path: Path) -> None:
     first, second = results(tmp_path, fault)
     assert first == second
     failed, ran = first["tried"]
     assert failed["outcome"]["reason"] == reason and "rank 1" in failed["outcome"]["message"]
     assert ran["outcome"]["seconds"]["median"] == first["step_s"]
-    assert failed["outcome"]["whole_s"] < 15
+    assert failed["outcome"]["whole_s"] < 60
 
 
 def test_a_job_of_torchrun_on_one_host() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(WORKER), "2xcpu"],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     first, second = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
