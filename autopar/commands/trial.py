@@ -5,7 +5,6 @@ random and small, in the dtypes of the model: a step takes the same time with an
 values, because masks and tables decide what is computed.
 """
 
-import gc
 import importlib
 import time
 from collections.abc import Mapping
@@ -119,15 +118,13 @@ class _Weights:
         return repeated.reshape(shape).to(self._stored if self._stored and info.dtype.is_floating_point else info.dtype)
 
 
-# What this process trains. A rank is a process of one world, which trains one plan at a time.
+# What this process trains: a rank is a process of one world, and a world trains one plan.
 _TRAINED: list[Trainer] = []
 
 
 def build(rank: int, job: TrialJob) -> Built:
-    """Build a plan on one rank, in place of an earlier one. Collective."""
+    """Build the plan of this world on one rank. Collective."""
     started = time.perf_counter()
-    _TRAINED.clear()
-    gc.collect()
     _TRAINED.append(Trainer(rank, job))
     return Built(seconds=time.perf_counter() - started)
 
