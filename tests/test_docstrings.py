@@ -18,7 +18,7 @@ from autopar import testing
 
 ROOT = Path(autopar.__file__).parents[1]
 PACKAGES = {"autopar": "autopar"} | {name: f"autopar.{name}" for name in ("search", "cost_model", "runtime")}
-CLASSES = ("ParallelModel", "ParallelLoader", "GradScaler", "Run", "SearchResult", "Plan", "ClusterSpec")
+CLASSES = ("ParallelModel", "ParallelLoader", "GradScaler", "Run", "SearchResult", "TuneResult", "Plan", "ClusterSpec")
 NO_SECTIONS = ("__version__", "AutoparError", "Estimate")  # values without arguments or methods of their own
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | doctest.IGNORE_EXCEPTION_DETAIL
 

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cli.estimate_trace import Correct, Trace, check_trace_options, compared, show_trace, trace_to_dict
 from autopar.cli.options.checks import refuse_options
 from autopar.cli.options.model_argument import (
     ClusterOption,
@@ -18,6 +17,7 @@ from autopar.cli.options.model_argument import (
 )
 from autopar.cli.options.search_options import Measured, Profile
 from autopar.cli.output import console, print_json, progress, table
+from autopar.cli.results.estimate_trace import Correct, Trace, check_trace_options, compared, show_trace, trace_to_dict
 from autopar.errors import Problem
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.explanation import readable_bytes, readable_seconds

@@ -31,7 +31,7 @@ from autopar.cli.options.search_options import (
     Trials,
 )
 from autopar.cli.output import console, print_json, print_sections, progress
-from autopar.cli.plan_result import result_sections
+from autopar.cli.results.plan_result import result_sections
 from autopar.errors import InfeasibleError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.explanation import sections

@@ -80,7 +80,6 @@ def tune(
     profile: DeviceProfile | str | Path | None = None,
     calibrate: bool = True,
     precision: str | None = None,
-    considered: int = CONSIDERED,
     seed: int = 0,
     specialise: bool = False,
     name: str = "",
@@ -119,8 +118,8 @@ def tune(
         PlanError, InfeasibleError, CaptureError: As `autopar.plan`.
 
     Example:
-        >>> result = autopar.tune(model, "2xcpu", example_inputs=batch, loss_fn=loss_fn, global_batch=8)
-        >>> result.plan.degrees.world_size
+        >>> how = {"example_inputs": batch, "loss_fn": loss_fn, "calibrate": False}
+        >>> autopar.tune(model, "2xcpu", global_batch=8, trials=1, **how).plan.degrees.world_size
         2
     """
     spec = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster

@@ -41,6 +41,14 @@ class TuneResult:
     because it cannot pay. `chance_left` bounds the chance that a plan is left that is notably faster than the best one.
     `gain_left` is the largest expected part of the step time that one more trial saves. `factors` are on the seconds of
     computing and of the links of each tier.
+
+    >>> import torch, autopar
+    >>> model, batch = torch.nn.Linear(8, 8), (torch.zeros(4, 8), torch.zeros(4, 8))
+    >>> loss = torch.nn.functional.mse_loss
+    >>> how = {"global_batch": 8, "trials": 1, "calibrate": False}
+    >>> found = autopar.tune(model, "2xcpu", example_inputs=batch, loss_fn=loss, **how)
+    >>> found.best, found.tried[0].outcome.state
+    (0, 'complete')
     """
 
     model: str
@@ -73,7 +81,17 @@ class TuneResult:
         return None if self.step_s is None else self.global_batch * self.sequence / self.step_s
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON: the names of the fields, with "kind" and "version"."""
+        """Plain data for JSON, the plan included.
+
+        Returns:
+            Dicts, lists, texts and numbers by the names of the fields, with "kind" and "version".
+
+        >>> import torch, autopar
+        >>> model, batch = torch.nn.Linear(8, 8), (torch.zeros(4, 8), torch.zeros(4, 8))
+        >>> how = {"loss_fn": torch.nn.functional.mse_loss, "trials": 1, "calibrate": False}
+        >>> autopar.tune(model, "2xcpu", example_inputs=batch, global_batch=8, **how).to_dict()["kind"]
+        'autopar tuning result'
+        """
         names = [name for name in self.__slots__ if name not in ("plan", "profile", "tried", "left")]
         return {
             "kind": KIND,

@@ -12,8 +12,8 @@ import pytest
 from parsed import Page, parsed
 
 from autopar.errors import InputError
-from autopar.report.tuning_file import tuning_from
-from autopar.report.tuning_page import gain_in_words, tuning_report
+from autopar.report.tuning.page import gain_in_words, tuning_report
+from autopar.report.tuning.read import tuning_from
 from autopar.report.write import read_source, write_report, write_trace
 from autopar.search.measured.result import Left, Tried, TuneResult
 from autopar.search.measured.rounds import Spread

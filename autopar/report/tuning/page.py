@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from autopar._version import __version__
 from autopar.report.numbers import amount, capped, percent, readable_bytes, readable_seconds
 from autopar.report.page_tools import environment, script_json
-from autopar.report.tuning_scatter import interval, tuning_scatter
+from autopar.report.tuning.scatter import interval, tuning_scatter
 from autopar.report.words import degrees_in_words
 from autopar.search.measured.belief import NOTABLE
 from autopar.search.measured.result import Left, Tried, TuneResult

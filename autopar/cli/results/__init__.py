@@ -1,0 +1,1 @@
+"""What commands print beside their options, and what they write with it."""

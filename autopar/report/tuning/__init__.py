@@ -1,0 +1,1 @@
+"""A measured search as a page."""
