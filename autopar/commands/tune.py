@@ -35,7 +35,7 @@ from autopar.commands.tune_candidates import (
     subject_of,
 )
 from autopar.cost_model.fit.measured_steps import slowed
-from autopar.cost_model.machine.machine import Machine
+from autopar.cost_model.machine.machine import Machine, usable_bytes
 from autopar.cost_model.machine.profile import DeviceProfile
 from autopar.errors import AutoparError, InputError, Problem
 from autopar.ir.cluster import ClusterSpec
@@ -330,15 +330,24 @@ def _result(
         seconds=0.0,
         notes=opened.notes,
         plan=None if best is None else subject.plan_of(candidates[best], opened.cluster),
-        profile=_learnt(opened.machine, known, len(outcomes)),
+        profile=_learnt(opened.machine, known, {candidates[at]: one for at, one in outcomes.items()}),
     )  # fmt: skip
 
 
-def _learnt(machine: Machine, known: Known, count: int) -> DeviceProfile | None:
-    """The profile corrected by the measured plans. None if nothing was measured."""
-    if not known.belief.is_measured.any():
+def _learnt(machine: Machine, known: Known, tried: Mapping[Candidate, Outcome]) -> DeviceProfile | None:
+    """The profile corrected by the trials. None if nothing was measured, and no trial ran out of memory.
+
+    A trial that ran out of memory raises the reserve, so that its plan fits no more.
+    """
+    missing = [usable_bytes(machine.memory_bytes) - one.needed_bytes for one, o in tried.items() if o.reason == "oom"]
+    if not missing and not known.belief.is_measured.any():
         return None
     usual = machine.profile.at_power_of(machine.device)
     terms = {name: factor for name, factor in known.factors.items() if name == COMPUTE or name in usual.links}
-    made = slowed(usual, terms, f"{count} plans measured by autopar tune")
-    return replace(made, steps=count)
+    why = f"{len(tried)} plans measured by autopar tune"
+    made = slowed(usual, terms, why)
+    more = max(0.0, *missing, 0.0)
+    if more:
+        sources = {**made.sources, "reserve_gb": f"raised by {more / 1e9:.3g} GB: a plan ran out of memory; {why}"}
+        made = replace(made, reserve_bytes=int(made.reserve_bytes + more), sources=sources)
+    return replace(made, steps=len(tried))

@@ -1,9 +1,12 @@
 """What a measured search starts from: the captured model, the plans that may be measured, and the study of trials."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import nn
@@ -20,10 +23,10 @@ from autopar.cost_model.fit.profile_comparison import tiers_of
 from autopar.cost_model.machine.cluster import precision_of
 from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.machine.profile import DeviceProfile
-from autopar.cost_model.machine.profile_io import profile_from_dict, profile_to_dict
+from autopar.cost_model.machine.profile_io import load_profile, profile_from_dict, profile_to_dict
 from autopar.cost_model.parts import COLLECTIVES
 from autopar.cost_model.work.program_costs import dtype_of
-from autopar.errors import InfeasibleError
+from autopar.errors import InfeasibleError, InputError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import degrees_from
 from autopar.ir.plan import Plan
@@ -161,14 +164,8 @@ def opened_study(
         machine = machine_of(cluster, profile_from_dict(json.loads(kept), f"the profile in {where}"), precision)
     else:
         machine = machine_of(cluster, given, precision)
-        if profile.calibrate and cluster.device_type == "cpu" and _is_shipped(cluster, profile, machine):
-            report("calibrating: nobody measured the profile of these devices")
-            found = measure_device(
-                ranks=cluster.num_devices,
-                minutes=CALIBRATION_MINUTES,
-                on_progress=lambda done, total, text: report(f"calibrating, {done} of {total}: {text}"),
-            )
-            machine = machine_of(cluster, found.profile, precision)
+        if profile.calibrate and _is_unmeasured(cluster, profile, machine):
+            machine = machine_of(cluster, _calibrated(cluster, report), precision)
             notes = ("this machine was calibrated first; `autopar calibrate --out FILE` keeps a profile",)
         candidates = _candidates(subject, cluster, replace(asked, profile=machine.profile), report)
     tokens = (asked.global_batch or 0) * (program.sequence or 1)
@@ -186,10 +183,30 @@ def opened_study(
     )
 
 
-def _is_shipped(cluster: ClusterSpec, profile: GivenProfile, machine: Machine) -> bool:
-    """Whether the profile came with the project, and nobody measured it here."""
+def _is_unmeasured(cluster: ClusterSpec, profile: GivenProfile, machine: Machine) -> bool:
+    """Whether nobody measured these devices. Shipped profiles of GPUs are fitted on published runs of them."""
     named = profile.of is not None or (cluster.profile is not None and Path(cluster.profile).is_file())
-    return not named and machine.profile.measured is None
+    if named or machine.profile.measured is not None:
+        return False
+    return cluster.device_type == "cpu" or not machine.profile.is_of_device
+
+
+def _calibrated(cluster: ClusterSpec, report: _Progress) -> DeviceProfile:
+    """The measured profile of CPU ranks, or of a GPU, which a process of its own measures: this one holds no device."""
+    report("calibrating: nobody measured the profile of these devices")
+    if cluster.device_type == "cpu":
+        return measure_device(
+            ranks=cluster.num_devices,
+            minutes=CALIBRATION_MINUTES,
+            on_progress=lambda done, total, text: report(f"calibrating, {done} of {total}: {text}"),
+        ).profile
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "device.yaml"
+        asked = ["calibrate", "--minutes", str(CALIBRATION_MINUTES), "--out", str(path)]
+        done = subprocess.run([sys.executable, "-m", "autopar", *asked], capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise InputError(f"`autopar {' '.join(asked)}` failed; give a profile: {done.stderr.strip()[-500:]}")
+        return load_profile(path)
 
 
 def _candidates(subject: Subject, cluster: ClusterSpec, asked: PlanOptions, report: _Progress) -> tuple[Candidate, ...]:

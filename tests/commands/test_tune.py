@@ -6,6 +6,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,11 @@ from torch import nn
 import autopar
 from autopar.commands import tune_candidates
 from autopar.commands.trial import TrialJob
+from autopar.cost_model.machine.machine import usable_bytes
 from autopar.errors import InputError, PlanError
+from autopar.ir.degrees import Degrees
+from autopar.planning.machine import machine_of
+from autopar.runtime.distributed.launch import Ranks
 from autopar.search.measured.result import Tried, TuneResult
 
 PLANTED = Path(__file__).parent / "planted"
@@ -52,27 +57,26 @@ def tuned(**how: Any) -> TuneResult:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    """No rank, no folder of ranks and no shared memory is there after a search that was not there before."""
-    before = left_behind()
+def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """After a search no rank of this process is there, and no folder in which ranks met."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
     yield
-    until = time.monotonic() + 5
-    while (more := left_behind() - before) and time.monotonic() < until:
+    until = time.monotonic() + 20
+    while (more := [*ranks_of_this_process(), *folder.glob("autopar-ranks-*")]) and time.monotonic() < until:
         time.sleep(0.1)
     assert not more
 
 
-def left_behind() -> set[str]:
-    found = {*glob.glob(f"{tempfile.gettempdir()}/autopar-ranks-*"), *glob.glob("/dev/shm/torch_*")}
-    for path in glob.glob("/proc/[0-9]*/cmdline"):
-        try:
-            text = Path(path).read_bytes()
-            stat = Path(path).with_name("stat").read_text()
-        except OSError:
-            continue
-        if b"forkserver" in text and f" {os.getpid()} " not in stat:  # the server itself is a child of this process
-            found.add(path)
-    return found
+def ranks_of_this_process() -> list[int]:
+    """The processes that the server of ranks, a child of this process, has forked."""
+    parents: dict[int, int] = {}
+    for path in glob.glob("/proc/[0-9]*/stat"):
+        with suppress(OSError):
+            parents[int(path.split("/")[2])] = int(Path(path).read_text().rpartition(")")[2].split()[1])
+    children = {pid for pid, parent in parents.items() if parent == os.getpid()}
+    return [pid for pid, parent in parents.items() if parent in children]
 
 
 # ---- what it finds ----
@@ -94,15 +98,25 @@ def test_it_measures_plans_and_names_the_best() -> None:
     assert data["kind"] == "autopar tuning result" and len(data["tried"]) == len(found.tried)
 
 
-def test_a_tuned_plan_is_used_by_its_name() -> None:
+def test_a_tuned_plan_is_used_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
     found = tuned(trials=1)
     assert found.plan is not None
-    batch = {"x": torch.zeros(found.plan.degrees.local_batch, 32)}
-    kept = autopar.api.tuned_plans(autopar.api.cache_folder(), autopar.ClusterSpec.preset("2xcpu"), "Model", 4)
-    assert [plan.degrees for plan in kept][:1] == [found.plan.degrees]
-    assert batch["x"].shape[0] == 4
+    local = found.plan.degrees.local_batch
+    with Ranks(2, checked=False) as world:
+        used = world.run(f"{Path(__file__).stem}:degrees_of_tuned", local)
+    assert used == [found.plan.degrees] * 2
+    batch = {"x": torch.zeros(local, 32)}
     with pytest.raises(PlanError, match="nobody tuned Model on 1xcpu"):
         autopar.parallelize(Model(), "1xcpu", example_inputs=batch, plan="tuned")
+
+
+def degrees_of_tuned(rank: int, local_batch: int) -> Degrees:
+    """On a rank: the degrees that ``plan="tuned"`` has, and a step of them."""
+    batch = {"x": torch.zeros(local_batch, 32)}
+    parallel = autopar.parallelize(Model(), "2xcpu", example_inputs=batch, plan="tuned")
+    assert float(parallel.forward_backward(batch)) >= 0
+    return parallel.plan.degrees
 
 
 def test_a_study_is_continued(tmp_path: Path) -> None:
@@ -223,3 +237,9 @@ def test_if_every_trial_fails_the_result_says_why(monkeypatch: pytest.MonkeyPatc
     found = tuned(trials=1, fix={"zero": 0, "tp": 1, "pp": 1})
     assert found.best is None and found.plan is None and found.step_s is None
     assert found.tried[0].outcome.reason == "oom"
+    # the plan would not fit with the reserve that was learnt
+    assert found.profile is not None
+    machine = machine_of(autopar.ClusterSpec.preset("2xcpu"), found.profile, "fp32")
+    usual = machine_of(autopar.ClusterSpec.preset("2xcpu"), None, "fp32")
+    grown = machine.reserve_bytes - usual.reserve_bytes
+    assert found.tried[0].candidate.needed_bytes + grown >= usable_bytes(machine.memory_bytes) * (1 - 1e-6)
