@@ -59,7 +59,7 @@ def tune(
     ] = None,
     profile: Profile = None,
     calibrate: Annotated[
-        bool, typer.Option(help="Measure the CPU for 90 seconds first, if nobody measured its profile.")
+        bool, typer.Option(help="Measure the devices for 90 seconds first, if nobody measured their profile.")
     ] = True,
     seed: Seed = 0,
     layers: Layers = None,

@@ -102,7 +102,7 @@ def tune(
         forbid: The values that a word must not have.
         study: A journal (``tune.log``) or database (``tune.db``) of trials. It is continued if it is there.
         profile: A device profile or its file; by default the cluster's.
-        calibrate: Whether CPU ranks are measured for 90 seconds first, if nobody measured their profile.
+        calibrate: Whether the devices are measured for 90 seconds first, if nobody measured their profile.
         precision: Of computing; by default the module's dtype.
         seed: The seed of weights, data and the search.
         specialise: Whether branches on inputs are captured as the example inputs take them.
