@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import autopar
@@ -108,7 +109,10 @@ def test_a_tuned_plan_is_used_by_its_name(monkeypatch: pytest.MonkeyPatch) -> No
     assert used == [found.plan.degrees] * 2
     batch = {"x": torch.zeros(local, 32)}
     with pytest.raises(PlanError, match="nobody tuned Model on 1xcpu"):
-        autopar.parallelize(Model(), "1xcpu", example_inputs=batch, plan="tuned")
+        try:
+            autopar.parallelize(Model(), "1xcpu", example_inputs=batch, plan="tuned")
+        finally:
+            dist.destroy_process_group()  # other tests of this process need one of their own, or none
 
 
 def degrees_of_tuned(rank: int, local_batch: int) -> Degrees:
