@@ -1,6 +1,7 @@
 """`autopar.tune` on gloo ranks: it finds a plan that runs, failures are answers, and nothing is left behind."""
 
 import glob
+import multiprocessing.util
 import os
 import sys
 import tempfile
@@ -60,6 +61,7 @@ def tuned(**how: Any) -> TuneResult:
 @pytest.fixture(autouse=True)
 def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """After a search no rank of this process is there, and no folder in which ranks met."""
+    multiprocessing.util.get_temp_dir()  # sockets of the server of ranks, whose paths must be short
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
