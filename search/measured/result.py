@@ -37,10 +37,11 @@ class Left:
 class TuneResult:
     """The result of `autopar.tune`: the best measured plan, all trials, and what measuring on would gain.
 
-    `best` is the position of the best trial in `tried`, None if no trial ran. `is_settled` says that measuring ended
-    because it cannot pay. `chance_left` bounds the chance that a plan is left that is notably faster than the best one.
-    `gain_left` is the largest expected part of the step time that one more trial saves. `factors` are on the seconds of
-    computing and of the links of each tier.
+    best           the position of the best trial in `tried`, None if no trial ran
+    is_settled     another trial can hardly pay, and this ended the search
+    chance_left    a bound of the chance that an unmeasured plan is notably faster than the best plan
+    gain_left      the largest expected part of the step time that one more trial saves
+    factors        on the seconds of computing and of the links of each tier
 
     >>> import torch, autopar
     >>> model, batch = torch.nn.Linear(8, 8), (torch.zeros(4, 8), torch.zeros(4, 8))
