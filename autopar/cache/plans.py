@@ -37,10 +37,15 @@ def kept_search(
     known = None if file is None else file.read(_read, on_progress)
     if file is not None and known is not None:
         return replace(known, notes=(*known.notes, f"found by an earlier search, kept as {file.path}"))
-    from autopar.planning.search import search_captured
+    from autopar.planning.search import labels_for, search_captured
 
     found = search_captured(
-        captured.capture, cluster, asked, name=captured.name, on_progress=on_progress, labels_folder=folder / "labels"
+        captured.capture,
+        cluster,
+        asked,
+        name=captured.name,
+        on_progress=on_progress,
+        labels=labels_for(captured.capture, cluster, asked, on_progress, folder / "labels"),
     )
     if file is not None:
         file.write(json.dumps(found.to_dict(), separators=(",", ":"), sort_keys=True), on_progress)

@@ -1,6 +1,5 @@
 """`autopar tune`: measure the few plans worth measuring, print every trial, write the best plan."""
 
-import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -99,16 +98,16 @@ def tune(
         seed=seed,
     )  # fmt: skip
     with progress(f"building {model}") as on_progress:
+        from autopar.commands.hosts import is_controller
         from autopar.commands.tune import Limits, tune_asked
 
-        given = _given(model, layers, hidden, options.seq_len)
+        limits = Limits(trials=trials, budget_s=budget_s, trial_s=trial_s)
         result = tune_asked(
-            given, spec, asked, Limits(trials=trials, budget_s=budget_s, trial_s=trial_s),
-            study=study, profile=profile, calibrate=calibrate,
-            specialise=specialise, origin=model if is_factory(model) else "", on_progress=on_progress,
-            on_trial=(lambda one: None) if as_json else _show_trial,
+            _given(model, layers, hidden, options.seq_len), spec, asked, limits, study=study, profile=profile,
+            calibrate=calibrate, specialise=specialise, origin=model if is_factory(model) else "",
+            on_progress=on_progress, on_trial=(lambda one: None) if as_json else _show_trial,
         )  # fmt: skip
-    if os.environ.get("RANK", "0") != "0":  # the first process of a job prints and writes
+    if not is_controller():  # the first process of a job prints and writes
         return
     if out is not None and result.plan is not None:
         result.plan.save(out)

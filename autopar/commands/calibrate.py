@@ -1,8 +1,8 @@
 """`autopar calibrate`: measure this machine and fit a device profile to it.
 
-`autopar.runtime` measures, `autopar.cost_model` fits. There are three ways to run: this process alone, gloo ranks
-started here (`ranks=N`), or the ranks of a torchrun job, which all call `calibrate`. With several ranks each work runs
-on all of them at once, because a training step also shares the machine between ranks.
+`autopar.runtime` measures, `autopar.cost_model` fits. There are three ways to run: this process alone, ranks that it
+starts (`calibrate_cluster`), or the ranks of a torchrun job, which all call `calibrate`. With several ranks each work
+runs on all of them at once, because a training step also shares the machine between ranks.
 """
 
 import os
@@ -27,7 +27,7 @@ from autopar.cost_model.machine.profile_io import profile_to_dict
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.samples import Sample, Work
 from autopar.runtime.distributed.broadcast import broadcast_object, gather_objects
-from autopar.runtime.distributed.launch import Ranks
+from autopar.runtime.distributed.launch import OpenRanks, device_of_rank, ranks_here
 from autopar.runtime.measure import calibrate_links
 from autopar.runtime.measure.calibrate_cuda import dtypes_of, num_units, reserve_bytes
 from autopar.runtime.measure.calibrate_device import Pace, device_works, measure, seconds_of
@@ -49,6 +49,16 @@ class Stage:
     name: str
     works: tuple[Work, ...]
     groups: Groups | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankDevice:
+    """The device of one rank."""
+
+    host: str
+    dtypes: tuple[str, ...]  # in which products are measured
+    units: int  # multiprocessors
+    reserve_bytes: int  # memory in use that is not torch's tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,41 +88,75 @@ def calibrate(
 
     `ranks` starts so many gloo ranks here. Raises `RankError` where one of them fails.
     """
-    started = time.monotonic()
     if ranks is not None:
-        return _with_own_ranks(ranks, minutes, on_progress, started)
+        return calibrate_cluster(ClusterSpec.preset(f"{ranks}xcpu"), minutes, on_progress)
+    started, cluster = time.monotonic(), ClusterSpec.detect()
     if "RANK" in os.environ or dist.is_initialized():
-        return _in_job(minutes, on_progress, started)
-    cluster = ClusterSpec.detect()
+        return _in_job(cluster, minutes, on_progress, started)
     device = torch.device(cluster.device_type)
-    todo = stages(cluster.device_type, dtypes_of(device), [socket.gethostname()]) * passes(minutes)
+    own = _rank_device(device)
+    todo = stages(cluster.device_type, own.dtypes, [own.host]) * passes(minutes)
     meter = _Meter(todo, minutes, on_progress)
     found = [(stage, [measured(stage, device, meter.budget_s, meter.step)]) for stage in todo]
     how = f"{device.type}, one process" + (f" of {torch.get_num_threads()} threads" if device.type == "cpu" else "")
-    return combined(found, cluster, device, _measurement(how, 1, started))
+    return combined(found, cluster, _rank_device(device), _measurement(how, 1, started))
 
 
-def _with_own_ranks(num_ranks: int, minutes: float, on_progress: _Progress, started: float) -> Calibration:
-    cluster, device = ClusterSpec.preset(f"{num_ranks}xcpu"), torch.device("cpu")
-    todo = stages("cpu", dtypes_of(device), [socket.gethostname()] * num_ranks) * passes(minutes)
-    meter, found = _Meter(todo, minutes, on_progress), []
-    on_progress(0, meter.total, "starting ranks")
-    with Ranks(num_ranks, timeout_s=TIMEOUT_S, checked=False) as world:
+def calibrate_cluster(
+    cluster: ClusterSpec, minutes: float, on_progress: _Progress, open_ranks: OpenRanks = ranks_here
+) -> Calibration:
+    """Start a rank for each device of a cluster, measure for about `minutes` and fit. This process holds no device.
+
+    Args:
+        cluster: The devices that are here.
+        minutes: Of measuring.
+        on_progress: Receives the works done, the works in all, and what comes next.
+        open_ranks: Starts the ranks; by default on this host.
+
+    Raises:
+        RankError: A rank failed.
+    """
+    started, num_ranks = time.monotonic(), cluster.num_devices
+    on_progress(0, 1, "starting ranks")
+    world = open_ranks(num_ranks, timeout_s=TIMEOUT_S, device_type=cluster.device_type)
+    try:
+        every: list[RankDevice] = world.run("autopar.commands.calibrate:rank_device")
+        hosts = [one.host for one in every]
+        todo = stages(cluster.device_type, every[0].dtypes, hosts) * passes(minutes)
+        meter, found = _Meter(todo, minutes, on_progress), []
         for stage in todo:
             meter.show(stage)
             found.append((stage, world.run("autopar.commands.calibrate:measured_on_rank", stage, meter.budget_s)))
             meter.done(stage)
-    how = f"gloo, {num_ranks} ranks at once on {os.cpu_count()} cores, one thread each"
-    return combined(found, cluster, device, _measurement(how, num_ranks, started, ranks_per_core("cpu", num_ranks)))
+        own: RankDevice = world.run("autopar.commands.calibrate:rank_device")[0]
+    finally:
+        world.close()
+    where = f"{os.cpu_count()} cores, one thread each" if cluster.device_type == "cpu" else _hosts_in_words(hosts)
+    how = f"{cluster.backend}, {num_ranks} ranks at once on {where}"
+    sharing = ranks_per_core(cluster.device_type, hosts.count(hosts[0]))
+    return combined(found, cluster, own, _measurement(how, num_ranks, started, sharing))
 
 
 def measured_on_rank(rank: int, stage: Stage, budget_s: float) -> list[float | None]:
-    """The work of a rank that was started here."""
-    return measured(stage, torch.device("cpu"), budget_s, lambda work: None)
+    """The work of a rank that was started by `calibrate_cluster`. Collective."""
+    return measured(stage, device_of_rank(), budget_s, lambda work: None)
 
 
-def _in_job(minutes: float, on_progress: _Progress, started: float) -> Calibration:
-    cluster = ClusterSpec.detect()
+def rank_device(rank: int) -> RankDevice:
+    """The device of a rank that was started by `calibrate_cluster`."""
+    return _rank_device(device_of_rank())
+
+
+def _rank_device(device: torch.device) -> RankDevice:
+    return RankDevice(
+        host=socket.gethostname(),
+        dtypes=dtypes_of(device),
+        units=num_units(device),
+        reserve_bytes=reserve_bytes(device),
+    )
+
+
+def _in_job(cluster: ClusterSpec, minutes: float, on_progress: _Progress, started: float) -> Calibration:
     device = start_process_group(cluster, timeout_s=TIMEOUT_S)
     hosts = gather_objects(socket.gethostname())
     todo = stages(device.type, dtypes_of(device), hosts) * passes(minutes)
@@ -120,9 +164,14 @@ def _in_job(minutes: float, on_progress: _Progress, started: float) -> Calibrati
     for stage in todo:
         budget_s = broadcast_object(meter.budget_s)  # of rank 0: all must do the same
         found.append((stage, gather_objects(measured(stage, device, budget_s, meter.step))))
-    how = f"{dist.get_backend()}, {len(hosts)} ranks at once on {len(set(hosts))} hosts"
+    how = f"{dist.get_backend()}, {len(hosts)} ranks at once on {_hosts_in_words(hosts)}"
     sharing = ranks_per_core(device.type, hosts.count(socket.gethostname()))
-    return combined(found, cluster, device, _measurement(how, len(hosts), started, sharing))
+    return combined(found, cluster, _rank_device(device), _measurement(how, len(hosts), started, sharing))
+
+
+def _hosts_in_words(hosts: Sequence[str]) -> str:
+    count = len(set(hosts))
+    return f"{count} host{'s' * (count > 1)}"
 
 
 def passes(minutes: float) -> int:
@@ -237,7 +286,7 @@ def _measurement(how: str, ranks: int, started: float, sharing: float = 1.0) -> 
 def combined(
     found: Sequence[tuple[Stage, Sequence[Sequence[float | None]]]],
     cluster: ClusterSpec,
-    device: torch.device,
+    device: RankDevice,
     measurement: Measurement,
 ) -> Calibration:
     """One sample of each work, as the median of passes, and the profile of all samples.
@@ -257,15 +306,15 @@ def combined(
     spread = round(median(spreads), 3) if spreads else None
     if spread is not None:
         measurement = replace(measurement, how=f"{measurement.how}, passes differ by {spread:.0%}")
-    group, is_cpu = cluster.groups[0], device.type == "cpu"
+    group, is_cpu = cluster.groups[0], cluster.device_type == "cpu"
     known = group.device
     setting = FitSetting(
         device=known,
         base=device_profile(known.name),
         measured=measurement,
-        units=float(num_units(device)),
+        units=float(device.units),
         figures_are_known=not is_cpu and not known.source.startswith("assumed"),
-        reserve_bytes=reserve_bytes(device),
+        reserve_bytes=device.reserve_bytes,
         link=None if is_cpu else group.in_host,
     )
     profile = fit_profile(samples, setting)

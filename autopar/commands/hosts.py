@@ -1,6 +1,7 @@
 """Worlds of ranks over several hosts: one agent per host starts and ends the ranks of its host.
 
     torchrun --nnodes 2 --nproc-per-node 1 ... -m autopar tune ...
+    srun --ntasks-per-node 1 python -m autopar tune ...
 
 Every process of the job runs the command. The first process of each host becomes the agent of its host, and the others
 of the host wait for the result. The controller is in the process of the first agent. It numbers commands in the job's
@@ -17,6 +18,7 @@ failure that arrives is the cause. torchrun's own restart is no tool for this: i
 
 import os
 import pickle
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +32,9 @@ from autopar.errors import InputError, RankError
 from autopar.ir.cluster import ClusterSpec
 from autopar.runtime.distributed.launch import Meeting, Ranks
 
+# the first host of Slurm's list: gpu07 of gpu[07-08,11],cpu1 and a1-ib of a[1-4]-ib
+_FIRST_HOST = re.compile(r"([^,\[]*)(?:\[([^\],-]*)[^\]]*\]([^,]*))?")
+LEAST_PORT, NUM_PORTS = 20_000, 10_000
 PREFIX, RESULT, LEFT = "autopar-agents", "result", "left"
 POLL_S = 0.02
 SLACK_S = 15.0  # for an answer beyond the time of the ranks themselves
@@ -39,7 +44,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """This process's place in a torchrun job of several hosts."""
+    """This process's place in a job of several processes."""
 
     address: str
     port: int
@@ -56,19 +61,21 @@ class Job:
 
 
 def job_of(environment: Mapping[str, str]) -> Job | None:
-    """This process's place in a job. None without a job, or if it is the only process.
+    """This process's place in a job of torchrun or of Slurm's srun. None without a job, or if it is the only process.
 
     Args:
-        environment: Where torchrun's variables are looked up.
+        environment: Where the variables of the job are looked up.
 
     Raises:
-        InputError: The variables do not say where the processes meet.
+        InputError: The variables do not say where the processes meet, or hosts have unlike numbers of processes.
     """
+    if "WORLD_SIZE" not in environment and "SLURM_STEP_NUM_TASKS" in environment:
+        environment = {**environment, **_of_slurm(environment)}
     world, local = int(environment.get("WORLD_SIZE", "1")), int(environment.get("LOCAL_WORLD_SIZE", "1"))
     if world == 1:
         return None
     if "MASTER_ADDR" not in environment or "GROUP_RANK" not in environment:
-        raise InputError("plans of a job are measured under torchrun, which says where its processes meet")
+        raise InputError("plans of a job are measured under torchrun or srun, which say where the processes meet")
     return Job(
         address=environment["MASTER_ADDR"],
         port=int(environment["MASTER_PORT"]),
@@ -78,6 +85,40 @@ def job_of(environment: Mapping[str, str]) -> Job | None:
         is_agent=environment.get("LOCAL_RANK", "0") == "0",
         has_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
+
+
+def is_controller(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process controls the search of its job, or is in no job."""
+    job = job_of(environment)
+    return job is None or job.is_controller
+
+
+def _of_slurm(environment: Mapping[str, str]) -> dict[str, str]:
+    """torchrun's variables for a process that srun started. The processes meet on the first host of the step.
+
+    Source: https://slurm.schedmd.com/srun.html, section "Output environment variables".
+
+    >>> found = _of_slurm({
+    ...     "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "gpu[07-08]",
+    ...     "SLURM_NODEID": "1", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "1234",
+    ... })
+    >>> found["MASTER_ADDR"], found["MASTER_PORT"], found["LOCAL_WORLD_SIZE"], found["GROUP_RANK"]
+    ('gpu07', '21234', '4', '1')
+    """
+    world, hosts = (int(environment[f"SLURM_STEP_NUM_{name}"]) for name in ("TASKS", "NODES"))
+    if world % hosts:
+        raise InputError(f"srun started {world} processes on {hosts} hosts; start one for each: --ntasks-per-node 1")
+    first = _FIRST_HOST.match(environment["SLURM_STEP_NODELIST"])
+    assert first is not None  # it matches any text
+    port = LEAST_PORT + int(environment["SLURM_JOB_ID"]) % NUM_PORTS  # two jobs of a host have unlike ports
+    return {
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world // hosts),
+        "GROUP_RANK": environment["SLURM_NODEID"],
+        "LOCAL_RANK": environment["SLURM_LOCALID"],
+        "MASTER_ADDR": environment.get("MASTER_ADDR", "".join(filter(None, first.groups()))),
+        "MASTER_PORT": environment.get("MASTER_PORT", str(port)),
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

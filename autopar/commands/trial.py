@@ -7,7 +7,7 @@ values, because masks and tables decide what is computed.
 
 import importlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
@@ -16,9 +16,13 @@ import torch
 import torch.distributed as dist
 
 from autopar.capture.record.pickled import from_bytes
+from autopar.cost_model.machine.machine import usable_bytes
+from autopar.errors import InputError
+from autopar.ir.explanation import readable_bytes
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.models.load import is_factory, resolve_model
+from autopar.runtime.distributed.launch import device_of_rank
 from autopar.runtime.model.module import ParallelModel
 from autopar.runtime.recording.run import peak_bytes
 from autopar.runtime.verify.random_batches import random_batches
@@ -29,6 +33,8 @@ SCALE = 0.02  # of random weights
 _PATTERN = 2**20  # random numbers that fill larger tensors again and again
 LEARNING_RATE = 1e-5
 _CPU = torch.device("cpu")
+MEMORY_WAIT_S, MEMORY_POLL_S = 10.0, 0.05
+CROWDED = "of this GPU's memory are free"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +47,7 @@ class TrialJob:
     given: Mapping[str, torch.Tensor]  # values of inputs that decide what is computed
     origin: str
     device_type: str
+    needed_bytes: float  # of the fullest rank, predicted
     seed: int = 0
 
 
@@ -69,7 +76,9 @@ class Trainer:
         _die_before_the_controller()
         _import_origin(job.origin)
         program, plan = from_bytes(job.program), job.plan
-        self.device = torch.device("cpu" if job.device_type == "cpu" else f"{job.device_type}:{rank}")
+        self.device = device_of_rank()
+        if self.device.type == "cuda":
+            _wait_for_memory(job.needed_bytes, lambda: torch.cuda.mem_get_info(self.device))
         self._base_bytes = peak_bytes(_CPU)
         source = _Weights(program, job)
         self.model = ParallelModel(program, plan, source, self.device, seed=job.seed, buffers=source)
@@ -82,7 +91,7 @@ class Trainer:
 
     def step(self) -> Stepped:
         """Run one step of all ranks, from a barrier to the end of the slowest rank. Collective."""
-        dist.barrier()
+        dist.barrier(device_ids=None if self.device.type == "cpu" else [self.device.index])
         started = time.perf_counter()
         self.model.forward_backward(self.batch, scaler=self.scaler)
         step_with(self.scaler, self.optimizer)
@@ -132,6 +141,27 @@ def build(rank: int, job: TrialJob) -> Built:
 def step(rank: int) -> Stepped:
     """Run one step of the plan that was built. Collective."""
     return _TRAINED[0].step()
+
+
+def _wait_for_memory(needed_bytes: float, memory: Callable[[], tuple[int, int]]) -> None:
+    """Wait until the memory of ranks that have ended is free again: a GPU frees it after their end.
+
+    Args:
+        needed_bytes: What the plan is predicted to need.
+        memory: Says how many bytes are free, of how many.
+
+    Raises:
+        InputError: Other processes hold memory that the plan needs.
+    """
+    until = time.monotonic() + MEMORY_WAIT_S
+    while (free := memory()[0]) < needed_bytes and time.monotonic() < until:
+        time.sleep(MEMORY_POLL_S)
+    total = memory()[1]
+    if free < needed_bytes <= usable_bytes(total):
+        raise InputError(
+            f"{readable_bytes(free)} of {readable_bytes(total)} {CROWDED}, and the plan is predicted to need "
+            f"{readable_bytes(needed_bytes)}: end the processes that hold the rest"
+        )
 
 
 def _die_before_the_controller() -> None:

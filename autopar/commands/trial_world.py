@@ -7,11 +7,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
 
-from autopar.commands.trial import TrialJob
+from autopar.commands.trial import CROWDED, TrialJob
 from autopar.errors import RankError
-from autopar.runtime.distributed.launch import Ranks
+from autopar.runtime.distributed.launch import OpenRanks, ranks_here
 from autopar.search.measured.rounds import Spread, spread
 from autopar.search.measured.tuning import Outcome, Reason
 
@@ -21,25 +20,9 @@ FEWEST = 6  # rounds after which a median has an interval
 MOST_TEXT = 2000  # characters of an error that a study keeps
 AGAIN = 4  # steps of the best plan beside a trial whose world could not stay beside it
 _MEMORY = re.compile(r"out ?of ?memory|cannot allocate memory|MemoryError|std::bad_alloc|DefaultCPUAllocator", re.I)
+_TIME = re.compile(r"did not (answer|end) within")
 _KILLED_BY_KERNEL = re.compile(r"^oom_kill (\d+)$", re.M)
 _VMSTAT = Path("/proc/vmstat")
-
-
-class TrialRanks(Protocol):
-    """The ranks of a trial, on this host or on several."""
-
-    @property
-    def is_open(self) -> bool: ...
-
-    def run(self, target: str, *arguments: Any) -> list[Any]: ...
-
-    def close(self) -> None: ...
-
-
-class OpenRanks(Protocol):
-    """Starts ranks."""
-
-    def __call__(self, num_ranks: int, *, timeout_s: float, device_type: str) -> TrialRanks: ...
 
 
 class World:
@@ -52,14 +35,10 @@ class World:
         open_ranks: Starts the ranks; by default on this host.
     """
 
-    def __init__(
-        self, job: TrialJob, num_ranks: int, *, within_s: float, open_ranks: "OpenRanks | None" = None
-    ) -> None:
+    def __init__(self, job: TrialJob, num_ranks: int, *, within_s: float, open_ranks: OpenRanks = ranks_here) -> None:
         started = time.monotonic()
         # ranks that wait for another say so after half of the time
-        self._ranks: TrialRanks = (open_ranks or _ranks_here)(
-            num_ranks, timeout_s=within_s / 2, device_type=job.device_type
-        )
+        self._ranks = open_ranks(num_ranks, timeout_s=within_s / 2, device_type=job.device_type)
         try:
             self._ranks.run("autopar.commands.trial:build", job)
         except BaseException:
@@ -84,10 +63,6 @@ class World:
         """End all ranks."""
         if self._ranks.is_open:
             self._ranks.close()
-
-
-def _ranks_here(num_ranks: int, *, timeout_s: float, device_type: str) -> Ranks:
-    return Ranks(num_ranks, timeout_s=timeout_s, checked=False, device_type=device_type)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -208,11 +183,16 @@ def reason_of(error: RankError, kills_before: int = 0) -> Reason:
     text = str(error)
     if _MEMORY.search(text):
         return "oom"
-    if "did not answer within" in text:
+    if _TIME.search(text):
         return "timeout"
     if "the process ended with exit code" in text:
         return "oom" if "SIGKILL" in text and _kills_by_kernel() > kills_before else "killed"
     return "error"
+
+
+def is_crowded(outcome: Outcome) -> bool:
+    """Whether a trial failed for want of memory, which another plan or process may hold."""
+    return outcome.reason == "oom" or CROWDED in outcome.message
 
 
 def _kills_by_kernel() -> int:

@@ -24,7 +24,7 @@ from autopar.cache.store import cache_folder
 from autopar.cache.tuned import keep_tuned
 from autopar.capture.export.export import Inputs, LossFunction
 from autopar.commands.hosts import Hosts, in_job
-from autopar.commands.trial_world import Incumbent, World, beside, measured
+from autopar.commands.trial_world import Incumbent, World, beside, is_crowded, measured
 from autopar.commands.tune_candidates import (
     COMPUTE,
     Given,
@@ -40,6 +40,7 @@ from autopar.cost_model.machine.profile import DeviceProfile
 from autopar.errors import AutoparError, InputError, Problem
 from autopar.ir.cluster import ClusterSpec
 from autopar.planning.options import PlanOptions
+from autopar.runtime.distributed.launch import ranks_here
 from autopar.search.driver.study import keep_result
 from autopar.search.measured.belief import chances
 from autopar.search.measured.result import Left, Tried, TuneResult
@@ -158,10 +159,10 @@ def tune_asked(
         wanted = replace(asked, top=CONSIDERED - 1)
         wanted.check_search(cluster.num_devices)
         on_progress(f"capturing {given.name}")
-        subject = subject_of(given, wanted, specialise=specialise, origin=origin)
+        subject = subject_of(given, cluster, wanted, specialise=specialise, origin=origin, report=on_progress)
         on_progress("looking for the plans that may be measured")
-        how = GivenProfile(of=profile, calibrate=calibrate and hosts is None)
-        opened = replace(opened_study(subject, cluster, wanted, study, how, on_progress), hosts=hosts)
+        how = GivenProfile(of=profile, calibrate=calibrate)
+        opened = opened_study(subject, wanted, study, how, hosts, on_progress)
         done = measure(subject, opened, limits, on_progress, on_trial)
         return replace(done, notes=(*given.notes, *done.notes), seconds=time.monotonic() - started)
 
@@ -233,7 +234,7 @@ def measure(
         keep_result(opened.place.where, json.dumps(found.to_dict()))
     if found.plan is not None:
         about = {"model": subject.name, "global_batch": found.global_batch, "objective": found.objective}
-        keep_tuned(cache_folder(), opened.cluster, subject.kind, found.plan, about | {"step_s": found.step_s})
+        keep_tuned(cache_folder(), subject.cluster, subject.kind, found.plan, about | {"step_s": found.step_s})
     return found
 
 
@@ -259,6 +260,9 @@ class _Runner:
         if self.best is not None:
             (self.best.wake if self._fits_beside(candidate) else self.best.close)()
         outcome, world = measured(start, self.best)
+        if self.best is not None and self.best.world is not None and is_crowded(outcome):
+            self.best.close()  # both plans together need more than was predicted
+            outcome, world = measured(start, self.best)
         if outcome.seconds is None or world is None:
             return outcome
         seconds = outcome.seconds
@@ -268,7 +272,7 @@ class _Runner:
         if self.best is None or seconds.median < self.best.seconds:
             self.close()
             self.best = Incumbent(seconds=seconds.median, start=start, world=world if world.is_open else None)
-            self.best_bytes = candidate.needed_bytes
+            self.best_bytes = self._held_bytes(candidate, outcome.peak_bytes)
         else:
             world.close()
         return replace(outcome, seconds=seconds)
@@ -280,19 +284,22 @@ class _Runner:
             return
         candidate = study.candidates[at]
         self.best = Incumbent(seconds=seconds.median, start=lambda: self._starter(candidate)(), world=None)
-        self.best_bytes = candidate.needed_bytes
+        self.best_bytes = self._held_bytes(candidate, outcomes[at].peak_bytes)
 
     def _starter(self, candidate: Candidate) -> Callable[[], World]:
         """A function that starts the ranks of a candidate. Raises the errors of the labeller."""
-        cluster = self.opened.cluster
-        job = self.subject.job(self.subject.plan_of(candidate, cluster), cluster.device_type)
-        hosts, of = self.opened.hosts, part_of(cluster, candidate.num_devices)
-        opening = None if hosts is None else partial(hosts.open, of)
+        hosts, of = self.opened.hosts, part_of(self.subject.cluster, candidate.num_devices)
+        opening = ranks_here if hosts is None else partial(hosts.open, of)
+        job = self.subject.job(candidate)
         return partial(World, job, candidate.num_devices, within_s=self.limits.trial_s, open_ranks=opening)
 
     def _fits_beside(self, candidate: Candidate) -> bool:
         """Whether a plan fits beside the best plan, by prediction."""
         return candidate.needed_bytes + self.best_bytes < self.opened.machine.memory_bytes
+
+    def _held_bytes(self, candidate: Candidate, measured: float | None) -> float:
+        """What a rank of a plan holds: as predicted, or more if more was measured."""
+        return max(candidate.needed_bytes, (measured or 0.0) + self.opened.machine.profile.reserve_bytes)
 
     def close(self) -> None:
         """End all ranks."""
@@ -311,7 +318,7 @@ def _result(
     chance, found = chances(known.belief), known.belief.seconds
     return TuneResult(
         model=subject.name,
-        cluster=opened.cluster.name,
+        cluster=subject.cluster.name,
         objective=study.objective,
         global_batch=opened.asked.global_batch or 0,
         sequence=opened.sequence,
@@ -329,7 +336,7 @@ def _result(
         factors=known.factors,
         seconds=0.0,
         notes=opened.notes,
-        plan=None if best is None else subject.plan_of(candidates[best], opened.cluster),
+        plan=None if best is None else subject.plan_of(candidates[best]),
         profile=_learnt(opened.machine, known, {candidates[at]: one for at, one in outcomes.items()}),
     )  # fmt: skip
 

@@ -1,12 +1,11 @@
 """What a measured search starts from: the captured model, the plans that may be measured, and the study of trials."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,27 +15,28 @@ from autopar.capture.any_size import capture
 from autopar.capture.export.export import Inputs, LossFunction, input_names
 from autopar.capture.record.captured import Capture
 from autopar.capture.record.pickled import to_bytes
-from autopar.commands.calibrate import calibrate as measure_device
+from autopar.commands.calibrate import calibrate_cluster
 from autopar.commands.hosts import Hosts
 from autopar.commands.trial import TrialJob
 from autopar.cost_model.fit.profile_comparison import tiers_of
 from autopar.cost_model.machine.cluster import precision_of
-from autopar.cost_model.machine.machine import Machine
+from autopar.cost_model.machine.machine import Machine, usable_bytes
 from autopar.cost_model.machine.profile import DeviceProfile
-from autopar.cost_model.machine.profile_io import load_profile, profile_from_dict, profile_to_dict
+from autopar.cost_model.machine.profile_io import profile_from_dict, profile_to_dict
 from autopar.cost_model.parts import COLLECTIVES
 from autopar.cost_model.work.program_costs import dtype_of
-from autopar.errors import InfeasibleError, InputError
+from autopar.errors import InfeasibleError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import degrees_from
 from autopar.ir.plan import Plan
-from autopar.planning.fixed import label_plan, program_for
-from autopar.planning.labels import LABELLED, LABELLED_DP
+from autopar.planning.fixed import PricedStages, program_for
+from autopar.planning.labels import LABELLED, LABELLED_DP, SearchLabels
 from autopar.planning.machine import machine_of
 from autopar.planning.measured import profile_for
 from autopar.planning.options import PlanOptions
-from autopar.planning.search import search_captured
+from autopar.planning.search import labels_for, plan_as_priced, search_captured, with_shared
 from autopar.planning.study_question import question_about
+from autopar.runtime.distributed.launch import ranks_here
 from autopar.runtime.parameters.materialise import parameter_source
 from autopar.runtime.verify.random_batches import values_that_decide
 from autopar.search.driver.study import StudyPlace, study_place
@@ -44,9 +44,11 @@ from autopar.search.measured.study import TrialStudy
 from autopar.search.measured.tuning import Candidate
 from autopar.search.result.format import nothing_fits
 from autopar.search.result.result import Contender
+from autopar.search.space.constraints import shared_degrees
 from autopar.search.space.subcluster import part_of
 
 CALIBRATION_MINUTES = 1.5
+PARTS_OF_MEMORY = (0.75, 0.5)  # usable by a plan that is tried if larger ones run out of memory
 COMPUTE, REST = "compute", ("fixed", "host copies")
 PROFILE = "profile"  # the attribute of a study
 _Progress = Callable[[str], None]
@@ -68,15 +70,19 @@ class Subject:
     """The captured model of a search, and what its trials need of it."""
 
     captured: Capture
+    cluster: ClusterSpec
+    labels: SearchLabels
     source: Callable[[str], torch.Tensor]
     inputs: Mapping[str, torch.Tensor]
     name: str
     kind: str  # the class of the model
     origin: str
     seed: int
+    shared: Mapping[str, Any]  # the words that the request gives to every plan, such as a precision
 
-    def job(self, plan: Plan, device_type: str) -> TrialJob:
-        """What every rank of a trial of a plan needs."""
+    def job(self, candidate: Candidate) -> TrialJob:
+        """What every rank of a trial of a candidate needs."""
+        plan = self.plan_of(candidate)
         program = program_for(self.captured, plan.degrees)
         return TrialJob(
             plan=plan,
@@ -84,20 +90,22 @@ class Subject:
             buffers={name: self.source(name) for name in program.buffers},
             given=values_that_decide(program, self.inputs),
             origin=self.origin,
-            device_type=device_type,
+            device_type=self.cluster.device_type,
+            needed_bytes=candidate.needed_bytes,
             seed=self.seed,
         )
 
-    def plan_of(self, candidate: Candidate, cluster: ClusterSpec) -> Plan:
-        """The plan of a candidate, as it runs."""
+    def plan_of(self, candidate: Candidate) -> Plan:
+        """The plan of a candidate, as it was priced."""
         said = dict(candidate.degrees)
-        regather = said.pop("regather", True)
-        said.pop("cuts", None)  # the labeller cuts as the search does
-        degrees, part = degrees_from(said), part_of(cluster, candidate.num_devices)
-        return label_plan(program_for(self.captured, degrees), part, degrees, self.name, regather=regather)
+        cuts, regather = PricedStages(tuple(said.pop("cuts", ()))), said.pop("regather", True)
+        degrees, part = with_shared(degrees_from(said), self.shared), part_of(self.cluster, candidate.num_devices)
+        return plan_as_priced(self.captured, self.labels, degrees, cuts, part, self.name, regather=regather)[1]
 
 
-def subject_of(given: Given, asked: PlanOptions, *, specialise: bool, origin: str) -> Subject:
+def subject_of(
+    given: Given, cluster: ClusterSpec, asked: PlanOptions, *, specialise: bool, origin: str, report: _Progress
+) -> Subject:
     """A model captured in the precision that is asked for. `origin` may register operators of its own."""
     model = private.uncompiled(given.model)
     captured = capture(
@@ -106,18 +114,21 @@ def subject_of(given: Given, asked: PlanOptions, *, specialise: bool, origin: st
     )  # fmt: skip
     return Subject(
         captured=captured,
+        cluster=cluster,
+        labels=labels_for(captured, cluster, asked, report),
         source=parameter_source(model, state=None, seed=asked.seed, dtype=None),
         inputs=input_names(model, given.example_inputs, given.loss_fn),
         name=given.name,
         kind=type(model).__name__,
         origin=origin,
         seed=asked.seed,
+        shared=shared_degrees(asked.narrowing()[0]),
     )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class GivenProfile:
-    """The profile that was given, and whether CPU ranks are measured first if nobody measured it."""
+    """The profile that was given, and whether the devices are measured first if nobody measured it."""
 
     of: DeviceProfile | str | Path | None
     calibrate: bool
@@ -129,7 +140,6 @@ class OpenedStudy:
 
     study: TrialStudy
     machine: Machine
-    cluster: ClusterSpec
     asked: PlanOptions
     sequence: int
     notes: tuple[str, ...]
@@ -142,14 +152,14 @@ class OpenedStudy:
 
 def opened_study(
     subject: Subject,
-    cluster: ClusterSpec,
     asked: PlanOptions,
     where: str | Path | None,
     profile: GivenProfile,
+    hosts: Hosts | None,
     report: _Progress,
 ) -> OpenedStudy:
     """The study with its candidates: the ones that it was made with, or the best plans by prediction."""
-    program = program_for(subject.captured, LABELLED)
+    program, cluster = program_for(subject.captured, LABELLED), subject.cluster
     precision = asked.precision or precision_of(dtype_of(program), cluster)
     given = profile_for(profile.of, None, cluster, precision)
     place = None
@@ -165,9 +175,9 @@ def opened_study(
     else:
         machine = machine_of(cluster, given, precision)
         if profile.calibrate and _is_unmeasured(cluster, profile, machine):
-            machine = machine_of(cluster, _calibrated(cluster, report), precision)
-            notes = ("this machine was calibrated first; `autopar calibrate --out FILE` keeps a profile",)
-        candidates = _candidates(subject, cluster, replace(asked, profile=machine.profile), report)
+            machine = machine_of(cluster, _calibrated(cluster, hosts, report), precision)
+            notes = ("these devices were calibrated first; `autopar calibrate --out FILE` keeps a profile",)
+        candidates = candidates_of(subject, asked, machine, report)
     tokens = (asked.global_batch or 0) * (program.sequence or 1)
     study = TrialStudy(candidates, place, objective=asked.objective, tokens=tokens)
     if place is not None and kept is None:
@@ -175,11 +185,11 @@ def opened_study(
     return OpenedStudy(
         study=study,
         machine=machine,
-        cluster=cluster,
         asked=asked,
         sequence=program.sequence or 1,
         notes=notes,
         place=place,
+        hosts=hosts,
     )
 
 
@@ -191,31 +201,38 @@ def _is_unmeasured(cluster: ClusterSpec, profile: GivenProfile, machine: Machine
     return cluster.device_type == "cpu" or not machine.profile.is_of_device
 
 
-def _calibrated(cluster: ClusterSpec, report: _Progress) -> DeviceProfile:
-    """The measured profile of CPU ranks, or of a GPU, which a process of its own measures: this one holds no device."""
+def _calibrated(cluster: ClusterSpec, hosts: Hosts | None, report: _Progress) -> DeviceProfile:
+    """The profile that ranks on all devices measure. This process holds no device."""
     report("calibrating: nobody measured the profile of these devices")
-    if cluster.device_type == "cpu":
-        return measure_device(
-            ranks=cluster.num_devices,
-            minutes=CALIBRATION_MINUTES,
-            on_progress=lambda done, total, text: report(f"calibrating, {done} of {total}: {text}"),
-        ).profile
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "device.yaml"
-        asked = ["calibrate", "--minutes", str(CALIBRATION_MINUTES), "--out", str(path)]
-        done = subprocess.run([sys.executable, "-m", "autopar", *asked], capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise InputError(f"`autopar {' '.join(asked)}` failed; give a profile: {done.stderr.strip()[-500:]}")
-        return load_profile(path)
+    return calibrate_cluster(
+        cluster,
+        CALIBRATION_MINUTES,
+        lambda done, total, text: report(f"calibrating, {done} of {total}: {text}"),
+        ranks_here if hosts is None else partial(hosts.open, cluster),
+    ).profile
 
 
-def _candidates(subject: Subject, cluster: ClusterSpec, asked: PlanOptions, report: _Progress) -> tuple[Candidate, ...]:
-    """The best plans of all degrees by prediction, in the order of their price."""
-    found = search_captured(subject.captured, cluster, asked, name=subject.name, on_progress=report)
+def candidates_of(subject: Subject, asked: PlanOptions, machine: Machine, report: _Progress) -> tuple[Candidate, ...]:
+    """The best plans by prediction, in the order of their price.
+
+    They are the best plans of all degrees. If these are few, plans of other micro-batches and schedules are there too.
+    If none of them leaves a part of the memory free, the best plan that does so is there: trials may run out of memory.
+    """
+    find = partial(
+        search_captured, subject.captured, subject.cluster, name=subject.name, on_progress=report, labels=subject.labels
+    )
+    found, usable = find(replace(asked, profile=machine.profile), alike=True), usable_bytes(machine.memory_bytes)
     if found.best is None:
         raise InfeasibleError(nothing_fits(found))
     plans = [one for one in (found.best, *found.others) if one.fits and not one.formula_only]
-    return tuple(_candidate(one, cluster) for one in plans)
+    for part in PARTS_OF_MEMORY:
+        held_back = int((1 - part) * usable)
+        if all(one.needed_bytes + held_back > usable for one in plans):
+            profile = replace(machine.profile, reserve_bytes=machine.profile.reserve_bytes + held_back)
+            best = find(replace(asked, profile=profile, top=0)).best
+            if best is not None and not best.formula_only:
+                plans.append(replace(best, needed_bytes=best.needed_bytes - held_back))
+    return tuple(_candidate(one, subject.cluster) for one in plans)
 
 
 def _candidate(one: Contender, cluster: ClusterSpec) -> Candidate:

@@ -43,12 +43,12 @@ PlanLike = Plan | Mapping[str, Any] | str | Path | None
 Labelled = tuple[Degrees, Analysis, Labelling]  # degrees with their mesh dimensions, axes and labels on that mesh
 
 
-class SearchedStages(NamedTuple):
-    """The cuts of a plan that a search found, and the block costs and the machinery that priced it."""
+class PricedStages(NamedTuple):
+    """The cuts of a plan that a search found. Right after the search also what priced it: block costs, machinery."""
 
     cuts: tuple[int, ...]
-    works: ProgramWorks
-    on: "Machinery"
+    works: ProgramWorks | None = None
+    on: "Machinery | None" = None
 
 
 class _Stages(NamedTuple):
@@ -146,7 +146,7 @@ def label_plan(
     *,
     held: Mapping[str, Storage] | None = None,
     stage_of: Mapping[str, tuple[int, ...]] | None = None,
-    searched: SearchedStages | None = None,
+    searched: PricedStages | None = None,
     labelled: Labelled | None = None,
     regather: bool = True,
 ) -> Plan:
@@ -195,7 +195,7 @@ def _stages(
     labelled: Labelled,
     cluster: ClusterSpec,
     stage_of: Mapping[str, tuple[int, ...]] | None,
-    searched: SearchedStages | None,
+    searched: PricedStages | None,
     *,
     regather: bool,
 ) -> _Stages:
@@ -203,15 +203,13 @@ def _stages(
     if degrees.num_stages == 1:
         return _Stages()
     call_s: tuple[float, ...] = ()
-    on = searched.on if searched is not None else _on(program, cluster)
+    on = (searched and searched.on) or _on(program, cluster)
     if stage_of is not None:
         cuts = cuts_like(program, stage_of, degrees.num_stages)
-    elif searched is not None:
-        cuts, call_s = searched.cuts, call_seconds(searched.works, degrees, on)
     else:
-        works = _works(program, labelled, regather)
+        works = (searched and searched.works) or _works(program, labelled, regather)
         call_s = call_seconds(works, degrees, on)
-        cuts = choose_cuts(program, works, degrees, call_s)
+        cuts = choose_cuts(program, works, degrees, call_s) if searched is None else searched.cuts
     recomputed = values_to_recompute(program, analysis, cuts, degrees, on.machine)
     check_stages(program, stages_of(program, cuts, recomputed))
     return _Stages(cuts=cuts, recomputed=recomputed, call_s=call_s)

@@ -21,13 +21,12 @@ from autopar.capture.record.captured import Capture
 from autopar.cost_model.machine.cluster import precision_of
 from autopar.cost_model.machine.engine import DEFAULT, engine_named
 from autopar.cost_model.machine.profile import DeviceProfile
-from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.errors import PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.planning.fixed import SearchedStages, label_plan, program_for
+from autopar.planning.fixed import PricedStages, label_plan, program_for
 from autopar.planning.labels import LABELLED, LABELLED_DP, SearchLabels
 from autopar.planning.machine import machinery_of
 from autopar.planning.measured import is_trace, profile_for
@@ -46,7 +45,7 @@ from autopar.search.explain.build_result import result_of
 from autopar.search.explain.sensitivity import Base, what_if
 from autopar.search.pricing.cuts import cuts_at
 from autopar.search.pricing.exact import Priced
-from autopar.search.pricing.objective import Goal, Part, goal_of
+from autopar.search.pricing.objective import Goal, goal_of
 from autopar.search.result.result import Closest, SearchResult
 from autopar.search.space.candidates import (
     Split,
@@ -179,23 +178,17 @@ def search_captured(
     *,
     name: str,
     on_progress: Callable[[str], None],
-    labels_folder: Path | None = None,
+    labels: SearchLabels | None = None,
+    alike: bool = False,
 ) -> SearchResult:
-    """The part of `plan` after the capture. Labels are kept in `labels_folder`."""
+    """The part of `plan` after the capture. `labels` are of `labels_for`, and `alike` is for `next_plans`."""
     started = time.monotonic()
     asked.check_search(cluster.num_devices)
     program = program_for(captured, LABELLED)
     fix, forbid = asked.narrowing()
     cuts = cuts_at(program, fix["cut_at"][0]) if "cut_at" in fix else None
-    # None: the search decides
-    regather, chunks, sums = (fix.get(word, (None,))[0] for word in ("regather", "loss_chunks", "reduce_dtype"))
-    labels = SearchLabels(
-        program, cluster, fix.get("sequence_parallel", (None,))[0], regather=regather is not False,
-        loss_chunks=chunks or 1, state=_deciding_state(fix),
-        folder=labels_folder, on_progress=on_progress, selective=is_selective(fix),
-        program_of=lambda batch: program_for(captured, replace(LABELLED, dp_shard=batch)),
-        dispatch=fix.get("dispatch", (None,))[0], context=fix.get("context", (None,))[0],
-    )  # fmt: skip
+    regather, sums = (_fixed(fix, word) for word in ("regather", "reduce_dtype"))
+    labels = labels or labels_for(captured, cluster, asked, on_progress)
     works_of: Works = labels.works
 
     def machinery(part: ClusterSpec) -> Machinery:
@@ -212,10 +205,8 @@ def search_captured(
     should_continue = partial(_is_before, deadline)
     constraints = _constraints(labels, goal, asked, (fix, forbid, cuts), singly=captured.has_one_sequence)
     how: Any = {"most_exact": _MOST_PRICED, "should_continue": should_continue}
-
     space = _Space(labels=labels, cluster=cluster, constraints=constraints, asked=asked, place=place, how=how)
-    search = partial(_searched, space, on_progress)
-    found = search_offloads(search, goal, constraints, should_continue, on_progress)
+    found = search_offloads(partial(_searched, space, on_progress), goal, constraints, should_continue, on_progress)
     best = found.best
     works_of_best = _works_of(best, labels)
     decided, nearest = None, None
@@ -224,10 +215,22 @@ def search_captured(
         nearest = _closest(space, machinery, deadline)
     else:
         part, works = found.goal.part(best), works_of_best(*Split.of(best.degrees))
-        final, decided = _as_it_runs(captured, labels, best, works, part, shared_degrees(fix), name)
+        final, decided = plan_as_priced(
+            captured, labels, with_shared(best.degrees, shared_degrees(fix)), PricedStages(best.cuts, works, part.on),
+            part.cluster, name, regather=best.regather,
+        )  # fmt: skip
         check_result(found, decided, works, constraints)
     result = replace(
-        result_of(found, program, works_of, works_of_best, labels.hold, top=asked.top, global_batch=asked.global_batch),
+        result_of(
+            found,
+            program,
+            works_of,
+            works_of_best,
+            labels.hold,
+            top=asked.top,
+            alike=alike,
+            global_batch=asked.global_batch,
+        ),
         model=name,
         plan=decided,
         closest=nearest,
@@ -246,6 +249,29 @@ def search_captured(
         result = replace(result, importance=record(found, place) or result.importance)
         keep_result(place.where, json.dumps(result.to_dict(), separators=(",", ":"), sort_keys=True))
     return result
+
+
+def _fixed(fix: Values, word: str) -> Any:
+    """The one value that a word must have. None if the search decides."""
+    return fix.get(word, (None,))[0]
+
+
+def labels_for(
+    captured: Capture,
+    cluster: ClusterSpec,
+    asked: PlanOptions,
+    on_progress: Callable[[str], None],
+    folder: Path | None = None,
+) -> SearchLabels:
+    """The labels of a search, each chosen at its first use and kept in `folder`."""
+    fix, _ = asked.narrowing()
+    return SearchLabels(
+        program_for(captured, LABELLED), cluster, _fixed(fix, "sequence_parallel"),
+        regather=_fixed(fix, "regather") is not False, loss_chunks=_fixed(fix, "loss_chunks") or 1,
+        state=_deciding_state(fix), folder=folder, on_progress=on_progress, selective=is_selective(fix),
+        program_of=lambda batch: program_for(captured, replace(LABELLED, dp_shard=batch)),
+        dispatch=_fixed(fix, "dispatch"), context=_fixed(fix, "context"),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -323,24 +349,36 @@ def _closest(space: _Space, machinery: Callable[[ClusterSpec], Machinery], deadl
     return closest(asked, lambda: time.monotonic() < until)
 
 
-def _as_it_runs(
+def with_shared(degrees: Degrees, shared: Mapping[str, Any]) -> Degrees:
+    """The degrees of a priced plan with the words that a request gives to every plan (`shared_degrees`)."""
+    without = {word for word, ranks in (("dispatch", degrees.ep), ("context", degrees.cp)) if ranks == 1}
+    return replace(degrees, **{word: value for word, value in shared.items() if word not in without})
+
+
+def plan_as_priced(
     captured: Capture,
     labels: SearchLabels,
-    best: Priced,
-    works: ProgramWorks,
-    part: Part,
-    shared: Mapping[str, Any],
+    degrees: Degrees,
+    stages: PricedStages,
+    cluster: ClusterSpec,
     name: str,
+    *,
+    regather: bool,
 ) -> tuple[Program, Plan]:
-    """The program at the best plan's own batch, and the plan with the labels that it was priced with."""
-    without = {word for word, ranks in (("dispatch", best.degrees.ep), ("context", best.degrees.cp)) if ranks == 1}
-    degrees = replace(best.degrees, **{word: value for word, value in shared.items() if word not in without})
+    """The program at a plan's own batch, and the plan with the labels and the cuts that it was priced with.
+
+    Args:
+        captured: The model.
+        labels: The labels of the search.
+        degrees: Of the plan, with the words of the request (`with_shared`).
+        stages: The cuts.
+        cluster: The devices of the plan.
+        name: The model's name in the plan.
+        regather: Whether gathered values are gathered again in the backward pass.
+    """
     program = program_for(captured, degrees)
     labelled = labels.of(program, degrees)
-    stages = SearchedStages(best.cuts, works, part.on)
-    return program, label_plan(
-        program, part.cluster, degrees, name, searched=stages, labelled=labelled, regather=best.regather
-    )
+    return program, label_plan(program, cluster, degrees, name, searched=stages, labelled=labelled, regather=regather)
 
 
 def _for_report(result: SearchResult, base: Base, program: Program, decided: Plan) -> SearchResult:

@@ -21,9 +21,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from autopar.errors import AutoparError, RankError
+
+if TYPE_CHECKING:
+    import torch
 
 DEFAULT_TIMEOUT_S = 300.0
 GRACE_S = 5.0
@@ -69,6 +72,36 @@ class _Place:
     timeout_s: float
     checked: bool
     device_type: str
+
+
+class RunningRanks(Protocol):
+    """Ranks that run functions together, on this host or on several."""
+
+    @property
+    def is_open(self) -> bool: ...
+
+    def run(self, target: str, *arguments: Any) -> list[Any]: ...
+
+    def close(self) -> None: ...
+
+
+class OpenRanks(Protocol):
+    """Starts ranks."""
+
+    def __call__(self, num_ranks: int, *, timeout_s: float, device_type: str) -> RunningRanks: ...
+
+
+def ranks_here(num_ranks: int, *, timeout_s: float, device_type: str) -> RunningRanks:
+    """Start ranks on this host, whose collectives are not compared."""
+    return Ranks(num_ranks, timeout_s=timeout_s, checked=False, device_type=device_type)
+
+
+def device_of_rank() -> "torch.device":
+    """The device of this rank: its GPU if ranks talk by NCCL, else the CPU."""
+    import torch
+    import torch.distributed as dist
+
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
 def _store_of(place: _Place) -> Any:
@@ -167,7 +200,7 @@ class Ranks:
         local: range | None = None,
         meeting: Meeting | None = None,
     ) -> None:
-        self.world_size, self.timeout_s = world_size, timeout_s
+        self.world_size, self.timeout_s, self.device_type = world_size, timeout_s, device_type
         self.local = range(world_size) if local is None else local
         self._folder = tempfile.TemporaryDirectory(prefix="autopar-ranks-")
         context = mp.get_context("forkserver")
@@ -214,7 +247,8 @@ class Ranks:
 
     def _collect(self, wanted: str, describe: Describe = lambda rank: f"rank {rank}") -> list[Any]:
         results: dict[int, Any] = {}  # by the place of a rank among the ranks of this host, as all below
-        deadline = time.monotonic() + 2 * self.timeout_s  # ranks that wait for another say so after half of it
+        self._asked = time.monotonic()
+        deadline = self._asked + 2 * self.timeout_s  # ranks that wait for another say so after half of it
         while len(results) < len(self.local):
             waiting: dict[Any, int] = {self._pipes[r]: r for r in range(len(self.local)) if r not in results}
             ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
@@ -237,6 +271,10 @@ class Ranks:
             self._processes[rank].join(GRACE_S)
             code, path = self._processes[rank].exitcode, stack_file(self._folder.name, self.local[rank])
             stacks = Path(path).read_text() if os.path.exists(path) else ""
+            waited = time.monotonic() - self._asked
+            if self.device_type == "cuda" and code == -signal.SIGABRT and waited >= self.timeout_s:
+                text = f"a collective of NCCL timed out: it did not end within {self.timeout_s:.0f} s"
+                return "failed", (time.time(), "bug", text, "", stacks)
             return "failed", (DIED, "bug", f"the process ended with exit code {code}{_signal(code)}", "", stacks)
 
     def _failures(self, rank: int, value: Failure, waiting: Collection[int]) -> dict[int, Failure]:

@@ -1,5 +1,7 @@
 """The next best plans: the best plan of each other combination of devices, stages, tensor degree and ZeRO stage.
 
+A measured search may fill them up by the best plan of each other micro-batch and schedule.
+
 The exact prices of the search come first, by value. Exact prices also raise the bounds of candidates with the same
 pipeline. Another candidate is priced only if its raised bound is below the last reported plan. For each requested plan
 there are at most `MORE` new prices. Tensor degrees without labels stay out, because their bounds were too far from the
@@ -8,15 +10,38 @@ best.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.ir.degrees import Degrees
 from autopar.search.driver.search import Searched, added_seconds
 from autopar.search.pricing.exact import AS_IT_IS, Priced
 
 MORE = 2  # exact prices for each requested plan
+DEGREES = ("num_devices", "pp", "tp", "cp", "ep", "zero")  # in which the next best plans differ
+ALIKE = (*DEGREES, "micro_batch", "schedule", "virtual")
+_FIELDS = {"num_devices": "world_size", "virtual": "virtual_stages"}  # of `Degrees`, whose names differ
 _Key = tuple[int, ...]
+
+
+def next_plans(found: Searched, top: int, *, alike: bool) -> list[tuple[int, Priced]]:
+    """At most `top` plans beside the best plan, the best first.
+
+    They have other degrees. With `alike` plans of the same degrees and another micro-batch or schedule fill them up.
+    """
+    together = found.together
+    following = partial(
+        next_best, found, together.priced, top, prefetch=lambda likely: together.price([(i, AS_IT_IS) for i in likely])
+    )
+    plans = following()
+    if not alike or len(plans) == top:
+        return plans
+    told = {index for index, _ in plans}
+    more = [one for one in following(columns=ALIKE) if one[0] not in told]
+    return sorted([*plans, *more[: top - len(plans)]], key=lambda one: found.goal.value(one[1]))
 
 
 def next_best(
@@ -24,18 +49,23 @@ def next_best(
     price: Callable[[int], Priced],
     top: int,
     prefetch: Callable[[Sequence[int]], None] = lambda _: None,
+    columns: Sequence[str] = DEGREES,
 ) -> list[tuple[int, Priced]]:
     """At most `top` candidates that fit, the best first, without the combination of the best plan.
 
-    `price` gives an exact price. `prefetch` gets the next candidates, because pricing several together is cheaper.
+    Args:
+        found: The search.
+        price: Gives an exact price.
+        top: The most candidates.
+        prefetch: Gets the next candidates, because pricing several together is cheaper.
+        columns: The columns of candidates in which all of them differ.
     """
     c, goal, classes, seconds = found.candidates, found.goal, found.classes, raised_seconds(found)
     chosen: dict[_Key, tuple[float, int, Priced]] = {}
-
-    columns = (c.num_devices, c.pp, c.tp, c.cp, c.ep, c.zero)
+    values_of = [getattr(c, name) for name in columns]
 
     def key(index: int) -> _Key:
-        return tuple(int(column[index]) for column in columns)
+        return tuple(int(values[index]) for values in values_of)
 
     def take(index: int, one: Priced) -> None:
         value = goal.value(one)
@@ -60,11 +90,13 @@ def next_best(
             raise_alike(found, seconds, index, exact)
         is_open[following] = False
         left -= len(following)
-    if found.best is not None:
-        own = found.best.degrees
-        chosen.pop((own.world_size, own.pp, own.tp, own.cp, own.ep, own.zero), None)
-    order = sorted(chosen.values(), key=lambda one: one[0])
-    return [(index, one) for _, index, one in order[:top]]
+    order = [(index, one) for _, index, one in sorted(chosen.values(), key=lambda each: each[0])]
+    best = None if found.best is None else _in_columns(found.best.degrees, columns)
+    return [(index, one) for index, one in order if _in_columns(one.degrees, columns) != best][:top]
+
+
+def _in_columns(degrees: Degrees, columns: Sequence[str]) -> list[Any]:
+    return [getattr(degrees, _FIELDS.get(name, name)) for name in columns]
 
 
 def _first_below(

@@ -13,12 +13,12 @@ from autopar.ir.degrees import Degrees
 from autopar.ir.explanation import readable_bytes
 from autopar.ir.program import Program
 from autopar.search.bounds.lower_bounds import Machinery
-from autopar.search.driver.alternatives import next_best
+from autopar.search.driver.alternatives import next_plans
 from autopar.search.driver.infeasible import counted
 from autopar.search.driver.search import Searched, Works
 from autopar.search.explain.build_report_data import details_of, points_of
 from autopar.search.explain.pareto import front_of
-from autopar.search.pricing.exact import AS_IT_IS, Priced, priced
+from autopar.search.pricing.exact import Priced, priced
 from autopar.search.pricing.objective import parts_of, why_worse
 from autopar.search.result.result import Contender, SearchResult, degrees_in_plain
 from autopar.search.space.candidates import Split
@@ -34,21 +34,20 @@ def result_of(
     hold: Hold,
     *,
     top: int,
+    alike: bool = False,
     global_batch: int | None = None,
 ) -> SearchResult:
     """The result without its plan and the model's name.
 
-    `works_of_best` gives the block costs under the best plan's labels. `top` is the number of other plans.
+    `works_of_best` gives the block costs under the best plan's labels. `top` and `alike` are for `next_plans`.
     """
     best, goal, whole = found.best, found.goal, found.goal.parts[max(found.goal.parts)]
-    on, cluster, together = whole.on, whole.cluster, found.together
+    on, cluster = whole.on, whole.cluster
     details = None
     if best is not None:
         part = goal.part(best)
         details = details_of(best, works_of_best(*Split.of(best.degrees)), part.cluster, part.on)
-    others = next_best(
-        found, together.priced, top, prefetch=lambda likely: together.price([(i, AS_IT_IS) for i in likely])
-    )
+    others = next_plans(found, top, alike=alike)
     situation = situation_of(on.machine, works_of(1))
     return SearchResult(
         model="",

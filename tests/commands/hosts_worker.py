@@ -1,4 +1,4 @@
-"""One process of a job of several hosts: hosts_worker.py CLUSTER [FAULT]. Prints the result of `autopar.tune`."""
+"""One process of a job: hosts_worker.py CLUSTER [calibrate | FAULT]. Prints the result of `autopar.tune`."""
 
 import json
 import sys
@@ -37,11 +37,14 @@ def plant(fault: str) -> None:
 
 
 def main() -> None:
-    if len(sys.argv) > 2:
-        plant(sys.argv[2])
+    asked = sys.argv[2] if len(sys.argv) > 2 else ""
+    if asked == "calibrate":
+        tune_candidates.CALIBRATION_MINUTES = 0.1
+    elif asked:
+        plant(asked)
     found = autopar.tune(
         Model(), sys.argv[1], example_inputs={"x": torch.zeros(4, 32)}, global_batch=8, trials=2, trial_s=60.0,
-        calibrate=False,
+        calibrate=asked == "calibrate",
     )  # fmt: skip
     data = found.to_dict()
     print(json.dumps({name: data[name] for name in ("step_s", "tried", "why", "notes")}))

@@ -15,7 +15,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import degrees_from
 from autopar.ir.device import Link
 from autopar.ir.program import Program
-from autopar.planning.fixed import SearchedStages, label_plan, program_for
+from autopar.planning.fixed import PricedStages, label_plan, program_for
 from autopar.planning.labels import LABELLED, SearchLabels
 from autopar.planning.machine import machinery_of
 from autopar.search.pricing.exact import priced
@@ -163,7 +163,7 @@ def test_it_is_priced(word: str, two_hosts: ClusterSpec, request: pytest.Fixture
         program = program_for(captured, price.degrees)
         labelled = labels.of(program, price.degrees)
         assert labelled is not None
-        stages = SearchedStages(price.cuts, works, on)
+        stages = PricedStages(price.cuts, works, on)
         plan = label_plan(program, two_hosts, price.degrees, "", searched=stages, labelled=labelled)
         estimated = autopar.estimate(program, two_hosts, plan, precision="bf16")
         assert price.seconds == pytest.approx(estimated.step_s, rel=1e-9)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autopar.commands.calibrate import Stage, combined, measured, ranks_per_core, stages
+from autopar.commands.calibrate import RankDevice, Stage, combined, measured, ranks_per_core, stages
 from autopar.cost_model.machine.profile import Measurement
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.samples import Sample, Work
@@ -18,6 +18,7 @@ from autopar.runtime.measure.calibrate_device import Pace, device_works, measure
 from autopar.runtime.measure.calibrate_links import link_groups, link_works, overlap_works
 
 CPU = torch.device("cpu")
+RANK = RankDevice(host="here", dtypes=("float32",), units=1, reserve_bytes=0)
 BUDGET_S = 0.002
 
 
@@ -132,7 +133,7 @@ def test_passes_that_differ_are_told(factor: float, is_disturbed: bool) -> None:
     for slower in (1.0, factor, (1 + factor) / 2):
         for stage in todo:
             found.append((stage, [[work.amount * 1e-9 * slower for work in stage.works]] * 2))
-    made = combined(found, cluster, CPU, measurement)
+    made = combined(found, cluster, RANK, measurement)
     assert made.is_disturbed is is_disturbed and made.spread == pytest.approx(factor - 1, abs=1e-3)
     assert made.samples[0].seconds == pytest.approx(made.samples[0].work.amount * 1e-9 * (1 + factor) / 2)
     assert made.profile.measured is not None and "passes differ by" in made.profile.measured.how
