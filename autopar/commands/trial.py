@@ -78,7 +78,7 @@ class Trainer:
         program, plan = from_bytes(job.program), job.plan
         self.device = device_of_rank()
         if self.device.type == "cuda":
-            _wait_for_memory(job.needed_bytes, lambda: torch.cuda.mem_get_info(self.device))
+            wait_for_memory(job.needed_bytes, lambda: torch.cuda.mem_get_info(self.device))
         self._base_bytes = peak_bytes(_CPU)
         source = _Weights(program, job)
         self.model = ParallelModel(program, plan, source, self.device, seed=job.seed, buffers=source)
@@ -143,7 +143,7 @@ def step(rank: int) -> Stepped:
     return _TRAINED[0].step()
 
 
-def _wait_for_memory(needed_bytes: float, memory: Callable[[], tuple[int, int]]) -> None:
+def wait_for_memory(needed_bytes: float, memory: Callable[[], tuple[int, int]]) -> None:
     """Wait until the memory of ranks that have ended is free again: a GPU frees it after their end.
 
     Args:

@@ -238,6 +238,23 @@ def test_a_best_plan_that_dies_beside_another_trial_does_not_fail_that_trial(mon
     assert found.best is not None
 
 
+def test_a_plan_without_room_beside_the_best_plan_is_tried_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The second trial lacks memory as long as the ranks of the best plan are there."""
+    was_there = tmp_path / "was_there"
+    (tmp_path / "planted_once.py").write_text(
+        f"import os, pathlib\nfile = pathlib.Path({str(was_there)!r})\n"
+        "if os.environ.get('RANK') == '1' and not file.exists():\n    file.touch()\n    raise MemoryError('no room')\n"
+    )
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    planted(monkeypatch, "once", 1)
+    monkeypatch.setattr("autopar.search.measured.tuning.worth_measuring", lambda found: found.next_plan is not None)
+    found = tuned(trials=2)
+    assert was_there.exists()
+    assert [one.outcome.reason for one in found.tried] == ["", ""]
+
+
 def test_if_every_trial_fails_the_result_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     planted(monkeypatch, "memory", 0)
     found = tuned(trials=1, fix={"zero": 0, "tp": 1, "pp": 1})

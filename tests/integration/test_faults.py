@@ -66,6 +66,24 @@ def test_an_interrupted_run_ends_all_ranks(two_ranks: Ranks) -> None:
     assert not any(is_running(pid) for pid in pids) and not two_ranks.is_open
 
 
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize(
+    "after_s, who, cause",
+    (
+        (0.0, 0, "rank 0 failed: the process ended with exit code -6 .SIGABRT."),
+        (1.5, 1, "rank 1 did not answer within 1 s; rank 0 waited for it: a collective of NCCL timed out"),
+    ),
+)
+def test_nccl_ends_ranks_that_waited(after_s: float, who: int, cause: str) -> None:
+    """Its watchdog aborts a process whose collective does not end in time: the rank that it waits for is the cause."""
+    with Ranks(2, timeout_s=60.0) as world:
+        pids = world.run("integration_ranks:pid")
+        world.timeout_s, world.device_type = 1.0, "cuda"  # gloo ranks that end as NCCL's do
+        with pytest.raises(RankError, match=cause) as caught:
+            world.run("integration_ranks:abort_or_sleep", after_s)
+    assert caught.value.rank == who and not any(is_running(pid) for pid in pids)
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("fault, cause", (long("raise", "ValueError: a planted fault"), ("kill", "Signal 9 (SIGKILL)")))
 def test_a_failing_rank_ends_torchrun(fault: str, cause: str, tmp_path: Path) -> None:

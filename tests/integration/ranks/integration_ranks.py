@@ -212,6 +212,12 @@ def pid(rank: int) -> int:
     return os.getpid()
 
 
+def abort_or_sleep(rank: int, after_s: float) -> None:
+    """Rank 0 ends as NCCL's watchdog ends a process, and rank 1 does not answer."""
+    time.sleep(after_s if rank == 0 else 60.0)
+    os.abort()
+
+
 def sleep(rank: int, seconds: float) -> None:
     time.sleep(seconds)
 
