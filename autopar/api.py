@@ -106,7 +106,7 @@ def parallelize(
     model = private.uncompiled(model)
     _refuse_hooks(model)
     device = start_process_group(cluster)
-    inputs = example_inputs if example_inputs is not None else _derived_inputs(model)
+    inputs = example_inputs if example_inputs is not None else derived_inputs(model)
     if specialise:
         inputs = broadcast_object(inputs)  # all ranks take the decisions of rank 0
     program, decided = _decide(
@@ -180,7 +180,8 @@ def weights_differ(model: nn.Module) -> bool:
     return any_rank(own != broadcast_object(own))
 
 
-def _derived_inputs(model: nn.Module) -> Inputs:
+def derived_inputs(model: nn.Module) -> Inputs:
+    """Example inputs that the model's transformers config decides. Raises `InputError` without one."""
     try:
         return example_inputs_for(model, DEFAULT_BATCH, DEFAULT_SEQUENCE)
     except InputError as error:

@@ -27,9 +27,10 @@ import optuna
 import torch
 
 from autopar.commands.calibrate import calibrate
+from autopar.commands.given import Given
 from autopar.commands.trial_world import ROUNDS, WARM_UP, World
 from autopar.commands.tune import tune
-from autopar.commands.tune_candidates import Given, GivenProfile, opened_study, subject_of
+from autopar.commands.tune_candidates import GivenProfile, opened_study, subject_of
 from autopar.cost_model.machine.profile import DeviceProfile
 from autopar.ir.cluster import ClusterSpec
 from autopar.planning.options import PlanOptions
@@ -90,14 +91,13 @@ def swept(name: str, model: torch.nn.Module, profile: DeviceProfile, most: int) 
     cluster = ClusterSpec.preset(f"{RANKS}xcpu")
     given = Given(model=model, example_inputs={"input_ids": ids, "labels": ids}, loss_fn=None, name=name)
     asked = PlanOptions(global_batch=BATCH, top=19)
-    subject = subject_of(given, asked, specialise=False, origin="")
-    opened = opened_study(subject, cluster, asked, None, GivenProfile(of=profile, calibrate=False), lambda _: None)
+    subject = subject_of(given, cluster, asked, lambda _: None)
+    opened = opened_study(subject, asked, None, GivenProfile(of=profile, calibrate=False), None, lambda _: None)
     kept, building = list[Candidate](), list[float]()
     with ExitStack() as stack:
         worlds = list[World]()
         for candidate in opened.study.candidates[:most]:
-            job = subject.job(subject.plan_of(candidate, cluster), "cpu")
-            world = World(job, candidate.num_devices, within_s=600)
+            world = World(subject.job(candidate), candidate.num_devices, within_s=600)
             stack.callback(world.close)
             worlds.append(world)
             kept.append(candidate)

@@ -13,13 +13,12 @@ from autopar.cli.options.model_argument import (
     Hidden,
     Json,
     Layers,
-    ModelArgument,
     Specialise,
 )
 from autopar.cli.options.plan_options import default_global_batch, values_by_word
 from autopar.cli.options.search_options import Fix, Forbid, Objective, Profile, Seed
 from autopar.cli.output import console, print_json, progress, table
-from autopar.errors import Problem
+from autopar.errors import InputError, Problem
 from autopar.files.atomic import write_text
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.explanation import readable_bytes, readable_seconds
@@ -28,7 +27,7 @@ from autopar.planning.options import PlanOptions
 from autopar.search.result.format import plan_in_words
 
 if TYPE_CHECKING:
-    from autopar.commands.tune_candidates import Given
+    from autopar.commands.given import Given
     from autopar.search.measured.result import Tried, TuneResult
     from autopar.search.measured.rounds import Spread
 
@@ -38,8 +37,19 @@ _STATES = {"complete": "", "pruned": "slower", "failed": "failed"}
 _BATCH = 2  # sequences of the example inputs; plans have their own
 
 
+_Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="As of `autopar plan`; or a training script such as train.py, which runs until it calls "
+        "autopar.parallelize. Arguments of the script follow in the same text.",
+        show_default=False,
+    ),
+]
+
+
 def tune(
-    model: ModelArgument,
+    model: _Model,
     cluster: ClusterOption,
     options: PlanOptions,
     trials: Annotated[int, typer.Option(help="Plans to measure, those of the study included.")] = 5,
@@ -103,9 +113,9 @@ def tune(
 
         limits = Limits(trials=trials, budget_s=budget_s, trial_s=trial_s)
         result = tune_asked(
-            _given(model, layers, hidden, options.seq_len), spec, asked, limits, study=study, profile=profile,
-            calibrate=calibrate, specialise=specialise, origin=model if is_factory(model) else "",
-            on_progress=on_progress, on_trial=(lambda one: None) if as_json else _show_trial,
+            lambda: _given(model, layers, hidden, options.seq_len, specialise=specialise), spec, asked, limits,
+            study=study, profile=profile, calibrate=calibrate, on_progress=on_progress,
+            on_trial=(lambda one: None) if as_json else _show_trial,
         )  # fmt: skip
     if not is_controller():  # the first process of a job prints and writes
         return
@@ -120,19 +130,28 @@ def tune(
         raise typer.Exit(1)
 
 
-def _given(model: str, layers: int | None, hidden: int | None, seq_len: int | None) -> "Given":
-    """The model that a text names, in float32 unless a factory builds it."""
-    from autopar.commands.tune_candidates import Given
+def _given(model: str, layers: int | None, hidden: int | None, seq_len: int | None, *, specialise: bool) -> "Given":
+    """The model that a text names, in float32 unless a factory or a script builds it."""
+    from autopar.commands.given import Given, given_by_script, is_script
 
+    if is_script(model):
+        sizes = {"--layers": layers, "--hidden": hidden, "--seq-len": seq_len}
+        refused = [name for name, value in sizes.items() if value is not None]
+        if refused:
+            raise InputError(f"{', '.join(refused)}: a script decides its own sizes; change {model} instead")
+        found = given_by_script(model)
+        return replace(found, specialise=specialise or found.specialise)
     own = is_factory(model)
     batch, dtype = (None, None) if own else (_BATCH, "float32")
-    found = resolve_model(model, layers=layers, hidden=hidden, seq_len=seq_len, batch=batch, dtype=dtype)
+    built = resolve_model(model, layers=layers, hidden=hidden, seq_len=seq_len, batch=batch, dtype=dtype)
     return Given(
-        model=found.model,
-        example_inputs=found.example_inputs,
-        loss_fn=found.loss_fn,
-        name=found.name,
-        notes=found.notes,
+        model=built.model,
+        example_inputs=built.example_inputs,
+        loss_fn=built.loss_fn,
+        name=built.name,
+        origin=model if own else "",
+        specialise=specialise,
+        notes=built.notes,
     )
 
 

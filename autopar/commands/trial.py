@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.capture.record.pickled import from_bytes
+from autopar.commands.given import given_by_script, is_script
 from autopar.cost_model.machine.machine import usable_bytes
 from autopar.errors import InputError
 from autopar.ir.explanation import readable_bytes
@@ -74,8 +75,7 @@ class Trainer:
 
     def __init__(self, rank: int, job: TrialJob) -> None:
         _die_before_the_controller()
-        _import_origin(job.origin)
-        program, plan = from_bytes(job.program), job.plan
+        program, plan = _program_of(job), job.plan
         self.device = device_of_rank()
         if self.device.type == "cuda":
             wait_for_memory(job.needed_bytes, lambda: torch.cuda.mem_get_info(self.device))
@@ -168,6 +168,18 @@ def _die_before_the_controller() -> None:
     """Without memory Linux kills the process of the highest score: let it be a rank, not the controller."""
     with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write("800")
+
+
+def _program_of(job: TrialJob) -> Program:
+    """The program, whose operators the origin may have to register. A script runs only if it must."""
+    if not is_script(job.origin):
+        _import_origin(job.origin)
+        return from_bytes(job.program)
+    try:
+        return from_bytes(job.program)
+    except AttributeError:
+        given_by_script(job.origin)
+        return from_bytes(job.program)
 
 
 def _import_origin(origin: str) -> None:

@@ -23,11 +23,11 @@ from torch import nn
 from autopar.cache.store import cache_folder
 from autopar.cache.tuned import keep_tuned
 from autopar.capture.export.export import Inputs, LossFunction
+from autopar.commands.given import Given
 from autopar.commands.hosts import Hosts, in_job
 from autopar.commands.trial_world import Incumbent, World, beside, is_crowded, measured
 from autopar.commands.tune_candidates import (
     COMPUTE,
-    Given,
     GivenProfile,
     OpenedStudy,
     Subject,
@@ -128,17 +128,19 @@ def tune(
         global_batch=global_batch, objective=objective, fix=fix or {}, forbid=forbid or {}, seed=seed,
         precision=precision,
     )  # fmt: skip
-    name = name or type(model).__name__
-    given = Given(model=model, example_inputs=example_inputs, loss_fn=loss_fn, name=name)
+    given = Given(
+        model=model, example_inputs=example_inputs, loss_fn=loss_fn, name=name or type(model).__name__,
+        origin=type(model).__module__, specialise=specialise,
+    )  # fmt: skip
     return tune_asked(
-        given, spec, asked, Limits(trials=trials, budget_s=budget_s, trial_s=trial_s), study=study, profile=profile,
-        calibrate=calibrate, specialise=specialise, origin=type(model).__module__,
-        on_progress=on_progress or (lambda _: None), on_trial=on_trial or (lambda _: None),
+        lambda: given, spec, asked, Limits(trials=trials, budget_s=budget_s, trial_s=trial_s), study=study,
+        profile=profile, calibrate=calibrate, on_progress=on_progress or (lambda _: None),
+        on_trial=on_trial or (lambda _: None),
     )  # fmt: skip
 
 
 def tune_asked(
-    given: Given,
+    make: Callable[[], Given],
     cluster: ClusterSpec,
     asked: PlanOptions,
     limits: Limits,
@@ -146,20 +148,19 @@ def tune_asked(
     study: str | Path | None,
     profile: DeviceProfile | str | Path | None,
     calibrate: bool,
-    specialise: bool,
-    origin: str,
     on_progress: _Progress,
     on_trial: _OnTrial,
 ) -> TuneResult:
-    """`tune` for the options of a search. `origin` may register operators of its own."""
+    """`tune` for the options of a search. `make` builds the model. In a job only the controller calls it."""
 
     def run(hosts: Hosts | None) -> TuneResult:
         started = time.monotonic()
         check_limits(cluster, limits, asked.objective, hosts)
         wanted = replace(asked, top=CONSIDERED - 1)
         wanted.check_search(cluster.num_devices)
+        given = make()
         on_progress(f"capturing {given.name}")
-        subject = subject_of(given, cluster, wanted, specialise=specialise, origin=origin, report=on_progress)
+        subject = subject_of(given, cluster, wanted, on_progress)
         on_progress("looking for the plans that may be measured")
         how = GivenProfile(of=profile, calibrate=calibrate)
         opened = opened_study(subject, wanted, study, how, hosts, on_progress)

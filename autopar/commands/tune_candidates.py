@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from autopar._torch import private
 from autopar.capture.any_size import capture
-from autopar.capture.export.export import Inputs, LossFunction, input_names
+from autopar.capture.export.export import input_names
 from autopar.capture.record.captured import Capture
 from autopar.capture.record.pickled import to_bytes
 from autopar.commands.calibrate import calibrate_cluster
+from autopar.commands.given import Given
 from autopar.commands.hosts import Hosts
 from autopar.commands.trial import TrialJob
 from autopar.cost_model.fit.profile_comparison import tiers_of
@@ -52,17 +52,6 @@ PARTS_OF_MEMORY = (0.75, 0.5)  # usable by a plan that is tried if larger ones r
 COMPUTE, REST = "compute", ("fixed", "host copies")
 PROFILE = "profile"  # the attribute of a study
 _Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Given:
-    """The model of a search, the inputs to capture it with, and messages for the user."""
-
-    model: nn.Module
-    example_inputs: Inputs
-    loss_fn: LossFunction | None
-    name: str
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -103,13 +92,11 @@ class Subject:
         return plan_as_priced(self.captured, self.labels, degrees, cuts, part, self.name, regather=regather)[1]
 
 
-def subject_of(
-    given: Given, cluster: ClusterSpec, asked: PlanOptions, *, specialise: bool, origin: str, report: _Progress
-) -> Subject:
-    """A model captured in the precision that is asked for. `origin` may register operators of its own."""
+def subject_of(given: Given, cluster: ClusterSpec, asked: PlanOptions, report: _Progress) -> Subject:
+    """A model captured in the precision that is asked for."""
     model = private.uncompiled(given.model)
     captured = capture(
-        model, given.example_inputs, batch=LABELLED_DP, loss_fn=given.loss_fn, specialise=specialise,
+        model, given.example_inputs, batch=LABELLED_DP, loss_fn=given.loss_fn, specialise=given.specialise,
         precision=asked.wish().get("precision"),
     )  # fmt: skip
     return Subject(
@@ -120,7 +107,7 @@ def subject_of(
         inputs=input_names(model, given.example_inputs, given.loss_fn),
         name=given.name,
         kind=type(model).__name__,
-        origin=origin,
+        origin=given.origin,
         seed=asked.seed,
         shared=shared_degrees(asked.narrowing()[0]),
     )

@@ -148,3 +148,52 @@ def test_two_runs_share_a_study_and_measure_nothing_twice(tmp_path: Path) -> Non
     texts = [one.user_attrs["degrees"] for one in done]
     assert len(set(texts)) == len(texts) >= 2
     assert not [one for one in trials_of(path) if not one.state.is_finished() and "owner" in one.user_attrs]
+
+
+SCRIPT = """
+import os
+import torch
+from torch import nn
+import autopar
+
+@torch.library.custom_op("test_tune_command::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+doubled.register_fake(lambda x: torch.empty_like(x))
+doubled.register_autograd(lambda ctx, grad: grad * 2)
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        return {"loss": self.second(doubled(torch.tanh(self.first(x)))).pow(2).mean()}
+
+torch.manual_seed(0)
+print("the script's own output")
+batch = {"x": torch.ones(4, 32)}
+parallel = autopar.parallelize(Net(), "2xcpu", example_inputs=batch, plan="tuned")
+loss = parallel.forward_backward(batch)
+if os.environ["RANK"] == "0":
+    print("trained", parallel.plan.degrees.zero, float(loss) > 0)
+"""
+
+
+def test_a_training_script_is_tuned_and_then_trained(tmp_path: Path) -> None:
+    """The script has an operator of its own, which the ranks of trials register too."""
+    file = tmp_path / "train.py"
+    file.write_text(SCRIPT)
+    env = os.environ | {"AUTOPAR_CACHE_DIR": str(tmp_path / "cache")}
+    more = ["-c", "2xcpu", "--global-batch", "8", "--trials", "1", "--fix", "dp=2", NO_CALIBRATION, "--json"]
+    asked = [sys.executable, "-m", "autopar", "tune", str(file), *more]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=300, check=False, env=env)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert found["model"] == "Net" and found["best"] == 0
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(file)]
+    trained = subprocess.run(torchrun, capture_output=True, text=True, timeout=300, check=False, env=env)
+    assert f"trained {found['plan']['degrees']['zero']} True" in trained.stdout, trained.stderr[-2000:]
+    refused = subprocess.run([*asked, "--layers", "2"], capture_output=True, text=True, timeout=300, check=False)
+    assert refused.returncode == 2 and "a script decides its own sizes" in refused.stderr

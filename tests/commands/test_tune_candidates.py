@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from autopar.commands.tune_candidates import Given, Subject, candidates_of, subject_of
+from autopar.commands.given import Given
+from autopar.commands.tune_candidates import Subject, candidates_of, subject_of
 from autopar.cost_model.machine.machine import Machine, usable_bytes
 from autopar.ir.cluster import ClusterSpec
 from autopar.models.load import resolve_model
@@ -37,7 +38,7 @@ def given(name: str = "llama3-8b", layers: int = 3) -> Given:
 
 
 def subject(cluster: ClusterSpec, asked: PlanOptions) -> Subject:
-    return subject_of(given(), cluster, asked, specialise=False, origin="", report=lambda text: None)
+    return subject_of(given(), cluster, asked, lambda text: None)
 
 
 def machine(cluster: ClusterSpec, asked: PlanOptions) -> Machine:

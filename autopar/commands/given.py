@@ -1,0 +1,117 @@
+"""The model that a measured search is given, by a caller or by a training script.
+
+A script runs until it calls `autopar.parallelize`. The arguments of this call are taken.
+"""
+
+import runpy
+import shlex
+import sys
+import traceback
+from contextlib import ExitStack, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from torch import nn
+
+from autopar.api import derived_inputs
+from autopar.capture.export.export import Inputs, LossFunction
+from autopar.errors import InputError
+
+_INSTEAD = "or name a function that returns (model, example_inputs), as package.module:factory"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Given:
+    """The model of a search, the inputs to capture it with, and messages for the user.
+
+    `origin` is the module, factory or script that may register operators of its own.
+    """
+
+    model: nn.Module
+    example_inputs: Inputs
+    loss_fn: LossFunction | None
+    name: str
+    origin: str = ""
+    specialise: bool = False  # whether branches on inputs are captured as the example inputs take them
+    notes: tuple[str, ...] = ()
+
+
+class _Called(BaseException):
+    """The script called `autopar.parallelize`. No `except Exception` of the script catches it."""
+
+    def __init__(self, given: Given) -> None:
+        self.given = given
+
+
+def is_script(text: str) -> bool:
+    """Whether a text is a Python file, perhaps with arguments.
+
+    >>> is_script("train.py --layers 4"), is_script("package.module:factory")
+    (True, False)
+    """
+    return text.partition(" ")[0].endswith(".py")
+
+
+def given_by_script(text: str) -> Given:
+    """Run a script until it calls `autopar.parallelize`, and take the model, the inputs and the loss of this call.
+
+    Args:
+        text: A Python file, and the arguments of the script behind it.
+
+    Raises:
+        InputError: The file is not there, the script fails before the call, or it ends without the call.
+    """
+    file, *arguments = shlex.split(text)
+    if not Path(file).is_file():
+        raise InputError(f"there is no script {file}")
+
+    def parallelize(
+        model: nn.Module,
+        cluster_spec: Any,
+        *,
+        example_inputs: Inputs | None = None,
+        loss_fn: LossFunction | None = None,
+        specialise: bool = False,
+        **_: Any,
+    ) -> None:
+        inputs = derived_inputs(model) if example_inputs is None else example_inputs
+        raise _Called(
+            Given(
+                model=model,
+                example_inputs=inputs,
+                loss_fn=loss_fn,
+                name=type(model).__name__,
+                origin=text,
+                specialise=specialise,
+            )
+        )
+
+    with ExitStack() as stack:
+        for name in ("autopar.parallelize", "autopar.api.parallelize"):
+            stack.enter_context(patch(name, parallelize))
+        stack.enter_context(redirect_stdout(sys.stderr))  # the output of a command is its result
+        stack.enter_context(patch.object(sys, "argv", [file, *arguments]))
+        stack.enter_context(patch.object(sys, "path", [str(Path(file).parent.resolve()), *sys.path]))
+        try:
+            runpy.run_path(file, run_name="__main__")
+        except _Called as reached:
+            return reached.given
+        except (Exception, SystemExit) as error:
+            if (called := _before(error)) is not None:
+                return called.given
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            raise InputError(
+                f"{file} raised {type(error).__name__}: {error} ({where.filename}:{where.lineno}) before it called "
+                f'autopar.parallelize; give its arguments in one text, such as "{file} --size 2", {_INSTEAD}'
+            ) from error
+    raise InputError(f"{file} ended without a call of autopar.parallelize; add one, {_INSTEAD}")
+
+
+def _before(error: BaseException) -> _Called | None:
+    """The call, if the script's clean-up after it raised the error."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, _Called):
+        found = found.__context__
+    return found
