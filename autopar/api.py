@@ -249,19 +249,26 @@ def _tuned(
     cluster: ClusterSpec,
     inputs: Inputs,
     loss_fn: LossFunction | None,
-    local_batch: int,
+    batch: int,
     *,
     specialise: bool,
 ) -> tuple[Program, Plan]:
-    """The plan that `autopar.tune` measured to be the best for this model, batch and cluster. Collective."""
+    """The plan that `autopar.tune` measured to be the best for this model, batch and cluster. Collective.
+
+    The batch is of one data-parallel rank, or of all of them.
+    """
     kind = type(model).__name__
-    for plan in run_on_first_rank(lambda: tuned_plans(cache_folder(), cluster, kind, local_batch)):
+    kept: list[Plan] = run_on_first_rank(lambda: tuned_plans(cache_folder(), cluster, kind))
+    for plan in (*(one for one in kept if one.degrees.local_batch == batch),
+                 *(one for one in kept if one.degrees.global_batch == batch)):  # fmt: skip
         program = capture_for(model, inputs, plan.degrees, loss_fn, specialise=specialise)
         if program.fingerprint == plan.fingerprint:
             return program, plan
+    batches = [f"{n} sequences" for n in sorted({one.degrees.global_batch for one in kept})]
+    there = f" (there are plans of {', '.join(batches)}, perhaps of another {kind})" if batches else ""
     raise PlanError(
-        f"nobody tuned {kind} on {cluster.name} for {local_batch} sequences of each data-parallel rank here; run "
-        "`autopar tune` or autopar.tune on these devices first, or give another plan"
+        f"nobody tuned {kind} on {cluster.name} for {batch} sequences of a data-parallel rank or of all ranks "
+        f"here{there}; run `autopar tune` or autopar.tune on these devices first, or give another plan"
     )
 
 

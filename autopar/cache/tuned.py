@@ -33,10 +33,9 @@ def keep_tuned(folder: Path, cluster: ClusterSpec, kind: str, plan: Plan, about:
     file.write(json.dumps([one, *others][:MOST]))
 
 
-def tuned_plans(folder: Path, cluster: ClusterSpec, kind: str, local_batch: int) -> list[Plan]:
-    """The kept plans for `local_batch` sequences of each data-parallel rank in one step, the newest first."""
-    plans = [Plan.from_dict(one["plan"], "the kept plan") for one in _entries(_file(folder, cluster, kind))]
-    return [plan for plan in plans if plan.degrees.local_batch == local_batch]
+def tuned_plans(folder: Path, cluster: ClusterSpec, kind: str) -> list[Plan]:
+    """The kept plans of a class of models, the newest first."""
+    return [Plan.from_dict(one["plan"], "the kept plan") for one in _entries(_file(folder, cluster, kind))]
 
 
 def _file(folder: Path, cluster: ClusterSpec, kind: str) -> KeptFile:

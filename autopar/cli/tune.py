@@ -204,6 +204,8 @@ def _show_trial(one: "Tried") -> None:
 
 
 def _show(result: "TuneResult", written: list[Path]) -> None:
+    from autopar.report.tuning.words import best_in_words, gain_in_words
+
     out = console()
     rows = []
     for at, one in enumerate(result.tried):
@@ -226,23 +228,10 @@ def _show(result: "TuneResult", written: list[Path]) -> None:
     for name, factor in result.factors.items():
         term = name.replace("_", " ")
         out.print(f"{term}: {factor:.2f} times the predicted time")
-    out.print(_ending(result))
+    settled = "settled by measurement" if result.is_settled else "not settled"
+    out.print(f"no plan ran: {result.why}" if result.best is None else best_in_words(result))
+    out.print(f"{settled}: {result.why}. {gain_in_words(result)}")
     for note in result.notes:
         out.print(f"note: {note}")
     for path in written:
         out.print(f"written to {path}")
-
-
-def _ending(result: "TuneResult") -> str:
-    """Why measuring ended, and what measuring on would probably gain."""
-    if result.best is None:
-        return f"no plan ran: {result.why}"
-    left = sum(not one.why for one in result.left)
-    settled = "settled by measurement" if result.is_settled else "not settled"
-    text = f"{settled}: {result.why}. {left} plans were not measured"
-    if left and not result.is_settled:
-        text += (
-            f"; with a chance of at most {result.chance_left:.0%} one of them is more than 2 % faster, and one more "
-            f"trial would save {result.gain_left:.1%} of the step on average. Give more --trials, or a larger --budget"
-        )
-    return text

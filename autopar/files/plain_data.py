@@ -11,10 +11,33 @@ from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from autopar.errors import Problem, did_you_mean
+from autopar.errors import InputError, Problem, did_you_mean, short_repr
 
 Reader = Callable[[Any], Any]
 _WORDS = {str: "text", bool: "true or false", int: "a whole number", float: "a finite number"}
+
+
+def content_of(data: Any, kind: str, version: int, source: str, *, command: str, again: str) -> dict[str, Any]:
+    """The fields of a document of autopar, without its kind and its version.
+
+    Args:
+        data: Plain data, as JSON has it.
+        kind: The kind that it must have, such as "autopar search result".
+        version: The version that it must have.
+        source: The name of the data in messages.
+        command: The command that writes such documents, such as "plan".
+        again: What to do with a document of another version, such as "search again".
+
+    Raises:
+        InputError: The data is no such document.
+    """
+    if not isinstance(data, Mapping) or data.get("kind") != kind:
+        name = kind.removeprefix("autopar ")
+        raise InputError(f"{source} is no {name}; write one with `autopar {command} MODEL --cluster C --json`")
+    there = data.get("version")
+    if there != version or isinstance(there, bool):
+        raise InputError(f"{source}: version {short_repr(there)}, this autopar reads {version}; {again}")
+    return {name: value for name, value in data.items() if name not in ("kind", "version")}
 
 
 def read_plain(

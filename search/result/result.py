@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from autopar.cost_model.parts import COLLECTIVES, COMPUTE, MEMORY, OTHER
-from autopar.errors import InputError, Problem, short_repr
-from autopar.files.plain_data import read_plain
+from autopar.errors import InputError, Problem
+from autopar.files.plain_data import content_of, read_plain
 from autopar.ir.explanation import readable_seconds
 from autopar.search.result.report_data import BlockGraph, Curve, Details, Points
 
@@ -194,15 +194,10 @@ class SearchResult:
         """
         from autopar.ir.plan import Plan
 
-        if not isinstance(data, Mapping) or data.get("kind") != KIND:
-            raise InputError(f"{source} is no search result; write one with `autopar plan MODEL --cluster C --json`")
-        version = data.get("version")
-        if version != VERSION or isinstance(version, bool):
-            raise InputError(f"{source}: version {short_repr(version)}, this autopar reads {VERSION}; search again")
+        content = content_of(data, KIND, VERSION, source, command="plan", again="search again")
         problems: list[Problem] = []
         readers = {Plan: lambda plan: Plan.from_dict(plan, f"{source}: plan")}
-        fields_of_it = {name: value for name, value in data.items() if name not in ("kind", "version")}
-        found: SearchResult = read_plain(SearchResult, fields_of_it, problems, readers=readers)
+        found: SearchResult = read_plain(SearchResult, content, problems, readers=readers)
         if problems:
             raise InputError(f"{source} cannot be used", problems)
         return found

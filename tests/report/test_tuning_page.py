@@ -12,8 +12,9 @@ import pytest
 from parsed import Page, parsed
 
 from autopar.errors import InputError
-from autopar.report.tuning.page import gain_in_words, tuning_report
+from autopar.report.tuning.page import tuning_report
 from autopar.report.tuning.read import tuning_from
+from autopar.report.tuning.words import best_in_words, gain_in_words
 from autopar.report.write import read_source, write_report, write_trace
 from autopar.search.measured.result import Left, Tried, TuneResult
 from autopar.search.measured.rounds import Spread
@@ -178,6 +179,18 @@ def test_what_measuring_on_gains() -> None:
         replace(found, left=found.left[1:])
     )
     assert "measuring on gains nothing" in gain_in_words(replace(found, left=found.left[2:]))
+
+
+def test_the_best_plan_in_words() -> None:
+    found = tuned()
+    assert best_in_words(found).startswith("On 8 devices llama3-8b runs fastest as ")
+    assert best_in_words(no_run()) == ""
+    at, seconds = found.best, found.step_s
+    assert at is not None and seconds is not None
+    tried = list(found.tried)
+    tried[at] = replace(tried[at], candidate=replace(tried[at].candidate, per_second=2.0))
+    cost = best_in_words(replace(found, objective="cost", tried=tuple(tried)))
+    assert "costs least as" in cost and f"and {2 * seconds:.3g} USD, that is" in cost
 
 
 def test_it_stands_alone_and_text_stays_text() -> None:

@@ -3,16 +3,15 @@
 from dataclasses import dataclass
 
 from autopar._version import __version__
-from autopar.report.numbers import amount, capped, percent, readable_bytes, readable_seconds
+from autopar.report.numbers import capped, percent, readable_bytes, readable_seconds
 from autopar.report.page_tools import environment, script_json
 from autopar.report.tuning.scatter import interval, tuning_scatter
-from autopar.report.words import degrees_in_words
+from autopar.report.tuning.words import best_in_words, gain_in_words, num_open, unit_of
 from autopar.search.measured.belief import NOTABLE
 from autopar.search.measured.result import Left, Tried, TuneResult
 from autopar.search.result.format import plan_in_words
 
 MOST_CHARS = 300  # of a message
-_FASTEST = {"cost": "costs least as", "energy": "takes least energy as", "memory": "needs least memory as"}
 _REASONS = {
     "oom": "out of memory",
     "error": "failed",
@@ -43,14 +42,14 @@ def tuning_report(found: TuneResult) -> str:
         .render(
             found=found,
             best=best,
-            sentence="" if best is None else _sentence(found, best),
+            sentence=best_in_words(found),
             within="" if best is None or best.outcome.seconds is None else interval(best.outcome.seconds),
-            unit=_unit(found),
+            unit=unit_of(found),
             picture=tuning_scatter(found),
             trials=[_trial_row(found, at, one) for at, one in enumerate(found.tried)],
             states=states,
             failed=states.count("failed"),
-            num_open=_num_open(found),
+            num_open=num_open(found),
             learnt=_learnt(found),
             left=[_left_row(one) for one in found.left],
             gain=gain_in_words(found),
@@ -58,46 +57,6 @@ def tuning_report(found: TuneResult) -> str:
             data=script_json({}),
             version=__version__,
         )
-    )
-
-
-def gain_in_words(found: TuneResult) -> str:
-    """What measuring on would probably gain, in sentences."""
-    count = _num_open(found)
-    if not count:
-        return "Every plan was tried or cannot run, so measuring on gains nothing."
-    plans = f"{count:,} plan{'s were' if count > 1 else ' was'} not measured"
-    if found.best is None:
-        return f"No trial ran, so nothing is known of the gain. {plans}."
-    which = "one of them" if count > 1 else "it"
-    chance = f"With a chance of at most {percent(found.chance_left)} {which} is more than {percent(NOTABLE)} faster."
-    gain = f"One more trial would save {percent(found.gain_left, 1)} of the step on average"
-    if found.is_settled:
-        return f"{plans}. {chance} {gain}, so measuring on would hardly pay."
-    return f"{plans}. {chance} {gain}. Give more --trials or a larger --budget to measure on."
-
-
-def _num_open(found: TuneResult) -> int:
-    """The number of plans that were not measured and may run."""
-    return sum(not one.why for one in found.left)
-
-
-def _unit(found: TuneResult) -> str:
-    return "tokens/s" if found.sequence > 1 else "samples/s"  # a model without a sequence dimension has samples
-
-
-def _sentence(found: TuneResult, best: Tried) -> str:
-    """The best plan in words, and its measured step."""
-    seconds = best.outcome.seconds
-    assert seconds is not None and found.tokens_per_s is not None
-    devices = best.candidate.num_devices
-    batch = f"{found.global_batch:,} "
-    batch += f"sequences of {found.sequence:,} tokens" if found.sequence > 1 else "samples"
-    return (
-        f"On {devices:,} device{'s' * (devices != 1)} {capped(found.model)} "
-        f"{_FASTEST.get(found.objective, 'runs fastest as')} {degrees_in_words(best.candidate.degrees)}. "
-        f"A measured step of {batch} takes {readable_seconds(seconds.median)}, "
-        f"that is {amount(found.tokens_per_s, _unit(found))}."
     )
 
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from autopar.cost_model.machine.profile import DeviceProfile
-from autopar.errors import InputError, Problem, short_repr
-from autopar.files.plain_data import read_plain
+from autopar.errors import InputError, Problem
+from autopar.files.plain_data import content_of, read_plain
 from autopar.ir.plan import Plan
 from autopar.report.words import degrees_in_words
 from autopar.search.measured.result import KIND, VERSION, TuneResult
@@ -14,7 +14,7 @@ from autopar.search.measured.rounds import Spread
 from autopar.search.measured.tuning import Candidate, Outcome, Reason, State
 from autopar.search.result.format import plan_in_words
 
-_NOT_READ = ("kind", "version", "step_s", "tokens_per_s", "profile")  # about the format, or follows from the rest
+_NOT_READ = ("step_s", "tokens_per_s", "profile")  # they follow from the rest, or only their name is written
 _ABOVE_0 = "must be above 0"
 
 
@@ -32,18 +32,14 @@ def tuning_from(data: Any, source: str = "tuning result") -> TuneResult:
         InputError: The data is no tuning result of this version; the message names every deviation.
         PlanError: The plan in it cannot be read.
     """
-    if not isinstance(data, Mapping) or data.get("kind") != KIND:
-        raise InputError(f"{source} is no tuning result; write one with `autopar tune MODEL --cluster C --json`")
-    version = data.get("version")
-    if version != VERSION or isinstance(version, bool):
-        raise InputError(f"{source}: version {short_repr(version)}, this autopar reads {VERSION}; tune again")
+    content = content_of(data, KIND, VERSION, source, command="tune", again="tune again")
     problems: list[Problem] = []
     readers: Mapping[Any, Callable[[Any], Any]] = {
         Plan: lambda plan: Plan.from_dict(plan, f"{source}: plan"),
         DeviceProfile: lambda profile: profile,
         Outcome: lambda outcome: outcome,  # read below, where its place is known
     }
-    given = {name: value for name, value in data.items() if name not in _NOT_READ}
+    given = {name: value for name, value in content.items() if name not in _NOT_READ}
     found: TuneResult | None = read_plain(TuneResult, given, problems, readers=readers)
     if found is not None and not problems:
         outcomes = [_outcome(one.outcome, problems, f"tried[{at}].outcome") for at, one in enumerate(found.tried)]
