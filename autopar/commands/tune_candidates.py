@@ -202,7 +202,7 @@ def _calibrated(cluster: ClusterSpec, hosts: Hosts | None, report: _Progress) ->
 def candidates_of(subject: Subject, asked: PlanOptions, machine: Machine, report: _Progress) -> tuple[Candidate, ...]:
     """The best plans by prediction, in the order of their price.
 
-    They are the best plans of all degrees. If these are few, plans of other micro-batches and schedules are there too.
+    They are the best plans of all degrees. If these are few, plans of other micro-batches are there too.
     If none of them leaves a part of the memory free, the best plan that does so is there: trials may run out of memory.
     """
     find = partial(

@@ -1,6 +1,6 @@
 """The next best plans: the best plan of each other combination of devices, stages, tensor degree and ZeRO stage.
 
-A measured search may fill them up by the best plan of each other micro-batch and schedule.
+A measured search may fill them up by the best plan of each other micro-batch.
 
 The exact prices of the search come first, by value. Exact prices also raise the bounds of candidates with the same
 pipeline. Another candidate is priced only if its raised bound is below the last reported plan. For each requested plan
@@ -22,15 +22,14 @@ from autopar.search.pricing.exact import AS_IT_IS, Priced
 
 MORE = 2  # exact prices for each requested plan
 DEGREES = ("num_devices", "pp", "tp", "cp", "ep", "zero")  # in which the next best plans differ
-ALIKE = (*DEGREES, "micro_batch", "schedule", "virtual")
-_FIELDS = {"num_devices": "world_size", "virtual": "virtual_stages"}  # of `Degrees`, whose names differ
+ALIKE = (*DEGREES, "micro_batch")
 _Key = tuple[int, ...]
 
 
 def next_plans(found: Searched, top: int, *, alike: bool) -> list[tuple[int, Priced]]:
     """At most `top` plans beside the best plan, the best first.
 
-    They have other degrees. With `alike` plans of the same degrees and another micro-batch or schedule fill them up.
+    They have other degrees. With `alike` plans of the same degrees and another micro-batch fill them up.
     """
     together = found.together
     following = partial(
@@ -96,7 +95,7 @@ def next_best(
 
 
 def _in_columns(degrees: Degrees, columns: Sequence[str]) -> list[Any]:
-    return [getattr(degrees, _FIELDS.get(name, name)) for name in columns]
+    return [degrees.world_size if name == "num_devices" else getattr(degrees, name) for name in columns]
 
 
 def _first_below(

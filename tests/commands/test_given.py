@@ -22,7 +22,8 @@ def main():
     parser.add_argument("--width", type=int, required=True)
     width = parser.parse_args().width
     try:
-        parallel = {call}(Model(width), "2xcpu", example_inputs=(torch.zeros(4, width),) * 2, loss_fn=mean, plan="tuned")
+        batch = (torch.zeros(4, width),) * 2
+        parallel = {call}(Model(width), "2xcpu", example_inputs=batch, loss_fn=mean, plan="tuned")
     except Exception:
         raise SystemExit("it was caught")
     finally:
