@@ -25,6 +25,7 @@ from autopar.ir.program import Program
 from autopar.models.load import is_factory, resolve_model
 from autopar.runtime.distributed.launch import device_of_rank
 from autopar.runtime.model.module import ParallelModel
+from autopar.runtime.model.optimizers import optimizers_of
 from autopar.runtime.recording.run import peak_bytes
 from autopar.runtime.verify.random_batches import random_batches
 from autopar.runtime.verify.reference import constants_of, scaler_of, step_with
@@ -73,7 +74,7 @@ class Stepped:
 class Trainer:
     """A plan that is being trained on this rank."""
 
-    def __init__(self, rank: int, job: TrialJob) -> None:
+    def __init__(self, job: TrialJob) -> None:
         _die_before_the_controller()
         program, plan = _program_of(job), job.plan
         self.device = device_of_rank()
@@ -82,7 +83,7 @@ class Trainer:
         self._base_bytes = peak_bytes(_CPU)
         source = _Weights(program, job)
         self.model = ParallelModel(program, plan, source, self.device, seed=job.seed, buffers=source)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
+        self.optimizers = optimizers_of(self.model, plan.degrees.optimizer, LEARNING_RATE)
         self.scaler = scaler_of(plan.degrees)
         constants = constants_of(program, source)
         (batch,) = random_batches(program, plan.degrees, 1, job.seed, job.given, constants)
@@ -94,7 +95,7 @@ class Trainer:
         dist.barrier(device_ids=None if self.device.type == "cpu" else [self.device.index])
         started = time.perf_counter()
         self.model.forward_backward(self.batch, scaler=self.scaler)
-        step_with(self.scaler, self.optimizer)
+        step_with(self.scaler, *self.optimizers)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         spent = torch.tensor(time.perf_counter() - started, dtype=torch.float64, device=self.device)
@@ -134,7 +135,7 @@ _TRAINED: list[Trainer] = []
 def build(rank: int, job: TrialJob) -> Built:
     """Build the plan of this world on one rank. Collective."""
     started = time.perf_counter()
-    _TRAINED.append(Trainer(rank, job))
+    _TRAINED.append(Trainer(job))
     return Built(seconds=time.perf_counter() - started)
 
 

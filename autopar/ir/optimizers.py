@@ -7,9 +7,10 @@ matrices gets gathered values (`autopar.runtime.parameters.factored`), and says 
 A plan trains with any optimizer. Its memory is counted for the one that `Degrees.optimizer` names.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 from autopar.errors import did_you_mean
 
@@ -35,12 +36,16 @@ class OwnPart:
 class Optimizer:
     """One optimizer: the bytes of state that it holds for a parameter on one rank, and where that is written.
 
-    `state_bytes` are without the number of steps, which most optimizers of torch count for every parameter.
+    `state_bytes` are without the number of steps, which most optimizers of torch count for every parameter. `kind` is
+    the class, as module:name. It trains the parameters that it `takes`, and the default optimizer trains the others.
     """
 
     name: str
+    kind: str
     state_bytes: Callable[[OwnPart], int]
     source: str
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)  # of the class
+    takes: Callable[[OwnPart], bool] = lambda part: True
     runs_split: bool = True  # whether it updates parameters that are split over ranks
     counts_steps: Callable[[OwnPart], bool] = lambda part: True
     is_whole: Callable[[OwnPart], bool] = lambda part: False  # whether it gathers a parameter's gradient in every step
@@ -77,33 +82,45 @@ def _takes_muon(part: OwnPart) -> bool:
 OPTIMIZERS = {
     one.name: one
     for one in (
-        Optimizer(name="adamw", state_bytes=_adamw, source="torch.optim.AdamW; Kingma and Ba 2015: two moments"),
+        Optimizer(
+            name="adamw",
+            kind="torch.optim:AdamW",
+            state_bytes=_adamw,
+            source="torch.optim.AdamW; Kingma and Ba 2015: two moments",
+        ),
         Optimizer(
             name="sgd",
+            kind="torch.optim:SGD",
             state_bytes=lambda part: 0,
             source="torch.optim.SGD without momentum",
             counts_steps=lambda part: False,
         ),
         Optimizer(
             name="sgd-momentum",
+            kind="torch.optim:SGD",
+            options={"momentum": 0.9},
             state_bytes=lambda part: part.num_bytes,
             source="torch.optim.SGD with momentum",
             counts_steps=lambda part: False,
         ),
         Optimizer(
             name="adafactor",
+            kind="torch.optim:Adafactor",
             state_bytes=_adafactor,
             source="torch.optim.Adafactor; Shazeer and Stern 2018, section 3: rows and columns of the second moment",
             is_whole=lambda part: len(part.shape) > 1,
         ),
         Optimizer(
             name="adamw8bit",
+            kind="torchao.optim:AdamW8bit",
             state_bytes=_adamw8bit,
             source="torchao.optim.AdamW8bit; Dettmers et al. 2022: moments in 8 bits in blocks of 256 elements",
             runs_split=False,  # it compiles its step
         ),
         Optimizer(
             name="muon",
+            kind="torch.optim:Muon",
+            takes=_takes_muon,
             state_bytes=lambda part: part.num_bytes if _takes_muon(part) else _adamw(part),
             source="torch.optim.Muon for matrices of repeated blocks, torch.optim.AdamW for all other parameters",
             is_whole=_takes_muon,

@@ -51,14 +51,16 @@ def scaler_of(degrees: Degrees) -> torch.amp.GradScaler | None:
     return torch.amp.GradScaler("cpu", init_scale=LOSS_SCALE) if degrees.precision == "fp16" else None
 
 
-def step_with(scaler: torch.amp.GradScaler | None, optimizer: torch.optim.Optimizer) -> None:
-    """A step of the optimizer, skipped if the scaler has met an overflow. Gradients are gone after it."""
-    if scaler is None:
-        optimizer.step()
-    else:
-        scaler.step(optimizer)
+def step_with(scaler: torch.amp.GradScaler | None, *optimizers: torch.optim.Optimizer) -> None:
+    """A step of the optimizers, skipped if the scaler has met an overflow. Gradients are gone after it."""
+    for optimizer in optimizers:
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+        optimizer.zero_grad()
+    if scaler is not None:
         scaler.update()
-    optimizer.zero_grad()
 
 
 class _Reference:

@@ -19,7 +19,7 @@ from torch import nn
 
 import autopar
 from autopar.commands import tune_candidates
-from autopar.commands.trial import TrialJob
+from autopar.commands.trial import Trainer, TrialJob
 from autopar.cost_model.machine.machine import usable_bytes
 from autopar.errors import InputError, PlanError
 from autopar.ir.degrees import Degrees
@@ -173,6 +173,29 @@ def test_other_objectives_may_use_fewer_devices(objective: str, tmp_path: Path) 
             if one.outcome.seconds is not None
         ]
         assert min(values) == pytest.approx(found.tried[found.best].candidate.per_second * (found.step_s or 0))
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [("sgd-momentum", [("SGD", 16)]), ("muon", [("Muon", 6), ("AdamW", 10)])],  # the matrices of three like blocks
+)
+def test_trials_train_with_the_optimizer_of_the_request(
+    name: str, kinds: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
+    jobs: list[TrialJob] = []
+    usual = tune_candidates.Subject.job
+    monkeypatch.setattr(tune_candidates.Subject, "job", lambda *given: jobs.append(usual(*given)) or jobs[-1])
+    found = tuned(trials=1, cluster="1xcpu", fix={"optimizer": name})
+    assert found.plan is not None and found.plan.degrees.optimizer == name
+    with Ranks(1, checked=False) as world:
+        assert world.run(f"{Path(__file__).stem}:optimizers_of_trial", jobs[0]) == [kinds]
+
+
+def optimizers_of_trial(rank: int, job: TrialJob) -> list[tuple[str, int]]:
+    """On a rank: the optimizers of a trial, and how many parameters each has."""
+    found = Trainer(job).optimizers
+    return [(type(one).__name__, sum(len(group["params"]) for group in one.param_groups)) for one in found]
 
 
 # ---- failures ----

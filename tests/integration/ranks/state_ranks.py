@@ -9,33 +9,14 @@ from offload_ranks import made, whole
 from priced_models import Case
 
 from autopar.ir.plan import Plan
-from autopar.ir.program import hidden_parameters
-from autopar.runtime.model.module import ParallelModel
+from autopar.runtime.model.optimizers import optimizers_of
 from autopar.runtime.offload.state_files import local_tensors
-
-
-def optimizers(model: ParallelModel, name: str) -> list[torch.optim.Optimizer]:
-    """The real optimizers of an entry of `OPTIMIZERS`."""
-    every = list(model.parameters())
-    if name == "muon":
-        hidden = hidden_parameters(model.program)
-        infos = {info.whole_name for n, info in model.program.every_parameter.items() if n in hidden}
-        own = [p for n, p in model.named_parameters() if n in infos and p.dim() == 2]
-        others = [p for p in every if not any(p is one for one in own)]
-        return [torch.optim.Muon(own, lr=1e-3), torch.optim.AdamW(others, lr=1e-3)]
-    kinds: dict[str, Any] = {
-        "adamw": lambda: torch.optim.AdamW(every, lr=1e-3),
-        "sgd": lambda: torch.optim.SGD(every, lr=1e-3),
-        "sgd-momentum": lambda: torch.optim.SGD(every, lr=1e-3, momentum=0.9),
-        "adafactor": lambda: torch.optim.Adafactor(every, lr=1e-3),
-    }
-    return [kinds[name]()]
 
 
 def held_state(rank: int, one: Case, plan: Plan, name: str) -> int:
     """Bytes of the state of an optimizer after a step."""
     model, parts = made(one, plan)
-    own = optimizers(model, name)
+    own = optimizers_of(model, name, 1e-3)
     model.forward_backward(parts[0])
     for each in own:
         each.step()

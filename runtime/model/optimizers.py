@@ -1,0 +1,43 @@
+"""The real optimizers of an entry of `autopar.ir.optimizers.OPTIMIZERS`, for a model that trials train."""
+
+import importlib
+
+import torch
+
+from autopar.ir.optimizers import DEFAULT_OPTIMIZER, OwnPart, optimizer_named
+from autopar.ir.program import hidden_parameters
+from autopar.runtime.model.module import ParallelModel
+
+
+def optimizers_of(model: ParallelModel, name: str, lr: float) -> list[torch.optim.Optimizer]:
+    """The optimizers that train a model as the entry of a name says.
+
+    Args:
+        model: The model.
+        name: The name of the entry. An unknown name is AdamW's.
+        lr: The learning rate of all.
+
+    Returns:
+        The entry's optimizer, and the default optimizer for the parameters that the entry does not take.
+
+    Raises:
+        ImportError: A package with the optimizer is not installed.
+    """
+    entry, usual = optimizer_named(name), optimizer_named(DEFAULT_OPTIMIZER)
+    hidden = hidden_parameters(model.program)
+    names = {info.whole_name for key, info in model.program.every_parameter.items() if key in hidden}
+    own, others = list[torch.nn.Parameter](), list[torch.nn.Parameter]()
+    for key, parameter in model.named_parameters():
+        part = OwnPart(
+            shape=parameter.shape,
+            num_elements=parameter.numel(),
+            element_bytes=parameter.element_size(),
+            is_hidden=key in names,
+        )
+        (own if entry.takes(part) else others).append(parameter)
+    found = list[torch.optim.Optimizer]()
+    for one, parameters in ((entry, own), (usual, others)):
+        if parameters:
+            module, kind = one.kind.split(":")
+            found.append(getattr(importlib.import_module(module), kind)(parameters, lr=lr, **one.options))
+    return found
