@@ -8,7 +8,7 @@ of the host wait for the result. The controller is in the process of the first a
 store, and all agents carry them out in this order:
 
     start       start the ranks of this host for a world
-    run         run a function on them, and answer with its results or with what failed
+    run         run a function on them, and answer with its results or with the failure
     close       end them
     end         end the agent
 

@@ -1,4 +1,4 @@
-"""The controller's side of a trial: the ranks of one plan, the timing in turns, and what a failure means."""
+"""The controller's side of a trial: the ranks of one plan, the timing in turns, and the reasons of failures."""
 
 import re
 import time
@@ -173,7 +173,7 @@ def beside(seconds: Spread, best: Incumbent) -> Spread:
 
 
 def reason_of(error: RankError, kills_before: int = 0) -> Reason:
-    """What a failure means: ``oom``, ``timeout``, ``killed`` or ``error``.
+    """The reason of a failure: ``oom``, ``timeout``, ``killed`` or ``error``.
 
     >>> reason_of(RankError("rank 1 failed: OutOfMemoryError: CUDA out of memory", rank=1))
     'oom'

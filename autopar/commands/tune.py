@@ -1,8 +1,8 @@
 """`autopar.tune`: measure the few plans worth measuring, on the devices that are there.
 
-    plan       search all plans by prediction, and take the best of each degrees
+    plan       search all plans by prediction, and take the best plan of each degrees
     trial      start a world of ranks, build one plan, time steps in turns with the best plan so far
-    learn      correct predictions by what was measured, and decide (`autopar.search.measured.tuning`)
+    learn      correct predictions by the measurements, and decide (`autopar.search.measured.tuning`)
 
 The controller is this process. It holds no device and no process group, captures the model once, and sends programs. A
 trial has a world of its own, so a failed trial leaves nothing behind. The world of the best plan stays while the memory

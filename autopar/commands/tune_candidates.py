@@ -1,4 +1,4 @@
-"""What a measured search starts from: the captured model, the plans that may be measured, and the study of trials."""
+"""The start of a measured search: the captured model, the plans that may be measured, and the study of trials."""
 
 import json
 from collections.abc import Callable, Mapping

@@ -1,18 +1,18 @@
-"""What is believed of the step times of plans, if some of them were measured.
+"""Belief about the step times of plans after some plans were measured.
 
     log(seconds) = log(predicted seconds) + error
 
 Errors are normal. An error has a part that all plans share, a part that plans of similar degrees share, and a part of
-the plan's own:
+one plan alone:
 
     cov(i, j) = COMMON² + ALIKE² · exp(-|x_i - x_j|² / (2 · REACH²)) + OWN² · [i = j]        x: log2 of the degrees
 
 Measured plans condition the others: Gaussian process regression (Rasmussen, Williams 2006, "Gaussian Processes for
-Machine Learning", algorithm 2.1). The part of the own cannot be learnt, so a plan that is not measured keeps it. A
+Machine Learning", algorithm 2.1). The part of one plan alone cannot be learnt, so an unmeasured plan keeps it. A
 common factor never changes the order of plans. It does change how sure the order is.
 
 `worth_measuring` says whether another measurement may pay. ``benchmarks/tune_replay.py`` replays both on published
-sweeps, of which every layout was measured.
+sweeps, which have a measurement of every layout.
 """
 
 from collections.abc import Mapping, Sequence

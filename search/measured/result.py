@@ -1,4 +1,4 @@
-"""The result of `autopar.tune` as data: what was measured, what was learnt, and what is left."""
+"""The result of `autopar.tune` as data: trials, corrections of the prediction, and plans without a trial."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -25,7 +25,7 @@ class Tried:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Left:
-    """One plan that was not measured, and what is believed of it."""
+    """One plan without a trial, and its believed step time."""
 
     candidate: Candidate
     believed_s: float
@@ -35,7 +35,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneResult:
-    """The result of `autopar.tune`: the best measured plan, all trials, and what measuring on would gain.
+    """The result of `autopar.tune`: the best measured plan, all trials, and the gain of measuring on.
 
     best           the position of the best trial in `tried`, None if no trial ran
     is_settled     another trial can hardly pay, and this ended the search

@@ -1,9 +1,9 @@
-"""The ratio of two plans' step times that were measured in turns, and what it decides.
+"""The ratio of two plans' step times, measured in turns, and its interval.
 
 Machines drift, and neighbours disturb both plans of a round alike. So the ratio of a round is worth more than the times
-of two trials minutes apart. The interval of the median is that of order statistics, which assumes no distribution: with
-n rounds, the k-th smallest and the k-th largest ratio enclose the median with a probability of 1 - 2·P(B(n, 1/2) < k)
-(Conover 1999, "Practical Nonparametric Statistics", section 3.2).
+of two trials minutes apart. The interval of the median follows from order statistics, and assumes no distribution. The
+k-th smallest and the k-th largest of n ratios enclose the median with a probability of 1 - 2·P(B(n, 1/2) < k) (Conover
+1999, "Practical Nonparametric Statistics", section 3.2).
 """
 
 from collections.abc import Sequence

@@ -3,7 +3,7 @@
     params         the degrees by name
     value          the measured value of the objective
     constraint     ``memory``: above 0 after a trial that ran out of memory
-    user_attrs     the plan's degrees, its prediction, the outcome, and who runs it
+    user_attrs     the plan's degrees, its prediction, the outcome, and its process
 
 Several processes share a study. A process puts a plan into the queue and asks the study for a trial. No two processes
 get the same trial. The process writes its host, its number and a deadline into the trial. A trial whose process is gone

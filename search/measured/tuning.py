@@ -1,10 +1,10 @@
-"""What a measured search knows and does next. Everything here is a function of candidates and outcomes.
+"""The knowledge and the next step of a measured search. Everything here is a function of candidates and outcomes.
 
     candidates    plans that fit by their prediction, in the order of their price
-    outcomes      what the trials of some of them measured, or why they failed
+    outcomes      the measurements of the candidates with a trial, or the reasons of failed trials
     learnt        factors on computing and on the links of each tier, by ridge regression over the measured plans
     belief        the seconds of every candidate after that (`autopar.search.measured.belief`)
-    decision      the candidate to measure next, or why measuring ends
+    decision      the candidate to measure next, or the reason why measuring ends
 
 An out-of-memory trial rules out the candidates that are predicted to need as much or more. The same candidates and
 outcomes give the same decision.
@@ -44,7 +44,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What one trial found. A failed trial has no times."""
+    """The measurement or the failure of one trial. A failed trial has no times."""
 
     state: State
     reason: Reason = ""
@@ -73,7 +73,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """What is known after some trials: `factors` by term, the belief, and the candidates ruled out with the reason."""
+    """The knowledge after some trials: `factors` by term, the belief, and the candidates ruled out with the reason."""
 
     factors: Mapping[str, float]
     corrected_s: tuple[float, ...]

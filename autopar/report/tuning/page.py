@@ -1,4 +1,4 @@
-"""The result of a measured search as a page: predicted against measured, what was learnt, and what is left."""
+"""The result of a measured search as a page: trials, corrections of the prediction, and plans without a trial."""
 
 from dataclasses import dataclass
 

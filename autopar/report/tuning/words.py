@@ -29,7 +29,7 @@ def best_in_words(found: TuneResult) -> str:
 
 
 def gain_in_words(found: TuneResult) -> str:
-    """What measuring on would probably gain, in sentences."""
+    """The probable gain of measuring on, in sentences."""
     count = num_open(found)
     if not count:
         return "Every plan was tried or cannot run, so measuring on gains nothing."
