@@ -164,8 +164,7 @@ def tune_asked(
         on_progress("looking for the plans that may be measured")
         how = GivenProfile(of=profile, calibrate=calibrate)
         opened = opened_study(subject, wanted, study, how, hosts, on_progress)
-        done = measure(subject, opened, limits, on_progress, on_trial)
-        return replace(done, notes=(*given.notes, *done.notes), seconds=time.monotonic() - started)
+        return measure(subject, opened, limits, started, on_progress, on_trial)
 
     return in_job(run)
 
@@ -199,9 +198,14 @@ def check_limits(cluster: ClusterSpec, limits: Limits, objective: str, hosts: Ho
 
 
 def measure(
-    subject: Subject, opened: OpenedStudy, limits: Limits, on_progress: _Progress, on_trial: _OnTrial
+    subject: Subject,
+    opened: OpenedStudy,
+    limits: Limits,
+    started: float,
+    on_progress: _Progress,
+    on_trial: _OnTrial,
 ) -> TuneResult:
-    """Run trials until a rule or a limit ends them."""
+    """Run trials until a rule or a limit ends them. `started` is the time of `time.monotonic` at the beginning."""
     until = time.monotonic() + limits.budget_s
     runner = _Runner(subject=subject, opened=opened, limits=limits, report=on_progress)
     study = opened.study
@@ -230,7 +234,7 @@ def measure(
             on_trial(Tried(number=claim.number, candidate=study.candidates[claim.candidate], outcome=outcome))
     finally:
         runner.close()
-    found = _result(subject, opened, outcomes, decision.why, decision.is_settled)
+    found = _result(subject, opened, outcomes, decision.why, decision.is_settled, time.monotonic() - started)
     if opened.place is not None:
         keep_result(opened.place.where, json.dumps(found.to_dict()))
     if found.plan is not None:
@@ -309,7 +313,7 @@ class _Runner:
 
 
 def _result(
-    subject: Subject, opened: OpenedStudy, outcomes: Mapping[int, Outcome], why: str, is_settled: bool
+    subject: Subject, opened: OpenedStudy, outcomes: Mapping[int, Outcome], why: str, is_settled: bool, seconds: float
 ) -> TuneResult:
     study, candidates = opened.study, opened.study.candidates
     known, best = known_after(candidates, outcomes), best_of(candidates, outcomes, opened.study.objective)
@@ -335,8 +339,8 @@ def _result(
         chance_left=known.chance_left,
         gain_left=known.gain_left,
         factors=known.factors,
-        seconds=0.0,
-        notes=opened.notes,
+        seconds=seconds,
+        notes=(*subject.notes, *opened.notes),
         plan=None if best is None else subject.plan_of(candidates[best]),
         profile=_learnt(opened.machine, known, {candidates[at]: one for at, one in outcomes.items()}),
     )  # fmt: skip

@@ -68,6 +68,7 @@ class Subject:
     origin: str
     seed: int
     shared: Mapping[str, Any]  # the words that the request gives to every plan, such as a precision
+    notes: tuple[str, ...]  # for the user
 
     def job(self, candidate: Candidate) -> TrialJob:
         """What every rank of a trial of a candidate needs."""
@@ -110,6 +111,7 @@ def subject_of(given: Given, cluster: ClusterSpec, asked: PlanOptions, report: _
         origin=given.origin,
         seed=asked.seed,
         shared=shared_degrees(asked.narrowing()[0]),
+        notes=given.notes,
     )
 
 
@@ -202,8 +204,8 @@ def _calibrated(cluster: ClusterSpec, hosts: Hosts | None, report: _Progress) ->
 def candidates_of(subject: Subject, asked: PlanOptions, machine: Machine, report: _Progress) -> tuple[Candidate, ...]:
     """The best plans by prediction, in the order of their price.
 
-    They are the best plans of all degrees. If these are few, plans of other micro-batches are there too.
-    If none of them leaves a part of the memory free, the best plan that does so is there: trials may run out of memory.
+    They are the best plans of all degrees. If these plans are few, plans of other micro-batches are added. Trials may
+    run out of memory. So the best plans of three quarters and of half of the memory are added, if all others need more.
     """
     find = partial(
         search_captured, subject.captured, subject.cluster, name=subject.name, on_progress=report, labels=subject.labels

@@ -24,6 +24,7 @@ from autopar.cost_model.machine.machine import usable_bytes
 from autopar.errors import InputError, PlanError
 from autopar.ir.degrees import Degrees
 from autopar.planning.machine import machine_of
+from autopar.report.write import read_source
 from autopar.runtime.distributed.launch import Ranks
 from autopar.search.measured.result import Tried, TuneResult
 
@@ -133,6 +134,8 @@ def test_a_study_is_continued(tmp_path: Path) -> None:
     assert again.tried[0].outcome == first.tried[0].outcome  # nothing was measured again
     more = tuned(trials=2, study=path)
     assert len(more.tried) == 2 or more.is_settled
+    kept = read_source(path)
+    assert isinstance(kept, TuneResult) and kept.seconds == more.seconds > 0 and kept.notes == more.notes
     with pytest.raises(InputError, match="of another search"):
         tuned(trials=2, study=path, global_batch=16)
 
