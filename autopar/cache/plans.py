@@ -1,8 +1,8 @@
 """Searches of the models that autopar builds itself, kept by `autopar.cache.store`.
 
 A search depends on the capture, the request, the cluster and its profile, and on all of autopar's source, so that
-finding it again needs neither the captured program nor torch. Three kinds of searches are not kept: those with a time
-limit, which may have ended early, those with a study, which keeps its own trials, and those of a user's own factory.
+finding it again needs neither the captured program nor torch. Three kinds of searches are not kept. A search with a
+time limit may have ended early. A study keeps its own trials. A user's factory may change without notice.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ _Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="As of `autopar plan`; or a training script such as train.py, which runs until it calls "
-        "autopar.parallelize. Arguments of the script follow in the same text.",
+        help="A preset, a config.json or package.module:factory, as for `autopar plan`; or a training script such as "
+        "train.py, which runs until it calls autopar.parallelize. Arguments of the script follow in the same text.",
         show_default=False,
     ),
 ]

@@ -34,9 +34,9 @@ from autopar.runtime.measure.calibrate_device import Pace, device_works, measure
 from autopar.runtime.measure.calibrate_links import Groups
 
 DEFAULT_MINUTES = 3.0
-MEASURING = 0.5  # of the time that is left; the rest goes to preparing, to first runs and to the fit
-LEAST = 0.1  # of its share of all the time is left to every work, however late it is
-TOO_LONG = 3.0  # times the budget of a work: it is left out, and so are larger ones of its kind
+MEASURING = 0.5  # part of the remaining time for measuring; preparing, first runs and the fit take the rest
+LEAST = 0.1  # the least budget of a work, as a part of its share of all the time
+TOO_LONG = 3.0  # a work that takes longer, in budgets, is left out, as are larger works of its kind
 TIMEOUT_S, PASSES = 300.0, 3
 STEADY = 0.25  # passes of a machine that does nothing else differ by less
 _Progress = Callable[[int, int, str], None]  # works done, works in all, what comes next

@@ -25,6 +25,7 @@ from autopar.cache.tuned import keep_tuned
 from autopar.capture.export.export import Inputs, LossFunction
 from autopar.commands.given import Given
 from autopar.commands.hosts import Hosts, in_job
+from autopar.commands.trial import CROWDED
 from autopar.commands.trial_world import Incumbent, World, beside, is_crowded, measured
 from autopar.commands.tune_candidates import (
     COMPUTE,
@@ -255,7 +256,7 @@ class _Runner:
     best_bytes: float = 0.0
 
     def run(self, at: int, number: int) -> Outcome:
-        """The trial of a candidate."""
+        """The trial of a candidate. Raises `InputError` if other processes hold the memory that it needs."""
         candidate = self.opened.study.candidates[at]
         self.report(f"trial {number}: {plan_in_words(candidate.degrees)}")
         try:
@@ -268,6 +269,8 @@ class _Runner:
         if self.best is not None and self.best.world is not None and is_crowded(outcome):
             self.best.close()  # both plans together need more than was predicted
             outcome, world = measured(start, self.best)
+        if CROWDED in outcome.message:  # no fault of the plan: a later run may try it
+            raise InputError(f"the plans cannot be measured now: {outcome.message}")
         if outcome.seconds is None or world is None:
             return outcome
         seconds = outcome.seconds

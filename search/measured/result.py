@@ -68,7 +68,7 @@ class TuneResult:
     seconds: float  # of the whole search
     notes: tuple[str, ...] = ()
     plan: "Plan | None" = field(default=None, compare=False)  # the best measured plan, as it runs
-    profile: "DeviceProfile | None" = field(default=None, compare=False)  # corrected by what was measured
+    profile: "DeviceProfile | None" = field(default=None, compare=False)  # corrected by the measurements
 
     @property
     def step_s(self) -> float | None:

@@ -281,6 +281,23 @@ def test_a_plan_without_room_beside_the_best_plan_is_tried_alone(
     assert [one.outcome.reason for one in found.tried] == ["", ""]
 
 
+def test_memory_of_other_processes_ends_the_search_and_is_no_answer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "planted_held.py").write_text(
+        "from autopar.commands.trial import CROWDED\nfrom autopar.errors import InputError\n"
+        "raise InputError(f'30 GB of 80 GB {CROWDED}: end the processes that hold the rest')\n"
+    )
+    study = tmp_path / "tune.log"
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "path", [str(tmp_path), *sys.path])
+        planted(patched, "held", 0)
+        with pytest.raises(InputError, match=r"cannot be measured now: .*end the processes that hold the rest"):
+            tuned(trials=1, study=study)
+    found = tuned(trials=1, study=study)  # the same plan is tried again
+    assert found.best == 0 and len(found.tried) == 1
+
+
 def test_if_every_trial_fails_the_result_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     planted(monkeypatch, "memory", 0)
     found = tuned(trials=1, fix={"zero": 0, "tp": 1, "pp": 1})

@@ -19,7 +19,7 @@ _ABOVE_0 = "must be above 0"
 
 
 def tuning_from(data: Any, source: str = "tuning result") -> TuneResult:
-    """The inverse of `TuneResult.to_dict`, without the profile, of which only the name is written.
+    """The inverse of `TuneResult.to_dict`, without the profile. The data has only the name of the profile.
 
     Args:
         data: Plain data, as JSON has it.
