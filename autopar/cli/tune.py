@@ -108,7 +108,6 @@ def tune(
         seed=seed,
     )  # fmt: skip
     with progress(f"building {model}") as on_progress:
-        from autopar.commands.hosts import is_controller
         from autopar.commands.tune import Limits, tune_asked
 
         limits = Limits(trials=trials, budget_s=budget_s, trial_s=trial_s)
@@ -117,8 +116,6 @@ def tune(
             study=study, profile=profile, calibrate=calibrate, on_progress=on_progress,
             on_trial=(lambda one: None) if as_json else _show_trial,
         )  # fmt: skip
-    if not is_controller():  # the first process of a job prints and writes
-        return
     if out is not None and result.plan is not None:
         result.plan.save(out)
     kept = _keep_profile(result, cluster, profile_out)

@@ -27,7 +27,7 @@ from autopar.cost_model.machine.profile_io import profile_to_dict
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.samples import Sample, Work
 from autopar.runtime.distributed.broadcast import broadcast_object, gather_objects
-from autopar.runtime.distributed.launch import OpenRanks, device_of_rank, ranks_here
+from autopar.runtime.distributed.launch import Ranks, device_of_rank
 from autopar.runtime.measure import calibrate_links
 from autopar.runtime.measure.calibrate_cuda import dtypes_of, num_units, reserve_bytes
 from autopar.runtime.measure.calibrate_device import Pace, device_works, measure, seconds_of
@@ -102,24 +102,20 @@ def calibrate(
     return combined(found, cluster, _rank_device(device), _measurement(how, 1, started))
 
 
-def calibrate_cluster(
-    cluster: ClusterSpec, minutes: float, on_progress: _Progress, open_ranks: OpenRanks = ranks_here
-) -> Calibration:
+def calibrate_cluster(cluster: ClusterSpec, minutes: float, on_progress: _Progress) -> Calibration:
     """Start a rank for each device of a cluster, measure for about `minutes` and fit. This process holds no device.
 
     Args:
         cluster: The devices that are here.
         minutes: Of measuring.
         on_progress: Receives the works done, the works in all, and what comes next.
-        open_ranks: Starts the ranks; by default on this host.
 
     Raises:
         RankError: A rank failed.
     """
     started, num_ranks = time.monotonic(), cluster.num_devices
     on_progress(0, 1, "starting ranks")
-    world = open_ranks(num_ranks, timeout_s=TIMEOUT_S, device_type=cluster.device_type)
-    try:
+    with Ranks(num_ranks, timeout_s=TIMEOUT_S, checked=False, device_type=cluster.device_type) as world:
         every: list[RankDevice] = world.run("autopar.commands.calibrate:rank_device")
         hosts = [one.host for one in every]
         todo = stages(cluster.device_type, every[0].dtypes, hosts) * passes(minutes)
@@ -129,8 +125,6 @@ def calibrate_cluster(
             found.append((stage, world.run("autopar.commands.calibrate:measured_on_rank", stage, meter.budget_s)))
             meter.done(stage)
         own: RankDevice = world.run("autopar.commands.calibrate:rank_device")[0]
-    finally:
-        world.close()
     where = f"{os.cpu_count()} cores, one thread each" if cluster.device_type == "cpu" else _hosts_in_words(hosts)
     how = f"{cluster.backend}, {num_ranks} ranks at once on {where}"
     sharing = ranks_per_core(cluster.device_type, hosts.count(hosts[0]))

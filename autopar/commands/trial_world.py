@@ -10,7 +10,7 @@ from statistics import median
 
 from autopar.commands.trial import CROWDED, TrialJob
 from autopar.errors import RankError
-from autopar.runtime.distributed.launch import OpenRanks, ranks_here
+from autopar.runtime.distributed.launch import Ranks
 from autopar.search.measured.rounds import Spread, spread
 from autopar.search.measured.tuning import Outcome, Reason
 
@@ -32,13 +32,12 @@ class World:
         job: The plan, and what its ranks need.
         num_ranks: The number of ranks.
         within_s: Seconds after which a call that does not end is a failure.
-        open_ranks: Starts the ranks; by default on this host.
     """
 
-    def __init__(self, job: TrialJob, num_ranks: int, *, within_s: float, open_ranks: OpenRanks = ranks_here) -> None:
+    def __init__(self, job: TrialJob, num_ranks: int, *, within_s: float) -> None:
         started = time.monotonic()
         # ranks that wait for another say so after half of the time
-        self._ranks = open_ranks(num_ranks, timeout_s=within_s / 2, device_type=job.device_type)
+        self._ranks = Ranks(num_ranks, timeout_s=within_s / 2, checked=False, device_type=job.device_type)
         try:
             self._ranks.run("autopar.commands.trial:build", job)
         except BaseException:

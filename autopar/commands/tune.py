@@ -10,6 +10,7 @@ suffices for two plans.
 """
 
 import json
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -24,7 +25,6 @@ from autopar.cache.store import cache_folder
 from autopar.cache.tuned import keep_tuned
 from autopar.capture.export.export import Inputs, LossFunction
 from autopar.commands.given import Given
-from autopar.commands.hosts import Hosts, in_job
 from autopar.commands.trial import CROWDED
 from autopar.commands.trial_world import Incumbent, World, beside, is_crowded, measured
 from autopar.commands.tune_candidates import (
@@ -41,14 +41,12 @@ from autopar.cost_model.machine.profile import DeviceProfile
 from autopar.errors import AutoparError, InputError, Problem
 from autopar.ir.cluster import ClusterSpec
 from autopar.planning.options import PlanOptions
-from autopar.runtime.distributed.launch import ranks_here
 from autopar.search.driver.study import keep_result
 from autopar.search.measured.belief import chances
 from autopar.search.measured.result import Left, Tried, TuneResult
 from autopar.search.measured.tuning import Candidate, Known, Outcome, best_of, decide, known_after
 from autopar.search.result.format import plan_in_words
 from autopar.search.result.result import OBJECTIVES
-from autopar.search.space.subcluster import part_of
 
 TRIALS, BUDGET_S, TRIAL_S = 5, 600.0, 300.0
 CONSIDERED = 20  # plans among which trials are chosen
@@ -152,26 +150,28 @@ def tune_asked(
     on_progress: _Progress,
     on_trial: _OnTrial,
 ) -> TuneResult:
-    """`tune` for the options of a search. `make` builds the model. In a job only the controller calls it."""
-
-    def run(hosts: Hosts | None) -> TuneResult:
-        started = time.monotonic()
-        check_limits(cluster, limits, asked.objective, hosts)
-        wanted = replace(asked, top=CONSIDERED - 1)
-        wanted.check_search(cluster.num_devices)
-        given = make()
-        on_progress(f"capturing {given.name}")
-        subject = subject_of(given, cluster, wanted, on_progress)
-        on_progress("looking for the plans that may be measured")
-        how = GivenProfile(of=profile, calibrate=calibrate)
-        opened = opened_study(subject, wanted, study, how, hosts, on_progress)
-        return measure(subject, opened, limits, started, on_progress, on_trial)
-
-    return in_job(run)
+    """`tune` for the options of a search. `make` builds the model."""
+    started = time.monotonic()
+    _check(cluster, limits, asked.objective)
+    wanted = replace(asked, top=CONSIDERED - 1)
+    wanted.check_search(cluster.num_devices)
+    given = make()
+    on_progress(f"capturing {given.name}")
+    subject = subject_of(given, cluster, wanted, on_progress)
+    on_progress("looking for the plans that may be measured")
+    how = GivenProfile(of=profile, calibrate=calibrate)
+    opened = opened_study(subject, wanted, study, how, on_progress)
+    return measure(subject, opened, limits, started, on_progress, on_trial)
 
 
-def check_limits(cluster: ClusterSpec, limits: Limits, objective: str, hosts: Hosts | None) -> None:
-    """Raise `InputError` if the devices are not here, or a limit cannot be used."""
+def _check(cluster: ClusterSpec, limits: Limits, objective: str) -> None:
+    """Raise `InputError` in a job of several processes, if the devices are not here, or if a limit cannot be used."""
+    for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
+        if os.environ.get(name, "1") != "1":
+            raise InputError(
+                f"tune starts its own ranks, and this is one of {os.environ[name]} processes ({name}); start it as one "
+                "process, without torchrun, or by srun --ntasks 1"
+            )
     problems = [
         Problem(path=name, value=value, rule="must be above 0")
         for name, value in (("trials", limits.trials), ("budget_s", limits.budget_s), ("trial_s", limits.trial_s))
@@ -184,12 +184,9 @@ def check_limits(cluster: ClusterSpec, limits: Limits, objective: str, hosts: Ho
         rule = f"has {wanted} GPUs a host, and {here or 'none'} are here"
         remedy = "search without devices by `autopar plan`, or run this where the GPUs are"
         problems.append(Problem(path="cluster", value=cluster.name, rule=rule, suggestion=remedy))
-    num_hosts = 1 if hosts is None else hosts.job.num_hosts
-    if not problems and cluster.num_hosts != num_hosts:
-        rule = f"has {cluster.num_hosts} hosts, and this job {num_hosts}"
-        remedy = (
-            f"start it by torchrun --nnodes {cluster.num_hosts} --nproc-per-node 1, or name the hosts that are here"
-        )
+    if not problems and cluster.num_hosts != 1:
+        rule = f"has {cluster.num_hosts} hosts, and plans are measured on one"
+        remedy = "name the devices of this host, such as -c 8xh100, or search without devices by `autopar plan`"
         problems.append(Problem(path="cluster", value=cluster.name, rule=rule, suggestion=remedy))
     if problems:
         raise InputError("the plans cannot be measured", problems)
@@ -296,10 +293,7 @@ class _Runner:
 
     def _starter(self, candidate: Candidate) -> Callable[[], World]:
         """A function that starts the ranks of a candidate. Raises the errors of the labeller."""
-        hosts, of = self.opened.hosts, part_of(self.subject.cluster, candidate.num_devices)
-        opening = ranks_here if hosts is None else partial(hosts.open, of)
-        job = self.subject.job(candidate)
-        return partial(World, job, candidate.num_devices, within_s=self.limits.trial_s, open_ranks=opening)
+        return partial(World, self.subject.job(candidate), candidate.num_devices, within_s=self.limits.trial_s)
 
     def _fits_beside(self, candidate: Candidate) -> bool:
         """Whether a plan fits beside the best plan, by prediction."""

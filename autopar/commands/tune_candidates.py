@@ -16,7 +16,6 @@ from autopar.capture.record.captured import Capture
 from autopar.capture.record.pickled import to_bytes
 from autopar.commands.calibrate import calibrate_cluster
 from autopar.commands.given import Given
-from autopar.commands.hosts import Hosts
 from autopar.commands.trial import TrialJob
 from autopar.cost_model.fit.profile_comparison import tiers_of
 from autopar.cost_model.machine.cluster import precision_of
@@ -36,7 +35,6 @@ from autopar.planning.measured import profile_for
 from autopar.planning.options import PlanOptions
 from autopar.planning.search import labels_for, plan_as_priced, search_captured, with_shared
 from autopar.planning.study_question import question_about
-from autopar.runtime.distributed.launch import ranks_here
 from autopar.runtime.parameters.materialise import parameter_source
 from autopar.runtime.verify.random_batches import values_that_decide
 from autopar.search.driver.study import StudyPlace, study_place
@@ -133,7 +131,6 @@ class OpenedStudy:
     sequence: int
     notes: tuple[str, ...]
     place: StudyPlace | None
-    hosts: Hosts | None = None  # of a job; without one ranks start on this host
 
 
 # ---- candidates ----
@@ -144,7 +141,6 @@ def opened_study(
     asked: PlanOptions,
     where: str | Path | None,
     profile: GivenProfile,
-    hosts: Hosts | None,
     report: _Progress,
 ) -> OpenedStudy:
     """The study with its candidates: the ones that it was made with, or the best plans by prediction."""
@@ -164,7 +160,7 @@ def opened_study(
     else:
         machine = machine_of(cluster, given, precision)
         if profile.calibrate and _is_unmeasured(cluster, profile, machine):
-            machine = machine_of(cluster, _calibrated(cluster, hosts, report), precision)
+            machine = machine_of(cluster, _calibrated(cluster, report), precision)
             notes = ("these devices were calibrated first; `autopar calibrate --out FILE` keeps a profile",)
         candidates = candidates_of(subject, asked, machine, report)
     tokens = (asked.global_batch or 0) * (program.sequence or 1)
@@ -178,7 +174,6 @@ def opened_study(
         sequence=program.sequence or 1,
         notes=notes,
         place=place,
-        hosts=hosts,
     )
 
 
@@ -190,14 +185,13 @@ def _is_unmeasured(cluster: ClusterSpec, profile: GivenProfile, machine: Machine
     return cluster.device_type == "cpu" or not machine.profile.is_of_device
 
 
-def _calibrated(cluster: ClusterSpec, hosts: Hosts | None, report: _Progress) -> DeviceProfile:
+def _calibrated(cluster: ClusterSpec, report: _Progress) -> DeviceProfile:
     """The profile that ranks on all devices measure. This process holds no device."""
     report("calibrating: nobody measured the profile of these devices")
     return calibrate_cluster(
         cluster,
         CALIBRATION_MINUTES,
         lambda done, total, text: report(f"calibrating, {done} of {total}: {text}"),
-        ranks_here if hosts is None else partial(hosts.open, cluster),
     ).profile
 
 

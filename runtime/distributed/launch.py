@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from autopar.errors import AutoparError, RankError
 
@@ -52,48 +52,15 @@ PRELOADED = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
-    """Where the ranks of several hosts meet: a TCPStore that is there, and a prefix of the world's own."""
-
-    host: str
-    port: int
-    prefix: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """What a rank needs to join its world. `folder` is private to the ranks of this host."""
+    """What a rank needs to join its world. `folder` is private to its ranks."""
 
     rank: int
-    local_rank: int
     world_size: int
     folder: str
-    meeting: Meeting | None
     timeout_s: float
     checked: bool
     device_type: str
-
-
-class RunningRanks(Protocol):
-    """Ranks that run functions together, on this host or on several."""
-
-    @property
-    def is_open(self) -> bool: ...
-
-    def run(self, target: str, *arguments: Any) -> list[Any]: ...
-
-    def close(self) -> None: ...
-
-
-class OpenRanks(Protocol):
-    """Starts ranks."""
-
-    def __call__(self, num_ranks: int, *, timeout_s: float, device_type: str) -> RunningRanks: ...
-
-
-def ranks_here(num_ranks: int, *, timeout_s: float, device_type: str) -> RunningRanks:
-    """Start ranks on this host, whose collectives are not compared."""
-    return Ranks(num_ranks, timeout_s=timeout_s, checked=False, device_type=device_type)
 
 
 def device_of_rank() -> "torch.device":
@@ -104,20 +71,11 @@ def device_of_rank() -> "torch.device":
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
-def _store_of(place: _Place) -> Any:
-    from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
-
-    if place.meeting is None:
-        return FileStore(os.path.join(place.folder, "store"), place.world_size)
-    meeting, timeout = place.meeting, timedelta(seconds=place.timeout_s)
-    store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout, wait_for_workers=False)
-    return PrefixStore(meeting.prefix, store)
-
-
 def _work(place: _Place, pipe: Any, asked: Any) -> None:
     """A rank: join the group, then run functions until told to stop."""
     import torch
     import torch.distributed as dist
+    from torch.distributed import FileStore  # type: ignore[attr-defined]
 
     rank, world_size = place.rank, place.world_size
     level = "DETAIL" if place.checked else "OFF"
@@ -130,10 +88,10 @@ def _work(place: _Place, pipe: Any, asked: Any) -> None:
     threading.Thread(target=_answer, args=(asked, threading.get_ident()), daemon=True).start()
     try:
         if place.device_type == "cuda":
-            torch.cuda.set_device(place.local_rank)
+            torch.cuda.set_device(rank)
         dist.init_process_group(
             "nccl" if place.device_type == "cuda" else "gloo",
-            store=_store_of(place),
+            store=FileStore(os.path.join(place.folder, "store"), world_size),
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=place.timeout_s),
@@ -182,8 +140,7 @@ def stack_file(folder: str, rank: int) -> str:
 class Ranks:
     """A world of ranks on this machine. Use as a context manager; `run` may be called many times.
 
-    CPU ranks talk by gloo. With `device_type` "cuda" each rank has a GPU, and ranks talk by NCCL. A world of several
-    hosts has `Ranks` on each of them: `local` are the ranks of this host, and `meeting` is where all of them meet.
+    CPU ranks talk by gloo. With `device_type` "cuda" each rank has a GPU, and ranks talk by NCCL.
 
     A rank that waits for another longer than `timeout_s` fails, and the one that it waits for is named; a run that
     takes twice as long is ended. A `checked` world compares every collective's order and shapes before it runs: slower,
@@ -197,26 +154,21 @@ class Ranks:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         checked: bool = True,
         device_type: str = "cpu",
-        local: range | None = None,
-        meeting: Meeting | None = None,
     ) -> None:
         self.world_size, self.timeout_s, self.device_type = world_size, timeout_s, device_type
-        self.local = range(world_size) if local is None else local
         self._folder = tempfile.TemporaryDirectory(prefix="autopar-ranks-")
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(list(PRELOADED))
         self._pipes: list[Any] = []
         self._questions: list[Any] = []
         self._processes: list[Any] = []
-        for at, rank in enumerate(self.local):
+        for rank in range(world_size):
             ours, theirs = context.Pipe()
             question, asked = context.Pipe()
             place = _Place(
                 rank=rank,
-                local_rank=at,
                 world_size=world_size,
                 folder=self._folder.name,
-                meeting=meeting,
                 timeout_s=timeout_s,
                 checked=checked,
                 device_type=device_type,
@@ -246,11 +198,11 @@ class Ranks:
             raise
 
     def _collect(self, wanted: str, describe: Describe = lambda rank: f"rank {rank}") -> list[Any]:
-        results: dict[int, Any] = {}  # by the place of a rank among the ranks of this host, as all below
+        results: dict[int, Any] = {}
         self._asked = time.monotonic()
         deadline = self._asked + 2 * self.timeout_s  # ranks that wait for another say so after half of it
-        while len(results) < len(self.local):
-            waiting: dict[Any, int] = {self._pipes[r]: r for r in range(len(self.local)) if r not in results}
+        while len(results) < self.world_size:
+            waiting: dict[Any, int] = {self._pipes[r]: r for r in range(self.world_size) if r not in results}
             ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 self._fail_silent(sorted(waiting.values()), describe)
@@ -261,7 +213,7 @@ class Ranks:
                     self._fail(rank, value, waiting.values(), describe)
                 assert kind == wanted, (kind, wanted)
                 results[rank] = value
-        return [results[rank] for rank in range(len(self.local))]
+        return [results[rank] for rank in range(self.world_size)]
 
     def _receive(self, rank: int) -> tuple[str, Any]:
         try:
@@ -269,7 +221,7 @@ class Ranks:
             return str(kind), value
         except (EOFError, ConnectionResetError):
             self._processes[rank].join(GRACE_S)
-            code, path = self._processes[rank].exitcode, stack_file(self._folder.name, self.local[rank])
+            code, path = self._processes[rank].exitcode, stack_file(self._folder.name, rank)
             stacks = Path(path).read_text() if os.path.exists(path) else ""
             waited = time.monotonic() - self._asked
             if self.device_type == "cuda" and code == -signal.SIGABRT and waited >= self.timeout_s:
@@ -301,11 +253,11 @@ class Ranks:
         silent = sorted(set(waiting) - set(failures))
         if silent and when != DIED and any(word in message for word in TIMED_OUT):
             told = [failures[rank][3] for rank in sorted(failures) if failures[rank][3]]
-            why = f"; {describe(self.local[first])} waited for it: {message.splitlines()[0]}"
+            why = f"; {describe(first)} waited for it: {message.splitlines()[0]}"
             self._fail_silent(silent, describe, "\n".join([why, *told]))
         self.close()
-        text = f"{describe(self.local[first])} failed: {'; '.join(part for part in (message, notes) if part)}"
-        raise RankError(text if kind == "user" or not trace else f"{text}\n\n{trace}", rank=self.local[first])
+        text = f"{describe(first)} failed: {'; '.join(part for part in (message, notes) if part)}"
+        raise RankError(text if kind == "user" or not trace else f"{text}\n\n{trace}", rank=first)
 
     def _fail_silent(self, ranks: Sequence[int], describe: Describe, why: str = "") -> None:
         """End all ranks; some do not answer, and are asked where they are."""
@@ -313,10 +265,10 @@ class Ranks:
         for rank in ranks:
             self._processes[rank].kill()  # what does not answer does not end by itself
         self.close()
-        named = " and ".join(describe(self.local[rank]) for rank in ranks)
-        shown = "".join(f"\n\n{describe(self.local[rank])} is at\n{stack}" for rank, stack in stacks.items() if stack)
+        named = " and ".join(describe(rank) for rank in ranks)
+        shown = "".join(f"\n\n{describe(rank)} is at\n{stack}" for rank, stack in stacks.items() if stack)
         within = self.timeout_s if why else 2 * self.timeout_s
-        raise RankError(f"{named} did not answer within {within:.0f} s{why}{shown}", rank=self.local[ranks[0]])
+        raise RankError(f"{named} did not answer within {within:.0f} s{why}{shown}", rank=ranks[0])
 
     def _rank_position(self, rank: int) -> str:
         """Stage, micro-batch and collective of a rank; empty outside a step, and where it cannot run at all."""
@@ -328,7 +280,7 @@ class Ranks:
 
     def _stack(self, rank: int) -> str:
         """The innermost lines of a rank's Python stack; empty where it cannot run at all."""
-        process, path = self._processes[rank], stack_file(self._folder.name, self.local[rank])
+        process, path = self._processes[rank], stack_file(self._folder.name, rank)
         deadline = time.monotonic() + STACK_S
         if process.is_alive() and os.path.exists(path):
             os.kill(process.pid, signal.SIGUSR1)

@@ -161,6 +161,24 @@ def test_devices_that_are_not_here_are_refused() -> None:
         autopar.tune(Model(), "8xh100", example_inputs={"x": torch.zeros(4, 32)}, global_batch=8)
 
 
+def test_several_hosts_are_refused_in_words(tmp_path: Path) -> None:
+    path = tmp_path / "two.yaml"
+    between = "inter_host: {name: x, bandwidth_gb_per_s: 1, latency_us: 9}\n"
+    path.write_text(PRICED.replace("num_hosts: 1", "num_hosts: 2") + between)
+    with pytest.raises(
+        InputError, match=r"has 2 hosts, and plans are measured on one; .*name the devices of this host"
+    ):
+        tuned(cluster=str(path))
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
+def test_a_job_of_several_processes_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process would start all ranks, and write the same files."""
+    monkeypatch.setenv(name, "2")
+    with pytest.raises(InputError, match=rf"one of 2 processes \({name}\); start it as one process"):
+        tuned()
+
+
 @pytest.mark.parametrize("objective", ["cost", "energy", "memory"])
 def test_other_objectives_may_use_fewer_devices(objective: str, tmp_path: Path) -> None:
     path = tmp_path / "priced.yaml"

@@ -5,13 +5,16 @@ or a tagged mapping: ``{"node": "x"}``, ``{"size": [[1, 1, 1, 0]]}``, ``{"dtype"
 `autopar.capture.record.write` writes records, and `autopar.capture.record.read` reads them.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from autopar.capture.forms import Term
 from autopar.files.strict_model import StrictModel
 from autopar.ir.program import Role
 
 Size = int | tuple[Term, ...]
+Word = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]  # torch.fx writes it into Python code
 
 
 class InfoRecord(StrictModel):
@@ -36,8 +39,8 @@ class LiteralRecord(StrictModel):
 class LeafRecord(StrictModel):
     """A placeholder: a port of a block, or a buffer or literal from which constants are computed."""
 
-    name: str
-    target: str
+    name: Word
+    target: Word
     role: Role
     differentiable: bool
     info: InfoRecord | None
@@ -47,10 +50,10 @@ class LeafRecord(StrictModel):
 class NodeRecord(StrictModel):
     """A call of an operator."""
 
-    name: str
+    name: Word
     target: str
     args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    kwargs: dict[Word, Any]
     info: InfoRecord
     key: str = ""
     batch_literal: bool = False

@@ -1,5 +1,6 @@
 """A capture as a file: reading gives the written capture, and refuses other files."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,30 @@ def test_operators_that_are_not_known_are_refused(written: Path) -> None:
     strange = Capture(record=type(read.record).model_validate_json(text), unknown=None, again=None, sequence=None)
     with pytest.raises(CaptureError, match=r"no operator 'os\.system\.default'"):
         strange.at(batch=4)
+
+
+@pytest.mark.parametrize(
+    "at",
+    [("blocks", 0, "ports", -1, "target"), ("blocks", 0, "nodes", 0, "name")],
+    ids=["a port", "a node"],
+)
+def test_text_that_would_become_code_is_refused(written: Path, at: tuple[Any, ...]) -> None:
+    """fx writes names into the code that it compiles."""
+    record = open_capture(written)[1]().record
+    assert record is not None
+    content = json.loads(record.model_dump_json())
+    *way, last = at
+    place = content
+    for step in way:
+        place = place[step]
+    place[last] = "target=print('planted')"
+    with pytest.raises(ValueError, match="should match pattern"):
+        type(record).model_validate_json(json.dumps(content))
+    words = content["blocks"][0]["nodes"][0]
+    place[last] = "target"
+    words["kwargs"] = {"x=print('planted'), y": 1}
+    with pytest.raises(ValueError, match="should match pattern"):
+        type(record).model_validate_json(json.dumps(content))
 
 
 def test_a_capture_that_is_known_at_no_other_size_is_not_written() -> None:
