@@ -132,8 +132,8 @@ def _splittable(program: Program, degrees: Degrees) -> Program:
         is_unseen = program.mixes_batch.startswith(UNSEEN)
         may, larger = ("may", " or a larger micro_batch") if is_unseen else ("would", "")
         raise PlanError(
-            f"{name} = {count} {may} change the loss: {program.mixes_batch}; use {name} = 1{larger}, or accept the "
-            "mean of the micro-batches' losses (per_micro_batch = true, --per-micro-batch)"
+            f"{name} = {count} {may} change the loss: {program.mixes_batch}; use {name} = 1{larger}. "
+            "per_micro_batch = true (--per-micro-batch) trains another loss: the mean of the micro-batches' losses"
         )
     return program
 

@@ -22,6 +22,7 @@ from autopar.capture.passes.embedding_bags import embedding_bags
 from autopar.capture.passes.experts import histogram_of_integers, one_grouped_product, operators_of_libraries
 from autopar.capture.passes.in_place import drop_copies, functionalise
 from autopar.capture.passes.linears import matmul_to_linear
+from autopar.capture.passes.own_rows import own_rows
 from autopar.capture.passes.recurrent import drop_between_layers
 from autopar.capture.passes.routing import tokens_are_parallel
 from autopar.capture.passes.several_outputs import one_output_each
@@ -239,6 +240,8 @@ PASSES: tuple[GraphPass, ...] = (
     histogram_of_integers,
     one_grouped_product,
     tokens_are_parallel,
+    own_rows,
+    drop_no_ops,
     split_mean_loss,
     remove_dead,
 )

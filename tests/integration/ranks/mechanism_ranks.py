@@ -1,0 +1,57 @@
+"""A model on ranks beside the unmodified one on the whole batch: `Ranks.run("mechanism_ranks:worst_error", ...)`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from mechanism_models import MODELS
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree
+
+from autopar.api import parallelize
+
+STEPS = 2
+
+
+class Wide(TorchFunctionMode):
+    """Casts to float32 that models write are casts to float64."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.float:
+            function = torch.Tensor.double
+        dtype = lambda a: torch.float64 if a is torch.float32 else a  # noqa: E731
+        args, kwargs = _pytree.tree_map(dtype, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+def worst_error(rank: int, world_size: int, name: str, wish: Mapping[str, Any]) -> float:
+    """The largest error of a loss or a gradient in steps of SGD, relative to the gradient's norm."""
+
+    def built() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+        torch.manual_seed(0)
+        model, batch = MODELS[name]()
+        return model.double(), {n: t.double() if t.is_floating_point() else t for n, t in batch.items()}
+
+    worst = 0.0
+    with Wide():
+        (model, batch), (reference, _) = built(), built()
+        local = {n: t.chunk(wish.get("dp", 1))[0] for n, t in batch.items()}
+        parallel = parallelize(model, f"{world_size}xcpu", example_inputs=local, plan=wish)
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (parallel, reference)]
+        for _ in range(STEPS):
+            loss, output = parallel.forward_backward(parallel.local_batch(batch)), reference(**batch)
+            expected = output if isinstance(output, torch.Tensor) else output.loss
+            expected.backward()
+            worst = max(worst, abs(loss.item() - expected.item()))
+            gradients = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
+            found = parallel.whole_gradients()
+            assert wish.get("pp", 1) > 1 or found.keys() == gradients.keys()
+            worst = max([worst, *(_error(found[n], gradients[n]) for n in found)])
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    return worst
+
+
+def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm().clamp(min=1e-9))
