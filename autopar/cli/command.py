@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from autopar.cli.output import own_stdout
 from autopar.errors import AutoparError, CaptureError, InfeasibleError, RankError, SearchError, VerificationError
 from autopar.planning.options import PlanOptions, command_options, flag
 
@@ -45,7 +46,7 @@ def register(app: typer.Typer, function: Callable[..., None]) -> None:
         # remarks of libraries about things that are on purpose; ranks that a command starts inherit this
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         os.environ.setdefault("TORCH_LOGS", "-dtensor")
-        with _Guard(wants_traceback):
+        with _Guard(wants_traceback), own_stdout():
             if takes_options:
                 given["options"] = PlanOptions(**{name: given.pop(name) for name in command_options()})
             function(**given)
@@ -95,7 +96,6 @@ class _Guard:
             _say("interrupted")
             raise typer.Exit(INTERRUPTED) from None
         if isinstance(error, BrokenPipeError):  # the reader of our output left, as `autopar models | head -1` does
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(0) from None
         if not isinstance(error, Exception):
             return

@@ -1,14 +1,20 @@
-"""Printing: tables and explanations through rich on stdout, progress on stderr, JSON exactly as it is."""
+"""Printing: tables and explanations through rich on stdout, progress on stderr, JSON exactly as it is.
+
+Within `own_stdout` nobody else writes to stdout: what a model or a library prints goes to stderr.
+"""
 
 import io
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
-from typing import Any
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextvars import ContextVar
+from typing import Any, TextIO
 
 from rich.console import Console
+from rich.file_proxy import FileProxy
 from rich.table import Table
 from rich.text import Text
 
@@ -16,18 +22,50 @@ from autopar.errors import AutoparError
 from autopar.ir.explanation import Section
 
 WIDTH_WITHOUT_TERMINAL = 160
+_STDOUT, _STDERR = 1, 2  # their file descriptors, to which C code writes
+_own: ContextVar[TextIO | None] = ContextVar("own stdout", default=None)
+
+
+@contextmanager
+def own_stdout() -> Iterator[None]:
+    """Only `console` and `print_json` write to stdout meanwhile. What others print goes to stderr, from C code too.
+
+    The descriptor stays with stderr until the process ends, because libraries print in their exit handlers as well.
+    """
+    with ExitStack() as stack:
+        own = sys.stdout
+        if _descriptor(own) == _STDOUT:
+            own.flush()
+            stack.enter_context(suppress(BrokenPipeError))  # the reader may have left
+            own = stack.enter_context(open(os.dup(_STDOUT), "w", encoding=own.encoding, errors=own.errors))
+            os.dup2(_STDERR, _STDOUT)
+        stack.callback(_own.reset, _own.set(own))
+        stack.enter_context(redirect_stdout(sys.stderr))
+        yield
+
+
+def _descriptor(stream: TextIO) -> int | None:
+    try:
+        return stream.fileno()
+    except (OSError, ValueError):  # a stream in memory
+        return None
 
 
 def console(*, stderr: bool = False) -> Console:
     """A console; where there is no terminal, wide enough that tables are not cut, whatever ``COLUMNS`` says of one."""
-    stream = sys.stderr if stderr else sys.stdout
+    own = _own.get() or sys.stdout
+    if own.isatty() and isinstance(sys.stdout, FileProxy):  # a spinner runs, above which this prints
+        own = sys.stdout
+    stream = sys.stderr if stderr else own
     width = None if stream.isatty() else WIDTH_WITHOUT_TERMINAL
     return Console(file=stream, width=width, markup=False, highlight=False, emoji=False)  # mine:factory: is no picture
 
 
 def print_json(data: Any) -> None:
     """Data as JSON on stdout, nothing else."""
-    sys.stdout.write(json.dumps(data, indent=1, sort_keys=True) + "\n")
+    out = _own.get() or sys.stdout
+    out.write(json.dumps(data, indent=1, sort_keys=True) + "\n")
+    out.flush()
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> Table:

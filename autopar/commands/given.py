@@ -7,7 +7,7 @@ import runpy
 import shlex
 import sys
 import traceback
-from contextlib import ExitStack, redirect_stdout
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,6 @@ def given_by_script(text: str) -> Given:
     with ExitStack() as stack:
         for name in ("autopar.parallelize", "autopar.api.parallelize"):
             stack.enter_context(patch(name, parallelize))
-        stack.enter_context(redirect_stdout(sys.stderr))  # the output of a command is its result
         stack.enter_context(patch.object(sys, "argv", [file, *arguments]))
         stack.enter_context(patch.object(sys, "path", [str(Path(file).parent.resolve()), *sys.path]))
         try:

@@ -35,7 +35,7 @@ def test_status_and_output(words: list[str], status: int) -> None:
 def test_what_others_left_for_the_end_runs() -> None:
     found = started("-c", FINISHES, "clusters")
     assert found.returncode == 0
-    assert found.stdout.endswith("what was registered later ran\n")
+    assert found.stderr.endswith("what was registered later ran\n")  # stdout is the command's own
 
 
 def test_an_error_outside_of_a_command_is_shown() -> None:
