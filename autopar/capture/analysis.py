@@ -133,7 +133,7 @@ class _Unifier:
                     assert self.join(known, own), (outer, name)
 
     def node(self, i: int, node: fx.Node) -> None:
-        call, operands = Call.of(node.target, node.args, node.kwargs, node.meta["info"], _info_of)
+        call, operands = Call.of(node.target, node.args, node.kwargs, node.meta["info"], info_of)
         names = tuple(n.name for n in operands)
         values = [self.values[i][n] for n in names]
         rule = self.known.get(call.key) or self.known.setdefault(call.key, rule_of(call))
@@ -183,7 +183,8 @@ class _Unifier:
         return self.dims_of[roots]
 
 
-def _info_of(value: Any) -> TensorInfo | None:
+def info_of(value: Any) -> TensorInfo | None:
+    """The shape and dtype of a node. None if the value is no node, or a number."""
     return value.meta.get("info") if isinstance(value, fx.Node) else None
 
 

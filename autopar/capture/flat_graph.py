@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import fx
 
 from autopar.ir.program import Decision, PartOf
@@ -28,3 +29,11 @@ class Flat:
     def of_kind(self, kind: str) -> dict[str, str]:
         """The placeholders of one kind, with the model's names for them."""
         return {node: name for node, (found, name) in self.placeholders.items() if found == kind}
+
+
+def literal_of(flat: Flat, node: fx.Node) -> torch.Tensor | None:
+    """The tensor that the model's own code makes, if a node stands for one."""
+    if node.op == "get_attr":
+        return getattr(flat.root, str(node.target), None)
+    kind, name = flat.placeholders.get(node.name, ("", ""))
+    return getattr(flat.root, name.replace(".", "_"), None) if kind == "lifted" else None

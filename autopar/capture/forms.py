@@ -10,6 +10,7 @@ Two numbers cannot determine a more general form. The second kind is tried only 
 number stays unexplained if no form fits, or if several forms of one kind fit.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -18,6 +19,7 @@ from itertools import product
 MAX_EXPONENT = 2
 MAX_DENOMINATOR = 64  # of q: allows halves of a sequence, but few ratios by chance
 _MOST = (1, 2)  # the largest k of the batch and of the sequence
+_EXPONENTS = range(-MAX_EXPONENT, MAX_EXPONENT + 1)
 SMALLEST = 2  # at this size, a form of the second kind must not be negative
 
 
@@ -69,6 +71,37 @@ def float_form_of(first: float, second: float, sizes: Sizes, others: Sizes) -> F
         return None
     found = form_of(int(first), int(second), sizes, others)
     return found if isinstance(found, Form) else None
+
+
+def batch_exponent(first: float, second: float, sizes: Sizes, others: Sizes) -> int | None:
+    """The power of the batch size to which a number is proportional, whatever the sequence length does to it.
+
+    The number is `first` at `sizes` and `second` at `others`. None if it depends on the batch size in another way.
+
+    >>> batch_exponent(0.5, 2 / 3, Sizes(batch=4), Sizes(batch=3))
+    -1
+    """
+    if not (math.isfinite(first) and math.isfinite(second)) or 0 in (first, second):
+        return 0 if first == second else None
+    ratio = first / second
+    varies = sizes.sequence != others.sequence
+    found = {
+        i
+        for i, j in product(_EXPONENTS, _EXPONENTS if varies else (0,))
+        if math.isclose(ratio, _ratio(sizes, others, i, j), rel_tol=1e-12)
+    }
+    if found:
+        return found.pop() if len(found) == 1 else None
+    for sign in (1, -1):  # B (S - 1), or one over it
+        form = float_form_of(*(float(round(n**sign, 9)) for n in (first, second)), sizes, others)
+        exponents = set() if form is None else {i for _, _, i, _ in form.terms}
+        if len(exponents) == 1:
+            return sign * exponents.pop()
+    return None
+
+
+def _ratio(sizes: Sizes, others: Sizes, i: int, j: int) -> float:
+    return (sizes.batch / others.batch) ** i * ((sizes.sequence or 1) / (others.sequence or 1)) ** j
 
 
 def _products(first: int, second: int, sizes: Sizes, others: Sizes) -> Iterator[Form]:

@@ -1,34 +1,53 @@
 """Whether a program may run in micro-batches: up to sums, every node must treat samples of the batch independently.
 
-Every value has one of these statuses:
+Every value has a kind:
 
 - ``free``: the value does not depend on the batch.
-- ``constant``: a table that may depend on the batch size.
+- ``constant``: a constant whose shape depends on the batch size.
+- ``table``: a constant whose elements depend on the batch size, or on their place in the batch.
 - ``batch``: the value has the batch axis.
-- ``sum`` or ``mean``: the value is a sum or mean over the batch.
+- ``sum``: the value is a sum over the batch.
 - ``added``: the value is a buffer plus a sum over the batch. One micro-batch after the other adds its own.
 
-Micro-batches are exact if the loss is a sum or a mean. A sum may be divided by a denominator, which is first summed
-over all micro-batches. A mean is divided by the number of micro-batches. A loss may be a sum of both
-(`autopar.capture.passes.loss_terms`).
+A value also has a power. Beside its samples, it is proportional to this power of the batch size. A mean is a sum with
+the power -1, and so is a sum divided by ``len(x)``.
+
+Micro-batches are exact if the loss is a sum with the power 0 or -1. Sums over the batch that inputs alone decide are
+first summed over all micro-batches (`autopar.capture.passes.batch_sums`). They are free then, so any function of them
+may follow. A loss may be a sum of terms of both powers (`autopar.capture.passes.loss_terms`).
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal
+
+from torch import fx
 
 from autopar._torch.operators import aten
 from autopar.capture.analysis import Analysis
+from autopar.capture.nodes import ARITHMETIC, operator_name, output_nodes
 from autopar.ir.program import Block, CallSite, Program
 from autopar.rules.operators import OVER_MICRO_BATCHES
 from autopar.rules.rule import Call, Spec
 from autopar.rules.variants import Bound
 
-Status = Literal["free", "constant", "batch", "sum", "mean", "added"]
 MEAN_REDUCTION = 1
 
 
-class _Mixes(Exception):
+@dataclass(frozen=True, slots=True)
+class Status:
+    """How a value depends on the samples of the batch."""
+
+    kind: Literal["free", "constant", "table", "batch", "sum", "added"]
+    power: int = 0
+
+
+FREE, CONSTANT, TABLE, BATCH, ADDED = map(Status, ("free", "constant", "table", "batch", "added"))
+SUM, MEAN = Status("sum"), Status("sum", -1)
+
+
+class Mixing(Exception):
     """An operator couples the samples of a batch."""
 
 
@@ -45,29 +64,49 @@ def is_mean(call: Call) -> bool:
 
 def loss_over_micro_batches(program: Program, analysis: Analysis) -> tuple[Literal["sum", "mean"], str | None]:
     """The way to join the losses of micro-batches, and the reason why this is wrong (None if it is right)."""
-    statuses: dict[str, Status] = {info.name: "free" for info in program.inputs}
-    statuses.update({info.name: "batch" for info in program.inputs if info.batch_dim is not None})
-    statuses.update(dict.fromkeys(program.constants.results, "constant"))
+    statuses = _statuses_outside(program)
     done: dict[tuple[int, tuple[Status, ...]], Sequence[Status]] = {}
     try:
         for call in program.calls:
             if call.phase == "denominator":
-                statuses.update(dict.fromkeys(call.results, "free"))
+                statuses.update(dict.fromkeys(call.results, FREE))
                 continue
-            given = tuple(statuses.get(a, "free") if isinstance(a, str) else "free" for a in call.arguments)
+            given = tuple(statuses.get(a, FREE) if isinstance(a, str) else FREE for a in call.arguments)
             key = (call.block, given)
             if key not in done:
                 done[key] = _block_statuses(program, program.blocks[call.block], call, analysis, given)
             statuses.update(zip(call.results, done[key], strict=True))
-    except _Mixes as mixes:
-        return "sum", str(mixes)
+    except Mixing as mixing:
+        return "sum", str(mixing)
     for buffer, update in program.updates.items():
-        if statuses.get(update, "free") not in ("free", "constant", "added"):
+        if statuses.get(update, FREE).kind not in ("free", "constant", "table", "added"):
             return "sum", f"buffer {buffer} is updated from the samples of the batch"
     status = statuses[program.loss]
-    if status in ("sum", "mean"):
-        return status, None
-    return "sum", f"the loss is neither a sum nor a mean over the batch (for the batch it is {status!r})"
+    if status == SUM:
+        return "sum", None
+    if status == MEAN:
+        return "mean", None
+    scale = f", times the batch size to the power {status.power}" if status.power else ""
+    return "sum", f"the loss is neither a sum nor a mean over the batch (for the batch it is {status.kind!r}{scale})"
+
+
+def _statuses_outside(program: Program) -> dict[str, Status]:
+    """The statuses of inputs and constants."""
+    graph = program.constants.graph
+    known = constant_statuses(node for node in graph.nodes if node.op != "output")
+    leaves = output_nodes(graph) if program.constants.results else ()
+    statuses = {info.name: FREE if info.batch_dim is None else BATCH for info in program.inputs}
+    return statuses | {name: known[leaf] for name, leaf in zip(program.constants.results, leaves, strict=True)}
+
+
+def constant_statuses(nodes: Iterable[fx.Node]) -> dict[fx.Node, Status]:
+    """The statuses of constant nodes in graph order. Without a second capture a constant may depend on the batch."""
+    known: dict[fx.Node, Status] = {}
+    for node in nodes:
+        power = node.meta.get("batch_power", 1 if node.op == "call_function" else 0)
+        own = TABLE if power is None else CONSTANT if power else FREE
+        known[node] = max([own, *(known[n] for n in node.all_input_nodes)], key=(FREE, CONSTANT, TABLE).index)
+    return known
 
 
 def _block_statuses(
@@ -78,17 +117,14 @@ def _block_statuses(
     for node in block.graph.nodes:
         if node.op != "call_function":
             continue
-        bound = analysis.bounds[call.block][node.name]
         operands = [known[n] for n in analysis.operands[call.block][node.name]]
         where = f"{call.path}: {node.meta['key']} ({node.target})"
-        if node.meta.get("batch_literal") and "sum" in operands:
-            raise _Mixes(f"{where} uses a number that depends on the batch size")
-        if "added" in operands:
-            raise _Mixes(f"{where} reads a buffer to which samples of the batch were added")
-        if node.name in buffers and "sum" in operands:
-            known[node.name] = "added"
-            continue
-        known[node.name] = _status(bound, analysis.calls[call.block][node.name], operands, analysis.batch_axes, where)
+        if ADDED in operands:
+            raise Mixing(f"{where} reads a buffer to which samples of the batch were added")
+        if node.name in buffers and SUM in operands:
+            known[node.name] = ADDED
+        else:
+            known[node.name] = status_of(analysis, call.block, node, operands, where)
     return [known[name] for name in block.outputs]
 
 
@@ -108,42 +144,64 @@ def _added_to(program: Program, block: Block, call: CallSite) -> set[str]:
     return found
 
 
-def _status(bound: Bound, call: Call, operands: Sequence[Status], batch: frozenset[int], where: str) -> Status:
-    rule = bound.rule
+def status_of(analysis: Analysis, block: int, node: fx.Node, operands: Sequence[Status], where: str) -> Status:
+    """The status of an operator's result. Raises `Mixing`, which begins with `where`, if it couples samples."""
+    bound, call = analysis.bounds[block][node.name], analysis.calls[block][node.name]
+    rule, kinds = bound.rule, {status.kind for status in operands}
     if call.target is OVER_MICRO_BATCHES:
-        if operands[0] not in ("mean", "free", "constant"):
-            raise _Mixes(f"{where} adds a sum over the batch to a mean")
-        return "sum"  # over micro-batches
-    holders = [f for f, atoms in bound.factors.items() if any(a in batch for a, _ in atoms)]
-    mixing = [f for f in holders if f in rule.whole]
-    if mixing and "batch" in operands:
+        if operands[0] not in (FREE, CONSTANT, MEAN):
+            raise Mixing(f"{where} adds a sum over the batch to a mean")
+        return SUM  # over micro-batches
+    number = node.meta.get("batch_power", 0) if operator_name(node) in ARITHMETIC else 0
+    if not kinds & {"batch", "sum"}:
+        if number is None or "table" in kinds:
+            return TABLE
+        return CONSTANT if "constant" in kinds else Status("free", _power(bound, node, operands, where) + number)
+    if number is None or "table" in kinds:
+        raise Mixing(f"{where} uses a number that depends on the batch size, or on the place in the batch")
+    holders = [f for f, atoms in bound.factors.items() if any(a in analysis.batch_axes for a, _ in atoms)]
+    if "batch" in kinds and any(f in rule.whole for f in holders):
         reason = "has no rule" if not rule.known else "needs all samples at once"
-        raise _Mixes(f"{where} {reason}")
-    if {"sum", "mean"} & set(operands):
-        return _after_reduction(bound, operands, where)
-    if "batch" not in operands:
-        return "constant" if "constant" in operands else "free"
-    missing = [k for k, s in enumerate(operands) if s == "batch" and not _has(rule.inputs[k], holders)]
+        raise Mixing(f"{where} {reason}")
+    if "sum" in kinds:
+        return Status("sum", _after_sum(bound, node, operands, where) + number)
+    power = _power(bound, node, operands, where) + number
+    missing = [k for k, s in enumerate(operands) if s.kind == "batch" and not _has(rule.inputs[k], holders)]
     if len(holders) > 1 or missing:
-        raise _Mixes(f"{where} pairs samples of the batch with each other")
-    reduced = [f for f in holders if f in rule.reduced]
-    if not reduced:
-        return "batch"
-    return "mean" if is_mean(call) else "sum"
+        raise Mixing(f"{where} pairs samples of the batch with each other")
+    if not any(f in rule.reduced for f in holders):
+        return Status("batch", power)
+    return Status("sum", power - 1 if is_mean(call) else power)
 
 
 def _has(spec: Spec, factors: Sequence[str]) -> bool:
-    return any(f in dim for dim in spec for f in factors)
+    return any(f in dim for dim in spec for f in dim)
 
 
-def _after_reduction(bound: Bound, operands: Sequence[Status], where: str) -> Status:
-    """The status after a sum or mean over the batch. Only linear operators may follow it; sums and means do not mix."""
-    reduced: Mapping[int, Status] = {k: s for k, s in enumerate(operands) if s in ("sum", "mean")}
-    kinds = set(reduced.values())
-    if len(kinds) > 1 or "batch" in operands or (kinds == {"sum"} and "constant" in operands):
-        raise _Mixes(f"{where} combines a sum over the batch with other values of the batch")
-    kind: Status = kinds.pop()
+def _power(bound: Bound, node: fx.Node, operands: Sequence[Status], where: str) -> int:
+    """The power of the batch size in a result. Products, quotients and linear operators keep it."""
+    scaled = {k for k, status in enumerate(operands) if status.power}
+    if not scaled:
+        return 0
+    name = operator_name(node)
+    if name in ("mul", "div") and scaled <= {0, 1}:
+        first, *second = (status.power for status in operands)
+        return first + sum(second) if name == "mul" else first - sum(second)
+    powers = {operands[k].power for k in scaled}
+    if len(powers) > 1 or scaled not in bound.rule.linear:
+        raise Mixing(f"{where} uses a number that depends on the batch size")
+    return powers.pop()
+
+
+def _after_sum(bound: Bound, node: fx.Node, operands: Sequence[Status], where: str) -> int:
+    """The power of the batch size behind sums over the batch. Only linear operators may follow, and sums do not mix."""
+    sums = {k for k, status in enumerate(operands) if status.kind == "sum"}
+    powers = {operands[k].power for k in sums}
+    if any(status.kind in ("batch", "constant") for status in operands) or len(powers) > 1:
+        raise Mixing(f"{where} combines a sum over the batch with other values of the batch")
     for group in bound.rule.linear:
-        if set(reduced) <= group and (set(reduced) == group or kind == "mean"):
-            return kind
-    raise _Mixes(f"{where} is not linear in a sum over the batch")
+        if sums == group:
+            return _power(bound, node, operands, where)
+        if sums < group and powers == {-1} and all(s == FREE for k, s in enumerate(operands) if k not in sums):
+            return -1  # a mean over the batch of something with a number added
+    raise Mixing(f"{where} is not linear in a sum over the batch")

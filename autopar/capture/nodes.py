@@ -1,6 +1,6 @@
 """Typed access to fx nodes: PyTorch types an argument as a wide union, and a target as a function or a string."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from autopar.rules.rule import TensorInfo
 
 # operators whose result holds the elements of their operand in their places
 SAME_ELEMENTS = frozenset(["alias", "clone", "contiguous", "detach", "lift_fresh_copy", "to", "_to_copy"])
+# operators whose result depends on numbers that are given to them, beside sizes of dimensions
+ARITHMETIC = frozenset(["add", "sub", "mul", "div", "pow", "rsub"])
 
 
 def arg(node: fx.Node, index: int) -> fx.Node:
@@ -52,6 +54,15 @@ def before_copies(node: fx.Node) -> fx.Node:
     return first
 
 
+def numbers_of(value: Any) -> list[float]:
+    """The numbers in nested arguments of an operator, in order. A bool is no number."""
+    if isinstance(value, Mapping):
+        return numbers_of(tuple(value.values()))
+    if isinstance(value, (list, tuple)):
+        return [number for each in value for number in numbers_of(each)]
+    return [value] if isinstance(value, (int, float)) and not isinstance(value, bool) else []
+
+
 def value(node: Any) -> Any:
     """The traced value of a node: a tensor on meta, several tensors, or None."""
     return node.meta.get("val")
@@ -83,13 +94,13 @@ def output_nodes(graph: fx.Graph) -> tuple[fx.Node, ...]:
     return tuple(values)
 
 
-def closure(nodes: Iterable[fx.Node], without: fx.Node | None = None) -> list[fx.Node]:
-    """The nodes and all their direct and indirect operands, in graph order; not `without` and its own operands."""
+def closure(nodes: Iterable[fx.Node], without: Container[fx.Node] = ()) -> list[fx.Node]:
+    """The nodes and all their direct and indirect operands, in graph order; not those in `without` or behind them."""
     found: set[fx.Node] = set()
     stack = list(nodes)
     while stack:
         node = stack.pop()
-        if node is not without and node not in found:
+        if node not in without and node not in found:
             found.add(node)
             stack.extend(node.all_input_nodes)
     return sorted(found)

@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from autopar._torch import private
+from autopar.capture.batch_powers import mark_batch_powers
 from autopar.capture.export import export
 from autopar.capture.export.data_reads import Reading, refuse_changing
 from autopar.capture.export.export import DECISION, Inputs, LossFunction, capture_flat, fixed_inputs, input_names
@@ -18,7 +19,8 @@ from autopar.capture.layers import blocks as folding
 from autopar.capture.layers.fewer_layers import Stack, layers_to_take_out, with_fewer_layers, without_layers
 from autopar.capture.layers.repeated_layers import with_all_layers
 from autopar.capture.layers.watched_layers import watched_stacks
-from autopar.capture.nodes import closure, operator_name, output_nodes
+from autopar.capture.nodes import closure, output_nodes
+from autopar.capture.passes.batch_sums import batch_sums
 from autopar.capture.passes.constants import (
     attention_mask,
     constant_nodes,
@@ -26,7 +28,7 @@ from autopar.capture.passes.constants import (
     merge_equal,
     recognise_causal,
 )
-from autopar.capture.passes.loss_terms import denominator_of, numbers_as_terms
+from autopar.capture.passes.loss_terms import average_terms, numbers_as_terms
 from autopar.capture.passes.normalize import normalise, remove_dead
 from autopar.capture.passes.packings import split_packings
 from autopar.capture.passes.scaled_products import scale_products
@@ -161,17 +163,17 @@ def capture_twice(asked: CaptureRequest, batch: int | None = None) -> Twice:
     flat, stacks = _first_capture(big)
     wanted = _small_sizes(named, sizes, first[0])
     small, sequence_varies = _small_capture(asked, sizes, wanted, flat, stacks, big)
+    found = Sizes(batch=first[0], sequence=first[1] if sequence_varies else None)
+    others = Sizes(batch=wanted[0], sequence=wanted[1] if sequence_varies else None)
     causal: frozenset[str] = frozenset()
     if small is not None:
-        mark_batch_literals(flat.graph, small.graph)
+        mark_batch_powers(flat, small, found, others)
         roots = flat.root, small.root
         leaf, small_leaf = (lambda node, root=root: getattr(root, str(node.target)) for root in roots)
         causal = recognise_causal(flat.graph, small.graph, leaf, small_leaf)
         for graph in (flat.graph, small.graph):
             remove_dead(graph)
     masks_remain = any(attention_mask(node) is not None for node in flat.graph.nodes)
-    found = Sizes(batch=first[0], sequence=first[1] if sequence_varies else None)
-    others = Sizes(batch=wanted[0], sequence=wanted[1] if sequence_varies else None)
     fixed = fixed_inputs(asked.model, asked.inputs, asked.loss_fn)
     program = replace(
         fold_program(asked.model, flat, _inputs_at(named, sizes, first, sequence_varies), found, asked.products),
@@ -229,17 +231,6 @@ def _inputs_at(
 
 
 NO_SECOND_CAPTURE = "a second capture at other sizes gave another graph, so the axes are not confirmed"
-
-
-ARITHMETIC = ("add", "sub", "mul", "div", "pow", "rsub")
-
-
-def mark_batch_literals(graph: fx.Graph, small: fx.Graph) -> None:
-    """Mark arithmetic nodes whose numbers differ between two captures, because they depend on the sizes."""
-    for node, twin in zip(graph.nodes, small.nodes, strict=True):
-        if node.op == "call_function" and operator_name(node) in ARITHMETIC:
-            numbers = [[a for a in n.args if isinstance(a, (int, float))] for n in (node, twin)]
-            node.meta["batch_literal"] = twin.meta["batch_literal"] = numbers[0] != numbers[1]
 
 
 def batch_and_sequence(named: Mapping[str, torch.Tensor]) -> tuple[int, int | None]:
@@ -358,12 +349,11 @@ def fold_program(
     merge_equal(flat.graph, constant_nodes(flat.graph, kinds))
     constants = constant_nodes(flat.graph, kinds)
     is_constant = set(constants)
-
-    def is_of_inputs(node: fx.Node) -> bool:
-        roles = (kinds.get(n.name) for n in closure([node]))
-        return node.op != "placeholder" and node not in is_constant and "parameter" not in roles
-
-    denominator = denominator_of(flat.graph, loss, is_of_inputs)
+    described = {info.name: info for info in inputs}
+    of_kind = {kind: [n for n in flat.graph.nodes if kinds.get(n.name) == kind] for kind in ("input", "parameter")}
+    given = {n: described[name] for n in of_kind["input"] if (name := flat.placeholders[n.name][1]) in described}
+    sums = batch_sums(flat.graph, loss, given, constants, of_kind["parameter"])
+    average_terms(flat.graph, loss, sums)
     names: dict[fx.Node, str] = {n: flat.placeholders[n.name][1] for n in flat.graph.nodes if n.name in kinds}
     role_of: dict[fx.Node, Role] = {}
     for node in flat.graph.nodes:
@@ -372,20 +362,15 @@ def fold_program(
     results = dict(zip(flat.outputs, every[: len(flat.outputs)], strict=True))
     updates = dict(zip(flat.updates, every[len(flat.outputs) :], strict=True))
     main = [n for n in flat.graph.nodes if n.op == "call_function" and n not in is_constant]
-    den_nodes = [n for n in closure([denominator]) if n in set(main)] if denominator is not None else []
-    needed_elsewhere = set(main).intersection(closure(every, without=denominator))
+    totals = {total for level in sums.levels for total in level}
+    needed_elsewhere = set(main).intersection(closure(every, without=totals))
     segments = folding.cut_into_segments([n for n in main if n in needed_elsewhere])
-    for node in main:  # nodes for the denominator alone do not count as users of main values
-        node.meta["main"] = node in needed_elsewhere
-    if den_nodes:
-        segments.insert(0, folding.Segment("denominator", den_nodes))
     in_main = set(main)
     kept = {*updates.values(), *(results[name] for name in results if name.startswith(DECISION))}
     leaves = [n for n in constants if n in kept or not in_main.isdisjoint(n.users)]
     for i, node in enumerate(leaves):
         names[node] = f"constant_{i}"
-    used_later = set(every) | ({denominator} if denominator is not None else set())
-    distinct, calls = _fold_with_denominator(segments, role_of, names, used_later, bool(den_nodes))
+    distinct, calls = _fold_with_denominators(segments, role_of, names, set(every), sums.levels)
     if products is not None:
         distinct = _with_scaled_products(distinct, calls, products)
     constant_graph = constants_graph(flat, leaves, [names[n] for n in leaves])
@@ -401,7 +386,7 @@ def fold_program(
         inputs=inputs,
         constants=constant_graph,
         loss=names[loss],
-        denominator=names[denominator] if den_nodes and denominator is not None else None,
+        denominators=tuple(names[total] for level in sums.levels for total in level),
         outputs={
             name: names[node]
             for name, node in results.items()
@@ -430,29 +415,27 @@ def _with_scaled_products(distinct: tuple[Block, ...], calls: tuple[CallSite, ..
     return tuple(found)
 
 
-def _fold_with_denominator(
+def _fold_with_denominators(
     segments: list[folding.Segment],
     role_of: Mapping[fx.Node, Role],
     names: dict[fx.Node, str],
     used_later: set[fx.Node],
-    has_denominator: bool,
+    levels: Sequence[Sequence[fx.Node]],
 ) -> tuple[tuple[Block, ...], tuple[CallSite, ...]]:
-    """Fold the segments. The denominator's block returns only the denominator, because it runs in its own phase."""
-    if not has_denominator:
-        return folding.fold(segments, role_of, names, used_later)
-    first_blocks, first_calls = folding.fold(segments[:1], role_of, names, set())
-    block, call = first_blocks[0], first_calls[0]
-    kept = output_nodes(block.graph)[-1]
-    block.graph.output_node().args = ((kept,),)
-    signature = folding.signature_of(block.graph, block.ports, (kept.name,))
-    block = replace(block, name="denominator", outputs=(kept.name,), signature=signature)
-    call = replace(call, path="denominator", results=call.results[-1:], phase="denominator")
-    for node in segments[0].outputs:
-        if node is not segments[0].nodes[-1]:
-            names.pop(node, None)
-    blocks, calls = folding.fold(segments[1:], role_of, names, used_later - {segments[0].nodes[-1]})
-    shifted = tuple(replace(c, block=c.block + 1) for c in calls)
-    return (block, *blocks), (call, *shifted)
+    """Fold the segments. A block for each level of totals comes first, in a phase of its own."""
+    blocks, calls, lower = list[Block](), list[CallSite](), set[fx.Node]()
+    for level, totals in enumerate(levels):
+        nodes = [n for n in closure(totals, without=lower) if role_of[n] == "value" and n.op == "call_function"]
+        path = f"denominator_{level}" if level else "denominator"
+        segment = folding.Segment(path, nodes)
+        ((block,), (call,)) = folding.fold([segment], role_of, names, set(totals))
+        blocks.append(block)
+        calls.append(replace(call, block=level, phase="denominator"))
+        lower.update(totals)
+    for node in (node for segment in segments for node in segment.nodes):
+        node.meta["main"] = True  # other nodes do not count as users of values
+    main_blocks, main_calls = folding.fold(segments, role_of, names, used_later)
+    return (*blocks, *main_blocks), (*calls, *(replace(c, block=c.block + len(blocks)) for c in main_calls))
 
 
 def constants_graph(flat: Flat, leaves: list[fx.Node], names: list[str]) -> Constants:

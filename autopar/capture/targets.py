@@ -82,7 +82,7 @@ def ignored_targets(program: Program, analysis: Analysis) -> dict[str, int] | No
     found: dict[str, int] = {}
     readers: dict[str, set[fx.Node]] = {}
     sums = {phase: list(_sums_over_the_batch(program, analysis, phase)) for phase in ("main", "denominator")}
-    if not sums["main"] or (program.denominator is not None and not sums["denominator"]):
+    if not sums["main"] or (program.denominators and not sums["denominator"]):
         return None
     for phase, nodes in sums.items():
         for call_index, node in nodes:
@@ -103,7 +103,7 @@ def _sums_over_the_batch(program: Program, analysis: Analysis, phase: str) -> It
             continue
         for node in program.blocks[call.block].graph.nodes:
             bound = analysis.bounds[call.block].get(node.name)
-            if bound is None:
+            if bound is None or node.target is aten.new_ones.default:
                 continue
             reduced = [f for f in bound.rule.reduced for axis, _ in bound.factors[f] if axis in analysis.batch_axes]
             if reduced:

@@ -142,6 +142,7 @@ class Constants:
 class Program:
     """A captured model. Shapes are those of the global micro-batch.
 
+    `denominators` are sums over the batch that inputs alone decide. A step adds them up over its micro-batches first.
     `loss_reduction` says how losses of micro-batches make the loss of the batch; `mixes_batch` says why they cannot.
     `ignored` has the inputs that can mark samples to ignore, with the marking number; None if no input can.
     `updates` names the new values of the buffers that the forward pass changes. These buffers are ports, other buffers
@@ -156,7 +157,7 @@ class Program:
     inputs: tuple[InputInfo, ...]
     constants: Constants
     loss: str
-    denominator: str | None
+    denominators: tuple[str, ...]
     outputs: Mapping[str, str]
     batch: int | None
     sequence: int | None
@@ -196,10 +197,9 @@ class Program:
 
     @property
     def invariant(self) -> frozenset[str]:
-        """Values that every rank holds whole: the loss, its denominator, new values of buffers, and decisions."""
+        """Values that every rank holds whole: the loss, its denominators, new values of buffers, and decisions."""
         decided = (decision.name for decision in self.decisions)
-        denominators = [self.denominator] if self.denominator else []
-        return frozenset({self.loss, *self.updates.values(), *denominators, *decided})
+        return frozenset({self.loss, *self.updates.values(), *self.denominators, *decided})
 
     def uses_of_block(self, index: int) -> tuple[CallSite, ...]:
         return tuple(call for call in self.calls if call.block == index)

@@ -69,9 +69,9 @@ def num_averaged(program: Program, degrees: Degrees) -> int:
 
 
 def needs_denominator(program: Program, stages: Iterable[Stage]) -> bool:
-    """Whether a call of some stages divides by the loss's denominator."""
+    """Whether a call of some stages takes one of the loss's denominators."""
     calls = (program.calls[i] for stage in stages for i in stage.calls)
-    return program.denominator is not None and any(program.denominator in call.arguments for call in calls)
+    return any(name in program.denominators for call in calls for name in call.arguments)
 
 
 def recomputed_calls(program: Program, degrees: Degrees, stages: Sequence[Stage]) -> Mapping[int, How]:
@@ -249,7 +249,7 @@ def check_stages(program: Program, stages: Sequence[Stage]) -> None:
         named = ", ".join(program.calls[i].path for i in (*lost, *twice))
         raise PlanError(f"the stages do not hold every call exactly once, in order: {named or 'order'}")
     everywhere = {info.name for info in program.inputs} | set(program.constants.results) | set(program.updates)
-    everywhere |= {program.denominator} if program.denominator else set()
+    everywhere |= set(program.denominators)
     for stage in stages:
         known = everywhere | set(stage.parameters) | set(stage.receives)
         for i in sorted((*stage.again, *stage.calls)):

@@ -119,7 +119,7 @@ def _split_words(kind: Type, degree: int, operator: str) -> str:
 
 def _block(program: Program, analysis: Analysis, plan: Plan, index: int) -> BlockSummary:
     block = program.blocks[index]
-    used = {a for call in program.calls for a in call.arguments} | {program.loss, program.denominator}
+    used = {a for call in program.calls for a in call.arguments} | {program.loss, *program.denominators}
     uses = program.uses_of_block(index)
     kept = [o for k, o in enumerate(block.outputs) if any(call.results[k] in used for call in uses)]
     totals: dict[tuple[str, str, str], tuple[int, int]] = {}

@@ -153,6 +153,12 @@ def registered() -> tuple[Any, ...]:
     return tuple(_RULES)
 
 
+def has_rule(target: Any) -> bool:
+    """Whether a rule is registered for an operator."""
+    load_families()
+    return target in _RULES
+
+
 def rule_for(call: Call) -> Rule:
     """The rule of a call. Raises `RuleError` for an operator without one, or a call its rule does not cover."""
     load_families()

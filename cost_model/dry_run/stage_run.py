@@ -84,7 +84,7 @@ def run_stages(setting: RankView, device: str = "cpu") -> dict[int, StageRun]:
 
 
 def run_denominator(setting: RankView, device: str = "cpu") -> Mapping[Key, CollectiveTotal]:
-    """The collectives of the loss's denominator of one micro-batch."""
+    """The collectives of the loss's denominators of one micro-batch."""
     with private.fake_tensors():
         return _Run(setting, device).denominator()
 
@@ -170,9 +170,8 @@ class _Run:
         for name in program.updates:
             first = next(i for n, i in program.buffers.items() if name in (n, *i.aliases))
             values[name] = self.empty(first.shape, first.dtype)
-        if program.denominator is not None:
-            made_info = self.infos[program.denominator]
-            values[program.denominator] = self.empty(made_info.shape, made_info.dtype)
+        for name in program.denominators:
+            values[name] = self.empty(self.infos[name].shape, self.infos[name].dtype)
         return values
 
     def parameters(self, stage: Stage) -> tuple[_Values, dict[str, torch.Tensor]]:
@@ -192,12 +191,12 @@ class _Run:
         return taken, leaves
 
     def denominator(self) -> dict[Key, CollectiveTotal]:
-        call = next(c for c in self.program.calls if c.phase == "denominator")
         given = self.given()
         with torch.no_grad():
-            self.module(call.block, self.kept[call.block])(
-                *(given[a] if isinstance(a, str) else a for a in call.arguments)
-            )
+            for call in (call for call in self.program.calls if call.phase == "denominator"):
+                self.module(call.block, self.kept[call.block])(
+                    *(given[a] if isinstance(a, str) else a for a in call.arguments)
+                )
         return self.ledger.take()
 
     def micro_batch(self, stage: Stage, *, in_parts: bool = False) -> StageRun:

@@ -116,13 +116,36 @@ class CompiledProgram:
 
         return lambda call: kept_results(self.program, call, kept[call.block])
 
-    def denominator(self, values: Mapping[str, Any]) -> torch.Tensor:
-        """The loss's denominator of one micro-batch, summed over ranks by its own conversions."""
-        call = next(c for c in self.program.calls if c.phase == "denominator")
-        scope = {**self.constants(), **values}
-        arguments = [scope[a] if isinstance(a, str) else a for a in call.arguments]
-        out: torch.Tensor = self.code_modules(outputs=False)[call.block](*arguments)[0]
-        return out
+    @torch.no_grad()
+    def denominators(
+        self, micro_batches: Sequence[Mapping[str, Any]], *, per_micro_batch: bool
+    ) -> list[dict[str, torch.Tensor]]:
+        """The denominators of each micro-batch by name: sums over all micro-batches, or its own. Ranks have summed."""
+        modules, results = self.code_modules(outputs=False), self.results_of(outputs=False)
+
+        def run(call: CallSite, values: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
+            arguments = (values[a] if isinstance(a, str) else a for a in call.arguments)
+            return dict(zip(results(call), modules[call.block](*arguments), strict=True))
+
+        scopes = [{**self.constants(), **values} for values in micro_batches]
+        return totals_of(self.program, scopes, run, per_micro_batch=per_micro_batch)
+
+
+def totals_of(
+    program: Program,
+    micro_batches: Sequence[Mapping[str, Any]],
+    run: Callable[[CallSite, Mapping[str, Any]], Mapping[str, torch.Tensor]],
+    *,
+    per_micro_batch: bool,
+) -> list[dict[str, torch.Tensor]]:
+    """The denominators of each micro-batch, level by level. `run` gives the results of a call in a micro-batch."""
+    found: list[dict[str, torch.Tensor]] = [{} for _ in micro_batches]
+    for call in program.calls:
+        if call.phase == "denominator":
+            own = [run(call, {**values, **known}) for values, known in zip(micro_batches, found, strict=True)]
+            totals = {name: torch.stack([values[name] for values in own]).sum(0) for name in call.results}
+            found = [known | (values if per_micro_batch else totals) for known, values in zip(found, own, strict=True)]
+    return found
 
 
 def compile_program(

@@ -392,16 +392,11 @@ class RunningModel(ShardedModel):
             )
         return made[trains]
 
-    @torch.no_grad()
     def _denominators(self, compiled: CompiledProgram, micro_batches: MicroBatches) -> list[dict[str, torch.Tensor]]:
-        """The denominator of each micro-batch's loss, by name: the sum over micro-batches, or its own."""
-        name = compiled.program.denominator
-        if name is None or not self._needs_denominator(compiled):
+        """The denominators of each micro-batch's loss, by name. Empty if no stage of this rank takes one."""
+        if not self._needs_denominator(compiled):
             return [{} for _ in micro_batches]
-        own = [compiled.denominator(values) for values in micro_batches]
-        if not self.plan.degrees.per_micro_batch:
-            own = [torch.stack(own).sum(0)] * len(own)
-        return [{name: one} for one in own]
+        return compiled.denominators(micro_batches, per_micro_batch=self.plan.degrees.per_micro_batch)
 
     def _evaluated(
         self, batch: Mapping[str, Any] | Sequence[Any], functions: Functions, *, may_pad: bool = True
@@ -412,8 +407,7 @@ class RunningModel(ShardedModel):
         if is_padded and not may_pad:
             raise batch_error(["ranks hold different numbers of sequences; pass equally many on every rank"])
         program = compiled.program
-        if program.denominator is not None and self._needs_denominator(compiled):
-            values[program.denominator] = compiled.denominator(values)
+        values |= self._denominators(compiled, [values])[0]
         self._forget_copies()
         self.streams.training = not self.training  # what a model in eval mode still draws is meant
         run = self._execution(compiled, functions(compiled, True), (self._step, 0), outputs=True)

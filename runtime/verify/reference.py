@@ -13,6 +13,7 @@ from autopar.ir.precision import stored_dtype
 from autopar.ir.program import CallSite, Program
 from autopar.runtime.codegen.execute import captured_modules, constant_values, run_calls
 from autopar.runtime.codegen.passes.evaluation import use_running_statistics
+from autopar.runtime.model.compiled import totals_of
 from autopar.runtime.model.inputs import split_micro_batches
 from autopar.runtime.model.outputs import wide
 from autopar.runtime.parameters.packed import complete_gradients, join_packed, packed_source
@@ -68,6 +69,7 @@ class _Reference:
 
     def __init__(self, program: Program, source: Source, degrees: Degrees) -> None:
         self.program, self.degrees = program, degrees
+        self.main = [call for call in program.calls if call.phase == "main"]
         source = packed_source(program, source)
         self.parameters = {
             name: torch.nn.Parameter(
@@ -85,31 +87,28 @@ class _Reference:
             module.recompile()
 
     def run(
-        self, phase: str, given: Mapping[str, Any], when: tuple[int, int], *, trains: bool = True
+        self, calls: Sequence[CallSite], given: Mapping[str, Any], when: tuple[int, int], *, trains: bool = True
     ) -> dict[str, Any]:
-        """All values after the calls of one phase, in a step and micro-batch."""
+        """All values after some calls, in a step and micro-batch."""
         infos = self.program.every_parameter
         taken = {name: parameter.to(infos[name].dtype) for name, parameter in self.parameters.items()}
         values = {**taken, **self.state, **self.constants, **given}
         modules = self.training if trains else self.evaluating
-        places = [i for i, call in enumerate(self.program.calls) if call.phase == phase]
 
         def function_of(index: int, call: CallSite) -> fx.GraphModule:
-            self.streams.begin(*when, places[index], training=trains)
+            self.streams.begin(*when, self.program.calls.index(calls[index]), training=trains)
             return modules[call.block]
 
-        run_calls([self.program.calls[i] for i in places], function_of, values, lambda c: c.results)
+        run_calls(calls, function_of, values, lambda c: c.results)
         return values
 
     def denominators(self, pieces: Sequence[Batch]) -> list[dict[str, torch.Tensor]]:
-        """The denominator of each micro-batch's loss, by name: the sum over micro-batches, or its own."""
-        name = self.program.denominator
-        if name is None:
-            return [{} for _ in pieces]
-        own = [self.run("denominator", piece, (0, 0))[name] for piece in pieces]
-        if not self.degrees.per_micro_batch:
-            own = [torch.stack(own).sum(0)] * len(own)
-        return [{name: one} for one in own]
+        """The denominators of each micro-batch's loss, by name."""
+
+        def run(call: CallSite, values: Mapping[str, Any]) -> Mapping[str, Any]:
+            return self.run([call], values, (0, 0))
+
+        return totals_of(self.program, pieces, run, per_micro_batch=self.degrees.per_micro_batch)
 
     def forward_backward(
         self, pieces: Sequence[Batch], step: int, scaler: torch.amp.GradScaler | None = None
@@ -118,7 +117,7 @@ class _Reference:
         averages = self.program.loss_reduction == "mean" or self.degrees.per_micro_batch
         total = torch.zeros((), dtype=torch.float64)
         for index, (piece, denominator) in enumerate(zip(pieces, self.denominators(pieces), strict=True)):
-            values = self.run("main", {**piece, **denominator}, (step, index))
+            values = self.run(self.main, {**piece, **denominator}, (step, index))
             loss = wide(values[self.program.loss]) / (len(pieces) if averages else 1)
             if not loss.requires_grad:
                 raise no_gradient(self.program)
@@ -131,7 +130,7 @@ class _Reference:
     @torch.no_grad()
     def outputs(self, pieces: Sequence[Batch]) -> dict[str, torch.Tensor]:
         """The outputs of the last micro-batch in evaluation mode."""
-        values = self.run("main", {**pieces[-1], **self.denominators(pieces)[-1]}, (0, 0), trains=False)
+        values = self.run(self.main, {**pieces[-1], **self.denominators(pieces)[-1]}, (0, 0), trains=False)
         return {key: values[name].detach() for key, name in self.program.outputs.items()}
 
 

@@ -42,7 +42,7 @@ def test_the_loss_is_that_of_the_output(loss: str, form: str) -> None:
 def test_a_mean_over_valid_targets_has_a_denominator() -> None:
     model, x, target = model_and_batch()
     program = capture_program(model, (x, target), loss_fn=nn.CrossEntropyLoss())
-    assert program.denominator is not None and program.mixes_batch is None
+    assert program.denominators and program.mixes_batch is None
 
 
 class WithTarget(nn.Module):

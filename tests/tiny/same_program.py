@@ -42,6 +42,6 @@ def _text(node: fx.Node) -> tuple[Any, ...]:
         repr(dict(node.kwargs)),
         repr(meta.get("info")),
         meta.get("key", ""),
-        bool(meta.get("batch_literal")),
+        meta.get("batch_power", 0),
         repr(meta.get("literal")),
     )

@@ -157,7 +157,7 @@ def build_block(
         label = f"{relative}:{operator}" if relative else operator
         new = graph.create_node("call_function", node.target, args, kwargs, _node_name(relative, operator))
         new.meta["info"] = node.meta["info"]
-        new.meta["batch_literal"] = node.meta.get("batch_literal", False)
+        new.meta["batch_power"] = node.meta.get("batch_power", 0)
         new.meta["key"] = f"{label}:{occurrences[label]}"
         occurrences[label] += 1
         values[node] = new

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from autopar._torch.operators import aten
-from autopar.capture.nodes import closure, function, is_random
+from autopar.capture.nodes import closure, function, is_random, numbers_of
 
 _SDPA = aten.scaled_dot_product_attention.default
 Leaf = Callable[[fx.Node], torch.Tensor]
@@ -102,7 +102,11 @@ def hides_a_threshold(mask: fx.Node, twin: fx.Node) -> bool:
     """Whether a mask's code has a number, equal in both captures, that takes effect only beyond the small size."""
     large, small = _rows(mask), _rows(twin)
     pairs = zip(closure([mask]), closure([twin]), strict=True)
-    numbers = (pair for a, b in pairs for pair in zip(_numbers(a), _numbers(b), strict=True))
+    numbers = (
+        pair
+        for a, b in pairs
+        for pair in zip(numbers_of([a.args, a.kwargs]), numbers_of([b.args, b.kwargs]), strict=True)
+    )
     return any(a == b and small - 1 <= abs(a) < large for a, b in numbers)
 
 
@@ -116,21 +120,6 @@ def is_causal_at_full_size(mask: fx.Node, leaf: Leaf) -> bool:
 
 def _rows(mask: fx.Node) -> int:
     return int(mask.meta["info"].shape[-1])
-
-
-def _numbers(node: fx.Node) -> list[float]:
-    found: list[float] = []
-
-    def collect(value: Any) -> None:
-        if isinstance(value, (list, tuple)):
-            for each in value:
-                collect(each)
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            found.append(value)
-
-    collect(node.args)
-    collect(tuple(node.kwargs.values()))
-    return found
 
 
 def attention_mask(node: fx.Node) -> fx.Node | None:

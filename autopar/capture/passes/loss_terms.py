@@ -1,14 +1,11 @@
 """A loss with several terms, such as a mean over valid targets plus a mean over tokens, over micro-batches.
 
-The terms are those of a sum with factors: ``a / n + 0.1 * b``. There are two kinds:
+The terms are those of a sum with factors: ``a / n + 0.1 * b``. A factor may be a number, or any value that is equal in
+all micro-batches: a total over the batch (`autopar.capture.passes.batch_sums`), or a function of parameters.
 
-- ``a / n``, where n depends on inputs alone. It is divided by the sum of n over all micro-batches (S2).
-- Any other term b. It counts as ``b / m``, where m is the number of micro-batches (`OVER_MICRO_BATCHES`).
-
-A number that is added, as in ``loss + 0.0``, is a term too.
-
-All divisors are elements of one value, the program's denominator. The last element is 1 for each micro-batch, so its
-sum is m. `autopar.capture.micro_batches` decides whether each term is a sum or a mean.
+The micro-batches' losses are added. So a term that is no sum over the batch, such as a mean, is divided by the number
+of micro-batches (`OVER_MICRO_BATCHES`) if another term is a sum. A number that is added, as in ``loss + 0.0``, is a
+term too. `autopar.capture.micro_batches` decides whether the result is right.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,14 +16,15 @@ import torch
 from torch import fx
 
 from autopar._torch.operators import aten
-from autopar.capture.nodes import closure, compute, operator_name, value
+from autopar.capture.nodes import argument, operator_name, value
+from autopar.capture.passes.batch_sums import BatchSums, new_node
 from autopar.rules.operators import OVER_MICRO_BATCHES
-from autopar.rules.rule import TensorInfo
 
 _UNARY = frozenset(["neg", "to", "_to_copy", "clone", "squeeze", "unsqueeze", "reshape"])
 _OVER_ALL = frozenset(["sum", "mean"])
 _SUMS = {"add": aten.add.Tensor, "sub": aten.sub.Tensor, "rsub": aten.rsub.Tensor}
 Place = tuple[fx.Node, fx.Node]  # a node and an operand of it, which is a term
+IsFree = Callable[[fx.Node], bool]
 
 
 def numbers_as_terms(graph: fx.Graph, loss: fx.Node) -> None:
@@ -40,66 +38,50 @@ def numbers_as_terms(graph: fx.Graph, loss: fx.Node) -> None:
         if _adds_a_number(node):
             with graph.inserting_before(node):
                 like = value(node)
-                number = _new(graph, node, aten.full.default, [], node.args[1], dtype=like.dtype, device=like.device)
+                number = new_node(
+                    graph, node, aten.full.default, [], node.args[1], dtype=like.dtype, device=like.device
+                )
             node.target = _SUMS[operator_name(node)]
             node.args = (node.args[0], number, *node.args[2:])
-        found = [operand for operand in _linear_in(node) if operand not in seen]
+        found = [operand for operand in _linear_in(node, lambda _: True) if operand not in seen]
         seen.update(found)
         stack += found
 
 
 def _adds_a_number(node: fx.Node) -> bool:
-    if node.op != "call_function" or operator_name(node) not in _SUMS or node.meta.get("batch_literal"):
+    if node.op != "call_function" or operator_name(node) not in _SUMS or node.meta.get("batch_power", 0) != 0:
         return False
     is_one = isinstance(value(node), torch.Tensor) and value(node).numel() == 1
     return is_one and isinstance(node.args[0], fx.Node) and isinstance(node.args[1], Real)
 
 
-def denominator_of(graph: fx.Graph, loss: fx.Node, is_of_inputs: Callable[[fx.Node], bool]) -> fx.Node | None:
-    """The divisor of the loss. If the loss has several terms, they are rewritten and the divisor holds all of theirs.
-
-    `is_of_inputs` says whether a node is computed from inputs, not from parameters, and is no constant.
-    """
-    if _is_ratio(loss, is_of_inputs):
-        return _divisor(loss)
-    places = list(dict.fromkeys(_terms(loss)))
-    ratios = [(user, term) for user, term in places if _is_ratio(term, is_of_inputs)]
-    others = [(user, term) for user, term in places if (user, term) not in ratios]
-    divisors = list(dict.fromkeys(_divisor(term) for _, term in ratios))
-    if not divisors:
-        return None
-    if len(divisors) == 1 and not others:
-        return divisors[0]
-    return _one_divisor(graph, ratios, others, divisors)
+def average_terms(graph: fx.Graph, loss: fx.Node, sums: BatchSums) -> None:
+    """Divide the terms that are no sums over the batch by the number of micro-batches, if others are sums."""
+    places = list(dict.fromkeys(_terms(loss, sums.free.__contains__)))
+    powers = {term: _power(term, sums.free.__contains__) for _, term in places}
+    if set(powers.values()) > {0}:
+        for user, term in places:
+            if powers[term] != 0:
+                count = sums.num_micro_batches(term)
+                with graph.inserting_before(user):
+                    user.replace_input_with(term, new_node(graph, user, OVER_MICRO_BATCHES, term, count))
 
 
-def _is_ratio(node: fx.Node, is_of_inputs: Callable[[fx.Node], bool]) -> bool:
-    if node.op != "call_function" or node.target is not aten.div.Tensor or len(node.args) > 2 or node.kwargs:
-        return False
-    divisor = node.args[1]
-    return isinstance(divisor, fx.Node) and value(divisor).dim() == 0 and is_of_inputs(divisor)
-
-
-def _divisor(ratio: fx.Node) -> fx.Node:
-    divisor = ratio.args[1]
-    assert isinstance(divisor, fx.Node), ratio
-    return divisor
-
-
-def _terms(node: fx.Node) -> Iterator[Place]:
+def _terms(node: fx.Node, is_free: IsFree) -> Iterator[Place]:
     """The terms of a number that is a sum, each with the node that reads it.
 
     A number that is read elsewhere too, such as another output of the model, is one term.
     """
-    for operand in _linear_in(node):
-        if len(operand.users) == 1 and next(_linear_in(operand), None) is not None:
-            yield from _terms(operand)
+    for operand in _linear_in(node, is_free) if node.meta.get("batch_power", 0) == 0 else ():
+        is_sum = next(_linear_in(operand, is_free), None) is not None and operand.meta.get("batch_power", 0) == 0
+        if is_sum and len(operand.users) == 1:
+            yield from _terms(operand, is_free)
         else:
             yield node, operand
 
 
-def _linear_in(node: fx.Node) -> Iterator[fx.Node]:
-    """The operands of which a number is a sum with factors."""
+def _linear_in(node: fx.Node, is_free: IsFree) -> Iterator[fx.Node]:
+    """The operands of which a number is a sum with factors. A free operand is a factor, or a term."""
     if node.op != "call_function" or not isinstance(value(node), torch.Tensor) or not node.args:
         return
     name, operands = operator_name(node), [a for a in node.args if isinstance(a, fx.Node)]
@@ -115,42 +97,31 @@ def _linear_in(node: fx.Node) -> Iterator[fx.Node]:
         return
     elif name in _SUMS and len(operands) == 2:
         yield from operands
-    elif name in _UNARY or (name in ("mul", "div") and len(operands) == 1 and operands[0] is node.args[0]):
+    elif (
+        name in _UNARY
+        or (name in ("mul", "div") and len(operands) == 1 and operands[0] is node.args[0])
+        or (name == "div" and is_free(operands[1]))
+    ):
         yield operands[0]
+    elif name == "mul" and any(is_free(operand) for operand in operands):
+        yield operands[1] if is_free(operands[0]) else operands[0]
 
 
-def _one_divisor(graph: fx.Graph, ratios: list[Place], others: list[Place], divisors: list[fx.Node]) -> fx.Node:
-    """Divide every term by an element of one value. Returns this value."""
-    needed = closure(divisors)
-    first = next(node for node in graph.nodes if node.op == "call_function" and node not in needed)
-    for node in needed:  # before all terms
-        if node.op != "placeholder":
-            first.prepend(node)
-    with graph.inserting_before(first):
-        dtype = value(divisors[0]).dtype
-        held = [d if value(d).dtype == dtype else _new(graph, d, aten.to.dtype, d, dtype) for d in divisors]
-        held += [_new(graph, held[0], aten.ones_like.default, held[0])] if others else []
-        every = _new(graph, held[0], aten.stack.default, held)
-    for user, term in ratios:
-        with graph.inserting_before(user):
-            divisor = _new(graph, user, aten.select.int, every, 0, divisors.index(_divisor(term)))
-            divided = _new(graph, user, aten.div.Tensor, term.args[0], _cast(graph, divisor, _divisor(term)))
-        user.replace_input_with(term, divided)
-    for user, term in others:
-        with graph.inserting_before(user):
-            count = _new(graph, user, aten.select.int, every, 0, len(divisors))
-            divided = _new(graph, user, OVER_MICRO_BATCHES, term, count)
-        user.replace_input_with(term, divided)
-    return every
+def _power(term: fx.Node, is_free: IsFree) -> int | None:
+    """The power of the batch size to which a term is proportional beside its samples: 0 for a sum, -1 for a mean.
 
-
-def _cast(graph: fx.Graph, node: fx.Node, like: fx.Node) -> fx.Node:
-    dtype = value(like).dtype
-    return node if value(node).dtype == dtype else _new(graph, node, aten.to.dtype, node, dtype)
-
-
-def _new(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    node = compute(graph, like, target, *args, **kwargs)
-    flows = any(n.meta["info"].differentiable for n in node.all_input_nodes)
-    node.meta["info"] = TensorInfo(tuple(value(node).shape), value(node).dtype, flows)
-    return node
+    None if its operators do not show it.
+    """
+    power: int | None = 0
+    while not is_free(term) and term.op == "call_function" and power is not None:
+        if operator_name(term) in ("mean", "sum"):
+            return power - (operator_name(term) == "mean")
+        if any(declared.name == "reduction" for declared in term.target._schema.arguments):  # type: ignore[union-attr]
+            return {1: power - 1, 2: power}.get(argument(term, "reduction"))
+        operands = list(_linear_in(term, is_free))
+        number = term.meta.get("batch_power", 0)
+        power = None if number is None else power + number
+        if len(operands) != 1:
+            return None
+        (term,) = operands
+    return None

@@ -22,12 +22,12 @@ from autopar.capture.passes.embedding_bags import embedding_bags
 from autopar.capture.passes.experts import histogram_of_integers, one_grouped_product, operators_of_libraries
 from autopar.capture.passes.in_place import drop_copies, functionalise
 from autopar.capture.passes.linears import matmul_to_linear
+from autopar.capture.passes.losses import open_composites, split_mean_losses
 from autopar.capture.passes.own_rows import own_rows
 from autopar.capture.passes.recurrent import drop_between_layers
 from autopar.capture.passes.routing import tokens_are_parallel
 from autopar.capture.passes.several_outputs import one_output_each
 from autopar.errors import CaptureError
-from autopar.ir.precision import is_low
 from autopar.rules.rule import TensorInfo
 
 DROPPED = {aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten.sym_constrain_range_for_size.default}
@@ -176,48 +176,6 @@ def flat_addmm_to_linear(graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
-def split_mean_loss(graph: fx.Graph) -> None:
-    """Split a mean cross-entropy into sum, count and division, because ranks sum the first two separately.
-
-    The sum and the count of 16-bit logits are float32: 16 bits hold no count above 256 (bfloat16) or 65,504 (float16).
-    """
-    for node in list(graph.nodes):
-        if node.target is not aten.cross_entropy_loss.default:
-            continue
-        logits, target, *rest = node.args
-        named = ("weight", "reduction", "ignore_index", "label_smoothing")
-        defaults: tuple[Any, ...] = (None, 1, -100, 0.0)
-        weight, reduction, ignore, smoothing = (
-            rest[i] if i < len(rest) else node.kwargs.get(named[i], defaults[i]) for i in range(4)
-        )
-        if reduction == 0:
-            continue
-        if weight is not None or _value(target).dtype.is_floating_point:
-            continue  # not split, because class weights change the denominator
-        low = _value(node).dtype
-        wide = torch.float32 if is_low(low) else low
-        with graph.inserting_before(node):
-            logits = logits if wide == low else compute(graph, node, aten.to.dtype, logits, wide)
-            # not computed, because the values of targets and logits may lie on different devices
-            total = graph.call_function(aten.cross_entropy_loss.default, (logits, target, None, 2, ignore, smoothing))
-            total.meta = dict(node.meta) | {"val": _value(node).to(wide)}
-            mean = total if reduction == 2 else _over_count(graph, node, total, target, ignore)
-            if wide != low and any(user.op != "output" for user in node.users):
-                mean = compute(graph, node, aten.to.dtype, mean, low)
-        node.replace_all_uses_with(mean)
-        graph.erase_node(node)
-
-
-def _over_count(graph: fx.Graph, like: fx.Node, total: fx.Node, target: Any, ignore: Any) -> fx.Node:
-    """A sum over targets, divided by the number of targets that count."""
-    valid = compute(graph, like, aten.ne.Scalar, target, ignore)
-    count = compute(graph, like, aten.sum.default, valid)
-    scale = compute(graph, like, aten.to.dtype, count, _value(total).dtype)
-    mean = graph.call_function(aten.div.Tensor, (total, scale))
-    mean.meta = dict(total.meta)
-    return mean
-
-
 def remove_dead(graph: fx.Graph) -> None:
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
 
@@ -241,8 +199,11 @@ PASSES: tuple[GraphPass, ...] = (
     one_grouped_product,
     tokens_are_parallel,
     own_rows,
+    open_composites,
     drop_no_ops,
-    split_mean_loss,
+    one_output_each,
+    spell_plainly,
+    split_mean_losses,
     remove_dead,
 )
 

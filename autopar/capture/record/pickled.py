@@ -19,7 +19,7 @@ from autopar.ir.program import Program
 KEPT = (
     "info",
     "key",
-    "batch_literal",
+    "batch_power",
     "literal",
 )  # the keys of `fx.Node.meta` that a folded program needs
 

@@ -75,7 +75,7 @@ def program_at(record: ProgramRecord, sizes: Sizes) -> Program:
         inputs=tuple(_described(InputInfo, one, shape=read.shape(one.shape)) for one in record.inputs),
         constants=read.constants(record.constants),
         loss=record.loss,
-        denominator=record.denominator,
+        denominators=record.denominators,
         outputs=record.outputs,
         batch=sizes.batch,
         sequence=sizes.sequence,
@@ -204,6 +204,7 @@ class _Reader:
         args = tuple(self.value(a, nodes) for a in record.args)
         kwargs = {k: self.value(v, nodes) for k, v in record.kwargs.items()}
         node = graph.create_node("call_function", _operator(record.target), args, kwargs, record.name)
+        node.meta["batch_power"] = record.batch_power
         self.describe(node, record.info)
         if node.target in NO_OPS:
             self.check_no_op(node)
@@ -228,7 +229,7 @@ class _Reader:
             nodes[leaf.name].meta["key"] = leaf.name
         for one in record.nodes:
             node = nodes[one.name] = self.node(graph, one, nodes)
-            node.meta["batch_literal"], node.meta["key"] = one.batch_literal, one.key
+            node.meta["key"] = one.key
         graph.output(tuple(_of(nodes, name) for name in record.outputs))
         ports = {port.name: port.role for port in record.ports}
         signature = signature_of(graph, ports, record.outputs)

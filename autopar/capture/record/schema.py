@@ -56,7 +56,7 @@ class NodeRecord(StrictModel):
     kwargs: dict[Word, Any]
     info: InfoRecord
     key: str = ""
-    batch_literal: bool = False
+    batch_power: int | None = 0
 
 
 class BlockRecord(StrictModel):
@@ -151,7 +151,7 @@ class ProgramRecord(StrictModel):
     inputs: tuple[InputRecord, ...]
     constants: ConstantsRecord
     loss: str
-    denominator: str | None
+    denominators: tuple[str, ...]
     loss_reduction: Literal["sum", "mean"]
     mixes_batch: str | None
     ignored: dict[str, int] | None

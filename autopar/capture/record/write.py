@@ -47,7 +47,7 @@ def record_of(twice: Twice) -> ProgramRecord:
     write = _Writer(sizes, others)
     _same("blocks", len(program.blocks), len(small.blocks))
     _same("calls", [_of_call(c) for c in program.calls], [_of_call(c) for c in small.calls])
-    for name in ("loss", "denominator", "outputs", "updates", "parameters", "unused", "buffers", "decisions", "fixed"):
+    for name in ("loss", "denominators", "outputs", "updates", "parameters", "unused", "buffers", "decisions", "fixed"):
         _same(name, getattr(program, name), getattr(small, name))
     return ProgramRecord(
         sizes=SizesRecord(batch=sizes.batch, sequence=sizes.sequence),
@@ -64,7 +64,7 @@ def record_of(twice: Twice) -> ProgramRecord:
         ),
         constants=write.constants(program.constants, small.constants),
         loss=program.loss,
-        denominator=program.denominator,
+        denominators=program.denominators,
         loss_reduction=program.loss_reduction,
         mixes_batch=program.mixes_batch,
         ignored=None if program.ignored is None else dict(program.ignored),
@@ -153,7 +153,7 @@ class _Writer:
             kwargs={k: self.value(where, v, twin.kwargs[k]) for k, v in node.kwargs.items()},
             info=self.info(node, twin),
             key=node.meta.get("key", ""),
-            batch_literal=bool(node.meta.get("batch_literal", False)),
+            batch_power=node.meta.get("batch_power", 0),
         )
 
     def block(self, block: Block, small: Block) -> BlockRecord:

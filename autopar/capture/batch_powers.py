@@ -1,0 +1,51 @@
+"""How the numbers of a captured graph depend on the batch size, found from two captures at different sizes."""
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.capture.flat_graph import Flat, literal_of
+from autopar.capture.forms import Sizes, batch_exponent
+from autopar.capture.nodes import ARITHMETIC, numbers_of, operator_name
+
+_SIZED = frozenset(["expand", "full", "full_like", "new_full", "new_ones", "new_zeros", "ones", "repeat", "zeros"])
+_FACTORS = {"mul": 1, "div": -1}  # the sign of the exponent of a number in the second place
+
+
+def mark_batch_powers(flat: Flat, small: Flat, sizes: Sizes, others: Sizes) -> None:
+    """Set ``meta["batch_power"]`` of every node whose numbers were compared.
+
+    For a product or quotient it is the power of the batch size to which its number is proportional. For other
+    arithmetic it is 0 or None. For other operators it is 0 if no number depends on the batch size, 1 if only sizes of
+    dimensions do, and None otherwise.
+    """
+    for node, twin in zip(flat.graph.nodes, small.graph.nodes, strict=True):
+        if node.op == "call_function":
+            node.meta["batch_power"] = twin.meta["batch_power"] = _power(node, twin, sizes, others)
+        elif (literal := literal_of(flat, node)) is not None:
+            is_equal = _is_equal(literal, literal_of(small, twin))
+            node.meta["batch_power"] = twin.meta["batch_power"] = 0 if is_equal else None
+
+
+def _power(node: fx.Node, twin: fx.Node, sizes: Sizes, others: Sizes) -> int | None:
+    pairs = zip(numbers_of([node.args, node.kwargs]), numbers_of([twin.args, twin.kwargs]), strict=True)
+    exponents = {batch_exponent(a, b, sizes, others) for a, b in pairs if repr(a) != repr(b)} - {0}
+    if not exponents:
+        return 0
+    name = operator_name(node)
+    if name in ARITHMETIC:
+        exponent = exponents.pop()
+        is_factor = not exponents and exponent is not None and not node.kwargs and isinstance(node.args[0], fx.Node)
+        return _FACTORS[name] * exponent if is_factor and name in _FACTORS and exponent is not None else None
+    others_than_sizes = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, (int, float))]
+    theirs = [a for a in (*twin.args, *twin.kwargs.values()) if isinstance(a, (int, float))]
+    return 1 if name in _SIZED and others_than_sizes == theirs else None
+
+
+def _is_equal(literal: torch.Tensor, other: Any) -> bool:
+    return (
+        isinstance(other, torch.Tensor)
+        and literal.shape == other.shape
+        and (literal.is_meta or torch.equal(literal, other))
+    )

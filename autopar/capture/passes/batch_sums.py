@@ -1,0 +1,209 @@
+"""Sums over the batch that inputs alone decide, such as the number of tokens that count, or the mean of a mask.
+
+A loss may divide by such a sum, clamp it, or normalise by it. The micro-batches of a step must then use the sum of the
+whole batch. So the sum ends the additive part of a computation: the runtime adds it up over all micro-batches before
+the first backward pass. Everything behind it is computed from the total, in every micro-batch.
+
+A total may depend on other totals, as a variance depends on the mean. The totals of level 0 depend on no other total,
+and those of level n depend on totals of level n - 1.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from autopar._torch.operators import aten
+from autopar.capture.analysis import analyse, info_of
+from autopar.capture.micro_batches import BATCH, FREE, MEAN, SUM, Mixing, Status, constant_statuses, status_of
+from autopar.capture.nodes import argument, closure, compute, is_random, value
+from autopar.ir.program import Block, CallSite, Constants, InputInfo, Program
+from autopar.rules.rule import Call, TensorInfo
+
+_VARIANCES = (aten.var.correction, aten.std.correction)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BatchSums:
+    """The totals of a graph, by level. `free` are the values that are equal in all micro-batches of a step."""
+
+    graph: fx.Graph
+    inputs: Sequence[fx.Node]  # those with a batch
+    levels: list[list[fx.Node]] = field(default_factory=list)
+    free: set[fx.Node] = field(default_factory=set)
+    counts: dict[Any, fx.Node] = field(default_factory=dict)
+
+    def num_micro_batches(self, like: fx.Node) -> fx.Node:
+        """The number of micro-batches in the dtype of another node. It is a total of ones."""
+        dtype = value(like).dtype
+        if dtype not in self.counts:
+            read = set(closure(self.levels[0][:1] if self.levels else []))
+            source = next((node for node in self.inputs if node in read), self.inputs[0])
+            with self.graph.inserting_before(next(n for n in self.graph.nodes if n.op == "call_function")):
+                self.counts[dtype] = new_node(self.graph, like, aten.new_ones.default, source, [], dtype=dtype)
+            self.levels[:] = self.levels or [[]]
+            self.levels[0].append(self.counts[dtype])
+        return self.counts[dtype]
+
+
+def batch_sums(
+    graph: fx.Graph,
+    loss: fx.Node,
+    inputs: Mapping[fx.Node, InputInfo],
+    constants: Collection[fx.Node],
+    parameters: Collection[fx.Node],
+) -> BatchSums:
+    """Find the totals that a loss needs, and make the graph use them. Placeholders and constants are nodes.
+
+    Parameters decide no total.
+    """
+    while True:
+        statuses, uses, levels, coupled = _statuses(graph, loss, inputs, constants)
+        variances = [node for node in coupled if node.target in _VARIANCES]
+        if not variances:
+            break
+        for node in variances:
+            _open_variance(graph, node)
+    with_batch = [node for node, info in inputs.items() if info.batch_dim is not None]
+    found = BatchSums(graph=graph, inputs=with_batch)
+    found.levels.extend([] for _ in range(1 + max((levels[total] for total in uses), default=-1)))
+    ends = {
+        _end(found, node, uses[node], statuses[node], levels[node]) for node in sorted(uses, key=levels.__getitem__)
+    }
+    fixed = {n for n in constants if statuses[n] == FREE} | {n for n, i in inputs.items() if i.batch_dim is None}
+    fixed |= {*parameters, *ends}
+    for node in graph.nodes:
+        if node in fixed or (
+            node.op == "call_function" and not is_random(node) and fixed.issuperset(node.all_input_nodes)
+        ):
+            fixed.add(node)
+    found.free.update(fixed)
+    return found
+
+
+def _statuses(
+    graph: fx.Graph, loss: fx.Node, inputs: Mapping[fx.Node, InputInfo], constants: Collection[fx.Node]
+) -> tuple[dict[fx.Node, Status], dict[fx.Node, list[fx.Node]], dict[fx.Node, int], list[fx.Node]]:
+    """The statuses of values of inputs, the users of every total, the levels of values, and nodes that couple samples.
+
+    A user of a sum needs the total if it is not linear, or depends on parameters too.
+    """
+    statuses = {n: FREE if i.batch_dim is None else BATCH for n, i in inputs.items()} | constant_statuses(constants)
+    needed = closure([loss])
+    nodes, known = list[fx.Node](), set(statuses)
+    for node in needed:
+        if (
+            node.op == "call_function"
+            and node not in known
+            and not is_random(node)
+            and known.issuperset(node.all_input_nodes)
+        ):
+            known.add(node)
+            nodes.append(node)
+    program = _program_of(nodes, inputs)
+    analysis = analyse(program)
+    levels = dict.fromkeys(statuses, 0)
+    uses, coupled = dict[fx.Node, list[fx.Node]](), list[fx.Node]()
+    copies = (copy for copy in program.blocks[0].graph.nodes if copy.op == "call_function")
+    for node, copy in zip(nodes, copies, strict=True):
+        operands = [o for o in _in_order(node)]
+        if any(o not in statuses for o in operands):
+            continue
+        given = [statuses[o] for o in operands]
+        totals = {o for o in operands if statuses[o] in (SUM, MEAN)}
+        for wanted in (set[fx.Node](), totals):
+            own = [FREE if o in wanted else s for o, s in zip(operands, given, strict=True)]
+            try:
+                statuses[node] = status_of(analysis, 0, copy, own, str(node))
+            except Mixing:
+                continue
+            for total in wanted:
+                uses.setdefault(total, []).append(node)
+            levels[node] = max((levels[o] + (o in wanted) for o in operands), default=0)
+            break
+        else:
+            coupled.append(node)
+    inside = set(needed)
+    for node in nodes:
+        if statuses.get(node) in (SUM, MEAN):
+            outside = [user for user in node.users if user in inside and user not in statuses]
+            if outside:
+                uses.setdefault(node, []).extend(outside)
+    return statuses, uses, levels, coupled
+
+
+def _in_order(node: fx.Node) -> Sequence[fx.Node]:
+    """The tensor operands of a call, in the order of its rule."""
+    return Call.of(node.target, node.args, node.kwargs, node.meta["info"], info_of)[1]
+
+
+def _program_of(nodes: Sequence[fx.Node], inputs: Mapping[fx.Node, InputInfo]) -> Program:
+    """A program of one block that computes nodes from inputs, for analysis alone."""
+    graph, copies, names = fx.Graph(), dict[fx.Node, fx.Node](), dict[str, str]()
+    for node in dict.fromkeys(o for n in nodes for o in n.all_input_nodes if o not in set(nodes)):
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta["info"] = node.meta["info"]
+        names[copies[node].name] = inputs[node].name if node in inputs else f"constant {node.name}"
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(())
+    block = Block(name="inputs", graph=graph, ports=dict.fromkeys(names, "input"), outputs=(), signature="")
+    return Program(
+        blocks=(block,),
+        calls=(CallSite(block=0, path="inputs", arguments=tuple(names.values()), results=()),),
+        parameters={},
+        inputs=tuple(info for node, info in inputs.items() if node in copies),
+        constants=Constants(graph=fx.Graph(), buffers=(), results=()),
+        loss="",
+        denominators=(),
+        outputs={},
+        batch=None,
+        sequence=None,
+    )
+
+
+def _end(found: BatchSums, node: fx.Node, users: Sequence[fx.Node], status: Status, level: int) -> fx.Node:
+    """Make users take the total of a node. The total of means is divided by the number of micro-batches."""
+    total = node
+    if set(users) != set(node.users):  # others take the sum of their own micro-batch
+        with found.graph.inserting_after(node):
+            total = new_node(found.graph, node, aten.clone.default, node)
+    found.levels[level].append(total)
+    value_of_all = total
+    if status == MEAN:
+        count = found.num_micro_batches(total)
+        with found.graph.inserting_after(total):
+            value_of_all = new_node(found.graph, total, aten.div.Tensor, total, count)
+    if value_of_all is not node:
+        for user in users:
+            user.replace_input_with(node, value_of_all)
+    return value_of_all
+
+
+def _open_variance(graph: fx.Graph, node: fx.Node) -> None:
+    """Write a variance or standard deviation as sums, with the number of its elements as a sum of ones."""
+    x, dim, keeps = argument(node, "self"), argument(node, "dim"), argument(node, "keepdim")
+    correction = argument(node, "correction")
+    dims = list(dim) if dim else list(range(value(x).dim()))
+    with graph.inserting_before(node):
+        mean = new_node(graph, node, aten.mean.dim, x, dims, True)
+        square = new_node(graph, node, aten.square.default, new_node(graph, node, aten.sub.Tensor, x, mean))
+        total = new_node(graph, node, aten.sum.dim_IntList, square, dims, keeps)
+        ones = new_node(graph, node, aten.ones_like.default, x)
+        count = new_node(graph, node, aten.sum.dim_IntList, ones, dims, keeps)
+        rest = new_node(graph, node, aten.sub.Tensor, count, 1 if correction is None else correction)
+        found = new_node(graph, node, aten.div.Tensor, total, new_node(graph, node, aten.clamp_min.default, rest, 0))
+        if node.target is aten.std.correction:
+            found = new_node(graph, node, aten.sqrt.default, found)
+    node.replace_all_uses_with(found)
+    graph.erase_node(node)
+
+
+def new_node(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A new call with its traced value and its description. It has the module of `like`."""
+    node = compute(graph, like, target, *args, **kwargs)
+    flows = any(n.meta["info"].differentiable for n in node.all_input_nodes)
+    node.meta["info"] = TensorInfo(tuple(value(node).shape), value(node).dtype, flows)
+    node.meta["batch_power"] = 0
+    return node
