@@ -43,7 +43,8 @@ class Status:
     power: int = 0
 
 
-FREE, CONSTANT, TABLE, BATCH, ADDED = map(Status, ("free", "constant", "table", "batch", "added"))
+FREE, CONSTANT, TABLE = Status("free"), Status("constant"), Status("table")
+BATCH, ADDED = Status("batch"), Status("added")
 SUM, MEAN = Status("sum"), Status("sum", -1)
 
 

@@ -144,7 +144,9 @@ def totals_of(
         if call.phase == "denominator":
             own = [run(call, {**values, **known}) for values, known in zip(micro_batches, found, strict=True)]
             totals = {name: torch.stack([values[name] for values in own]).sum(0) for name in call.results}
-            found = [known | (values if per_micro_batch else totals) for known, values in zip(found, own, strict=True)]
+            found = [
+                {**known, **(values if per_micro_batch else totals)} for known, values in zip(found, own, strict=True)
+            ]
     return found
 
 

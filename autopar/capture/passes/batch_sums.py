@@ -71,12 +71,12 @@ def batch_sums(
     ends = {
         _end(found, node, uses[node], statuses[node], levels[node]) for node in sorted(uses, key=levels.__getitem__)
     }
-    fixed = {n for n in constants if statuses[n] == FREE} | {n for n, i in inputs.items() if i.batch_dim is None}
+    tables = {n for n in constants if statuses[n] != FREE}
+    fixed = set(constants) - tables | {n for n, i in inputs.items() if i.batch_dim is None}
     fixed |= {*parameters, *ends}
     for node in graph.nodes:
-        if node in fixed or (
-            node.op == "call_function" and not is_random(node) and fixed.issuperset(node.all_input_nodes)
-        ):
+        is_made = node.op == "call_function" and not is_random(node) and node not in tables
+        if is_made and fixed.issuperset(node.all_input_nodes):
             fixed.add(node)
     found.free.update(fixed)
     return found
@@ -93,12 +93,8 @@ def _statuses(
     needed = closure([loss])
     nodes, known = list[fx.Node](), set(statuses)
     for node in needed:
-        if (
-            node.op == "call_function"
-            and node not in known
-            and not is_random(node)
-            and known.issuperset(node.all_input_nodes)
-        ):
+        is_made = node.op == "call_function" and not is_random(node) and node not in known
+        if is_made and known.issuperset(node.all_input_nodes):
             known.add(node)
             nodes.append(node)
     program = _program_of(nodes, inputs)
@@ -107,7 +103,7 @@ def _statuses(
     uses, coupled = dict[fx.Node, list[fx.Node]](), list[fx.Node]()
     copies = (copy for copy in program.blocks[0].graph.nodes if copy.op == "call_function")
     for node, copy in zip(nodes, copies, strict=True):
-        operands = [o for o in _in_order(node)]
+        operands = _in_order(node)
         if any(o not in statuses for o in operands):
             continue
         given = [statuses[o] for o in operands]

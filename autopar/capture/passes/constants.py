@@ -102,12 +102,8 @@ def hides_a_threshold(mask: fx.Node, twin: fx.Node) -> bool:
     """Whether a mask's code has a number, equal in both captures, that takes effect only beyond the small size."""
     large, small = _rows(mask), _rows(twin)
     pairs = zip(closure([mask]), closure([twin]), strict=True)
-    numbers = (
-        pair
-        for a, b in pairs
-        for pair in zip(numbers_of([a.args, a.kwargs]), numbers_of([b.args, b.kwargs]), strict=True)
-    )
-    return any(a == b and small - 1 <= abs(a) < large for a, b in numbers)
+    numbers = ([numbers_of([n.args, n.kwargs]) for n in pair] for pair in pairs)
+    return any(a == b and small - 1 <= abs(a) < large for two in numbers for a, b in zip(*two, strict=True))
 
 
 def is_causal_at_full_size(mask: fx.Node, leaf: Leaf) -> bool:

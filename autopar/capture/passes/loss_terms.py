@@ -21,6 +21,7 @@ from autopar.capture.passes.batch_sums import BatchSums, new_node
 from autopar.rules.operators import OVER_MICRO_BATCHES
 
 _UNARY = frozenset(["neg", "to", "_to_copy", "clone", "squeeze", "unsqueeze", "reshape"])
+_PRODUCTS = frozenset(["mul", "div"])
 _OVER_ALL = frozenset(["sum", "mean"])
 _SUMS = {"add": aten.add.Tensor, "sub": aten.sub.Tensor, "rsub": aten.rsub.Tensor}
 Place = tuple[fx.Node, fx.Node]  # a node and an operand of it, which is a term
@@ -38,9 +39,8 @@ def numbers_as_terms(graph: fx.Graph, loss: fx.Node) -> None:
         if _adds_a_number(node):
             with graph.inserting_before(node):
                 like = value(node)
-                number = new_node(
-                    graph, node, aten.full.default, [], node.args[1], dtype=like.dtype, device=like.device
-                )
+                kind = {"dtype": like.dtype, "device": like.device}
+                number = new_node(graph, node, aten.full.default, [], node.args[1], **kind)
             node.target = _SUMS[operator_name(node)]
             node.args = (node.args[0], number, *node.args[2:])
         found = [operand for operand in _linear_in(node, lambda _: True) if operand not in seen]
@@ -97,14 +97,10 @@ def _linear_in(node: fx.Node, is_free: IsFree) -> Iterator[fx.Node]:
         return
     elif name in _SUMS and len(operands) == 2:
         yield from operands
-    elif (
-        name in _UNARY
-        or (name in ("mul", "div") and len(operands) == 1 and operands[0] is node.args[0])
-        or (name == "div" and is_free(operands[1]))
-    ):
+    elif name in _UNARY or (name in _PRODUCTS and operands[0] is node.args[0] and all(map(is_free, operands[1:]))):
         yield operands[0]
-    elif name == "mul" and any(is_free(operand) for operand in operands):
-        yield operands[1] if is_free(operands[0]) else operands[0]
+    elif name == "mul" and is_free(operands[0]):
+        yield operands[1]
 
 
 def _power(term: fx.Node, is_free: IsFree) -> int | None:
