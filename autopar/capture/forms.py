@@ -93,7 +93,7 @@ def batch_exponent(first: float, second: float, sizes: Sizes, others: Sizes) -> 
     if found:
         return found.pop() if len(found) == 1 else None
     for sign in (1, -1):  # B (S - 1), or one over it
-        form = float_form_of(round(first**sign, 9), round(second**sign, 9), sizes, others)
+        form = float_form_of(float(round(first**sign, 9)), float(round(second**sign, 9)), sizes, others)
         exponents = set() if form is None else {i for _, _, i, _ in form.terms}
         if len(exponents) == 1:
             return sign * exponents.pop()

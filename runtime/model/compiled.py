@@ -143,10 +143,11 @@ def totals_of(
     for call in program.calls:
         if call.phase == "denominator":
             own = [run(call, {**values, **known}) for values, known in zip(micro_batches, found, strict=True)]
-            totals = {name: torch.stack([values[name] for values in own]).sum(0) for name in call.results}
-            found = [
-                {**known, **(values if per_micro_batch else totals)} for known, values in zip(found, own, strict=True)
-            ]
+            for name in call.results:
+                every = [values[name] for values in own]
+                totals = every if per_micro_batch else [torch.stack(every).sum(0)] * len(every)
+                for known, total in zip(found, totals, strict=True):
+                    known[name] = total
     return found
 
 

@@ -123,6 +123,20 @@ class ReportsTerms(TwoHeads):
         return {"loss": F.cross_entropy(scores.flatten(0, 1), labels.flatten()) + 0.5 * term, "term": term}
 
 
+class SumsBeforeTheMean(TwoHeads):
+    """The last term looks like a mean, and is a sum over the batch."""
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor, next_labels: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = super().forward(tokens, labels, next_labels)
+        return loss + self.first(self.table(tokens)).square().sum(0).mean()
+
+
+def test_a_sum_that_looks_like_a_mean_is_refused() -> None:
+    """A sum over the batch is no mean of the sums over micro-batches."""
+    program = capture_program(SumsBeforeTheMean(EXACT["one mean"]), batch_of(), batch=2)
+    assert "adds a sum over the batch to a mean" in str(program.mixes_batch)
+
+
 class CountsSequences(TwoHeads):
     """The loss has the number of sequences as a term."""
 
