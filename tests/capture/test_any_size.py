@@ -125,11 +125,10 @@ def test_one_sequence_that_is_not_known(finish: Any, says: str) -> None:
         program_for(captured, Degrees(micro_batch=1, accumulate=2))
 
 
-def test_one_sequence_of_one_token_is_not_known() -> None:
-    captured = capture(*tiny_models.llama(2, sequence=1))
-    assert not captured.has_one_sequence
-    with pytest.raises(CaptureError, match="not known at batch 1"):
-        alone(captured).at(batch=1)
+def test_one_sequence_of_one_token() -> None:
+    captured = alone(capture(*tiny_models.llama(2, sequence=1)))
+    assert captured.has_one_sequence
+    assert captured.at(batch=1).mixes_batch is None
     longer = capture(*tiny_models.llama(2, sequence=8))
     with pytest.raises(CaptureError, match="one element"):
         longer.at(batch=2, sequence=1)
