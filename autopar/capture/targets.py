@@ -103,7 +103,7 @@ def _sums_over_the_batch(program: Program, analysis: Analysis, phase: str) -> It
             continue
         for node in program.blocks[call.block].graph.nodes:
             bound = analysis.bounds[call.block].get(node.name)
-            if bound is None or node.target is aten.new_ones.default:
+            if bound is None:
                 continue
             reduced = [f for f in bound.rule.reduced for axis, _ in bound.factors[f] if axis in analysis.batch_axes]
             if reduced:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
 from autopar._torch.operators import aten
@@ -29,7 +30,6 @@ class BatchSums:
     """The totals of a graph, by level. `free` are the values that are equal in all micro-batches of a step."""
 
     graph: fx.Graph
-    inputs: Sequence[fx.Node]  # those with a batch
     levels: list[list[fx.Node]] = field(default_factory=list)
     free: set[fx.Node] = field(default_factory=set)
     counts: dict[Any, fx.Node] = field(default_factory=dict)
@@ -38,10 +38,9 @@ class BatchSums:
         """The number of micro-batches in the dtype of another node. It is a total of ones."""
         dtype = value(like).dtype
         if dtype not in self.counts:
-            read = set(closure(self.levels[0][:1] if self.levels else []))
-            source = next((node for node in self.inputs if node in read), self.inputs[0])
+            kind = {"dtype": dtype, "device": torch.device("cpu")}  # generated code has the device of its rank
             with self.graph.inserting_before(next(n for n in self.graph.nodes if n.op == "call_function")):
-                self.counts[dtype] = new_node(self.graph, like, aten.new_ones.default, source, [], dtype=dtype)
+                self.counts[dtype] = new_node(self.graph, like, aten.full.default, [], 1, **kind)
             self.levels[:] = self.levels or [[]]
             self.levels[0].append(self.counts[dtype])
         return self.counts[dtype]
@@ -65,8 +64,7 @@ def batch_sums(
             break
         for node in variances:
             _open_variance(graph, node)
-    with_batch = [node for node, info in inputs.items() if info.batch_dim is not None]
-    found = BatchSums(graph=graph, inputs=with_batch)
+    found = BatchSums(graph=graph)
     found.levels.extend([] for _ in range(1 + max((levels[total] for total in uses), default=-1)))
     ends = {
         _end(found, node, uses[node], statuses[node], levels[node]) for node in sorted(uses, key=levels.__getitem__)
