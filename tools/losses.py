@@ -60,8 +60,9 @@ def errors_on_rank(rank: int, name: str, plan: Mapping[str, Any]) -> float | str
 
 
 def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    scale = float(expected.norm())
-    return float((found - expected).norm()) / scale if scale > 1e-12 else float(found.norm())
+    scale = float(expected.detach().norm())
+    difference = float((found - expected).detach().norm())
+    return difference / scale if scale > 1e-12 else difference
 
 
 def main() -> None:
@@ -83,13 +84,13 @@ def main() -> None:
         for plan in PLANS.values():
             try:
                 results = world.run("losses:errors_on_rank", name, plan)
-            except RankError as error:
-                results, world = [f"failed: {error}"], Ranks(2)
+            except RankError as failure:
+                results, world = [f"failed: {failure}"], Ranks(2)
             text = next((r for r in results if isinstance(r, str)), None)
-            error = max((r for r in results if isinstance(r, float)), default=0.0)
-            cells.append(f"{error:.0e}" if text is None else REFUSED if " change the loss" in text else text[:60])
-            if (text is not None) != (name in MIXING and ("accumulate" in plan or "pp" in plan)) or error > TOLERANCE:
-                failed.append(f"{name} under {plan}: {text or error}")
+            worst = max((r for r in results if isinstance(r, float)), default=0.0)
+            cells.append(f"{worst:.0e}" if text is None else REFUSED if " change the loss" in text else text[:60])
+            if (text is not None) != (name in MIXING and ("accumulate" in plan or "pp" in plan)) or worst > TOLERANCE:
+                failed.append(f"{name} under {plan}: {text or worst}")
         rows.append(f"| {name} | {' | '.join(cells)} |")
         print(f"[{number}/{len(names)}] {rows[-1]}", flush=True)
     world.close()
