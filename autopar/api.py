@@ -1,11 +1,11 @@
 """The composition root: `parallelize` joins capture, labels and runtime."""
 
-import hashlib
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,22 +33,15 @@ from autopar.planning.fixed import PlanLike, capture_for, check_plan, label_plan
 from autopar.planning.labels import LABELLED_DP
 from autopar.planning.options import PlanOptions
 from autopar.planning.search import search_captured
-from autopar.runtime.distributed.broadcast import (
-    any_rank,
-    broadcast_object,
-    from_first_rank,
-    kept_from_first_rank,
-    run_on_first_rank,
-)
+from autopar.runtime.distributed.broadcast import agreed, any_rank, broadcast_object, run_on_first_rank
 from autopar.runtime.model.module import ParallelModel
 from autopar.runtime.model.shape_cache import InputShapes, Replan
-from autopar.runtime.model.tied_parameters import names_on_this_rank
+from autopar.runtime.parameters.initial import first_rank_sends, sent_buffers
 from autopar.runtime.parameters.materialise import parameter_source
 from autopar.search.result.format import nothing_fits
 
 _TIMEOUT_S = 300
 DEFAULT_BATCH, DEFAULT_SEQUENCE = 2, 128
-NUM_COMPARED = 256  # elements per tensor, to tell whether ranks hold the same weights
 
 
 def parallelize(
@@ -68,15 +61,15 @@ def parallelize(
     parts. The model is kept without its weights, for other shapes and eval mode. Delete your model to free its weights.
 
     Args:
-        model: The model. On meta, it is materialised shard by shard. If ranks hold different weights, rank 0's are
-            used.
+        model: The model. On meta, it is materialised shard by shard. If ranks hold different weights, or rank 0 alone
+            holds weights, rank 0 sends every rank its parts.
         cluster_spec: The cluster, or its text, such as ``"8xh100"``.
         example_inputs: The inputs of one rank in one step: a dict of tensors by name, or a tuple. Without it a
             transformers config gives the shapes.
         plan: A `Plan`, the path of one, or degrees such as ``{"tp": 2, "dp": 2, "zero": 3}``; or "tuned", the plan
             that `autopar.tune` found here for this model, batch and cluster. Without it rank 0 searches the plan of
             most sequences a second, as `autopar.plan` does.
-        state: The weights: a state dict, or the path of safetensors files.
+        state: The weights: a state dict, or the path of safetensors files. It may be given on rank 0 alone.
         loss_fn: A function of (output, target), if the model returns no loss. The target is the last element of the
             tuple, or the key ``target`` of the dict.
         seed: The seed of initialisation on meta, and of dropout.
@@ -106,27 +99,33 @@ def parallelize(
     model = private.uncompiled(model)
     _refuse_hooks(model)
     device = start_process_group(cluster)
+    sent = first_rank_sends(model, has_state=state is not None)
+    on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    without_weights = weightless(model)
+    captured = without_weights if any_rank(on_meta) else model  # all ranks capture the model in one form
     inputs = example_inputs if example_inputs is not None else derived_inputs(model)
     if specialise:
         inputs = broadcast_object(inputs)  # all ranks take the decisions of rank 0
     program, decided = _decide(
-        model, cluster, inputs, plan, world_size, loss_fn, derived=example_inputs is None, specialise=specialise
+        captured, cluster, inputs, plan, world_size, loss_fn, derived=example_inputs is None, specialise=specialise
     )
-    without_weights = weightless(model)
     again = _replan(without_weights, cluster, inputs, program, decided, loss_fn)
-    source = parameter_source(model, state=state, seed=seed, dtype=None)
-    on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    differ = state is None and weights_differ(model)
-    if differ and decided.degrees.pp == 1:
-        source = from_first_rank(source)
-    elif differ:  # ranks of a pipeline ask for different names
-        names = [info.whole_name for info in program.every_parameter.values()]
-        needed = {*names_on_this_rank(program, decided, device.type), *program.buffers}
-        source = kept_from_first_rank(source, dict.fromkeys([*names, *program.buffers]), needed)
-    # of a model that holds weights nothing but buffers is kept
-    buffers = source if on_meta else {name: source(name) for name in program.buffers}.__getitem__
+    source = agreed(lambda: parameter_source(model, state=state, seed=seed, dtype=None))
+    if sent:
+        held = sent_buffers(program, source)
+    else:
+        held = {name: source(name) for name, info in program.buffers.items() if info.persistent or not on_meta}
+    late = parameter_source(without_weights, seed=seed)  # gives other buffers later, and keeps no weights
     return ParallelModel(
-        program, decided, source, device, seed=seed, replan=again, buffers=buffers, origin=without_weights
+        program,
+        decided,
+        source,
+        device,
+        seed=seed,
+        replan=again,
+        buffers=lambda name: held[name] if name in held else late(name),
+        origin=without_weights,
+        sent=sent,
     )
 
 
@@ -165,21 +164,6 @@ def start_process_group(cluster: ClusterSpec, *, timeout_s: float = _TIMEOUT_S) 
     return device
 
 
-def weights_differ(model: nn.Module) -> bool:
-    """Whether ranks built different weights, as they do without a seed. Collective.
-
-    Compares a hash of some elements of every parameter and buffer that is not on meta.
-    """
-    digest = hashlib.sha256()
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if not tensor.is_meta:
-            flat = tensor.detach().reshape(-1)
-            some = flat[:: max(1, flat.numel() // NUM_COMPARED)].double().cpu()
-            digest.update(name.encode() + some.numpy().tobytes())
-    own = digest.hexdigest()
-    return any_rank(own != broadcast_object(own))
-
-
 def derived_inputs(model: nn.Module) -> Inputs:
     """Example inputs that the model's transformers config decides. Raises `InputError` without one."""
     try:
@@ -210,12 +194,12 @@ def _decide(
     if loaded is None:
         return _searched(model, cluster, inputs, loss_fn, local_batch, specialise=specialise)
     if isinstance(loaded, Plan):
-        program = capture_for(model, inputs, loaded.degrees, loss_fn, specialise=specialise)
-        check_plan(loaded, program, world_size, None if derived else local_batch)
+        program = agreed(lambda: capture_for(model, inputs, loaded.degrees, loss_fn, specialise=specialise))
+        agreed(lambda: check_plan(loaded, program, world_size, None if derived else local_batch))
         _warn_torch_version(loaded)
         return program, loaded
     degrees = resolve_degrees(loaded, world_size, local_batch)
-    program = capture_for(model, inputs, degrees, loss_fn, specialise=specialise)
+    program = agreed(lambda: capture_for(model, inputs, degrees, loss_fn, specialise=specialise))
     return program, _labelled(program, lambda: label_plan(program, cluster, degrees, type(model).__name__))
 
 
@@ -229,7 +213,7 @@ def _searched(
     specialise: bool,
 ) -> tuple[Program, Plan]:
     """What rank 0 finds to be the fastest for `local_batch` sequences of every data-parallel rank. Collective."""
-    captured = capture(model, inputs, batch=LABELLED_DP, loss_fn=loss_fn, specialise=specialise)
+    captured = agreed(lambda: capture(model, inputs, batch=LABELLED_DP, loss_fn=loss_fn, specialise=specialise))
 
     def search() -> Plan:
         asked = PlanOptions(local_batch=local_batch, timeout_s=_TIMEOUT_S / 2)  # the other ranks wait in a collective
@@ -239,8 +223,8 @@ def _searched(
         return found.plan
 
     plan = _from_first_rank(search)
-    program = program_for(captured, plan.degrees)
-    _refuse_another_model(plan, program)
+    program = agreed(lambda: program_for(captured, plan.degrees))
+    agreed(lambda: _refuse_another_model(plan, program))
     return program, plan
 
 
@@ -261,7 +245,7 @@ def _tuned(
     kept: list[Plan] = run_on_first_rank(lambda: tuned_plans(cache_folder(), cluster, kind))
     for plan in (*(one for one in kept if one.degrees.local_batch == batch),
                  *(one for one in kept if one.degrees.global_batch == batch)):  # fmt: skip
-        program = capture_for(model, inputs, plan.degrees, loss_fn, specialise=specialise)
+        program = agreed(partial(capture_for, model, inputs, plan.degrees, loss_fn, specialise=specialise))
         if program.fingerprint == plan.fingerprint:
             return program, plan
     batches = [f"{n} sequences" for n in sorted({one.degrees.global_batch for one in kept})]
@@ -275,7 +259,7 @@ def _tuned(
 def _labelled(program: Program, solve: Callable[[], Plan]) -> Plan:
     """The plan that rank 0 finds for a program. Collective. Raises `PlanError` on all ranks."""
     plan = _from_first_rank(solve)
-    _refuse_another_model(plan, program)
+    agreed(lambda: _refuse_another_model(plan, program))
     return plan
 
 

@@ -38,7 +38,7 @@ def products_of(precision: str | None) -> str | None:
 
 
 def in_precision(model: nn.Module, precision: str | None) -> nn.Module:
-    """A copy of a model with floating-point parameters in the dtype of a precision.
+    """A copy of a model with floating-point parameters in the dtype of a precision. Their values are undefined.
 
     The model itself is returned without a precision, and if its parameters have the dtype already. Buffers and tied
     parameters are shared as in the model.
@@ -59,7 +59,7 @@ def in_precision(model: nn.Module, precision: str | None) -> nn.Module:
         return model
     memo: dict[int, object] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     for parameter in others:  # deepcopy takes the entry of an object's id instead of a copy
-        value = nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)
+        value = nn.Parameter(torch.empty_like(parameter, dtype=dtype), requires_grad=parameter.requires_grad)
         vars(value).update(vars(parameter))
         memo[id(parameter)] = value
     try:

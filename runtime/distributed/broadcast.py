@@ -1,23 +1,21 @@
-"""Values and tensors from rank 0 to all ranks, and errors of one rank to all ranks."""
+"""Values from rank 0 to all ranks, errors of one rank to all ranks, and tensors from rank to rank."""
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from autopar.errors import AutoparError
+from autopar.runtime.distributed.launch import device_of_rank
 
 _T = TypeVar("_T")
-
-
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+_CHUNK_BYTES = 64 << 20
 
 
 def any_rank(flag: bool) -> bool:
     """Whether the flag is set on any rank. Collective."""
-    count = torch.tensor(int(flag), device=_device())
+    count = torch.tensor(int(flag), device=device_of_rank())
     dist.all_reduce(count)
     return bool(count.item())
 
@@ -64,25 +62,38 @@ def run_on_first_rank(action: Callable[[], _T], group: dist.ProcessGroup | None 
     return cast(_T, result)
 
 
-def from_first_rank(source: Callable[[str], torch.Tensor]) -> Callable[[str], torch.Tensor]:
-    """Rank 0's tensors on every rank. Each call is collective: all ranks must ask for the same names in one order."""
-
-    def received(name: str) -> torch.Tensor:
-        value = source(name)
-        shared = value.detach().to(_device(), copy=True).contiguous()
-        dist.broadcast(shared, 0)
-        return shared.to(value.device)
-
-    return received
+def agreed(action: Callable[[], _T]) -> _T:
+    """The result of this rank's action. The first rank's `AutoparError` is raised on every rank. Collective."""
+    found: list[_T] = []
+    run_on_all_ranks(lambda: found.append(action()))
+    return found[0]
 
 
-def kept_from_first_rank(
-    source: Callable[[str], torch.Tensor], names: Iterable[str], kept: Container[str]
-) -> Callable[[str], torch.Tensor]:
-    """Rank 0's tensors of `names`, of which this rank keeps `kept`. Ranks may keep different names. Collective."""
-    received, found = from_first_rank(source), {}
-    for name in names:
-        value = received(name)
-        if name in kept:
-            found[name] = value
-    return found.__getitem__
+# Tensors of any dtype, as bytes in bounded chunks. NCCL gets chunks on the device of a tensor that lies on the host.
+
+
+def send_tensor(value: torch.Tensor, to: int) -> None:
+    """Send a tensor to a rank, which must call `receive_tensor`."""
+    for chunk in _chunks(value.contiguous()):
+        dist.send(chunk, to)
+
+
+def receive_tensor(into: torch.Tensor, source: int) -> None:
+    """Fill a contiguous tensor of the device of this rank."""
+    for chunk in _chunks(into):
+        dist.recv(chunk, source)
+
+
+def share_tensor(value: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Fill a contiguous tensor with the value on the group's first rank. Collective.
+
+    Tensors that are filled lie on the device of this rank.
+    """
+    for chunk in _chunks(value):
+        dist.broadcast(chunk, group=group, group_src=0)
+
+
+def _chunks(value: torch.Tensor) -> Iterator[torch.Tensor]:
+    if value.numel():
+        for chunk in value.detach().reshape(-1).view(torch.uint8).split(_CHUNK_BYTES):
+            yield chunk.to(device_of_rank())

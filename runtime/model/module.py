@@ -50,6 +50,7 @@ class ParallelModel(CheckpointedModel):
         streams: A function from this rank's mesh to the streams of random numbers. Verification draws the same numbers
             under every plan.
         origin: The unmodified model without its weights, which `export_hf` needs.
+        sent: Whether rank 0 sends the weights. The sources of the other ranks are not asked then.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.Tanh(), torch.nn.Linear(12, 4))

@@ -57,10 +57,11 @@ class RunningModel(ShardedModel):
         buffers: Callable[[str], torch.Tensor] | None = None,
         streams: Callable[[RankMesh], Streams] | None = None,
         origin: nn.Module | None = None,
+        sent: bool = False,
     ) -> None:
         mesh = training_mesh(plan.degrees, device.type)
         drawing = Streams(mesh.dims, seed, device) if streams is None else streams(mesh)
-        super().__init__(program, plan, mesh, source, device, drawing, buffers or source)
+        super().__init__(program, plan, mesh, source, device, drawing, buffers or source, sent)
         self._compile_options: dict[str, Any] | None = None
         self._compiled_code = WeakKeyDictionary[CompiledProgram, dict[bool, list[Callable[..., Any]]]]()
         self._selective_code = WeakKeyDictionary[CompiledProgram, dict[int, SelectiveBlock]]()

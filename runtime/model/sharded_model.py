@@ -1,6 +1,7 @@
 """`ShardedModel`: the parameters, buffers and state that one rank holds, under the model's own names."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,7 +14,7 @@ from autopar.errors import PlanError, RuntimeInputError
 from autopar.ir.degrees import offload_problems
 from autopar.ir.offload import OPTIMIZER
 from autopar.ir.plan import Plan
-from autopar.ir.precision import stored_dtype, summed_dtype
+from autopar.ir.precision import summed_dtype
 from autopar.ir.program import Program, StateInfo
 from autopar.ir.sharding import owned_by
 from autopar.ir.stages import Stage, stage_of_buffers, stages_by_parameter, stages_of
@@ -30,7 +31,8 @@ from autopar.runtime.offload.backward_step import BackwardStep
 from autopar.runtime.offload.host_memory import HostCopies, HostParameters
 from autopar.runtime.parameters.checkpoint_state import flat_state, load_whole, names_of_state, optimizer_state
 from autopar.runtime.parameters.gradients import gradient_norm, local_gradient, nonfinite_error, sum_over
-from autopar.runtime.parameters.packed import complete_gradients, join_packed, packed_source
+from autopar.runtime.parameters.initial import Parts
+from autopar.runtime.parameters.packed import complete_gradients, join_packed
 from autopar.runtime.parameters.placement import make_parameter
 from autopar.runtime.parameters.relayout import whole_placement
 from autopar.runtime.parameters.user_view import (
@@ -46,8 +48,9 @@ from autopar.runtime.parameters.user_view import (
 class ShardedModel(nn.Module):
     """The stages of a model that one rank holds. Without a pipeline it is the whole model.
 
-    `source` gives whole parameters and is not kept. `buffers` gives buffers, some of them later. `base` is the program
-    compiled for the plan's shapes. `placements` says how each parameter is stored, by name.
+    `source` gives whole parameters and is not kept. With `sent` rank 0 alone asks it, and sends parts. `buffers` gives
+    buffers, some of them later. `base` is the program compiled for the plan's shapes. `placements` says how each
+    parameter is stored, by name.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class ShardedModel(nn.Module):
         device: torch.device,
         streams: Streams,
         buffers: Callable[[str], torch.Tensor],
+        sent: bool = False,
     ) -> None:
         super().__init__()
         self.program, self.plan, self.rank_mesh, self.device, self.streams = program, plan, mesh, device, streams
@@ -74,10 +78,13 @@ class ShardedModel(nn.Module):
         stages = self.stages_in(self.base)
         self.ties = TiedParameters(stages_by_parameter(program, stages), plan.degrees, mesh)
         self.stages = nn.ModuleDict()
-        source = packed_source(program, source)
+        parts = Parts(program, plan, mesh, source, sent=sent)
         for stage in stages:
-            if plan.degrees.rank_of_stage(stage.index) == mesh.stage_rank:
-                self.stages[str(stage.index)] = self._stage_module(stage, source)
+            if (at := plan.degrees.rank_of_stage(stage.index)) == mesh.stage_rank:
+                self.stages[str(stage.index)] = self._stage_module(stage, parts)
+            else:
+                StageModule(program, stage, self.placements, partial(parts.pass_on, at))
+        parts.end()
         self.copies = HostCopies(device)
         self._on_host: HostParameters | None = None
         self._backward_step: BackwardStep | None = None
@@ -91,19 +98,18 @@ class ShardedModel(nn.Module):
         self._summed = {p: summed_dtype(infos[n].dtype, plan.degrees) for n, p in self._computed()}
         self._segments = [segment for module in self.stage_modules().values() for segment in module.segments]
 
-    def _stage_module(self, stage: Stage, source: Callable[[str], torch.Tensor]) -> StageModule:
+    def _stage_module(self, stage: Stage, parts: Parts) -> StageModule:
         zero_dims: dict[nn.Parameter, int | None] = {}
 
         def fill(module: nn.Module, names: Mapping[str, Storage]) -> None:
-            own = self._fill(module, names, source)
+            own = self._fill(module, names, parts)
             if not isinstance(module, StageModule):
                 of_experts = any(how.is_of_experts for how in names.values())
                 zero.shard(module, own, self.plan.degrees, self.rank_mesh, of_experts=of_experts)
                 own = {parameter: None for parameter, dim in own.items() if dim is None}  # frees what is sharded now
             zero_dims.update(own)
 
-        unused = tuple(self.program.unused) if stage.index == 0 else ()
-        made = StageModule(self.program, stage, self.placements, fill, unused)
+        made = StageModule(self.program, stage, self.placements, fill)
         zero.shard(made, zero_dims, self.plan.degrees, self.rank_mesh, root=True)
         return made
 
@@ -145,19 +151,15 @@ class ShardedModel(nn.Module):
         """The modules that each hold the parameters of one call of a block, in order."""
         return self._segments
 
-    def _fill(
-        self, module: nn.Module, names: Mapping[str, Storage], source: Callable[[str], torch.Tensor]
-    ) -> dict[nn.Parameter, int | None]:
+    def _fill(self, module: nn.Module, names: Mapping[str, Storage], parts: Parts) -> dict[nn.Parameter, int | None]:
         """Register parameters on a module; returns the dimension of each that ZeRO shards."""
-        mesh, zero_dims = self.rank_mesh, dict[nn.Parameter, int | None]()
-        at = [mesh.dims[n].coordinate for n in self.plan.mesh.names]
+        zero_dims = dict[nn.Parameter, int | None]()
         for name, how in names.items():
-            info = self.program.every_parameter[name]
-            whole = source(name).to(stored_dtype(info.dtype, self.plan.degrees))
             used = name in self.program.parameters
             zero_dim = zero_dim_of(self.plan.degrees, how) if used else None
-            over = zero.mesh_of(self.plan.degrees, mesh, how, zero_dim)
-            made = make_parameter(how, whole, self.plan.mesh, at, over, self.device, requires_grad=info.requires_grad)
+            over = zero.mesh_of(self.plan.degrees, self.rank_mesh, how, zero_dim)
+            requires_grad = self.program.every_parameter[name].requires_grad
+            made = make_parameter(how, parts.of(name, how), over, self.device, requires_grad=requires_grad)
             zero_dims[made] = zero_dim
             module.register_parameter(attribute(name), made)
         return zero_dims

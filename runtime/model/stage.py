@@ -84,7 +84,7 @@ class StageModule(nn.Module):
     """One stage: a segment for every call, and the parameters that several of its calls take.
 
     Experts that `ep` splits have segments of their own, behind the segments of the calls. `fill` registers parameters
-    on a module. `unused` parameters of the model belong to the first stage.
+    on a module. Unused parameters of the model belong to the first stage.
     """
 
     def __init__(
@@ -93,7 +93,6 @@ class StageModule(nn.Module):
         stage: Stage,
         held: Mapping[str, Storage],
         fill: Callable[[nn.Module, Mapping[str, Storage]], None],
-        unused: Sequence[str] = (),
     ) -> None:
         super().__init__()
         self.index, self.placements = stage.index, held
@@ -112,6 +111,7 @@ class StageModule(nn.Module):
         for experts in filter(None, own_of):
             self._add_segment(experts, dtypes, fill, at=len(self.segments))
         shared = [name for name, at in owner_by_name.items() if at is None]
+        unused = program.unused if stage.index == 0 else ()
         self.shared = {name: held[name] for name in (*shared, *unused)}
         fill(self, self.shared)
 

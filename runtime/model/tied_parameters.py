@@ -13,22 +13,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.ir.degrees import Degrees
-from autopar.ir.plan import Plan
 from autopar.ir.precision import summed_dtype
-from autopar.ir.program import Program
-from autopar.ir.stages import stages_by_parameter, stages_of
-from autopar.runtime.distributed.mesh import RankMesh, group_of_stages, training_mesh
+from autopar.runtime.distributed.mesh import RankMesh, group_of_stages
 from autopar.runtime.model.stage import StageModule, attribute
 from autopar.runtime.parameters.gradients import local_gradient, sum_over
-
-
-def names_on_this_rank(program: Program, plan: Plan, device_type: str) -> set[str]:
-    """The model's parameters that this rank's stages hold, or hold pieces of. Collective."""
-    stage_rank = training_mesh(plan.degrees, device_type).stage_rank
-    stages = stages_by_parameter(program, stages_of(program, plan.cuts, plan.recomputed))
-    infos = program.every_parameter
-    ranks = {name: {plan.degrees.rank_of_stage(s) for s in held} for name, held in stages.items()}
-    return {infos[name].whole_name for name, at in ranks.items() if stage_rank in at}
 
 
 class TiedParameters:

@@ -8,16 +8,13 @@ its own: 30 heads over 4 ranks are 8, 8, 8 and 6. A block pads its part with zer
 so no optimizer, norm or checkpoint sees the padding.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from autopar.ir.sharding import Mesh
 from autopar.ir.storage import Storage
-from autopar.runtime.parameters.shards import local_shard, pad_axis
+from autopar.runtime.parameters.shards import pad_axis
 
 
 def placements(how: Storage, num_dims: int) -> tuple[Placement, ...]:
@@ -28,20 +25,17 @@ def placements(how: Storage, num_dims: int) -> tuple[Placement, ...]:
 
 def make_parameter(
     how: Storage,
-    whole: torch.Tensor,
-    mesh: Mesh,
-    coordinates: Sequence[int],
+    part: torch.Tensor,
     device_mesh: DeviceMesh | None,
     device: torch.device,
     *,
     requires_grad: bool,
 ) -> nn.Parameter:
-    """This rank's shard of a whole tensor as a parameter: a DTensor over `device_mesh`, or plain without one.
+    """A copy of this rank's flat part as a parameter: a DTensor over `device_mesh`, or plain without one.
 
     The last dimensions of `device_mesh` are the tensor mesh dimensions. The parameter is equal along the others.
     """
-    local = local_shard(whole.detach(), how.dims, how.types, mesh, coordinates)
-    local = local.to(device=device, copy=True).contiguous()
+    local = part.to(device=device, copy=True).contiguous()
     if device_mesh is None:
         return nn.Parameter(local, requires_grad=requires_grad)
     local = local.reshape(how.padded_shape)

@@ -92,7 +92,10 @@ HELD_BY = {
         "test_packed_projections.py::test_loads_bit_equal_and_goes_on",
         "test_packed_projections.py::test_loads_on_one_device",
     ),
-    "S16": ("test_parallelize.py::test_losses_equal_the_single_device",),
+    "S16": (
+        "test_parallelize.py::test_losses_equal_the_single_device",
+        "test_initial_weights.py::test_the_weights_of_rank_0_count",
+    ),
     "S17": ("test_faults.py::test_plan_of_something_else",),
     "S18": ("test_faults.py::test_a_failing_rank_ends_all", "test_faults.py::test_a_failing_rank_ends_torchrun"),
     "S19": ("test_data.py::test_ranks_that_do_not_agree",),

@@ -198,7 +198,8 @@ def leaf(name: str, kind: str, value: torch.Tensor) -> Known | Unknown:
     if kind == "parameter":
         return Unknown(f"the parameter {name!r}", is_finite=True)
     if value.is_meta:
-        return Unknown(f"the {kind} {name!r}, which is on meta and has no values")
+        remedy = "build the model on the CPU on every rank"
+        return Unknown(f"the {kind} {name!r}, which is on meta and has no values ({remedy})")
     names = frozenset({name})
     own = _on_cpu(value)
     return Known(own, inputs=names) if kind == "input" else Known(own, buffers=names)

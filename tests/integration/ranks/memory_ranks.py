@@ -80,7 +80,7 @@ def peak_of(action: Callable[[], Any]) -> tuple[int, Any]:
 
 @captured_by_first_rank
 def peaks(rank: int, world_size: int, wish: Mapping[str, Any], width: int, folder: str, target: str) -> dict[str, int]:
-    """The rise of memory in an import, an export, a save and a load; and the bytes of this rank's part."""
+    """The rise of memory in each call, and the bytes of this rank's part. "sent" is an import of rank 0's model."""
     ids = torch.arange(2 * LENGTH).reshape(2, LENGTH)
     batch = {"input_ids": ids, "labels": ids}
 
@@ -98,4 +98,11 @@ def peaks(rank: int, world_size: int, wish: Mapping[str, Any], width: int, folde
         found["export"], _ = peak_of(lambda: parallel.export_hf(f"{target}/exported"))
         found["save"], _ = peak_of(lambda: parallel.save(f"{target}/saved", step=1))
         found["load"], _ = peak_of(lambda: parallel.load(f"{target}/saved"))
+        del parallel
+        model = on_meta(width) if rank else on_meta(width).to_empty(device="cpu")
+        for tensor in (*model.parameters(), *model.buffers()):
+            if not tensor.is_meta:
+                tensor.data.fill_(rank)  # memory that is written to counts
+        options = {"example_inputs": batch, "plan": wish}
+        found["sent"], parallel = peak_of(lambda: parallelize(model, f"{world_size}xcpu", **options))
     return found

@@ -1,0 +1,158 @@
+"""How ranks get their initial weights: cut from a source of their own, or sent by rank 0.
+
+Every rank goes through its own pipeline stages in order, and rank 0 goes through all stages. If rank 0 sends, it cuts
+each parameter, and sends one copy of each part to the first rank that holds this part. That rank passes the part on
+along the mesh dimensions that do not split the parameter. A rank holds its parts and one tensor more.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autopar.errors import AutoparError, InputError
+from autopar.ir.plan import Plan
+from autopar.ir.precision import stored_dtype
+from autopar.ir.program import Program
+from autopar.ir.storage import Storage
+from autopar.runtime.distributed.broadcast import (
+    agreed,
+    broadcast_object,
+    gather_objects,
+    receive_tensor,
+    send_tensor,
+    share_tensor,
+)
+from autopar.runtime.distributed.launch import device_of_rank
+from autopar.runtime.distributed.mesh import MeshDim, RankMesh, named_ranks
+from autopar.runtime.parameters.packed import Source, packed_source
+from autopar.runtime.parameters.shards import local_shard
+
+_NUM_COMPARED = 256  # elements of a tensor, to tell whether ranks hold the same weights
+
+
+def first_rank_sends(model: nn.Module, *, has_state: bool) -> bool:
+    """Whether rank 0's weights go to all ranks, because other ranks have none or others. Collective.
+
+    Raises InputError on all ranks if the ranks built different models, or if another rank has weights and rank 0 none.
+    """
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    form = {name: f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for name, t in tensors.items()}
+    first = broadcast_object(form)
+    other = next((name for name in {**form, **first} if form.get(name) != first.get(name)), None)
+    is_whole = has_state or not any(tensor.is_meta for tensor in tensors.values())
+    every = gather_objects((other, form.get(str(other)), is_whole, "" if has_state else _digest(tensors)))
+    for rank, (name, there, *_) in enumerate(every):
+        if name is not None:
+            raise InputError(
+                f"rank {rank} built another model than rank 0: {name!r} is {there or 'missing'} there, and "
+                f"{first.get(name, 'missing')} on rank 0; build the same on all ranks"
+            )
+    whole = [rank for rank, (_, _, is_whole, _) in enumerate(every) if is_whole]
+    if whole and 0 not in whole:
+        raise InputError(
+            f"{named_ranks(whole)} of {len(every)} hold weights, and rank 0 holds none: its model is on meta, and it "
+            "has no state; build the model or pass the state on rank 0, whose weights are used"
+        )
+    return any(own != every[0] for own in every)
+
+
+def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """A hash of some elements of every tensor that is not on meta."""
+    digest = hashlib.sha256()
+    for name, tensor in tensors.items():
+        if not tensor.is_meta:
+            flat = tensor.detach().reshape(-1)
+            some = flat[:: max(1, flat.numel() // _NUM_COMPARED)].double().cpu()
+            digest.update(name.encode() + some.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def sent_buffers(program: Program, source: Source) -> dict[str, torch.Tensor]:
+    """Rank 0's buffers, whole, on every rank. Collective."""
+    is_first = dist.get_rank() == 0
+    found = agreed(lambda: {name: source(name) for name in program.buffers} if is_first else {})
+    for name, info in program.buffers.items():
+        empty = torch.empty(() if is_first else info.shape, dtype=info.dtype, device=device_of_rank())
+        found[name] = found.get(name, empty).to(info.dtype).contiguous()
+        share_tensor(found[name])
+    return found
+
+
+class Parts:
+    """This rank's parts of the parameters of its stages; `source` gives whole tensors by the model's names.
+
+    With `sent` only the source of rank 0 is asked. A rank must then ask for its parts in the order of stages, rank 0
+    must `pass_on` the parts of the stages that it does not hold, and all ranks `end`.
+    """
+
+    def __init__(self, program: Program, plan: Plan, mesh: RankMesh, source: Source, *, sent: bool) -> None:
+        self._program, self._plan, self._mesh, self._sent = program, plan, mesh, sent
+        self._source = packed_source(program, source)
+        self._dims = [mesh.dims[name] for name in plan.mesh.names]
+        self._error: AutoparError | None = None
+
+    def of(self, name: str, how: Storage) -> torch.Tensor:
+        """This rank's part of a parameter; perhaps memory of the model, which the caller must not keep."""
+        if not self._sent:
+            return self._cut(self._source(name), how, [dim.coordinate for dim in self._dims], name)
+        split = [kind.kind == "S" for kind in how.types]
+        along = [dim for dim, is_split in zip(self._dims, split, strict=True) if not is_split and dim.degree > 1]
+        if dist.get_rank() == 0:
+            part = self._send(name, how, along, 0)
+            assert part is not None
+            part = part.contiguous()
+        else:
+            shape = how.dims.local_shape(how.types, self._plan.mesh.degrees)
+            part = torch.empty(shape, dtype=self._dtype(name), device=device_of_rank())
+            if not any(dim.coordinate for dim in along):
+                receive_tensor(part, 0)
+        for i, dim in enumerate(along):
+            if not any(later.coordinate for later in along[i + 1 :]):
+                share_tensor(part, dim.group)
+        return part
+
+    def pass_on(self, stage_rank: int, _: nn.Module, names: Mapping[str, Storage]) -> None:
+        """On rank 0: send the parts of a stage that ranks at another coordinate of the pipeline hold."""
+        if self._sent and dist.get_rank() == 0:
+            for name, how in names.items():
+                pairs = zip(self._dims, how.types, strict=True)
+                self._send(name, how, [dim for dim, kind in pairs if kind.kind != "S"], stage_rank)
+
+    def end(self) -> None:
+        """Raise on all ranks what kept rank 0 from sending. Collective."""
+        if self._sent:
+            agreed(self._raise)
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _send(self, name: str, how: Storage, along: Iterable[MeshDim], stage_rank: int) -> torch.Tensor | None:
+        """Send each part of a parameter to its first rank, and return rank 0's own."""
+        whole, own, pipeline = self._whole(name), None, self._mesh.pipeline
+        for rank in range(dist.get_world_size()):
+            if (pipeline is None or pipeline.of(rank) == stage_rank) and not any(dim.of(rank) for dim in along):
+                part = self._cut(whole, how, [dim.of(rank) for dim in self._dims], name)
+                if rank == 0:
+                    own = part
+                else:
+                    send_tensor(part, rank)
+        return own
+
+    def _whole(self, name: str) -> torch.Tensor:
+        """A whole parameter. After an error zeros, so that the other ranks get what they wait for."""
+        try:
+            if self._error is None:
+                return self._source(name)
+        except AutoparError as error:
+            self._error = error
+        return torch.zeros(self._program.every_parameter[name].shape, dtype=self._dtype(name))
+
+    def _cut(self, whole: torch.Tensor, how: Storage, at: list[int], name: str) -> torch.Tensor:
+        return local_shard(whole.detach(), how.dims, how.types, self._plan.mesh, at).to(self._dtype(name))
+
+    def _dtype(self, name: str) -> torch.dtype:
+        return stored_dtype(self._program.every_parameter[name].dtype, self._plan.degrees)
