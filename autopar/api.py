@@ -36,7 +36,7 @@ from autopar.planning.search import search_captured
 from autopar.runtime.distributed.broadcast import agreed, any_rank, broadcast_object, run_on_first_rank
 from autopar.runtime.model.module import ParallelModel
 from autopar.runtime.model.shape_cache import InputShapes, Replan
-from autopar.runtime.parameters.initial import first_rank_sends, sent_buffers
+from autopar.runtime.parameters.initial import first_rank_sends, own_buffers, sent_buffers
 from autopar.runtime.parameters.materialise import parameter_source
 from autopar.search.result.format import nothing_fits
 
@@ -111,10 +111,7 @@ def parallelize(
     )
     again = _replan(without_weights, cluster, inputs, program, decided, loss_fn)
     source = agreed(lambda: parameter_source(model, state=state, seed=seed, dtype=None))
-    if sent:
-        held = sent_buffers(program, source)
-    else:
-        held = {name: source(name) for name, info in program.buffers.items() if info.persistent or not on_meta}
+    held = sent_buffers(program, source) if sent else own_buffers(program, source, on_meta=on_meta)
     late = parameter_source(without_weights, seed=seed)  # gives other buffers later, and keeps no weights
     return ParallelModel(
         program,

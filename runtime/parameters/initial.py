@@ -70,6 +70,11 @@ def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
+def own_buffers(program: Program, source: Source, *, on_meta: bool) -> dict[str, torch.Tensor]:
+    """The buffers that this rank's source gives. Of a model on meta, the others are computed when they are needed."""
+    return {name: source(name) for name, info in program.buffers.items() if info.persistent or not on_meta}
+
+
 def sent_buffers(program: Program, source: Source) -> dict[str, torch.Tensor]:
     """Rank 0's buffers, whole, on every rank. Collective."""
     is_first = dist.get_rank() == 0
