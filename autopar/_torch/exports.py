@@ -14,6 +14,10 @@ from torch.fx import config
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils._python_dispatch import _disable_current_modes
 
+_HOOKS: tuple[tuple[type, tuple[str, ...]], ...] = (
+    (torch.Tensor, ("register_hook", "register_post_accumulate_grad_hook")),
+    (torch.nn.Module, ("register_backward_hook", "register_full_backward_hook", "register_full_backward_pre_hook")),
+)
 FAKE_TENSOR_LOG = FakeTensorMode.__module__  # the logger of failures in a trace
 
 
@@ -154,4 +158,60 @@ def module_conversions(convert: Callable[..., Any]) -> Iterator[None]:
         return convert(module, function, lambda: original(module, function, *given, **named))
 
     with patch.object(torch.nn.Module, "_apply", applied):
+        yield
+
+
+class _Node:
+    """A node of autograd's graph that takes no hooks."""
+
+    def __init__(self, node: Any, refuse: Callable[..., Any]) -> None:
+        self._node, self.register_hook, self.register_prehook = node, refuse, refuse
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._node, name)
+
+
+@contextmanager
+def gradient_hooks(refuse: Callable[..., Any], is_lossless: Callable[..., bool]) -> Iterator[None]:
+    """A context in which ``refuse()`` is called instead of a registration of a hook on gradients.
+
+    It is also called for a user's saved-tensor hooks, unless ``is_lossless(pack, unpack)``.
+    """
+    saved: Any = torch.autograd.graph.saved_tensors_hooks
+    plain: Any = torch.Tensor.grad_fn
+    node_of, enter = plain.__get__, saved.__enter__
+
+    def node(tensor: torch.Tensor) -> _Node | None:
+        found = node_of(tensor)
+        return None if found is None else _Node(found, refuse)
+
+    def entered(hooks: Any) -> Any:
+        is_users = type(hooks) is saved or not type(hooks).__module__.startswith("torch.")
+        if is_users and not is_lossless(hooks.pack_hook, hooks.unpack_hook):
+            refuse()
+        return enter(hooks)
+
+    with ExitStack() as stack:
+        for owner, names in _HOOKS:
+            for name in names:
+                stack.enter_context(patch.object(owner, name, refuse))
+        stack.enter_context(patch.object(torch.Tensor, "grad_fn", property(node)))
+        stack.enter_context(patch.object(saved, "__enter__", entered))
+        yield
+
+
+@contextmanager
+def inference_as_no_grad() -> Iterator[None]:
+    """A context in which `torch.inference_mode` is a gradient mode that a trace records, as `torch.no_grad` is one."""
+
+    def enter(mode: Any) -> None:
+        mode._gradients = torch.set_grad_enabled(not mode.mode)
+
+    def leave(mode: Any, *_: Any) -> None:
+        mode._gradients.__exit__(*_)
+
+    with (
+        patch.object(torch.inference_mode, "__enter__", enter),
+        patch.object(torch.inference_mode, "__exit__", leave),
+    ):
         yield

@@ -18,6 +18,7 @@ from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules import module as _modules
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -429,6 +430,12 @@ def shares_memory(one: Any, other: Any) -> bool:
     return storage_id(getattr(one, "_local_tensor", one)) == storage_id(getattr(other, "_local_tensor", other))
 
 
+def convert_tensors(model: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    """A module with every parameter and buffer replaced by ``function(tensor)``, as ``module.to`` does it."""
+    converted: nn.Module = model._apply(function)
+    return converted
+
+
 def without_torch_function() -> AbstractContextManager[Any]:
     """A context in which functions of torch do not call `__torch_function__` of tensor subclasses."""
     context: AbstractContextManager[Any] = torch._C.DisableTorchFunctionSubclass()
@@ -438,6 +445,8 @@ def without_torch_function() -> AbstractContextManager[Any]:
 def backward_hooked(model: nn.Module) -> dict[str, list[str]]:
     """The names of the modules with backward hooks, and of the parameters with hooks on their gradients."""
     modules = [name for name, module in model.named_modules() if module._backward_hooks or module._backward_pre_hooks]
+    if _modules._global_backward_hooks or _modules._global_backward_pre_hooks:
+        modules.insert(0, "(every module: torch.nn.modules.module)")
     parameters = [
         name
         for name, parameter in model.named_parameters()

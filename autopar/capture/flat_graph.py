@@ -25,6 +25,7 @@ class Flat:
     parts: dict[str, PartOf] = field(default_factory=dict)
     decisions: tuple[Decision, ...] = ()
     notes: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()  # the plain attributes that the model read
 
     def of_kind(self, kind: str) -> dict[str, str]:
         """The placeholders of one kind, with the model's names for them."""

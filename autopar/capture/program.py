@@ -383,6 +383,7 @@ def fold_program(
         unused=(unused := {n: p for n, p in parameters.items() if n not in used}),
         notes=(f"parameters that the loss does not use get no gradient: {', '.join(unused)}",)[: len(unused)]
         + flat.notes,
+        reads=flat.reads,
         inputs=inputs,
         constants=constant_graph,
         loss=names[loss],

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from autopar._torch.private import convert_tensors
 from autopar.capture.export.export import Inputs, input_names, inputs_of_values, outputs_of
 from autopar.capture.program import batch_and_sequence
 from autopar.capture.record.pickled import from_bytes, to_bytes
@@ -23,6 +24,7 @@ from autopar.errors import CaptureError, InputError, PlanError, VerificationErro
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees, degrees_from
 from autopar.ir.plan import Plan
+from autopar.ir.precision import as_float64, like_kind
 from autopar.ir.program import Program
 from autopar.models.load import ResolvedModel, in_storage, is_factory, resolve_model
 from autopar.planning.degrees import resolve_degrees
@@ -318,7 +320,7 @@ def against_model(
     float64. At a kink of a function, such as a sample that lies exactly on a pixel, two dtypes have different
     gradients.
     """
-    own = next(model.model.parameters()).dtype
+    own = _dtype_of(model.model)
     coarsest = torch.float32 if own is torch.float64 and casts_lower(program) else own
     tolerance = TOLERANCES[str(coarsest).removeprefix("torch.")]
     errors_in = partial(_errors_of_model, model, source, micro_batches, reference, tolerance)
@@ -371,7 +373,9 @@ def _against(
 ) -> dict[str, Measured]:
     """Errors of the unmodified model. Its runs are moved to the reference, because noise is a change."""
     exact, own = values(reference), values(plain)
-    shifted = [{n: exact[n].double() + (v.double() - own[n].double()) for n, v in values(run).items()} for run in moved]
+    shifted = [
+        {n: as_float64(exact[n]) + as_float64(v) - as_float64(own[n]) for n, v in values(run).items()} for run in moved
+    ]
     return measured(own, exact, shifted, dtype=dtype)
 
 
@@ -386,17 +390,22 @@ def step_of_model(
     """Loss and gradients of the unmodified model in its own dtype or in float64, perhaps with other rounding."""
     wanted = torch.float64 if in_float64 else None
     plain = materialised(model.model, source if change is None else change.source(source, wanted))
-    plain = plain.double() if in_float64 else plain  # complex values keep their dtype
-    dtype = next(plain.parameters()).dtype
+    plain = convert_tensors(plain, lambda t: t.to(like_kind(t.dtype, torch.float64))) if in_float64 else plain
+    dtype = _dtype_of(plain)
     loss = torch.zeros((), dtype=dtype)
     for batch in micro_batches:
-        typed = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
+        typed = {k: v.to(like_kind(v.dtype, dtype)) for k, v in batch.items()}
         if change is not None:
             typed = {k: change.of(k, v) for k, v in typed.items()}
         loss = loss + _loss_of_copy(plain, model, typed) / len(micro_batches)
     loss.backward()
     gradients = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
     return Steps(losses=[loss.detach()], gradients=gradients)
+
+
+def _dtype_of(model: torch.nn.Module) -> torch.dtype:
+    """The dtype of a model's first parameter without imaginary parts."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
 def _loss_of_copy(copied: torch.nn.Module, model: ResolvedModel, batch: Batch) -> torch.Tensor:

@@ -53,6 +53,16 @@ def summed_dtype(dtype: "torch.dtype", degrees: Precise) -> "torch.dtype":
     return stored_dtype(dtype, degrees)
 
 
+def like_kind(dtype: "torch.dtype", wanted: "torch.dtype") -> "torch.dtype":
+    """A floating dtype as `wanted`, and a complex one with parts of `wanted`. Other dtypes stay as they are."""
+    return wanted.to_complex() if dtype.is_complex else wanted if dtype.is_floating_point else dtype
+
+
+def as_float64(tensor: "torch.Tensor") -> "torch.Tensor":
+    """A tensor in float64, or in complex128 if it has imaginary parts. It takes no part in autograd."""
+    return tensor.detach().to(_dtype("complex128" if tensor.is_complex() else "float64"))
+
+
 def is_low(dtype: "torch.dtype") -> bool:
     """Whether a dtype has 16 bits or less and a floating point."""
     return dtype.is_floating_point and dtype.itemsize <= 2

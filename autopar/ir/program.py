@@ -147,8 +147,9 @@ class Program:
     `ignored` has the inputs that can mark samples to ignore, with the marking number; None if no input can.
     `updates` names the new values of the buffers that the forward pass changes. These buffers are ports, other buffers
     are constants. `unused` are the model's parameters that no block takes. `decisions` are the values that the model
-    read during capture. `fixed` has the text of every input that is no tensor: such an input is a constant. `analysis`
-    is the result of `autopar.capture.analysis`; the blocks hold its axes.
+    read during capture. `fixed` has the text of every input that is no tensor: such an input is a constant. `reads`
+    names the plain attributes that the model read, by class: they are constants too. `analysis` is the result of
+    `autopar.capture.analysis`; the blocks hold its axes.
     """
 
     blocks: tuple[Block, ...]
@@ -172,6 +173,7 @@ class Program:
     updates: Mapping[str, str] = field(default_factory=dict)
     decisions: tuple[Decision, ...] = ()
     fixed: Mapping[str, str] = field(default_factory=dict)
+    reads: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     analysis: object = field(default=None, repr=False, compare=False)
 

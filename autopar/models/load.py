@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from autopar.errors import InputError, Problem, did_you_mean
+from autopar.ir.precision import like_kind
 from autopar.models.example_inputs import DEFAULT_BATCH, ExampleInputs, check_sizes, default_seq_len, example_inputs_for
 from autopar.presets.configs import check_config, cleaned, read_config, scaled_config
 from autopar.presets.models import model_names, model_preset
@@ -299,8 +300,11 @@ def _from_factory(spec: str, dtype_name: str | None) -> ResolvedModel:
 
 
 def in_storage(found: ResolvedModel, dtype: torch.dtype) -> ResolvedModel:
-    """A model and its inputs with all floating-point tensors as `dtype`."""
-    return replace(found, model=found.model.to(dtype), example_inputs=_cast(found.example_inputs, dtype))
+    """A model and its inputs with all floating-point tensors as `dtype`, and complex ones with parts of it."""
+    from autopar._torch.private import convert_tensors
+
+    model = convert_tensors(found.model, lambda t: t.to(like_kind(t.dtype, dtype)))
+    return replace(found, model=model, example_inputs=_cast(found.example_inputs, dtype))
 
 
 def _has_tensor(value: object) -> bool:
@@ -313,12 +317,12 @@ def _has_tensor(value: object) -> bool:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Nested inputs with floating-point tensors as `dtype`."""
+    """Nested inputs with floating-point tensors as `dtype`, and complex ones with parts of it."""
     import torch
 
     from autopar._torch.private import pytree
 
-    return pytree.tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, value)
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.to(like_kind(t.dtype, dtype)), value)
 
 
 def _import_factory(spec: str) -> Callable[[], object]:

@@ -18,6 +18,7 @@ from autopar.capture.export.export import Inputs, LossFunction, input_names
 from autopar.capture.program import capture_program
 from autopar.errors import InputError
 from autopar.ir.plan import BlockLabels
+from autopar.ir.precision import as_float64, like_kind
 from autopar.ir.program import Program
 from autopar.ir.sharding import Mesh
 from autopar.runtime.codegen.execute import run_reference
@@ -135,7 +136,7 @@ def run_program(program: Program, model: nn.Module, inputs: Mapping[str, Any]) -
     Inputs that are no tensors, such as flags, are constants of the program and are left out. Raises `InputError` if the
     loss depends on no trained parameter.
     """
-    every = {name: p.detach().cpu().double().clone() for name, p in model.named_parameters()}
+    every = {name: as_float64(p.cpu()).clone() for name, p in model.named_parameters()}
     whole = packed_source(program, lambda name: every[name])
     parameters = {
         name: whole(name).detach().clone().requires_grad_(info.requires_grad)
@@ -172,7 +173,7 @@ def values_of(program: Program, parameters: Tensors, inputs: Tensors, buffers: T
 
 def _float64(tensor: torch.Tensor) -> torch.Tensor:
     own = tensor.detach().cpu()
-    return own.double() if own.is_floating_point() else own
+    return own.to(like_kind(own.dtype, torch.float64))
 
 
 def run_labels(run: SingleDeviceRun, labels: Sequence[BlockLabels], mesh: Mesh, **options: Any) -> Outcome:

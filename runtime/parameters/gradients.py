@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import RuntimeInputError
+from autopar.ir.precision import as_float64
 from autopar.ir.storage import buckets
 
 
@@ -61,7 +62,7 @@ def gradient_norm(
         grad = local_gradient(parameter)
         if grad is not None and grad.numel():
             copies = num_copies(parameter, stage_size) * num_stage_ranks(name)
-            total += grad.detach().double().square().sum() / copies
+            total += as_float64(grad).abs().square().sum() / copies
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(total)
     return total.sqrt()

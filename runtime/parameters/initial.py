@@ -14,7 +14,7 @@ from torch import nn
 
 from autopar.errors import AutoparError, InputError
 from autopar.ir.plan import Plan
-from autopar.ir.precision import stored_dtype
+from autopar.ir.precision import as_float64, stored_dtype
 from autopar.ir.program import Program
 from autopar.ir.storage import Storage
 from autopar.runtime.distributed.broadcast import (
@@ -65,7 +65,7 @@ def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
     for name, tensor in tensors.items():
         if not tensor.is_meta:
             flat = tensor.detach().reshape(-1)
-            some = flat[:: max(1, flat.numel() // _NUM_COMPARED)].double().cpu()
+            some = as_float64(flat[:: max(1, flat.numel() // _NUM_COMPARED)]).cpu()
             digest.update(name.encode() + some.numpy().tobytes())
     return digest.hexdigest()
 

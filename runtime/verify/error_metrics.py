@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from autopar.ir.precision import as_float64
+
 TOLERANCES = {"float64": 1e-9, "float32": 2e-4, "bfloat16": 5e-2}
 NOISE_FACTOR = 8  # docs/semantics.md has the measured ratios of error to noise
 LARGEST_LIMIT = 0.1  # by noise; less than one of eight summands of a gradient
@@ -110,14 +112,14 @@ def distance(found: torch.Tensor, reference: torch.Tensor) -> float:
     """The norm of the difference. Equal elements count 0, also if both are infinite or not a number."""
     if found.shape != reference.shape:
         return inf
-    a, b = found.detach().double(), reference.detach().double()
+    a, b = as_float64(found), as_float64(reference)
     same = (a == b) | (a.isnan() & b.isnan())
     return float(torch.where(same, torch.zeros_like(a), a - b).norm())
 
 
 def size(reference: torch.Tensor) -> float:
     """The norm of a tensor without its elements that are not finite."""
-    value = reference.detach().double()
+    value = as_float64(reference)
     return float(torch.where(value.isfinite(), value, torch.zeros_like(value)).norm())
 
 
@@ -131,7 +133,7 @@ def error(found: torch.Tensor, reference: torch.Tensor) -> float:
 
 def size_of_all(reference: Tensors) -> float:
     """The norm of all floating-point tensors of a quantity."""
-    return hypot(*(size(value) for value in reference.values() if value.is_floating_point()))
+    return hypot(*(size(value) for value in reference.values() if value.dtype.is_floating_point or value.is_complex()))
 
 
 def size_of_zero(value: torch.Tensor, whole: float, dtype: torch.dtype | None = None, reach: float = 0.0) -> float:
@@ -139,7 +141,7 @@ def size_of_zero(value: torch.Tensor, whole: float, dtype: torch.dtype | None = 
 
     An optimizer that divides by a gradient's size moves an element without gradient by `reach` at most.
     """
-    dtype = dtype or (value.dtype if value.is_floating_point() else torch.float64)
+    dtype = dtype or (value.dtype if value.is_floating_point() or value.is_complex() else torch.float64)
     return ZERO_EPSILONS * torch.finfo(dtype).eps * whole + reach * sqrt(value.numel())
 
 
@@ -211,7 +213,7 @@ def measured_weights(
         by_reach += int(tiny.sum())
         kept = [torch.where(tiny, value, tensor) for tensor in (own, *runs)]
         one = measured_one(kept[0], value, kept[1:], size_of_zero(value, whole))
-        is_far = bool(((own.double() - value.double()).abs()[tiny] > reach).any())
+        is_far = bool(((as_float64(own) - as_float64(value)).abs()[tiny] > reach).any())
         errors[name] = Measured(error=inf) if is_far else one
     return errors, by_reach
 
@@ -221,9 +223,9 @@ def noisy_elements(gradient: torch.Tensor, shifts: Sequence[torch.Tensor]) -> to
 
     One shift may be small by chance, so the noise of an element is at least the mean noise of the tensor.
     """
-    every = torch.stack([shift.double().abs() for shift in shifts])
+    every = torch.stack([as_float64(shift).abs() for shift in shifts])
     mean = every.square().mean().sqrt()
-    return gradient.double().abs() <= NOISE_FACTOR * torch.maximum(every.amax(0), mean)
+    return as_float64(gradient).abs() <= NOISE_FACTOR * torch.maximum(every.amax(0), mean)
 
 
 def is_open(failed: Iterable[tuple[float, float]], num_runs: int) -> bool:

@@ -13,6 +13,7 @@ from torch import fx
 
 from autopar._torch import private
 from autopar._torch.operators import aten
+from autopar.ir.precision import like_kind
 from autopar.ir.program import Program
 from autopar.rules.rule import TensorInfo
 from autopar.rules.scaled_product import SCALED_LINEAR
@@ -38,7 +39,7 @@ def casts_lower(program: Program) -> bool:
 
 
 def _higher(value: Any, dtype: torch.dtype) -> Any:
-    return dtype if value in LOWER else value
+    return like_kind(value, dtype) if value in LOWER or value is torch.complex64 else value
 
 
 def promote_graph(graph: fx.Graph, dtype: torch.dtype) -> fx.Graph:

@@ -21,6 +21,7 @@ from typing import TypeVar
 
 import torch
 
+from autopar.ir.precision import like_kind
 from autopar.ir.program import Program
 from autopar.runtime.verify.error_metrics import distance, error
 from autopar.runtime.verify.reference import Batch, Source, Steps
@@ -40,6 +41,8 @@ class Change:
 
     def of(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """A value with random last bits. Integers stay as they are."""
+        if value.is_complex():
+            return torch.view_as_complex(self.of(name, torch.view_as_real(value.detach().resolve_conj())))
         if not value.is_floating_point():
             return value
         signs = torch.randint(-1, 2, value.shape, generator=self._generator(name)).to(value.dtype)
@@ -50,7 +53,7 @@ class Change:
 
         def get(name: str) -> torch.Tensor:
             value = source(name)
-            return self.of(name, value.to(dtype) if dtype is not None and value.is_floating_point() else value)
+            return self.of(name, value if dtype is None else value.to(like_kind(value.dtype, dtype)))
 
         return get
 

@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 
 from autopar.errors import InputError  # noqa: E402
 from autopar.models.example_inputs import example_inputs_for  # noqa: E402
-from autopar.models.load import resolve_model  # noqa: E402
+from autopar.models.load import ResolvedModel, in_storage, resolve_model  # noqa: E402
 
 
 def write_config(folder: Path, **fields: Any) -> str:
@@ -219,3 +219,18 @@ def test_inputs_on_a_real_device_are_seeded_and_in_range() -> None:
     assert all(torch.equal(first[key], second[key]) for key in first)
     assert not torch.equal(first["input_ids"], first["labels"])
     assert int(first["input_ids"].min()) >= 0 and int(first["input_ids"].max()) < 512
+
+
+def test_complex_weights_and_inputs_keep_their_imaginary_parts() -> None:
+    model = torch.nn.ParameterDict({"w": torch.randn(3, dtype=torch.complex64), "v": torch.randn(3)})
+    model.register_buffer("phase", torch.randn(3, dtype=torch.complex128))
+    inputs = {"x": torch.randn(3, dtype=torch.complex64), "ids": torch.arange(3)}
+    given = ResolvedModel(name="complex", kind="factory", model=model, example_inputs=inputs)
+    before = {name: tensor.detach().clone() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    found = in_storage(given, torch.float64)
+    dtypes = {name: tensor.dtype for name, tensor in (*found.model.named_parameters(), *found.model.named_buffers())}
+    assert dtypes == {"w": torch.complex128, "v": torch.float64, "phase": torch.complex128}
+    assert all(torch.equal(found.model.get_parameter(n), before[n].to(dtypes[n])) for n in ("w", "v"))
+    assert {name: x.dtype for name, x in found.example_inputs.items()} == {"x": torch.complex128, "ids": torch.int64}
+    half = in_storage(found, torch.bfloat16)
+    assert half.model.get_parameter("w").dtype == torch.complex64

@@ -1,21 +1,25 @@
-"""Subclasses of `torch.autograd.Function` in a model: an export keeps their forward pass and drops their backward pass.
+"""A model's own gradients: an export keeps the forward pass of a `torch.autograd.Function`, and no hook on gradients.
 
 A function whose backward pass is the derivative of its forward pass loses nothing. Any other is refused, for example a
-reversed gradient or a straight-through estimator. Reentrant activation checkpoints run as the code inside them.
+reversed gradient or a straight-through estimator. Reentrant activation checkpoints run as the code inside them. A hook
+that `forward` registers on a gradient is refused.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import checkpoint
 
-from autopar._torch.exports import applied_functions
+from autopar._torch.exports import applied_functions, gradient_hooks, inference_as_no_grad, without_tracing
 from autopar._torch.private import pytree
+from autopar.capture.export.source_lines import line_that_runs
 from autopar.errors import CaptureError
 
 _TOLERANCE = 1e-3  # a function may compute in half precision
+_IN_FORWARD = "write it with detach(): a value v with the gradient of g is g + (v - g).detach()"
 _Call = tuple[type[torch.autograd.Function], tuple[Any, ...]]
 
 
@@ -29,6 +33,14 @@ class _Context:
     def mark_dirty(self, *_: Any) -> None: ...
     def mark_non_differentiable(self, *_: Any) -> None: ...
     def set_materialize_grads(self, _: bool) -> None: ...
+
+
+@contextmanager
+def own_gradients(model: nn.Module, training: bool) -> Iterator[list[_Call]]:
+    """A context of a trace that gives the calls of `seen_functions`. In training, a hook on a gradient is refused."""
+    hooks = _hooks_refused(model) if training else nullcontext()
+    with inference_as_no_grad(), hooks, seen_functions() as seen:
+        yield seen
 
 
 @contextmanager
@@ -68,9 +80,27 @@ def refuse_own_gradients(seen: list[_Call]) -> None:
         if reason:
             raise CaptureError(
                 f"the backward pass of {name} (an autograd.Function) would be lost, and {reason}; make it an operator "
-                "with torch.library.custom_op and register_autograd (docs/adding_an_operator.md), or write it with "
-                "detach(): a value v with the gradient of g is g + (v - g).detach()"
+                f"with torch.library.custom_op and register_autograd (docs/adding_an_operator.md), or {_IN_FORWARD}"
             )
+
+
+def _hooks_refused(model: nn.Module) -> AbstractContextManager[None]:
+    """A context of a trace in which a hook on a gradient, or on a saved tensor that it changes, is refused."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        line = line_that_runs(model)
+        raise CaptureError(
+            f"the model cannot be captured: {line}: `{line.code}` sets a hook on gradients in forward, and the "
+            f"generated code would never call it; remove it, or {_IN_FORWARD}"
+        )
+
+    def is_lossless(pack: Callable[..., Any], unpack: Callable[..., Any]) -> bool:
+        with without_tracing():
+            value = torch.linspace(-1, 1, 64).view(8, 8)
+            found = unpack(pack(value.clone()))
+            return isinstance(found, torch.Tensor) and torch.equal(found, value)
+
+    return gradient_hooks(refuse, is_lossless)
 
 
 def _described(tensor: torch.Tensor) -> torch.Tensor:

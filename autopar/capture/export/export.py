@@ -20,7 +20,7 @@ from torch import fx, nn
 
 from autopar._torch.exports import FAKE_TENSOR_LOG, as_exported, ctc_loss_traced, flex_attention_by, quick_export
 from autopar._torch.private import pytree
-from autopar.capture.export.autograd_functions import refuse_own_gradients, seen_functions
+from autopar.capture.export.autograd_functions import own_gradients, refuse_own_gradients
 from autopar.capture.export.data_reads import DataReads, Reading
 from autopar.capture.export.distributions import unchecked_distributions
 from autopar.capture.export.failure import OneDevice, capture_error
@@ -34,7 +34,7 @@ from autopar.capture.export.loss_arguments import (
     num_of_loss,
 )
 from autopar.capture.export.module_conversions import converted_alike
-from autopar.capture.export.own_changes import assigned_in_place, unchanged
+from autopar.capture.export.own_changes import assigned_in_place, attributes_read, unchanged
 from autopar.capture.export.unusable import refuse_unusable
 from autopar.capture.export.without_data import device_of_regions, on_device_without_data
 from autopar.capture.flat_graph import Flat
@@ -61,6 +61,7 @@ class _Traced:
     # an export restores the attributes of a module, but no list
     decided: list[Decision] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    reads: set[str] = field(default_factory=set)
 
 
 class _Outputs(nn.Module):
@@ -77,19 +78,19 @@ class _Outputs(nn.Module):
         self._values = {name: tensor for name, _, tensor in self._own_state()}
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
-        if self._traced is None:
+        if (traced := self._traced) is None:
             return self._outputs(*args, **kwargs)
-        leaves = pytree.tree_leaves((args, [kwargs[name] for name in self._traced.keywords]))
+        leaves = pytree.tree_leaves((args, [kwargs[name] for name in traced.keywords]))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        inputs = zip(self._traced.names, tensors, self._traced.values, strict=True)
+        inputs = zip(traced.names, tensors, traced.values, strict=True)
         given = [(name, "input", tensor, value) for name, tensor, value in inputs]
         given += [(name.removeprefix("model."), kind, t, self._values[name]) for name, kind, t in self._own_state()]
-        notes: list[str] = []
-        reading, changes = DataReads(self.model, given, self._traced.reading), assigned_in_place(self.model, notes)
-        with reading as reads, changes, converted_alike(self.model), autocast_as(self._traced.autocast):
+        changes, read = assigned_in_place(self.model, traced.notes), attributes_read(self.model, traced.reads)
+        reading, alike = DataReads(self.model, given, traced.reading), converted_alike(self.model)
+        with reading as reads, changes, read, alike, autocast_as(traced.autocast):
             found = self._outputs(*args, **kwargs)
-        self._traced.decided[:] = [decision for decision, _ in reads.decided]
-        self._traced.notes[:] = [*reads.notes, *notes]
+        traced.decided[:] = [decision for decision, _ in reads.decided]
+        traced.notes[:0] = reads.notes
         return found | {f"{DECISION}{k}": tensor for k, tensor in enumerate(tensor for _, tensor in reads.decided)}
 
     def _own_state(self) -> Iterator[tuple[str, str, torch.Tensor]]:
@@ -324,6 +325,7 @@ def capture_flat(
         updates=updates,
         decisions=tuple(traced.decided),
         notes=tuple(traced.notes),
+        reads=tuple(sorted(traced.reads)),
     )
 
 
@@ -429,7 +431,7 @@ def _export(
             stack.enter_context(context)
         for context in (unchecked_distributions(), flex_attention_by(flexible_attention)):
             stack.enter_context(context)
-        seen = stack.enter_context(seen_functions())
+        seen = stack.enter_context(own_gradients(model, training))
         warnings.simplefilter("ignore")
 
         def export() -> Any:

@@ -6,13 +6,17 @@ place, or the model may assign another tensor to its name.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from enum import Enum
+from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 
-_PLAIN = (bool, int, float, str, bytes, type(None))
+PLAIN = (bool, int, float, str, bytes, type(None))
+_OF_EVERY_MODULE = frozenset([*vars(nn.Module()), "use_cache"])  # a capture decides `use_cache`
 
 
 @contextmanager
@@ -27,8 +31,53 @@ def unchanged(model: nn.Module) -> Iterator[None]:
                 module._modules.clear()
                 module._modules.update(submodules)
             for name, value in plain.items():
-                if name not in module.__dict__ or isinstance(module.__dict__[name], _PLAIN):
+                if name not in module.__dict__ or isinstance(module.__dict__[name], PLAIN):
                     module.__dict__[name] = value
+
+
+def settings_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The objects of numbers, texts and flags that a module keeps, such as its configuration, by attribute."""
+    for name, value in vars(module).items():
+        is_other = callable(value) or isinstance(value, (nn.Module, torch.Tensor, ModuleType, Enum))
+        if not is_other and any(isinstance(one, PLAIN) for one in getattr(value, "__dict__", {}).values()):
+            yield name, value
+
+
+def attribute_of(owner: object, name: str) -> str:
+    """The name of an attribute in `Program.reads`: the class of its owner, and its own."""
+    return f"{type(owner).__module__}.{type(owner).__qualname__}.{name}"
+
+
+@contextmanager
+def attributes_read(model: nn.Module, found: set[str]) -> Iterator[None]:
+    """A context in which `found` gets the plain attributes that code reads of modules and of their settings.
+
+    An attribute that the context also writes is none of them: the model changes it itself.
+    """
+    written: set[str] = set()
+
+    def kept(name: str, value: Any) -> bool:
+        return isinstance(value, (*PLAIN, list, tuple, dict)) and name not in _OF_EVERY_MODULE and name[:2] != "__"
+
+    def reading(get: Any) -> Any:
+        def read(self: Any, name: str) -> Any:
+            value = get(self, name)
+            if kept(name, value):
+                found.add(attribute_of(self, name))
+            return value
+
+        return read
+
+    def write(self: Any, name: str, value: Any, plain: Any = nn.Module.__setattr__) -> None:
+        written.add(attribute_of(self, name))
+        plain(self, name, value)
+
+    with ExitStack() as stack:
+        for kind in {nn.Module, *(type(one) for module in model.modules() for _, one in settings_of(module))}:
+            stack.enter_context(patch.object(kind, "__getattribute__", reading(kind.__getattribute__)))
+        stack.enter_context(patch.object(nn.Module, "__setattr__", write))
+        yield
+    found -= written
 
 
 @contextmanager
@@ -55,4 +104,4 @@ def assigned_in_place(model: nn.Module, notes: list[str]) -> Iterator[None]:
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in module.__dict__.items() if isinstance(value, _PLAIN)}
+    return {name: value for name, value in module.__dict__.items() if isinstance(value, PLAIN)}

@@ -15,7 +15,7 @@ from torch import nn
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _MODELS_OF_TORCH = os.path.join(_TORCH, "nn", "modules") + os.sep
-_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_OURS = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

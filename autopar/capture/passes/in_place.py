@@ -82,7 +82,8 @@ def _functional_twin(node: fx.Node) -> Any:
     kinds = _kinds(schema)  # the twin of `pow_.Scalar` is `pow.Tensor_Scalar`, and not `pow.Scalar`
     names = (schema.overload_name or "default", *packet.overloads())
     twins = (getattr(packet, each) for each in names if each in packet.overloads())
-    return next((t for t in twins if _kinds(t._schema) == kinds and len(t._schema.returns) == 1), None)
+    plain = (t for t in twins if not t._schema.is_mutable and len(t._schema.returns) == 1)
+    return next((t for t in plain if _kinds(t._schema) == kinds), None)
 
 
 def _kinds(schema: Any) -> list[str]:

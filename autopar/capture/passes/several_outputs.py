@@ -77,7 +77,8 @@ def _output(graph: fx.Graph, node: fx.Node, user: fx.Node, made: Outputs) -> fx.
     if name in ("var_mean", "std_mean"):
         return _moment(graph, node, user)
     if name == "native_dropout" and index == 0:
-        return call(graph, user, aten.dropout.default, (*node.args[:2], True), result)
+        trains = argument(node, "train") is not False  # by default it drops
+        return call(graph, user, aten.dropout.default, (*node.args[:2], trains), result)
     refuse_random(node)
     with graph.inserting_before(node):
         target = output_of(node.target, index)

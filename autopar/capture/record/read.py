@@ -82,6 +82,7 @@ def program_at(record: ProgramRecord, sizes: Sizes) -> Program:
         buffers={buffer.name: _state(buffer) for buffer in record.buffers},
         updates=record.updates,
         fixed=record.fixed,
+        reads=record.reads,
         decisions=tuple(Decision(**dict(decision)) for decision in record.decisions),
     )
     if sizes.batch > 1:

@@ -160,4 +160,5 @@ class ProgramRecord(StrictModel):
     updates: dict[str, str]
     decisions: tuple[DecisionRecord, ...]
     fixed: dict[str, str]
+    reads: tuple[str, ...] = ()
     notes: tuple[str, ...]

@@ -72,6 +72,7 @@ def record_of(twice: Twice) -> ProgramRecord:
         updates=dict(program.updates),
         decisions=tuple(DecisionRecord(**asdict(decision)) for decision in program.decisions),
         fixed=dict(program.fixed),
+        reads=program.reads,
         notes=twice.notes,
     )
 

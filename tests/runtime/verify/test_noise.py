@@ -15,6 +15,7 @@ from autopar.errors import InputError, VerificationError
 from autopar.ir.degrees import Degrees
 from autopar.ir.program import Program
 from autopar.ir.sharding import Mesh
+from autopar.runtime.verify.error_metrics import distance, measured, size
 from autopar.runtime.verify.float64_program import promoted
 from autopar.runtime.verify.noise import MAX_RUNS, Change, Noise
 from autopar.runtime.verify.reference import Batch, Steps, check_reference, reference_steps
@@ -189,3 +190,13 @@ def test_a_loss_that_is_not_a_number_is_refused() -> None:
     steps.norms[0] = torch.tensor(float("nan"))
     with pytest.raises(InputError, match=r"gradients, first of 'head.bias', are NaN or infinite on one device too"):
         check_reference(steps)
+
+
+def test_imaginary_parts_are_compared_and_moved() -> None:
+    value = torch.randn(5, dtype=torch.complex64)
+    other = torch.complex(value.real, value.imag + 1)
+    assert distance(other, value) == pytest.approx(5**0.5)
+    assert size(value) == pytest.approx(float(value.norm()))
+    assert not measured({"w": other}, {"w": value}, [])["w"].passes(1e-3)
+    moved = Change(seed=1).of("w", value)
+    assert not torch.equal(moved.imag, value.imag) and distance(moved, value) < 1e-6 * size(value)
