@@ -35,9 +35,11 @@ from autopar.planning.options import PlanOptions
 from autopar.planning.search import search_captured
 from autopar.runtime.distributed.broadcast import agreed, any_rank, broadcast_object, run_on_first_rank
 from autopar.runtime.model.module import ParallelModel
+from autopar.runtime.model.original_model import OriginalModel
 from autopar.runtime.model.shape_cache import InputShapes, Replan
 from autopar.runtime.parameters.initial import first_rank_sends, own_buffers, sent_buffers
 from autopar.runtime.parameters.materialise import parameter_source
+from autopar.runtime.parameters.packed import Source
 from autopar.search.result.format import nothing_fits
 
 _TIMEOUT_S = 300
@@ -54,6 +56,7 @@ def parallelize(
     loss_fn: LossFunction | None = None,
     seed: int = 0,
     specialise: bool = False,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> ParallelModel:
     """Split an unmodified model over the devices of a cluster. All ranks of a torchrun job call it.
 
@@ -75,9 +78,10 @@ def parallelize(
         seed: The seed of initialisation on meta, and of dropout.
         specialise: Whether branches on inputs are captured as the example inputs of rank 0 take them. A batch
             that decides otherwise is refused on all ranks.
+        optimizer: An optimizer of the model without state, to go on with the result's parameters.
 
     Returns:
-        The model to train.
+        The model to train, in the mode of `model`.
 
     Raises:
         InputError: Inputs, cluster or weights cannot be used, or the model has backward hooks. No rank waits for
@@ -109,21 +113,20 @@ def parallelize(
     program, decided = _decide(
         captured, cluster, inputs, plan, world_size, loss_fn, derived=example_inputs is None, specialise=specialise
     )
-    again = _replan(without_weights, cluster, inputs, program, decided, loss_fn)
+    origin = OriginalModel(model, without_weights, loss_fn, program.reads)
+    again = _replan(origin, cluster, inputs, program, decided, loss_fn)
     source = agreed(lambda: parameter_source(model, state=state, seed=seed, dtype=None))
     held = sent_buffers(program, source) if sent else own_buffers(program, source, on_meta=on_meta)
-    late = parameter_source(without_weights, seed=seed)  # gives other buffers later, and keeps no weights
-    return ParallelModel(
-        program,
-        decided,
-        source,
-        device,
-        seed=seed,
-        replan=again,
-        buffers=lambda name: held[name] if name in held else late(name),
-        origin=without_weights,
-        sent=sent,
+    buffers = _first_of(held, parameter_source(without_weights, seed=seed))
+    made = ParallelModel(
+        program, decided, source, device, seed=seed, replan=again, buffers=buffers, origin=origin, sent=sent
     )
+    return origin.attached(made, optimizer)
+
+
+def _first_of(held: Mapping[str, torch.Tensor], late: Source) -> Source:
+    """A source of held buffers. Other buffers come later from `late`, which keeps no weights."""
+    return lambda name: held[name] if name in held else late(name)
 
 
 def _refuse_hooks(model: nn.Module) -> None:
@@ -276,7 +279,7 @@ def _refuse_another_model(plan: Plan, program: Program) -> None:
 
 
 def _replan(
-    model: nn.Module,
+    origin: OriginalModel,
     cluster: ClusterSpec,
     inputs: Inputs,
     program: Program,
@@ -284,7 +287,7 @@ def _replan(
     loss_fn: LossFunction | None,
 ) -> Replan:
     """Captures the model, of which it holds no weights, for other shapes or in eval mode, cut into the same stages."""
-    around = ambient_autocast()
+    model, around = origin.weightless, ambient_autocast()
     placed = stages_by_parameter(program, stages_of(program, plan.cuts, plan.recomputed))
 
     def replan(sizes: InputShapes, *, training: bool, held: Mapping[str, Storage]) -> tuple[Program, Plan]:
@@ -293,6 +296,7 @@ def _replan(
         own = replace(plan.degrees, micro_batch=local_batch, accumulate=1, micro_batches=1)
         with autocast_as(around):
             again = capture_for(model, example, own, loss_fn, training=training, decided_as=program)
+        origin.watch(again.reads)
         name = type(model).__name__
         return again, _labelled(again, lambda: label_plan(again, cluster, own, name, held=held, stage_of=placed))
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import CheckpointError, InputError
@@ -77,6 +78,7 @@ class CheckpointedModel(RunningModel):
             raise InputError(f"step must be a whole number from 0 on; got {step!r}")
         if keep_last is not None and keep_last < 1:
             raise InputError(f"keep_last must be at least 1; got {keep_last!r}")
+        self._compare_weights()
         snapshot = self._snapshot(Path(path), _listed(optimizer), extra, step, keep_last)
         self._saver.save(snapshot, asynchronous=asynchronous)
 
@@ -188,7 +190,7 @@ class CheckpointedModel(RunningModel):
         group, root = self._saver.group, Path(path).absolute()
         names = {name_to_keep(own, self._tied_names()): own[0] for own in names_of_state(self.program)}
         wholes = {name: self._on_meta(first) for name, first in names.items()}
-        export = Export(self._origin[0], wholes, root, max_shard_bytes)
+        export = Export(self._unmodified(), wholes, root, max_shard_bytes)
         run_on_first_rank(export.begin, group)
         try:
             run_on_all_ranks(lambda: export.write(self._gathered(names)), group)
@@ -197,8 +199,11 @@ class CheckpointedModel(RunningModel):
             raise
         run_on_first_rank(export.end, group)
 
+    def _unmodified(self) -> nn.Module | None:
+        return None if self._origin is None else self._origin.weightless
+
     def _tied_names(self) -> Mapping[str, str]:
-        return getattr(self._origin[0], "all_tied_weights_keys", None) or {}
+        return getattr(self._unmodified(), "all_tied_weights_keys", None) or {}
 
     def _on_meta(self, name: str) -> torch.Tensor:
         """A parameter or buffer of the model without values. It may be another stage's."""

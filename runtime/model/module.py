@@ -49,7 +49,7 @@ class ParallelModel(CheckpointedModel):
         buffers: A function from a buffer's name to its whole tensor; `source` by default.
         streams: A function from this rank's mesh to the streams of random numbers. Verification draws the same numbers
             under every plan.
-        origin: The unmodified model without its weights, which `export_hf` needs.
+        origin: The unmodified model, and a copy without weights for `export_hf`. A step raises if it was changed.
         sent: Whether rank 0 sends the weights. The sources of the other ranks are not asked then.
 
     Example:
@@ -87,7 +87,7 @@ class ParallelModel(CheckpointedModel):
             seed=self.streams.seed,
             replan=self._shapes.replan,
             buffers=self.buffer,
-            origin=self._origin[0],
+            origin=self._origin,
         )
         made._step = self._step
         own = dict(self.named_parameters())
@@ -237,6 +237,8 @@ class ParallelModel(CheckpointedModel):
 
     def local_batch(self, batch: Mapping[str, Any] | Sequence[Any]) -> Any:
         """Give this rank's part of a global batch.
+
+        A model that pairs rows of its batch pairs rows of the global batch. Rows of a pair belong into one sample.
 
         Args:
             batch: The sequences of all data-parallel ranks, which divide them evenly: a dict of tensors, or a tuple.

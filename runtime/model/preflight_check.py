@@ -39,9 +39,10 @@ _KINDS = (
     "not saved",
 )
 READING, ENDED, FAILED, STEP, EVALUATION, LOGGING, NOT_SAVED = range(len(_KINDS))
+NUM_SAMPLED = 16  # elements of a parameter
 NUM_CHUNKS = 4096  # per tensor: sums of chunks, weighted by their position
 MAX_WORDS = 2**18  # of 8 bytes; of a larger tensor so many are read, evenly spread
-FITS, UNFIT, UNSURE = range(3)  # what a rank knows of its own batch; unsure of its indices
+FITS, UNFIT, UNSURE, CHANGED = range(4)  # what a rank knows of its own batch, and that its model has been changed
 _Row = Sequence[int]  # kind and mode, step, what is known of the batch, sequences, scaler; per input shape and checksum
 
 
@@ -58,21 +59,25 @@ class PreflightCheck:
         self._group = dist.new_group(backend="gloo", timeout=private.group_timeout()) if on_gpu else None
 
     def check(
-        self, kind: int, training: bool, step: int, batch: Batch, unsure: bool, scaler: str = ""
+        self, kind: int, training: bool, step: int, batch: Batch, unsure: bool, scaler: str = "", change: str = ""
     ) -> tuple[list[int], bool]:
         """Every rank's number of sequences, and whether any rank is unsure of the indices in its batch.
 
-        `scaler` is the text of the settings of this rank's scaler, empty without one. Raises `RuntimeInputError` on all
+        `scaler` is the text of the settings of this rank's scaler, empty without one. `change` says what has been
+        changed in this rank's model, and is empty if nothing was. Raises `RuntimeInputError` on all
         ranks where they do not agree.
         """
         kind = NOT_SAVED if self.saver.has_failed else kind
         if self.world_size == 1:
             if kind == NOT_SAVED:
                 self.saver.finish()
+            if change:
+                raise RuntimeInputError(change)
             if batch.problems:
                 raise batch_error(batch.problems)
             return [batch.sequences], unsure
-        row = [2 * kind + training, step, UNFIT if batch.problems else UNSURE if unsure else FITS, batch.sequences]
+        known = CHANGED if change else UNFIT if batch.problems else UNSURE if unsure else FITS
+        row = [2 * kind + training, step, known, batch.sequences]
         row.append(_number(scaler) if scaler else 0)
         for info in self.inputs:
             value = batch.tensors.get(info.name)
@@ -80,6 +85,8 @@ class PreflightCheck:
         rows = self.exchange(row)
         if any(r[0] // 2 == NOT_SAVED for r in rows):
             self.saver.finish()
+        if change:
+            raise RuntimeInputError(change)
         if batch.problems and all(r[0] == row[0] for r in rows):
             raise batch_error(batch.problems)
         text = disagreement(rows, self.inputs, self.mesh.sample_ranks.of) or _scalers_differ(rows, scaler)
@@ -98,6 +105,34 @@ class PreflightCheck:
                 "arguments, and load the same state on every rank"
             )
             raise RuntimeInputError(others)
+
+    def same_weights(self, names: Sequence[str], held: Mapping[str, torch.Tensor], stage: int) -> None:
+        """Raise `RuntimeInputError` on all ranks if ranks hold other values of the same elements of a parameter.
+
+        `NUM_SAMPLED` elements of each rank's part are compared, evenly spread. `names` are all parameters. Collective.
+        """
+        if self.world_size == 1:
+            return
+        table, places = torch.zeros(len(names), NUM_SAMPLED, dtype=torch.float64), [0] * len(names)
+        for k, parameter in ((k, held[name]) for k, name in enumerate(names) if name in held):
+            local = private.local_part(parameter).detach()
+            flat = (torch.view_as_real(local) if local.is_complex() else local).reshape(-1)
+            some = flat[:: max(1, flat.numel() // NUM_SAMPLED)][:NUM_SAMPLED]
+            table[k, : len(some)], places[k] = some, _number(f"{stage} {shards_of(parameter)}")
+        sums = (table.view(torch.int64) * (torch.arange(NUM_SAMPLED) * 2654435761 + 1)).sum(1)
+        own = torch.stack([torch.tensor(places), sums], 1)
+        every = [torch.empty_like(own) for _ in range(self.world_size)]
+        dist.all_gather(every, own, group=self._group)
+        for name, rows in zip(names, torch.stack(every, 1).tolist(), strict=True):
+            found = _groups([tuple(row) for row in rows])
+            for place in {place for place, _ in found}:
+                first, *others = (ranks for (at, _), ranks in found.items() if at == place)
+                if others:
+                    raise RuntimeInputError(
+                        f"parameter {name!r}: {_ranks(_joined(others))} hold other values than {_ranks(first)} of the "
+                        "same elements. Ranks changed weights or gradients differently; make each change on all ranks, "
+                        "with random numbers of parallel.generator(parameter)"
+                    )
 
     def all_or_none(self, message: str, problems: Sequence[Problem]) -> None:
         """Raise `RuntimeInputError` on all ranks if one has problems. Collective."""
@@ -164,6 +199,9 @@ def disagreement(rows: Sequence[_Row], inputs: Sequence[InputInfo], dp_of: Calla
     if len(steps) > 1:
         at = "; ".join(f"{_ranks(ranks)} at {step}" for step, ranks in steps.items())
         return f"ranks are at different steps: {at}; every rank must call forward_backward equally often"
+    bad = [rank for rank, row in enumerate(rows) if row[2] == CHANGED]
+    if bad:
+        return f"the model of {_ranks(bad)} was changed after autopar.parallelize; the error of that rank says how"
     bad = [rank for rank, row in enumerate(rows) if row[2] == UNFIT]
     if bad:
         return f"the batch of {_ranks(bad)} does not fit the plan; the error of that rank says why"
@@ -232,6 +270,13 @@ def _words(flat: torch.Tensor) -> torch.Tensor:
     if flat.numel() * flat.element_size() % 8 == 0:
         return (flat.clone() if flat.storage_offset() * flat.element_size() % 8 else flat).view(torch.int64)
     return flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[min(flat.element_size(), 8)])
+
+
+def shards_of(parameter: torch.Tensor) -> list[tuple[str, int]]:
+    """The mesh dimensions that split a parameter, with this rank's coordinates. Equal lists mean equal elements."""
+    mesh, placements = getattr(parameter, "device_mesh", None), getattr(parameter, "placements", ())
+    at = () if mesh is None else zip(mesh.mesh_dim_names or "", mesh.get_coordinate() or (), placements, strict=True)
+    return [(name, place) for name, place, placement in at if not placement.is_replicate()]
 
 
 def _shape_hash(value: torch.Tensor, info: InputInfo) -> int:

@@ -1,5 +1,6 @@
 """`RunningModel`: how one rank runs the stages that it holds, one micro-batch after another."""
 
+import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -29,15 +30,18 @@ from autopar.runtime.model.inputs import (
     read_batch,
     sequences_to_run,
 )
+from autopar.runtime.model.original_model import OriginalModel
 from autopar.runtime.model.outputs import as_dtensor, refuse_autocast, wide
 from autopar.runtime.model.pipeline import Pipeline
-from autopar.runtime.model.preflight_check import EVALUATION, STEP, PreflightCheck
+from autopar.runtime.model.preflight_check import EVALUATION, STEP, PreflightCheck, shards_of
 from autopar.runtime.model.shape_cache import Replan, ShapeCache
 from autopar.runtime.model.sharded_model import ShardedModel
 from autopar.runtime.model.stage import Execution, StageModule
 from autopar.runtime.offload.backward_step import BackwardStep
 from autopar.runtime.offload.state_files import keep_state_in_files
+from autopar.runtime.parameters.user_view import parts_of
 
+COMPARED = (1, 10)  # numbers of steps after which the ranks compare their weights
 MicroBatches = list[dict[str, Any]]
 Functions = Callable[[CompiledProgram, bool], Sequence[Callable[..., Any]]]  # the code of blocks, perhaps with outputs
 
@@ -56,7 +60,7 @@ class RunningModel(ShardedModel):
         replan: Replan | None = None,
         buffers: Callable[[str], torch.Tensor] | None = None,
         streams: Callable[[RankMesh], Streams] | None = None,
-        origin: nn.Module | None = None,
+        origin: OriginalModel | None = None,
         sent: bool = False,
     ) -> None:
         mesh = training_mesh(plan.degrees, device.type)
@@ -65,14 +69,14 @@ class RunningModel(ShardedModel):
         self._compile_options: dict[str, Any] | None = None
         self._compiled_code = WeakKeyDictionary[CompiledProgram, dict[bool, list[Callable[..., Any]]]]()
         self._selective_code = WeakKeyDictionary[CompiledProgram, dict[int, SelectiveBlock]]()
-        self._step = 0
+        self._step = self._num_steps = 0  # of the training, and of this object
         self.num_trained = (0, 0)  # samples and tokens of the training steps of all ranks so far
         self._sums = True  # whether a backward pass ends with the sums over ranks
         self._waits = False  # whether gradients of earlier calls wait for their sums
         self._earlier: list[tuple[nn.Parameter, torch.Tensor]] = []  # gradients of the calls before a backward pass
         self._fillers: dict[str, torch.Tensor] = {}
         self._saver = Saver()
-        self._origin = (origin,)  # in a tuple, because it is no part of this module
+        self._origin = origin
         self._preflight = PreflightCheck(mesh, program.inputs, self._saver)
         self.place = Place(degrees=plan.degrees, pipeline=mesh.pipeline)
         self._shapes = ShapeCache(self.base, self.placements, replan)
@@ -245,11 +249,15 @@ class RunningModel(ShardedModel):
     ) -> tuple[CompiledProgram, MicroBatches, bool]:
         """What runs a batch, its micro-batches on the device, and whether any rank's was padded. Collective."""
         shapes, evaluates = self._shapes, kind == EVALUATION
+        self._num_steps += kind == STEP
         planned = shapes.base.micro_batch * micro_batches
         casts = self.plan.degrees.precision is not None
         own = read_batch(self.program, batch, planned, any_shape=shapes.can_capture, casts=casts)
         is_unsure = shapes.is_unsure(own, micro_batches, self.training)
-        counts, is_unsure = self._preflight.check(kind, self.training, self._step, own, is_unsure, scaler)
+        change = "" if self._origin is None else self._origin.change(self, trains=kind == STEP)
+        counts, is_unsure = self._preflight.check(kind, self.training, self._step, own, is_unsure, scaler, change)
+        if kind == STEP and self._num_steps - 1 in COMPARED:
+            self._compare_weights()
         sequences = sequences_to_run(
             counts,
             planned,
@@ -283,6 +291,38 @@ class RunningModel(ShardedModel):
             self.num_trained = (self.num_trained[0] + samples, self.num_trained[1] + tokens)
         read = self._inputs_read(compiled)
         return compiled, [{n: t.to(self.device) for n, t in piece.items() if n in read} for piece in pieces], is_padded
+
+    def _compare_weights(self) -> None:
+        names, stage = list(self.program.every_parameter), self.rank_mesh.stage_rank
+        self._preflight.same_weights(names, dict(self.stored_parameters()), stage)
+
+    def generator(self, parameter: nn.Parameter) -> torch.Generator:
+        """Give a generator of random numbers for this rank's part of a parameter or of its gradient.
+
+        Ranks that hold the same elements get equal numbers, and other ranks independent ones. The numbers depend on the
+        seed of the model and the number of steps, so a loaded checkpoint goes on with the same ones.
+
+        Args:
+            parameter: A parameter of this model.
+
+        Returns:
+            A new generator on the parameter's device.
+
+        Raises:
+            RuntimeInputError: The parameter is not one of this model's.
+
+        Example:
+            >>> parameter = next(parallel.parameters())
+            >>> first, again = (torch.randn(3, generator=parallel.generator(parameter)) for _ in range(2))
+            >>> bool((first == again).all())
+            True
+        """
+        name = next((n for n, p in self.named_parameters() if p is parameter), None)
+        if name is None:
+            raise RuntimeInputError("parallel.generator takes a parameter of this model, from parallel.parameters()")
+        where = [shards_of(part) for part in parts_of(parameter)]
+        digest = hashlib.sha256(repr((self.streams.seed, self._step, name, where)).encode()).digest()
+        return torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:7], "big"))
 
     def _refusal_of(self, counts: Sequence[int], micro_batches: int) -> str:
         """Why a step cannot run these numbers of sequences of the data-parallel ranks; empty if it can."""

@@ -1,14 +1,15 @@
 """Seeded random batches of a program: every input within the bounds of the operators that read it."""
 
-from collections.abc import Mapping
-from math import inf
+from collections.abc import Iterator, Mapping
+from math import inf, prod
 
 import torch
 from torch import fx
 
+from autopar._torch.operators import aten
 from autopar.capture.export.export import resized
 from autopar.capture.input_ranges import input_ranges
-from autopar.capture.nodes import operator_name
+from autopar.capture.nodes import operator_name, shape
 from autopar.capture.value_range import ValueRange
 from autopar.ir.degrees import Degrees
 from autopar.ir.program import InputInfo, Program
@@ -96,7 +97,25 @@ def notes_on_inputs(program: Program, constants: Mapping[str, torch.Tensor] | No
             low, high = _interval(found, info.dtype)
             drawn = "it is 1 everywhere" if _is_mask(info, found) else f"it is drawn from {low} to {high - 1}"
             notes.append(f"no operator bounds the integer input {info.name!r}: {drawn}")
-    return tuple(notes)
+    return (*notes, *_notes_on_parts(program))
+
+
+def _notes_on_parts(program: Program) -> Iterator[str]:
+    """One sentence for the first operator that takes some rows of the batch, such as `chunk`."""
+    for call in program.calls:
+        block = program.blocks[call.block]
+        for node in block.graph.nodes:
+            if node.target not in (aten.slice.Tensor, aten.reshape.default):
+                continue
+            rows, parts = shape(node.args[0])[:1], shape(node)[:2]
+            axes = block.dims[node.args[0].name].axes[:1]
+            takes = node.target is aten.slice.Tensor or (parts[:1] != (1,) and prod(parts) == prod(rows))
+            if takes and parts[:1] != rows and any(not program.batch_axes.isdisjoint(dim) for dim in axes):
+                yield (
+                    f"{call.path} takes parts of the batch ({node.target}): its rows belong together, and they are the "
+                    "rows of the global batch; a rank's own pairs must be rows of one sample"
+                )
+                return
 
 
 def _ends(constants: Mapping[str, torch.Tensor] | None) -> dict[str, tuple[float, float]]:
@@ -110,6 +129,8 @@ def _drawn(
 ) -> torch.Tensor:
     shape = _shape(info, num_micro_batches)
     allowed = ranges.get(info.name, ValueRange())
+    if info.dtype.is_complex:
+        return torch.randn(shape, generator=generator, dtype=torch.complex128).to(info.dtype)
     if info.dtype.is_floating_point:
         if allowed.is_bounded:  # an index or a probability that is no integer
             return torch.randint(*_interval(allowed, torch.int64), shape, generator=generator).to(info.dtype)

@@ -29,8 +29,7 @@ from autopar.runtime.distributed.launch import Ranks
 from autopar.search.measured.result import Tried, TuneResult
 
 PLANTED = Path(__file__).parent / "planted"
-TRIAL_S = 240.0  # on a busy machine too
-HANGING_S = 45.0
+TRIAL_S = 30.0
 pytestmark = pytest.mark.timeout(400)
 PRICED = """
 groups:
@@ -268,10 +267,10 @@ def test_a_failed_trial_is_an_answer(
 def test_a_hanging_trial_ends_within_its_deadline(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     planted(monkeypatch, "hang", at)
     monkeypatch.setattr("autopar.search.measured.tuning.worth_measuring", lambda found: found.next_plan is not None)
-    found = tuned(trial_s=HANGING_S)
+    found = tuned(trial_s=TRIAL_S)
     (hung,) = [one for one in found.tried if one.outcome.state == "failed"]
     assert hung.outcome.reason == "timeout" and "did not answer" in hung.outcome.message
-    assert hung.number == at and hung.outcome.whole_s < 2 * HANGING_S
+    assert hung.number == at and hung.outcome.whole_s < 2 * TRIAL_S
     assert found.best is not None and len(found.tried) == 3
 
 

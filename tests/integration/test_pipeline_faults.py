@@ -19,7 +19,7 @@ from autopar.runtime.distributed.launch import Ranks
 WISH = {"pp": 2, "dp": 2, "zero": 3, "micro_batches": 2}
 DESCRIBE = partial(rank_name, Degrees(pp=2, dp_shard=2, micro_batches=2))
 TIMEOUT_S = 30.0  # a world must be up within it, on a busy machine too
-GRACE_S = 25.0  # less than TIMEOUT_S, after which ranks are ended in any case
+GRACE_S = 10.0
 WAITS = re.compile(
     r"rank [012]: in pipeline stage [01], \w+ pass of micro-batch [01].*, (waiting for stage|in \S+ (of|over)) "
 )

@@ -31,6 +31,7 @@ HERE = Path(__file__).parent
 DOCUMENT = HERE.parents[1] / "docs" / "semantics.md"
 HELD_BY = {
     "S1": (
+        "../runtime/verify/test_random_batches.py::test_a_model_that_halves_its_batch_is_noted",
         "test_verify.py::test_tensor_parallel",
         "test_verify.py::test_tensor_and_data_parallel",
         "test_verify.py::test_data_parallel",
@@ -74,6 +75,7 @@ HELD_BY = {
         "test_odd_models.py::test_half_precision",
     ),
     "S11": (
+        "test_training_loops.py::test_ranks_that_hold_the_same_elements_draw_alike",
         "test_semantics.py::test_random_streams",
         "test_data.py::test_recomputation_draws_the_same_numbers",
         "test_semantics.py::test_both_sides_draw_the_same_numbers",
@@ -98,7 +100,10 @@ HELD_BY = {
     ),
     "S17": ("test_faults.py::test_plan_of_something_else",),
     "S18": ("test_faults.py::test_a_failing_rank_ends_all", "test_faults.py::test_a_failing_rank_ends_torchrun"),
-    "S19": ("test_data.py::test_ranks_that_do_not_agree",),
+    "S19": (
+        "test_data.py::test_ranks_that_do_not_agree",
+        "test_training_loops.py::test_weights_that_differ_are_found_after_the_first_step",
+    ),
     "S20": ("test_data.py::test_as_many_batches_as_every_rank_has",),
     "S21": (
         "test_data.py::test_other_lengths_and_numbers_of_sequences",
@@ -107,6 +112,8 @@ HELD_BY = {
         "test_data.py::test_ranks_that_do_not_agree",
     ),
     "S22": (
+        "../runtime/model/test_original_model.py::test_a_model_in_evaluation_mode_trains_as_it_is",
+        "../runtime/model/test_original_model.py::test_a_frozen_part_in_evaluation_mode_stays_so",
         "test_data.py::test_eval_mode_is_that_of_the_unmodified_model",
         "test_modes.py::test_batch_norm_uses_what_training_recorded",
         "test_modes.py::test_shards_of_unequal_parts_and_of_two_mesh_dimensions",
@@ -147,6 +154,9 @@ HELD_BY = {
         "../capture/export/test_data_reads.py::test_values_that_may_be_infinite_without_overflow_are_refused",
     ),
     "S30": (
+        "../runtime/model/test_original_model.py::test_a_change_is_named_at_the_next_step",
+        "../runtime/model/test_original_model.py::test_what_no_capture_reads_may_change",
+        "../capture/test_autograd_functions.py::test_hooks_that_forward_sets_are_refused_with_their_line",
         "../capture/export/test_distributions.py::test_a_distribution_of_activations_is_captured",
         "../capture/export/test_distributions.py::test_a_model_that_asks_for_the_checks_is_refused",
         "../capture/export/test_own_changes.py::test_the_mode_of_the_inputs_is_captured",

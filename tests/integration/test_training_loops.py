@@ -112,3 +112,23 @@ def test_hooks_that_nothing_would_call_are_refused() -> None:
     model[2].bias.register_post_accumulate_grad_hook(lambda _: None)
     with pytest.raises(InputError, match=r"gradient hooks of parameter '2.bias' .* parallel\.named_parameters"):
         autopar.parallelize(model, "1xcpu", example_inputs=batch, loss_fn=F.cross_entropy)
+
+
+@pytest.mark.parametrize(
+    "wish", [{"tp": 2, "dp": 2, "zero": 1}, long({"dp": 4, "zero": 0}), long({"pp": 2, "dp": 2, "zero": 3})], ids=str
+)
+def test_ranks_that_hold_the_same_elements_draw_alike(wish: dict[str, Any], four_ranks: Ranks) -> None:
+    assert [error for error, _ in four_ranks.run("loop_ranks:noisy", wish, 4, True)] == [""] * 4
+
+
+@pytest.mark.parametrize("wish", [{"tp": 2, "dp": 2, "zero": 0}, long({"pp": 2, "dp": 2, "zero": 0})], ids=str)
+def test_weights_that_differ_are_found_after_the_first_step(wish: dict[str, Any], four_ranks: Ranks) -> None:
+    found = four_ranks.run("loop_ranks:noisy", wish, 4, False)
+    assert all("hold other values than rank" in error and "parallel.generator" in error for error, _ in found)
+    assert len({len(seen) for _, seen in found}) == wish.get("pp", 1)
+
+
+def test_a_model_that_one_rank_changes_is_an_error_on_all(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run("loop_ranks:changed_on_one_rank", {"dp": 2}, 2)
+    assert first == "the model of rank 1 was changed after autopar.parallelize; the error of that rank says how"
+    assert "1 (LeakyReLU): attribute 'negative_slope' was 0.1" in second

@@ -218,11 +218,8 @@ def abort_or_sleep(rank: int, after_s: float) -> None:
     os.abort()
 
 
-def interrupt_and_sleep(rank: int, parent: int) -> None:
-    """The parent is interrupted while it waits for its ranks."""
-    if rank == 0:
-        os.kill(parent, signal.SIGINT)
-    time.sleep(600.0)
+def sleep(rank: int, seconds: float) -> None:
+    time.sleep(seconds)
 
 
 def repeated_calls(rank: int, wanted: Wanted, plan: Plan) -> float:

@@ -357,3 +357,47 @@ def summed_calls(rank: int, wish: Mapping[str, Any], world_size: int, options: M
         reference(**every).backward()
     expected = {n: p.grad for n, p in reference.named_parameters()}
     return max(float((whole(p.grad) - expected[n]).abs().max()) for n, p in parallel.named_parameters())  # type: ignore[operator,arg-type]
+
+
+def noisy(rank: int, wish: Mapping[str, Any], world_size: int, alike: bool) -> tuple[str, list[int]]:
+    """Steps with noise on the gradients, from `parallel.generator` or from each rank's own numbers.
+
+    The error of the next step, and the sums of the noise of the parts.
+    """
+    torch.manual_seed(0)
+    model = CharGPT(kv_heads=2).double()
+    batch = {"idx": torch.zeros(LOCAL, LENGTH, dtype=torch.int64), "targets": torch.zeros(LOCAL, LENGTH).long()}
+    parallel = parallelize(model, f"{world_size}xcpu", example_inputs=batch, plan=wish)
+    optimizer, seen = torch.optim.SGD(parallel.parameters(), lr=0.1), []
+    own = torch.Generator().manual_seed(rank)
+    try:
+        for _ in range(3):
+            parallel.forward_backward(batch)
+            for parameter in parallel.parameters():
+                generator = parallel.generator(parameter) if alike else own
+                for part in getattr(parameter, "parts", (parameter,)):
+                    local = part.grad.to_local() if hasattr(part.grad, "to_local") else part.grad
+                    noise = torch.randn(local.shape, generator=generator, dtype=local.dtype)
+                    local.add_(noise)
+                    seen.append(float(noise.sum()))
+            optimizer.step()
+            optimizer.zero_grad()
+    except RuntimeInputError as error:
+        return str(error), seen
+    return "", seen
+
+
+def changed_on_one_rank(rank: int, wish: Mapping[str, Any], world_size: int) -> str:
+    """The error of a step if rank 1 changes an attribute of its model."""
+    model = nn.Sequential(nn.Linear(8, 12), nn.LeakyReLU(0.1), nn.Linear(12, 4))
+    batch = (torch.randn(4, 8), torch.arange(4))
+    given = {"example_inputs": batch, "loss_fn": F.cross_entropy, "plan": wish}
+    parallel = parallelize(model, f"{world_size}xcpu", **given)
+    parallel.forward_backward(batch)
+    if rank == 1:
+        model[1].negative_slope = 0.2
+    try:
+        parallel.forward_backward(batch)
+    except RuntimeInputError as error:
+        return str(error)
+    return ""

@@ -1,5 +1,8 @@
 """Random batches of `verify`: every integer is within the bounds of its uses, and equal in every process."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -123,3 +126,30 @@ def test_offsets_of_bags_have_the_example_values() -> None:
         program
     )
     Bags()(**batch)
+
+
+class Halves(nn.Module):
+    """The first rows of the batch are compared with others, as a preference loss does it."""
+
+    def __init__(self, pairs: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.pairs = nn.Linear(6, 3), pairs
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self.pairs(self.layer(x).sum(-1))
+        loss: torch.Tensor = -nn.functional.logsigmoid(first - second).mean()
+        return loss
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [lambda r: r.chunk(2), lambda r: (r[::2], r[1::2]), lambda r: r.view(2, -1).unbind(0), lambda r: r.split(4)],
+)
+def test_a_model_that_halves_its_batch_is_noted(pairs: Callable[[torch.Tensor], Any]) -> None:
+    (note,) = notes_on_inputs(capture_program(Halves(pairs), {"x": torch.randn(8, 6)}))
+    assert "takes parts of the batch" in note and "the rows of the global batch" in note
+
+
+@pytest.mark.parametrize("pairs", [lambda r: (r, 0.5), lambda r: (r.view(8, 1), 0.5), lambda r: (r.view(1, 8), 0.5)])
+def test_a_whole_batch_is_not_noted(pairs: Callable[[torch.Tensor], Any]) -> None:
+    assert notes_on_inputs(capture_program(Halves(pairs), {"x": torch.randn(8, 6)})) == ()

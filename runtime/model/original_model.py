@@ -1,0 +1,211 @@
+"""The unmodified module after `parallelize`. No change of it reaches the captured programs, so the next step raises.
+
+Numbers, texts and flags that a capture read are constants of the program (`Program.reads`). Other attributes, such as
+the counters of a training loop, may change. The user's modules are held weakly.
+
+An optimizer of the module's own parameters trains nothing. Its step raises if the `ParallelModel` has gradients and
+these parameters have none: a loop that trains both models, or updates parameters by hand, goes on.
+"""
+
+import gc
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from weakref import finalize, ref
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from autopar.capture.export.own_changes import PLAIN, attribute_of, settings_of
+from autopar.errors import InputError, RuntimeInputError, short_repr
+
+_Model = TypeVar("_Model", bound=nn.Module)
+_OTHER = object()  # in place of a value that is no constant of a program
+_AGAIN = "call autopar.parallelize again after the change"
+_SINCE = "when the model was captured and is"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """A module, or an object of settings, and what it held. `tensors` has submodules too, and says what trains."""
+
+    path: str
+    held: Any  # a weak reference
+    training: bool
+    tensors: Mapping[str, tuple[Any, bool | None]]
+    values: Mapping[str, object]  # of plain attributes
+
+    def __str__(self) -> str:
+        return f"{self.path or 'the model'} ({type(self.held()).__name__})"
+
+
+class OriginalModel:
+    """What `parallelize` found in a module and in its settings. A loss function that is a module is watched too.
+
+    `weightless` is a copy without weights. `reads` are the attributes that the training program read.
+    """
+
+    def __init__(self, model: nn.Module, weightless: nn.Module, loss_fn: object, reads: Iterable[str]) -> None:
+        self.weightless = weightless
+        self._parts = [_part(path, owner) for path, owner in _owners(model, loss_fn)]
+        self._watched: dict[tuple[int, str], object] = {}
+        self._names = {id(p): (name, ref(p)) for name, p in model.named_parameters()}
+        swa = sys.modules.get("torch.optim.swa_utils")
+        kinds = (LRScheduler,) if swa is None else (LRScheduler, swa.AveragedModel)
+        found = [one for one in gc.get_objects() if issubclass(type(one), kinds)]
+        ours = (one for one in found if isinstance(one, LRScheduler) or type(one.module) is type(model))
+        self._followers = [(ref(one), _position(one)) for one in ours]
+        self.watch(reads)
+
+    def watch(self, reads: Iterable[str]) -> None:
+        """Compare these attributes too, which another capture read."""
+        for index, part in enumerate(self._parts):
+            owner, kind = part.held(), attribute_of(part.held(), "")
+            for name in (read.removeprefix(kind) for read in reads if read.startswith(kind)):
+                before = part.values.get(name, _constant(getattr(type(owner), name, None)))
+                self._watched.setdefault((index, name), before)
+
+    def attached(self, parallel: _Model, optimizer: torch.optim.Optimizer | None) -> _Model:
+        """The model that is trained instead, in the module's mode. It takes over the parameters of `optimizer`."""
+        if optimizer is not None:
+            self._move(optimizer, dict(parallel.named_parameters()))
+        trained = ref(parallel)
+
+        def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            own, made = self._of(optimizer), trained()
+            idle = bool(own) and not any(p.grad is not None and bool(p.grad.any()) for p in own)
+            if idle and made is not None and any(p.grad is not None for p in made.parameters()):
+                raise RuntimeInputError(_nobody(optimizer))
+
+        finalize(parallel, register_optimizer_step_pre_hook(before_step).remove)
+        return parallel.train(self._parts[0].training)
+
+    def _move(self, optimizer: torch.optim.Optimizer, made: Mapping[str, nn.Parameter]) -> None:
+        """Put parameters of the trained model in the place of the module's. Groups keep their options."""
+        kind, own = type(optimizer).__name__, self._of(optimizer)
+        if optimizer.state or len(own) < sum(len(group["params"]) for group in optimizer.param_groups):
+            why = "has a state already" if optimizer.state else "holds a parameter that the model does not have"
+            raise InputError(f"{kind} {why}, so it cannot move; make it of parallel.parameters() after parallelize")
+        for group in optimizer.param_groups:
+            names = [self._names[id(p)][0] for p in group["params"]]
+            kept = [k for k, name in enumerate(names) if name in made]  # others are of other stages
+            if "param_names" in group:
+                group["param_names"][:] = [group["param_names"][k] for k in kept]
+            group["params"][:] = [made[names[k]] for k in kept]
+
+    def _of(self, optimizer: torch.optim.Optimizer) -> list[Any]:
+        """The parameters of the module that an optimizer holds."""
+        every = [p for group in optimizer.param_groups for p in group["params"]]
+        return [p for p in every if id(p) in self._names and self._names[id(p)][1]() is p]
+
+    def change(self, parallel: Any, *, trains: bool) -> str:
+        """The first change since then, with its remedy. Empty without one."""
+        return next(self._changes(parallel, trains), "")
+
+    def _changes(self, parallel: Any, trains: bool) -> Iterator[str]:
+        for name in (*(parallel._modules.keys() - {"stages"}), *parallel._parameters):
+            yield f"{name!r} was set on the ParallelModel, which runs captured code; set it on your model and {_AGAIN}"
+        for (index, name), before in self._watched.items():
+            part = self._parts[index]
+            if not part.path and name in vars(parallel):
+                yield _text(f"the ParallelModel: attribute {name!r}", name, before, vars(parallel)[name])
+            owner = part.held()
+            now = before if owner is None else vars(owner).get(name, before)
+            if now is not before and _constant(now) not in (before, _OTHER):
+                yield _text(f"{part}: attribute {name!r}", f"{part.path}.{name}".lstrip("."), before, now)
+        root = self._parts[0].held()
+        for part in self._parts:
+            module = part.held()
+            if isinstance(module, nn.Module):
+                yield from _new_tensors(part, module)
+                if root is not None and root.training and part.training and not module.training:
+                    yield f"{part} was in training mode {_SINCE} in eval mode now; {_AGAIN}"
+        for name, parameter in parallel.stored_parameters() if trains else ():
+            info = parallel.program.every_parameter[name]
+            if parameter.requires_grad != info.requires_grad:
+                yield _text(f"the ParallelModel: requires_grad of {info.whole_name!r}", "", info.requires_grad)
+        for held, before in self._followers:
+            one = held()
+            follows = one is not None and _position(one) != before
+            if follows and (not isinstance(one, LRScheduler) or self._of(one.optimizer)):
+                yield _nobody(one)
+
+
+def _new_tensors(part: _Part, module: nn.Module) -> Iterator[str]:
+    tensors: dict[str, Any] = {**module._modules, **module._parameters}
+    for name in tensors.keys() | part.tensors.keys():
+        one, (held, trains) = tensors.get(name), part.tensors.get(name, (lambda: None, None))
+        if isinstance(one, torch.Tensor) and one.is_meta:  # the user frees its memory
+            continue
+        if one is not held():
+            loads = "load values with parallel.load_state_dict, or " if isinstance(one, torch.Tensor) else ""
+            yield f"{part}: {name!r} is another one than autopar.parallelize captured; {loads}{_AGAIN}"
+        elif isinstance(one, torch.Tensor) and one.requires_grad != trains:
+            yield _text(f"{part}: requires_grad of {name!r}", "", trains)
+
+
+def _text(what: str, path: str, before: object, now: object = None) -> str:
+    if not path:
+        return f"{what} was {before} {_SINCE} {not before} now; set it on your model and {_AGAIN}"
+    number = isinstance(now, (int, float)) and not isinstance(now, bool)
+    buffer = f"make it a buffer and write to parallel.buffer({path!r}), give it to forward as an input, or "
+    return (
+        f"{what} was {short_repr(before)} {_SINCE} {short_repr(now)} now, and the captured program keeps the first "
+        f"value; {buffer * number}{_AGAIN}"
+    )
+
+
+def _nobody(follower: object) -> str:
+    return (
+        f"{type(follower).__name__} follows parameters from before autopar.parallelize, which get no gradient, and "
+        "nobody steps the parameters of the ParallelModel. Make it of parallel.parameters(), or give an optimizer "
+        "without state to autopar.parallelize(..., optimizer=optimizer)"
+    )
+
+
+def _position(follower: Any) -> int:
+    return int(follower.last_epoch if isinstance(follower, LRScheduler) else follower.n_averaged)
+
+
+def _owners(model: nn.Module, loss_fn: object) -> Iterator[tuple[str, Any]]:
+    """The modules of a model and of its loss function, and their settings, each once, by path."""
+    found: dict[int, tuple[str, Any]] = {}
+    inside = loss_fn.named_modules(prefix="loss_fn") if isinstance(loss_fn, nn.Module) else ()
+    for path, module in (*model.named_modules(), *inside):
+        found.setdefault(id(module), (path, module))
+        for name, settings in settings_of(module):
+            found.setdefault(id(settings), (f"{path}.{name}".lstrip("."), settings))
+    return iter(found.values())
+
+
+def _part(path: str, owner: Any) -> _Part:
+    is_module = isinstance(owner, nn.Module)
+    tensors: dict[str, Any] = {**owner._modules, **owner._parameters} if is_module else {}
+    return _Part(
+        path=path,
+        held=_reference(owner),
+        training=is_module and owner.training,
+        tensors={n: (_reference(one), getattr(one, "requires_grad", None)) for n, one in tensors.items()},
+        values={name: constant for name, v in vars(owner).items() if (constant := _constant(v)) is not _OTHER},
+    )
+
+
+def _reference(value: Any) -> Any:
+    try:
+        return ref(value)
+    except TypeError:  # None, or an object without weak references
+        return lambda: value
+
+
+def _constant(value: object, depth: int = 3) -> object:
+    """A value that a program may hold, as an immutable one. `_OTHER` for tensors and other objects."""
+    if isinstance(value, PLAIN):
+        return value
+    if not depth or not isinstance(value, (list, tuple, dict)):
+        return _OTHER
+    if isinstance(value, dict):
+        return tuple((key, _constant(one, depth - 1)) for key, one in value.items())
+    return tuple(_constant(one, depth - 1) for one in value)
