@@ -39,6 +39,7 @@ Describe = Callable[[int], str]
 Failure = tuple[float, str, str, str, str]  # when, "user" or "bug", message, notes, traceback
 # The server that ranks are forked from loads these modules once, if they are installed.
 PRELOADED = (
+    "autopar.runtime.distributed.quiet",
     "torch",
     "torch._dynamo",
     "torch.export._trace",
@@ -102,12 +103,13 @@ def _work(place: _Place, pipe: Any, asked: Any) -> None:
             module, name = target.split(":")
             function = getattr(importlib.import_module(module), name)
             pipe.send(("done", function(rank, *arguments)))
-    except EOFError:  # the parent was killed and could not remove its folder
+    except (EOFError, BrokenPipeError):  # the parent was killed and could not remove its folder
         shutil.rmtree(place.folder, ignore_errors=True)
     except BaseException as error:
         kind = "user" if isinstance(error, AutoparError) else "bug"
         text, notes = f"{type(error).__name__}: {error}", "; ".join(getattr(error, "__notes__", ()))
-        pipe.send(("failed", (time.time(), kind, text, notes, traceback.format_exc())))
+        with suppress(BrokenPipeError):
+            pipe.send(("failed", (time.time(), kind, text, notes, traceback.format_exc())))
         os._exit(1)  # no collective teardown: the others are ended by the parent
     os._exit(0)
 

@@ -1,8 +1,12 @@
 """The command line as a process: its status and all of its output arrive, though the process ends in a hurry."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -50,3 +54,40 @@ def test_a_reader_that_leaves() -> None:
     found = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
     assert len(found.stdout) == 10
     assert "Traceback" not in found.stderr
+
+
+def test_an_interrupt_while_modules_are_imported() -> None:
+    found = started("-c", "import autopar.cli as cli\ndef main(): raise KeyboardInterrupt\ncli.main = main\ncli.run()")
+    assert (found.returncode, found.stderr) == (130, "autopar: interrupted\n")
+
+
+ENDED = """
+import os, signal, autopar.cli as cli
+def main():
+    from autopar.runtime.distributed import launch
+    launch.PRELOADED = ()
+    with launch.Ranks(1):
+        os.kill(os.getpid(), signal.{signal})
+        signal.pause()
+cli.main = main
+cli.run()
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_command_that_is_ended_leaves_no_ranks_and_no_folders(name: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:  # shorter than tmp_path: names of sockets have a limit
+        environment = os.environ | {"TMPDIR": folder}
+        found = subprocess.run([sys.executable, "-c", ENDED.format(signal=name)], env=environment, capture_output=True)
+        assert found.returncode == 128 + signal.Signals[name], found.stderr
+        assert not list(Path(folder).glob("autopar-ranks-*")) + list(Path(folder).glob("pymp-*"))
+        marks = [file for file in Path("/proc").glob("[0-9]*/environ") if f"TMPDIR={folder}".encode() in _content(file)]
+        assert not marks
+
+
+def _content(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError:
+        return b""
