@@ -22,7 +22,7 @@ def test_trace_writes_a_file_and_says_what_is_in_it(tmp_path: Path) -> None:
     options = (*sizes, *RECOMPUTED, "--out", str(path))
     command = [sys.executable, "-m", "autopar", "trace", "gpt2", "-n", "2", *options]
     result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    assert (result.returncode, result.stderr) == (0, "")
     assert f"written to {path}" in result.stdout and "rank 1: pp 1 dp 0 tp 0" in result.stdout
     events = json.loads(path.read_text())["traceEvents"]
     names = {(e["pid"], e["name"]) for e in events if e["ph"] == "X" and "call" not in e["args"]}
