@@ -11,9 +11,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from contextvars import ContextVar
+from textwrap import wrap
 from typing import Any, TextIO
 
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, Group
 from rich.file_proxy import FileProxy
 from rich.table import Table
 from rich.text import Text
@@ -24,6 +26,8 @@ from autopar.ir.explanation import Section
 WIDTH_WITHOUT_TERMINAL = 160
 _STDOUT, _STDERR = 1, 2  # their file descriptors, to which C code writes
 _own: ContextVar[TextIO | None] = ContextVar("own stdout", default=None)
+_GAP = 2  # columns between two columns of a table
+_LEAST = 20
 
 
 @contextmanager
@@ -68,18 +72,45 @@ def print_json(data: Any) -> None:
     out.flush()
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> Table:
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> Table | Group:
     """A plain table; columns named in `right` are aligned to the right. Cells are text, never markup.
 
-    The first column names the row and is never broken, however narrow the terminal.
+    The first column names the row. On a narrow terminal the widest columns stand below their row.
     """
-    made = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    for index, column in enumerate(columns):
-        width = max((len(row[0]) for row in rows), default=0) if index == 0 else None
-        made.add_column(Text(column), justify="right" if column in right else "left", overflow="fold", min_width=width)
+    widths = [max(cell_len(cell) for cell in column) for column in zip(columns, *rows, strict=True)]
+    below: list[int] = []
+    kept = list(range(len(columns)))
+    while sum(widths[at] + _GAP for at in kept) - _GAP > console().width and len(kept) > 1:
+        widest = max(kept[1:], key=lambda at: (columns[at] not in right, widths[at]))
+        kept.remove(widest)
+        below.append(widest)
+    if not below:
+        return _table(columns, rows, right)
+    lines = [Text(_row(columns, widths, kept, columns, right), style="bold")]
+    for row in rows:
+        lines.append(Text(_row(row, widths, kept, columns, right)))
+        for at in sorted(below):
+            name = f"{columns[at]}: " if columns[at] else ""
+            more = wrap(f"{name}{row[at]}", max(_LEAST, console().width - 2 * _GAP)) if row[at] else []
+            lines += [Text(f"{'':{2 * _GAP}}{part}") for part in more]
+    return Group(*lines)
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]) -> Table:
+    made = Table(box=None, header_style="bold", pad_edge=False, padding=(0, _GAP, 0, 0))
+    for column in columns:
+        made.add_column(Text(column), justify="right" if column in right else "left", overflow="fold")
     for row in rows:
         made.add_row(*(Text(cell) for cell in row))
     return made
+
+
+def _row(
+    cells: Sequence[str], widths: Sequence[int], kept: Sequence[int], columns: Sequence[str], right: Sequence[str]
+) -> str:
+    """Some cells of a row, each as wide as its column."""
+    padded = [(cells[at], " " * (widths[at] - cell_len(cells[at])), columns[at] in right) for at in kept]
+    return (" " * _GAP).join(space + cell if is_right else cell + space for cell, space, is_right in padded).rstrip()
 
 
 def print_sections(sections: Sequence[Section], out: Console) -> None:

@@ -1,10 +1,65 @@
-"""Printing: names from the user are shown unchanged."""
+"""Printing: names from the user are shown unchanged, and tables are whole on a narrow terminal."""
 
 import pytest
+from run import autopar
+from typer.testing import CliRunner
 
-from autopar.cli.output import console
+from autopar.cli import output
+from autopar.cli.app import COMMANDS, app_of
+from autopar.cli.output import console, table
+
+WIDTH = 80
+SMALL = ("--layers", "2", "--hidden", "64", "--seq-len", "16")
+SHOWN = [
+    ("models",),
+    ("clusters",),
+    ("capacity", "h100"),
+    ("estimate", "gpt2", "-c", "4xcpu", "--tp", "2", *SMALL),
+    ("plan", "gpt2", "-c", "4xcpu", *SMALL, "--global-batch", "8"),
+    ("coverage", "gpt2", "--tp", "2", *SMALL),
+    ("validate", "benchmarks/data/published_runs.csv", "--tier", "core"),
+]
 
 
 def test_names_with_colons_stay_text(capsys: pytest.CaptureFixture[str]) -> None:
     console().print("mine:factory: pp 2 × tp 2")
     assert capsys.readouterr().out == "mine:factory: pp 2 × tp 2\n"
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 79, 80, 200])
+def test_every_cell_is_whole_at_any_width(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(output, "WIDTH_WITHOUT_TERMINAL", width)
+    columns = ("name", "GB", "", "description", "source of the description")
+    rows = [
+        ("first", "1.5", "latest", "a long text of many words that no terminal has in a column", "and another"),
+        ("the second", "1,234.5", "", "short", "https://example.org/" + "x" * 30),
+    ]
+    console().print(table(columns, rows, right=("GB",)))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= width and "…" not in "".join(lines)
+    shown = "".join("".join(lines).split())
+    for cell in (cell for row in rows for cell in row):
+        assert "".join(cell.split()) in shown
+    assert lines[0].startswith("name")
+
+
+@pytest.mark.parametrize("words", SHOWN, ids=lambda words: words[0])
+def test_commands_are_whole_on_a_narrow_terminal(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    wide = autopar(*words).stdout
+    monkeypatch.setattr(output, "WIDTH_WITHOUT_TERMINAL", WIDTH)
+    result = autopar(*words)
+    assert result.exit_code == 0, result.output
+    assert "…" not in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= WIDTH
+    numbers = [word for word in wide.split() if word.replace(",", "").replace(".", "").isdecimal()]
+    shown = result.stdout.split()
+    assert not [number for number in numbers if number not in shown and words[0] not in ("plan", "estimate")]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_whole_on_a_narrow_terminal(command: str) -> None:
+    shown = CliRunner().invoke(app_of([command]), [command, "--help"], env={"COLUMNS": "80"}).stdout
+    assert "…" not in shown and max(map(len, shown.splitlines())) <= WIDTH
