@@ -11,6 +11,7 @@ import typer
 from autopar.cli.options.model_argument import Json
 from autopar.cli.output import console, print_json, table
 from autopar.errors import InputError
+from autopar.files.strict_text import values_of
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -22,7 +23,10 @@ _WIDTH = 60  # of the curve
 
 def status(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The directory of `autopar.Run`.", show_default=False)],
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Show it anew until the run ends.")] = False,
+    follow: Annotated[
+        bool,
+        typer.Option("--follow", "-f", help="Show it anew until the run is done. It may be started again meanwhile."),
+    ] = False,
     interval: Annotated[float, typer.Option(help="Seconds between two looks with --follow.")] = 2.0,
     as_json: Json = False,
 ) -> None:
@@ -38,20 +42,21 @@ def status(
         raise InputError(f"--interval must be a number above 0; got {interval}")
     if follow and as_json:
         raise InputError("--follow and --json exclude each other; --json prints the run once")
-    now = run_status(run)
-    if as_json:
-        print_json(now.to_dict())
-        return
-    if not follow:
-        console().print(_shown(now))
-        return
-    from rich.live import Live
+    with values_of(run, "start the run in another folder"):
+        now = run_status(run)
+        if as_json:
+            print_json(now.to_dict())
+            return
+        if not follow:
+            console().print(_shown(now))
+            return
+        from rich.live import Live
 
-    with Live(_shown(now), console=console(), auto_refresh=False) as screen:
-        while now.is_live:
-            time.sleep(interval)
-            now = run_status(run)
-            screen.update(_shown(now), refresh=True)
+        with Live(_shown(now), console=console(), auto_refresh=False) as screen:
+            while now.state != "done":
+                time.sleep(interval)
+                now = run_status(run)
+                screen.update(_shown(now), refresh=True)
 
 
 def _shown(now: "RunStatus") -> "Group":

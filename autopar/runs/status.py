@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from autopar.files.lock import LOCK, STALE_S, is_alive, read_holder
+from autopar.files.lock import LOCK, STALE_S, Holder, is_alive, read_holder
 from autopar.files.strict_text import read_text
 from autopar.runs.record import CHECKPOINTS, END, START, Line, Metrics, Prediction, RunInfo, read_info, read_metrics
 
@@ -34,9 +34,9 @@ class Checkpoint:
 class RunStatus:
     """A run at one moment. Rates are medians of the last lines, and None if they are not known.
 
-    `state` is ``running``, ``done``, ``failed``, ``killed`` or ``not started``. The process of a killed run has ended
-    without a last line. `step_s` includes all work between two lines, such as reading data and saving. `left_s` is the
-    time until `total_steps` are done, at the pace of the last lines of this start.
+    `state` is ``starting``, ``running``, ``done``, ``failed``, ``killed`` or ``not started``. The process of a killed
+    run has ended without a last line. `step_s` includes all work between two lines, such as reading data and saving.
+    `left_s` is the time until `total_steps` are done, at the pace of the last lines of this start.
     """
 
     path: str
@@ -67,11 +67,6 @@ class RunStatus:
     age_s: float | None
     checkpoint: Checkpoint | None
     extra: dict[str, float] = field(default_factory=dict, hash=False)
-
-    @property
-    def is_live(self) -> bool:
-        """Whether more lines may come."""
-        return self.state == "running"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON. Numbers that JSON lacks are None."""
@@ -164,22 +159,26 @@ def newest_checkpoint(folder: Path, now_s: float) -> Checkpoint | None:
 
 def _state(path: Path, metrics: Metrics, now_s: float) -> tuple[str, str]:
     """The state of the last start, and what a person may ask next."""
-    last = metrics.events[-1] if metrics.events else None
+    last, holder = metrics.events[-1] if metrics.events else None, read_holder(path)
+    alive, where = False, ""
+    if holder is not None:
+        alive, where = _lives(holder, path, now_s), f"process {holder.pid} on {holder.host}"
+    if last is not None and last.event != END:
+        has_ended = f"{where or 'its process'} has ended without closing the run"
+        return ("running", where) if alive else ("killed", has_ended)
+    if alive:
+        return "starting", where
     if last is None:
         return "not started", "no job has logged here"
-    if last.event == END:
-        return ("done", "") if last.outcome == "done" else ("failed", f"it ended with {last.outcome}")
-    holder = read_holder(path)
-    if holder is None:
-        return "killed", "its process has ended without closing the run"
-    where = f"process {holder.pid} on {holder.host}"
+    return ("done", "") if last.outcome == "done" else ("failed", f"it ended with {last.outcome}")
+
+
+def _lives(holder: Holder, path: Path, now_s: float) -> bool:
+    """Whether the process of a lock runs. A process of another host renews the lock's file."""
     alive = is_alive(holder)
-    if alive is None:
-        age = math.inf
-        with suppress(OSError):
-            age = now_s - (path / LOCK).stat().st_mtime
-        alive = age <= STALE_S
-    return ("running", where) if alive else ("killed", f"{where} has ended without closing the run")
+    with suppress(OSError):
+        return now_s - (path / LOCK).stat().st_mtime <= STALE_S if alive is None else alive
+    return False
 
 
 def _left(info: RunInfo, metrics: Metrics) -> float | None:

@@ -1,12 +1,13 @@
 """`autopar status` and the page of a run."""
 
+import time
 from pathlib import Path
 
 import pytest
 from run import autopar, json_of, refused
 from written_runs import end, line, start, write
 
-from autopar.runs.record import Prediction
+from autopar.runs.record import Event, Line, Prediction
 
 PREDICTED = Prediction(step_s=2.0, tokens_per_s=1000.0, mfu=0.4, peak_bytes=7e9, device_bytes=80e9)
 
@@ -38,6 +39,17 @@ def test_a_run_is_shown(folder: Path) -> None:
 
 def test_following_ends_with_the_run(folder: Path) -> None:
     assert "step 8 of 9" in autopar("status", str(folder), "--follow").stdout
+
+
+@pytest.mark.parametrize("before", [[], [start(), line(0)], [start(), line(0), end("OutOfMemoryError")]])
+def test_following_waits_for_the_next_start(
+    before: list[Line | Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write(tmp_path / "run", before)
+    more = iter([[*before, start()], [*before, start(), line(1)], [*before, start(), line(1), end()]])
+    monkeypatch.setattr(time, "sleep", lambda _: write(run, next(more)))
+    assert "done" in autopar("status", str(run), "--follow").stdout
+    assert next(more, None) is None
 
 
 def test_json(folder: Path) -> None:

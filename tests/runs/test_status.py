@@ -41,7 +41,7 @@ def test_the_states_of_a_run(tmp_path: Path) -> None:
     write(folder, [start(), line(0)])
     assert run_status(folder).state == "killed"
     lock = take_lock(folder)
-    assert run_status(folder).state == "running" and run_status(folder).is_live
+    assert run_status(folder).state == "running"
     content = json.loads((folder / LOCK).read_text())
     (folder / LOCK).write_text(json.dumps(content | {"started": "1"}))
     assert run_status(folder).state == "killed"
@@ -50,6 +50,9 @@ def test_the_states_of_a_run(tmp_path: Path) -> None:
     assert run_status(folder, now_s=written + 5).state == "running"
     assert run_status(folder, now_s=written + 500).state == "killed"
     (folder / LOCK).write_text(json.dumps(content))
+    for events in ([], [start(), line(0), end()], [start(), end("OutOfMemoryError")]):
+        write(folder, events)
+        assert run_status(folder).state == "starting"
     lock.release()
     write(folder, [start(), line(0), end("OutOfMemoryError")])
     found = run_status(folder)
