@@ -21,7 +21,7 @@ from importlib import metadata, resources
 from pathlib import Path
 from typing import Any, TypeVar
 
-from autopar.errors import AutoparError, InputError
+from autopar.errors import InputError
 from autopar.files.atomic import write_text
 
 MOST_BYTES = 1_000_000_000  # of one folder
@@ -58,7 +58,7 @@ class KeptFile:
             return None
         try:
             found = parse(self.path)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, AutoparError) as error:
+        except Exception as error:  # whatever damaged values cause
             reason = " ".join(str(error).split())[:300] or type(error).__name__
             on_note(f"the kept {self.what} {self.path} cannot be read and is made anew: {reason}")
             return None

@@ -7,6 +7,9 @@ import typer
 
 from autopar.cli.output import console
 from autopar.errors import InputError
+from autopar.files.strict_text import values_of
+
+AGAIN = "write it again with the command that made it"
 
 
 def report(
@@ -38,10 +41,11 @@ def report(
     """
     from autopar.report.write import read_source, write_report, write_trace
 
+    with values_of(source, AGAIN):
+        found = read_source(source)
     if out is None and perfetto is None:
         raise InputError("nothing to write; give --out report.html, --perfetto trace.json or both")
-    found = read_source(source)
-    stdout = console()
-    for path, write in ((out, write_report), (perfetto, write_trace)):
-        if path is not None:
-            stdout.print(f"written to {path} ({write(found, path) / 1000:,.0f} kB)")
+    with values_of(source, AGAIN):
+        sizes = {path: write(found, path) for path, write in ((out, write_report), (perfetto, write_trace)) if path}
+    for path, size in sizes.items():
+        console().print(f"written to {path} ({size / 1000:,.0f} kB)")

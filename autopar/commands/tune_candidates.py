@@ -37,7 +37,7 @@ from autopar.planning.search import labels_for, plan_as_priced, search_captured,
 from autopar.planning.study_question import question_about
 from autopar.runtime.parameters.materialise import parameter_source
 from autopar.runtime.verify.random_batches import values_that_decide
-from autopar.search.driver.study import StudyPlace, study_place
+from autopar.search.driver.study import StudyPlace, study_place, study_values
 from autopar.search.measured.study import TrialStudy
 from autopar.search.measured.tuning import Candidate
 from autopar.search.result.format import nothing_fits
@@ -156,7 +156,8 @@ def opened_study(
     notes: tuple[str, ...] = ()
     candidates: tuple[Candidate, ...] = ()
     if kept is not None:
-        machine = machine_of(cluster, profile_from_dict(json.loads(kept), f"the profile in {where}"), precision)
+        with study_values(str(where)):
+            machine = machine_of(cluster, profile_from_dict(json.loads(kept), f"the profile in {where}"), precision)
     else:
         machine = machine_of(cluster, given, precision)
         if profile.calibrate and _is_unmeasured(cluster, profile, machine):

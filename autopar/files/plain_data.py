@@ -5,6 +5,8 @@ numbers, text and ``Any``. Only whole numbers are coerced, to `float`. Every dev
 """
 
 import math
+import re
+import sys
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
@@ -14,6 +16,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from autopar.errors import InputError, Problem, did_you_mean, short_repr
 
 Reader = Callable[[Any], Any]
+_WHOLE = re.compile(r"-?[0-9]{1,4000}")
 _WORDS = {str: "text", bool: "true or false", int: "a whole number", float: "a finite number"}
 
 
@@ -115,7 +118,7 @@ def _mapping(
     for key, value in data.items():
         made: Any = key
         if arguments[0] is int and isinstance(key, str):  # JSON has no other keys than text
-            made = int(key) if key.lstrip("-").isdecimal() else None
+            made = int(key) if _WHOLE.fullmatch(key) else None
         if not isinstance(made, arguments[0]):
             problems.append(Problem(path=_join(path, str(key)), rule=f"its key must be {_WORDS[arguments[0]]}"))
             continue
@@ -125,7 +128,7 @@ def _mapping(
 
 def _scalar(kind: Any, data: Any, problems: list[Problem], path: str) -> Any:
     is_number = isinstance(data, (int, float)) and not isinstance(data, bool)
-    if kind is float and is_number and math.isfinite(data):
+    if kind is float and is_number and abs(data) <= sys.float_info.max:
         return float(data)
     if kind is not float and isinstance(data, kind) and (kind is bool or not isinstance(data, bool)):
         return data

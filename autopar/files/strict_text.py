@@ -3,9 +3,11 @@
 import json
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from autopar.errors import Problem
+from autopar.errors import AutoparError, InputError, Problem
 
 
 def read_text(path: str | os.PathLike[str], *, max_bytes: int) -> tuple[str | None, list[Problem]]:
@@ -57,6 +59,25 @@ def read_json(path: str | os.PathLike[str], *, max_bytes: int) -> tuple[Any, lis
         what = "is nested too deeply" if isinstance(error, RecursionError) else f"is not JSON: {error}"
         problems.append(Problem(path=str(path), rule=what[:300]))
     return (None, problems) if problems else (content, [])
+
+
+@contextmanager
+def values_of(path: str | os.PathLike[str], remedy: str) -> Iterator[None]:
+    """Raise `InputError` for the errors that a file's values cause where they are used.
+
+    A reader checks types. Only the code that uses the values finds, for example, an index beyond the end of a list.
+    """
+    try:
+        yield
+    except AutoparError as error:
+        if os.path.basename(path) in str(error):
+            raise
+        raise InputError(f"{os.fspath(path)}: {error}") from error
+    except OSError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [""])[0][:200]
+        raise InputError(f"{os.fspath(path)} is damaged: {type(error).__name__}: {reason}; {remedy}") from error
 
 
 def _refused(path: str | os.PathLike[str], rule: str, suggestion: str | None = None) -> tuple[None, list[Problem]]:

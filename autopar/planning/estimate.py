@@ -20,7 +20,7 @@ from autopar.capture.export.export import Inputs, LossFunction, input_names
 from autopar.capture.program import batch_and_sequence
 from autopar.cost_model.estimate import Estimate, estimate_works
 from autopar.cost_model.exact_memory import fullest_rank, with_exact_memory
-from autopar.cost_model.fit.profile_parts import read_trace
+from autopar.cost_model.fit.profile_parts import WRITTEN_BY, measured_parts, read_trace
 from autopar.cost_model.machine.cluster import cluster_machine, precision_of
 from autopar.cost_model.machine.engine import Engine, engine_named, with_sums_in
 from autopar.cost_model.machine.fitted_constants import mechanisms
@@ -28,6 +28,7 @@ from autopar.cost_model.machine.profile import DeviceProfile
 from autopar.cost_model.pricing import Question
 from autopar.cost_model.work.program_costs import ProgramWorks, dtype_of, program_works
 from autopar.errors import InputError, PlanError
+from autopar.files.strict_text import values_of
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.plan import BlockLabels, Plan
@@ -161,8 +162,10 @@ def profile_by_trace(
     """
     if engine.name != OWN:
         raise InputError(f"{path} is a step of engine {OWN}, and {engine.name} is priced; leave out one of them")
-    trace = read_trace(path)
-    degrees, part = traced_plan(trace, cluster, path)
+    with values_of(path, WRITTEN_BY):
+        trace = read_trace(path)
+        degrees, part = traced_plan(trace, cluster, path)
+        measured_parts(trace)
     program = program_at(degrees)
     traced = degrees.precision or precision_of(dtype_of(program), cluster)
     if precision not in (None, traced):

@@ -19,7 +19,7 @@ from autopar.cost_model.work.program_costs import ProgramWorks, dtype_of, merged
 from autopar.errors import InfeasibleError, PlanError, did_you_mean
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
-from autopar.ir.plan import Plan
+from autopar.ir.plan import BlockLabels, Plan
 from autopar.ir.program import Program
 from autopar.ir.sharding import Dims, I, Type
 from autopar.ir.stages import check_stages, stages_of
@@ -379,6 +379,17 @@ def _as_held(how: Storage, dims: Dims) -> tuple[Type, ...]:
     return tuple(types)
 
 
+def _check_labels(labels: BlockLabels, num_dims: int) -> None:
+    """Refuse labels that are not one for each mesh dimension."""
+    for what in ("ports", "labels", "results"):
+        for name, one in getattr(labels, what).items():
+            if len(one) != num_dims:
+                raise PlanError(
+                    f"block {labels.name}: {what} of {name!r} has {len(one)} entries and the plan's mesh has "
+                    f"{num_dims} dimensions; write the plan again with `autopar plan`"
+                )
+
+
 def check_plan(plan: Plan, program: Program, world_size: int, local_batch: int | None = None) -> None:
     """Refuse a plan made for another model, shape, batch of one rank or world size.
 
@@ -418,6 +429,7 @@ def check_plan(plan: Plan, program: Program, world_size: int, local_batch: int |
         )
     for block, labels in zip(program.blocks, plan.blocks, strict=True):
         known = {node.meta["key"] for node in block.graph.nodes if node.op == "call_function"}
+        _check_labels(labels, len(plan.mesh.names))
         if unknown := [key for key in labels.recomputed if key not in known]:
             raise PlanError(
                 f"block {labels.name}: `recomputed` names the operator {unknown[0]!r}; "

@@ -40,7 +40,7 @@ from autopar.search.driver.offload_choice import search_offloads
 from autopar.search.driver.recorded import record
 from autopar.search.driver.regather_choice import with_kept
 from autopar.search.driver.search import Searched, Works, search_degrees
-from autopar.search.driver.study import StudyPlace, keep_result, study_place
+from autopar.search.driver.study import StudyPlace, keep_result, study_place, study_values
 from autopar.search.explain.build_result import result_of
 from autopar.search.explain.sensitivity import Base, what_if
 from autopar.search.pricing.cuts import cuts_at
@@ -246,7 +246,8 @@ def search_captured(
         )  # fmt: skip
         result = _for_report(result, base, final, decided)
     if place is not None:
-        result = replace(result, importance=record(found, place) or result.importance)
+        with study_values(place.where):
+            result = replace(result, importance=record(found, place) or result.importance)
         keep_result(place.where, json.dumps(result.to_dict(), separators=(",", ":"), sort_keys=True))
     return result
 

@@ -17,6 +17,7 @@ from typing import Any
 from autopar.errors import InputError, Problem
 from autopar.files.strict_text import read_json
 
+WRITTEN_BY = "write it again with `autopar trace`"
 _MAX_BYTES = 512 * 2**20
 COMPUTE, HOST, MESSAGES, IDLE = "compute", "host", "point-to-point", "idle"
 _IN_BLOCKS = ("tp", "cp", "ep")

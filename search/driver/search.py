@@ -13,6 +13,7 @@ and an expert degree, only for splits that a bound leaves open. Until then, scre
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -30,7 +31,7 @@ from autopar.search.bounds.memory import level_weights
 from autopar.search.driver.branch_and_bound import AHEAD, Proof, best_first
 from autopar.search.driver.optuna_refine import Refined, refine
 from autopar.search.driver.optuna_seeds import NEARLY, kinds_of, starts_of
-from autopar.search.driver.study import StudyPlace
+from autopar.search.driver.study import StudyPlace, study_values
 from autopar.search.pricing.batch import Together
 from autopar.search.pricing.exact import AS_IT_IS, BY_STAGE, Cut, Priced
 from autopar.search.pricing.objective import Goal, Part
@@ -418,18 +419,19 @@ class _Search:
             return Cut(*moved, by_stage=index not in as_they_are)
 
         on_progress(f"moving cuts of {len(starts) - len(as_they_are)} plans")
-        return refine(
-            starts,
-            lambda index, moved: self.together.priced(index, cut(index, moved)),
-            value=value,
-            trials=trials,
-            capacity_bytes=self.goal.part(self.together.priced(best)).on.capacity_bytes,
-            seed=seed,
-            index_of=self.candidates.index_of,
-            place=place,
-            should_continue=should_continue,
-            prefetch=lambda likely: self.together.price([(index, cut(index, moved)) for index, moved in likely]),
-        )
+        with nullcontext() if place is None else study_values(place.where):
+            return refine(
+                starts,
+                lambda index, moved: self.together.priced(index, cut(index, moved)),
+                value=value,
+                trials=trials,
+                capacity_bytes=self.goal.part(self.together.priced(best)).on.capacity_bytes,
+                seed=seed,
+                index_of=self.candidates.index_of,
+                place=place,
+                should_continue=should_continue,
+                prefetch=lambda likely: self.together.price([(index, cut(index, moved)) for index, moved in likely]),
+            )
 
     def raised(self) -> Floats:
         """Bounds, raised by the exact prices of their class.

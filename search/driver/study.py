@@ -18,12 +18,13 @@ import os
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import InputError, Problem
+from autopar.files.strict_text import values_of
 
 if TYPE_CHECKING:
     import optuna
@@ -83,9 +84,7 @@ class StudyPlace:
         if "://" not in self.where and not Path(self.where).is_file():
             return None
         known = self._checked(self._study())
-        if name not in known:
-            return None
-        return "".join(known[f"{name}_{number}"] for number in range(known[name]))
+        return _text_of(self.where, known, name) if name in known else None
 
     def keep(self, name: str, text: str) -> None:
         """Write a text of any length into the study. Raises `InputError` if that fails."""
@@ -168,7 +167,18 @@ def kept_result(where: str) -> str:
         known = _set_up(where).user_attrs
     if RESULT not in known:
         raise InputError(f"study {where} holds no result yet; let `autopar plan` or `autopar tune --study {where}` end")
-    return "".join(known[f"{RESULT}_{number}"] for number in range(known[RESULT]))
+    return _text_of(where, known, RESULT)
+
+
+def _text_of(where: str, known: Mapping[str, Any], name: str) -> str:
+    """A text that `_keep_text` wrote."""
+    with study_values(where):
+        return "".join(known[f"{name}_{number}"] for number in range(known[name]))
+
+
+def study_values(where: str) -> AbstractContextManager[None]:
+    """Raise `InputError` for the errors that the values of a damaged study cause."""
+    return values_of(f"study {where}", "name a new file, and the search begins anew")
 
 
 def is_study(where: str) -> bool:

@@ -16,18 +16,21 @@ import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from autopar.cost_model.interval import Situation, interval_of
-from autopar.search.driver.study import StudyPlace
+from autopar.errors import Problem
+from autopar.files.plain_data import read_plain
+from autopar.search.driver.study import StudyPlace, study_values
 from autopar.search.measured.rounds import Spread
-from autopar.search.measured.tuning import Candidate, Outcome, value_of
+from autopar.search.measured.tuning import Candidate, Outcome, Reason, State, value_of
 
 if TYPE_CHECKING:
     import optuna
 
 DEGREES, OUTCOME, OWNER, REPEATED, MEMORY = "degrees", "outcome", "owner", "repeated", "memory"
+_T = TypeVar("_T")
 _SLACK_S = 30.0  # after the deadline of a trial of another host it is given up
 
 
@@ -84,9 +87,13 @@ class TrialStudy:
             self.study = optuna.create_study(study_name="autopar")
         else:
             self.study, kept = place.opened([json.dumps(asdict(one)) for one in candidates])
-            self.candidates = tuple(Candidate(**json.loads(text)) for text in kept)
+            with study_values(place.where):
+                self.candidates = tuple(_read(Candidate, json.loads(text)) for text in kept)
         self._places = {_text(one.degrees): at for at, one in enumerate(self.candidates)}
         self._claimed: dict[int, optuna.Trial] = {}
+        if place is not None:
+            with study_values(place.where):
+                self.outcomes(), self.numbers(), self.taken()
 
     def outcomes(self) -> dict[int, Outcome]:
         """The outcomes of all candidates that were tried, by any process. Trials that were given up do not count."""
@@ -177,6 +184,15 @@ class TrialStudy:
         return found
 
 
+def _read(kind: type[_T], data: Any) -> _T:
+    """A value of a study. Raises `ValueError` for data of another form."""
+    problems: list[Problem] = []
+    found: _T = read_plain(kind, data, problems, readers={State: str, Reason: str})
+    if problems:
+        raise ValueError(str(problems[0]))
+    return found
+
+
 def params_of(degrees: Mapping[str, Any]) -> dict[str, Any]:
     """The degrees as parameters of a trial. A list, such as cuts, is a text."""
     return {name: value if isinstance(value, (str, int)) else json.dumps(value) for name, value in degrees.items()}
@@ -188,7 +204,7 @@ def _text(degrees: Mapping[str, Any]) -> str:
 
 def _owner_of(trial: "optuna.trial.FrozenTrial") -> Owner | None:
     found = trial.user_attrs.get(OWNER)
-    return None if found is None else Owner(**found)
+    return None if found is None else _read(Owner, found)
 
 
 def _is_answer(trial: "optuna.trial.FrozenTrial") -> bool:
@@ -212,7 +228,9 @@ def outcome_to_dict(outcome: Outcome) -> dict[str, Any]:
 
 def outcome_from(data: Mapping[str, Any]) -> Outcome:
     """The inverse of `outcome_to_dict`."""
-    seconds = data["seconds"]
-    if seconds is not None:
-        seconds = Spread(**{"low": 0.0, "high": float("inf")} | seconds)
-    return Outcome(**{**data, "seconds": seconds})
+    found, seconds = _read(Outcome, {**data, "seconds": None}), data["seconds"]
+    if seconds is None:
+        return found
+    if "low" in seconds:
+        return replace(found, seconds=_read(Spread, seconds))
+    return replace(found, seconds=Spread(median=_read(float, seconds["median"]), low=0.0, high=float("inf")))

@@ -9,6 +9,7 @@ import typer
 from autopar.cli.options.checks import problems_of_target, refuse_options
 from autopar.cli.output import console, table
 from autopar.errors import Problem
+from autopar.files.strict_text import values_of
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.explanation import readable_seconds
 
@@ -40,10 +41,11 @@ def check_trace_options(trace: Path | None, correct: Path | None, engine: str) -
     refuse_options(problems + problems_of_target("--correct", correct))
     if trace is None:
         return None
-    from autopar.cost_model.fit.profile_parts import measured_parts, read_trace
+    from autopar.cost_model.fit.profile_parts import WRITTEN_BY, measured_parts, read_trace
 
-    content = read_trace(trace)
-    measured_parts(content)
+    with values_of(trace, WRITTEN_BY):
+        content = read_trace(trace)
+        measured_parts(content)
     return dict(content)
 
 
