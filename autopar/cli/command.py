@@ -46,8 +46,8 @@ def register(app: typer.Typer, function: Callable[..., None]) -> None:
         # remarks of libraries about things that are on purpose; ranks that a command starts inherit this
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         os.environ.setdefault("TORCH_LOGS", "-dtensor")
-        with _Guard(wants_traceback), own_stdout():
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+        with _Guard(wants_traceback), own_stdout():
             if takes_options:
                 given["options"] = PlanOptions(**{name: given.pop(name) for name in command_options()})
             function(**given)
