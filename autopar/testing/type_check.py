@@ -283,7 +283,7 @@ class _Checker:
         self.num_operators += 1
         out = self.operator(node.target, args, kwargs, operand_types)
         if not tensors:  # created: the same on all ranks, a part of it a shard by declaration
-            return self.stamp(torch.empty_like(out), types)
+            return self.stamp(torch.empty(out.shape, dtype=out.dtype, device=out.device), types)
         self.expect(out, types, "the output")
         return out
 
