@@ -1,0 +1,127 @@
+"""A survey of models that nothing else in the repository names: python tools/strangers.py --out results.jsonl
+
+Each model is verified as its package builds it and as it trains, under tp 2, under tp 2 x dp 2 with ZeRO-3, and in two
+pipeline stages. A run has a process of its own and a limit of time. If it is refused or differs, the command that
+`next:` prints is tried once, unless it accepts another loss. Results are appended to a file of JSON lines, and a model
+and plan that the file has are not run again. At the end it prints tables as Markdown; --table prints them alone.
+
+The packages are installed by hand: pip install NAME for each name of --packages, without torchvision and torchaudio.
+The builds of PyPI break the import of transformers beside the CPU build of torch.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from strangers_list import KINDS, STRANGERS
+
+for module in ("strangers_transformers", "strangers_packages", "strangers_gradients"):
+    importlib.import_module(module)
+
+PLANS = {
+    "tp 2": "--world-size 2 --tp 2",
+    "tp 2 × dp 2 ZeRO-3": "--world-size 4 --tp 2 --dp 2 --zero 3",
+    "pp 2": "--world-size 2 --pp 2",
+}
+OUTCOMES = ("equal", "refused", "different", "internal error", "too slow")
+ANOTHER_LOSS = "--per-micro-batch"
+Result = dict[str, Any]
+
+
+def outcome_of(command: Sequence[str], limit_s: float) -> tuple[str, str]:
+    """What became of one `autopar` command, and what it wrote."""
+    program = [sys.executable, "-m", "autopar", *command]
+    environment = os.environ | {"COLUMNS": "1000", "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{HERE}"}
+    try:
+        done = subprocess.run(program, capture_output=True, text=True, timeout=limit_s, env=environment)
+    except subprocess.TimeoutExpired:
+        return "too slow", ""
+    text = done.stdout + done.stderr
+    if "this is a bug" in text or "Traceback (most recent call last)" in text:
+        return "internal error", text
+    return {0: "equal", 1: "different", 2: "refused"}.get(done.returncode, "internal error"), text
+
+
+def message_of(text: str) -> str:
+    """The line that says what is wrong."""
+    lines = [line.strip() for line in text.splitlines()]
+    found = [line for line in lines if re.match(r"(error|FAILED|autopar|\w*Error)\b", line)] or lines[-1:] or [""]
+    return found[0][:600]
+
+
+def remedy_of(text: str) -> str | None:
+    """The command that `next:` prints."""
+    found = re.search(r"next: .*?\b(autopar verify [^`\n]+)", text)
+    return None if found is None else found[1].strip()
+
+
+def surveyed(name: str, plan: str, limit_s: float) -> Result:
+    """One model under one plan, and after its remedy."""
+    entry, started = STRANGERS[name], time.monotonic()
+    outcome, text = outcome_of(["verify", f"{entry.module}:{name}", *shlex.split(PLANS[plan])], limit_s)
+    found: Result = {"name": name, "package": entry.package, "kinds": entry.kinds, "plan": plan, "outcome": outcome}
+    if outcome != "equal":
+        remedy = remedy_of(text)
+        found |= {"message": message_of(text), "text": text[-4000:], "remedy": remedy}
+        if remedy is not None and ANOTHER_LOSS not in remedy:
+            found["after"], after = outcome_of(shlex.split(remedy)[1:], limit_s)
+            found["after_message"] = message_of(after)
+    return found | {"seconds": round(time.monotonic() - started, 1)}
+
+
+def tables(results: Sequence[Result]) -> str:
+    """Counts by plan, and what is not equal, by its message."""
+    rows = [f"| plan | models | {' | '.join(OUTCOMES)} | equal after the remedy |", "|---" * (len(OUTCOMES) + 3) + "|"]
+    for plan in PLANS:
+        own = [r for r in results if r["plan"] == plan]
+        count = Counter(r["outcome"] for r in own)
+        after = sum("equal" in (r["outcome"], r.get("after")) for r in own)
+        rows.append(f"| {plan} | {len(own)} | {' | '.join(str(count[o]) for o in OUTCOMES)} | {after} |")
+    rows += ["", "| model | package | plan | outcome | message | remedy |", "|---|---|---|---|---|---|"]
+    for r in results:
+        if r["outcome"] != "equal":
+            message = r["message"].replace("|", "/")[:160]
+            tried = f"{r['remedy']}: {r.get('after', 'not tried')}" if r["remedy"] else "none"
+            rows.append(f"| {r['name']} | {r['package']} | {r['plan']} | {r['outcome']} | {message} | {tried} |")
+    return "\n".join(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--out", type=Path, default=Path("strangers.jsonl"))
+    parser.add_argument("--only", nargs="*", default=list(STRANGERS), help="names of models")
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds of one command")
+    parser.add_argument("--table", action="store_true", help="print the tables of the file, and run nothing")
+    parser.add_argument("--packages", action="store_true", help="print the names of packages and the number of models")
+    chosen = parser.parse_args()
+    if chosen.packages:
+        print(*sorted({entry.package for entry in STRANGERS.values()}))
+        print(len(STRANGERS), {kind: sum(kind in e.kinds for e in STRANGERS.values()) for kind in KINDS})
+        return
+    results: list[Result] = []
+    if chosen.out.exists():
+        results = [json.loads(line) for line in chosen.out.read_text().splitlines()]
+    done = {(r["name"], r["plan"]) for r in results}
+    for plan in () if chosen.table else PLANS:
+        for name in chosen.only:
+            if (name, plan) not in done:
+                results.append(surveyed(name, plan, chosen.limit))
+                with chosen.out.open("a") as file:
+                    file.write(json.dumps(results[-1]) + "\n")
+    print(tables(results))
+
+
+HERE = Path(__file__).resolve().parent
+
+if __name__ == "__main__":
+    main()
