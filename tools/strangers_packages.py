@@ -97,7 +97,8 @@ def clustered_attention() -> Built:
 
     def loss(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
         logits, auxiliary = model(ids, input_mask=mask)
-        return token_loss(logits[:, :-1], labels(ids, mask)[:, 1:]) + auxiliary.sum()
+        total: Tensor = token_loss(logits[:, :-1], labels(ids, mask)[:, 1:]) + auxiliary.sum()
+        return total
 
     return Losing(model, loss), (tokens(), padding())
 
@@ -133,7 +134,8 @@ def landmarks() -> Built:
 
     def loss(model: Any, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
         error = (model(x, mask=mask) - y).square().mean(-1) * mask
-        return error.sum() / mask.sum()
+        total: Tensor = error.sum() / mask.sum()
+        return total
 
     return Losing(model, loss), (torch.randn(BATCH, TOKENS, WIDTH), padding(), torch.randn(BATCH, TOKENS, WIDTH))
 
@@ -262,7 +264,8 @@ def codes_without_table() -> Built:
     class Coded(_Coded):
         def forward(self, x: Tensor) -> Tensor:
             coded, _, entropy = self.code(self.encoder(x))
-            return F.mse_loss(self.decoder(coded), x) + entropy
+            total: Tensor = F.mse_loss(self.decoder(coded), x) + entropy
+            return total
 
     return Coded(model), (torch.randn(BATCH, TOKENS, WIDTH),)
 
@@ -338,7 +341,8 @@ def moving_points() -> Built:
 
     def loss(model: Any, feats: Tensor, at: Tensor, mask: Tensor) -> Tensor:
         found, moved = model(feats, at, mask=mask)
-        return (((moved - at).square().sum(-1) + found.square().mean(-1)) * mask).sum() / mask.sum()
+        total: Tensor = (((moved - at).square().sum(-1) + found.square().mean(-1)) * mask).sum() / mask.sum()
+        return total
 
     return Losing(EGNN(dim=WIDTH, m_dim=8), loss), (
         torch.randn(BATCH, 8, WIDTH),
@@ -355,7 +359,8 @@ def chosen_columns() -> Built:
 
     def loss(model: Any, x: Tensor, target: Tensor) -> Tensor:
         logits, sparse = model(x)
-        return F.cross_entropy(logits, target) - 1e-3 * sparse
+        total: Tensor = F.cross_entropy(logits, target) - 1e-3 * sparse
+        return total
 
     return Losing(model, loss), (torch.randn(BATCH, 8), classes())
 

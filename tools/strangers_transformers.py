@@ -70,13 +70,20 @@ def electra() -> Built:
 
 @hugging_face(PADDING)
 def funnel() -> Built:
-    sizes = {"block_sizes": [1, 1], "num_decoder_layers": 1, "d_model": WIDTH, "n_head": 4, "d_head": 8, "d_inner": 64}
+    sizes: dict[str, Any] = {
+        "block_sizes": [1, 1],
+        "num_decoder_layers": 1,
+        "d_model": WIDTH,
+        "n_head": 4,
+        "d_head": 8,
+        "d_inner": 64,
+    }
     return _tokens_of("FunnelConfig", "FunnelForMaskedLM", num_hidden_layers=None, **sizes)
 
 
 @hugging_face(PADDING)
 def nystromformer() -> Built:
-    sizes = {"segment_means_seq_len": TOKENS, "num_landmarks": TOKENS, "conv_kernel_size": 3}
+    sizes: dict[str, Any] = {"segment_means_seq_len": TOKENS, "num_landmarks": TOKENS, "conv_kernel_size": 3}
     return _tokens_of("NystromformerConfig", "NystromformerForMaskedLM", **sizes)
 
 
@@ -108,7 +115,7 @@ def convbert() -> Built:
 
 @hugging_face(PADDING)
 def pegasus() -> Built:
-    sizes = {"d_model": WIDTH, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4}
+    sizes: dict[str, Any] = {"d_model": WIDTH, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4}
     sizes |= {"decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
     return _tokens_of("PegasusConfig", "PegasusForConditionalGeneration", decoder_start_token_id=0, **sizes)
 
@@ -142,7 +149,7 @@ def persimmon() -> Built:
 
 @hugging_face(PADDING, EXPERTS)
 def nllb_moe() -> Built:
-    sizes = {"d_model": WIDTH, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4}
+    sizes: dict[str, Any] = {"d_model": WIDTH, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4}
     sizes |= {"decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_experts": 4}
     sizes |= {"encoder_sparse_step": 2, "decoder_sparse_step": 2, "encoder_layerdrop": 0, "decoder_layerdrop": 0}
     return _tokens_of("NllbMoeConfig", "NllbMoeForConditionalGeneration", decoder_start_token_id=2, **sizes)
@@ -234,7 +241,12 @@ def levit() -> Built:
 def chinese_clip() -> Built:
     import transformers
 
-    sizes = {"hidden_size": WIDTH, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {
+        "hidden_size": WIDTH,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     config = transformers.ChineseCLIPConfig(
         text_config={**sizes, "vocab_size": VOCABULARY},
         vision_config={**sizes, "image_size": 32, "patch_size": 8},
