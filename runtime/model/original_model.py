@@ -110,12 +110,11 @@ class OriginalModel:
             yield f"{name!r} was set on the ParallelModel, which runs captured code; set it on your model and {_AGAIN}"
         for (index, name), before in self._watched.items():
             part = self._parts[index]
-            if not part.path and name in vars(parallel):
-                yield _text(f"the ParallelModel: attribute {name!r}", name, before, vars(parallel)[name])
-            owner = part.held()
-            now = before if owner is None else vars(owner).get(name, before)
-            if now is not before and _constant(now) not in (before, _OTHER):
-                yield _text(f"{part}: attribute {name!r}", f"{part.path}.{name}".lstrip("."), before, now)
+            for holder in (part.held(), None if part.path else parallel):
+                now = before if holder is None else vars(holder).get(name, before)
+                if now is not before and _constant(now) not in (before, _OTHER):
+                    where = "the ParallelModel" if holder is parallel else part
+                    yield _text(f"{where}: attribute {name!r}", f"{part.path}.{name}".lstrip("."), before, now)
         root = self._parts[0].held()
         for part in self._parts:
             module = part.held()

@@ -80,6 +80,7 @@ FREE: dict[str, Change] = {
     "an unread number": lambda m, _: setattr(m, "epoch", 3),
     "an unread setting": lambda m, _: setattr(m.settings, "name", "mean"),
     "a counter of the model": lambda m, _: m(**batch()),
+    "an equal value": lambda _, p: setattr(p, "tau", 1.0),
     "another name": lambda _, p: setattr(p, "epoch", 3),
     "the mode of all": lambda m, _: m.eval(),
     "values": lambda m, _: m.load_state_dict(m.state_dict()),
