@@ -74,7 +74,7 @@ def surveyed(name: str, plan: str, limit_s: float) -> Result:
         remedy = remedy_of(text)
         found |= {"message": message_of(text), "text": text[-4000:], "remedy": remedy}
         if remedy is not None and ANOTHER_LOSS not in remedy:
-            found["after"], after = outcome_of(shlex.split(remedy)[1:], limit_s)
+            found["after"], after = outcome_of(shlex.split(remedy, comments=True)[1:], limit_s)
             found["after_message"] = message_of(after)
     return found | {"seconds": round(time.monotonic() - started, 1)}
 
