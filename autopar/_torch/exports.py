@@ -2,7 +2,7 @@
 
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -14,6 +14,7 @@ from torch.fx import config
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils._python_dispatch import _disable_current_modes
 
+ENTER_AUTOCAST, EXIT_AUTOCAST = torch.amp._enter_autocast, torch.amp._exit_autocast  # the ends of traced regions
 _HOOKS: tuple[tuple[type, tuple[str, ...]], ...] = (
     (torch.Tensor, ("register_hook", "register_post_accumulate_grad_hook")),
     (torch.nn.Module, ("register_backward_hook", "register_full_backward_hook", "register_full_backward_pre_hook")),
@@ -110,6 +111,44 @@ def traced_node(tensor: torch.Tensor) -> fx.Node | None:
         return None
     node: fx.Node | None = get_proxy_slot(tensor, mode.tracer, None, lambda slot: slot.proxy.node)
     return node
+
+
+def like_traced(node: fx.Node) -> Any:
+    """A tensor without values, gradients and history that is like the value of a node. Its memory is its own."""
+    value = node.meta["val"]
+    with value.fake_mode:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def tensor_of(node: fx.Node) -> Any:
+    """A tensor that is the value of a node in the graph that is being traced."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
+
+    tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
+    with torch._C._DisableTorchDispatch():
+        made = like_traced(node).requires_grad_(node.meta["val"].is_floating_point())
+    track_tensor_tree(made, fx.Proxy(node, tracer), constant=None, tracer=tracer)
+    return made
+
+
+def with_backward(function: Callable[..., Any], leaves: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """The graph of a function of tensors that runs autograd. Backward passes are decomposed.
+
+    So are forward passes that save a value for which autograd has no derivative, such as the mean in a normalisation.
+    """
+    from torch._decomp import decomposition_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    parts = "backward", "aten.native_", "aten._native_batch_norm", "aten._fused_rms_norm", "aten.nll_loss"
+    table = {one: made for one, made in decomposition_table.items() if any(part in str(one) for part in parts)}
+    with ExitStack() as stack:
+        for context in (_disable_current_modes(), torch._C.DisableTorchFunction(), sdpa_kernel(SDPBackend.MATH)):
+            stack.enter_context(context)
+        for device in ("cpu", "cuda"):
+            stack.enter_context(torch.autocast(device, enabled=False))
+        stack.enter_context(torch.enable_grad())
+        return make_fx(function, decomposition_table=table)(*leaves)
 
 
 def traced_constant(name: str) -> Any:

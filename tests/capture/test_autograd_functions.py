@@ -12,29 +12,6 @@ from autopar.errors import CaptureError
 from autopar.testing.equivalence import run_model
 
 
-class Reversed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return -grad
-
-
-class Rounded(torch.autograd.Function):
-    @staticmethod
-    def forward(x: torch.Tensor, scale: float) -> torch.Tensor:
-        return (x / scale).round() * scale
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad, None
-
-
 class Swish(torch.autograd.Function):
     """Saves its input only, as the packages of image models do."""
 
@@ -62,12 +39,6 @@ class Applies(nn.Module):
 
 
 BATCH = (torch.randn(2, 4),)
-
-
-@pytest.mark.parametrize("function", [Reversed.apply, lambda x: Rounded.apply(x, 0.5)], ids=["reversed", "rounded"])
-def test_another_gradient_is_refused_by_name(function: Any) -> None:
-    with pytest.raises(CaptureError, match=r"backward pass of .*(Reversed|Rounded) .* would be lost"):
-        capture_program(Applies(Swish.apply, function), BATCH)
 
 
 def test_a_derivative_is_traced() -> None:

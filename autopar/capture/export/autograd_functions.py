@@ -1,87 +1,154 @@
-"""A model's own gradients: an export keeps the forward pass of a `torch.autograd.Function`, and no hook on gradients.
+"""Subclasses of `torch.autograd.Function` in a model: an export keeps their forward pass and drops their backward pass.
 
-A function whose backward pass is the derivative of its forward pass loses nothing. Any other is refused, for example a
-reversed gradient or a straight-through estimator. Reentrant activation checkpoints run as the code inside them. A hook
-that `forward` registers on a gradient is refused.
+A function whose backward pass is the derivative of its forward pass loses nothing. The backward pass B of any other is
+linear in the gradient, for example a surrogate, a reversed gradient or a straight-through estimator. Then the result is
+written as f(detach(x)) + J(x - detach(x)), where J is the transpose of B. The second term is zero, and autograd's
+gradient of it is B. Reentrant activation checkpoints run as the code inside them. A hook that `forward` registers on a
+gradient is refused.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.utils import checkpoint
 
-from autopar._torch.exports import applied_functions, gradient_hooks, inference_as_no_grad, without_tracing
+from autopar._torch import exports
 from autopar._torch.private import pytree
+from autopar.capture.export.inner_gradients import OWN_GRADIENT
 from autopar.capture.export.source_lines import line_that_runs
+from autopar.capture.nodes import closure, operator_name
 from autopar.errors import CaptureError
 
+Tensor = torch.Tensor
 _TOLERANCE = 1e-3  # a function may compute in half precision
 _IN_FORWARD = "write it with detach(): a value v with the gradient of g is g + (v - g).detach()"
-_Call = tuple[type[torch.autograd.Function], tuple[Any, ...]]
+_SCALES = (1.0, 30.0)  # of the random values: a backward pass may clamp large values
 
 
 class _Context:
-    """What a forward pass asks of its ``ctx`` if nothing has to be saved."""
+    """The ``ctx`` of a forward and a backward pass."""
 
-    needs_input_grad = (True,) * 64
+    def __init__(self) -> None:
+        self.needs_input_grad = (True,) * 64
+        self.saved_tensors: tuple[Any, ...] = ()
+        self.constants: tuple[Any, ...] = ()  # the results without a gradient
+        self.changed: tuple[Any, ...] = ()
 
-    def save_for_backward(self, *_: Any) -> None: ...
+    def save_for_backward(self, *tensors: Any) -> None:
+        self.saved_tensors = tensors
+
+    def mark_dirty(self, *tensors: Any) -> None:
+        self.changed = tensors
+
+    def mark_non_differentiable(self, *tensors: Any) -> None:
+        self.constants = tensors
+
     def save_for_forward(self, *_: Any) -> None: ...
-    def mark_dirty(self, *_: Any) -> None: ...
-    def mark_non_differentiable(self, *_: Any) -> None: ...
     def set_materialize_grads(self, _: bool) -> None: ...
 
 
 @contextmanager
-def own_gradients(model: nn.Module, training: bool) -> Iterator[list[_Call]]:
-    """A context of a trace that gives the calls of `seen_functions`. In training, a hook on a gradient is refused."""
-    hooks = _hooks_refused(model) if training else nullcontext()
-    with inference_as_no_grad(), hooks, seen_functions() as seen:
-        yield seen
+def own_gradients(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """A context in which functions with a backward pass of their own are traced with it.
 
-
-@contextmanager
-def seen_functions() -> Iterator[list[_Call]]:
-    """The calls of functions with a backward pass of their own, in the order in which the context runs them."""
-    seen: list[_Call] = []
+    Raises `CaptureError` for a function whose backward pass cannot be traced, and for a hook on a gradient.
+    """
+    are_derivatives: dict[str, bool] = {}
 
     def apply(cls: Any, plain: Callable[..., Any], *args: Any) -> Any:
         if cls is checkpoint.CheckpointFunction:
             function, _, *own = args
             return function(*own)
-        if not cls.__module__.startswith("torch.") and torch.is_grad_enabled():
-            seen.append((cls, pytree.tree_map_only(torch.Tensor, _described, args)))
-        return plain(*args)
-
-    with applied_functions(apply):
-        yield seen
-
-
-def refuse_own_gradients(seen: list[_Call]) -> None:
-    """Raise `CaptureError` for a function whose backward pass is not the derivative of its forward pass.
-
-    Each function runs once on random values for each of its argument shapes.
-    """
-    checked: set[str] = set()
-    for function, args in seen:
-        key = f"{function.__module__}.{function.__qualname__} {args}"
-        if key in checked:
-            continue
-        checked.add(key)
-        name, reason = f"{function.__module__}.{function.__qualname__}", ""
+        if not training or cls.__module__.startswith("torch.") or not torch.is_grad_enabled():
+            return plain(*args)
+        name, described = f"{cls.__module__}.{cls.__qualname__}", pytree.tree_map_only(Tensor, _described, args)
+        key = f"{name} {described}"
         try:
-            if not _is_derivative(function, args):
-                reason = "its backward pass is not the derivative of its forward pass"
+            if key not in are_derivatives:
+                with exports.without_tracing():
+                    are_derivatives[key] = _is_derivative(cls, plain, described)
+            return plain(*args) if are_derivatives[key] else _with_gradient(cls, args)
+        except _NotTraced as error:
+            reason = str(error)
         except Exception as error:
-            reason = f"it cannot be checked on random values ({type(error).__name__}: {str(error).splitlines()[0]})"
-        if reason:
-            raise CaptureError(
-                f"the backward pass of {name} (an autograd.Function) would be lost, and {reason}; make it an operator "
-                f"with torch.library.custom_op and register_autograd (docs/adding_an_operator.md), or {_IN_FORWARD}"
-            )
+            reason = f"raises {type(error).__name__} when it is recorded"
+        raise CaptureError(
+            f"the model cannot be captured: {line_that_runs(model)}: the backward pass of {name} (an "
+            f"autograd.Function) {reason}; make it an operator with torch.library.custom_op and register_autograd "
+            "(docs/adding_an_operator.md)"
+        )
+
+    hooks = _hooks_refused(model) if training else nullcontext()
+    with exports.inference_as_no_grad(), hooks, exports.applied_functions(apply):
+        yield
+
+
+class _NotTraced(Exception):
+    """The reason why a backward pass cannot be traced, as the end of a sentence about it."""
+
+
+def _with_gradient(function: Any, args: tuple[Any, ...]) -> Any:
+    """The results of a function in the graph that is being traced. They have the function's own gradient."""
+    tensors = [leaf for leaf in args if isinstance(leaf, Tensor)]  # lists of tensors have no gradient
+    floating = [tensor for tensor in tensors if tensor.is_floating_point()]
+    found: dict[str, Any] = {}
+
+    def run(*given: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
+        values = iter(given[: len(tensors)])
+        own = tuple(next(values) if isinstance(leaf, Tensor) else leaf for leaf in args)
+        ctx = _Context()
+        with torch.no_grad():
+            made = _forward(function, ctx, own)
+        results, found["spec"] = pytree.tree_flatten(made)
+        if ctx.changed:
+            raise _NotTraced("belongs to a forward pass that changes its operand in place")
+        flows = [r.is_floating_point() and not any(r is one for one in ctx.constants) for r in results]
+        cotangents = [torch.zeros_like(r).requires_grad_(flow) for r, flow in zip(results, flows, strict=True)]
+        found["cotangents"] = [exports.traced_node(one) for one in cotangents]
+        backward = getattr(function.backward, "__wrapped__", function.backward)  # of `once_differentiable`
+        grads = backward(ctx, *cotangents)
+        grads = grads if isinstance(grads, tuple) else (grads,)
+        taken = [id(tensor) for tensor in given[: len(tensors)] if tensor.is_floating_point()]
+        directions = dict(zip(taken, given[len(tensors) :], strict=True))
+        pairs = [
+            (grad.sum_to_size(value.shape), directions[id(value)])
+            for grad, value in zip(grads, own, strict=False)
+            if isinstance(grad, Tensor) and grad.requires_grad and id(value) in directions
+        ]
+        wanted = [one for one, flow in zip(cotangents, flows, strict=True) if flow]
+        moved: Iterator[Tensor | None] = iter(())
+        if pairs and wanted:
+            moved = iter(torch.autograd.grad([g for g, _ in pairs], wanted, [u for _, u in pairs], allow_unused=True))
+        return results, [next(moved, None) if flow else None for flow in flows]
+
+    traced = [exports.traced_node(tensor) for tensor in (*tensors, *floating)]
+    nodes = [node for node in traced if node is not None]
+    if len(nodes) < len(traced):
+        raise _NotTraced("gets a tensor that no operator of torch made")
+    module = exports.with_backward(run, [exports.like_traced(node) for node in nodes])
+    _check_linear(module, found["cotangents"])
+    moves = [torch.nan_to_num(tensor - tensor.detach()) for tensor in floating]
+    for move in moves:
+        node = exports.traced_node(move)
+        if node is not None:
+            node.meta[OWN_GRADIENT] = True
+    results, moved = fx.Interpreter(module).run(*(tensor.detach() for tensor in tensors), *moves)
+    every = [r if m is None else r + m for r, m in zip(results, moved, strict=True)]
+    return pytree.tree_unflatten(every, found["spec"])
+
+
+def _check_linear(module: fx.GraphModule, cotangents: list[fx.Node]) -> None:
+    """Raise `_NotTraced` if the transpose of a backward pass depends on the gradient that it gets."""
+    results: Any = module.graph.output_node().args[0]
+    moved = results[1]
+    for node in set(closure([node for node in moved if isinstance(node, fx.Node)])).difference(cotangents):
+        reads = set(node.all_input_nodes).intersection(cotangents)
+        if reads and not operator_name(node).endswith("_like") and not operator_name(node).startswith("new_"):
+            raise _NotTraced("is not linear in the gradient that it gets")
 
 
 def _hooks_refused(model: nn.Module) -> AbstractContextManager[None]:
@@ -95,42 +162,56 @@ def _hooks_refused(model: nn.Module) -> AbstractContextManager[None]:
         )
 
     def is_lossless(pack: Callable[..., Any], unpack: Callable[..., Any]) -> bool:
-        with without_tracing():
+        with exports.without_tracing():
             value = torch.linspace(-1, 1, 64).view(8, 8)
             found = unpack(pack(value.clone()))
             return isinstance(found, torch.Tensor) and torch.equal(found, value)
 
-    return gradient_hooks(refuse, is_lossless)
+    return exports.gradient_hooks(refuse, is_lossless)
 
 
 def _described(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tuple(int(s) for s in tensor.shape), dtype=tensor.dtype, device="meta")
 
 
-def _is_derivative(function: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a function's gradients equal the gradients that autograd derives from its forward pass."""
+def _is_derivative(function: Any, plain: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Whether a function's gradients equal the gradients that autograd derives from its forward pass.
+
+    Raises `_NotTraced` if a gradient is not zero for a result without a gradient.
+    """
     with torch.random.fork_rng(devices=()), torch.enable_grad():
-        torch.manual_seed(0)
-        values = pytree.tree_map_only(torch.Tensor, _random, args)
-        found = [_gradients(call, values) for call in (function.apply, _forward_of(function))]
-    return all(torch.allclose(a, b, _TOLERANCE, _TOLERANCE, equal_nan=True) for a, b in zip(*found, strict=True))
+        for scale in _SCALES:
+            torch.manual_seed(0)
+            values = pytree.tree_map_only(Tensor, partial(_random, scale=scale), args)
+            if any(grad.any() for grad in _gradients(plain, values, 0.0)):
+                raise _NotTraced("adds a gradient of its own to the gradient it gets; add such a term to the loss")
+            own = _gradients(plain, values)
+            try:
+                derived = _gradients(lambda *given: _forward(function, _Context(), given), values)
+            except RuntimeError:  # such as of a value that the forward pass saves and then changes
+                return False
+            pairs = zip(own, derived, strict=True)
+            if not all(torch.allclose(a, b, _TOLERANCE, _TOLERANCE, equal_nan=True) for a, b in pairs):
+                return False
+    return True
 
 
-def _forward_of(function: Any) -> Callable[..., Any]:
-    if function.setup_context is not torch.autograd.Function.setup_context:
-        forward: Callable[..., Any] = function.forward
-        return forward
-    return lambda *args: function.forward(_Context(), *args)
+def _forward(function: Any, ctx: _Context, args: tuple[Any, ...]) -> Any:
+    if function.setup_context is torch.autograd.Function.setup_context:
+        return function.forward(ctx, *args)
+    made = function.forward(*args)
+    function.setup_context(ctx, args, made)
+    return made
 
 
-def _random(described: torch.Tensor) -> torch.Tensor:
+def _random(described: Tensor, scale: float) -> Tensor:
     if described.dtype.is_floating_point:
-        return torch.randn(described.shape, dtype=torch.float64)
+        return torch.randn(described.shape, dtype=torch.float64) * scale
     return torch.zeros(described.shape, dtype=described.dtype)
 
 
-def _gradients(call: Callable[..., Any], values: tuple[Any, ...]) -> list[torch.Tensor]:
-    """The gradients of all floating arguments for cotangents that depend on the shapes of the results only."""
+def _gradients(call: Callable[..., Any], values: tuple[Any, ...], size: float = 1.0) -> list[Tensor]:
+    """The gradients of all floating arguments for cotangents of a size that depend on the shapes of the results."""
     leaves, spec = pytree.tree_flatten(values)
     wanted = [one for one in leaves if isinstance(one, torch.Tensor) and one.is_floating_point()]
     inputs = {id(one): one.clone().requires_grad_() for one in wanted}
@@ -139,7 +220,7 @@ def _gradients(call: Callable[..., Any], values: tuple[Any, ...]) -> list[torch.
     results = call(*pytree.tree_unflatten([copies.get(id(one), one) for one in leaves], spec))
     flowing = [r for r in pytree.tree_leaves(results) if isinstance(r, torch.Tensor) and r.is_floating_point()]
     generator = torch.Generator().manual_seed(2)
-    total = sum((r * torch.randn(r.shape, generator=generator, dtype=r.dtype)).sum() for r in flowing)
+    total = sum((r * torch.randn(r.shape, generator=generator, dtype=r.dtype) * size).sum() for r in flowing)
     own = list(inputs.values())
     if not isinstance(total, torch.Tensor) or not total.requires_grad:
         return [torch.zeros_like(one) for one in own]

@@ -7,6 +7,7 @@ for overflows reads that there are none, which is a note of the program. Every o
 the model.
 """
 
+import inspect
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -19,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar._torch import exports
 from autopar.capture.export.data_sizes import known_sizes
+from autopar.capture.export.inner_gradients import NotRecorded, gradient
 from autopar.capture.export.known_values import RANDOM_NUMBERS, Known, KnownValues, Unknown, leaf
 from autopar.capture.export.source_lines import SourceLine, line_that_runs
 from autopar.errors import CaptureError, short_repr
@@ -48,6 +50,7 @@ _AS_TRUTH: Mapping[Any, Callable[..., Tensor | bool]] = {
     Tensor.allclose: lambda *given, **options: torch.isclose(*given, **options).all(),
     Tensor.__contains__: lambda a, element: (a == element).any(),
 }
+_REQUIRES = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 REMEDY = "use torch.where, or fixed shapes, at this line"
 _SHAPE = "makes a tensor whose shape depends on data"
 _ROWS = ", such as zeros for rows that count for nothing (for a loop over experts see docs/experts.md)"
@@ -81,6 +84,10 @@ class DataReads(TorchFunctionMode):
         self._model, self._reading = model, reading
         # now: `x.to(device)` may return `x`, whose node is then another
         self._given = [(exports.traced_node(traced), name, kind, value) for name, kind, traced, value in given]
+        # the nodes that require gradients, and the last node before they did
+        self._leaves = {
+            n: n for n, _, kind, t in self._given if kind == "parameter" and n is not None and t.requires_grad
+        }
         self.decided: list[tuple[Decision, Tensor]] = []
         self.notes: dict[str, None] = {}
         self._occurrences: Counter[str] = Counter()
@@ -98,6 +105,18 @@ class DataReads(TorchFunctionMode):
             return self._read(truth, bool, lambda: bool(truth)) if isinstance(truth, Tensor) else truth
         if func is Tensor.__format__ or func is Tensor.__repr__:
             return f"<tensor of shape {tuple(args[0].shape)}>"
+        if func in _REQUIRES and all(args[1:]):
+            node = exports.traced_node(args[0])
+            if node is not None:
+                self._leaves[node] = next(reversed(node.graph.nodes))
+        if func in (Tensor.backward, torch.autograd.backward):
+            line = line_that_runs(self._model)
+            raise CaptureError(
+                f"the model cannot be captured: {line}: `{line.code}` writes gradients in the forward pass; use "
+                "torch.autograd.grad(..., create_graph=True), which returns them"
+            )
+        if func is torch.autograd.grad:
+            return self._gradient(args, kwargs)
         self._check_device(func, args, kwargs)
         is_sized, made = known_sizes(func, args, kwargs, self._size)
         if not is_sized:
@@ -169,6 +188,16 @@ class DataReads(TorchFunctionMode):
             )
         with exports.without_tracing():
             return read(found.value.clone())
+
+    def _gradient(self, args: Any, kwargs: Any) -> Any:
+        """The gradient of a call of `torch.autograd.grad`."""
+        line = line_that_runs(self._model)
+        try:
+            return gradient(inspect.signature(torch.autograd.grad).bind(*args, **kwargs).arguments, self._leaves)
+        except NotRecorded as error:
+            raise CaptureError(
+                f"the model cannot be captured: {line}: `{line.code}` computes a gradient, but {error}"
+            ) from error
 
     def _of(self, node: fx.Node) -> Known | Unknown:
         if self._values is None:

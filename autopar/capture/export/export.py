@@ -20,10 +20,10 @@ from torch import fx, nn
 
 from autopar._torch.exports import FAKE_TENSOR_LOG, as_exported, ctc_loss_traced, flex_attention_by, quick_export
 from autopar._torch.private import pytree
-from autopar.capture.export.autograd_functions import own_gradients, refuse_own_gradients
+from autopar.capture.export.autograd_functions import own_gradients
 from autopar.capture.export.data_reads import DataReads, Reading
 from autopar.capture.export.distributions import unchecked_distributions
-from autopar.capture.export.failure import OneDevice, capture_error
+from autopar.capture.export.failure import OneDevice, capture_error, not_captured
 from autopar.capture.export.flexible_attention import flexible_attention
 from autopar.capture.export.foreign_draws import drawn_so_far, refuse_foreign_draws
 from autopar.capture.export.index_lists import ListsAsSlices
@@ -41,6 +41,7 @@ from autopar.capture.flat_graph import Flat
 from autopar.capture.input_leaves import fixed_leaves, named_leaves
 from autopar.capture.passes.autocast import Autocast, ambient_autocast, autocast_as
 from autopar.capture.passes.in_place import needs_decomposition
+from autopar.capture.passes.normalize import detach_regions
 from autopar.errors import CaptureError
 from autopar.ir.program import Decision
 
@@ -295,7 +296,11 @@ def capture_flat(
     if needs_decomposition(exported.graph_module, changeable):
         with warnings.catch_warnings(), ctc_loss_traced():
             warnings.simplefilter("ignore")
-            exported = exported.run_decompositions({})
+            detach_regions(exported.graph_module)
+            try:
+                exported = exported.run_decompositions({})
+            except Exception as error:
+                raise not_captured(error, model) from error
         placeholders = _placeholders(model, exported, tuple(input_names(model, example_inputs, loss_fn)))
     module = exported.graph_module
     for node in module.graph.nodes:  # torch.export leaves dead nodes that are no users of their operands
@@ -431,7 +436,7 @@ def _export(
             stack.enter_context(context)
         for context in (unchecked_distributions(), flex_attention_by(flexible_attention)):
             stack.enter_context(context)
-        seen = stack.enter_context(own_gradients(model, training))
+        stack.enter_context(own_gradients(model, training=training))
         warnings.simplefilter("ignore")
 
         def export() -> Any:
@@ -441,8 +446,6 @@ def _export(
         exported = export()
         if training:
             refuse_foreign_draws(model, before, export)
-    if training:
-        refuse_own_gradients(seen)
     return exported, traced
 
 

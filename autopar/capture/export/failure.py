@@ -1,6 +1,9 @@
 """The cause of a failed capture: the model's own error on one device, or the line that torch.export cannot follow."""
 
 import contextlib
+import os
+import re
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,9 +15,18 @@ from autopar.capture.export.data_reads import REMEDY
 from autopar.capture.export.source_lines import left_out, line_that_failed
 from autopar.errors import CaptureError
 
+_SAFE = os.path.join(os.path.dirname(torch.__file__), "nn") + os.sep  # whose errors are about arguments of a user
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+# words of errors about the machinery of a trace, which no user wrote
+_INTERNAL = re.compile(
+    r"torch\.export|fake|prox(y|ies)|github|symint|symnode|symbol|dynamo|unbacked|functorch|guard", re.I
+)
 _DATA_DEPENDENT = ("GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException")
+_WITHOUT_VALUE = "data is not allocated", "fake tensor in the exported program", "Cannot access data pointer"
+_TRANSFORMS = "has no attribute 'constant'", "functorch", "torch.func", "vmap"
 _NO_KERNEL = ("UnsupportedOperatorException", "MissingOpProfile")
 _NO_KERNEL_TEXTS = ("no fake impl", "register_fake", "meta kernel", "couldn't find symbolic meta function")
+_OPERATOR = re.compile(r"\b(\w+(::|\.)\w+(\.\w+)?)\b")
 _DEVICES = ("FakeTensorDeviceMismatchError",)
 MAX_CHARS = 300
 
@@ -53,7 +65,23 @@ def capture_error(failed: Exception, model: nn.Module, calls: OneDevice, *, on_m
             f"the model runs with the example inputs, but fails on one device with other sizes of them: "
             f"{_described(own, model)}\n{calls.resized}"
         )
-    return CaptureError(f"the model cannot be captured: {_described(failed, model)}\n{_advice(failed, model)}")
+    return not_captured(failed, model)
+
+
+def not_captured(failed: Exception, model: nn.Module) -> CaptureError:
+    """The error of a model that runs, and that torch cannot record. No text of torch's own machinery is in it."""
+    line, text = line_that_failed(failed, model), str(failed).strip().split("\n")[0][:MAX_CHARS]
+    what = f": {type(failed).__name__}: {text}" if _is_for_users(failed) else ""
+    code = f": `{line.code}`" if line.code else ""
+    return CaptureError(f"the model cannot be captured: {line}{code}{what}\n{_advice(failed, model)}")
+
+
+def _is_for_users(failed: Exception) -> bool:
+    """Whether the code of a user, or a function that he calls with wrong arguments, raised an error."""
+    frames = traceback.extract_tb(failed.__traceback__)
+    file = frames[-1].filename if frames else ""
+    text = f"{type(failed).__name__}: {failed}"
+    return bool(file) and (file.startswith(_SAFE) or not file.startswith(_TORCH)) and not _INTERNAL.search(text)
 
 
 def _described(error: Exception, model: nn.Module) -> str:
@@ -71,10 +99,24 @@ def _advice(failed: Exception, model: nn.Module) -> str:
     if kind in _DATA_DEPENDENT or "data-dependent" in text or "unbacked" in text:
         return f"The shapes or branches of this code depend on data: {REMEDY}."
     if kind in _NO_KERNEL or any(part in text for part in _NO_KERNEL_TEXTS):
-        return "Give the custom operator a fake kernel (torch.library.register_fake)."
+        name = next((found[0] for found in _OPERATOR.finditer(text) if "torch" not in found[0]), "")
+        return f"Give the custom operator {name} a fake kernel (torch.library.register_fake).".replace("  ", " ")
     if kind in _DEVICES or "same device" in text:
         return "Create the tensors of this code on the device of another tensor (device=x.device)."
-    return "torch.export cannot follow this code. Write this line with operators of torch."
+    if any(part in text for part in _WITHOUT_VALUE):
+        return (
+            "This code makes a tensor of values that a trace does not have. Use torch.stack for a list of tensors, "
+            ".detach() for .data, and operators of torch for functions of other packages."
+        )
+    if any(part in text for part in _TRANSFORMS):
+        return (
+            "A function of torch.func differentiates here, which is not recorded. Use torch.autograd.grad(..., "
+            "create_graph=True), one call for the sum over samples."
+        )
+    return (
+        "This code cannot be recorded as a graph of operators. Write this line with operators of torch; --traceback of "
+        "the command, or the cause of this error, shows the call that failed."
+    )
 
 
 def _error_of(model: nn.Module, run: Callable[[], object]) -> Exception | None:

@@ -231,6 +231,18 @@ def normalise(
     return tuple(updates)
 
 
+def detach_regions(module: fx.GraphModule) -> None:
+    """Detach the operands of no-grad regions, because a decomposition of the graph forgets the regions."""
+    for node in module.graph.nodes:
+        if getattr(node.target, "__name__", "") == "wrap_with_set_grad_enabled" and node.args[0] is False:
+            region = getattr(module, str(node.args[1].target))
+            for inner in region.graph.find_nodes(op="placeholder"):
+                with region.graph.inserting_after(inner):
+                    cut = region.graph.call_function(aten.detach.default, (inner,))
+                inner.replace_all_uses_with(cut, lambda user, cut=cut: user is not cut)
+            region.recompile()
+
+
 def own_outputs(graph: fx.Graph, count: int) -> None:
     """Make each of the last `count` outputs a separate value, which is no placeholder and no other output."""
     results = list(output_nodes(graph))

@@ -131,3 +131,60 @@ def test_an_input_that_a_run_fills_in_is_named() -> None:
     text = refusal(Masked(), X)
     assert "test_failure.py" in text and "'mask'" in text and "give it in the example inputs" in text
     assert capture_program(Masked(), X | {"mask": torch.ones(4)}).blocks
+
+
+class Scaled(nn.Module):
+    """A scale of 2 for a parameter's data, which a trace cannot follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(6, 6), nn.Parameter(torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scale.data = self.scale.data * 2
+        return (self.layer(x) * self.scale).square().sum()
+
+
+INTERNAL = ("github", "Guard", "fake tensor", "export", "constant'", "unbacked", "symbol", "dynamo", "functorch")
+
+
+@pytest.mark.parametrize(
+    ("model", "remedy"),
+    (
+        (Scaled(), ".detach() for .data"),
+        (OneLayer(lambda y: F.one_hot(y.argmax(1), y.argmax(1).max() + 1).sum() * y.sum()), "use torch.where"),
+        (OneLayer(lambda y: torch.func.grad(lambda z: z.square().sum())(y).sum()), "torch.autograd.grad"),
+        (OneLayer(lambda y: torch.func.vmap(torch.func.grad(lambda z: z.sin().sum()))(y).sum()), "torch.autograd.grad"),
+        (OneLayer(lambda y: torch.func.jacrev(torch.tanh)(y[0]).sum()), "torch.autograd.grad"),
+        (OneLayer(lambda y: y.sum() * torch.tensor([y[0, 0], y[0, 1]]).sum()), "torch.stack"),
+    ),
+)
+def test_no_text_of_torchs_machinery_reaches_a_user(model: nn.Module, remedy: str) -> None:
+    text = refusal(model, X)
+    assert not [word for word in INTERNAL if word in text] and remedy in text
+    assert "test_failure.py:" in text or isinstance(model, Scaled)  # a replaced tensor is seen at the end of the trace
+
+
+@pytest.mark.parametrize(
+    "error",
+    (
+        RuntimeError("We found a fake tensor in the constant's list. Please file an issue on github."),
+        AttributeError("'Tensor' object has no attribute 'constant'"),
+        KeyError("an internal key"),
+        AssertionError(),
+    ),
+)
+def test_an_error_of_torch_is_replaced_by_our_words(error: Exception) -> None:
+    """Also one that no list knows: the frame that raised it tells."""
+    code = compile("def raises(error):\n    raise error\n", torch.__file__, "exec")
+    scope: dict[str, Any] = {}
+    exec(code, scope)
+
+    def finish(y: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            scope["raises"](error)
+        return y.sum()
+
+    text = refusal(OneLayer(finish), X)
+    assert "test_failure.py:" in text and type(error).__name__ not in text
+    assert not str(error) or str(error) not in text
