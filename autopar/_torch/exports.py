@@ -10,15 +10,16 @@ from unittest.mock import patch
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx import config
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils._python_dispatch import _disable_current_modes
 
-ENTER_AUTOCAST, EXIT_AUTOCAST = torch.amp._enter_autocast, torch.amp._exit_autocast  # the ends of traced regions
 _HOOKS: tuple[tuple[type, tuple[str, ...]], ...] = (
     (torch.Tensor, ("register_hook", "register_post_accumulate_grad_hook")),
     (torch.nn.Module, ("register_backward_hook", "register_full_backward_hook", "register_full_backward_pre_hook")),
 )
+ENTER_AUTOCAST, EXIT_AUTOCAST = _enter_autocast, _exit_autocast  # the ends of traced regions
 FAKE_TENSOR_LOG = FakeTensorMode.__module__  # the logger of failures in a trace
 
 
@@ -141,7 +142,9 @@ def with_backward(function: Callable[..., Any], leaves: Sequence[torch.Tensor]) 
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     parts = "backward", "aten.native_", "aten._native_batch_norm", "aten._fused_rms_norm", "aten.nll_loss"
-    table = {one: made for one, made in decomposition_table.items() if any(part in str(one) for part in parts)}
+    table: dict[Any, Any] = {
+        one: made for one, made in decomposition_table.items() if any(part in str(one) for part in parts)
+    }
     with ExitStack() as stack:
         for context in (_disable_current_modes(), torch._C.DisableTorchFunction(), sdpa_kernel(SDPBackend.MATH)):
             stack.enter_context(context)

@@ -36,8 +36,8 @@ def gradient(arguments: Mapping[str, Any], leaves: Mapping[fx.Node, fx.Node]) ->
     cotangents = _several(arguments.get("grad_outputs")) or (None,) * len(outputs)
     if arguments.get("is_grads_batched"):
         raise NotRecorded("is_grads_batched is not recorded; call it for one vector at a time")
-    nodes = [tuple(map(_node, given)) for given in (outputs, inputs, cotangents)]
-    run = _Run(*nodes, {**{node: node for node in nodes[1] if node is not None}, **leaves})
+    ends, starts, given = (tuple(map(_node, tensors)) for tensors in (outputs, inputs, cotangents))
+    run = _Run(ends, starts, given, {**{node: node for node in starts if node is not None}, **leaves})
     allow_unused = bool(arguments.get("allow_unused") or arguments.get("materialize_grads"))
     found = run.replayed(*run.recorded(lambda o, i, g: torch.autograd.grad(o, i, g, allow_unused=allow_unused)))
     if arguments.get("materialize_grads"):
@@ -90,7 +90,7 @@ class _Run:
 
         leaves = [exports.like_traced(node) for node in nodes if node.op == "placeholder"]
         module = exports.with_backward(run, leaves)
-        (results,) = module.graph.output_node().args
+        results: Any = module.graph.output_node().args[0]
         return module, list(results)
 
     def replayed(self, module: fx.GraphModule, results: Sequence[fx.Node | None]) -> list[Tensor | None]:

@@ -145,7 +145,7 @@ class Scaled(nn.Module):
         return (self.layer(x) * self.scale).square().sum()
 
 
-INTERNAL = ("github", "Guard", "fake tensor", "export", "constant'", "unbacked", "symbol", "dynamo", "functorch")
+INTERNAL = ("github", "Guard", "fake tensor", "torch.export", "constant'", "unbacked", "symbol", "dynamo", "functorch")
 
 
 @pytest.mark.parametrize(
