@@ -426,24 +426,21 @@ def _export(
     around = ambient_autocast()
     traced = _Traced(reading, named, tensors, tuple(kwargs), around)
     with ExitStack() as stack:
-        # a region that begins inside the trace is in the exported graph
-        stack.enter_context(autocast_as(around, enabled=False))
+        stack.enter_context(autocast_as(around, enabled=False))  # a region inside the trace is in the exported graph
         stack.enter_context(_in_mode(model, training))
         stack.enter_context(_without_log_of_failures())
         stack.enter_context(warnings.catch_warnings())
         speed = contextlib.nullcontext() if lines else quick_export()
-        for context in (ListsAsSlices(), speed, _no_collection(), ctc_loss_traced()):
+        replaced = unchecked_distributions(), flex_attention_by(flexible_attention)
+        gradients = own_gradients(model, training=training)
+        for context in (ListsAsSlices(), speed, _no_collection(), ctc_loss_traced(), *replaced, gradients):
             stack.enter_context(context)
-        for context in (unchecked_distributions(), flex_attention_by(flexible_attention)):
-            stack.enter_context(context)
-        stack.enter_context(own_gradients(model, training=training))
         warnings.simplefilter("ignore")
 
         def export() -> Any:
             return torch.export.export(_Outputs(model, loss_fn, traced=traced), args, kwargs, strict=False)
 
-        before = drawn_so_far()
-        exported = export()
+        before, exported = drawn_so_far(), export()
         if training:
             refuse_foreign_draws(model, before, export)
     return exported, traced
