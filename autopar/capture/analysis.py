@@ -160,11 +160,12 @@ class _Unifier:
 
     def expert_atoms(self) -> set[int]:
         """The atoms of all axes of experts, before any is refined."""
-        found: set[int] = set()
+        found: dict[bool, set[int]] = {True: set(), False: set()}
         for i, block in enumerate(self.program.blocks):
-            for node, factor in _expert_factors(block, {n: r for n, (r, _) in self.rules[i].items()}, self.operands[i]):
-                found.update(self.axes.atoms(self.rules[i][node][1][factor]))
-        return found
+            rules = {name: rule for name, (rule, _) in self.rules[i].items()}
+            for node, factor, is_expert in _expert_factors(block, rules, self.calls[i], self.operands[i]):
+                found[is_expert].update(self.axes.atoms(self.rules[i][node][1][factor]))
+        return found[True] - found[False]
 
     def atoms(self, variable: Variable) -> tuple[tuple[int, int], ...]:
         """The atoms of a variable with their sizes. Call this only after all variables are unified."""
@@ -326,29 +327,37 @@ def analyse(program: Program, mesh: Mesh | None = None) -> Analysis:
 
 def expert_axes(program: Program, analysis: Analysis) -> frozenset[int]:
     """The axes of experts, without batch and sequence."""
-    found: set[int] = set()
+    found: dict[bool, set[int]] = {True: set(), False: set()}
     for index, bounds in enumerate(analysis.bounds):
         rules = {name: bound.rule for name, bound in bounds.items()}
-        for name, factor in _expert_factors(program.blocks[index], rules, analysis.operands[index]):
-            found.update(axis for axis, _ in bounds[name].factors[factor])
-    return frozenset(found) - analysis.batch_axes - analysis.sequence_axes
+        every = _expert_factors(program.blocks[index], rules, analysis.calls[index], analysis.operands[index])
+        for name, factor, is_expert in every:
+            found[is_expert].update(axis for axis, _ in bounds[name].factors[factor])
+    return frozenset(found[True] - found[False]) - analysis.batch_axes - analysis.sequence_axes
 
 
 def _expert_factors(
-    block: Block, rules: Mapping[NodeName, Rule], operands: Mapping[NodeName, tuple[NodeName, ...]]
-) -> Iterator[tuple[NodeName, str]]:
-    """Operators and their factors of experts: the matrices of a product along such a factor meet rows of their own.
+    block: Block,
+    rules: Mapping[NodeName, Rule],
+    calls: Mapping[NodeName, Call],
+    operands: Mapping[NodeName, tuple[NodeName, ...]],
+) -> Iterator[tuple[NodeName, str, bool]]:
+    """Operators and their factors of experts (True): the matrices along such a factor meet rows of their own.
 
     Sorted rows have none, so a rule names their experts. Else the factor is in the parameter, in the other operand and
-    in the result.
+    in the result of a product of matrices. Channels and heads have such products too. But a product with a parameter
+    sums over them somewhere (False), and over experts it never does.
     """
     weights = _parameters_and_views(block, operands)
     for name, rule in rules.items():
         if rule.expert:
-            yield name, rule.expert
+            yield name, rule.expert, True
         if rule.flops and len(rule.inputs) > 1 and not weights.isdisjoint(operands[name]):
-            every = [{f for dim in spec for f in dim} for spec in (*rule.inputs[:2], rule.output)]
-            yield from ((name, factor) for factor in sorted(set.intersection(*every) - rule.whole))
+            first, second, out = ({f for dim in spec for f in dim} for spec in (*rule.inputs[:2], rule.output))
+            is_product = not str(calls[name].target).startswith("aten.conv")
+            yield from (
+                (name, f, f in out) for f in sorted((first & second) - rule.whole) if is_product or f not in out
+            )
 
 
 def parameter_values(program: Program, analysis: Analysis, block: int) -> set[str]:

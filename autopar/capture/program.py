@@ -162,9 +162,10 @@ def capture_twice(asked: CaptureRequest, batch: int | None = None) -> Twice:
     big = asked.at(sizes, *first)
     flat, stacks = _first_capture(big)
     wanted = _small_sizes(named, sizes, first[0])
-    small, sequence_varies = _small_capture(asked, sizes, wanted, flat, stacks, big)
+    small, length = _small_capture(asked, sizes, wanted, flat, stacks, big)
+    sequence_varies = length is not None
     found = Sizes(batch=first[0], sequence=first[1] if sequence_varies else None)
-    others = Sizes(batch=wanted[0], sequence=wanted[1] if sequence_varies else None)
+    others = Sizes(batch=wanted[0], sequence=length)
     causal: frozenset[str] = frozenset()
     if small is not None:
         mark_batch_powers(flat, small, found, others)
@@ -320,11 +321,14 @@ def _small_capture(
     flat: Flat,
     stacks: Sequence[Stack],
     big: CaptureRequest,
-) -> tuple[Flat | None, bool]:
-    """The second capture at small sizes, and whether the sequence length may vary. None if the graph differs."""
+) -> tuple[Flat | None, int | None]:
+    """The second capture at small sizes, and its sequence length if the length may vary. None if the graph differs.
+
+    A scan in chunks has other operators at a short length than at a long one, so half the length is tried too.
+    """
     asked, big = asked.deciding_as(flat), big.deciding_as(flat)
     stacks = stacks or layers_to_take_out(asked.model, flat, lambda: _captured(big))
-    for sequence in (small[1], sizes[1]):
+    for sequence in dict.fromkeys((small[1], sizes[1] // 2 if sizes[1] else None, sizes[1])):
         again = functools.partial(_captured, asked.at(sizes, small[0], sequence))
         try:
             other = with_fewer_layers(asked.model, flat, stacks, again) or again()
@@ -332,8 +336,8 @@ def _small_capture(
             continue
         same_graph = [n.target for n in other.graph.nodes] == [n.target for n in flat.graph.nodes]
         if same_graph and other.decisions == flat.decisions:
-            return other, sequence != sizes[1]
-    return None, False
+            return other, sequence if sequence != sizes[1] else None
+    return None, None
 
 
 def fold_program(

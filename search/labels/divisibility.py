@@ -60,12 +60,27 @@ def expert_problems(program: Program, analysis: Analysis, mesh: Mesh) -> list[Pr
     degree = prod(mesh.degrees[i] for i in mesh.owning("experts"))
     counts = num_experts(program, analysis)
     if degree > 1 and not counts:
+        if _copies_matrices(program, analysis):
+            rule = "the model copies the matrices of an expert for each row, so no rank can hold a part of the experts"
+            remedy = 'use experts_implementation="grouped_mm" of transformers, which has no float64: --dtype float32'
+            return [Problem(path="ep", value=degree, rule=rule, suggestion=remedy)]
         return [Problem(path="ep", value=degree, rule="the model has no experts", suggestion="leave it out")]
     return [
         Problem(path="ep", rule=f"{n} experts are not divisible by ep={degree}", suggestion=nearest_degrees(n, degree))
         for n in counts
         if n % degree
     ]
+
+
+def _copies_matrices(program: Program, analysis: Analysis) -> bool:
+    """Whether an operator takes matrices out of a parameter by positions, one for each row."""
+    return any(
+        block.ports.get(analysis.operands[index][name][0]) == "parameter"
+        and len(call.operands[0].shape) == len(call.output.shape) == 3
+        for index, block in enumerate(program.blocks)
+        for name, call in analysis.calls[index].items()
+        if analysis.operands[index][name] and str(call.target).startswith(("aten.index", "aten.embedding"))
+    )
 
 
 def sequence_problems(program: Program, name: str, degree: int, option: str = "sequence_parallel") -> list[Problem]:

@@ -183,3 +183,20 @@ def test_labels_and_their_works_are_those_of_a_capture() -> None:
         works = program_works(program, analysis, labels.blocks, decided.mesh)
         found.append((labels.blocks, works.counts, repr(works.family)))
     assert found[0] == found[1]
+
+
+class Chunked(nn.Module):
+    """Sums chunks of eight tokens, so that a sequence of other lengths has no graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).unflatten(1, (x.shape[1] // 8, 8)).sum(2).square().mean()
+
+
+def test_a_sequence_in_chunks_varies_by_half_of_it() -> None:
+    program = capture_program(Chunked(), {"x": torch.zeros(4, 64, 6)})
+    assert program.sequence == 64
+    assert not any("second capture" in note for note in program.notes)
