@@ -1,6 +1,6 @@
 """From the argument MODEL to a module and example inputs.
 
-MODEL is a preset's name, a transformers ``config.json``, or ``package.module:factory``.
+MODEL is a preset's name, a transformers ``config.json``, ``package.module:factory``, or ``path/to/file.py:factory``.
 
 autopar fetches nothing and runs nothing from a config. torch and transformers are imported only to build a model, so
 unknown names and bad files fail fast.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
 import os
 import re
 import sys
@@ -17,6 +18,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from autopar.errors import InputError, Problem, did_you_mean
@@ -89,9 +91,10 @@ def resolve_model(
     """The model that `spec` names, in training mode, with example inputs.
 
     Args:
-        spec: A preset's name, a path to a transformers ``config.json`` or its folder, or ``package.module:factory``. A
-            ``factory()`` returns ``(model, example_inputs)``; the inputs are a dict or a tuple. If the model returns no
-            loss, a third element is the ``loss_fn``. It decides all sizes itself: only `dtype` applies to it.
+        spec: A preset's name, a path to a transformers ``config.json`` or its folder, ``package.module:factory``, or
+            ``path/to/file.py:factory``. A ``factory()`` returns ``(model, example_inputs)``; the inputs are a dict or a
+            tuple. If the model returns no loss, a third element is the ``loss_fn``. It decides all sizes itself: only
+            `dtype` applies to it.
         layers: Number of layers of a smaller model (`autopar.presets.configs` has the rule; every dropout becomes 0).
         hidden: Width of a smaller model, by the same rule.
         seq_len: Tokens of a sequence; by default the context length, at most 4,096.
@@ -145,7 +148,7 @@ def config_named(spec: str) -> tuple[dict[str, Any], str, Literal["preset", "con
         if path.suffix == ".py":
             raise InputError(
                 f"{spec} is Python code; name the function in it that returns (model, example_inputs), "
-                f"such as {path.stem}:factory, with its folder on PYTHONPATH"
+                f"such as {spec}:factory"
             )
         path = path / "config.json" if path.is_dir() else path
         return read_config(path), path.parent.name or path.stem, "config"
@@ -261,7 +264,8 @@ def _build(config: Any, dtype_name: str, device: str) -> torch.nn.Module:
 
 def is_factory(spec: str) -> bool:
     """Whether `spec` names a function, which decides its own sizes."""
-    return ":" in spec and not spec.endswith(".json") and os.sep not in spec
+    module, colon, name = spec.rpartition(":")
+    return bool(colon) and os.sep not in name and (module.endswith(".py") or os.sep not in module)
 
 
 def _from_factory(spec: str, dtype_name: str | None) -> ResolvedModel:
@@ -326,14 +330,18 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _import_factory(spec: str) -> Callable[[], object]:
-    module_name, _, attribute = spec.partition(":")
-    if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", module_name) or not attribute.isidentifier():
-        raise InputError(f"{spec!r} is not package.module:factory (a path to a file is not a module name)")
+    module_name, _, attribute = spec.rpartition(":")
+    file = Path(module_name) if module_name.endswith(".py") else None
+    is_name = re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", module_name) is not None
+    if not (file or is_name) or not attribute.isidentifier():
+        raise InputError(f"{spec!r} is neither package.module:factory nor path/to/file.py:factory")
+    if file is not None and not file.is_file():
+        raise InputError(f"there is no file {file}, needed for {spec}")
     # appended, not prepended: a folder of the user's must not shadow an installed package
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        module = importlib.import_module(module_name)
+        module = importlib.import_module(module_name) if file is None else _module_of(file)
     except ModuleNotFoundError as error:
         if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
             looked = "the current folder and the installed packages were searched"
@@ -348,6 +356,18 @@ def _import_factory(spec: str) -> Callable[[], object]:
     if not callable(factory):
         raise InputError(f"{spec} is {_kind(factory)}, not a function that returns (model, example_inputs)")
     return factory
+
+
+def _module_of(file: Path) -> ModuleType:
+    """The module of a file, loaded once. It can import the modules beside it."""
+    name = re.sub(r"\W", "_", str(file.resolve()))
+    if name not in sys.modules:
+        sys.path.append(str(file.resolve().parent))
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None and spec.loader is not None  # of a file that ends in .py
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
 
 
 def _where(error: BaseException) -> str:

@@ -179,10 +179,12 @@ def engines() -> dict[str, Engine]:
 
 @functools.cache
 def engine_named(name: str) -> Engine:
-    """The engine of that name. For an unknown name raises InputError, which names the nearest engine."""
+    """The engine of that name, or of the framework. For an unknown name raises InputError, which names the nearest."""
     with _folder() as folder:
         paths = {path.stem: path for path in Path(folder).glob("*.yaml")}
         if name not in paths:
+            if (known := engine_of_framework(name)) is not None:
+                return known
             raise InputError(f"unknown engine {name[:80]!r}; {did_you_mean(name, tuple(sorted(paths)))}")
         engine, problems = read_named(Engine, paths[name])
     if engine is None or problems:

@@ -50,6 +50,9 @@ class MixedProgram:
 
         They belong to an optimum, or to the best solution found within the time limit. None if there is no solution.
         """
+        if not self._costs:  # HiGHS has no solution of a program without columns
+            fits = all(lower <= 0 <= upper for lower, upper in zip(self._lower, self._upper, strict=True))
+            return ([], 0.0, 0.0) if fits else None
         solver = highspy.Highs()
         options = {
             "output_flag": False,

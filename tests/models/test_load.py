@@ -133,7 +133,7 @@ def test_remote_code_is_dropped(tmp_path: Path) -> None:
         ("no_such.module:factory", {}, "no module named 'no_such'"),
         ("json:dumpss", {}, "did you mean 'dumps'"),
         ("json:decoder", {}, "is a module"),
-        ("a/b.py:f", {}, "no such file"),
+        ("a/b.py:f", {}, "there is no file a/b.py"),
         ("b.py;x:f", {}, "package.module:factory"),
         ("json:dumps", {"layers": 2}, "decides its own sizes"),
     ],
@@ -184,6 +184,20 @@ def test_factory(factories: str) -> None:
     resolved = resolve_model(f"{factories}:named", dtype="float64")
     assert isinstance(resolved.example_inputs, dict)
     assert resolved.example_inputs["input"].dtype == next(resolved.model.parameters()).dtype == torch.float64
+
+
+def test_factory_of_a_file(factories: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    (tmp_path / "01-model.py").write_text(f"from {factories} import good\n")  # beside the file, and no name of a module
+    for spec in (f"../{factories}.py:good", f"{tmp_path}/01-model.py:good"):
+        assert resolve_model(spec).kind == "factory"
+    first, second = (type(resolve_model(f"../{factories}.py:named").model) for _ in range(2))
+    assert first is second
+    with pytest.raises(InputError, match="did you mean 'good'"):
+        resolve_model(f"../{factories}.py:god")
+    with pytest.raises(InputError, match=f"such as ../{factories}.py:factory"):
+        resolve_model(f"../{factories}.py")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ ModelArgument = Annotated[
     typer.Argument(
         metavar="MODEL",
         help="A preset such as llama3-8b (see `autopar models`), a transformers config.json, or "
-        "package.module:factory, a function that returns (model, example_inputs).",
+        "package.module:factory or path/to/file.py:factory, a function that returns (model, example_inputs).",
         show_default=False,
     ),
 ]

@@ -109,6 +109,15 @@ def test_a_recomputed_operator_needs_what_it_takes() -> None:
     assert least_cost(block, [5.0, 1.0], 7.0) is None
 
 
+def test_a_block_without_operators_recomputes_nothing() -> None:
+    """HiGHS has no solution of a program without columns."""
+    value = SavedValue(num_bytes=3072.0, maker=None, is_saved=True)
+    block: Recomputable[float] = Recomputable(values=(value,), operators=(), other_bytes=128.0)
+    assert fewest_bytes(block, [], 1.0) == best_exchange(block, [], 2e7) == ()
+    assert least_cost(block, [], 3200.0) == ()
+    assert least_cost(block, [], 3199.0) is None
+
+
 def test_a_block_without_values_recomputes_nothing() -> None:
     nothing: Recomputable[float] = Recomputable(values=(), operators=(), other_bytes=4.0)
     assert fewest_bytes(nothing, [], 1.0) == ()
