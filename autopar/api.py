@@ -1,12 +1,14 @@
 """The composition root: `parallelize` joins capture, labels and runtime."""
 
+import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,13 +18,14 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from autopar._torch import private
 from autopar.cache.store import cache_folder
 from autopar.cache.tuned import TUNED, tuned_plans
-from autopar.capture.any_size import capture
 from autopar.capture.export.export import Inputs, LossFunction, input_names, inputs_of_shapes
 from autopar.capture.passes.autocast import ambient_autocast, autocast_as
+from autopar.capture.precision import checked_precision
 from autopar.capture.program import batch_and_sequence
 from autopar.capture.weightless import weightless
 from autopar.errors import AutoparError, InfeasibleError, InputError, PlanError
 from autopar.ir.cluster import ClusterSpec
+from autopar.ir.degrees import Degrees
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.stages import stages_by_parameter, stages_of
@@ -30,9 +33,9 @@ from autopar.ir.storage import Storage
 from autopar.models.example_inputs import example_inputs_for
 from autopar.planning.degrees import resolve_degrees
 from autopar.planning.fixed import PlanLike, capture_for, check_plan, label_plan, program_for
-from autopar.planning.labels import LABELLED_DP
 from autopar.planning.options import PlanOptions
-from autopar.planning.search import search_captured
+from autopar.planning.precision import in_precision_of
+from autopar.planning.search import captured_as_asked, search_captured
 from autopar.runtime.distributed.broadcast import agreed, any_rank, broadcast_object, run_on_first_rank
 from autopar.runtime.model.module import ParallelModel
 from autopar.runtime.model.original_model import OriginalModel
@@ -41,6 +44,8 @@ from autopar.runtime.parameters.initial import first_rank_sends, own_buffers, se
 from autopar.runtime.parameters.materialise import parameter_source
 from autopar.runtime.parameters.packed import Source
 from autopar.search.result.format import nothing_fits
+
+logger = logging.getLogger("autopar")
 
 _TIMEOUT_S = 300
 DEFAULT_BATCH, DEFAULT_SEQUENCE = 2, 128
@@ -57,6 +62,11 @@ def parallelize(
     seed: int = 0,
     specialise: bool = False,
     optimizer: torch.optim.Optimizer | None = None,
+    precision: str | None = None,
+    global_batch: int | None = None,
+    fix: Mapping[str, Any] | None = None,
+    forbid: Mapping[str, Any] | None = None,
+    objective: str = "time",
 ) -> ParallelModel:
     """Split an unmodified model over the devices of a cluster. All ranks of a torchrun job call it.
 
@@ -70,8 +80,8 @@ def parallelize(
         example_inputs: The inputs of one rank in one step: a dict of tensors by name, or a tuple. Without it a
             transformers config gives the shapes.
         plan: A `Plan`, the path of one, or degrees such as ``{"tp": 2, "dp": 2, "zero": 3}``; or "tuned", the plan
-            that `autopar.tune` found here for this model, batch and cluster. Without it rank 0 searches the plan of
-            most sequences a second, as `autopar.plan` does.
+            that `autopar.tune` found here for this model, batch and cluster. Without degrees rank 0 searches the plan
+            of most sequences a second, as `autopar.plan` does.
         state: The weights: a state dict, or the path of safetensors files. It may be given on rank 0 alone.
         loss_fn: A function of (output, target), if the model returns no loss. The target is the last element of the
             tuple, or the key ``target`` of the dict.
@@ -79,9 +89,14 @@ def parallelize(
         specialise: Whether branches on inputs are captured as the example inputs of rank 0 take them. A batch
             that decides otherwise is refused on all ranks.
         optimizer: An optimizer of the model without state, to go on with the result's parameters.
+        precision: Of computing, such as "fp32". By default float32 models on GPUs have bf16 (``docs/precision.md``).
+        global_batch: Sequences of one step on all ranks. By default the inputs are one rank's step.
+        fix: The values that a search gives to words of `Plan.degrees`, one or several: ``{"tp": (4, 8)}``.
+        forbid: The values that a search does not give to words.
+        objective: What a search makes small: "time", "memory", "cost" or "energy".
 
     Returns:
-        The model to train, in the mode of `model`.
+        The model to train, in the mode of `model`. `ParallelModel.plan` is its plan.
 
     Raises:
         InputError: Inputs, cluster or weights cannot be used, or the model has backward hooks. No rank waits for
@@ -94,12 +109,7 @@ def parallelize(
         >>> loss = parallel.forward_backward(batch)
     """
     cluster = ClusterSpec.parse(cluster_spec) if isinstance(cluster_spec, str) else cluster_spec
-    world_size = int(os.environ.get("WORLD_SIZE", "1")) if not dist.is_initialized() else dist.get_world_size()
-    if world_size != cluster.num_devices:
-        raise PlanError(
-            f"the cluster has {cluster.num_devices} devices, this job {world_size} ranks; start it with "
-            f"torchrun --nproc-per-node {cluster.num_devices}, or describe a cluster of {world_size}"
-        )
+    _check_world(cluster)
     model = private.uncompiled(model)
     _refuse_hooks(model)
     device = start_process_group(cluster)
@@ -108,11 +118,10 @@ def parallelize(
     without_weights = weightless(model)
     captured = without_weights if any_rank(on_meta) else model  # all ranks capture the model in one form
     inputs = example_inputs if example_inputs is not None else derived_inputs(model)
-    if specialise:
-        inputs = broadcast_object(inputs)  # all ranks take the decisions of rank 0
-    program, decided = _decide(
-        captured, cluster, inputs, plan, world_size, loss_fn, derived=example_inputs is None, specialise=specialise
-    )
+    inputs = broadcast_object(inputs) if specialise else inputs  # all ranks take the decisions of rank 0
+    job = _Job(model=captured, cluster=cluster, inputs=inputs, loss_fn=loss_fn, specialise=specialise)
+    asked = _asked(job, precision, global_batch, fix or {}, forbid or {}, objective)
+    program, decided = _decide(job, plan, asked, derived=example_inputs is None)
     origin = OriginalModel(model, without_weights, loss_fn, program.reads)
     again = _replan(origin, cluster, inputs, program, decided, loss_fn)
     source = agreed(lambda: parameter_source(model, state=state, seed=seed, dtype=None))
@@ -122,6 +131,15 @@ def parallelize(
         program, decided, source, device, seed=seed, replan=again, buffers=buffers, origin=origin, sent=sent
     )
     return origin.attached(made, optimizer)
+
+
+def _check_world(cluster: ClusterSpec) -> None:
+    world_size = int(os.environ.get("WORLD_SIZE", "1")) if not dist.is_initialized() else dist.get_world_size()
+    if world_size != cluster.num_devices:
+        raise PlanError(
+            f"the cluster has {cluster.num_devices} devices, this job {world_size} ranks; start it with "
+            f"torchrun --nproc-per-node {cluster.num_devices}, or describe a cluster of {world_size}"
+        )
 
 
 def _first_of(held: Mapping[str, torch.Tensor], late: Source) -> Source:
@@ -175,52 +193,102 @@ def derived_inputs(model: nn.Module) -> Inputs:
         ) from error
 
 
-def _decide(
-    model: nn.Module,
-    cluster: ClusterSpec,
-    inputs: Inputs,
-    plan: PlanLike,
-    world_size: int,
-    loss_fn: LossFunction | None,
-    *,
-    derived: bool,
-    specialise: bool,
-) -> tuple[Program, Plan]:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Job:
+    """What a plan is for: `inputs` are of one rank in one step, or give the shapes."""
+
+    model: nn.Module
+    cluster: ClusterSpec
+    inputs: Inputs
+    loss_fn: LossFunction | None
+    specialise: bool
+
+    @property
+    def name(self) -> str:
+        return type(self.model).__name__
+
+    @property
+    def local_batch(self) -> int:
+        return batch_and_sequence(input_names(self.model, self.inputs, self.loss_fn))[0]
+
+    def capture_for(self, degrees: Degrees) -> Program:
+        return capture_for(self.model, self.inputs, degrees, self.loss_fn, specialise=self.specialise)
+
+
+def _asked(
+    job: _Job,
+    precision: str | None,
+    global_batch: int | None,
+    fix: Mapping[str, Any],
+    forbid: Mapping[str, Any],
+    objective: str,
+) -> PlanOptions:
+    return PlanOptions(
+        precision=checked_precision(precision), fix=fix, forbid=forbid, objective=objective, global_batch=global_batch,
+        local_batch=job.local_batch if global_batch is None else None,
+        timeout_s=_TIMEOUT_S / 2,  # of a search, because the other ranks wait in a collective
+    )  # fmt: skip
+
+
+def _decide(job: _Job, plan: PlanLike, asked: PlanOptions, *, derived: bool) -> tuple[Program, Plan]:
     """The program and the plan; rank 0 searches or solves, the others receive its plan."""
-    local_batch, _ = batch_and_sequence(input_names(model, inputs, loss_fn))
-    if plan == TUNED:
-        return _tuned(model, cluster, inputs, loss_fn, local_batch, specialise=specialise)
-    loaded = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
-    if loaded is None:
-        return _searched(model, cluster, inputs, loss_fn, local_batch, specialise=specialise)
+    loaded = Plan.load(plan) if isinstance(plan, (str, Path)) and plan != TUNED else plan
+    if isinstance(loaded, (Plan, str)):
+        _refuse_beside(asked, "the plan decides this", ("precision", "global_batch", "fix", "forbid", "objective"))
+    if isinstance(loaded, str):
+        return _tuned(job, asked)
     if isinstance(loaded, Plan):
-        program = agreed(lambda: capture_for(model, inputs, loaded.degrees, loss_fn, specialise=specialise))
-        agreed(lambda: check_plan(loaded, program, world_size, None if derived else local_batch))
+        program = agreed(lambda: job.capture_for(loaded.degrees))
+        agreed(lambda: check_plan(loaded, program, job.cluster.num_devices, None if derived else job.local_batch))
         _warn_torch_version(loaded)
         return program, loaded
-    degrees = resolve_degrees(loaded, world_size, local_batch)
-    program = agreed(lambda: capture_for(model, inputs, degrees, loss_fn, specialise=specialise))
-    return program, _labelled(program, lambda: label_plan(program, cluster, degrees, type(model).__name__))
+    asked, wish = asked.joined_with(loaded or {})
+    if not wish:
+        return _searched(job, asked)
+    _refuse_beside(asked, "they are about a search, and the plan has degrees", ("fix", "forbid", "objective"))
+
+    def captured(precision: str | None) -> tuple[Degrees, Program]:
+        words = {**asked.wish(), **wish, "precision": precision}
+        degrees = resolve_degrees(words, job.cluster.num_devices, asked.local_batch, global_batch=asked.global_batch)
+        return degrees, job.capture_for(degrees)
+
+    (degrees, program), _, notes = agreed(
+        lambda: in_precision_of(asked.precision, job.model, job.cluster, captured, lambda found: found[1])
+    )
+    _say(notes)
+    decided = _labelled(program, lambda: label_plan(program, job.cluster, degrees, job.name))
+    return program, replace(decided, notes=(*decided.notes, *notes))
 
 
-def _searched(
-    model: nn.Module,
-    cluster: ClusterSpec,
-    inputs: Inputs,
-    loss_fn: LossFunction | None,
-    local_batch: int,
-    *,
-    specialise: bool,
-) -> tuple[Program, Plan]:
-    """What rank 0 finds to be the fastest for `local_batch` sequences of every data-parallel rank. Collective."""
-    captured = agreed(lambda: capture(model, inputs, batch=LABELLED_DP, loss_fn=loss_fn, specialise=specialise))
+def _refuse_beside(asked: PlanOptions, why: str, names: Sequence[str]) -> None:
+    """Refuse arguments of a search. Raises `InputError` naming them."""
+    usual = PlanOptions()
+    if given := [name for name in names if (getattr(asked, name) or None) != (getattr(usual, name) or None)]:
+        raise InputError(f"{', '.join(given)} beside plan: {why}; leave out these arguments, or leave out plan")
+
+
+def _say(notes: Sequence[str]) -> None:
+    for note in notes if dist.get_rank() == 0 else ():
+        logger.warning(note)
+
+
+def _searched(job: _Job, asked: PlanOptions) -> tuple[Program, Plan]:
+    """The plan that rank 0 finds to be the best. Collective."""
+    captured, own, notes = agreed(
+        lambda: captured_as_asked(job.model, job.inputs, job.loss_fn, job.cluster, asked, specialise=job.specialise)
+    )
+    _say(notes)
 
     def search() -> Plan:
-        asked = PlanOptions(local_batch=local_batch, timeout_s=_TIMEOUT_S / 2)  # the other ranks wait in a collective
-        found = search_captured(captured, cluster, asked, name=type(model).__name__, on_progress=lambda _: None)
+        found = search_captured(captured, job.cluster, own, name=job.name, on_progress=lambda _: None)
         if found.plan is None:
             raise InfeasibleError(nothing_fits(found))
-        return found.plan
+        if found.plan.degrees.world_size != job.cluster.num_devices:
+            raise PlanError(
+                f"the plan of least {asked.objective} uses {found.plan.degrees.world_size} of the "
+                f"{job.cluster.num_devices} devices; start that many ranks, or leave out objective"
+            )
+        return replace(found.plan, notes=(*found.plan.notes, *notes))
 
     plan = _from_first_rank(search)
     program = agreed(lambda: program_for(captured, plan.degrees))
@@ -228,24 +296,16 @@ def _searched(
     return program, plan
 
 
-def _tuned(
-    model: nn.Module,
-    cluster: ClusterSpec,
-    inputs: Inputs,
-    loss_fn: LossFunction | None,
-    batch: int,
-    *,
-    specialise: bool,
-) -> tuple[Program, Plan]:
+def _tuned(job: _Job, asked: PlanOptions) -> tuple[Program, Plan]:
     """The plan that `autopar.tune` measured to be the best for this model, batch and cluster. Collective.
 
     The batch is of one data-parallel rank, or of all of them.
     """
-    kind = type(model).__name__
+    cluster, kind, batch = job.cluster, job.name, asked.local_batch
     kept: list[Plan] = run_on_first_rank(lambda: tuned_plans(cache_folder(), cluster, kind))
     for plan in (*(one for one in kept if one.degrees.local_batch == batch),
                  *(one for one in kept if one.degrees.global_batch == batch)):  # fmt: skip
-        program = agreed(partial(capture_for, model, inputs, plan.degrees, loss_fn, specialise=specialise))
+        program = agreed(partial(job.capture_for, plan.degrees))
         if program.fingerprint == plan.fingerprint:
             return program, plan
     batches = [f"{n} sequences" for n in sorted({one.degrees.global_batch for one in kept})]

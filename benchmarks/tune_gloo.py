@@ -91,7 +91,7 @@ def swept(name: str, model: torch.nn.Module, profile: DeviceProfile, most: int) 
     cluster = ClusterSpec.preset(f"{RANKS}xcpu")
     given = Given(model=model, example_inputs={"input_ids": ids, "labels": ids}, loss_fn=None, name=name)
     asked = PlanOptions(global_batch=BATCH, top=19)
-    subject = subject_of(given, cluster, asked, lambda _: None)
+    subject, asked = subject_of(given, cluster, asked, lambda _: None)
     opened = opened_study(subject, asked, None, GivenProfile(of=profile, calibrate=False), lambda _: None)
     kept, building = list[Candidate](), list[float]()
     with ExitStack() as stack:

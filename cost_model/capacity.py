@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from autopar.cost_model.machine.engine import Engine
-from autopar.cost_model.machine.fitted_constants import mechanisms
-from autopar.cost_model.machine.machine import usable_bytes
+from autopar.cost_model.machine.fitted_constants import mechanisms, usable_bytes
 from autopar.cost_model.memory.formula import MemoryBasis, step_memory
 from autopar.cost_model.step.layouts import RECOMPUTE, Shape, layouts_from
 from autopar.cost_model.work import block_work as expressions

@@ -24,8 +24,8 @@ import numpy as np
 from autopar.cost_model.interval import Situation, interval_of
 from autopar.cost_model.machine.cluster import cluster_machine, default_precision, dtype_assumptions
 from autopar.cost_model.machine.engine import NEUTRAL
-from autopar.cost_model.machine.fitted_constants import mechanisms
-from autopar.cost_model.machine.machine import Machine, usable_bytes
+from autopar.cost_model.machine.fitted_constants import mechanisms, usable_bytes
+from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.parts import COLLECTIVES, COMPUTE, MEMORY, OTHER
 from autopar.cost_model.pricing import Pricing, Question, layout_of, without_data_parallelism
 from autopar.cost_model.step.experts import expert_assumptions
@@ -76,12 +76,11 @@ class Estimate:
     """The step of one plan, predicted. Seconds, bytes and FLOP/s are SI; parts of a whole are from 0 to 1.
 
     `compute_s`, `collectives` (their exposed seconds) and `other_s` add up to `step_s`. `memory_bytes` adds up to
-    `peak_bytes`, of the fullest pipeline rank. `fits` allows for the part of `device_bytes` that allocators lose, and
-    for the cache that they give back when memory is short. `host_bytes` is what a plan with `offload` keeps in host
-    memory for one device; `fits` allows for it too. `formula_only` names the parts that autopar prices and does
-    not run. `assumptions` names figures that nobody measured. In four of five runs, the measured step time is between
-    the two values of `step_interval_s`, and the measured memory between those of `peak_interval_bytes`
-    (`autopar.cost_model.interval`).
+    `peak_bytes`, of the fullest pipeline rank. `fits` counts the allocator's cache, leaves 8 % of `device_bytes` free,
+    and allows for `host_bytes`, which a plan with `offload` keeps in host memory for one device. `formula_only` names
+    the parts that autopar prices and does not run. `assumptions` names figures that nobody measured.
+    In four of five runs, the measured step time is between the two values of `step_interval_s`, and the measured memory
+    between those of `peak_interval_bytes` (`autopar.cost_model.interval`).
     """
 
     model: str

@@ -13,8 +13,7 @@ from autopar.cost_model.dry_run.memory import RankMemory, memory_of
 from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.cost_model.dry_run.stage_run import StageRun, run_stage
 from autopar.cost_model.estimate import Estimate
-from autopar.cost_model.machine.fitted_constants import mechanisms
-from autopar.cost_model.machine.machine import usable_bytes
+from autopar.cost_model.machine.fitted_constants import mechanisms, usable_bytes
 from autopar.cost_model.parts import MEMORY
 from autopar.errors import InputError
 from autopar.ir.plan import Plan

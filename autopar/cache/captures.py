@@ -19,6 +19,7 @@ from autopar.models.load import checked_dtype, config_named, is_factory, resolve
 
 if TYPE_CHECKING:
     from autopar.capture.record.captured import Capture
+    from autopar.ir.cluster import ClusterSpec
     from autopar.ir.program import Program
     from autopar.models.load import ResolvedModel
 
@@ -41,6 +42,7 @@ class CapturedModel:
     read: Callable[[], Capture]
     local_batch: int | None
     notes: tuple[str, ...]
+    precision: str | None = None  # of a factory's model
 
     @cached_property
     def capture(self) -> Capture:
@@ -58,14 +60,27 @@ def captured_model(
     training: bool = True,
     specialise: bool = False,
     precision: str | None = None,
+    cluster: ClusterSpec | None = None,
 ) -> CapturedModel:
     """The model that `spec` names, captured, or its capture of an earlier time in `folder` (None: keep nothing).
 
-    Arguments and errors are those of `autopar.models.load.resolve_model` and `autopar.capture.any_size.capture`.
+    The cluster decides the precision of a factory's model, if none is named. Other arguments and errors are those of
+    `autopar.models.load.resolve_model` and `autopar.capture.any_size.capture`.
     """
     if is_factory(spec):
         found = resolve_model(spec, layers=layers, hidden=hidden, seq_len=seq_len, dtype=dtype)
-        return _captured_now(found, None, training=training, specialise=specialise, precision=precision)
+
+        def capture(precision: str | None) -> CapturedModel:
+            return _captured_now(found, None, training=training, specialise=specialise, precision=precision)
+
+        from autopar.planning.fixed import program_for
+        from autopar.planning.labels import LABELLED
+        from autopar.planning.precision import in_precision_of
+
+        made, own, why = in_precision_of(
+            precision, found.model, cluster, capture, lambda one: program_for(one.capture, LABELLED)
+        )
+        return replace(made, precision=own, notes=(*made.notes, *why))
 
     def build(batch: int) -> ResolvedModel:
         return resolve_model(spec, layers=layers, hidden=hidden, seq_len=seq_len, batch=batch, dtype=dtype)

@@ -328,7 +328,7 @@ def _small_capture(
     """
     asked, big = asked.deciding_as(flat), big.deciding_as(flat)
     stacks = stacks or layers_to_take_out(asked.model, flat, lambda: _captured(big))
-    for sequence in dict.fromkeys((small[1], sizes[1] // 2 if sizes[1] else None, sizes[1])):
+    for sequence in dict.fromkeys((small[1], (sizes[1] or 0) // 2 or None, sizes[1])):
         again = functools.partial(_captured, asked.at(sizes, small[0], sequence))
         try:
             other = with_fewer_layers(asked.model, flat, stacks, again) or again()

@@ -18,11 +18,15 @@ from autopar.cli.options.model_argument import (
 from autopar.cli.options.search_options import Measured, Profile
 from autopar.cli.output import console, print_json, progress, table
 from autopar.cli.results.estimate_trace import Correct, Trace, check_trace_options, compared, show_trace, trace_to_dict
-from autopar.errors import Problem
+from autopar.cost_model.machine.fitted_constants import usable_in_words
+from autopar.errors import InputError, Problem
+from autopar.files.strict_text import read_text
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.explanation import readable_bytes, readable_seconds
+from autopar.ir.explanation import readable_bytes, readable_rate, readable_seconds
+from autopar.ir.plan import MAX_PLAN_BYTES, Plan
 from autopar.models.load import is_factory, resolve_model
 from autopar.planning.options import PlanOptions
+from autopar.presets.models import model_names
 from autopar.search.result.format import plan_in_words
 
 if TYPE_CHECKING:
@@ -67,7 +71,7 @@ def estimate(
     """Predict step time and memory of MODEL under a plan on a cluster. Needs no GPU and no memory for the weights.
 
     You give the degrees, and autopar chooses how operators are split. Without degrees the plan is fully sharded data
-    parallelism (ZeRO 3).
+    parallelism (ZeRO 3). MODEL may also be a plan file of `autopar plan --out`, which has model and degrees.
 
     Example: autopar estimate llama3-8b -c 64xh100 --seq-len 8192 --global-batch 128 --tp 2 --zero 1 --tokens 15e12
     """
@@ -76,19 +80,20 @@ def estimate(
     spec, found_engine, found_profile, wanted = _inputs(
         cluster, engine, (profile, measured), precision, tokens, grams_co2_per_kwh
     )
-    degrees = options.degrees(spec.num_devices)
+    model, plan = _model_and_plan(model, options)
+    degrees = options.degrees(spec.num_devices) if plan is None else plan.degrees
+    seq_len = options.seq_len if plan is None else plan.sequence
     with progress(f"building {model}") as on_progress:
         own = is_factory(model)
-        batch = None if own else degrees.local_batch
-        dtype = None if own else "float32"
-        found = resolve_model(model, layers=layers, hidden=hidden, seq_len=options.seq_len, batch=batch, dtype=dtype)
+        batch, seq_len, dtype = (None, options.seq_len, None) if own else (degrees.local_batch, seq_len, "float32")
+        found = resolve_model(model, layers=layers, hidden=hidden, seq_len=seq_len, batch=batch, dtype=dtype)
         from autopar.planning.estimate import estimate as run
         from autopar.planning.measured import is_trace
 
         made = run(
             found.model,
             spec,
-            {name: value for name, value in options.wish().items() if name != "precision"},
+            plan or {name: value for name, value in options.wish().items() if name != "precision"},
             example_inputs=found.example_inputs,
             loss_fn=found.loss_fn,
             specialise=specialise,
@@ -96,7 +101,7 @@ def estimate(
             engine=found_engine,
             profile=found_profile,
             measured=measured if is_trace(measured) else None,
-            precision=wanted if precision is not None or not own else None,
+            precision=wanted if precision is not None or not (own or plan) else None,
             tokens=tokens,
             grams_co2_per_kwh=grams_co2_per_kwh,
             exact_memory=exact_memory,
@@ -112,6 +117,21 @@ def estimate(
         show_trace(beside, trace, correct)
     for note in found.notes:
         console().print(note)
+
+
+def _model_and_plan(model: str, options: PlanOptions) -> tuple[str, Plan | None]:
+    """The model and the plan of a plan file, or the model itself."""
+    is_file = model.endswith(".json") and Path(model).is_file()
+    if not is_file or '"fingerprint"' not in (read_text(model, max_bytes=MAX_PLAN_BYTES)[0] or ""):
+        return model, None
+    options.refuse_beside_plan()
+    plan = Plan.load(model)
+    if not is_factory(plan.model) and plan.model not in model_names():
+        raise InputError(
+            f"plan file {model} is of {plan.model or 'a model without a name'}, which is no preset and no factory; "
+            f"price it by autopar.estimate(model, cluster, {model!r})"
+        )
+    return plan.model, plan
 
 
 def _inputs(
@@ -158,12 +178,15 @@ def _show(made: "Estimate") -> None:
     out = console()
     title = f"{made.model} ({made.num_parameters / 1e9:.3g} billion parameters) on {made.cluster}"
     out.print(f"{title}: {plan_in_words(made.degrees)}", style="bold")
-    size = f"{made.global_batch:,} sequences of {made.sequence:,} tokens a step"
+    has_tokens = made.sequence > 1  # a model without a sequence dimension has samples
+    rate = "tokens/s" if has_tokens else "samples/s"
+    of_tokens = f"sequences of {made.sequence:,} tokens" if has_tokens else "samples"
+    size = f"{made.global_batch:,} {of_tokens} a step"
     out.print(f"{size}; engine {made.engine}, {made.precision}, profile {made.profile}\n")
     rows = [
         ("step", f"{readable_seconds(made.step_s)} ({_between(made.step_interval_s, readable_seconds)})"),
-        ("tokens/s", f"{made.tokens_per_s:,.0f}"),
-        ("tokens/s of a device", f"{made.tokens_per_s_per_device:,.0f}"),
+        (rate, readable_rate(made.tokens_per_s)),
+        (f"{rate} of a device", readable_rate(made.tokens_per_s_per_device)),
         ("TFLOP/s of a device", f"{made.tflops_per_device:.1f}"),
         ("MFU, HFU", f"{made.mfu:.1%}, {made.hfu:.1%}"),
         (
@@ -178,7 +201,8 @@ def _show(made: "Estimate") -> None:
         rows.append(("scaling efficiency", f"{made.scaling_efficiency:.1%} of {made.least_devices} devices"))
     out.print(table(("", ""), rows))
     if not made.fits:
-        out.print("does not fit the devices' memory; `autopar plan` searches a plan that fits", style="bold red")
+        text = f"does not fit: {usable_in_words(made.device_bytes)}; `autopar plan` searches a plan that fits"
+        out.print(text, style="bold red")
     out.print()
     out.print(_time_table(made))
     out.print()

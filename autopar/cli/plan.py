@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -73,7 +74,8 @@ def plan(
     """Find the fastest split of MODEL over a cluster, and explain it. Needs no GPU and no memory for the weights.
 
     The search compares all legal combinations of degrees, ZeRO stage, micro-batch, schedule and order of ranks. An
-    option such as --tp 8 or --fix zero=1,3 narrows it. Without --global-batch, each device has one sequence.
+    option such as --tp 8 or --fix zero=1,3 narrows it. Without --global-batch, each device has one
+    sequence, or the batch of a factory's example inputs.
 
     Example: autopar plan llama3-8b -c 64xh100 --seq-len 8192 --global-batch 128 -o plan.json
     """
@@ -81,6 +83,7 @@ def plan(
     from autopar.planning.measured import profile_for
 
     spec = ClusterSpec.parse(cluster)
+    options = replace(options, fix=values_by_word("--fix", fix or ()), forbid=values_by_word("--forbid", forbid or ()))
     wanted = checked_precision(options.precision, spec)
     options.check()
     is_own = is_factory(model)
@@ -90,8 +93,6 @@ def plan(
         options,
         global_batch=options.global_batch or default_global_batch(options, spec.num_devices, None),
         objective=objective,
-        fix=values_by_word("--fix", fix or ()),
-        forbid=values_by_word("--forbid", forbid or ()),
         top=top,
         trials=trials,
         seed=seed,
@@ -103,14 +104,11 @@ def plan(
     )
     asked.check_search(spec.num_devices)  # before the model is captured, which takes longer
     with progress(f"capturing {model}") as on_progress:
-        captured = captured_model(
-            model, folder=cache_folder(), layers=layers, hidden=hidden, seq_len=options.seq_len,
-            dtype=None if is_own else "float32", specialise=specialise, precision=asked.wish().get("precision"),
+        capture = partial(
+            captured_model, model, folder=cache_folder(), specialise=specialise, cluster=spec, layers=layers,
+            hidden=hidden, seq_len=options.seq_len, dtype=None if is_own else "float32",
         )  # fmt: skip
-        if options.global_batch is None and captured.local_batch is not None:
-            batch = default_global_batch(options, spec.num_devices, captured.local_batch)
-            asked = replace(asked, global_batch=batch)
-        found = _searched(captured, spec, _with_trace(asked, measured, captured, spec, on_progress), on_progress)
+        found = _best(partial(_captured_and_searched, capture, spec, options, measured, on_progress), asked, spec)
     if out is not None and found.plan is not None:
         found.plan.save(out)
     if report is not None:
@@ -122,7 +120,32 @@ def plan(
     if found.plan is None:
         raise InfeasibleError(nothing_fits(found))
     if not as_json:
-        _show(found, found.plan, captured.notes, [path for path in (out, report) if path is not None])
+        _show(found, found.plan, [path for path in (out, report) if path is not None])
+
+
+def _best(search: "Callable[[PlanOptions], SearchResult]", asked: PlanOptions, cluster: ClusterSpec) -> "SearchResult":
+    found = search(asked)
+    if asked.precision != "fp32":
+        return found
+    from autopar.planning.precision import with_bf16_beside
+
+    return with_bf16_beside(found, asked, cluster, search)
+
+
+def _captured_and_searched(
+    capture: Callable[..., CapturedModel],
+    cluster: ClusterSpec,
+    options: PlanOptions,
+    measured: Path | None,
+    on_progress: Callable[[str], None],
+    asked: PlanOptions,
+) -> "SearchResult":
+    captured = capture(precision=asked.precision)
+    own = replace(asked, precision=asked.precision or captured.precision)
+    if options.global_batch is None and captured.local_batch is not None:
+        own = replace(own, global_batch=default_global_batch(options, cluster.num_devices, captured.local_batch))
+    found = _searched(captured, cluster, _with_trace(own, measured, captured, cluster, on_progress), on_progress)
+    return replace(found, notes=(*found.notes, *captured.notes))
 
 
 def _with_trace(
@@ -142,12 +165,12 @@ def _with_trace(
     return with_trace(asked, measured, captured.capture, cluster, on_progress)
 
 
-def _show(found: "SearchResult", decided: Plan, notes: Sequence[str], written: Sequence[Path]) -> None:
+def _show(found: "SearchResult", decided: Plan, written: Sequence[Path]) -> None:
     stdout = console()
     print_sections(result_sections(found), stdout)
     print_sections(sections(decided), stdout)
-    for note in (*notes, *(f"assumed: {assumption}" for assumption in found.assumptions)):
-        stdout.print(note)
+    for assumption in found.assumptions:
+        stdout.print(f"assumed: {assumption}")
     for path in written:
         stdout.print(f"written to {path}")
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from autopar.capture.record.pickled import from_bytes
 from autopar.commands.given import given_by_script, is_script
-from autopar.cost_model.machine.machine import usable_bytes
+from autopar.cost_model.machine.fitted_constants import usable_bytes
 from autopar.errors import InputError
 from autopar.ir.explanation import readable_bytes
 from autopar.ir.plan import Plan

@@ -36,7 +36,8 @@ from autopar.commands.tune_candidates import (
     subject_of,
 )
 from autopar.cost_model.fit.measured_steps import slowed
-from autopar.cost_model.machine.machine import Machine, usable_bytes
+from autopar.cost_model.machine.fitted_constants import usable_bytes
+from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.machine.profile import DeviceProfile
 from autopar.errors import AutoparError, InputError, Problem
 from autopar.ir.cluster import ClusterSpec
@@ -103,7 +104,7 @@ def tune(
         study: A journal (``tune.log``) or database (``tune.db``) of trials. It is continued if it is there.
         profile: A device profile or its file; by default the cluster's.
         calibrate: Whether the devices are measured for 90 seconds first, if nobody measured their profile.
-        precision: Of computing; by default the module's dtype.
+        precision: Of computing, as in `autopar.plan`.
         seed: The seed of weights, data and the search.
         specialise: Whether branches on inputs are captured as the example inputs take them.
         name: The model's name in the result; by default its class.
@@ -157,7 +158,7 @@ def tune_asked(
     wanted.check_search(cluster.num_devices)
     given = make()
     on_progress(f"capturing {given.name}")
-    subject = subject_of(given, cluster, wanted, on_progress)
+    subject, wanted = subject_of(given, cluster, wanted, on_progress)
     on_progress("looking for the plans that may be measured")
     how = GivenProfile(of=profile, calibrate=calibrate)
     opened = opened_study(subject, wanted, study, how, on_progress)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from autopar._torch import private
-from autopar.capture.any_size import capture
 from autopar.capture.export.export import input_names
 from autopar.capture.record.captured import Capture
 from autopar.capture.record.pickled import to_bytes
@@ -19,7 +18,8 @@ from autopar.commands.given import Given
 from autopar.commands.trial import TrialJob
 from autopar.cost_model.fit.profile_comparison import tiers_of
 from autopar.cost_model.machine.cluster import precision_of
-from autopar.cost_model.machine.machine import Machine, usable_bytes
+from autopar.cost_model.machine.fitted_constants import usable_bytes
+from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.machine.profile import DeviceProfile
 from autopar.cost_model.machine.profile_io import profile_from_dict, profile_to_dict
 from autopar.cost_model.parts import COLLECTIVES
@@ -29,11 +29,11 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import degrees_from
 from autopar.ir.plan import Plan
 from autopar.planning.fixed import PricedStages, program_for
-from autopar.planning.labels import LABELLED, LABELLED_DP, SearchLabels
+from autopar.planning.labels import LABELLED, SearchLabels
 from autopar.planning.machine import machine_of
 from autopar.planning.measured import profile_for
 from autopar.planning.options import PlanOptions
-from autopar.planning.search import labels_for, plan_as_priced, search_captured, with_shared
+from autopar.planning.search import captured_as_asked, labels_for, plan_as_priced, search_captured, with_shared
 from autopar.planning.study_question import question_about
 from autopar.runtime.parameters.materialise import parameter_source
 from autopar.runtime.verify.random_batches import values_that_decide
@@ -91,14 +91,15 @@ class Subject:
         return plan_as_priced(self.captured, self.labels, degrees, cuts, part, self.name, regather=regather)[1]
 
 
-def subject_of(given: Given, cluster: ClusterSpec, asked: PlanOptions, report: _Progress) -> Subject:
-    """A model captured in the precision that is asked for."""
+def subject_of(
+    given: Given, cluster: ClusterSpec, asked: PlanOptions, report: _Progress
+) -> tuple[Subject, PlanOptions]:
+    """A model captured in its precision, and the request with this precision."""
     model = private.uncompiled(given.model)
-    captured = capture(
-        model, given.example_inputs, batch=LABELLED_DP, loss_fn=given.loss_fn, specialise=given.specialise,
-        precision=asked.wish().get("precision"),
-    )  # fmt: skip
-    return Subject(
+    captured, asked, notes = captured_as_asked(
+        model, given.example_inputs, given.loss_fn, cluster, asked, specialise=given.specialise
+    )
+    subject = Subject(
         captured=captured,
         cluster=cluster,
         labels=labels_for(captured, cluster, asked, report),
@@ -109,8 +110,9 @@ def subject_of(given: Given, cluster: ClusterSpec, asked: PlanOptions, report: _
         origin=given.origin,
         seed=asked.seed,
         shared=shared_degrees(asked.narrowing()[0]),
-        notes=given.notes,
+        notes=(*given.notes, *notes),
     )
+    return subject, asked
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -57,10 +57,10 @@ class Section:
 
 
 def sections(plan: Explained, *, with_order: bool = True) -> list[Section]:
-    """The sections about a plan. Operators without a rule come first; `with_order` adds the order of passes."""
+    """The sections about a plan. Operators without a rule are the second; `with_order` adds the order of passes."""
     found = [_header(plan)]
     if plan.summary is not None:
-        found = [_without_rule(plan.summary), *found, *_stages(plan, with_order), *_recomputed(plan)]
+        found += [_without_rule(plan.summary), *_stages(plan, with_order), *_recomputed(plan)]
         found += [_parameters(plan), *_traffic(plan)]
         found.append(_once_a_step(plan.summary))
     else:
@@ -130,7 +130,8 @@ def _header(plan: Explained) -> Section:
         lines.append(f"logits and loss: in {degrees.loss_chunks} chunks of tokens, computed again for backward")
     if degrees.offload != NO_OFFLOAD:
         lines.append(f"in host memory: {HELD[degrees.offload]}")
-    return Section(title=f"Plan for {plan.model or 'a model'}", lines=tuple(lines))
+    computing = "in the dtype of the model" if degrees.precision is None else f"in {degrees.precision}"
+    return Section(title=f"Plan for {plan.model or 'a model'}, computing {computing}", lines=tuple(lines))
 
 
 def _without_rule(summary: Summary) -> Section:
@@ -324,6 +325,15 @@ def readable_bytes(count: float) -> str:
             return f"{_digits(count)} {unit}"
         count /= 1000
     return f"{_digits(count)} TB"
+
+
+def readable_rate(count_per_s: float) -> str:
+    """A whole number from 100, three digits below.
+
+    >>> readable_rate(3308731.2), readable_rate(2.834), readable_rate(0.35)
+    ('3,308,731', '2.83', '0.35')
+    """
+    return f"{count_per_s:,.0f}" if count_per_s >= 99.95 else f"{count_per_s:.3g}"
 
 
 def readable_seconds(seconds: float) -> str:

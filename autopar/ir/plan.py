@@ -85,11 +85,12 @@ class Plan:
         """Explain the plan in words and tables.
 
         Returns:
-            The operators without a rule, then the split of every value and the collectives of every block.
+            The precision and the degrees, then the operators without a rule, the split of every value, and the
+            collectives of every block.
 
         Example:
-            >>> parallel.plan.explain().splitlines()[0][:20]
-            'Every operator has a'
+            >>> parallel.plan.explain().splitlines()[0]
+            'Plan for Sequential, computing in the dtype of the model'
         """
         return as_text(self)
 

@@ -32,12 +32,12 @@ from autopar.files.strict_text import values_of
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.plan import BlockLabels, Plan
-from autopar.ir.precision import PRECISIONS
 from autopar.ir.program import Program
 from autopar.planning.degrees import resolve_degrees
 from autopar.planning.fixed import PlanLike, capture_for, check_plan, choose_labels, program_for
 from autopar.planning.machine import machinery_of, own_machinery
 from autopar.planning.measured import corrected_by_trace, is_trace, profile_for, traced_plan
+from autopar.planning.precision import in_precision_of
 from autopar.planning.recomputed import decided, with_recomputed, without_unread
 from autopar.search.bounds.lower_bounds import Machinery
 from autopar.search.pricing.cuts import call_seconds, choose_cuts
@@ -87,8 +87,8 @@ def estimate(
         engine: The framework whose mechanisms are priced (``cost_model/machine/engines``).
         profile: A device profile, its shipped name, or its file.
         measured: Measured steps that correct the profile (``docs/estimate.md``): a CSV file, or a trace of one step.
-        precision: Of computing: bf16, fp16, fp32, fp8 or mxfp8; by default the model's dtype.
-        tokens: The tokens of a whole training run, to predict its days, money and energy.
+        precision: Of computing, such as fp32. By default float32 models on GPUs have bf16 (``docs/precision.md``).
+        tokens: The tokens of a whole training run, to predict its days, money and energy if the plan fits.
         grams_co2_per_kwh: The carbon intensity of the electricity.
         exact_memory: Whether to count the tensors of a rank one by one, which takes seconds for a large model.
         name: The model's name in the result.
@@ -112,10 +112,10 @@ def estimate(
     """
     spec = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
     model_or_program, report = _uncompiled(model_or_program), on_progress or (lambda _: None)
-    given, precision = _with_precision(plan, precision, model_or_program)
+    given, precision = _with_precision(plan, precision)
     chosen = _checked_engine(engine, exact_memory)
     asked = _Asked(given, example_inputs, loss_fn, spec.num_devices, global_batch, report, specialise)
-    program, degrees = _program_and_degrees(model_or_program, asked)
+    (program, degrees), precision, notes = _captured(model_or_program, asked, precision, spec)
     report("choosing labels and pricing blocks")
     own_plan = given if isinstance(given, Plan) else None
 
@@ -131,11 +131,11 @@ def estimate(
     report("pricing")
     name = name or (own_plan.model if own_plan is not None else type(model_or_program).__name__)
     made = estimate_works(priceable.works, question, name=name, tokens=tokens, grams_co2_per_kwh=grams_co2_per_kwh)
-    if not exact_memory:
-        return made
-    report("counting the tensors of a rank")
-    whole = own_plan or _whole_plan(program, priceable, question)
-    return with_exact_memory(made, fullest_rank(program, analyse(program, whole.mesh), whole))
+    if exact_memory:
+        report("counting the tensors of a rank")
+        whole = own_plan or _whole_plan(program, priceable, question)
+        made = with_exact_memory(made, fullest_rank(program, analyse(program, whole.mesh), whole))
+    return replace(made, assumptions=(*made.assumptions, *notes), run=made.run if made.fits else None)
 
 
 def profile_by_trace(
@@ -206,20 +206,15 @@ def _priced(
     return _as_it_runs(program, priceable, question, plan)
 
 
-def _with_precision(
-    plan: PlanLike, precision: str | None, model_or_program: nn.Module | Program
-) -> tuple[Plan | Mapping[str, Any] | None, str | None]:
-    """The wished degrees with the precision, and the precision of products. A plan and a program have their own."""
+def _with_precision(plan: PlanLike, precision: str | None) -> tuple[Plan | Mapping[str, Any] | None, str | None]:
+    """The wished degrees, and the precision of products. A plan and a program have their own."""
     given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     if isinstance(given, Plan):
         return given, precision or given.degrees.precision
     own = dict(given or {}).get("precision")
     if precision is not None and own not in (None, precision):
         raise InputError(f"precision {precision!r} beside {own!r} in the plan; give one of them")
-    precision = precision or own
-    if precision in PRECISIONS and not isinstance(model_or_program, Program):
-        return {**(given or {}), "precision": precision}, precision
-    return given, precision
+    return given, precision or own
 
 
 def _as_it_runs(
@@ -257,8 +252,20 @@ class _Asked(NamedTuple):
     specialise: bool
 
 
-def _program_and_degrees(model_or_program: nn.Module | Program, asked: _Asked) -> tuple[Program, Degrees]:
-    """The captured program, and the degrees of a plan or of wishes."""
+def _captured(
+    model_or_program: nn.Module | Program, asked: _Asked, precision: str | None, cluster: ClusterSpec
+) -> tuple[tuple[Program, Degrees], str | None, tuple[str, ...]]:
+    """The program and degrees in their precision, this precision, and notes."""
+    return in_precision_of(
+        precision, model_or_program, None if isinstance(asked.plan, Plan) else cluster,
+        lambda own: _program_and_degrees(model_or_program, asked, own), lambda found: found[0],
+    )  # fmt: skip
+
+
+def _program_and_degrees(
+    model_or_program: nn.Module | Program, asked: _Asked, precision: str | None
+) -> tuple[Program, Degrees]:
+    """The captured program, and the degrees of a plan or of wishes. A program and a plan have a precision."""
     given, world = asked.plan, asked.num_ranks
     if isinstance(model_or_program, Program):
         program = model_or_program
@@ -270,7 +277,8 @@ def _program_and_degrees(model_or_program: nn.Module | Program, asked: _Asked) -
         if isinstance(given, Plan):
             degrees = given.degrees
         else:
-            degrees = resolve_degrees(given, world, local_batch, global_batch=asked.global_batch)
+            words = {**(given or {}), "precision": precision}
+            degrees = resolve_degrees(words, world, local_batch, global_batch=asked.global_batch)
         asked.on_progress("capturing")
         program = capture_for(
             model_or_program, asked.example_inputs, degrees, asked.loss_fn, specialise=asked.specialise

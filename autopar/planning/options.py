@@ -114,7 +114,7 @@ class PlanOptions:
     precision: str | None = _option(
         "Dtype of computing, beside float32 master weights: fp32, bf16 or fp16. fp8 and mxfp8 are bf16 with linear "
         "layers of eight bits.",
-        "as the model is written; presets and configs: bf16, fp16 where a device has no bf16, fp32 on CPUs",
+        "bf16 for models in float32, as the model is written for others and on CPUs",
         is_searched=False,
     )
     reduce_dtype: str | None = _option(
@@ -142,6 +142,14 @@ class PlanOptions:
     report: bool = False  # also collect the curves and the graph that only a report draws
     profile: "DeviceProfile | None" = None
 
+    def __post_init__(self) -> None:
+        match self.fix.get("precision"):  # it decides the capture, as the option does
+            case (str(word),) | str(word) if self.precision is None:
+                object.__setattr__(
+                    self, "fix", {name: value for name, value in self.fix.items() if name != "precision"}
+                )
+                object.__setattr__(self, "precision", word)
+
     def given(self) -> dict[str, Any]:
         """The options of the first part that were given, by name."""
         values = ((name, getattr(self, name)) for name in command_options())
@@ -150,6 +158,18 @@ class PlanOptions:
     def wish(self) -> dict[str, Any]:
         """The given options that are degrees, as `autopar.parallelize(plan=...)` takes them."""
         return {name: value for name, value in self.given().items() if name not in _NOT_DEGREES}
+
+    def joined_with(self, words: Mapping[str, Any]) -> "tuple[PlanOptions, dict[str, Any]]":
+        """These options with the words that no search chooses, such as a precision, and the other words.
+
+        Raises `InputError` for a word that has another value here.
+        """
+        shared = {name for name, one in command_options().items() if not one.metadata["is_searched"]}
+        own = {name: value for name, value in words.items() if name in shared and value is not None}
+        for name, value in own.items():
+            if getattr(self, name) not in (None, value):
+                raise InputError(f"{name} {getattr(self, name)!r} beside {value!r} in the plan; give one of them")
+        return replace(self, **own), {name: value for name, value in words.items() if name not in shared}
 
     def degrees(self, world_size: int) -> Degrees:
         """Degrees for a number of ranks. Raises `PlanError` with every violation at once."""
@@ -238,7 +258,7 @@ class PlanOptions:
         """Refuse options beside a plan file, which decides all of them. Raises `InputError` naming the options."""
         if self.given():
             names = ", ".join(flag(name) for name in self.given())
-            raise InputError(f"{names}: the plan file of --plan decides this; leave out either these options or --plan")
+            raise InputError(f"{names}: the plan file decides this; leave out either these options or the plan file")
 
 
 def command_options() -> dict[str, Any]:

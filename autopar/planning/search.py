@@ -31,6 +31,7 @@ from autopar.planning.labels import LABELLED, LABELLED_DP, SearchLabels
 from autopar.planning.machine import machinery_of
 from autopar.planning.measured import is_trace, profile_for
 from autopar.planning.options import TOP, TRIALS, PlanOptions
+from autopar.planning.precision import in_precision_of, with_bf16_beside
 from autopar.planning.study_question import question_of
 from autopar.search.bounds.lower_bounds import Machinery
 from autopar.search.driver.check import check_result
@@ -113,7 +114,8 @@ def plan(
         study: A journal (``plan.log``) or database (``plan.db``, ``sqlite:///plan.db``) of trials, perhaps shared.
         profile: A device profile or its file; by default the cluster's, else the shipped one.
         measured: Measured steps that correct the profile (``docs/estimate.md``): a CSV file, or a trace of one step.
-        precision: Of computing: "bf16", "fp16", "fp32", "fp8" or "mxfp8"; by default the module's dtype.
+        precision: Of computing, such as "fp32". By default float32 models on GPUs compute in bf16
+            (``docs/precision.md``).
         reduce_dtype: The dtype of gradient sums over ranks.
         name: The model's name in the result; by default its class.
         on_progress: A function that receives a text before each part of the work.
@@ -136,8 +138,6 @@ def plan(
     >>> result.is_proven, result.plan.degrees.world_size
     (True, 4)
     """
-    from autopar.capture.any_size import capture
-
     spec = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
     asked = PlanOptions(
         global_batch=global_batch, local_batch=local_batch, objective=objective, fix=fix or {}, forbid=forbid or {},
@@ -146,10 +146,47 @@ def plan(
     )  # fmt: skip
     asked.check_search(spec.num_devices)
     (report := on_progress or (lambda _: None))("capturing")
-    model, how = private.uncompiled(model), {"precision": asked.wish().get("precision"), "specialise": specialise}
-    captured = capture(model, example_inputs, batch=LABELLED_DP, loss_fn=loss_fn, **how)  # type: ignore[arg-type]
-    asked = with_trace(asked, measured, captured, spec, report)
-    return search_captured(captured, spec, asked, name=name or type(model).__name__, on_progress=report)
+    model = private.uncompiled(model)
+
+    given = (model, example_inputs, loss_fn, spec)
+    search = partial(_captured_and_searched, given, measured, name or type(model).__name__, report, specialise)
+    return with_bf16_beside(search(asked), asked, spec, search)
+
+
+def _captured_and_searched(
+    given: "tuple[nn.Module, Inputs, LossFunction | None, ClusterSpec]",
+    measured: str | Path | None,
+    name: str,
+    on_progress: Callable[[str], None],
+    specialise: bool,
+    asked: PlanOptions,
+) -> SearchResult:
+    captured, own, notes = captured_as_asked(*given, asked, specialise=specialise)
+    own = with_trace(own, measured, captured, given[3], on_progress)
+    found = search_captured(captured, given[3], own, name=name, on_progress=on_progress)
+    return replace(found, notes=(*found.notes, *notes))
+
+
+def captured_as_asked(
+    model: nn.Module,
+    example_inputs: "Inputs",
+    loss_fn: "LossFunction | None",
+    cluster: ClusterSpec,
+    asked: PlanOptions,
+    *,
+    specialise: bool,
+) -> tuple[Capture, PlanOptions, tuple[str, ...]]:
+    """A model captured in its precision, the request with this precision, and notes for the user."""
+    from autopar.capture.any_size import capture
+
+    captured, precision, notes = in_precision_of(
+        asked.precision, model, cluster,
+        lambda precision: capture(
+            model, example_inputs, batch=LABELLED_DP, loss_fn=loss_fn, specialise=specialise, precision=precision
+        ),
+        lambda captured: program_for(captured, LABELLED),
+    )  # fmt: skip
+    return captured, replace(asked, precision=precision), notes
 
 
 def with_trace(

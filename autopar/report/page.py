@@ -3,7 +3,7 @@
 from typing import Any
 
 from autopar._version import __version__
-from autopar.cost_model.machine.machine import USABLE
+from autopar.cost_model.machine.fitted_constants import FREE
 from autopar.report.block import drawing
 from autopar.report.curves import history, panels
 from autopar.report.page_tools import environment, script_json
@@ -39,7 +39,7 @@ def html_report(found: SearchResult) -> str:
             timeline=timeline,
             terms=_terms(found),
             closest=_closest(found),
-            full=USABLE,
+            full=1 - FREE,
             panels=panels(found),
             trials=history(found, MOST_TRIALS),
             drawing=None if found.block is None else drawing(found.block),

@@ -15,6 +15,9 @@ from typing import Any
 
 from autopar.errors import InputError
 from autopar.files.strict_yaml import read_yaml
+from autopar.ir.explanation import readable_bytes
+
+FREE = 0.08  # part of a device's memory that a plan leaves free, for fragmentation and for errors of the prediction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,3 +77,17 @@ def _entries() -> Mapping[str, Any]:
             "fitted_constants.yaml must have a value and a source for each of " + ", ".join(names), problems
         )
     return content
+
+
+def usable_bytes(memory_bytes: float) -> float:
+    """The bytes of a device's memory that a plan may need. The allocator's cache and the free part come on top."""
+    return (1 - FREE) * memory_bytes / (1 + mechanisms().allocator_cache)
+
+
+def usable_in_words(memory_bytes: float) -> str:
+    """What a plan leaves of a device."""
+    cache = mechanisms().allocator_cache
+    return (
+        f"a plan may need {readable_bytes(usable_bytes(memory_bytes))}: the allocator's cache takes {cache:.0%} more, "
+        f"and {FREE:.0%} of a device stays free"
+    )

@@ -13,14 +13,8 @@ from autopar.cost_model.machine.links import Links, MeasuredCalls
 from autopar.cost_model.machine.profile import MOST, AttentionEfficiency, CallCost, DeviceProfile, Tile
 from autopar.ir.device import Device, HostShare, Link
 
-USABLE = 0.96  # part of a device's memory that a run may fill; fragmentation loses the rest
 # The dtype of products of repeated blocks, for precisions below 16 bits. Other products, and attention, are wider.
 NARROW = {"fp8": "float8", "mxfp8": "float8", "nvfp4": "float4", "mxfp4": "float4"}
-
-
-def usable_bytes(memory_bytes: float) -> float:
-    """The bytes of a device's memory that a run may fill. A plan fits if its fullest rank needs no more."""
-    return USABLE * memory_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from autopar.cost_model.interval import Situation
 from autopar.cost_model.machine.engine import NEUTRAL, Engine
 from autopar.cost_model.machine.fitted_constants import Mechanisms, mechanisms
-from autopar.cost_model.machine.machine import Machine, usable_bytes
+from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.machine.profile import DeviceProfile
 from autopar.cost_model.memory.formula import MemoryBasis, StepMemory, memory_basis, step_memory
 from autopar.cost_model.published.families import (
@@ -53,6 +53,7 @@ from autopar.ir.arrays import Floats
 # device's memory. A smaller excess may be an error of the memory model.
 EVEN = 1.2
 SPREAD = 0.1  # of the logarithm of that multiple
+FILLED = 0.96  # part of a device that a run fills before it fails; a plan leaves more free (`usable_bytes`)
 _ODDS = 0.02  # a level with a smaller weight is left out
 _normal = np.vectorize(NormalDist().cdf, otypes=[float])
 
@@ -253,7 +254,7 @@ def _estimates(group: RowGroup) -> list[RowEstimate]:
             id=case.row.id,
             seconds=float(seconds[i]),
             peak_bytes=float(peak[i]),
-            fits=bool(needed[i] <= usable_bytes(group.machine.memory_bytes)),
+            fits=bool(needed[i] <= FILLED * group.machine.memory_bytes),
             parts={name: float(part[i]) for name, part in parts.items()},
             global_batch=None if case.row.global_batch else case.global_batch,
             situation=Situation(

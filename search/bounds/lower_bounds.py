@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost_model.machine.machine import Machine, usable_bytes
+from autopar.cost_model.machine.fitted_constants import usable_bytes
+from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.memory.formula import BlockBytes, MemoryBasis, block_bytes, least_saved, memory_basis
 from autopar.cost_model.pricing import family_at, shape_of_works
 from autopar.cost_model.screened_model import ScreenedModel, model_of_program

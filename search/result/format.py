@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from autopar.cost_model.machine.fitted_constants import usable_in_words
 from autopar.cost_model.parts import MEMORY
 from autopar.ir.explanation import readable_bytes, readable_seconds, recomputation_of
 from autopar.ir.offload import NO_OFFLOAD, offload_in_words
@@ -83,9 +84,9 @@ def nothing_fits(found: "SearchResult") -> str:
     made_of = ", ".join(f"{MEMORY[name]} {readable_bytes(size)}" for name, size in parts)
     return (
         f"no plan fits: {what_does_not_fit(found.counted)}. "
-        f"The closest plan ({plan_in_words(one.degrees)}) needs {readable_bytes(one.needed_bytes)}: {made_of}. A plan "
-        f"may use {readable_bytes(one.needed_bytes - one.missing_bytes)} of a device that has "
-        f"{readable_bytes(found.device_bytes)}; {readable_bytes(one.missing_bytes)} are missing. "
+        f"The closest plan ({plan_in_words(one.degrees)}) needs {readable_bytes(one.needed_bytes)}: {made_of}. "
+        f"{readable_bytes(one.missing_bytes)} are missing on a device that has {readable_bytes(found.device_bytes)}, "
+        f"because {usable_in_words(found.device_bytes)}. "
         f"What would help: {one.remedy}"
     )
 

@@ -30,6 +30,35 @@ def test_json() -> None:
     assert data["run"] is None and data["precision"] == "fp32" and data["fits"]
 
 
+def test_a_plan_file_has_the_model_and_the_degrees(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    path = tmp_path / "plan.json"
+    sizes = ("--layers", "2", "--hidden", "64")
+    found = json_of("plan", "gpt2", "-c", "4xh100", "--tp", "2", "--global-batch", "8", "-o", str(path), *SMALL)
+    made = json_of("estimate", str(path), "-c", "4xh100", *sizes)
+    assert made["step_s"] == pytest.approx(found["best"]["step_s"], rel=0.02)
+    assert (made["precision"], made["sequence"], made["global_batch"], made["degrees"]["tp"]) == ("bf16", 64, 8, 2)
+    assert "the plan file decides this" in refused("estimate", str(path), "-c", "4xh100", "--tp", "2")
+    assert "made for another model" in refused("estimate", str(path), "-c", "4xh100", "--layers", "3", "--hidden", "64")
+    path.write_text(path.read_text().replace('"model": "gpt2"', '"model": "Own"'))
+    assert "is of Own, which is no preset and no factory" in refused("estimate", str(path), "-c", "4xh100")
+
+
+def test_a_run_that_does_not_fit_has_neither_days_nor_money() -> None:
+    pytest.importorskip("transformers")
+    asked = ("estimate", "llama3-8b", "-c", "1xrtx4090", "--layers", "8", "--seq-len", "64", "--micro-batch", "1")
+    shown = autopar(*asked, "--tokens", "1e9")
+    assert "does not fit: a plan may need 21.1 GB: the allocator's cache takes 10% more, and 8% of" in shown.stdout
+    assert "whole run" not in shown.stdout and "days" not in shown.stdout
+    data = json_of(*asked, "--tokens", "1e9")
+    assert not data["fits"] and data["run"] is None and data["peak_bytes"] > 0.92 * data["device_bytes"]
+
+
+def test_a_framework_is_a_word_for_its_engine() -> None:
+    for word, engine in (("torchtitan", "fsdp"), ("deepspeed", "deepspeed-zero3"), ("accelerate", "accelerate")):
+        assert json_of("estimate", "gpt2", "-c", "4xh100", "--engine", word, *SMALL)["engine"] == engine
+
+
 def test_everything_wrong_at_once() -> None:
     message = refused("estimate", "gpt2", "-c", "4xcpu", "--tp", "3", "--dp", "3", "--zero", "7", "--seq-len", "0")
     assert "--zero: must be 0, 1, 2 or 3" in message and "--seq-len: must be a whole number" in message

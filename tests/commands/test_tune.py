@@ -20,7 +20,7 @@ from torch import nn
 import autopar
 from autopar.commands import tune_candidates
 from autopar.commands.trial import Trainer, TrialJob
-from autopar.cost_model.machine.machine import usable_bytes
+from autopar.cost_model.machine.fitted_constants import usable_bytes
 from autopar.errors import InputError, PlanError
 from autopar.ir.degrees import Degrees
 from autopar.planning.machine import machine_of

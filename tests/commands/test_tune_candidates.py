@@ -9,7 +9,8 @@ import pytest
 
 from autopar.commands.given import Given
 from autopar.commands.tune_candidates import Subject, candidates_of, subject_of
-from autopar.cost_model.machine.machine import Machine, usable_bytes
+from autopar.cost_model.machine.fitted_constants import usable_bytes
+from autopar.cost_model.machine.machine import Machine
 from autopar.ir.cluster import ClusterSpec
 from autopar.models.load import resolve_model
 from autopar.planning.machine import machine_of
@@ -37,8 +38,12 @@ def given(name: str = "llama3-8b", layers: int = 3) -> Given:
     return Given(model=found.model, example_inputs=found.example_inputs, loss_fn=found.loss_fn, name=name)
 
 
+def request(**words: Any) -> PlanOptions:
+    return PlanOptions(**{"precision": "fp32"} | words)
+
+
 def subject(cluster: ClusterSpec, asked: PlanOptions) -> Subject:
-    return subject_of(given(), cluster, asked, lambda text: None)
+    return subject_of(given(), cluster, asked, lambda text: None)[0]
 
 
 def machine(cluster: ClusterSpec, asked: PlanOptions) -> Machine:
@@ -51,7 +56,7 @@ def candidates(of: Subject, asked: PlanOptions) -> tuple[Candidate, ...]:
 
 @pytest.mark.parametrize("request_", REQUESTS.values(), ids=REQUESTS)
 def test_the_measured_plan_is_the_plan_that_the_search_found(request_: Mapping[str, Any]) -> None:
-    cluster, asked = ClusterSpec.preset("4xh100"), PlanOptions(global_batch=8, top=TOP, **request_)
+    cluster, asked = ClusterSpec.preset("4xh100"), request(global_batch=8, top=TOP, **request_)
     of = subject(cluster, asked)
     searched = search_captured(of.captured, cluster, asked, name=of.name, on_progress=lambda text: None).plan
     assert searched is not None
@@ -60,7 +65,7 @@ def test_the_measured_plan_is_the_plan_that_the_search_found(request_: Mapping[s
 
 
 def test_every_plan_of_a_pipeline_has_the_cuts_of_its_price() -> None:
-    cluster, asked = ClusterSpec.preset("4xh100"), PlanOptions(global_batch=8, top=TOP, fix={"pp": (2, 4)})
+    cluster, asked = ClusterSpec.preset("4xh100"), request(global_batch=8, top=TOP, fix={"pp": (2, 4)})
     of = subject(cluster, asked)
     every = candidates(of, asked)
     assert any(one.degrees["pp"] == 2 for one in every)
@@ -69,7 +74,7 @@ def test_every_plan_of_a_pipeline_has_the_cuts_of_its_price() -> None:
 
 
 def test_one_device_has_plans_of_several_micro_batches() -> None:
-    cluster, asked = ClusterSpec.preset("1xh100"), PlanOptions(global_batch=8, top=TOP)
+    cluster, asked = ClusterSpec.preset("1xh100"), request(global_batch=8, top=TOP)
     every = candidates(subject(cluster, asked), asked)
     assert sorted(one.degrees["micro_batch"] for one in every) == [1, 2, 4, 8]
     assert [one.predicted_s for one in every] == sorted(one.predicted_s for one in every)
@@ -77,7 +82,7 @@ def test_one_device_has_plans_of_several_micro_batches() -> None:
 
 def test_few_plans_of_the_degrees_are_filled_up_and_many_are_not() -> None:
     few, many = ClusterSpec.preset("2xh100"), ClusterSpec.preset("8xh100")
-    asked = PlanOptions(global_batch=8, top=3)
+    asked = request(global_batch=8, top=3)
     assert all(_differ(candidates(subject(many, asked), asked)))
     asked = replace(asked, top=TOP)
     every = candidates(subject(few, asked), asked)
@@ -94,7 +99,7 @@ def _differ(every: tuple[Candidate, ...]) -> list[bool]:
 
 def test_a_plan_is_there_that_leaves_memory_free() -> None:
     """The best plan fills a small device, so plans that fill less of it are added. They recompute."""
-    usual, asked = ClusterSpec.preset("1xcpu"), PlanOptions(global_batch=64, micro_batch=64, top=TOP)
+    usual, asked = ClusterSpec.preset("1xcpu"), request(global_batch=64, micro_batch=64, top=TOP)
     (only,) = candidates(subject(usual, asked), asked)
     usable = 1.02 * only.needed_bytes
     small = of_memory(usual, usable / usable_bytes(1.0))

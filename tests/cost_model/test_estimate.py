@@ -212,7 +212,7 @@ def test_a_model_s_dtype_is_what_is_priced_and_said_where_it_is_not_the_devices(
     def said(made: autopar.Estimate) -> list[str]:
         return [one for one in made.assumptions if "the model is" in one]
 
-    whole, half = found("4xh100"), found("4xh100", precision="bf16")
+    whole, half = found("4xh100", precision="fp32"), found("4xh100")
     assert (whole.precision, half.precision) == ("fp32", "bf16")
     assert whole.compute_s["matrix products"] > half.compute_s["matrix products"]
     assert ["without TF32" in one for one in said(whole)] == [True]
@@ -223,6 +223,7 @@ def test_a_model_s_dtype_is_what_is_priced_and_said_where_it_is_not_the_devices(
 def test_refusals(program: Program) -> None:
     with pytest.raises(InputError, match="unknown engine 'megatrom'; did you mean 'megatron'"):
         priced(program, {}, engine="megatrom")
+    assert priced(program, {"tp": 2}, engine="torchtitan").engine == "fsdp"
     with pytest.raises(PlanError, match="tp: must divide the 8 ranks"):
         priced(program, {"tp": 3})
     with pytest.raises(InputError, match="unknown precision 'bf17'"):

@@ -93,7 +93,10 @@ def plainly(dtype: torch.dtype) -> list[torch.Tensor]:
 
 def in_parallel(dtype: torch.dtype, compiled: bool = False, **plan: Any) -> list[torch.Tensor]:
     parallel = autopar.parallelize(
-        model(dtype), autopar.ClusterSpec.detect(), example_inputs=batches()[0], plan={"dp": 1, **plan}
+        model(dtype),
+        autopar.ClusterSpec.detect(),
+        example_inputs=batches()[0],
+        plan={"dp": 1, "precision": "fp32" if dtype == torch.float32 else None, **plan},
     )
     if compiled:
         parallel.compile()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import autopar
-from autopar.cost_model.machine.machine import USABLE
+from autopar.cost_model.machine.fitted_constants import usable_bytes
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.program import Program
 from autopar.planning import fixed
@@ -45,7 +45,7 @@ def test_open_recomputation_counts_the_optimizer_that_was_asked_for(
     reserve = found.machine.reserve_bytes
 
     def recomputed(optimizer: str, free_bytes: float) -> str:
-        small = replace(found, machine=replace(found.machine, memory_bytes=(reserve + free_bytes) / USABLE))
+        small = replace(found, machine=replace(found.machine, memory_bytes=(reserve + free_bytes) / usable_bytes(1.0)))
         monkeypatch.setattr(fixed, "own_machinery", lambda *_: small)
         degrees = resolve_degrees({**WISH, "optimizer": optimizer}, 4)
         return fixed.label_plan(llama, cluster, degrees, "llama").degrees.recompute

@@ -9,6 +9,7 @@ import pytest
 from searched_models import BATCH, LAYERS, model, small, tokens
 
 import autopar
+from autopar.cost_model.machine.fitted_constants import usable_bytes
 from autopar.errors import InputError, PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.planning.fixed import capture_for, check_plan
@@ -19,9 +20,10 @@ def searched(cluster: Any = "8xh100", **options: Any) -> SearchResult:
     return autopar.plan(model(), cluster, example_inputs=tokens(), global_batch=BATCH, **options)
 
 
-def test_a_float32_model_is_priced_as_it_runs_and_that_is_said() -> None:
+def test_a_float32_plan_is_priced_as_it_runs_and_that_is_said() -> None:
     fix = {"tp": 2, "pp": 1, "dp_shard": 4, "zero": 3, "micro_batch": 4}
-    found = autopar.plan(model().float(), "8xh100", example_inputs=tokens(), global_batch=BATCH, fix=fix)
+    in_fp32 = {"fix": fix | {"precision": "fp32"}}
+    found = autopar.plan(model().float(), "8xh100", example_inputs=tokens(), global_batch=BATCH, **in_fp32)
     assert found.precision == "fp32" and any("float32" in one and "TF32" in one for one in found.assumptions)
     usual = searched(fix=fix)
     assert usual.precision == "bf16" and not any("the model is" in one for one in usual.assumptions)
@@ -99,7 +101,7 @@ def test_recomputation_only_where_memory_forces_it() -> None:
     assert roomy.best is not None
     assert roomy.best.degrees["recompute"] == "none" and "loss_chunks" not in roomy.best.degrees
     needed = roomy.best.needed_bytes
-    tight = small((needed - 0.5e6) / 0.96)
+    tight = small((needed - 0.5e6) / usable_bytes(1.0))
     either = searched(tight, fix=fix).best
     in_chunks = searched(tight, fix=fix | {"recompute": "none"}).best
     full = searched(tight, fix=fix | {"loss_chunks": 1, "recompute": "full"}).best

@@ -7,8 +7,7 @@ from label_cases import program_of
 
 from autopar.cost_model.machine.cluster import cluster_machine
 from autopar.cost_model.machine.engine import engine_named
-from autopar.cost_model.machine.fitted_constants import mechanisms
-from autopar.cost_model.machine.machine import USABLE
+from autopar.cost_model.machine.fitted_constants import mechanisms, usable_bytes
 from autopar.cost_model.work.program_costs import ProgramWorks, program_works
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
@@ -37,7 +36,7 @@ def machinery_with(cluster: ClusterSpec, memory_bytes: float, ranks_per_core: fl
     """A cluster on whose devices a plan may hold `memory_bytes` beside the reserve."""
     engine = engine_named("autopar")
     machine = cluster_machine(cluster, engine, mechanisms(), precision="bf16")
-    memory = (machine.reserve_bytes + memory_bytes) / USABLE
+    memory = (machine.reserve_bytes + memory_bytes) / usable_bytes(1.0)
     return Machinery(
         machine=replace(machine, memory_bytes=memory, ranks_per_core=ranks_per_core),
     )

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autopar.cost_model.machine.machine import USABLE, Machine
+from autopar.cost_model.machine.fitted_constants import usable_bytes
+from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.published.estimate import RowGroup, estimate_rows, prepare
 from autopar.cost_model.published.families import family_name, family_of, numbers_of, shape_of_rows
 from autopar.cost_model.published.row import Row, RowEstimate
@@ -215,7 +216,7 @@ def check(rows: Sequence[Published]) -> None:
         assert isinstance(estimate, RowEstimate)
         reason, place = why_not_listed(one), place_of(one, space)
         assert (reason is None) == (place is not None), (one.row.id, reason, one.values)
-        room = max(one.machine.memory_bytes, one.needed_bytes / USABLE)
+        room = max(one.machine.memory_bytes, one.needed_bytes / usable_bytes(1.0))
         found = bounds_of(one, space, np.inf if one.values["recompute"] == SELECTIVE else room)
         assert np.min(found, initial=np.inf) <= estimate.seconds * (1 + SAME), (one.row.id, reason, one.values)
         is_staged, recompute = one.values["pp"] > 1, one.values["recompute"]

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from autopar.ir.explanation import Section, readable_bytes, readable_seconds
+from autopar.cost_model.machine.fitted_constants import usable_in_words
+from autopar.ir.explanation import Section, readable_bytes, readable_rate, readable_seconds
 from autopar.search.result.format import plan_in_words, readable_value, what_does_not_fit
 from autopar.search.result.result import Contender, SearchResult
 
@@ -20,19 +21,23 @@ def _best(found: SearchResult, best: Contender) -> Section:
     of_a_step = f"{found.global_batch:,} " + (f"sequences of {found.sequence:,} tokens" if has_tokens else "samples")
     counted = found.global_batch * found.sequence
     unit = "tokens" if has_tokens else "samples"
-    rate = f"{counted / best.step_s:,.0f} {unit}/s, {counted / best.step_s / best.num_devices:,.0f} of a device"
+    rates = [readable_rate(counted / best.step_s / devices) for devices in (1, best.num_devices)]
+    rate = f"{rates[0]} {unit}/s, {rates[1]} of a device"
     value = [] if found.unit == "s" else [f"{found.objective} {readable_value(best.value, found.unit)}"]
     lines = [
         plan_in_words(best.degrees),
         *value,
         f"{readable_seconds(best.step_s)} a step of {of_a_step}: {rate}",
         f"{readable_bytes(best.needed_bytes)} of {readable_bytes(found.device_bytes)} on the fullest device",
+        usable_in_words(found.device_bytes),
         *_interval(found),
         _proof(found),
-        f"engine {found.engine}, {found.precision}, profile {found.profile}; searched in {found.seconds:.1f} s",
+        *(note for note in found.notes if found.plan is None or note not in found.plan.notes),
+        f"engine {found.engine}, profile {found.profile}; searched in {found.seconds:.1f} s",
     ]
     some = "" if best.num_devices == found.num_devices else f"{best.num_devices:,} of "
-    title = f"{found.model} on {found.cluster}, {some}{found.num_devices:,} devices: the best of {_count(found)}"
+    where = f"{some}{found.num_devices:,} devices, {found.precision}"
+    title = f"{found.model} on {found.cluster}, {where}: the best of {_count(found)}"
     return Section(title=title, lines=tuple(lines))
 
 

@@ -70,7 +70,14 @@ def test_given_degrees_are_cut_as_a_search_cuts_them(name: str, cluster: str, de
     program, plan = make_plan(model.model, spec, model.example_inputs, chosen)
     fixed = {**given, "dp_replicate": 1, "regather": True, "order": "pp-dp-tp"}
     searched = autopar.plan(
-        model.model, spec, example_inputs=model.example_inputs, global_batch=16 * chosen.dp, fix=fixed, trials=0, top=0
+        model.model,
+        spec,
+        example_inputs=model.example_inputs,
+        global_batch=16 * chosen.dp,
+        fix=fixed,
+        trials=0,
+        top=0,
+        precision="fp32",
     )
     assert searched.plan is not None
     assert plan.cuts == searched.plan.cuts

@@ -6,7 +6,7 @@ import pytest
 from searched_models import BATCH, model, small, tokens
 
 from autopar.capture.any_size import Capture, capture
-from autopar.cost_model.machine.machine import USABLE
+from autopar.cost_model.machine.fitted_constants import usable_bytes
 from autopar.errors import InputError, PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.planning.labels import LABELLED_DP
@@ -58,7 +58,7 @@ def test_what_fits_only_with_recomputation_does_not_fit_without(captured: Captur
     roomy = searched(captured, **alone)
     assert roomy.best is not None
     assert roomy.details is not None
-    tight = small((roomy.best.needed_bytes - roomy.details.ranks[0].bytes["activations"] / 4) / USABLE)
+    tight = small((roomy.best.needed_bytes - roomy.details.ranks[0].bytes["activations"] / 4) / usable_bytes(1.0))
     free = searched(captured, tight, **alone)
     assert free.best is not None
     assert free.best.degrees["recompute"] == "selective"
