@@ -5,6 +5,7 @@ calls `train`, also under your own torchrun.
 """
 
 import argparse
+import copy
 import os
 import subprocess
 import sys
@@ -19,7 +20,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar.commands.verify import materialised
 from autopar.runtime.model.module import ParallelModel
 from autopar.runtime.parameters.materialise import parameter_source
 
@@ -91,6 +91,22 @@ class Text:
 def on_one_device(model: nn.Module) -> nn.Module:
     """The unmodified model on CPU with its weights. A model on meta gets the weights that every plan gives it."""
     return materialised(model, parameter_source(model, seed=SEED))
+
+
+def materialised(model: torch.nn.Module, source: Callable[[str], torch.Tensor]) -> torch.nn.Module:
+    """A CPU copy of a meta model that holds the weights and buffers of `source`; tied parameters stay tied."""
+    plain = copy.deepcopy(model)
+    made: dict[int, torch.nn.Parameter] = {}
+    for path, module in plain.named_modules():
+        prefix = f"{path}." if path else ""
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in made:
+                value = source(prefix + name).detach().clone()
+                made[id(parameter)] = torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
+            setattr(module, name, made[id(parameter)])
+        for name, _ in module.named_buffers(recurse=False):
+            module._buffers[name] = source(prefix + name).clone()
+    return plain.train()
 
 
 def train_steps(

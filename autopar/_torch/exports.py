@@ -190,14 +190,13 @@ def applied_functions(apply: Callable[..., Any]) -> Iterator[None]:
 
 @contextmanager
 def module_conversions(convert: Callable[..., Any]) -> Iterator[None]:
-    """A context in which ``module.to(...)``, ``.float()`` and the like call ``convert(module, function, plain)``.
+    """A context in which ``module.to(...)``, ``.float()`` and the like call ``convert(module, function)``.
 
-    `function` converts a tensor. ``plain()`` converts the module.
+    `function` converts a tensor.
     """
-    original: Any = torch.nn.Module._apply
 
-    def applied(module: torch.nn.Module, function: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        return convert(module, function, lambda: original(module, function, *given, **named))
+    def applied(module: torch.nn.Module, function: Callable[..., Any], *_: Any, **__: Any) -> Any:
+        return convert(module, function)
 
     with patch.object(torch.nn.Module, "_apply", applied):
         yield

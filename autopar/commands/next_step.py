@@ -67,7 +67,7 @@ def next_after_difference(report: "Report", command: VerifyCommand) -> str:
     """A command that narrows down a difference."""
     failed = {q.name for q in report.quantities if not q.passed}
     degrees = report.plan.degrees
-    if failed <= {"captured loss", "captured gradients"}:
+    if all(name.startswith("captured ") for name in failed):
         return f"{command.words(1)}  # the split is right, and the capture differs from the module on one device too"
     if degrees.tp > 1 or degrees.cp > 1 or degrees.pp > 1:
         return f"{command.words(degrees.world_size, {'dp': degrees.world_size})}  # {_LEAST}: is it equal?"

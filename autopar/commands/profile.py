@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from autopar.capture.record.pickled import to_bytes
-from autopar.commands.verify import Job, built_on_rank, decide, structured, tensors_of
+from autopar.commands.unmodified import structured, tensors_of
+from autopar.commands.verify import Job, built_on_rank, decide
 from autopar.ir.plan import Plan
 from autopar.runtime.distributed.launch import Ranks
 from autopar.runtime.model.module import ParallelModel

@@ -4,8 +4,6 @@ The command line's `autopar verify` and tests call `verify`; steps and compariso
 `autopar.runtime.verify.verify`.
 """
 
-import contextlib
-import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -15,34 +13,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load, save
 
-from autopar._torch.private import convert_tensors
-from autopar.capture.export.export import Inputs, input_names, inputs_of_values, outputs_of
 from autopar.capture.program import batch_and_sequence
 from autopar.capture.record.pickled import from_bytes, to_bytes
-from autopar.errors import CaptureError, InputError, PlanError, VerificationError
+from autopar.commands.unmodified import against_module, structured, tensors_of
+from autopar.errors import CaptureError, InputError, PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees, degrees_from
 from autopar.ir.plan import Plan
-from autopar.ir.precision import as_float64, like_kind
 from autopar.ir.program import Program
 from autopar.models.load import ResolvedModel, in_storage, is_factory, resolve_model
 from autopar.planning.degrees import resolve_degrees
 from autopar.planning.fixed import capture_for, check_plan, label_plan
 from autopar.runtime.codegen.passes.attention_dropout import without_attention_dropout
 from autopar.runtime.distributed.launch import Ranks
-from autopar.runtime.model.inputs import split_micro_batches
 from autopar.runtime.parameters.materialise import parameter_source, seeded
-from autopar.runtime.verify.error_metrics import (
-    TOLERANCES,
-    Measured,
-    Quantity,
-    Tensors,
-    may_change,
-    measured,
-    worst,
-)
-from autopar.runtime.verify.float64_program import casts_lower, promoted
+from autopar.runtime.parameters.state_loading import model_tensors
+from autopar.runtime.verify.error_metrics import TOLERANCES, Quantity
+from autopar.runtime.verify.float64_program import default_dtype, promoted
 from autopar.runtime.verify.noise import Change, Noise, samples_of
 from autopar.runtime.verify.precision_bound import (
     DIRECT_TOLERANCES,
@@ -50,7 +39,15 @@ from autopar.runtime.verify.precision_bound import (
     is_bounded,
 )
 from autopar.runtime.verify.random_batches import notes_on_inputs, random_batches, values_that_decide
-from autopar.runtime.verify.reference import Batch, Source, Steps, check_reference, constants_of, reference_steps
+from autopar.runtime.verify.reference import (
+    EXAMPLE,
+    Batch,
+    Source,
+    Steps,
+    check_reference,
+    constants_of,
+    reference_steps,
+)
 from autopar.runtime.verify.shared_draws import draws_anything
 from autopar.runtime.verify.verify import (
     Report,
@@ -58,7 +55,6 @@ from autopar.runtime.verify.verify import (
     compare_with_noise,
     in_dtype,
     merge_stages,
-    notes_on_noise,
     parallel_steps,
 )
 
@@ -153,28 +149,28 @@ def verify(
     given = values_that_decide(checked, tensors_of(model))
     constants = constants_of(checked, source)
     data = random_batches(checked, decided.degrees, steps, seed, given, constants)
-    reference = reference_steps(checked, source, data, decided.degrees)
-    check_reference(reference)
-    exact = in_float32(checked, source, data, decided.degrees) if is_bounded(decided.degrees) else reference
+    example = example_batch(model, checked, decided.degrees, constants)
     _, was_quietened = without_attention_dropout(program)
     draws = draws_anything(program)
     captured: tuple[Quantity, ...] = ()
     captured_notes: tuple[str, ...] = ()
-    count = decided.degrees.num_micro_batches
-    if not draws and (count == 1 or decided.degrees.per_micro_batch):
-        micro_batches = split_micro_batches(program, data[0], count)
-        captured, captured_notes = against_model(model, program, source, micro_batches, exact)
+    with default_dtype(torch.float64 if dtype == "float64" else None):
+        reference = reference_steps(checked, source, data, decided.degrees, example)
+        check_reference(reference)
+        if not all(bool(value.isfinite().all()) for value in reference.example.values()):
+            example, reference.example = None, {}
+            captured_notes = ("the example inputs give no finite gradients on one device, and are left out",)
+    exact = in_float32(checked, source, data, decided.degrees, example) if is_bounded(decided.degrees) else reference
+    if not draws:
+        captured, more = against_module(model, program, source, data, decided.degrees, exact, example)
+        captured_notes += more
     on_progress(f"the same steps on {world_size} ranks")
-    with nullcontext(ranks) if ranks is not None else Ranks(world_size) as world:
-        describe = partial(rank_name, decided.degrees)
-        target, arguments = "autopar.commands.verify:rank_steps", (job, decided, to_bytes(program), given)
-        parts: list[Steps | None] = world.run(target, *arguments, describe=describe)
-    found = merge_stages([part for part in parts if part is not None])
+    found = on_ranks(job, program, decided, data, example, weights_of(model.model, source), ranks)
     if precision is not None and is_bounded(decided.degrees) and not draws:
         quantities, notes = compare_with_float32(exact, reference, found, precision)
     else:  # random numbers of 16 bits are other numbers than those of float32
         tolerance = TOLERANCES[dtype] if not is_bounded(decided.degrees) else DIRECT_TOLERANCES[precision or ""]
-        noise = noise_of(checked, source, data, decided.degrees, reference)
+        noise = noise_of(checked, source, data, decided.degrees, reference, example)
         quantities, notes = compare_with_noise(reference, found, tolerance, noise)
     notes += captured_notes + notes_on_inputs(checked, constants)
     if draws:
@@ -183,10 +179,27 @@ def verify(
         notes += ("the dropout of scaled_dot_product_attention was off on both sides",)
     return Report(
         plan=decided,
-        quantities=(*quantities, *captured),
+        quantities=(*(q for q in quantities if q.name != EXAMPLE or q.where), *captured),
         notes=notes,
         seconds=time.monotonic() - started,
     )
+
+
+def on_ranks(
+    job: Job,
+    program: Program,
+    plan: Plan,
+    data: Sequence[Batch],
+    example: Batch | None,
+    weights: bytes,
+    ranks: Ranks | None,
+) -> Steps:
+    """The steps on ranks: on `ranks`, or on a world that ends here."""
+    with nullcontext(ranks) if ranks is not None else Ranks(plan.degrees.world_size) as world:
+        arguments = (job, plan, to_bytes(program), data, example, weights)
+        describe = partial(rank_name, plan.degrees)
+        parts: list[Steps | None] = world.run("autopar.commands.verify:rank_steps", *arguments, describe=describe)
+    return merge_stages([part for part in parts if part is not None])
 
 
 def _precision_of(degrees: Mapping[str, Any] | None, plan: Path | str | None) -> str | None:
@@ -207,11 +220,28 @@ def _dtype_beside(precision: str | None, dtype: str) -> str:
     return "float32"
 
 
-def in_float32(program: Program, source: Source, data: Sequence[Batch], degrees: Degrees) -> Steps:
+def in_float32(
+    program: Program, source: Source, data: Sequence[Batch], degrees: Degrees, example: Batch | None = None
+) -> Steps:
     """The steps of a program on one device if every 16-bit value is float32."""
-    wide = [{n: t.float() if t.is_floating_point() else t for n, t in batch.items()} for batch in data]
+
+    def wide(batch: Batch) -> Batch:
+        return {name: value.float() if value.is_floating_point() else value for name, value in batch.items()}
+
     plain = replace(degrees, precision=None, reduce_dtype=None)
-    return reference_steps(promoted(program, torch.float32), source, wide, plain)
+    own = None if example is None else wide(example)
+    return reference_steps(promoted(program, torch.float32), source, [wide(batch) for batch in data], plain, own)
+
+
+def example_batch(
+    model: ResolvedModel, program: Program, degrees: Degrees, constants: Mapping[str, torch.Tensor]
+) -> Batch | None:
+    """The global batch that repeats the rows of a factory's example inputs. None if they have no values."""
+    given = tensors_of(model)
+    if model.kind != "factory" or any(value.is_meta for value in given.values()):
+        return None
+    (batch,) = random_batches(program, degrees, 1, 0, given, constants)
+    return batch
 
 
 def decide(
@@ -247,16 +277,6 @@ def decide(
     return model, program, label_plan(program, ClusterSpec.preset(f"{world_size}xcpu"), wanted, model.name)
 
 
-def tensors_of(model: ResolvedModel) -> dict[str, torch.Tensor]:
-    """The tensors of the example inputs by name."""
-    return input_names(model.model, model.example_inputs, model.loss_fn)
-
-
-def structured(model: ResolvedModel, batch: Batch) -> Inputs:
-    """A batch of tensors by name, in the structure of the example inputs and with their values that are no tensors."""
-    return inputs_of_values(model.model, model.example_inputs, batch, model.loss_fn)
-
-
 def degrees_from_wish(wish: Mapping[str, Any] | None) -> dict[str, Any]:
     """Degrees that were asked for, without the ones left open."""
     given = {k: v for k, v in dict(wish or {}).items() if v is not None}
@@ -286,150 +306,59 @@ def built_on_rank(job: Job, plan: Plan, program: bytes) -> tuple[ResolvedModel, 
     return model, captured
 
 
-def rank_steps(rank: int, job: Job, plan: Plan, program_bytes: bytes, given: Tensors) -> Steps | None:
-    """The work of one rank: build the model on meta and run the steps. One rank of each stage returns them."""
+def rank_steps(
+    rank: int,
+    job: Job,
+    plan: Plan,
+    program_bytes: bytes,
+    data: list[dict[str, torch.Tensor]],
+    example: Batch | None,
+    weights: bytes,
+) -> Steps | None:
+    """The work of one rank: build the model's structure and run the steps. One rank of each stage returns them."""
     model, program = built_on_rank(job, plan, program_bytes)
-    checked = in_dtype(program, job.dtype)
-    source = parameter_source(model.model, state=None, seed=job.seed, dtype=None)
-    data = random_batches(checked, plan.degrees, job.steps, job.seed, given, constants_of(checked, source))
-    found = parallel_steps(checked, plan, source, data, partial(structured, model))
+    source = source_of_weights(model.model, weights)
+    with default_dtype(torch.float64 if job.dtype == "float64" else None):
+        program = in_dtype(program, job.dtype)
+        found = parallel_steps(program, plan, source, data, partial(structured, model), example)
     is_first = not any(plan.degrees.coordinate(name, rank) for name in ("dp", "tp"))
     return found if is_first else None
 
 
-def noise_of(program: Program, source: Source, data: Sequence[Batch], degrees: Degrees, reference: Steps) -> Noise:
+def weights_of(model: torch.nn.Module, source: Source) -> bytes:
+    """The weights and buffers of this process, for all ranks: another process may compute other last bits."""
+    values = {name: source(name).contiguous() for name in model_tensors(model)}
+    made: bytes = save({name: torch.view_as_real(v) if v.is_complex() else v.clone() for name, v in values.items()})
+    return made
+
+
+def source_of_weights(model: torch.nn.Module, weights: bytes) -> Source:
+    """The values of `weights_of`, by any name of a tensor in the model."""
+    values, slots = load(weights), {name: slot for slot in model_tensors(model).values() for name in slot.names}
+
+    def source(name: str) -> torch.Tensor:
+        value = values[slots[name].name]
+        return torch.view_as_complex(value) if slots[name].tensor.is_complex() else value
+
+    return source
+
+
+def noise_of(
+    program: Program,
+    source: Source,
+    data: Sequence[Batch],
+    degrees: Degrees,
+    reference: Steps,
+    example: Batch | None = None,
+) -> Noise:
     """The noise of the reference's steps."""
     dtype = torch.float64 if any(p.dtype is torch.float64 for p in program.every_parameter.values()) else None
     count = degrees.num_micro_batches
 
     def run(change: Change) -> Steps:
         changed = [change.batch(program, batch, count) for batch in data]
-        return reference_steps(program, change.source(source, dtype), changed, degrees)
+        own = None if example is None else change.batch(program, example, count)
+        with default_dtype(dtype):
+            return reference_steps(program, change.source(source, dtype), changed, degrees, own)
 
     return Noise(run, reference, 0 if draws_anything(program) else samples_of(program, data[0], count))
-
-
-def against_model(
-    model: ResolvedModel, program: Program, source: Source, micro_batches: Sequence[Batch], reference: Steps
-) -> tuple[tuple[Quantity, ...], tuple[str, ...]]:
-    """The promoted reference against the unmodified model, once: mean loss and gradients, and notes.
-
-    The unmodified model runs in its own dtype, and the noise is measured on it. A float64 model may compute norms and
-    rotary tables in float32, as `program` shows. The promoted reference does not, so the tolerance is float32's then.
-    If a tensor cannot be judged there, or differs, the model runs in float64 for this tensor, unless the model fails in
-    float64. At a kink of a function, such as a sample that lies exactly on a pixel, two dtypes have different
-    gradients.
-    """
-    own = _dtype_of(model.model)
-    coarsest = torch.float32 if own is torch.float64 and casts_lower(program) else own
-    tolerance = TOLERANCES[str(coarsest).removeprefix("torch.")]
-    errors_in = partial(_errors_of_model, model, source, micro_batches, reference, tolerance)
-    losses, gradients = errors_in(in_float64=False)
-    notes: tuple[str, ...] = ()
-    doubtful = {n for errors in (losses, gradients) for n, m in errors.items() if not m.passes(tolerance)}
-    if doubtful and own is not torch.float64:
-        with contextlib.suppress(Exception):  # code of the user that may need its own dtype
-            more = errors_in(in_float64=True)
-            losses, gradients = (
-                {name: again[name] if name in doubtful else one for name, one in errors.items()}
-                for errors, again in zip((losses, gradients), more, strict=True)
-            )
-            notes = (f"{len(doubtful)} values of the unmodified model are compared in float64: {own} is too coarse",)
-    quantities = worst("captured loss", losses, tolerance), worst("captured gradients", gradients, tolerance)
-    return quantities, (*notes_on_noise(quantities), *notes)
-
-
-def _errors_of_model(
-    model: ResolvedModel,
-    source: Source,
-    micro_batches: Sequence[Batch],
-    reference: Steps,
-    tolerance: float,
-    *,
-    in_float64: bool,
-) -> tuple[dict[str, Measured], dict[str, Measured]]:
-    """Errors of loss and gradients of the unmodified model in its own dtype or in float64."""
-    plain = step_of_model(model, source, micro_batches, in_float64=in_float64)
-    missing = set(reference.gradients) ^ set(plain.gradients)
-    if missing:
-        raise VerificationError(
-            f"the captured program and the model disagree on which gradients exist: {sorted(missing)}"
-        )
-    dtype = plain.losses[0].dtype
-
-    def compare(moved: Sequence[Steps]) -> tuple[dict[str, Measured], dict[str, Measured]]:
-        losses = _against(reference, plain, moved, lambda steps: {"loss": steps.losses[0]}, dtype)
-        return losses, _against(reference, plain, moved, lambda steps: steps.gradients, dtype)
-
-    run = partial(step_of_model, model, source, micro_batches, in_float64=in_float64)
-    noise = Noise(run, plain, samples=0)
-    return noise.verdict(
-        compare, lambda errors, num_runs: may_change([*errors[0].values(), *errors[1].values()], tolerance, num_runs)
-    )
-
-
-def _against(
-    reference: Steps, plain: Steps, moved: Sequence[Steps], values: Callable[[Steps], Tensors], dtype: torch.dtype
-) -> dict[str, Measured]:
-    """Errors of the unmodified model. Its runs are moved to the reference, because noise is a change."""
-    exact, own = values(reference), values(plain)
-    shifted = [
-        {n: as_float64(exact[n]) + as_float64(v) - as_float64(own[n]) for n, v in values(run).items()} for run in moved
-    ]
-    return measured(own, exact, shifted, dtype=dtype)
-
-
-def step_of_model(
-    model: ResolvedModel,
-    source: Source,
-    micro_batches: Sequence[Batch],
-    change: Change | None = None,
-    *,
-    in_float64: bool = False,
-) -> Steps:
-    """Loss and gradients of the unmodified model in its own dtype or in float64, perhaps with other rounding."""
-    wanted = torch.float64 if in_float64 else None
-    plain = materialised(model.model, source if change is None else change.source(source, wanted))
-    plain = convert_tensors(plain, lambda t: t.to(like_kind(t.dtype, torch.float64))) if in_float64 else plain
-    dtype = _dtype_of(plain)
-    loss = torch.zeros((), dtype=dtype)
-    for batch in micro_batches:
-        typed = {k: v.to(like_kind(v.dtype, dtype)) for k, v in batch.items()}
-        if change is not None:
-            typed = {k: change.of(k, v) for k, v in typed.items()}
-        loss = loss + _loss_of_copy(plain, model, typed) / len(micro_batches)
-    loss.backward()
-    gradients = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
-    return Steps(losses=[loss.detach()], gradients=gradients)
-
-
-def _dtype_of(model: torch.nn.Module) -> torch.dtype:
-    """The dtype of a model's first parameter without imaginary parts."""
-    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-
-
-def _loss_of_copy(copied: torch.nn.Module, model: ResolvedModel, batch: Batch) -> torch.Tensor:
-    """The loss of a copy of the model. Raises `InputError` if the copy fails: the model itself has been captured."""
-    try:
-        return outputs_of(copied, structured(model, batch), model.loss_fn)["loss"]
-    except Exception as error:
-        raise InputError(
-            f"a deep copy of the model fails on one device: {type(error).__name__}: {error}; a function that the model "
-            "keeps may hold the model itself, such as a lambda with `self`; make it a method"
-        ) from error
-
-
-def materialised(model: torch.nn.Module, source: Callable[[str], torch.Tensor]) -> torch.nn.Module:
-    """A CPU copy of a meta model that holds the weights and buffers of `source`; tied parameters stay tied."""
-    plain = copy.deepcopy(model)
-    made: dict[int, torch.nn.Parameter] = {}
-    for path, module in plain.named_modules():
-        prefix = f"{path}." if path else ""
-        for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) not in made:
-                value = source(prefix + name).detach().clone()
-                made[id(parameter)] = torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
-            setattr(module, name, made[id(parameter)])
-        for name, _ in module.named_buffers(recurse=False):
-            module._buffers[name] = source(prefix + name).clone()
-    return plain.train()

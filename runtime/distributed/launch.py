@@ -34,7 +34,7 @@ GATHER_S = 1.0  # wait for the failures of other ranks, to find the first
 DIED = 0.0  # the failure time of a process that has ended
 STACK_S = 2.0  # for a rank that does not answer to write its stack
 STACK_LINES = 8
-TIMED_OUT = ("timed out", "timeout", "Timed out")
+TIMED_OUT = ("timed out", "timeout", "Timed out", "failed to pass monitoredBarrier")
 Describe = Callable[[int], str]
 Failure = tuple[float, str, str, str, str]  # when, "user" or "bug", message, notes, traceback
 # The server that ranks are forked from loads these modules once, if they are installed.
@@ -79,8 +79,10 @@ def _work(place: _Place, pipe: Any, asked: Any) -> None:
     from torch.distributed import FileStore  # type: ignore[attr-defined]
 
     rank, world_size = place.rank, place.world_size
-    level = "DETAIL" if place.checked else "OFF"
-    os.environ.update(TORCH_DISTRIBUTED_DEBUG=level, RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+    # torch reads TORCH_DISTRIBUTED_DEBUG at its import, which the server of ranks has done
+    levels = dist.DebugLevel  # type: ignore[attr-defined]
+    dist.set_debug_level(levels.DETAIL if place.checked else levels.OFF)  # type: ignore[attr-defined]
     os.environ["TORCH_FR_BUFFER_SIZE"] = "0"  # else torch keeps a Python stack of every collective, which nobody reads
     torch.set_num_threads(1)
     stack = os.open(stack_file(place.folder, rank), os.O_CREAT | os.O_WRONLY)

@@ -280,6 +280,16 @@ def group_of_stages(mesh: RankMesh, stage_ranks: tuple[int, ...]) -> dist.Proces
     return _group_of_stages(stage_ranks, mesh.pipeline.stride, mesh.pipeline.degree, dist.group.WORLD)
 
 
+def group_of_messages(pipeline: MeshDim) -> dist.ProcessGroup:
+    """The group of a pipeline's messages. Collective, as `group_of_stages`.
+
+    PyTorch's check of collectives counts messages too, and ranks send different numbers of them.
+    """
+    if dist.get_debug_level() != dist.DebugLevel.DETAIL:  # type: ignore[attr-defined]
+        return pipeline.group
+    return _group_of_stages(tuple(range(pipeline.degree)), pipeline.stride, pipeline.degree, dist.group.WORLD)
+
+
 @cache
 def _group_of_stages(stage_ranks: tuple[int, ...], stride: int, degree: int, world: object) -> dist.ProcessGroup:
     """All ranks make all groups in the same order, as torch requires. A rank keeps the group that contains it."""

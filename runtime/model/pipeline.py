@@ -25,7 +25,7 @@ from autopar.ir.schedules.action import Action
 from autopar.ir.schedules.registry import SCHEDULES, actions
 from autopar.ir.stages import Stage, recomputed_calls, separates
 from autopar.runtime.distributed.hang_report import Place, frames_of, rank_position
-from autopar.runtime.distributed.mesh import MeshDim
+from autopar.runtime.distributed.mesh import MeshDim, group_of_messages
 from autopar.runtime.model import zero
 from autopar.runtime.model.compiled import CompiledProgram
 from autopar.runtime.model.outputs import wide
@@ -193,7 +193,7 @@ class Pipeline:
                 device,
                 input_args=_metas(compiled, stage.receives),
                 output_args=sent,
-                group=pipeline.group,
+                group=group_of_messages(pipeline),
                 degrees=degrees,
                 separates=separates(compiled.program, stage, recomputed),
             )

@@ -5,6 +5,8 @@ an equivalence of 1e-9. Both sides of a verification run the promoted program. T
 the unmodified model once, at float32 tolerance.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +21,17 @@ from autopar.rules.rule import TensorInfo
 from autopar.rules.scaled_product import SCALED_LINEAR
 
 LOWER = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    """A context with another default dtype of torch, in which integers become floating-point numbers."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def promoted(program: Program, dtype: torch.dtype = torch.float64) -> Program:

@@ -34,7 +34,7 @@ from autopar.runtime.verify.error_metrics import (
     size_of_all,
     worst,
 )
-from autopar.runtime.verify.reference import LEARNING_RATE, Steps
+from autopar.runtime.verify.reference import EXAMPLE, LEARNING_RATE, Steps
 
 FACTOR = 2.0  # docs/precision.md has the measured ratios of the two errors
 LARGEST_OF_EIGHT_BITS = 0.3
@@ -79,6 +79,7 @@ def compare_with_float32(
         compared("gradients", lambda steps: steps.gradients),
         compared("clip norm", lambda steps: _numbered(steps.norms)),
         _bounded("parameters after AdamW", weights, exact.weights, precision),
+        compared(EXAMPLE, lambda steps: steps.example),
     ]
     if found.buffers:
         held = found.buffers.keys()

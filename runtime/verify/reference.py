@@ -21,6 +21,7 @@ from autopar.runtime.verify.shared_draws import on_one_device
 
 LEARNING_RATE = 1e-3
 MAX_NORM = 1.0
+EXAMPLE = "loss and gradients of the example"  # a quantity of factories alone
 LOSS_SCALE = 1024.0  # in float16
 Source = Callable[[str], torch.Tensor]
 Batch = Mapping[str, torch.Tensor]
@@ -28,7 +29,7 @@ Batch = Mapping[str, torch.Tensor]
 
 @dataclass(slots=True)
 class Steps:
-    """The results of several steps: all compared values."""
+    """The results of several steps: all compared values. `example` has the loss and gradients of the example inputs."""
 
     losses: list[torch.Tensor] = field(default_factory=list)
     norms: list[torch.Tensor] = field(default_factory=list)
@@ -36,6 +37,7 @@ class Steps:
     outputs: dict[str, torch.Tensor] = field(default_factory=dict)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    example: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def constants_of(program: Program, source: Source) -> dict[str, torch.Tensor]:
@@ -127,6 +129,11 @@ class _Reference:
         complete_gradients(self.program, self.parameters)
         return total
 
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients by the model's names."""
+        gradients = {n: p.grad.clone() for n, p in self.parameters.items() if p.grad is not None}
+        return join_packed(self.program, gradients)
+
     @torch.no_grad()
     def outputs(self, pieces: Sequence[Batch]) -> dict[str, torch.Tensor]:
         """The outputs of the last micro-batch in evaluation mode."""
@@ -134,21 +141,29 @@ class _Reference:
         return {key: values[name].detach() for key, name in self.program.outputs.items()}
 
 
-def reference_steps(program: Program, source: Source, data: Sequence[Batch], degrees: Degrees) -> Steps:
-    """The steps of the captured program on one device, the whole batch at once or in micro-batches."""
+def reference_steps(
+    program: Program, source: Source, data: Sequence[Batch], degrees: Degrees, example: Batch | None = None
+) -> Steps:
+    """The steps of the captured program on one device, the whole batch at once or in micro-batches.
+
+    Loss and gradients of the batch `example` come first, without an optimizer step.
+    """
     one = _Reference(program, source, degrees)
     optimizer = torch.optim.AdamW(one.parameters.values(), lr=LEARNING_RATE)
     found, scaler = Steps(), scaler_of(degrees)
+    if example is not None:
+        loss = one.forward_backward(split_micro_batches(program, example, degrees.num_micro_batches), 0)
+        found.example = {"the loss": loss, **one.gradients()}
+        optimizer.zero_grad()
     for step, batch in enumerate(data):
         pieces = split_micro_batches(program, batch, degrees.num_micro_batches)
         if step == 0:
             found.outputs = one.outputs(pieces)
-        found.losses.append(one.forward_backward(pieces, step, scaler))
+        found.losses.append(one.forward_backward(pieces, step + (example is not None), scaler))
         if scaler is not None:
             scaler.unscale_(optimizer)
         if step == 0:
-            gradients = {n: p.grad.clone() for n, p in one.parameters.items() if p.grad is not None}
-            found.gradients = join_packed(program, gradients)
+            found.gradients = one.gradients()
         found.norms.append(torch.nn.utils.clip_grad_norm_(one.parameters.values(), MAX_NORM))
         step_with(scaler, optimizer)
     found.weights = join_packed(program, {n: p.detach() for n, p in one.parameters.items()})

@@ -29,7 +29,15 @@ from autopar.runtime.verify.error_metrics import (
 )
 from autopar.runtime.verify.float64_program import promoted
 from autopar.runtime.verify.noise import Noise
-from autopar.runtime.verify.reference import LEARNING_RATE, MAX_NORM, Steps, scaler_of, step_with
+from autopar.runtime.verify.reference import (
+    EXAMPLE,
+    LEARNING_RATE,
+    MAX_NORM,
+    Batch,
+    Steps,
+    scaler_of,
+    step_with,
+)
 from autopar.runtime.verify.shared_draws import SharedDraws
 
 HOW_TO_JUDGE = "use float64, a larger batch, larger inputs, or fewer steps"
@@ -87,16 +95,22 @@ def parallel_steps(
     source: Callable[[str], torch.Tensor],
     data: list[dict[str, torch.Tensor]],
     structured: Callable[[Mapping[str, torch.Tensor]], Any] = lambda batch: batch,
+    example: Batch | None = None,
 ) -> Steps:
     """The same steps under a plan on the ranks of the initialised world. Every rank gets whole tensors.
 
-    `structured` puts tensors by name into the structure of the model's inputs.
+    `structured` puts tensors by name into the structure of the model's inputs. Loss and gradients of the batch
+    `example` come first, without an optimizer step.
     """
     streams = lambda mesh: SharedDraws(plan.mesh, mesh.dims)  # noqa: E731
     model = ParallelModel(program, plan, source, torch.device("cpu"), streams=streams)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     coordinate = model.rank_mesh.sample_ranks.coordinate
     found, scaler = Steps(), scaler_of(plan.degrees)
+    if example is not None:
+        own = this_ranks_part(program, example, plan.degrees, coordinate)
+        found.example = {"the loss": model.forward_backward(structured(own)), **model.whole_gradients()}
+        optimizer.zero_grad()
     for step, batch in enumerate(data):
         own = this_ranks_part(program, batch, plan.degrees, coordinate)
         if step == 0:
@@ -120,7 +134,7 @@ def merge_stages(parts: Sequence[Steps]) -> Steps:
     """The results of all ranks of a pipeline, together. Raises `VerificationError` if two ranks differ."""
     found = parts[0]
     for part in parts[1:]:
-        for kind in ("gradients", "outputs", "weights", "buffers"):
+        for kind in ("gradients", "outputs", "weights", "buffers", "example"):
             own, other = getattr(found, kind), getattr(part, kind)
             for name, value in other.items():
                 if not torch.equal(own.setdefault(name, value), value):
@@ -132,9 +146,12 @@ def merge_stages(parts: Sequence[Steps]) -> Steps:
 
 
 def compare_steps(
-    reference: Steps, found: Steps, tolerance: float, moved: Sequence[Steps] = ()
+    reference: Steps, found: Steps, tolerance: float, moved: Sequence[Steps] = (), *, prefix: str = ""
 ) -> tuple[tuple[Quantity, ...], tuple[str, ...]]:
-    """Quantities by the error measure, and notes. `moved` are runs in which only rounding is different."""
+    """Quantities by the error measure, and notes. `moved` are runs in which only rounding is different.
+
+    The names of the quantities begin with `prefix`.
+    """
     reach = 2 * LEARNING_RATE * len(reference.losses)
     weights, by_reach = measured_weights(
         found.weights,
@@ -147,14 +164,15 @@ def compare_steps(
 
     def compared(name: str, values: Callable[[Steps], Tensors], reach: float = 0.0) -> Quantity:
         runs = [values(run) for run in moved]
-        return worst(name, measured(values(found), values(reference), runs, reach=reach), tolerance)
+        return worst(f"{prefix}{name}", measured(values(found), values(reference), runs, reach=reach), tolerance)
 
     quantities = [
         compared("loss", lambda steps: _numbered(steps.losses)),
         compared("outputs", lambda steps: steps.outputs),
         compared("gradients", lambda steps: steps.gradients),
         compared("clip norm", lambda steps: _numbered(steps.norms)),
-        worst("parameters after AdamW", weights, tolerance),
+        worst(f"{prefix}parameters after AdamW", weights, tolerance),
+        compared(EXAMPLE, lambda steps: steps.example),
     ]
     if found.buffers:  # buffers of the state dict
         held = found.buffers.keys()
@@ -162,16 +180,16 @@ def compare_steps(
         quantities.append(compared("buffers changed in forward", changed, reach))
     notes = tuple(notes_on_noise(quantities))
     if by_reach:
-        notes += (f"{by_reach} weights have a gradient that is only rounding, and were compared by lr·steps",)
+        notes += (f"{by_reach} {prefix}weights have a gradient that is only rounding, and were compared by lr·steps",)
     return tuple(quantities), notes
 
 
 def compare_with_noise(
-    reference: Steps, found: Steps, tolerance: float, noise: Noise
+    reference: Steps, found: Steps, tolerance: float, noise: Noise, *, prefix: str = ""
 ) -> tuple[tuple[Quantity, ...], tuple[str, ...]]:
     """`compare_steps` with measured noise. Noise is measured only if a tensor is above the tolerance."""
     return noise.verdict(
-        lambda moved: compare_steps(reference, found, tolerance, moved),
+        lambda moved: compare_steps(reference, found, tolerance, moved, prefix=prefix),
         lambda found, runs: may_be_noise(found[0], runs),
     )
 

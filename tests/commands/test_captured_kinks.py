@@ -1,15 +1,17 @@
 """The unmodified model beside its captured program: dtypes may differ at a kink, and only there."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from autopar.capture.program import capture_program
-from autopar.commands.verify import against_model
+from autopar.commands.unmodified import against_module
+from autopar.ir.degrees import Degrees
 from autopar.models.load import ResolvedModel
-from autopar.runtime.verify.reference import Steps
+from autopar.runtime.verify.reference import reference_steps
 from autopar.runtime.verify.verify import in_dtype
-from autopar.testing.equivalence import run_program
 
 
 class AtAKink(nn.Module):
@@ -30,16 +32,16 @@ def test_other_gradients_at_a_kink_are_no_difference(planted: float) -> None:
     torch.manual_seed(0)
     model, x = AtAKink(), torch.randn(4, 6)
     program = in_dtype(capture_program(model, {"x": x}), "float64")
-    run = run_program(program, model, {"x": x})
-    assert run.gradients["offset"].norm() > 0
+    source = dict(model.named_parameters()).__getitem__
+    captured = reference_steps(program, source, [{"x": x.double()}], Degrees())
+    assert captured.gradients["offset"].norm() > 0
     model(x).backward()
     assert model.offset.grad is not None and model.offset.grad.norm() == 0
     model.zero_grad()
-    gradients = {name: value * (planted if name == "layer.bias" else 1.0) for name, value in run.gradients.items()}
-    values = dict(model.named_parameters())
+    own = {name: value * (planted if name == "layer.bias" else 1.0) for name, value in captured.gradients.items()}
     resolved = ResolvedModel(name="kink", kind="factory", model=model, example_inputs={"x": x})
-    quantities, notes = against_model(
-        resolved, program, values.__getitem__, [{"x": x}], Steps(losses=[run.loss], gradients=gradients)
+    quantities, notes = against_module(
+        resolved, program, source, [{"x": x}], Degrees(), replace(captured, gradients=own)
     )
     assert all(quantity.passed for quantity in quantities) == (planted == 1.0)
     assert any("in float64" in note for note in notes)

@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from integration_models import Wanted, built, planned
+from integration_models import Wanted, built, materialised, planned
 from suites import long
 
-from autopar.commands.verify import materialised
 from autopar.models.load import resolve_model
 from autopar.runtime.distributed.launch import Ranks
 from autopar.runtime.verify.random_batches import random_batches

@@ -34,7 +34,7 @@ from autopar.capture.export.loss_arguments import (
     num_of_loss,
 )
 from autopar.capture.export.module_conversions import converted_alike
-from autopar.capture.export.own_changes import assigned_in_place, attributes_read, unchanged
+from autopar.capture.export.own_changes import as_it_was, assigned_in_place, attributes_read, unchanged
 from autopar.capture.export.unusable import refuse_unusable
 from autopar.capture.export.without_data import device_of_regions, on_device_without_data
 from autopar.capture.flat_graph import Flat
@@ -102,9 +102,9 @@ class _Outputs(nn.Module):
 
     def _outputs(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         with unchanged(self.model):
-            return self._changed_outputs(*args, **kwargs)
+            return self.changed_outputs(*args, **kwargs)
 
-    def _changed_outputs(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+    def changed_outputs(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         if self.loss_fn is None:
             before = getattr(self.model, "loss", None)
             found = named_outputs(self.model(*args, **kwargs))
@@ -117,10 +117,9 @@ class _Outputs(nn.Module):
 
 
 def outputs_of(model: nn.Module, inputs: Inputs, loss_fn: LossFunction | None = None) -> dict[str, torch.Tensor]:
-    """The tensors that one call of a model returns, by name, and the loss."""
+    """The tensors that one call of a model returns, by name, and the loss. The model keeps what the call changes."""
     args, kwargs = split_inputs(inputs)
-    found: dict[str, torch.Tensor] = _Outputs(model, loss_fn)(*args, **kwargs)
-    return found
+    return _Outputs(model, loss_fn).changed_outputs(*args, **kwargs)
 
 
 def named_outputs(out: Any) -> dict[str, torch.Tensor]:
@@ -165,19 +164,16 @@ def _in_mode(model: nn.Module, training: bool) -> Iterator[None]:
     """
     owned: Iterator[Any] = (getattr(module, "config", None) for module in model.modules())
     configs = {id(config): config for config in owned if getattr(config, "use_cache", None)}
-    before = {module: dict(vars(module)) for module in model.modules()}
-    for config in configs.values():
-        config.use_cache = False
-    if model.training != training:
-        model.train(training)
-    try:
-        yield
-    finally:
+    with as_it_was(model):
         for config in configs.values():
-            config.use_cache = True
-        for module, attributes in before.items():
-            vars(module).clear()
-            vars(module).update(attributes)
+            config.use_cache = False
+        if model.training != training:
+            model.train(training)
+        try:
+            yield
+        finally:
+            for config in configs.values():
+                config.use_cache = True
 
 
 @contextlib.contextmanager

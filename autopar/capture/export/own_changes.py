@@ -3,11 +3,17 @@
 A capture calls a model more than once, and `torch.export` restores only some attributes. So every call ends with the
 submodules and the plain attributes that it began with. Changes of buffers are part of the model. A buffer may change in
 place, or the model may assign another tensor to its name.
+
+A call of a model also leaves tensors behind: in attributes, in lists and dictionaries, in objects that the model holds,
+and in functions with a cache. In a trace they have no values. `as_it_was` takes all of them out again.
 """
 
+import sys
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from enum import Enum
+from functools import lru_cache
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +23,57 @@ from torch import nn
 
 PLAIN = (bool, int, float, str, bytes, type(None))
 _OF_EVERY_MODULE = frozenset([*vars(nn.Module()), "use_cache"])  # a capture decides `use_cache`
+_OPAQUE = (*PLAIN, torch.Tensor, torch.dtype, type, ModuleType)
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)
+_CACHED: Any = type(lru_cache(lambda: None))
+
+
+@contextmanager
+def as_it_was(model: nn.Module) -> Iterator[None]:
+    """A context that ends with the attributes, lists, dictionaries and objects of the model that it began with.
+
+    A function with a cache, beside the classes of the model, forgets its results if it was called in the context.
+    """
+    before, calls = list(_held(model)), {cached: cached.cache_info().misses for cached in _caches(model)}
+    try:
+        yield
+    finally:
+        for content, entries in before:
+            if list(map(id, _parts(content))) != list(map(id, _parts(entries))):
+                content.clear()
+                content.extend(entries) if isinstance(content, (list, deque)) else content.update(entries)
+        for cached, misses in calls.items():
+            if cached.cache_info().misses != misses:
+                cached.cache_clear()
+
+
+def _parts(content: Any) -> list[Any]:
+    return [*content, *content.values()] if isinstance(content, dict) else [*content]
+
+
+def _held(model: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """The containers that a model reaches, attributes of objects included, each with a copy."""
+    waiting: list[Any] = [model]
+    seen: dict[int, Any] = {}  # holds each object, whose id would be another's after its end
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, _OPAQUE) or id(one) in seen:
+            continue
+        seen[id(one)] = one
+        if type(one) in _CONTAINERS:
+            yield one, one.copy()
+        if type(one) in (*_CONTAINERS, tuple):
+            waiting += _parts(one)
+        elif hasattr(one, "__dict__") and type(one).__module__.partition(".")[0] not in sys.stdlib_module_names:
+            waiting.append(vars(one))
+
+
+def _caches(model: nn.Module) -> set[Any]:
+    """The functions with a cache in the classes of the modules, and in the Python modules that define them."""
+    classes = {cls for module in model.modules() for cls in type(module).__mro__ if cls is not object}
+    files = {vars(cls).get("__module__") for cls in classes} - {None, nn.Module.__module__}
+    spaces = [*map(vars, classes), *(vars(sys.modules[name]) for name in files if name in sys.modules)]
+    return {value for space in spaces for value in list(space.values()) if isinstance(value, _CACHED)}
 
 
 @contextmanager

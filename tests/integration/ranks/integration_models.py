@@ -1,5 +1,6 @@
 """Models of integration tests: named by plain data that crosses process boundaries, captured where used."""
 
+import copy
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -350,3 +351,19 @@ def seeded_recorded() -> Recorded:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return Recorded().double()
+
+
+def materialised(model: torch.nn.Module, source: Callable[[str], torch.Tensor]) -> torch.nn.Module:
+    """A CPU copy of a meta model that holds the weights and buffers of `source`; tied parameters stay tied."""
+    plain = copy.deepcopy(model)
+    made: dict[int, torch.nn.Parameter] = {}
+    for path, module in plain.named_modules():
+        prefix = f"{path}." if path else ""
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in made:
+                value = source(prefix + name).detach().clone()
+                made[id(parameter)] = torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
+            setattr(module, name, made[id(parameter)])
+        for name, _ in module.named_buffers(recurse=False):
+            module._buffers[name] = source(prefix + name).clone()
+    return plain.train()

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from integration_models import Wanted, built, recorded_batch, seeded_recorded
 
@@ -216,6 +217,15 @@ def abort_or_sleep(rank: int, after_s: float) -> None:
     """Rank 0 ends as NCCL's watchdog ends a process, and rank 1 does not answer."""
     time.sleep(after_s if rank == 0 else 60.0)
     os.abort()
+
+
+def unlike_collectives(rank: int, differ: str) -> None:
+    """The ranks call all-reduces of different shapes, or collectives of different kinds."""
+    value = torch.ones(2, 3 + rank if differ == "shape" else 3)
+    if differ == "kind" and rank == 0:
+        dist.broadcast(value, src=0)
+    else:
+        dist.all_reduce(value)
 
 
 def sleep(rank: int, seconds: float) -> None:

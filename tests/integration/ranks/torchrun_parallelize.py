@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from integration_models import materialised
 from safetensors.torch import save_file
 from torch import nn
 
 import autopar
 from autopar.api import parallelize
-from autopar.commands.verify import materialised
 from autopar.ir.plan import Plan
 from autopar.models.load import resolve_model
 from autopar.runtime.parameters.materialise import parameter_source
