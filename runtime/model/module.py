@@ -25,6 +25,7 @@ from autopar.runtime.model.inputs import as_batch, rows_of_rank
 from autopar.runtime.model.outputs import refuse_autocast, step_loss
 from autopar.runtime.model.pipeline import refuse_compiling
 from autopar.runtime.model.preflight_check import STEP
+from autopar.runtime.model.running import COMPARED
 from autopar.runtime.parameters.flat_shards import FlatShards
 from autopar.runtime.parameters.grad_scaler import adopted, settings_of
 from autopar.runtime.profile.trace_step import trace_step
@@ -427,6 +428,7 @@ class ParallelModel(CheckpointedModel):
             >>> parallel.trace("step.json", batch)
         """
         step, trained, grads = self._step, self.num_trained, [(p, p.grad) for _, p in self.stored_parameters()]
+        num_steps, self._num_steps = self._num_steps, max(COMPARED) + 1  # no traced step compares weights
         buffers = [(held, held.clone()) for held in map(self.buffer, self.program.updates)]
 
         def one_step() -> None:
@@ -440,7 +442,7 @@ class ParallelModel(CheckpointedModel):
             }
             trace_step(path, one_step, self.rank_mesh, self.plan.degrees, self.device, sizes=sizes)
         finally:
-            self._step, self.num_trained = step, trained
+            self._step, self.num_trained, self._num_steps = step, trained, num_steps
             for parameter, grad in grads:
                 parameter.grad = grad
             for held, before in buffers:
