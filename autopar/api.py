@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from autopar._torch import private
+from autopar._version import public_version
 from autopar.cache.store import cache_folder
 from autopar.cache.tuned import TUNED, tuned_plans
 from autopar.capture.export.export import Inputs, LossFunction, input_names, inputs_of_shapes
@@ -23,7 +24,7 @@ from autopar.capture.passes.autocast import ambient_autocast, autocast_as
 from autopar.capture.precision import checked_precision
 from autopar.capture.program import batch_and_sequence
 from autopar.capture.weightless import weightless
-from autopar.errors import AutoparError, InfeasibleError, InputError, PlanError
+from autopar.errors import AutoparError, ClusterError, InfeasibleError, InputError, PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.plan import Plan
@@ -109,6 +110,7 @@ def parallelize(
         >>> loss = parallel.forward_backward(batch)
     """
     cluster = ClusterSpec.parse(cluster_spec) if isinstance(cluster_spec, str) else cluster_spec
+    _refuse_missing_gpus(cluster)
     _check_world(cluster)
     model = private.uncompiled(model)
     _refuse_hooks(model)
@@ -167,8 +169,20 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(repr(name or "the model itself") for name in names[:3]) + more
 
 
+def _refuse_missing_gpus(cluster: ClusterSpec) -> None:
+    """Raise `ClusterError` for a cluster of GPUs on a machine that has none for this rank."""
+    here, wanted = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0")) + 1
+    if cluster.device_type == "cuda" and here < wanted:
+        why = f"torch {torch.__version__} was built without CUDA" if torch.version.cuda is None else "see nvidia-smi"
+        raise ClusterError(
+            f"cluster {cluster.name} is of GPUs, and torch sees {here or 'none'} on this machine ({why}); train on the "
+            "devices that are here, such as '2xcpu', or only plan for the cluster by autopar.plan"
+        )
+
+
 def start_process_group(cluster: ClusterSpec, *, timeout_s: float = _TIMEOUT_S) -> torch.device:
     """Join the process group of this job if it has not been joined, and pick this rank's device."""
+    _refuse_missing_gpus(cluster)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device(cluster.device_type if cluster.device_type == "cpu" else f"cuda:{local_rank}")
     if device.type == "cuda":
@@ -364,5 +378,6 @@ def _replan(
 
 
 def _warn_torch_version(plan: Plan) -> None:
-    if plan.torch_version and plan.torch_version != torch.__version__:
-        warnings.warn(f"the plan was made with torch {plan.torch_version}, this is {torch.__version__}", stacklevel=3)
+    made, here = public_version(plan.torch_version), public_version(torch.__version__)
+    if made and made != here:
+        warnings.warn(f"the plan was made with torch {made}, this is {here}", stacklevel=3)

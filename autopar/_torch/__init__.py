@@ -1,4 +1,4 @@
 """The only modules that import torch's private names.
 
-It may import torch, and nothing else of autopar.
+It may import torch, and of autopar the errors only.
 """

@@ -9,11 +9,15 @@ from unittest.mock import patch
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
-from torch.fx import config
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
-from torch.utils._python_dispatch import _disable_current_modes
+
+from autopar._torch.names import private_names
+
+with private_names():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+    from torch.fx import config
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
+    from torch.utils._python_dispatch import _disable_current_modes
 
 _HOOKS: tuple[tuple[type, tuple[str, ...]], ...] = (
     (torch.Tensor, ("register_hook", "register_post_accumulate_grad_hook")),

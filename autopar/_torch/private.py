@@ -13,16 +13,20 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import _resolve_process_group
-from torch._ops import HigherOrderOperator as HigherOrderOperator
-from torch._ops import OpOverload, OpOverloadPacket
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules import module as _modules
-from torch.nn.modules.module import _IncompatibleKeys
-from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes
+
+from autopar._torch.names import private_names
+
+with private_names():
+    from torch._C._distributed_c10d import _resolve_process_group
+    from torch._ops import HigherOrderOperator as HigherOrderOperator
+    from torch._ops import OpOverload, OpOverloadPacket
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.multiprocessing.reductions import StorageWeakRef
+    from torch.nn.modules import module as _modules
+    from torch.nn.modules.module import _IncompatibleKeys
+    from torch.utils import _pytree
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+    from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import schedules

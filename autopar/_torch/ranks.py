@@ -7,8 +7,12 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
-from torch.distributed._local_tensor import LocalIntNode, LocalTensor, LocalTensorMode
+
+from autopar._torch.names import private_names
+
+with private_names():
+    from torch._ops import OpOverload
+    from torch.distributed._local_tensor import LocalIntNode, LocalTensor, LocalTensorMode
 
 
 class Ranks(LocalTensorMode):

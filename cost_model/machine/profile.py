@@ -24,6 +24,7 @@ from datetime import date
 from importlib import metadata
 from typing import Literal
 
+from autopar._version import public_version
 from autopar.errors import ClusterError
 from autopar.ir.cluster import Tier
 from autopar.ir.device import Device, DeviceType, Link
@@ -231,8 +232,8 @@ class DeviceProfile:
         age = (today - date.fromisoformat(measured.date)).days
         if age > STALE_DAYS:
             found.append(f"profile {self.name} was measured {age} days ago; run `autopar calibrate` again")
-        used = measured.versions.get("torch")
-        if used is not None and used != (installed := _version("torch")):
+        used, installed = public_version(measured.versions.get("torch", "")), public_version(_version("torch"))
+        if used and used != installed:
             again = "run `autopar calibrate` again"
             found.append(f"profile {self.name} was measured with torch {used}, this is {installed}; {again}")
         return found

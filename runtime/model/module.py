@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -22,7 +22,7 @@ from autopar.runtime.model.checkpointed import CheckpointedModel
 from autopar.runtime.model.compiled import CompiledProgram, readable
 from autopar.runtime.model.expert_load import Counts, counting, load_of_experts, routings
 from autopar.runtime.model.inputs import as_batch, rows_of_rank
-from autopar.runtime.model.outputs import refuse_autocast, step_loss
+from autopar.runtime.model.outputs import refuse_autocast, refuse_move, step_loss
 from autopar.runtime.model.pipeline import refuse_compiling
 from autopar.runtime.model.preflight_check import STEP
 from autopar.runtime.model.running import COMPARED
@@ -63,6 +63,11 @@ class ParallelModel(CheckpointedModel):
         >>> optimizer.step()
         >>> optimizer.zero_grad()
     """
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """The end of every `to`, `cuda` and `float`: only calls that change nothing are allowed."""
+        refuse_move(self.device, {parameter.dtype for parameter in self.parameters()}, fn)
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ParallelModel":
         """Copy the weights and the mode: `AveragedModel` keeps such a copy. Hooks are not copied. Collective."""
@@ -482,3 +487,12 @@ class ParallelModel(CheckpointedModel):
             uses = len(self.program.uses_of_block(i))
             lines.append(f"\n# block {i}: {block.name}, called {uses} time{'s' * (uses > 1)}\n{self.code(i)}")
         return "\n".join(lines)
+
+
+def _refuse_compiler(parent: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
+    """`torch.compile(parallel)` registers the model in a module of its own."""
+    if isinstance(child, ParallelModel) and type(parent).__name__ == "OptimizedModule":
+        raise RuntimeInputError("torch.compile cannot follow the steps of this model; call parallel.compile() instead")
+
+
+torch.nn.modules.module.register_module_module_registration_hook(_refuse_compiler)

@@ -1,6 +1,6 @@
-"""The results that leave the model: outputs as DTensors with global shapes, and the loss of a step."""
+"""What a script meets: outputs as DTensors with global shapes, the loss of a step, refused autocast and moves."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -12,6 +12,7 @@ from autopar.runtime.distributed.mesh import RankMesh
 from autopar.runtime.parameters.relayout import gathered
 
 _DATA = ("dp_replicate", "dp_shard", "dp_samples")  # torch's names for the mesh dimension `dp`
+_PLACED = "its device follows from the cluster: leave the move out, or call parallelize with another cluster"
 
 
 def as_dtensor(local: torch.Tensor, dims: Dims, types: Sequence[Type], mesh: RankMesh) -> torch.Tensor:
@@ -77,3 +78,21 @@ def refuse_autocast(device_type: str) -> None:
             "For lower precision pass plan={..., 'precision': 'bf16'}, or call parallelize under autocast: then the "
             "captured model has the casts of autocast"
         )
+
+
+def refuse_move(
+    device: torch.device, dtypes: Iterable[torch.dtype], move: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Raise `RuntimeInputError` if `move` would change the device or the dtype of a rank's parameters."""
+    for dtype in dtypes:
+        try:
+            found = move(torch.empty(0, device=device, dtype=dtype))
+        except (AssertionError, RuntimeError) as error:  # such as a torch without CUDA
+            raise RuntimeInputError(f"this rank's model stays on {device}: {error}; {_PLACED}") from None
+        if found.device != device:
+            raise RuntimeInputError(f"this rank's model is on {device} and cannot move to {found.device}; {_PLACED}")
+        if found.dtype != dtype:
+            raise RuntimeInputError(
+                f"this model has parameters of {dtype} and cannot change to {found.dtype}; convert the model before "
+                "parallelize, or name a precision in its plan"
+            )

@@ -6,6 +6,7 @@ import sys
 from copy import deepcopy
 from dataclasses import replace
 from datetime import date
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +213,9 @@ def test_age_and_other_versions_are_told() -> None:
     assert profile.measured is not None
     other = replace(profile, measured=replace(profile.measured, versions={"torch": "2.9.1"}))
     assert any("with torch 2.9.1" in one for one in other.assumptions(today=date(2026, 11, 22)))
+    build = f"{metadata.version('torch').partition('+')[0]}+cu999"  # another build of the torch that is installed
+    own = replace(profile, measured=replace(profile.measured, versions={"torch": build}))
+    assert not any("with torch" in one for one in own.assumptions(today=date(2026, 11, 22)))
 
 
 def test_what_was_not_measured_is_like_what_was() -> None:
