@@ -9,7 +9,7 @@
 Each is fitted in two ways: on all rows ("in sample"), and on the other sources' rows. The second way needs a device and
 precision that another source ran. `--tier core` takes the balanced rows only, and `--dense` the rows without experts.
 `--predictions` names files of `autopar validate --out`, whose errors are printed beside. Needs
-``pip install 'autopar[benchmark]'``.
+``pip install '.[benchmark]'``.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ measured time, less 1. All layouts ran, so all of them fit. Other ways to pick, 
     random choice                    any layout of the group; the median of `DRAWS` draws
 
 autopar's constants were fitted on the rows of tier core: some of the published layouts, and few of the sweep.
-Needs ``pip install 'autopar[benchmark]'``.
+Needs ``pip install '.[benchmark]'``.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

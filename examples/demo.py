@@ -240,7 +240,7 @@ def draw(curve: Curve, path: Path, words: str) -> None:
     try:
         import matplotlib
     except ImportError:
-        print("no picture: matplotlib is missing (pip install 'autopar[report]')")
+        print("no picture: matplotlib is missing (pip install 'matplotlib>=3.11,<4')")
         return
     matplotlib.use("Agg")
     from matplotlib import pyplot

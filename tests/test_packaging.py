@@ -113,6 +113,20 @@ def test_constraints_pin_every_direct_dependency() -> None:
     assert sorted(pinned) == sorted({canonical(name) for name in wanted} - {"autopar"})
 
 
+def test_an_advised_install_is_one_of_the_requirements() -> None:
+    """autopar is on no index, so no message names it; and the versions are the ones that autopar works with."""
+    project = PYPROJECT["project"]
+    known = {*project["dependencies"], *(name for extra in project["optional-dependencies"].values() for name in extra)}
+    advised = {
+        (path.relative_to(ROOT).as_posix(), found)
+        for path in tracked_files()
+        if path.suffix in (".py", ".md") and "tests" not in path.parts and path.name != "CHANGELOG.md"
+        for found in re.findall(r"pip install ['\"]([^'\"]+)['\"]", path.read_text(encoding="utf-8"))
+    }
+    assert len(advised) > 5
+    assert {(path, found) for path, found in advised if found not in known and not found.startswith(".[")} == set()
+
+
 @pytest.mark.parametrize("target", ["demo", "test"])
 def test_commands_of_the_readme_exist(target: str) -> None:
     assert re.search(rf"^make {target}\b", (ROOT / "README.md").read_text(), re.MULTILINE)

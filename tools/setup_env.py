@@ -1,8 +1,9 @@
 """Make a virtual environment with autopar in it: `python tools/setup_env.py [--venv DIR] [--extras A,B]`.
 
 torch is installed first and alone, at the version of constraints.txt. A resolver that meets torch as somebody's
-dependency may choose another build, gigabytes larger. A stamp in the environment holds a hash of everything the
-installation depends on, so a second call returns at once. Only the standard library is used.
+dependency may choose another build, gigabytes larger. All other packages have the versions of constraints.txt, or with
+--versions the newest or the lowest ones that pyproject.toml admits. A stamp in the environment holds a hash of
+everything the installation depends on, so a second call returns at once. Only the standard library is used.
 """
 
 from __future__ import annotations  # so that an older Python reaches the version check
@@ -19,6 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MIN_PYTHON = (3, 11)
+VERSIONS = ("pinned", "newest", "lowest")
 INPUTS = ("pyproject.toml", "constraints.txt", "tools/setup_env.py", "autopar/_version.py")
 
 
@@ -26,6 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Make a virtual environment with autopar in it.")
     parser.add_argument("--venv", default=".venv", help="where, relative to the repository (default: .venv)")
     parser.add_argument("--extras", default="dev", help="comma-separated, empty for none (default: dev)")
+    parser.add_argument("--versions", choices=VERSIONS, default=VERSIONS[0], help="(default: those of constraints.txt)")
     options = parser.parse_args()
     if sys.version_info < MIN_PYTHON:
         fail_python()
@@ -34,12 +37,12 @@ def main() -> None:
     with open(venv.parent / f"{venv.name}.lock", "w") as lock:
         # Of two calls at once the second waits, then finds the stamp.
         fcntl.flock(lock, fcntl.LOCK_EX)
-        set_up(venv, options.extras)
+        set_up(venv, options.extras, options.versions)
 
 
-def set_up(venv: Path, extras: str) -> None:
+def set_up(venv: Path, extras: str, versions: str) -> None:
     stamp = venv / "autopar.stamp"
-    wanted = fingerprint(extras)
+    wanted = fingerprint(f"{extras} {versions}")
     if stamp.exists() and stamp.read_text() == wanted and (venv / "bin" / "python").exists():
         return
     started_s = time.monotonic()
@@ -51,10 +54,12 @@ def set_up(venv: Path, extras: str) -> None:
         create(venv)
     torch = torch_pin()
     say(f"installing {torch} into {venv.name}")
-    pip(venv, torch)
+    constraints = venv / "constraints.txt"
+    constraints.write_text("\n".join([torch, *wanted_versions(extras, versions)]) + "\n")
+    pip(venv, constraints, torch)
     package = f".[{extras}]" if extras else "."
-    say(f"installing autopar, extras: {extras or 'none'} (a minute or two)")
-    pip(venv, "--editable", package)
+    say(f"installing autopar, extras: {extras or 'none'}, versions: {versions} (a minute or two)")
+    pip(venv, constraints, "--editable", package)
     stamp.write_text(wanted)
     say(f"{venv.name} is ready after {time.monotonic() - started_s:.0f} s")
 
@@ -90,9 +95,23 @@ def torch_pin() -> str:
     return found[0]
 
 
-def pip(venv: Path, *what: str) -> None:
+def wanted_versions(extras: str, versions: str) -> list[str]:
+    """The constraints beside torch: those of the file, none, or the lower bounds of pyproject.toml."""
+    if versions == "pinned":
+        return (ROOT / "constraints.txt").read_text().splitlines()
+    if versions == "newest":
+        return []
+    import tomllib  # not in the Python versions that `main` refuses
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = [project["optional-dependencies"][extra] for extra in extras.split(",") if extra]
+    bounds = [one.partition(",")[0] for each in (project["dependencies"], *named) for one in each if ">=" in one]
+    return [one.replace(">=", "==") for one in bounds if not one.startswith("torch>=")]
+
+
+def pip(venv: Path, constraints: Path, *what: str) -> None:
     command = [str(venv / "bin" / "python"), "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
-    result = subprocess.run([*command, "--constraint", "constraints.txt", *what], cwd=ROOT, env=environment())
+    result = subprocess.run([*command, "--constraint", str(constraints), *what], cwd=ROOT, env=environment())
     if result.returncode != 0:
         sys.exit(f"setup: pip could not install {' '.join(what)}; its message is above")
 

@@ -3,7 +3,7 @@
     python tools/validation_page.py [--left-out PREDICTIONS.csv] [--without-baselines]
 
 `--left-out` names predictions of the published runs by a model fitted without the row's source, in the columns of
-`autopar validate --out`. Baselines need ``pip install 'autopar[benchmark]'``.
+`autopar validate --out`. Baselines need ``pip install '.[benchmark]'``.
 """
 
 import argparse

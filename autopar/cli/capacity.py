@@ -98,7 +98,7 @@ def draw(found: "Sequence[Largest]", title: str, path: Path) -> None:
     try:
         import matplotlib
     except ImportError:
-        raise InputError("--chart needs matplotlib; install it with: pip install 'autopar[report]'") from None
+        raise InputError("--chart needs matplotlib: pip install 'matplotlib>=3.11,<4'") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -161,8 +161,8 @@ def _transformers() -> Any:
         import transformers
     except ImportError as error:
         raise InputError(
-            f"presets and config files need transformers ({error}); pip install 'autopar[transformers]', "
-            "or name your own model as package.module:factory"
+            f"presets and config files need transformers ({error}); pip install 'transformers>=5.4,<6', or name your "
+            "own model as package.module:factory"
         ) from None
     return transformers
 

@@ -36,7 +36,7 @@ def check_torchao(format: str) -> None:
     try:
         import torchao.float8  # noqa: F401
     except ImportError as error:
-        raise InputError(f"precision {format} needs torchao: pip install 'autopar[fp8]' ({error})") from None
+        raise InputError(f"precision {format} needs torchao: pip install 'torchao>=0.18,<0.19' ({error})") from None
 
 
 def _forward(x: torch.Tensor, weight: torch.Tensor, format: str) -> torch.Tensor:

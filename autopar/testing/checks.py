@@ -135,7 +135,7 @@ def check_types(
     """Check the labels and collectives of a model with the independent type checker ``spmd_types``.
 
     Nothing is computed or sent, so large models and hundreds of ranks take seconds. The check needs
-    ``pip install 'autopar[check]'``.
+    ``pip install 'spmd_types>=0.3.1,<0.4'``.
 
     Args:
         model: The model, which may be on meta.

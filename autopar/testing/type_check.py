@@ -115,7 +115,7 @@ def import_spmd_types() -> Any:
         import spmd_types.checker
     except ImportError as error:
         raise InputError(
-            "the type check needs the package spmd_types, which is not installed; pip install 'autopar[check]'"
+            "the type check needs the package spmd_types, which is not installed; pip install 'spmd_types>=0.3.1,<0.4'"
         ) from error
     return spmd_types
 

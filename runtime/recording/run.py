@@ -331,7 +331,7 @@ def _summary_writer() -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise InputError("tensorboard=True needs TensorBoard; run: pip install 'autopar[tensorboard]'") from error
+        raise InputError("tensorboard=True needs TensorBoard; run: pip install 'tensorboard>=2.21,<3'") from error
     return SummaryWriter
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import get_worker_info
 LENGTH, GLOBAL_BATCH = 41, 4
 LOADER = "torchdata.stateful_dataloader"
 has_torchdata = importlib.util.find_spec("torchdata") is not None
-needs_torchdata = pytest.mark.skipif(not has_torchdata, reason="needs pip install 'autopar[data]'")
+needs_torchdata = pytest.mark.skipif(not has_torchdata, reason="needs pip install 'torchdata>=0.11,<0.12'")
 
 
 @pytest.fixture(params=[pytest.param("torchdata", marks=needs_torchdata), "torch"])
