@@ -110,7 +110,6 @@ def parallelize(
         >>> loss = parallel.forward_backward(batch)
     """
     cluster = ClusterSpec.parse(cluster_spec) if isinstance(cluster_spec, str) else cluster_spec
-    _refuse_missing_gpus(cluster)
     _check_world(cluster)
     model = private.uncompiled(model)
     _refuse_hooks(model)
@@ -136,6 +135,7 @@ def parallelize(
 
 
 def _check_world(cluster: ClusterSpec) -> None:
+    _refuse_missing_gpus(cluster)
     world_size = int(os.environ.get("WORLD_SIZE", "1")) if not dist.is_initialized() else dist.get_world_size()
     if world_size != cluster.num_devices:
         raise PlanError(
