@@ -23,6 +23,7 @@ from autopar.capture.export.data_sizes import known_sizes
 from autopar.capture.export.inner_gradients import NotRecorded, gradient
 from autopar.capture.export.known_values import RANDOM_NUMBERS, Known, KnownValues, Unknown, leaf
 from autopar.capture.export.source_lines import SourceLine, line_that_runs
+from autopar.capture.nodes import operator_name
 from autopar.errors import CaptureError, short_repr
 from autopar.ir.program import Decision
 
@@ -109,6 +110,12 @@ class DataReads(TorchFunctionMode):
             node = exports.traced_node(args[0])
             if node is not None:
                 self._leaves[node] = next(reversed(node.graph.nodes))
+        if func == Tensor.data.__get__:  # type: ignore[attr-defined]
+            return args[0].detach()
+        if func == Tensor.data.__set__:  # type: ignore[attr-defined]
+            return self._set_data(*args)
+        if func in (torch.tensor, torch.as_tensor) and _has_traced(args[0]):
+            return _stacked(args[0]).to(device=kwargs.get("device"), dtype=kwargs.get("dtype"))
         if func in (Tensor.backward, torch.autograd.backward):
             line = line_that_runs(self._model)
             raise CaptureError(
@@ -189,6 +196,18 @@ class DataReads(TorchFunctionMode):
         with exports.without_tracing():
             return read(found.value.clone())
 
+    def _set_data(self, tensor: Tensor, value: Tensor) -> None:
+        """Refuse other values for a tensor. A tensor may get its own, such as after a conversion to its own dtype."""
+        node, own = exports.traced_node(value), exports.traced_node(tensor)
+        while node is not None and node is not own and operator_name(node) in ("detach", "alias", "to"):
+            node = node.all_input_nodes[0]
+        if node is None or node is not own or value.dtype != tensor.dtype:
+            line = line_that_runs(self._model)
+            raise CaptureError(
+                f"the model cannot be captured: {line}: `{line.code}` gives a tensor other data; copy it into a buffer "
+                "with copy_, or use a tensor of another name"
+            )
+
     def _gradient(self, args: Any, kwargs: Any) -> Any:
         """The gradient of a call of `torch.autograd.grad`."""
         line = line_that_runs(self._model)
@@ -226,6 +245,20 @@ class DataReads(TorchFunctionMode):
                 f"model is on {' and '.join(sorted(self._devices))}; use the device of another tensor at this line "
                 "(device=x.device)"
             )
+
+
+def _has_traced(data: Any) -> bool:
+    """Whether a list has a tensor of the traced graph."""
+    if isinstance(data, (list, tuple)):
+        return any(map(_has_traced, data))
+    return isinstance(data, Tensor) and exports.traced_node(data) is not None
+
+
+def _stacked(data: Any) -> Tensor:
+    """The tensor of a list that has traced tensors. No gradient flows through it."""
+    if isinstance(data, (list, tuple)):
+        return torch.stack([_stacked(each) for each in data])
+    return data.detach() if isinstance(data, Tensor) else torch.tensor(data)
 
 
 def _type_of(device: Any) -> str | None:

@@ -105,8 +105,8 @@ def _advice(failed: Exception, model: nn.Module) -> str:
         return "Create the tensors of this code on the device of another tensor (device=x.device)."
     if any(part in text for part in _WITHOUT_VALUE):
         return (
-            "This code makes a tensor of values that a trace does not have. Use torch.stack for a list of tensors, "
-            ".detach() for .data, and operators of torch for functions of other packages."
+            "This code makes a tensor of values that a trace does not have. Use operators of torch "
+            "for functions of other packages."
         )
     if any(part in text for part in _TRANSFORMS):
         return (

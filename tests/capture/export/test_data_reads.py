@@ -15,7 +15,7 @@ from deciding_models import (
     tokens_and_padding,
 )
 from input_models import cases
-from one_layer import OneLayer
+from one_layer import OneLayer, checked_program
 from torch import nn
 
 from autopar.capture.any_size import capture
@@ -196,3 +196,21 @@ def test_a_capture_leaves_no_tensor_in_the_model() -> None:
     kept = built(kind)
     capture_program(kept, inputs)
     assert not hasattr(kept, "loss")
+
+
+class Converted(nn.Module):
+    """A parameter that gets its own data again, and values without a gradient: by `.data`, and in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(6, 6), nn.Parameter(torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.layer(x)
+        self.scale.data = self.scale.data.to(dtype=h.dtype, device=h.device)
+        listed = torch.tensor([[h[0, 0], 2.0], [h[0, 1], h.mean()]], dtype=h.dtype)
+        return (h * self.scale + h.data).square().mean() + (listed * h.sum()).mean()
+
+
+def test_data_and_lists_of_tensors_have_no_gradient() -> None:
+    checked_program(Converted().double(), torch.randn(4, 6, dtype=torch.float64))

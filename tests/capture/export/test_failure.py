@@ -151,18 +151,17 @@ INTERNAL = ("github", "Guard", "fake tensor", "torch.export", "constant'", "unba
 @pytest.mark.parametrize(
     ("model", "remedy"),
     (
-        (Scaled(), ".detach() for .data"),
+        (Scaled(), "copy it into a buffer with copy_"),
         (OneLayer(lambda y: F.one_hot(y.argmax(1), y.argmax(1).max() + 1).sum() * y.sum()), "use torch.where"),
         (OneLayer(lambda y: torch.func.grad(lambda z: z.square().sum())(y).sum()), "torch.autograd.grad"),
         (OneLayer(lambda y: torch.func.vmap(torch.func.grad(lambda z: z.sin().sum()))(y).sum()), "torch.autograd.grad"),
         (OneLayer(lambda y: torch.func.jacrev(torch.tanh)(y[0]).sum()), "torch.autograd.grad"),
-        (OneLayer(lambda y: y.sum() * torch.tensor([y[0, 0], y[0, 1]]).sum()), "torch.stack"),
     ),
 )
 def test_no_text_of_torchs_machinery_reaches_a_user(model: nn.Module, remedy: str) -> None:
     text = refusal(model, X)
     assert not [word for word in INTERNAL if word in text] and remedy in text
-    assert "test_failure.py:" in text or isinstance(model, Scaled)  # a replaced tensor is seen at the end of the trace
+    assert "test_failure.py:" in text
 
 
 @pytest.mark.parametrize(
