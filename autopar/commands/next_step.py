@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import AutoparError, CaptureError, PlanError, RankError
+from autopar.models.load import is_factory
 from autopar.planning.options import PlanOptions, command_options
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def next_after_refusal(error: AutoparError, command: VerifyCommand, wish: Mappin
     if isinstance(error, CaptureError) and error.option == "specialise":
         return f"{replace(command, specialise=True).same_words(asked)}  # takes the branch of the example inputs"
     if isinstance(error, CaptureError):
-        return f"{command.same_words(asked)} --traceback  # shows the line of the model that cannot be captured"
+        return 'docs/troubleshooting.md, "It does not capture"'
     if isinstance(error, RankError):
         return f"{command.words(1)}  # tells a fault of the model from a fault of the split"
     return "autopar verify --help  # lists the options and their values"
@@ -75,10 +76,11 @@ def next_after_difference(report: "Report", command: VerifyCommand) -> str:
 
 
 def _other_degrees(command: VerifyCommand, asked: Mapping[str, Any]) -> str:
-    """The same command without the degrees that are refused most often."""
-    if (asked.get("accumulate") or 1) > 1:
-        kept = {name: value for name, value in asked.items() if name != "accumulate"}
-        return f"{command.words(degrees=kept)}  # without micro-batches"
+    """The same command without the degrees that are refused most often. A factory has its own batch of a rank."""
+    data = command.words(degrees={"dp": command.world_size})
+    one, all_ = ("", "") if is_factory(command.model) else (" --batch 1", f" --batch {command.world_size}")
     if {"tp", "cp", "pp"} & asked.keys():
-        return f"{command.words(degrees={'dp': command.world_size})} --batch 1  # {_LEAST}"
-    return f"{command.words(1)} --batch {command.world_size}  # one rank"
+        return f"{data}{one}  # {_LEAST}"
+    if (asked.get("accumulate") or 1) > 1:
+        return f"{data}  # without micro-batches"
+    return f"{command.words(1)}{all_}  # one rank"

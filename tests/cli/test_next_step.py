@@ -17,7 +17,7 @@ from autopar.errors import AutoparError, CaptureError, InputError, PlanError, Ra
             "autopar verify gpt2 --world-size 4 --dp 4  # without micro-batches",
         ),
         (PlanError("x"), {"dp": 4}, "autopar verify gpt2 --world-size 1 --batch 4"),
-        (CaptureError("x"), {"tp": 4, "sequence_parallel": False}, "--tp 4 --no-sequence-parallel --traceback"),
+        (CaptureError("x"), {"tp": 4, "sequence_parallel": False}, "docs/troubleshooting.md"),
         (
             CaptureError("x", option="specialise"),
             {"tp": 4},
@@ -29,6 +29,23 @@ from autopar.errors import AutoparError, CaptureError, InputError, PlanError, Ra
 )
 def test_a_command_for_each_refusal(error: AutoparError, wish: dict[str, int], says: str) -> None:
     assert says in next_after_refusal(error, VerifyCommand(model="gpt2", world_size=4), wish)
+
+
+TOO_MANY = ("--tp", "3")
+BATCHES = (("--dp", "4", "--accumulate", "3"), ("--pp", "4"), ("--tp", "4", "--accumulate", "7"), ("--dp", "3"))
+
+
+@pytest.mark.parametrize(
+    ("model", "wish"), [("gpt2", TOO_MANY), *(("cli_models:plain", wish) for wish in (TOO_MANY, *BATCHES))]
+)
+def test_the_next_command_runs(model: str, wish: tuple[str, ...]) -> None:
+    """`refused` runs the printed command."""
+    pytest.importorskip("transformers")
+    assert "autopar: next: autopar verify" in refused("verify", model, "-n", "4", *wish)
+
+
+def test_the_next_command_takes_a_branch() -> None:
+    assert "--specialise" in refused("verify", "cli_models:masked", "-n", "2", "--dp", "2")
 
 
 def test_a_refusal_ends_with_the_next_command() -> None:
