@@ -345,6 +345,8 @@ def _searched(space: _Space, on_progress: Callable[[str], None], goal: Goal, bel
         labelled_as=labels.labelled_as, **space.how,
     )  # fmt: skip
     _refuse_without_candidates(found, constraints)
+    if found.best is not None and not space.how["should_continue"]():
+        return replace(found, proof=replace(found.proof, bound=0.0, is_proven=False))
     if "loss_chunks" not in constraints.fix:
         found = with_chunks(found, labels.works_in_chunks, chunks_of(labels.program.sequence), **space.how)
     if "regather" not in constraints.fix:

@@ -210,3 +210,17 @@ def test_bugs_are_short_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (long.exit_code, "Traceback" in long.stderr) == (1, True)
     monkeypatch.setenv("AUTOPAR_DEBUG", "1")
     assert "Traceback" in CliRunner().invoke(app_of(), ["plan", "gpt2", "-c", "2xcpu", *SMALL]).stderr
+
+
+def test_after_the_time_limit_nothing_more_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(*_: object, **__: object) -> None:
+        raise AssertionError("searched after the time limit")
+
+    monkeypatch.setattr("autopar.planning.search.with_chunks", late)
+    monkeypatch.setattr("autopar.planning.search.with_kept", late)
+    result = autopar(
+        "plan", "gpt2", "-c", "4xcpu", "--layers", "2", "--hidden", "64", "--seq-len", "16", "--global-batch", "8",
+        "--timeout", "0",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "not proven: the time ended before all plans had a lower bound" in result.stdout

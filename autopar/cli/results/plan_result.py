@@ -64,6 +64,8 @@ def _proof(found: SearchResult) -> str:
         return f"proven: before refining, no candidate is better ({priced}); refining its stages saves {saved}"
     if found.is_proven:
         return f"proven: no candidate is better ({priced}, lower bounds rule out the rest)"
+    if not found.bound:
+        return f"not proven: the time ended before all plans had a lower bound ({priced})"
     bound = readable_value(found.bound, found.unit)
     return f"not proven: a candidate may be up to {found.gap:.1%} better ({priced}, no lower bound below {bound})"
 
