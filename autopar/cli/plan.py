@@ -1,5 +1,6 @@
 """`autopar plan`: capture a model without memory, search how to split it, say why, and write the plan."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -140,10 +141,13 @@ def _captured_and_searched(
     on_progress: Callable[[str], None],
     asked: PlanOptions,
 ) -> "SearchResult":
+    started = time.monotonic()
     captured = capture(precision=asked.precision)
     own = replace(asked, precision=asked.precision or captured.precision)
     if options.global_batch is None and captured.local_batch is not None:
         own = replace(own, global_batch=default_global_batch(options, cluster.num_devices, captured.local_batch))
+    if own.timeout_s is not None:  # a capture counts too
+        own = replace(own, timeout_s=max(0.0, own.timeout_s - (time.monotonic() - started)))
     found = _searched(captured, cluster, _with_trace(own, measured, captured, cluster, on_progress), on_progress)
     return replace(found, notes=(*found.notes, *captured.notes))
 
