@@ -17,12 +17,11 @@ from autopar.runtime.data.make import make_loader
 from autopar.runtime.data.parts import Collate
 from autopar.runtime.distributed.hang_report import reports_position
 from autopar.runtime.model import zero
-from autopar.runtime.model.autograd_step import with_backward
 from autopar.runtime.model.checkpointed import CheckpointedModel
 from autopar.runtime.model.compiled import CompiledProgram, readable
 from autopar.runtime.model.expert_load import Counts, counting, load_of_experts, routings
 from autopar.runtime.model.inputs import as_batch, rows_of_rank
-from autopar.runtime.model.outputs import refuse_autocast, refuse_move, step_loss
+from autopar.runtime.model.outputs import refuse_autocast, refuse_move, step_loss, with_backward
 from autopar.runtime.model.pipeline import refuse_compiling
 from autopar.runtime.model.preflight_check import STEP
 from autopar.runtime.model.running import COMPARED

@@ -16,7 +16,6 @@ from autopar.capture.nodes import arg, compute, output_nodes
 from autopar.capture.nodes import value as _value
 from autopar.capture.passes.aliases import one_name
 from autopar.capture.passes.autocast import mark_region, write_casts
-from autopar.capture.passes.cells import open_cells
 from autopar.capture.passes.control_flow import inline_control_flow
 from autopar.capture.passes.embedding_bags import embedding_bags
 from autopar.capture.passes.experts import histogram_of_integers, one_grouped_product, operators_of_libraries
@@ -24,7 +23,7 @@ from autopar.capture.passes.in_place import drop_copies, functionalise
 from autopar.capture.passes.linears import matmul_to_linear
 from autopar.capture.passes.losses import open_composites, split_mean_losses
 from autopar.capture.passes.own_rows import own_rows
-from autopar.capture.passes.recurrent import drop_between_layers
+from autopar.capture.passes.recurrent import drop_between_layers, open_cells
 from autopar.capture.passes.routing import tokens_are_parallel
 from autopar.capture.passes.several_outputs import one_output_each
 from autopar.errors import CaptureError

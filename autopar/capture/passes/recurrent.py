@@ -1,6 +1,10 @@
-"""Recurrent networks whose layers drop in between become one network for each layer, with dropout in between."""
+"""Recurrent networks: a cell becomes linear layers and gates, and layers that drop in between become networks.
+
+A cell is one step, such as `gru_cell` or `lstm_cell`.
+"""
 
 import operator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import fx
@@ -65,3 +69,76 @@ def _network(graph: fx.Graph, node: fx.Node, args: tuple[Any, ...], x: Any, stat
         output.meta = dict(node.meta) | {"val": result}
         outputs.append(output)
     return outputs
+
+
+Emit = Callable[..., fx.Node]  # of an operator and its arguments
+
+
+def open_cells(graph: fx.Graph) -> None:
+    """Replace the cells of recurrent networks by the operators that torch runs for them."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target not in _CELLS:
+            continue
+
+        def emit(target: Any, *args: Any, like: fx.Node = node) -> fx.Node:
+            return compute(graph, like, target, *args)
+
+        with graph.inserting_before(node):
+            made = _CELLS[node.target](emit, node)
+        if isinstance(made, fx.Node):
+            node.replace_all_uses_with(made)
+        else:
+            for user in list(node.users):
+                assert user.target is operator.getitem, user
+                user.replace_all_uses_with(made[user.args[1]])
+                graph.erase_node(user)
+        graph.erase_node(node)
+
+
+def _products(emit: Emit, node: fx.Node, state: Any) -> tuple[fx.Node, fx.Node]:
+    """The products of the input and of the state with their weights."""
+    of_input = emit(aten.linear.default, argument(node, "input"), argument(node, "w_ih"), argument(node, "b_ih"))
+    return of_input, emit(aten.linear.default, state, argument(node, "w_hh"), argument(node, "b_hh"))
+
+
+def _gates(emit: Emit, product: fx.Node, count: int) -> list[fx.Node]:
+    """The equal parts of a product."""
+    size = value(product).shape[1] // count
+    return [emit(aten.slice.Tensor, product, 1, k * size, (k + 1) * size) for k in range(count)]
+
+
+def _gru(emit: Emit, node: fx.Node) -> fx.Node:
+    state = argument(node, "hx")
+    of_input, of_state = _products(emit, node, state)
+    parts = zip(_gates(emit, of_input, 3), _gates(emit, of_state, 3), strict=True)
+    (reset_x, reset_h), (update_x, update_h), (new_x, new_h) = parts
+    reset = emit(aten.sigmoid.default, emit(aten.add.Tensor, reset_x, reset_h))
+    update = emit(aten.sigmoid.default, emit(aten.add.Tensor, update_x, update_h))
+    new = emit(aten.tanh.default, emit(aten.add.Tensor, new_x, emit(aten.mul.Tensor, reset, new_h)))
+    return emit(aten.add.Tensor, emit(aten.mul.Tensor, emit(aten.sub.Tensor, state, new), update), new)
+
+
+def _lstm(emit: Emit, node: fx.Node) -> tuple[fx.Node, fx.Node]:
+    state, cell = argument(node, "hx")
+    total = emit(aten.add.Tensor, *_products(emit, node, state))
+    entry, forget, new, out = _gates(emit, total, 4)
+    kept = emit(aten.mul.Tensor, emit(aten.sigmoid.default, forget), cell)
+    added = emit(aten.mul.Tensor, emit(aten.sigmoid.default, entry), emit(aten.tanh.default, new))
+    cell = emit(aten.add.Tensor, kept, added)
+    return emit(aten.mul.Tensor, emit(aten.sigmoid.default, out), emit(aten.tanh.default, cell)), cell
+
+
+def _tanh(emit: Emit, node: fx.Node) -> fx.Node:
+    return emit(aten.tanh.default, emit(aten.add.Tensor, *_products(emit, node, argument(node, "hx"))))
+
+
+def _relu(emit: Emit, node: fx.Node) -> fx.Node:
+    return emit(aten.relu.default, emit(aten.add.Tensor, *_products(emit, node, argument(node, "hx"))))
+
+
+_CELLS: Mapping[Any, Callable[[Emit, fx.Node], fx.Node | tuple[fx.Node, fx.Node]]] = {
+    aten.gru_cell.default: _gru,
+    aten.lstm_cell.default: _lstm,
+    aten.rnn_tanh_cell.default: _tanh,
+    aten.rnn_relu_cell.default: _relu,
+}
