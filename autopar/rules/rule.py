@@ -85,8 +85,12 @@ class Call:
         return self.target, repr((self.args, self.kwargs)), self.operands, self.output
 
     def arg(self, index: int, name: str, default: Argument = None) -> Argument:
-        """Argument by position or by name."""
-        return self.args[index] if index < len(self.args) else self.kwargs.get(name, default)
+        """Argument by position or by name, else the default of the operator's schema, else `default`."""
+        if index < len(self.args):
+            return self.args[index]
+        declared = getattr(getattr(self.target, "_schema", None), "arguments", ())
+        known = next((a.default_value for a in declared if a.name == name), None)
+        return self.kwargs.get(name, default if known is None else known)
 
     def degree(self, factors: Sequence[str]) -> int:
         """By how much the mesh divides a product of factors that are reduced, hence even."""

@@ -63,6 +63,28 @@ def test_rule_holds_in_shards(target: Any) -> None:
     assert inner or target in NEVER_SPLIT, f"no draw of {target} splits the inner axis of a product"
 
 
+OPTIONAL = (aten.conv1d.padding, aten.conv2d.default, aten.sum.dim_IntList, aten.slice.Tensor, aten.softmax.int)
+
+
+@pytest.mark.parametrize("target", thinned([t for t in TARGETS if hasattr(t, "_schema")], keep=OPTIONAL), ids=str)
+def test_optional_arguments_are_left_out_or_given_by_name(target: Any) -> None:
+    declared = target._schema.arguments
+    required = next((i for i, a in enumerate(declared) if a.has_default_value()), len(declared))
+    for number in range(6):
+        sample, rng = draw_sample(target, number)
+        args, kwargs = list(sample.call.args), dict(sample.call.kwargs)
+        named = {a.name: value for a, value in zip(declared[required:], args[required:], strict=False)}
+        while len(args) > required and repr(args[-1]) == repr(declared[len(args) - 1].default_value):
+            args.pop()
+        for other in (
+            replace(sample.call, args=tuple(args)),
+            replace(sample.call, args=tuple(args[:required]), kwargs=kwargs | named),
+        ):
+            rule, expected = rule_of(other), rule_of(sample.call)
+            assert (rule.inputs, rule.output, rule.whole) == (expected.inputs, expected.output, expected.whole)
+            prove(replace(sample, call=other), rule, rng)
+
+
 def _empty(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.float64)
 

@@ -38,8 +38,8 @@ def convolution(call: Call) -> Rule:
     count = len(kernel) - 2
     if len(shape) != count + 2:
         raise RuleError("convolution without a batch")
-    groups = call.arg(6, "groups", 1)
-    settings = ((3, "stride", 1), (4, "padding", 0), (5, "dilation", 1))
+    groups = call.arg(6, "groups")
+    settings = ((3, "stride"), (4, "padding"), (5, "dilation"))
     stride, padding, dilation = (_per_dim(call.arg(*setting), count) for setting in settings)
     sizes = {"g": groups, "o": kernel[0] // groups, "i": kernel[1]}
     whole: set[str] = set()
@@ -59,8 +59,8 @@ def convolution(call: Call) -> Rule:
     if isinstance(bias, Slot):
         specs[bias.index] = [("g", "o")]
 
-    by_name = isinstance(call.arg(4, "padding", 0), str)
-    given_padding = call.args[4] if by_name else padding
+    named = call.arg(4, "padding")
+    given_padding = named if isinstance(named, str) else padding
 
     def emit(local: Call) -> tuple[Step, ...]:
         operands = (*local.args[:2], bias, stride, given_padding, dilation)
@@ -97,9 +97,9 @@ def transposed_convolution(call: Call) -> Rule:
     count = len(kernel) - 2
     if len(shape) != count + 2:
         raise RuleError("convolution without a batch")
-    settings = ((3, "stride", 1), (4, "padding", 0), (5, "output_padding", 0), (7, "dilation", 1))
+    settings = ((3, "stride"), (4, "padding"), (5, "output_padding"), (7, "dilation"))
     stride, padding, added, dilation = (_per_dim(call.arg(*setting), count) for setting in settings)
-    groups = call.arg(6, "groups", 1)
+    groups = call.arg(6, "groups")
     sizes = {"g": groups, "i": kernel[0] // groups, "o": kernel[1]}
     whole: set[str] = set()
     source: list[Dim] = [("n",), ("g", "i")]
