@@ -121,6 +121,19 @@ def stages_by_parameter(program: Program, stages: Sequence[Stage]) -> dict[str, 
     return {name: held or (0,) for name, held in found.items()} | dict.fromkeys(program.unused, (0,))
 
 
+def updated_by_inputs(program: Program) -> frozenset[str]:
+    """The buffers whose new values depend on inputs."""
+    reached = {info.name for info in program.inputs}
+    for call in program.calls:
+        block = program.blocks[call.block]
+        seen = {port for port, a in zip(block.ports, call.arguments, strict=True) if a in reached}
+        for node in block.graph.nodes:
+            if node.op == "call_function" and any(n.name in seen for n in node.all_input_nodes):
+                seen.add(node.name)
+        reached |= {r for output, r in zip(block.outputs, call.results, strict=True) if output in seen}
+    return frozenset(buffer for buffer, update in program.updates.items() if update in reached)
+
+
 def owners(program: Program, calls: Sequence[int]) -> dict[str, int | None]:
     """The call, by its place among `calls`, that alone uses a parameter there; None where several do (tied weights)."""
     found: dict[str, int | None] = {}

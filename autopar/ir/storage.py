@@ -11,7 +11,7 @@ from math import prod
 
 from autopar.ir.degrees import Degrees
 from autopar.ir.plan import BlockLabels
-from autopar.ir.program import Program
+from autopar.ir.program import Program, StateInfo
 from autopar.ir.sharding import Dims, Mesh, Type, chunk
 
 BUCKET_BYTES = 64 * 2**20
@@ -105,6 +105,16 @@ def zero_dim_of(degrees: Degrees, how: Storage) -> int | None:
     if how.is_of_experts and degrees.fsdp_stage_of_experts == 0:
         return None
     return how.zero_dim(zero_ranks(degrees, how))
+
+
+def by_dtype(names: Iterable[str], infos: Mapping[str, StateInfo]) -> list[list[str]]:
+    """Parameters that FSDP2 gathers together: the trained ones of a group have one dtype."""
+    names = list(names)
+    first = next((infos[n].dtype for n in names if infos[n].requires_grad), None)
+    groups: dict[object, list[str]] = {}
+    for name in names:
+        groups.setdefault(infos[name].dtype if infos[name].requires_grad else first, []).append(name)
+    return list(groups.values())
 
 
 def storage_of(dims: Dims, types: Sequence[Type], mesh: Mesh) -> Storage:

@@ -18,6 +18,7 @@ from autopar.ir.degrees import Degrees
 from autopar.ir.schedules.action import Action
 from autopar.ir.schedules.registry import actions
 from autopar.ir.stages import Stage, owners
+from autopar.ir.storage import by_dtype
 from autopar.lowering.conversions import Collective
 
 ROOT = -1
@@ -68,8 +69,8 @@ def groups_of(setting: RankView, stage: Stage, run: StageRun) -> list[ParameterG
             by_call.setdefault((ROOT if at is None else at, of_experts), []).append(name)
     order = [*sorted(key for key in by_call if key[0] != ROOT), *(key for key in by_call if key[0] == ROOT)]
     found = []
-    for at, of_experts in order:
-        names = by_call[at, of_experts]
+    every = ((key, names) for key in order for names in by_dtype(by_call[key], setting.program.parameters))
+    for (at, of_experts), names in every:
         infos, degrees = setting.program.parameters, setting.plan.degrees
         ranks = degrees.expert_shard_ranks if of_experts else degrees.shard_ranks
         elements = {n: padded_elements(setting, n) for n in names}

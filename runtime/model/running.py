@@ -15,7 +15,14 @@ from autopar.errors import PlanError, RuntimeInputError
 from autopar.ir.offload import PARAMETERS
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.ir.stages import How, Stage, needs_denominator, num_averaged, offloaded_calls, recomputed_calls
+from autopar.ir.stages import (
+    How,
+    Stage,
+    needs_denominator,
+    num_averaged,
+    offloaded_calls,
+    recomputed_calls,
+)
 from autopar.lowering.recomputation import SelectiveBlock
 from autopar.runtime.checkpoint.saving import Saver
 from autopar.runtime.codegen.randomness import Streams
@@ -30,6 +37,7 @@ from autopar.runtime.model.inputs import (
     read_batch,
     sequences_to_run,
 )
+from autopar.runtime.model.old_buffers import OldBuffers
 from autopar.runtime.model.original_model import OriginalModel
 from autopar.runtime.model.outputs import as_dtensor, refuse_autocast, wide
 from autopar.runtime.model.pipeline import Pipeline
@@ -79,6 +87,7 @@ class RunningModel(ShardedModel):
         self._origin = origin
         self._preflight = PreflightCheck(mesh, program.inputs, self._saver)
         self.place = Place(degrees=plan.degrees, pipeline=mesh.pipeline)
+        self._old_buffers = OldBuffers(program, per_micro_batch=plan.degrees.per_micro_batch)
         self._shapes = ShapeCache(self.base, self.placements, replan)
         self._pipelines = WeakKeyDictionary[CompiledProgram, dict[bool, Pipeline]]()
 
@@ -219,7 +228,7 @@ class RunningModel(ShardedModel):
             functions=functions,
             partly=compiled.partial_module,
             outputs=outputs,
-            state={name: self.buffer(name) for name in compiled.program.updates},
+            state={name: self._old_buffers.of(name, self.buffer(name)) for name in compiled.program.updates},
             streams=self.streams,
             when=when,
             recomputed={} if outputs else self._recomputed(compiled),
@@ -248,6 +257,7 @@ class RunningModel(ShardedModel):
         self, batch: Mapping[str, Any] | Sequence[Any], kind: int, micro_batches: int, scaler: str = ""
     ) -> tuple[CompiledProgram, MicroBatches, bool]:
         """What runs a batch, its micro-batches on the device, and whether any rank's was padded. Collective."""
+        self._old_buffers.clear()
         shapes, evaluates = self._shapes, kind == EVALUATION
         self._num_steps += kind == STEP
         planned = shapes.base.micro_batch * micro_batches

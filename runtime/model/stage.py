@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from autopar._torch import private
 from autopar.ir.program import CallSite, Program
 from autopar.ir.stages import How, Stage, owners, values_that_stay
-from autopar.ir.storage import Storage
+from autopar.ir.storage import Storage, by_dtype
 from autopar.lowering.experts import KeptChoices
 from autopar.lowering.saved_on_host import saved_on_host
 from autopar.runtime.codegen.execute import BlockFunction
@@ -83,8 +83,9 @@ class Execution:
 class StageModule(nn.Module):
     """One stage: a segment for every call, and the parameters that several of its calls take.
 
-    Experts that `ep` splits have segments of their own, behind the segments of the calls. `fill` registers parameters
-    on a module. Unused parameters of the model belong to the first stage.
+    Behind the segments of the calls are those of experts that `ep` splits, and of parameters of a second dtype: FSDP2
+    gathers one dtype together. `fill` registers parameters on a module. Unused parameters of the model belong to the
+    first stage.
     """
 
     def __init__(
@@ -97,35 +98,39 @@ class StageModule(nn.Module):
         super().__init__()
         self.index, self.placements = stage.index, held
         owner_by_name = owners(program, stage.calls)
-        self.segment_of = {name: at for name, at in owner_by_name.items() if at is not None}
+        self.segment_of = dict[str, int]()
         self.segments = nn.ModuleList()
         dtypes = {name: info.dtype for name, info in program.every_parameter.items()}
         self.copies = ComputeCopies(dtypes)
-        own_of = [
-            {name: held[name] for name, at in self.segment_of.items() if at == k} for k in range(len(stage.calls))
-        ]
-        for k, own in enumerate(own_of):
-            experts = {name: how for name, how in own.items() if how.is_of_experts}
-            self._add_segment({name: how for name, how in own.items() if name not in experts}, dtypes, fill, at=k)
-            own_of[k] = experts
-        for experts in filter(None, own_of):
-            self._add_segment(experts, dtypes, fill, at=len(self.segments))
+        own_of = [{name: held[name] for name, at in owner_by_name.items() if at == k} for k in range(len(stage.calls))]
+        infos = program.every_parameter
+        others = list[list[str]]()
+        for own in own_of:
+            experts = by_dtype((name for name, how in own.items() if how.is_of_experts), infos)
+            first, *more = by_dtype((name for name, how in own.items() if not how.is_of_experts), infos) or [[]]
+            self._add_segment(first, dtypes, fill)
+            others += [*more, *experts]
+        for group in others:
+            self._add_segment(group, dtypes, fill)
         shared = [name for name, at in owner_by_name.items() if at is None]
         unused = program.unused if stage.index == 0 else ()
-        self.shared = {name: held[name] for name in (*shared, *unused)}
+        first, *more = by_dtype(shared, infos) or [[]]
+        self.shared = {name: held[name] for name in (*first, *unused)}
+        self.shared_segments = range(len(self.segments), len(self.segments) + len(more))
+        for group in more:
+            self._add_segment(group, dtypes, fill)
         fill(self, self.shared)
 
     def _add_segment(
         self,
-        own: Mapping[str, Storage],
+        own: Sequence[str],
         dtypes: Mapping[str, torch.dtype],
         fill: Callable[[nn.Module, Mapping[str, Storage]], None],
-        at: int,
     ) -> None:
-        segment = Segment(own, dtypes)
-        fill(segment, own)
+        segment = Segment(named := {name: self.placements[name] for name in own}, dtypes)
+        fill(segment, named)
+        self.segment_of |= dict.fromkeys(own, len(self.segments))
         self.segments.append(segment)
-        self.segment_of |= dict.fromkeys(own, at)
 
     def all_copies(self) -> list[ComputeCopies]:
         """The copies in the dtype of computing, of this module and its segments."""
@@ -144,14 +149,32 @@ class StageModule(nn.Module):
 
         The execution and stage come as a function, because FSDP2 searches all arguments for tensors.
         """
+        names = list[str]()
+
+        def named(own: Mapping[str, torch.Tensor], *arguments: Any) -> tuple[Any, ...]:
+            found = self._run(own, *arguments)
+            names.extend(found)
+            return tuple(found.values())
+
+        run: Callable[..., tuple[Any, ...]] = named
+        for at in self.shared_segments:
+            run = _within(self.segments[at], run)
+        return dict(zip(names, run({}, what, received), strict=True))
+
+    def _run(
+        self,
+        own: Mapping[str, torch.Tensor],
+        what: Callable[[], tuple[Execution, Stage]],
+        received: Mapping[str, Any],
+    ) -> dict[str, Any]:
         run, stage = what()
         compiled = run.compiled
         program = compiled.program
-        shared = {
-            name: self._taken(compiled, name, self.copies.of(name, local_value(getattr(self, attribute(name)), how)))
+        held = {
+            name: self.copies.of(name, local_value(getattr(self, attribute(name)), how))
             for name, how in self.shared.items()
-            if name in stage.parameters
         }
+        shared = {n: self._taken(compiled, n, v) for n, v in {**held, **own}.items() if n in stage.parameters}
         scope: dict[str, Any] = {**dict.fromkeys(stage.parameters), **shared, **compiled.constants(), **run.state}
         scope |= received
         results_of = compiled.results_of(outputs=run.outputs)
@@ -202,7 +225,7 @@ class StageModule(nn.Module):
     def _segments_of(self, call: CallSite) -> list[nn.Module]:
         """The segments that hold a call's parameters: one in the training step, perhaps several in another capture."""
         found = {self.segment_of[a]: None for a in call.arguments if isinstance(a, str) and a in self.segment_of}
-        return [self.segments[at] for at in found]
+        return [self.segments[at] for at in found if at not in self.shared_segments]
 
 
 def _bound(scope: Mapping[str, Any], argument: Any) -> Any:

@@ -30,3 +30,38 @@ MICRO_BATCHES = [
 @pytest.mark.parametrize(("name", "wish"), MICRO_BATCHES, ids=str)
 def test_rows_by_their_own_number_in_micro_batches(name: str, wish: dict[str, Any], two_ranks: Ranks) -> None:
     assert max(two_ranks.run("mechanism_ranks:worst_error", 2, name, wish)) < TOLERANCE
+
+
+ZERO = [{"dp": 2, "zero": 1, "accumulate": 2}, long({"dp": 2, "zero": 2, "accumulate": 2}), {"dp": 2, "zero": 3}]
+
+
+@pytest.mark.parametrize("wish", ZERO, ids=str)
+@pytest.mark.parametrize("name", ["weights_of_two_dtypes", "a_block_of_two_dtypes_that_runs_twice"])
+def test_weights_of_several_dtypes_are_sharded(name: str, wish: dict[str, Any], two_ranks: Ranks) -> None:
+    assert max(two_ranks.run("mechanism_ranks:worst_error", 2, name, wish)) < 1e-5  # most weights are float32
+
+
+@pytest.mark.parametrize("wish", [*ZERO, {"tp": 2}], ids=str)
+def test_a_complex_weight_is_sharded(wish: dict[str, Any], two_ranks: Ranks) -> None:
+    assert max(two_ranks.run("mechanism_ranks:worst_error", 2, "a_complex_weight", wish)) < TOLERANCE
+
+
+def test_padding_by_name(two_ranks: Ranks) -> None:
+    assert max(two_ranks.run("mechanism_ranks:worst_error", 2, "padding_by_name", {"tp": 2})) < TOLERANCE
+
+
+BUFFERS = [
+    ("spectral_norm", {"tp": 2}),
+    ("spectral_norm", {"dp": 2, "zero": 3, "accumulate": 2}),
+    long("spectral_norm", {"pp": 2, "micro_batches": 2}),
+    ("spectral_norm_by_a_hook", {"dp": 2, "zero": 1, "recompute": "full"}),
+    ("a_scale_that_grows", {"tp": 2, "accumulate": 2, "recompute": "full"}),
+]
+
+
+@pytest.mark.parametrize(("name", "wish"), BUFFERS, ids=str)
+def test_a_buffer_that_a_step_changes_and_its_backward_pass_reads(
+    name: str, wish: dict[str, Any], two_ranks: Ranks
+) -> None:
+    """Micro-batches of one step read the value before the step, as the whole batch does."""
+    assert max(two_ranks.run("mechanism_ranks:worst_error", 2, name, wish)) < TOLERANCE

@@ -101,3 +101,134 @@ def best_tokens_of_each_row() -> tuple[nn.Module, Batch]:
         return h[torch.arange(h.shape[0])[:, None], h.mean(-1).topk(3, dim=1).indices]
 
     return _between(picked)
+
+
+class Gated(nn.Module):
+    """A residual block whose gate and norm have another dtype than its other weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.norm = nn.Linear(WIDTH, 4).double(), nn.LayerNorm(WIDTH).double()
+        self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        share = self.gate(x.double()).softmax(-1).amax(-1, keepdim=True).to(x.dtype)
+        return x + share * self.down(F.gelu(self.up(self.norm(x.double()).to(x.dtype))))
+
+
+class TwoDtypes(nn.Module):
+    def __init__(self, *, shared: bool) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        first = Gated()
+        self.blocks = nn.ModuleList([first, first] if shared else [first, Gated()])
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.table(x)
+        for block in self.blocks:
+            h = block(h)
+        return F.cross_entropy(self.head(h).flatten(0, 1), y.flatten())
+
+
+def _next_words() -> Batch:
+    ids, _ = _tokens()
+    return {"x": ids, "y": ids.roll(1, 1)}
+
+
+@mechanism
+def weights_of_two_dtypes() -> tuple[nn.Module, Batch]:
+    return TwoDtypes(shared=False), _next_words()
+
+
+@mechanism
+def a_block_of_two_dtypes_that_runs_twice() -> tuple[nn.Module, Batch]:
+    return TwoDtypes(shared=True), _next_words()
+
+
+class Fourier(nn.Module):
+    """A complex weight beside real weights, in one block of code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(WIDTH, WIDTH).double(), nn.Linear(WIDTH, CLASSES).double()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, 4, dtype=torch.complex128) / WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        waves = torch.fft.rfft(self.first(x).transpose(1, 2))[..., :4]
+        h = torch.fft.irfft(torch.einsum("bcs,cds->bds", waves, self.weight), n=x.shape[1])
+        return F.cross_entropy(self.head(h.mean(-1)), y)
+
+
+@mechanism
+def a_complex_weight() -> tuple[nn.Module, Batch]:
+    return Fourier(), {"x": torch.randn(ROWS, LENGTH, WIDTH), "y": torch.randint(CLASSES, (ROWS,))}
+
+
+class Patches(nn.Module):
+    """Convolutions with padding by name: patches, and odd and even kernels that keep the size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, WIDTH, 4, 4, padding="valid")
+        self.inner = nn.Conv2d(WIDTH, WIDTH, 3, padding="same", groups=4)
+        self.even, self.head = nn.Conv2d(WIDTH, WIDTH, 2, padding="same", dilation=2), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.patches(x)
+        h = h + F.gelu(self.even(F.gelu(self.inner(h))))
+        return F.cross_entropy(self.head(h.mean((2, 3))), y)
+
+
+@mechanism
+def padding_by_name() -> tuple[nn.Module, Batch]:
+    return Patches(), {"x": torch.randn(ROWS, 3, 16, 16), "y": torch.randint(CLASSES, (ROWS,))}
+
+
+class Normed(nn.Module):
+    """Weights that a buffer normalises, which each step of training changes."""
+
+    def __init__(self, norm: Callable[[nn.Linear], nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(norm(nn.Linear(WIDTH, 32)), nn.GELU(), nn.Linear(32, WIDTH)) for _ in range(2)
+        )
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return F.cross_entropy(self.head(x), y)
+
+
+def _normed(norm: Callable[[nn.Linear], nn.Module]) -> tuple[nn.Module, Batch]:
+    return Normed(norm), {"x": torch.randn(ROWS, WIDTH), "y": torch.randint(CLASSES, (ROWS,))}
+
+
+@mechanism
+def spectral_norm() -> tuple[nn.Module, Batch]:
+    return _normed(nn.utils.parametrizations.spectral_norm)
+
+
+@mechanism
+def spectral_norm_by_a_hook() -> tuple[nn.Module, Batch]:
+    return _normed(nn.utils.spectral_norm)
+
+
+class Scaled(nn.Module):
+    """Its scale grows by a factor with each step. The product saves the scale for the backward pass."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.scale
+        out = torch.tanh(self.layer(x) * scale)
+        self.scale = scale * 1.5
+        return out
+
+
+@mechanism
+def a_scale_that_grows() -> tuple[nn.Module, Batch]:
+    return _normed(Scaled)

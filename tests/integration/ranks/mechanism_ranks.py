@@ -1,5 +1,6 @@
 """A model on ranks beside the unmodified one on the whole batch: `Ranks.run("mechanism_ranks:worst_error", ...)`."""
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,14 +31,16 @@ def worst_error(rank: int, world_size: int, name: str, wish: Mapping[str, Any]) 
     def built() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
         torch.manual_seed(0)
         model, batch = MODELS[name]()
-        return model.double(), {n: t.double() if t.is_floating_point() else t for n, t in batch.items()}
+        if len({p.dtype for p in model.parameters()}) == 1:
+            model.double()
+        return model, {n: t.double() if t.is_floating_point() else t for n, t in batch.items()}
 
     worst = 0.0
-    with Wide():
-        (model, batch), (reference, _) = built(), built()
+    (model, batch), (reference, _) = built(), built()
+    with Wide() if len({p.dtype for p in model.parameters()}) == 1 else contextlib.nullcontext():
         local = {n: t.chunk(wish.get("dp", 1))[0] for n, t in batch.items()}
         parallel = parallelize(model, f"{world_size}xcpu", example_inputs=local, plan=wish)
-        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (parallel, reference)]
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (parallel, reference)]
         for _ in range(STEPS):
             loss, output = parallel.forward_backward(parallel.local_batch(batch)), reference(**batch)
             expected = output if isinstance(output, torch.Tensor) else output.loss
@@ -47,6 +50,8 @@ def worst_error(rank: int, world_size: int, name: str, wish: Mapping[str, Any]) 
             found = parallel.whole_gradients()
             assert wish.get("pp", 1) > 1 or found.keys() == gradients.keys()
             worst = max([worst, *(_error(found[n], gradients[n]) for n in found)])
+            norm = torch.stack([g.norm().double() for g in gradients.values()]).norm()
+            worst = max(worst, _error(parallel.clip_grad_norm_(1e9), norm))
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
