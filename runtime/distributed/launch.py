@@ -6,6 +6,7 @@ error names this rank and its position. No port is used: ranks meet through a fi
 
 import faulthandler
 import importlib
+import logging
 import multiprocessing as mp
 import multiprocessing.connection
 import os
@@ -35,6 +36,7 @@ DIED = 0.0  # the failure time of a process that has ended
 STACK_S = 2.0  # for a rank that does not answer to write its stack
 STACK_LINES = 8
 TIMED_OUT = ("timed out", "timeout", "Timed out", "failed to pass monitoredBarrier")
+LOGS_OF_LIBRARIES = ("torch", "torchao", "transformers")  # of a rank, below errors they say nothing of its work
 Describe = Callable[[int], str]
 Failure = tuple[float, str, str, str, str]  # when, "user" or "bug", message, notes, traceback
 # The server that ranks are forked from loads these modules once, if they are installed.
@@ -83,6 +85,9 @@ def _work(place: _Place, pipe: Any, asked: Any) -> None:
     # torch reads TORCH_DISTRIBUTED_DEBUG at its import, which the server of ranks has done
     levels = dist.DebugLevel  # type: ignore[attr-defined]
     dist.set_debug_level(levels.DETAIL if place.checked else levels.OFF)  # type: ignore[attr-defined]
+    logging.disable(logging.NOTSET)  # the server's imports were silent
+    for library in LOGS_OF_LIBRARIES:
+        logging.getLogger(library).setLevel(logging.ERROR)
     os.environ["TORCH_FR_BUFFER_SIZE"] = "0"  # else torch keeps a Python stack of every collective, which nobody reads
     torch.set_num_threads(1)
     stack = os.open(stack_file(place.folder, rank), os.O_CREAT | os.O_WRONLY)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,21 @@ from autopar.runtime.distributed.launch import Ranks
 from autopar.runtime.measure.doctor_checks import CONVERSION_CASES
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def worlds() -> Iterator[Callable[[int], Ranks]]:
+    """Worlds as the command starts them. torch's comparison of collectives takes a message for one of both ranks."""
+    made: dict[int, Ranks] = {}
+
+    def of_size(size: int) -> Ranks:
+        if size not in made or not made[size].is_open:
+            made[size] = Ranks(size, timeout_s=100, checked=False)
+        return made[size]
+
+    yield of_size
+    for world in made.values():
+        world.close()
 
 
 def diagnosed(ranks: Ranks, who: int, fault: str) -> Diagnosis:

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from priced_models import Case, captured
@@ -82,8 +83,13 @@ class LargestProduct(TorchDispatchMode):
 
 
 def counted(model: ParallelModel, mesh: RankMesh, part: Mapping[str, Any]) -> Counts:
-    """What one step sends, as the runtime writes it down; torch's profiler must have seen the same operators."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, log_collectives() as sent:
+    """What a usual step sends, as the runtime writes it down; torch's profiler must have seen the same operators.
+
+    The comparison of weights after the first and the tenth step is left out.
+    """
+    usual = mock.patch("autopar.runtime.model.running.COMPARED", ())
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    with usual, profiler as profile, log_collectives() as sent:
         model.forward_backward(part)
     profiled = Counter(e.name for e in profile.events() if sends(e.name) and not inside_another(e))
     assert profiled == Counter(s.operator for s in sent), (profiled, Counter(s.operator for s in sent))
