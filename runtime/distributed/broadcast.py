@@ -1,11 +1,13 @@
 """Values from rank 0 to all ranks, errors of one rank to all ranks, and tensors from rank to rank."""
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
+from autopar._torch import private
 from autopar.errors import AutoparError
 from autopar.runtime.distributed.launch import device_of_rank
 
@@ -72,16 +74,30 @@ def agreed(action: Callable[[], _T]) -> _T:
 # Tensors of any dtype, as bytes in bounded chunks. NCCL gets chunks on the device of a tensor that lies on the host.
 
 
+def group_of_messages() -> dist.ProcessGroup | None:
+    """The group of messages between any two ranks. Collective at its first call.
+
+    PyTorch's check of collectives counts messages too, and ranks send different numbers of them.
+    """
+    return _group_of_messages(dist.group.WORLD)
+
+
+@cache
+def _group_of_messages(world: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    is_checked = dist.get_debug_level() == dist.DebugLevel.DETAIL  # type: ignore[attr-defined]
+    return dist.new_group(timeout=private.group_timeout()) if is_checked else world
+
+
 def send_tensor(value: torch.Tensor, to: int) -> None:
     """Send a tensor to a rank, which must call `receive_tensor`."""
     for chunk in _chunks(value.contiguous()):
-        dist.send(chunk, to)
+        dist.send(chunk, to, group=group_of_messages())
 
 
 def receive_tensor(into: torch.Tensor, source: int) -> None:
     """Fill a contiguous tensor of the device of this rank."""
     for chunk in _chunks(into):
-        dist.recv(chunk, source)
+        dist.recv(chunk, source, group=group_of_messages())
 
 
 def share_tensor(value: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:

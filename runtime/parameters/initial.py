@@ -21,6 +21,7 @@ from autopar.runtime.distributed.broadcast import (
     agreed,
     broadcast_object,
     gather_objects,
+    group_of_messages,
     receive_tensor,
     send_tensor,
     share_tensor,
@@ -98,6 +99,8 @@ class Parts:
         self._source = packed_source(program, source)
         self._dims = [mesh.dims[name] for name in plan.mesh.names]
         self._error: AutoparError | None = None
+        if sent:
+            group_of_messages()
 
     def of(self, name: str, how: Storage) -> torch.Tensor:
         """This rank's part of a parameter; perhaps memory of the model, which the caller must not keep."""
