@@ -37,14 +37,13 @@ from autopar.runtime.model.inputs import (
     read_batch,
     sequences_to_run,
 )
-from autopar.runtime.model.old_buffers import OldBuffers
 from autopar.runtime.model.original_model import OriginalModel
 from autopar.runtime.model.outputs import as_dtensor, refuse_autocast, wide
 from autopar.runtime.model.pipeline import Pipeline
 from autopar.runtime.model.preflight_check import EVALUATION, STEP, PreflightCheck, shards_of
 from autopar.runtime.model.shape_cache import Replan, ShapeCache
 from autopar.runtime.model.sharded_model import ShardedModel
-from autopar.runtime.model.stage import Execution, StageModule
+from autopar.runtime.model.stage import Execution, OldBuffers, StageModule
 from autopar.runtime.offload.backward_step import BackwardStep
 from autopar.runtime.offload.state_files import keep_state_in_files
 from autopar.runtime.parameters.user_view import parts_of

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autopar._torch import private
 from autopar.ir.program import CallSite, Program
-from autopar.ir.stages import How, Stage, owners, values_that_stay
+from autopar.ir.stages import How, Stage, owners, updated_by_inputs, values_that_stay
 from autopar.ir.storage import Storage, by_dtype
 from autopar.lowering.experts import KeptChoices
 from autopar.lowering.saved_on_host import saved_on_host
@@ -269,3 +269,27 @@ def _within(segment: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
         return segment(lambda more, *inner: run({**own, **more}, *inner), *arguments)
 
     return outer
+
+
+class OldBuffers:
+    """Buffers as the micro-batches of a step read them, in copies: the backward pass needs the values before an update.
+
+    If samples change a buffer, each micro-batch does. Any other change is one of a step, so its micro-batches read one
+    value. With `per_micro_batch` every micro-batch is a step of its own.
+    """
+
+    def __init__(self, program: Program, *, per_micro_batch: bool) -> None:
+        self._changing = frozenset(program.updates) if per_micro_batch else updated_by_inputs(program)
+        self._held: dict[str, torch.Tensor] = {}
+
+    def of(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """The value of a buffer for a micro-batch. `value` is the present one."""
+        if name in self._changing:
+            return value.clone()
+        if name not in self._held:
+            self._held[name] = value.clone()
+        return self._held[name]
+
+    def clear(self) -> None:
+        """Begin a step."""
+        self._held.clear()
