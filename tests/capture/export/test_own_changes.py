@@ -84,7 +84,12 @@ def test_an_assigned_buffer_is_an_update() -> None:
     x = torch.randn(4, 8)
     programs = [capture_program(Averaged(assigns=assigns), {"x": x}) for assigns in (True, False)]
     assert all(list(program.updates) == ["mean"] for program in programs)
-    assert [len(block.graph.nodes) for block in programs[0].blocks] == [len(b.graph.nodes) for b in programs[1].blocks]
+    copies = (torch.ops.aten.detach.default, torch.ops.aten.clone.default)
+    operators = [
+        [n.target for b in program.blocks for n in b.graph.nodes if n.op == "call_function" and n.target not in copies]
+        for program in programs
+    ]
+    assert operators[0] == operators[1]
 
 
 def test_a_capture_leaves_the_buffer() -> None:
