@@ -26,7 +26,7 @@ from torch import fx
 
 from autopar._torch.operators import aten
 from autopar.capture.analysis import Analysis
-from autopar.capture.nodes import ARITHMETIC, operator_name, output_nodes
+from autopar.capture.nodes import ARITHMETIC, copies, operator_name, output_nodes
 from autopar.ir.program import Block, CallSite, Program
 from autopar.rules.operators import OVER_MICRO_BATCHES
 from autopar.rules.rule import Call, Spec
@@ -120,10 +120,10 @@ def _block_statuses(
             continue
         operands = [known[n] for n in analysis.operands[call.block][node.name]]
         where = f"{call.path}: {node.meta['key']} ({node.target})"
-        if ADDED in operands:
-            raise Mixing(f"{where} reads a buffer to which samples of the batch were added")
-        if node.name in buffers and SUM in operands:
+        if node.name in buffers and (SUM in operands or ADDED in operands):
             known[node.name] = ADDED
+        elif ADDED in operands:
+            raise Mixing(f"{where} reads a buffer to which samples of the batch were added")
         else:
             known[node.name] = status_of(analysis, call.block, node, operands, where)
     return [known[name] for name in block.outputs]
@@ -137,11 +137,13 @@ def _added_to(program: Program, block: Block, call: CallSite) -> set[str]:
     ports = dict(zip(block.ports, call.arguments, strict=True))
     found = set()
     for node in block.graph.nodes:
-        buffer = updates.get(node.name)
-        if buffer is not None and node.target is aten.add.Tensor and not node.kwargs:
-            read = [a for a in node.all_input_nodes if ports.get(a.name) == buffer and a.op == "placeholder"]
-            if len(read) == 1 and len(read[0].users) == 1 and list(node.args).count(read[0]) == 1:
-                found.add(node.name)
+        buffer, chain = updates.get(node.name), list(copies(node))
+        added = chain[-1]
+        if buffer is not None and added.target is aten.add.Tensor and not added.kwargs:
+            reads = [list(copies(a)) for a in added.all_input_nodes]
+            read = [r for r in reads if ports.get(r[-1].name) == buffer and r[-1].op == "placeholder"]
+            if len(read) == 1 and all(len(n.users) == 1 for n in (*read[0], *chain[1:])):
+                found.update(n.name for n in chain)
     return found
 
 
