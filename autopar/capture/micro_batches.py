@@ -135,7 +135,7 @@ def _added_to(program: Program, block: Block, call: CallSite) -> set[str]:
     buffer_of = {update: buffer for buffer, update in program.updates.items() if readers[buffer] == 1}
     updates = {name: buffer_of.get(result) for name, result in zip(block.outputs, call.results, strict=True)}
     ports = dict(zip(block.ports, call.arguments, strict=True))
-    found = set()
+    found = set[str]()
     for node in block.graph.nodes:
         buffer, chain = updates.get(node.name), list(copies(node))
         added = chain[-1]
