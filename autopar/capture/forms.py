@@ -97,7 +97,9 @@ def batch_exponent(first: float, second: float, sizes: Sizes, others: Sizes) -> 
         exponents = set() if form is None else {i for _, _, i, _ in form.terms}
         if len(exponents) == 1:
             return sign * exponents.pop()
-    return None
+    by_batch, by_sequence = sizes.batch - others.batch, (sizes.sequence or 0) - (others.sequence or 0)
+    steps = {k * by_sequence for k in (-2, -1, 1, 2)} - {k * by_batch for k in (-2, -1, 1, 2)}
+    return 0 if varies and first - second in steps else None  # a table's size without the sequence
 
 
 def _ratio(sizes: Sizes, others: Sizes, i: int, j: int) -> float:

@@ -1,8 +1,10 @@
 """Forms: the formulas of sizes that explain a number in two captures."""
 
+from collections.abc import Callable
+
 import pytest
 
-from autopar.capture.forms import Form, Sizes, float_form_of, form_of
+from autopar.capture.forms import Form, Sizes, batch_exponent, float_form_of, form_of
 
 LARGE, SMALL = Sizes(batch=8, sequence=4096), Sizes(batch=3, sequence=6)
 
@@ -72,3 +74,23 @@ def test_a_part_that_is_not_whole_has_no_value() -> None:
 def test_floating_numbers_of_sizes() -> None:
     assert float_form_of(8.0, 3.0, LARGE, SMALL) == Form(((1, 1, 1, 0),))
     assert float_form_of(0.5, 0.25, LARGE, SMALL) is None
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        (lambda b, s: 7, 0),
+        (lambda b, s: b * s, 1),
+        (lambda b, s: 0.25 / b, -1),
+        (lambda b, s: b * (s - 1), 1),
+        (lambda b, s: 1 / (b * (s - 1)), -1),
+        (lambda b, s: s - 1, 0),
+        (lambda b, s: 2048 - s, 0),
+        (lambda b, s: s**0.5, None),
+        (lambda b, s: b + 1, None),
+        (lambda b, s: 2.0**b, None),
+    ],
+)
+def test_the_power_of_the_batch_size(number: Callable[[int, int], float], expected: int | None) -> None:
+    sizes, others = Sizes(batch=8, sequence=64), Sizes(batch=3, sequence=6)
+    assert batch_exponent(number(8, 64), number(3, 6), sizes, others) == expected
