@@ -25,7 +25,14 @@ PLAIN = (bool, int, float, str, bytes, type(None))
 _OF_EVERY_MODULE = frozenset([*vars(nn.Module()), "use_cache"])  # a capture decides `use_cache`
 _OPAQUE = (*PLAIN, torch.Tensor, torch.dtype, type, ModuleType)
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)
-_CACHED: Any = type(lru_cache(lambda: None))
+
+
+@lru_cache
+def _nothing() -> None:
+    """A function with a cache, for its type."""
+
+
+_CACHED: Any = type(_nothing)
 
 
 @contextmanager
