@@ -28,19 +28,29 @@ def mark_batch_powers(flat: Flat, small: Flat, sizes: Sizes, others: Sizes) -> N
             node.meta["batch_power"] = twin.meta["batch_power"] = 0 if is_equal else None
 
 
+def mark_without_twin(flat: Flat, batch: int) -> None:
+    """Set ``meta["batch_power"]`` without a second capture: None for a whole factor that may be the batch size."""
+    for node in flat.graph.nodes:
+        if node.op == "call_function" and operator_name(node) in _FACTORS:
+            whole = [number for number in numbers_of(node.args) if isinstance(number, int) and number]
+            node.meta["batch_power"] = None if any(number % batch == 0 for number in whole) else 0
+
+
 def _power(node: fx.Node, twin: fx.Node, sizes: Sizes, others: Sizes) -> int | None:
-    pairs = zip(numbers_of([node.args, node.kwargs]), numbers_of([twin.args, twin.kwargs]), strict=True)
-    exponents = {batch_exponent(a, b, sizes, others) for a, b in pairs if repr(a) != repr(b)} - {0}
+    numbers, theirs = (numbers_of([n.args, n.kwargs]) for n in (node, twin))
+    if len(numbers) != len(theirs):
+        return None
+    differing = [(a, b) for a, b in zip(numbers, theirs, strict=True) if repr(a) != repr(b)]
+    exponents = {batch_exponent(a, b, sizes, others) for a, b in differing} - {0}
     if not exponents:
         return 0
     name = operator_name(node)
     if name in ARITHMETIC:
         exponent = exponents.pop()
-        is_factor = not exponents and exponent is not None and not node.kwargs and isinstance(node.args[0], fx.Node)
-        return _FACTORS[name] * exponent if is_factor and name in _FACTORS and exponent is not None else None
-    others_than_sizes = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, (int, float))]
-    theirs = [a for a in (*twin.args, *twin.kwargs.values()) if isinstance(a, (int, float))]
-    return 1 if name in _SIZED and others_than_sizes == theirs else None
+        is_factor = name in _FACTORS and not exponents and not node.kwargs and isinstance(node.args[0], fx.Node)
+        return _FACTORS[name] * exponent if is_factor and exponent is not None else None
+    scalars = [[a for a in (*n.args, *n.kwargs.values()) if isinstance(a, (int, float))] for n in (node, twin)]
+    return 1 if name in _SIZED and scalars[0] == scalars[1] else None
 
 
 def _is_equal(literal: torch.Tensor, other: Any) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from autopar._torch import private
-from autopar.capture.batch_powers import mark_batch_powers
+from autopar.capture.batch_powers import mark_batch_powers, mark_without_twin
 from autopar.capture.export import export
 from autopar.capture.export.data_reads import Reading, refuse_changing
 from autopar.capture.export.export import DECISION, Inputs, LossFunction, capture_flat, fixed_inputs, input_names
@@ -167,7 +167,9 @@ def capture_twice(asked: CaptureRequest, batch: int | None = None) -> Twice:
     found = Sizes(batch=first[0], sequence=first[1] if sequence_varies else None)
     others = Sizes(batch=wanted[0], sequence=length)
     causal: frozenset[str] = frozenset()
-    if small is not None:
+    if small is None:
+        mark_without_twin(flat, first[0])
+    else:
         mark_batch_powers(flat, small, found, others)
         roots = flat.root, small.root
         leaf, small_leaf = (lambda node, root=root: getattr(root, str(node.target)) for root in roots)

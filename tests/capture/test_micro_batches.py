@@ -80,6 +80,25 @@ def test_a_value_without_elements_couples_nothing() -> None:
         check(case, labelled(case, mesh), mesh)
 
 
+class Fixed(nn.Module):
+    """Runs at one size, so no second capture shows which number is the batch size."""
+
+    def __init__(self, divisor: str) -> None:
+        super().__init__()
+        self.layer, self.divisor = nn.Linear(4, 4), divisor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        losses = self.layer(x).view(4, 4, 4).square().sum((1, 2))
+        return losses.sum() / (len(x) if self.divisor == "batch" else 3)
+
+
+@pytest.mark.parametrize("divisor", ["batch", "three"])
+def test_without_a_second_capture_a_number_may_be_the_batch_size(divisor: str) -> None:
+    program = capture_program(Fixed(divisor), {"x": torch.randn(4, 4, 4)})
+    assert "a second capture at other sizes gave another graph" in str(program.notes)
+    assert ("depends on the batch size" in str(program.mixes_batch)) == (divisor == "batch")
+
+
 class Counting(nn.Module):
     """A buffer to which every batch adds its loads; with `reads` the loss depends on it."""
 
