@@ -111,7 +111,7 @@ def parallelize(
     """
     cluster = ClusterSpec.parse(cluster_spec) if isinstance(cluster_spec, str) else cluster_spec
     _check_world(cluster)
-    model = private.uncompiled(model)
+    model = private.unwrapped(model)
     _refuse_hooks(model)
     device = start_process_group(cluster)
     sent = first_rank_sends(model, has_state=state is not None)

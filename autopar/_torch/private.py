@@ -478,7 +478,9 @@ def without_step_hooks(optimizer: Any) -> Iterator[None]:
             setattr(optimizer, name, hooks)
 
 
-def uncompiled(model: nn.Module) -> nn.Module:
-    """The module that `torch.compile` wrapped. Another module is returned."""
-    wrapped = model._modules.get("_orig_mod")
-    return wrapped if wrapped is not None and type(model).__module__ == "torch._dynamo.eval_frame" else model
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module that `torch.compile`, `DistributedDataParallel` or `DataParallel` wrapped. Another one is returned."""
+    is_compiled = type(model).__module__ == "torch._dynamo.eval_frame"
+    is_wrapped = isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel))
+    wrapped = model._modules.get("_orig_mod" if is_compiled else "module") if is_compiled or is_wrapped else None
+    return model if wrapped is None else unwrapped(wrapped)

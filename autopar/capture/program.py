@@ -88,7 +88,7 @@ def capture_program(
         ['input', 'target']
     """
     asked = CaptureRequest(
-        model=in_precision(private.uncompiled(model), checked_precision(precision)),
+        model=in_precision(private.unwrapped(model), checked_precision(precision)),
         inputs=inputs_in_precision(example_inputs, precision),
         loss_fn=loss_fn,
         training=training,

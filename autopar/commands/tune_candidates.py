@@ -95,7 +95,7 @@ def subject_of(
     given: Given, cluster: ClusterSpec, asked: PlanOptions, report: _Progress
 ) -> tuple[Subject, PlanOptions]:
     """A model captured in its precision, and the request with this precision."""
-    model = private.uncompiled(given.model)
+    model = private.unwrapped(given.model)
     captured, asked, notes = captured_as_asked(
         model, given.example_inputs, given.loss_fn, cluster, asked, specialise=given.specialise
     )

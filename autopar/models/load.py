@@ -298,7 +298,7 @@ def _from_factory(spec: str, dtype_name: str | None) -> ResolvedModel:
         problems.append(Problem(path="example_inputs", rule="must hold at least one tensor", value=_kind(inputs)))
     if problems:
         raise InputError(f"{spec} must return {expected}", problems)
-    model = private.uncompiled(model)
+    model = private.unwrapped(model)
     found = ResolvedModel(name=spec, kind="factory", model=model.train(), example_inputs=inputs, loss_fn=loss_fn)
     return found if dtype_name is None else in_storage(found, getattr(torch, dtype_name))
 

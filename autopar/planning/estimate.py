@@ -239,7 +239,7 @@ def _as_it_runs(
 
 
 def _uncompiled(given: nn.Module | Program) -> nn.Module | Program:
-    return private.uncompiled(given) if isinstance(given, nn.Module) else given
+    return private.unwrapped(given) if isinstance(given, nn.Module) else given
 
 
 class _Asked(NamedTuple):

@@ -68,7 +68,7 @@ def make_plan(
     specialise: bool = False,
 ) -> tuple[Program, Plan]:
     """Capture the model at the global micro-batch and choose labels."""
-    model = private.uncompiled(model)
+    model = private.unwrapped(model)
     program = capture_for(model, example_inputs, degrees, loss_fn, specialise=specialise)
     return program, label_plan(program, cluster, degrees, name or type(model).__name__)
 
@@ -352,7 +352,7 @@ def coverage(
     from autopar.capture.program import batch_and_sequence
 
     spec = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
-    model = private.uncompiled(model)
+    model = private.unwrapped(model)
     local_batch, _ = batch_and_sequence(input_names(model, example_inputs, loss_fn))
     degrees = resolve_degrees(plan, spec.num_devices, local_batch, global_batch=global_batch)
     program = capture_for(model, example_inputs, degrees, loss_fn, specialise=specialise)

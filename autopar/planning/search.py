@@ -146,7 +146,7 @@ def plan(
     )  # fmt: skip
     asked.check_search(spec.num_devices)
     (report := on_progress or (lambda _: None))("capturing")
-    model = private.uncompiled(model)
+    model = private.unwrapped(model)
 
     given = (model, example_inputs, loss_fn, spec)
     search = partial(_captured_and_searched, given, measured, name or type(model).__name__, report, specialise)

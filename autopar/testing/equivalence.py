@@ -123,7 +123,7 @@ def run_model(
 
     Raises `InputError` if the model is on meta, and `CaptureError` if it cannot be captured.
     """
-    model = private.uncompiled(model)
+    model = private.unwrapped(model)
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise InputError("the model is on meta, so it has no weights to compute with; build it on CPU")
     program = in_dtype(capture_program(model, example_inputs, loss_fn=loss_fn, specialise=specialise), "float64")

@@ -46,8 +46,8 @@ class Segment(nn.Module):
 
 
 def attribute(name: str) -> str:
-    """A parameter's name as an attribute of the module that holds it."""
-    return name.replace(".", "__")
+    """The name of a parameter or buffer as an attribute of the module that holds it, which no method has."""
+    return f"{name.replace('.', '__')}__held"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,6 +46,11 @@ def test_a_complex_weight_is_sharded(wish: dict[str, Any], two_ranks: Ranks) -> 
     assert max(two_ranks.run("mechanism_ranks:worst_error", 2, "a_complex_weight", wish)) < TOLERANCE
 
 
+@pytest.mark.parametrize("wish", [{"tp": 2}, {"dp": 2, "zero": 3}], ids=str)
+def test_a_buffer_may_have_the_name_of_a_method(wish: dict[str, Any], two_ranks: Ranks) -> None:
+    assert max(two_ranks.run("mechanism_ranks:worst_error", 2, "names_of_methods", wish)) < TOLERANCE
+
+
 def test_padding_by_name(two_ranks: Ranks) -> None:
     assert max(two_ranks.run("mechanism_ranks:worst_error", 2, "padding_by_name", {"tp": 2})) < TOLERANCE
 

@@ -1,4 +1,4 @@
-"""Functions of the API take a model that `torch.compile` wrapped, as the model itself."""
+"""Functions of the API take a model that `torch.compile` or `DataParallel` wrapped, as the model itself."""
 
 from collections.abc import Callable
 from typing import Any
@@ -46,3 +46,9 @@ def checked(model: nn.Module) -> Any:
 def test_a_compiled_model_is_the_model_itself(function: Callable[[nn.Module], Any]) -> None:
     compiled: Any = torch.compile(built(Logits))
     assert function(built(Logits)) == function(compiled)
+
+
+def test_a_wrapped_model_is_the_model_itself() -> None:
+    assert captured(nn.DataParallel(built(Logits))) == captured(built(Logits))
+    compiled: Any = torch.compile(nn.DataParallel(built(Logits)))
+    assert captured(compiled) == captured(built(Logits))

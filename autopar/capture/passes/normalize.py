@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from autopar._torch.operators import aten
-from autopar.capture.nodes import arg, compute, output_nodes
+from autopar.capture.nodes import arg, compute, operator_name, output_nodes
 from autopar.capture.nodes import value as _value
 from autopar.capture.passes.aliases import one_name
 from autopar.capture.passes.autocast import mark_region, write_casts
@@ -37,6 +37,7 @@ UNINITIALISED = {
     aten.empty_like.default: aten.zeros_like.default,
     aten.new_empty.default: aten.new_zeros.default,
 }
+_WITHOUT_DERIVATIVE = ("bernoulli", "binomial", "multinomial", "poisson")  # draws from their operand
 SPARSE = ("sparse", "sparse_grad")  # arguments of lookups
 
 NEW: Mapping[Any, float | None] = {aten.new_zeros.default: 0, aten.new_ones.default: 1, aten.new_full.default: None}
@@ -224,6 +225,9 @@ def normalise(
     for graph_pass in PASSES:
         graph_pass(graph)
     own_outputs(graph, num_updates + len(updates))
+    for node in graph.nodes:
+        if node.op == "call_function" and operator_name(node) in _WITHOUT_DERIVATIVE:
+            node.meta["no_grad"] = True
     add_info(graph, root, trainable)
     cut_no_grad(graph)
     graph.lint()

@@ -79,6 +79,26 @@ def test_without_a_cotangent() -> None:
     assert nodes[aten.div.Tensor].meta["info"].differentiable
 
 
+class Drops(torch.nn.Module):
+    """Draws a mask from the shape of a value with a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        return (y * torch.bernoulli(y.detach().sigmoid()) * torch.bernoulli(y, p=0.5)).square().mean()
+
+
+def test_draws_take_no_gradient() -> None:
+    """torch has no derivative of them, and a pipeline would ask for it."""
+    program = capture_program(Drops(), {"x": torch.randn(4, 4)})
+    nodes = [n for b in program.blocks for n in b.graph.nodes if "bernoulli" in str(n.target)]
+    assert len(nodes) == 2
+    assert not any(n.meta["info"].differentiable for node in nodes for n in (node, *node.all_input_nodes))
+
+
 @pytest.mark.parametrize("ignored", [0, 5])
 def test_a_mean_loss_is_a_sum_over_a_count(ignored: int) -> None:
     model, inputs = tiny_models.llama(2)

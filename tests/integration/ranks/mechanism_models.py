@@ -232,3 +232,26 @@ class Scaled(nn.Module):
 @mechanism
 def a_scale_that_grows() -> tuple[nn.Module, Batch]:
     return _normed(Scaled)
+
+
+class Named(nn.Module):
+    """Parameters and buffers with names of methods and attributes of a `ParallelModel`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.loader = nn.Parameter(torch.randn(WIDTH))
+        self.register_buffer("plan", torch.randn(WIDTH))
+        self.register_buffer("code", torch.zeros(()))
+        self.plan: Tensor
+        self.code: Tensor
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        self.code += 1
+        hidden = self.table(ids).mean(1) * self.plan + self.loader
+        return F.cross_entropy(self.head(hidden.tanh()), labels)
+
+
+@mechanism
+def names_of_methods() -> tuple[nn.Module, Batch]:
+    return Named(), {"ids": torch.randint(WORDS, (ROWS, LENGTH)), "labels": torch.randint(CLASSES, (ROWS,))}
