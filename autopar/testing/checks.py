@@ -1,25 +1,17 @@
-"""The checks of a model under degrees: equivalence, random labels, types, and sums of gradients."""
+"""The checks of a model under degrees: with the labels that autopar chooses, and with random ones."""
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from torch import nn
 
-from autopar.capture.analysis import Analysis
 from autopar.capture.export.export import Inputs, LossFunction
-from autopar.capture.program import capture_program
 from autopar.errors import InputError, VerificationError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
-from autopar.ir.plan import BlockLabels
-from autopar.ir.program import Program
 from autopar.ir.sharding import Mesh
 from autopar.planning.fixed import choose_labels
 from autopar.testing.equivalence import Equivalence, SingleDeviceRun, compare_runs, run_labels, run_model
-from autopar.testing.gradient_check import GradientRow, gradient_table
-from autopar.testing.one_process import generate_all
 from autopar.testing.random_labels import random_labels
-from autopar.testing.type_check import TypeReport, import_spmd_types, type_report
 
 _CLUSTER = "8xh100"  # its link speeds decide between correct labels
 _WHAT_TO_DO = "prove the rules of your own operators with autopar.prove_rule; if they hold, please report this"
@@ -69,10 +61,12 @@ def check_equivalence(
         >>> report.worst_error < 1e-9
         True
     """
+    _check_degrees(tp=tp, dp=dp)
     run = run_model(model, example_inputs, loss_fn, specialise=specialise)
-    chosen = _labelled(run.program, tp, dp, sequence_parallel)
-    outcome = run_labels(run, chosen.labels, chosen.mesh, regather=True)
-    return _passed(compare_runs(run, outcome, chosen.mesh), "")
+    asked = Degrees(tp=tp, dp_shard=dp, sequence_parallel=sequence_parallel)
+    degrees, _, found = choose_labels(run.program, ClusterSpec.preset(_CLUSTER), asked)
+    outcome = run_labels(run, found.blocks, degrees.mesh, regather=True)
+    return _passed(compare_runs(run, outcome, degrees.mesh), "")
 
 
 def check_random_labels(
@@ -120,119 +114,6 @@ def check_random_labels(
     # an axis belongs to one mesh dimension, so a dimension of one rank would leave axes whole
     mesh = Mesh.of(**{name: degree for name, degree in (("dp", dp), ("tp", tp)) if degree > 1})
     return tuple(_passed(_random_run(run, mesh, seed), f"with random labels of seed {seed}, ") for seed in seeds)
-
-
-def check_types(
-    model: nn.Module,
-    example_inputs: Inputs,
-    *,
-    tp: int = 1,
-    dp: int = 1,
-    sequence_parallel: bool | None = None,
-    loss_fn: LossFunction | None = None,
-    specialise: bool = False,
-) -> TypeReport:
-    """Check the labels and collectives of a model with the independent type checker ``spmd_types``.
-
-    Nothing is computed or sent, so large models and hundreds of ranks take seconds. The check needs
-    ``pip install 'spmd_types>=0.3.1,<0.4'``.
-
-    Args:
-        model: The model, which may be on meta.
-        example_inputs: The inputs of one micro-batch of all data-parallel ranks: a dict of tensors by name, or a tuple.
-        tp: Ranks that split the tensors.
-        dp: Ranks that split the batch.
-        sequence_parallel: Whether activations are split along the sequence between tensor-parallel products. `None`
-            lets the labeller decide.
-        loss_fn: A function of (output, target), if the model returns no loss.
-        specialise: Whether branches on inputs are captured as the example inputs take them.
-
-    Returns:
-        The counts of checked operators and conversions, and the calls whose types the checker took as declared.
-
-    Raises:
-        VerificationError: The checker refuses a block. The message names the operator.
-        InputError: ``spmd_types`` is not installed.
-        CaptureError: The model cannot be captured.
-        PlanError: A degree does not divide the model.
-
-    Example:
-        >>> import torch
-        >>> from autopar.testing import check_types
-        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.Tanh(), torch.nn.Linear(12, 4))
-        >>> inputs = (torch.randn(4, 8), torch.zeros(4, dtype=torch.long))
-        >>> check_types(model, inputs, tp=2, loss_fn=torch.nn.functional.cross_entropy).passed
-        True
-    """
-    import_spmd_types()
-    program = capture_program(model, example_inputs, loss_fn=loss_fn, specialise=specialise)
-    chosen = _labelled(program, tp, dp, sequence_parallel)
-    report = type_report(program, chosen.analysis, chosen.labels, chosen.mesh, regather=True)
-    if not report.passed:
-        raise VerificationError(f"{report}\n{_WHAT_TO_DO}")
-    return report
-
-
-def check_gradients(
-    model: nn.Module,
-    example_inputs: Inputs,
-    *,
-    tp: int = 1,
-    dp: int = 1,
-    zero: int = 3,
-    sequence_parallel: bool | None = None,
-    loss_fn: LossFunction | None = None,
-    specialise: bool = False,
-) -> tuple[GradientRow, ...]:
-    """Check that every gradient is summed exactly once over each mesh dimension, and say who sums it.
-
-    The table is read from the generated graphs. Nothing is computed or sent.
-
-    Args:
-        model: The model, which may be on meta.
-        example_inputs: The inputs of one micro-batch of all data-parallel ranks: a dict of tensors by name, or a tuple.
-        tp: Ranks that split the tensors.
-        dp: Ranks that split the batch.
-        zero: The ZeRO stage, 0 to 3. From stage 1 on ZeRO sums gradients over `dp`.
-        sequence_parallel: Whether activations are split along the sequence between tensor-parallel products. `None`
-            lets the labeller decide.
-        loss_fn: A function of (output, target), if the model returns no loss.
-        specialise: Whether branches on inputs are captured as the example inputs take them.
-
-    Returns:
-        One row for each parameter and each mesh dimension of more than one rank.
-
-    Raises:
-        VerificationError: A gradient is summed twice or not at all. The message names parameter and mesh dimension.
-        CaptureError: The model cannot be captured.
-        PlanError: A degree does not divide the model.
-
-    Example:
-        >>> import torch
-        >>> from autopar.testing import check_gradients
-        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.Tanh(), torch.nn.Linear(12, 4))
-        >>> inputs = (torch.randn(4, 8), torch.zeros(4, dtype=torch.long))
-        >>> rows = check_gradients(model, inputs, tp=2, dp=2, loss_fn=torch.nn.functional.cross_entropy)
-        >>> print(rows[0])
-        0.weight on dp: stored as R, summed by ZeRO (every use is replicated, so each rank has a part of the sum)
-    """
-    program = capture_program(model, example_inputs, loss_fn=loss_fn, specialise=specialise)
-    chosen = _labelled(program, tp, dp, sequence_parallel)
-    generated = generate_all(program, chosen.analysis, chosen.labels, chosen.mesh, regather=True)
-    return gradient_table(program, generated, chosen.mesh, zero=zero)
-
-
-class _Labelled(NamedTuple):
-    analysis: Analysis
-    labels: tuple[BlockLabels, ...]
-    mesh: Mesh
-
-
-def _labelled(program: Program, tp: int, dp: int, sequence_parallel: bool | None) -> _Labelled:
-    _check_degrees(tp=tp, dp=dp)
-    asked = Degrees(tp=tp, dp_shard=dp, sequence_parallel=sequence_parallel)
-    degrees, analysis, found = choose_labels(program, ClusterSpec.preset(_CLUSTER), asked)
-    return _Labelled(analysis, found.blocks, degrees.mesh)
 
 
 def _check_degrees(**degrees: int) -> None:

@@ -1,6 +1,5 @@
 """The public checks: correct models pass, a wrong rule is found, and impossible requests are refused."""
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +16,6 @@ BATCH = (torch.randn(4, 8), torch.arange(4))
 CHECKS: list[Callable[..., Any]] = [
     testing.check_equivalence,
     testing.check_random_labels,
-    testing.check_types,
-    testing.check_gradients,
 ]
 
 
@@ -52,15 +49,6 @@ def test_frozen_parameters_have_no_gradient(check: Callable[..., Any]) -> None:
     for report in found if isinstance(found, tuple) else (found,):
         assert "gradient 2.weight" in report.errors
         assert "gradient 0.weight" not in report.errors
-
-
-def test_types_and_gradients_need_no_weights() -> None:
-    pytest.importorskip("spmd_types")
-    with torch.device("meta"):
-        model = network()
-    assert testing.check_types(model, BATCH, tp=2, dp=2, loss_fn=CROSS_ENTROPY).passed
-    rows = testing.check_gradients(model, BATCH, tp=2, dp=2, loss_fn=CROSS_ENTROPY)
-    assert len(rows) == 2 * len(list(model.parameters()))
 
 
 @torch.library.custom_op("test_checks::reversed", mutates_args=())
@@ -103,12 +91,6 @@ def test_a_model_on_meta_has_no_weights_to_compute_with() -> None:
         model = network()
     with pytest.raises(InputError, match="the model is on meta"):
         testing.check_equivalence(model, BATCH, tp=2, loss_fn=CROSS_ENTROPY)
-
-
-def test_the_type_check_names_the_extra_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "spmd_types", None)
-    with pytest.raises(InputError, match="pip install 'spmd_types>="):
-        testing.check_types(network(), BATCH, tp=2, loss_fn=CROSS_ENTROPY)
 
 
 def test_the_face_is_lazy_and_knows_its_names() -> None:

@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 import tiny_models
 from equivalence import Case, case_of, labelled
+from gradient_check import gradient_table
 
 from autopar.errors import VerificationError
 from autopar.ir.plan import BlockLabels
@@ -14,7 +15,6 @@ from autopar.ir.sharding import I, Mesh, R, S
 from autopar.ir.storage import storage_of
 from autopar.lowering import functions
 from autopar.lowering.local_graph import LocalGraph, local_graph
-from autopar.testing.gradient_check import gradient_table
 from autopar.testing.random_labels import random_labels
 
 MODELS = {"llama": tiny_models.llama, "gpt2": tiny_models.gpt2}

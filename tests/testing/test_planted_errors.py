@@ -7,17 +7,17 @@ import pytest
 import tiny_models
 import torch
 from equivalence import TOLERANCE, Case, case_of, check, labelled, run, worst
+from gradient_check import gradient_table
 from planted import UNTYPED, Mutation, planted
 from suites import thinned
 from torch import fx
+from type_check import check_generated
 
 from autopar.errors import VerificationError
 from autopar.ir.plan import BlockLabels
 from autopar.ir.sharding import I, Mesh, R
 from autopar.lowering import functions
 from autopar.lowering.local_graph import LocalGraph, local_graph
-from autopar.testing.gradient_check import gradient_table
-from autopar.testing.type_check import check_generated
 
 # sizes at which a wrong dimension keeps every shape: batch, sequence and degrees divide each other
 PLANS = {

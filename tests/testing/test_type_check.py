@@ -1,6 +1,5 @@
 """The global type check accepts the labeller's plans at every size, and refuses wrong ones."""
 
-import sys
 from functools import cache
 
 import pytest
@@ -9,10 +8,10 @@ import tiny_models
 import torch
 from equivalence import Case, case_of, labelled
 from suites import long
+from type_check import check_generated, type_report
 
 from autopar.capture.analysis import analyse
 from autopar.capture.program import capture_program
-from autopar.errors import InputError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.program import Program
@@ -20,7 +19,6 @@ from autopar.ir.sharding import Mesh
 from autopar.lowering.local_graph import local_graph
 from autopar.search.labels.solve import label
 from autopar.testing.random_labels import random_labels
-from autopar.testing.type_check import check_generated, import_spmd_types, type_report
 
 pytest.importorskip("spmd_types")
 MODELS = {"llama": tiny_models.llama, "gpt2": tiny_models.gpt2}
@@ -116,9 +114,3 @@ def test_the_report_says_what_was_taken_as_declared() -> None:
     pieces = [r for r in report.regions if r.operator == "slice" and r.block.startswith("transformer")]
     assert len(pieces) == 3  # query, key and value of the packed projection
     assert "vocab_parallel_embedding" in text
-
-
-def test_missing_checker_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "spmd_types", None)
-    with pytest.raises(InputError, match="pip install 'spmd_types>="):
-        import_spmd_types()

@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from torch import fx
 from autopar._torch import private
 from autopar._torch.operators import aten
 from autopar.capture.analysis import Analysis
-from autopar.errors import InputError, VerificationError
+from autopar.errors import VerificationError
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Block, Program
 from autopar.ir.sharding import Mesh, Type
@@ -108,18 +109,6 @@ class TypeReport:
         return "\n".join(lines)
 
 
-def import_spmd_types() -> Any:
-    """The optional checker. Raises `InputError` naming the extra that installs it."""
-    try:
-        import spmd_types
-        import spmd_types.checker
-    except ImportError as error:
-        raise InputError(
-            "the type check needs the package spmd_types, which is not installed; pip install 'spmd_types>=0.3.1,<0.4'"
-        ) from error
-    return spmd_types
-
-
 def type_report(
     program: Program, analysis: Analysis, labels: Sequence[BlockLabels], mesh: Mesh, *, regather: bool = False
 ) -> TypeReport:
@@ -130,7 +119,8 @@ def type_report(
 
 def check_generated(program: Program, analysis: Analysis, generated: Sequence[LocalGraph], mesh: Mesh) -> TypeReport:
     """Type-check generated blocks; the first refusal of each block is reported."""
-    spmd = import_spmd_types()
+    spmd: Any = import_module("spmd_types")
+    import_module("spmd_types.checker")
     began = time.perf_counter()
     checkers: list[_Checker] = []
     errors: list[str] = []
