@@ -42,10 +42,11 @@ def main() -> int:
 
 def row_of(one: Any, world: Any) -> tuple[list[str], bool]:
     """Cells of one plan, and whether every rank sent the priced bytes."""
+    sends_of = import_module("step_traffic").sends_of
+
     from autopar.capture.analysis import analyse
     from autopar.cost_model.dry_run.memory import memory_of
     from autopar.cost_model.dry_run.rank_view import RankView
-    from autopar.cost_model.dry_run.traffic import sends_of
 
     tests = import_module("test_priced_is_run")
     program, plan = import_module("priced_models").planned_case(one)

@@ -24,18 +24,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from autopar.capture.analysis import Analysis
 from autopar.cost_model.dry_run.ledger import Ledger
 from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.cost_model.dry_run.shards import is_sharded, local_gradient_elements, padded_elements
-from autopar.cost_model.dry_run.stage_run import StageRun, run_stages
-from autopar.cost_model.dry_run.traffic import trained
+from autopar.cost_model.dry_run.stage_run import StageRun
 from autopar.cost_model.dry_run.zero import groups_of, zero_step
 from autopar.ir.offload import OPTIMIZER, PARAMETERS
 from autopar.ir.optimizers import OwnPart, optimizer_named
-from autopar.ir.plan import Plan
-from autopar.ir.program import Program, hidden_parameters
+from autopar.ir.program import hidden_parameters
 from autopar.ir.schedules.registry import actions
+from autopar.ir.stages import stages_by_parameter
 from autopar.ir.storage import zero_ranks
 
 
@@ -60,12 +58,6 @@ class RankMemory:
         state = self.parameter_bytes + self.gradients_beside_bytes + self.optimizer_bytes
         zero = self.gathered_bytes + self.whole_gradient_bytes + self.buffer_bytes
         return state + zero + self.saved_bytes + self.workspace_bytes
-
-
-def rank_memory(program: Program, analysis: Analysis, plan: Plan, rank: int = 0, *, device: str = "cpu") -> RankMemory:
-    """The memory of a rank in a step of `plan`. `analysis` is the analysis of the program on the plan's mesh."""
-    setting = RankView(program, analysis, plan, rank)
-    return memory_of(setting, run_stages(setting, device))
 
 
 def memory_of(setting: RankView, runs: Mapping[int, StageRun]) -> RankMemory:
@@ -220,3 +212,22 @@ def _saved_peak(setting: RankView, runs: Mapping[int, StageRun], sizes: Callable
             live -= saved
         most = max(most, live)
     return most
+
+
+def trained(setting: RankView, runs: Mapping[int, StageRun]) -> list[str]:
+    """The parameters of this rank that have a gradient after the step, in the model's order."""
+    reached = {name for run in runs.values() for name in run.gradients}
+    held = {name for stage in setting.own_stages for name in stage.parameters}
+    ties = {name for name, ranks in tied_ranks(setting).items() if len(ranks) > 1}
+    infos = setting.program.parameters
+    return [n for n in infos if n in held and infos[n].requires_grad and (n in reached or n in ties)]
+
+
+def tied_ranks(setting: RankView) -> dict[str, tuple[int, ...]]:
+    """The pipeline ranks that hold a copy of each parameter that several stages take."""
+    placed = stages_by_parameter(setting.program, setting.stages)
+    return {
+        name: tuple(sorted({setting.pipeline_rank_of(s) for s in held}))
+        for name, held in placed.items()
+        if len(held) > 1
+    }

@@ -9,8 +9,9 @@ from torch import nn
 
 import autopar
 from autopar.capture.analysis import analyse
-from autopar.cost_model.dry_run.memory import memory_of, rank_memory, run_stages
+from autopar.cost_model.dry_run.memory import memory_of
 from autopar.cost_model.dry_run.rank_view import RankView
+from autopar.cost_model.dry_run.stage_run import run_stages
 from autopar.cost_model.estimate import Estimate
 from autopar.cost_model.exact_memory import WAITING
 from autopar.cost_model.parts import MEMORY
@@ -66,7 +67,8 @@ def test_memory_is_that_of_the_fullest_rank(program: Program, wish: dict[str, An
     found = _exact(program, wish)
     plan = label_plan(program, ClusterSpec.preset("4xcpu"), resolve_degrees(wish, 4), "")
     analysis = analyse(program, plan.mesh)
-    held = max((rank_memory(program, analysis, plan, rank) for rank in range(4)), key=lambda one: one.total_bytes)
+    ranks = [RankView(program, analysis, plan, rank) for rank in range(4)]
+    held = max((memory_of(rank, run_stages(rank)) for rank in ranks), key=lambda one: one.total_bytes)
     counted = {
         "parameters": held.parameter_bytes,
         "gradients": held.gradients_beside_bytes,

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from expert_ranks import norms_of_one_device
 from priced_models import MIXTRAL, RANKS, Case, case, planned_case
+from step_traffic import sends_of
 from suites import thinned
 from test_priced_is_run import TOLERANCE, as_operators, runs_of
 
@@ -14,7 +15,6 @@ from autopar.capture.analysis import analyse
 from autopar.cost_model.dry_run.memory import memory_of
 from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.cost_model.dry_run.stage_run import StageRun
-from autopar.cost_model.dry_run.traffic import sends_of
 from autopar.runtime.distributed.launch import Ranks
 
 pytestmark = pytest.mark.timeout(240)

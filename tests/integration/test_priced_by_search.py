@@ -14,6 +14,7 @@ from math import prod
 import pytest
 from counted_prices import MESSAGE, Key, priced_collectives
 from priced_models import CASES, Case, planned_case
+from step_traffic import parts_of_step
 
 from autopar.capture.analysis import analyse
 from autopar.cost_model.dry_run.ledger import CollectiveTotal, Ledger, collective
@@ -21,7 +22,6 @@ from autopar.cost_model.dry_run.ledger import Key as LedgerKey
 from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.cost_model.dry_run.shards import padded_elements
 from autopar.cost_model.dry_run.stage_run import StageRun, run_stages
-from autopar.cost_model.dry_run.traffic import parts_of_step
 from autopar.cost_model.dry_run.zero import ROOT, ParameterGroup, groups_of, stage_passes, zero_step
 from autopar.ir.stages import Stage
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from priced_models import CASES, RANKS, SHORT, Case, planned_case
+from step_traffic import sends_of
 from suites import thinned
 
 from autopar.capture.analysis import analyse
@@ -16,7 +17,6 @@ from autopar.cost_model.dry_run.ledger import Ledger, Sends
 from autopar.cost_model.dry_run.memory import memory_of
 from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.cost_model.dry_run.stage_run import StageRun, run_stage
-from autopar.cost_model.dry_run.traffic import sends_of
 from autopar.runtime.distributed.launch import Ranks
 
 pytestmark = pytest.mark.timeout(240)

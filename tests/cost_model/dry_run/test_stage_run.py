@@ -9,13 +9,13 @@ from functools import cache
 
 import pytest
 import torch
+from step_traffic import step_traffic
 from tiny_models import Megatron
 
 from autopar.capture.analysis import analyse
 from autopar.capture.program import capture_program
 from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.cost_model.dry_run.stage_run import StageRun, run_stage
-from autopar.cost_model.dry_run.traffic import step_traffic
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.plan import Plan

@@ -25,6 +25,7 @@ from typing import Literal
 from autopar.capture.analysis import Analysis
 from autopar.capture.nodes import value_infos
 from autopar.cost_model.dry_run.ledger import CollectiveTotal, Key, Ledger, Sends, collective
+from autopar.cost_model.dry_run.memory import tied_ranks, trained
 from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.cost_model.dry_run.shards import is_sharded, local_gradient_elements
 from autopar.cost_model.dry_run.stage_run import StageRun, run_denominator, run_stages
@@ -39,7 +40,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.precision import is_low, summed_dtype
 from autopar.ir.program import Program
 from autopar.ir.sharding import owned_by
-from autopar.ir.stages import Stage, needs_denominator, stages_by_parameter
+from autopar.ir.stages import Stage, needs_denominator
 from autopar.ir.storage import buckets
 
 ALL_RANKS, PIPELINE = "all ranks", "pp"
@@ -167,31 +168,12 @@ def _summed(setting: RankView, names: Iterable[str], mesh_dim: str, ranks: int, 
         ledger.add(mesh_dim, "all_reduce", collective("all_reduce", ranks, size))
 
 
-def _tied_ranks(setting: RankView) -> dict[str, tuple[int, ...]]:
-    """The pipeline ranks that hold a copy of each parameter that several stages take."""
-    placed = stages_by_parameter(setting.program, setting.stages)
-    return {
-        name: tuple(sorted({setting.pipeline_rank_of(s) for s in held}))
-        for name, held in placed.items()
-        if len(held) > 1
-    }
-
-
 def _ties(setting: RankView, ledger: Ledger) -> None:
-    infos, ties = setting.program.parameters, _tied_ranks(setting)
+    infos, ties = setting.program.parameters, tied_ranks(setting)
     for ranks in sorted({ranks for ranks in ties.values() if len(ranks) > 1}):
         if setting.coordinates["pp"] in ranks:
             names = [name for name, held in ties.items() if held == ranks and infos[name].requires_grad]
             _summed(setting, names, PIPELINE, len(ranks), ledger)
-
-
-def trained(setting: RankView, runs: Mapping[int, StageRun]) -> list[str]:
-    """The parameters of this rank that have a gradient after the step, in the model's order."""
-    reached = {name for run in runs.values() for name in run.gradients}
-    held = {name for stage in setting.own_stages for name in stage.parameters}
-    ties = {name for name, ranks in _tied_ranks(setting).items() if len(ranks) > 1}
-    infos = setting.program.parameters
-    return [n for n in infos if n in held and infos[n].requires_grad and (n in reached or n in ties)]
 
 
 def _deferred(setting: RankView, runs: Mapping[int, StageRun], ledger: Ledger) -> None:

@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.cost_model.dry_run.ledger import Ledger
-from autopar.cost_model.dry_run.memory import gradient_elements_bytes, trainable_bytes
+from autopar.cost_model.dry_run.memory import gradient_elements_bytes, trainable_bytes, trained
 from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.cost_model.dry_run.stage_run import StageRun
-from autopar.cost_model.dry_run.traffic import trained
 from autopar.cost_model.dry_run.zero import groups_of, zero_step
 from autopar.ir.offload import OPTIMIZER, PARAMETERS
 
