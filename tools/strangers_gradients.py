@@ -9,6 +9,7 @@ from strangers_list import (
     CLASSES,
     GRADIENT,
     PADDING,
+    SIZES,
     STATISTICS,
     TOKENS,
     VOCABULARY,
@@ -92,32 +93,37 @@ def adjoint() -> Built:
     return Losing(Field(), loss), (torch.randn(BATCH, 8), torch.randn(BATCH, 8))
 
 
-@stranger("efficientnet-pytorch", GRADIENT, STATISTICS)
-def memory_efficient_swish() -> Built:
-    from efficientnet_pytorch import EfficientNet
+@stranger("pytorch-revgrad", GRADIENT)
+def domains() -> Built:
+    from pytorch_revgrad import RevGrad
 
-    model = EfficientNet.from_name("efficientnet-b0", num_classes=CLASSES, width_coefficient=0.25, image_size=32)
-    return classified(model, torch.randn(BATCH, 3, 32, 32))
-
-
-@stranger("torchani", GRADIENT)
-def forces() -> Built:
-    class Energy(nn.Module):
+    class Adversarial(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            from torchani.nn import Ensemble
+            self.body = nn.Sequential(nn.Linear(16, WIDTH), nn.GELU())
+            self.classes = nn.Linear(WIDTH, CLASSES)
+            self.domains = nn.Sequential(RevGrad(alpha=0.5), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 2))
 
-            networks = [nn.Sequential(nn.Linear(3, WIDTH), nn.CELU(0.1), nn.Linear(WIDTH, 1)) for _ in range(2)]
-            self.networks = nn.ModuleList(networks)
-            self.kind = Ensemble.__name__
+        def forward(self, x: Tensor, target: Tensor, domain: Tensor) -> Tensor:
+            x = self.body(x)
+            return F.cross_entropy(self.classes(x), target) + F.cross_entropy(self.domains(x), domain)
 
-        def forward(self, x: Tensor, energy: Tensor, force: Tensor) -> Tensor:
-            x = x.requires_grad_()
-            found = torch.stack([net(x).sum((1, 2)) for net in self.networks]).mean(0)
-            (gradient,) = torch.autograd.grad(found.sum(), x, create_graph=True)
-            return F.mse_loss(found, energy) + 0.1 * F.mse_loss(-gradient, force)
+    return Adversarial(), (torch.randn(BATCH, 16), classes(), torch.arange(BATCH) % 2)
 
-    return Energy(), (torch.randn(BATCH, 5, 3), torch.randn(BATCH), torch.randn(BATCH, 5, 3))
+
+@stranger("torchani", SIZES)
+def energies() -> Built:
+    from torchani.nn import AtomicNetwork, Ensemble, SingleNN
+
+    symbols = ("H", "C", "O")
+    members = [SingleNN(symbols, AtomicNetwork((26, WIDTH, 3)), embed_kind="continuous") for _ in range(2)]
+
+    def loss(model: Any, elements: Tensor, features: Tensor, energy: Tensor) -> Tensor:
+        return F.mse_loss(model(elements, features), energy)
+
+    missing = torch.arange(5) >= torch.tensor([5, 4, 3, 5])[:, None]
+    elements = torch.randint(0, 3, (BATCH, 5)).masked_fill(missing, -1)
+    return Losing(Ensemble(members), loss), (elements, torch.randn(BATCH, 5, 16), torch.randn(BATCH))
 
 
 # Flows and operators.
@@ -193,20 +199,12 @@ def interests() -> Built:
     return Interests(), (history, tokens(length=1)[:, 0], torch.randint(0, 2, (BATCH,)).float())
 
 
-@stranger("peft")
+@stranger("loralib")
 def adapted() -> Built:
-    from peft import LoraConfig, get_peft_model
+    import loralib
 
-    class Frozen(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(16, WIDTH), nn.Linear(WIDTH, CLASSES)
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.down(F.gelu(self.up(x)))
-            return out
-
-    model = get_peft_model(Frozen(), LoraConfig(r=4, target_modules=["up"], modules_to_save=["down"], use_dora=True))
+    model = nn.Sequential(loralib.Linear(16, WIDTH, r=4), nn.GELU(), loralib.Linear(WIDTH, CLASSES, r=4))
+    loralib.mark_only_lora_as_trainable(model, bias="lora_only")
     return classified(model, torch.randn(BATCH, 16))
 
 

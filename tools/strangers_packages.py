@@ -206,33 +206,41 @@ class _Routed(nn.Module):
         return token_loss(self.head(out), ids[:, 1:]) + more
 
 
-@stranger("mixture-of-experts", EXPERTS, COUPLED)
-def gated_experts() -> Built:
-    from mixture_of_experts import MoE
+def _mixture_of_experts(routing: type) -> nn.Module:
+    """A mixture of pytorch-mixtures."""
+    from pytorch_mixtures import MoEConfig
 
-    return _Routed(MoE(dim=WIDTH, num_experts=4, hidden_dim=64)), (tokens(length=TOKENS + 1),)
-
-
-@stranger("mixture-of-experts", EXPERTS, COUPLED)
-def experts_of_experts() -> Built:
-    from mixture_of_experts import HeirarchicalMoE
-
-    return _Routed(HeirarchicalMoE(dim=WIDTH, num_experts=(2, 2), hidden_dim=64)), (tokens(length=TOKENS + 1),)
+    sizes: dict[str, Any] = {"hidden_dim": WIDTH, "intermediate_dim": 64, "num_experts": 4, "topk": 2}
+    more: dict[str, Any] = {"expert_fn": "ff", "expert_act": "silu", "router_fn": None, "capacity_factor": 1.5}
+    return _Routed(routing(MoEConfig(**sizes, **more, dtype=torch.get_default_dtype())))
 
 
-@stranger("st-moe-pytorch", EXPERTS, COUPLED)
-def stable_experts() -> Built:
-    from st_moe_pytorch import MoE
+@stranger("pytorch-mixtures", EXPERTS)
+def experts_of_tokens() -> Built:
+    from pytorch_mixtures import TopkMoE
 
-    model = MoE(dim=WIDTH, num_experts=4, gating_top_n=2, threshold_train=0.2, capacity_factor_train=1.25)
-    return _Routed(model), (tokens(length=TOKENS + 1),)
+    return _mixture_of_experts(TopkMoE), (tokens(length=TOKENS + 1),)
 
 
-@stranger("soft-moe-pytorch", EXPERTS)
-def soft_experts() -> Built:
-    from soft_moe_pytorch import SoftMoE
+@stranger("pytorch-mixtures", EXPERTS, COUPLED)
+def tokens_of_experts() -> Built:
+    from pytorch_mixtures import ExpertChoiceMoE
 
-    return _Routed(SoftMoE(dim=WIDTH, seq_len=TOKENS, num_experts=4)), (tokens(length=TOKENS + 1),)
+    return _mixture_of_experts(ExpertChoiceMoE), (tokens(length=TOKENS + 1),)
+
+
+@stranger("mh-moe", EXPERTS)
+def noisy_experts() -> Built:
+    from mh_moe.main import SparseMoE
+
+    return _Routed(SparseMoE(dim=WIDTH, num_experts=4, top_k=2)), (tokens(length=TOKENS + 1),)
+
+
+@stranger("torch-mice", EXPERTS)
+def convex_experts() -> Built:
+    from torch_mice import VectorHull
+
+    return _Routed(VectorHull(WIDTH, petals=4, invert=False)), (tokens(length=TOKENS + 1),)
 
 
 class _Coded(nn.Module):

@@ -148,11 +148,10 @@ def persimmon() -> Built:
 
 
 @hugging_face(PADDING, EXPERTS)
-def nllb_moe() -> Built:
-    sizes: dict[str, Any] = {"d_model": WIDTH, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4}
-    sizes |= {"decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_experts": 4}
-    sizes |= {"encoder_sparse_step": 2, "decoder_sparse_step": 2, "encoder_layerdrop": 0, "decoder_layerdrop": 0}
-    return _tokens_of("NllbMoeConfig", "NllbMoeForConditionalGeneration", decoder_start_token_id=2, **sizes)
+def exaone_moe() -> Built:
+    sizes: dict[str, Any] = {"num_key_value_heads": 2, "moe_intermediate_size": 16, "num_experts": 4}
+    sizes |= {"num_experts_per_tok": 2, "num_shared_experts": 1, "sliding_window": 8, "use_cache": False}
+    return _tokens_of("ExaoneMoeConfig", "ExaoneMoeForCausalLM", **sizes)
 
 
 @hugging_face(PADDING, SIZES)
