@@ -100,6 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--out", type=Path, default=Path("strangers.jsonl"))
     parser.add_argument("--only", nargs="*", default=list(STRANGERS), help="names of models")
+    parser.add_argument("--plans", nargs="*", default=list(PLANS), choices=list(PLANS), help="names of plans")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds of one command")
     parser.add_argument("--table", action="store_true", help="print the tables of the file, and run nothing")
     parser.add_argument("--packages", action="store_true", help="print the names of packages and the number of models")
@@ -112,7 +113,7 @@ def main() -> None:
     if chosen.out.exists():
         results = [json.loads(line) for line in chosen.out.read_text().splitlines()]
     done = {(r["name"], r["plan"]) for r in results}
-    for plan in () if chosen.table else PLANS:
+    for plan in () if chosen.table else chosen.plans:
         for name in chosen.only:
             if (name, plan) not in done:
                 results.append(surveyed(name, plan, chosen.limit))
