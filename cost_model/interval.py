@@ -74,17 +74,6 @@ class Interval:
 def interval_of(value: float, figure: Figure, situation: Situation) -> Interval:
     """The interval of a predicted value.
 
-    Args:
-        value: Seconds of a step, or bytes of the fullest device.
-        figure: What the value is, time or memory.
-        situation: What is known of the run.
-
-    Returns:
-        The bounds of the value, in its unit.
-
-    Raises:
-        InputError: The file with the bounds is malformed.
-
     >>> known, guessed = (interval_of(1.0, "time", Situation(is_engine_known=k)) for k in (True, False))
     >>> guessed.low < known.low < 1.0 < known.high < guessed.high
     True

@@ -49,11 +49,7 @@ class KeptFile:
     what: str
 
     def read(self, parse: Callable[[Path], _T], on_note: Callable[[str], None]) -> _T | None:
-        """The content as `parse` reads it.
-
-        Returns:
-            None if there is no such file, or if `parse` raises; `on_note` is then told why.
-        """
+        """The content as `parse` reads it. None without a file, or if `parse` raises; `on_note` is then told why."""
         if not self.path.is_file():
             return None
         try:
@@ -95,15 +91,7 @@ def drop_oldest(folder: Path, most_bytes: int) -> None:
 
 @cache
 def versions(libraries: Sequence[str], source: Sequence[str] = ("",)) -> dict[str, str]:
-    """The versions that a kept content depends on.
-
-    Args:
-        libraries: Distributions; one that is not installed has the version "none".
-        source: Files and folders in autopar's package whose content counts; by default all of them.
-
-    Returns:
-        A version by library, and a hash of autopar's source and data files as "source".
-    """
+    """The version of each library, and as "source" a hash of autopar's files on which a kept content depends."""
     return {"source": _source_hash(source)} | {name: _version_of(name) for name in libraries}
 
 

@@ -18,15 +18,7 @@ MOST = 50  # plans in a file
 
 
 def keep_tuned(folder: Path, cluster: ClusterSpec, kind: str, plan: Plan, about: dict[str, Any]) -> None:
-    """Keep a plan.
-
-    Args:
-        folder: The folder of kept files.
-        cluster: The devices on which it was measured.
-        kind: The class of the model.
-        plan: The plan.
-        about: What else is known of it, such as the objective and the measured seconds.
-    """
+    """Keep a measured plan for these devices and this class of model."""
     file = _file(folder, cluster, kind)
     one = {"plan": plan.to_dict(), **about}
     others = [each for each in _entries(file) if not _is_same(each, one)]

@@ -103,16 +103,7 @@ def calibrate(
 
 
 def calibrate_cluster(cluster: ClusterSpec, minutes: float, on_progress: _Progress) -> Calibration:
-    """Start a rank for each device of a cluster, measure for about `minutes` and fit. This process holds no device.
-
-    Args:
-        cluster: The devices that are here.
-        minutes: Of measuring.
-        on_progress: Receives the works done, the works in all, and what comes next.
-
-    Raises:
-        RankError: A rank failed.
-    """
+    """Start a rank for each device of a cluster, measure for about `minutes` and fit. This process holds no device."""
     started, num_ranks = time.monotonic(), cluster.num_devices
     on_progress(0, 1, "starting ranks")
     with Ranks(num_ranks, timeout_s=TIMEOUT_S, checked=False, device_type=cluster.device_type) as world:

@@ -55,14 +55,7 @@ def is_script(text: str) -> bool:
 
 
 def given_by_script(text: str) -> Given:
-    """Run a script until it calls `autopar.parallelize`, and take the model, the inputs and the loss of this call.
-
-    Args:
-        text: A Python file, and the arguments of the script behind it.
-
-    Raises:
-        InputError: The file is not there, the script fails before the call, or it ends without the call.
-    """
+    """Run a script until it calls `autopar.parallelize`, and take the model, the inputs and the loss of this call."""
     file, *arguments = shlex.split(text)
     if not Path(file).is_file():
         raise InputError(f"there is no script {file}")

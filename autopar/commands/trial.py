@@ -145,15 +145,7 @@ def step(rank: int) -> Stepped:
 
 
 def wait_for_memory(needed_bytes: float, memory: Callable[[], tuple[int, int]]) -> None:
-    """Wait until the memory of ranks that have ended is free again: a GPU frees it after their end.
-
-    Args:
-        needed_bytes: What the plan is predicted to need.
-        memory: Says how many bytes are free, of how many.
-
-    Raises:
-        InputError: Other processes hold memory that the plan needs.
-    """
+    """Wait until the memory of ranks that have ended is free again: a GPU frees it after their end."""
     until = time.monotonic() + MEMORY_WAIT_S
     while (free := memory()[0]) < needed_bytes and time.monotonic() < until:
         time.sleep(MEMORY_POLL_S)

@@ -26,13 +26,7 @@ _VMSTAT = Path("/proc/vmstat")
 
 
 class World:
-    """The ranks that train one plan. Use as a context manager.
-
-    Args:
-        job: The plan, and what its ranks need.
-        num_ranks: The number of ranks.
-        within_s: Seconds after which a call that does not end is a failure.
-    """
+    """The ranks that train one plan. Use as a context manager."""
 
     def __init__(self, job: TrialJob, num_ranks: int, *, within_s: float) -> None:
         started = time.monotonic()
@@ -95,16 +89,7 @@ class Incumbent:
 def measured(
     start: Callable[[], World], best: Incumbent | None, *, rounds: int = ROUNDS
 ) -> tuple[Outcome, World | None]:
-    """Run the trial of one plan.
-
-    Args:
-        start: Starts the world of the plan.
-        best: The best plan so far. While its world is there, both plans step in turns.
-        rounds: The most timed steps.
-
-    Returns:
-        The outcome, and the world, which is still there if the trial did not fail.
-    """
+    """Run the trial of one plan. Its world is still there afterwards, unless the trial failed."""
     started, before = time.monotonic(), _kills_by_kernel()
     earlier_s = 0.0 if best is None or best.world is None else best.world.stepping_s
     world: World | None = None

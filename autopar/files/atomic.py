@@ -16,18 +16,7 @@ def is_writable(path: str | os.PathLike[str]) -> bool:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> int:
-    """Write a file as UTF-8, in place of the file that stands there.
-
-    Args:
-        path: The file. Its folder must exist.
-        text: The whole content.
-
-    Returns:
-        The number of bytes written.
-
-    Raises:
-        InputError: The file cannot be written.
-    """
+    """Write a file as UTF-8, in place of the file that stands there."""
     target, content = Path(path), text.encode("utf-8")
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:

@@ -71,9 +71,6 @@ def take_lock(root: Path, *, again: bool = False, stale_s: float = STALE_S) -> F
 
     Waits `stale_s` at most, for the process of another host to renew its lock. With `again` this process may hold it
     already.
-
-    Raises:
-        InputError: Another process holds it, or the folder cannot be written to.
     """
     holder = Holder(
         host=socket.gethostname(),
@@ -96,11 +93,7 @@ def take_lock(root: Path, *, again: bool = False, stale_s: float = STALE_S) -> F
 
 
 def read_holder(root: Path) -> Holder | None:
-    """The process that holds the lock of a folder, or held it when it was killed. None without a lock.
-
-    Raises:
-        InputError: The lock file is none of autopar's.
-    """
+    """The process that holds the lock of a folder, or held it when it was killed. None without a lock."""
     if not os.path.lexists(root / LOCK):
         return None
     content, problems = read_json(root / LOCK, max_bytes=_MAX_BYTES)

@@ -21,19 +21,7 @@ _WORDS = {str: "text", bool: "true or false", int: "a whole number", float: "a f
 
 
 def content_of(data: Any, kind: str, version: int, source: str, *, command: str, again: str) -> dict[str, Any]:
-    """The fields of a document of autopar, without its kind and its version.
-
-    Args:
-        data: Plain data, as JSON has it.
-        kind: The kind that it must have, such as "autopar search result".
-        version: The version that it must have.
-        source: The name of the data in messages.
-        command: The command that writes such documents, such as "plan".
-        again: What to do with a document of another version, such as "search again".
-
-    Raises:
-        InputError: The data is no such document.
-    """
+    """The fields of a document of autopar, without its kind and its version."""
     if not isinstance(data, Mapping) or data.get("kind") != kind:
         name = kind.removeprefix("autopar ")
         raise InputError(f"{source} is no {name}; write one with `autopar {command} MODEL --cluster C --json`")

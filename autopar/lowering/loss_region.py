@@ -90,14 +90,7 @@ def loss_region(
     made: Callable[[str], _Types],
     used: Callable[[str, int], _Types],
 ) -> LossRegion | str:
-    """The region of a block, or the reason why it has none.
-
-    Args:
-        nodes: The block's operators that are needed, by name.
-        outputs: The names of the results that leave the block.
-        made: The types in which an operator makes its result.
-        used: The types in which an operator takes its operand at a position.
-    """
+    """The region of a block, or the reason why it has none. `made` and `used` give types of results and operands."""
     losses = [node for node in nodes.values() if node.target is LOSS]
     if not losses:
         return NO_LOSS

@@ -87,11 +87,7 @@ class StreamUse:
 
 
 def bind_streams(graph: fx.Graph, mesh: Mesh, dims: Mapping[str, Dims]) -> Mapping[str, StreamUse]:
-    """Rewrite random operators in place. `dims` are the axes of the graph's values by name.
-
-    Returns:
-        The attributes of the streams that the graph reads, with the use of each stream.
-    """
+    """Rewrite random operators in place. `dims` are the axes of the graph's values by name."""
     streams: dict[str, StreamUse] = {}
     attributes: dict[str, fx.Node] = {}
     for node in list(graph.nodes):

@@ -147,19 +147,7 @@ def profile_by_trace(
     precision: str | None,
     profile: DeviceProfile | None,
 ) -> DeviceProfile:
-    """The profile of a cluster's devices, corrected by a traced step of the same model.
-
-    Args:
-        path: A file of `autopar trace`, or of `ParallelModel.trace`.
-        program_at: The captured model at the global micro-batch of degrees.
-        cluster: The cluster that is planned for. The step had its devices, or some of them.
-        engine: The engine that is planned for, which must be autopar's.
-        precision: The precision that is planned for, if it is known.
-        profile: The profile to correct; by default the cluster's, or the shipped one.
-
-    Raises:
-        InputError: The file cannot be used, or is a step of another model, device, precision or engine.
-    """
+    """The profile of a cluster's devices, corrected by a traced step of the same model."""
     if engine.name != OWN:
         raise InputError(f"{path} is a step of engine {OWN}, and {engine.name} is priced; leave out one of them")
     with values_of(path, WRITTEN_BY):

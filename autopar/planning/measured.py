@@ -60,21 +60,7 @@ def corrected_by_steps(
     precision: str,
     profile: DeviceProfile | None = None,
 ) -> DeviceProfile:
-    """The profile of a cluster's devices, corrected by the measured steps of a file.
-
-    Args:
-        path: A CSV file with the columns of ``benchmarks/data/README.md``, as `autopar validate` reads it.
-        cluster: The cluster that is planned for. Steps of its device count.
-        engine: The engine that is planned for. Steps of a framework of this engine count.
-        precision: The precision that is planned for. Steps in this precision count.
-        profile: The profile to correct; by default the cluster's, or the shipped one.
-
-    Returns:
-        The profile with scaled constants of time, and a note about the steps. `steps` is their number.
-
-    Raises:
-        InputError: The file cannot be read, or has no step of this device, precision and engine.
-    """
+    """The profile of a cluster's devices, corrected by the measured steps of a file."""
     machine = cluster_machine(cluster, engine, mechanisms(), precision=precision, profile=profile)
     rows = read_row_file(path).rows
     device = machine.device.name
@@ -102,11 +88,7 @@ def is_trace(path: str | Path | None) -> TypeGuard[str | Path]:
 
 
 def traced_plan(trace: Mapping[str, Any], cluster: ClusterSpec, path: str | Path) -> tuple[Degrees, ClusterSpec]:
-    """The degrees of a traced step, and the part of the cluster with as many devices.
-
-    Raises:
-        InputError: The trace does not state its degrees, or is of another kind of device, or of more devices.
-    """
+    """The degrees of a traced step, and the part of the cluster with as many devices."""
     about = trace.get("otherData")
     said: Mapping[str, Any] = about if isinstance(about, Mapping) else {}
     if not isinstance(said.get("degrees"), Mapping):
@@ -130,21 +112,7 @@ def traced_plan(trace: Mapping[str, Any], cluster: ClusterSpec, path: str | Path
 def corrected_by_trace(
     trace: Mapping[str, Any], made: Estimate, part: ClusterSpec, profile: DeviceProfile, path: str | Path
 ) -> DeviceProfile:
-    """A profile, corrected by a trace. A trace has the seconds of each term, so each term has a ratio of its own.
-
-    Args:
-        trace: The content of a file of `autopar trace`.
-        made: The estimate of the traced plan with `profile`.
-        part: The devices of the step, which `made` is about.
-        profile: The profile to correct.
-        path: The file, for notes.
-
-    Returns:
-        The profile with constants of time scaled by the ratios, shrunk, and a note.
-
-    Raises:
-        InputError: The file is no trace, or is of another model or plan than `made`.
-    """
+    """A profile, corrected by a trace. A trace has the seconds of each term, so each term has a ratio of its own."""
     found = compare_trace(made, trace, band=0.0)
     tiers = tiers_of(part, made.degrees)
     seconds: dict[str, list[ComparedTerm]] = {}

@@ -191,12 +191,7 @@ class PlanOptions:
             raise PlanError("the options cannot be used", problems)
 
     def narrowing(self) -> tuple[Values, Values]:
-        """The fixed and the forbidden values by dimension. The option ``tp=8`` fixes tp = 8.
-
-        Raises:
-            InputError: A word or a value is unknown, or an option and `fix` name the same dimension.
-            PlanError: A pipeline was asked for with several runs a step.
-        """
+        """The fixed and the forbidden values by dimension. The option ``tp=8`` fixes tp = 8."""
         fixed, forbidden = checked_values(self.fix, self.forbid)
         wish = self.wish()
         if self.selective_blocks is not None:
@@ -220,12 +215,7 @@ class PlanOptions:
         return {**fixed, **also}, forbidden
 
     def check_search(self, num_devices: int) -> None:
-        """Check everything that a search can check without the model.
-
-        Raises:
-            InputError: A word or a value of the search is unknown.
-            PlanError: No value of a fixed degree divides the devices; the nearest legal values are named.
-        """
+        """Check everything that a search can check without the model."""
         from autopar.search.driver.study import study_place
         from autopar.search.result.result import OBJECTIVES, ON_FEWER_DEVICES
 

@@ -405,17 +405,7 @@ def plan_as_priced(
     *,
     regather: bool,
 ) -> tuple[Program, Plan]:
-    """The program at a plan's own batch, and the plan with the labels and the cuts that it was priced with.
-
-    Args:
-        captured: The model.
-        labels: The labels of the search.
-        degrees: Of the plan, with the words of the request (`with_shared`).
-        stages: The cuts.
-        cluster: The devices of the plan.
-        name: The model's name in the plan.
-        regather: Whether gathered values are gathered again in the backward pass.
-    """
+    """The program at a plan's own batch, and the plan with the labels and the cuts that it was priced with."""
     program = program_for(captured, degrees)
     labelled = labels.of(program, degrees)
     return program, label_plan(program, cluster, degrees, name, searched=stages, labelled=labelled, regather=regather)

@@ -26,15 +26,7 @@ def terms_of(profile: DeviceProfile) -> tuple[str, ...]:
 
 
 def elasticities(price: Callable[[DeviceProfile], Floats], profile: DeviceProfile) -> NDArray[np.float64]:
-    """The part of each term in the time of steps, as the change of its logarithm.
-
-    Args:
-        price: Seconds of the steps by a profile.
-        profile: The profile.
-
-    Returns:
-        One row per step, one column per term of `terms_of`.
-    """
+    """The part of each term (column) in the time of each step (row), as the change of its logarithm."""
     usual = np.asarray(price(profile), dtype=np.float64).reshape(-1)
     slower = [np.broadcast_to(price(scaled_term(profile, term, _STEP, "")), usual.shape) for term in terms_of(profile)]
     found: NDArray[np.float64] = np.log(np.stack(slower, axis=1) / usual[:, None]) / np.log(_STEP)
@@ -43,13 +35,6 @@ def elasticities(price: Callable[[DeviceProfile], Floats], profile: DeviceProfil
 
 def term_factors(ratios: Sequence[float], parts: NDArray[np.float64]) -> NDArray[np.float64]:
     """The factor on the time of each term.
-
-    Args:
-        ratios: Measured over predicted time of each step.
-        parts: The `elasticities` of the steps.
-
-    Returns:
-        One factor per term.
 
     Example:
         >>> term_factors([1.3], np.array([[1.0, 0.0]])).round(3).tolist()  # 1.3 to the power of 0.7; no links

@@ -67,10 +67,6 @@ def cluster_machine(
     """The machine of the cluster's slowest device.
 
     Without a `profile`, the profile that the cluster names counts, else the shipped profile of the device.
-
-    Raises:
-        InputError: The precision is unknown, or the device has no unit for it.
-        ClusterError: The profile describes another type of device.
     """
     checked_precision(precision, cluster)
     group = min(

@@ -83,14 +83,6 @@ def fastest_seconds(kind: Collective, whole_bytes: Number, group: RankGroup) -> 
     """Seconds of one collective by the fastest algorithm and wire protocol. 0 for one rank.
 
     The fixed cost of a call is not in it.
-
-    Args:
-        kind: The collective.
-        whole_bytes: Bytes of the tensor before it is scattered or after it is gathered.
-        group: The ranks and their links.
-
-    Raises:
-        InputError: The kind is unknown.
     """
     found = [_seconds(each, kind, whole_bytes, group) for each in ALGORITHMS.values() if kind in each.kinds]
     if not found:

@@ -214,10 +214,6 @@ def engine_of_framework(framework: str | None, source: str | None = None) -> Eng
     several profiles have it, the year decides: the first year in `framework`, else in `source`. Without a year, the
     newest profile is the answer.
 
-    Args:
-        framework: The name of a framework, perhaps with its version and year.
-        source: Where the run was published. ``arXiv 2104.04473`` is of 2021.
-
     Example:
         >>> names = "Megatron-LM 2021", "NVIDIA Megatron LM", "our own trainer, on torchtitan"
         >>> [engine_of_framework(name).name for name in names]

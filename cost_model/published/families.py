@@ -108,12 +108,6 @@ def with_expert_ranks(family: Family[Any], at_etp: Family[Any], layouts: Layouts
 
     Such ranks work on different tokens. So the products of experts have 1/(tp/etp) of the rows, and the widths of etp
     ranks. The experts of a rank are as many and tp/etp times as large.
-
-    Args:
-        family: The blocks at the layouts' `tp`.
-        at_etp: The blocks with `etp` in place of `tp`.
-        layouts: The rows' layouts.
-        keeps: The part of an expert block's tensor collectives that is left; its attention has half of them.
     """
 
     def of_block(work: Any, other: Any) -> Any:

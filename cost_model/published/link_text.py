@@ -95,13 +95,6 @@ class _Token:
 def read_link(text: str | None, devices_per_host: float) -> LinkReading:
     """Read the bandwidth of one device from the text of a link.
 
-    Args:
-        text: Free text, or None.
-        devices_per_host: Number of devices that share the ports of a host.
-
-    Returns:
-        Bytes/s of one device in one direction, and a warning if the text is not clear.
-
     Example:
         >>> read_link("8x HDR InfiniBand 200Gb/s per node", 8).bytes_per_s
         25000000000.0

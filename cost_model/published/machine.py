@@ -50,16 +50,7 @@ def memory_bytes_of(preset: DevicePreset, stated_gb: float | None) -> float:
 
 
 def links_of_row(row: Row, preset: DevicePreset) -> tuple[LinkReading, tuple[str, ...]]:
-    """Read the texts of a row's links.
-
-    Args:
-        row: The row. The bandwidth between hosts follows its `inter_link`, the ports of a host its `gpus_per_node`.
-        preset: The device of the row. The bandwidth inside a host is its figure.
-
-    Returns:
-        What `inter_link` states, and a warning for each text that is unclear, or that states another bandwidth inside
-        a host than the preset.
-    """
+    """Read the texts of a row's links."""
     inter = read_link(row.inter_link, row.gpus_per_node or devices_per_host_of(row, preset))
     warnings = [f"inter_link {row.inter_link!r} {inter.warning}"] if inter.warning else []
     if inter.warning and inter.bytes_per_s is None:

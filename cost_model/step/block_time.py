@@ -57,16 +57,7 @@ class BlockSeconds:
 def computing_seconds(
     work: BlockWork[Any], speeds: Speeds, engine: Engine, *, is_narrow: bool, fused: bool, is_split: Any = False
 ) -> BlockSeconds:
-    """Seconds of one micro-batch in one block.
-
-    Args:
-        work: The block's operators and collectives.
-        speeds: The rates of the device and the host.
-        engine: The mechanisms of the framework.
-        is_narrow: Products are computed in 8 or 4 bits, if the device has such units.
-        fused: Attention is one kernel. Else it writes its scores to memory.
-        is_split: Tensor parallelism calls the block's collectives.
-    """
+    """Seconds of one micro-batch in one block."""
     zero = np.zeros(1)
     products, attention, memory = [zero, zero], [zero, zero], [zero, zero]
     kernels: list[Any] = [0.0, 0.0]

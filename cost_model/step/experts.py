@@ -104,11 +104,6 @@ def least_exchange_seconds(basis: Basis, layouts: Layouts, widths: Sequence[Any]
     Either rows travel twice, or the tokens of all ranks are gathered and the results scattered. Tensor ranks may split
     what is sent. A row has the smallest of the `widths` of the experts' products on one tensor rank, or less than the
     model's hidden width.
-
-    Args:
-        basis: The model's shape and the machine.
-        layouts: The candidates.
-        widths: The inner sizes of the products of experts, on one rank.
     """
     shape, links = basis.shape, basis.machine.links
     tokens = layouts.micro_batch * shape.sequence / layouts.cp / layouts.tp
@@ -124,16 +119,7 @@ def least_exchange_seconds(basis: Basis, layouts: Layouts, widths: Sequence[Any]
 def count_seconds(
     basis: Basis, family: Family[Any], layouts: Layouts, role: str, exchange_s: Floats, *, are_sent: bool = False
 ) -> Floats:
-    """Seconds of one forward pass of a block in which a rank waits for the counts of its experts' rows.
-
-    Args:
-        basis: The model's shape and the machine.
-        family: The blocks, with their expert products divided by `with_experts`.
-        layouts: The candidates.
-        role: The role of the block.
-        exchange_s: Seconds of one exchange of rows (`exchange_seconds`).
-        are_sent: The exchange of counts is priced elsewhere.
-    """
+    """Seconds of one forward pass of a block in which a rank waits for the counts of its experts' rows."""
     machine, speeds = basis.machine, basis.machine.speeds
     grouped = [one for one in family.block(role, "tp").products if is_expert_product(one)]
     if not grouped or machine.engine.expert_rows == "padded" or machine.engine.dispatch == "graph":

@@ -80,9 +80,6 @@ def latest_folder(root: Path) -> StepFolder | None:
     """The checkpoint that `latest` names. None if the folder has no checkpoint.
 
     Without the file it is the newest step: a save was ended between its last two actions.
-
-    Raises:
-        CheckpointError: The file names no checkpoint of the folder.
     """
     steps = complete_steps(root)
     file = root / LATEST
@@ -99,11 +96,7 @@ def latest_folder(root: Path) -> StepFolder | None:
 
 
 def folder_of(root: Path, step: int | None) -> StepFolder:
-    """The checkpoint of a step, by default the latest.
-
-    Raises:
-        CheckpointError: There is none.
-    """
+    """The checkpoint of a step, by default the latest."""
     if step is None:
         found = latest_folder(root)
         if found is None:

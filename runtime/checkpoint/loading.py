@@ -40,22 +40,14 @@ class Checkpoint:
     manifest: Manifest
 
     def section(self, name: str) -> Any:
-        """A part of the plain data.
-
-        Raises:
-            CheckpointError: The checkpoint lacks it.
-        """
+        """A part of the plain data."""
         plain = self.manifest.plain
         if not isinstance(plain, dict) or name not in plain:
             raise CheckpointError(f"{self.folder.path} is no checkpoint of a model: it lacks {name!r}")
         return plain[name]
 
     def optimizers(self) -> tuple[SavedOptimizer, ...]:
-        """The saved optimizers.
-
-        Raises:
-            CheckpointError: They have another form.
-        """
+        """The saved optimizers."""
         problems: list[Problem] = []
         found: tuple[SavedOptimizer, ...] | None = read_plain(
             tuple[SavedOptimizer, ...], self.section("optimizers"), problems, path="optimizers"
@@ -84,11 +76,7 @@ class Checkpoint:
 
 
 def verified(root: Path, step: int | None, group: dist.ProcessGroup) -> Checkpoint:
-    """The checkpoint of a step, by default the latest, with all files as they were written. Collective.
-
-    Raises:
-        CheckpointError: There is no such checkpoint, or it is damaged. All ranks raise it.
-    """
+    """The checkpoint of a step, by default the latest, with all files as they were written. Collective."""
 
     def found() -> tuple[StepFolder, Manifest]:
         folder = folder_of(root, step)
@@ -184,9 +172,6 @@ def read_tensors(checkpoint: Checkpoint, tensors: Mapping[str, Any], group: dist
 
     Every rank makes its own plan from the manifest. torch's `load` gathers the plans of all ranks and sends them back,
     which changes nothing here, and takes longer than reading small models.
-
-    Raises:
-        CheckpointError: A file cannot be read. All ranks raise it.
     """
     wanted = {name: one for name, one in tensors.items() if one.numel()}
     failure = None
@@ -251,11 +236,7 @@ def load_optimizers(
 def read_extra(
     checkpoint: Checkpoint, names: Sequence[str], group: dist.ProcessGroup
 ) -> tuple[dict[str, Any], list[Any]]:
-    """The extra data of a checkpoint, and the state of some objects, each of its own. Collective.
-
-    Raises:
-        CheckpointError: The data has an unknown form. All ranks raise it.
-    """
+    """The extra data of a checkpoint, and the state of some objects, each of its own. Collective."""
     encoded = checkpoint.extra()
     memory = plain_tensors(checkpoint, list(encoded.values()))
     read_tensors(checkpoint, memory, group)

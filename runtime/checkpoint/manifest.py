@@ -92,11 +92,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: StepFolder) -> Manifest:
-    """The manifest of a checkpoint, checked: its hash, its form, its step and the names of its files.
-
-    Raises:
-        CheckpointError: It is damaged or not of this version.
-    """
+    """The manifest of a checkpoint, checked: its hash, its form, its step and the names of its files."""
     path = folder.path / MANIFEST
     if path.is_symlink():
         raise CheckpointError(f"{path} is a link; a checkpoint holds its own files")

@@ -60,11 +60,7 @@ def described(
     plain_tensors: dict[str, torch.Tensor],
     known: KnownChunks,
 ) -> SavedOptimizer:
-    """This rank's part of an optimizer. Its tensors are added to `tensors` and `plain_tensors`.
-
-    Raises:
-        InputError: The optimizer has parameters that are not of this model, or state that is no plain data.
-    """
+    """This rank's part of an optimizer. Its tensors are added to `tensors` and `plain_tensors`."""
     names = {parameter: name for name, parameter in named.items()}
     groups = []
     for number, group in enumerate(optimizer.param_groups):
@@ -106,11 +102,7 @@ def _entry(
 
 
 def merged(parts: Sequence[SavedOptimizer]) -> SavedOptimizer:
-    """One optimizer of the parts of all ranks. Ranks of a pipeline have the parameters of their own stages.
-
-    Raises:
-        CheckpointError: Ranks have other optimizers, or groups with other options.
-    """
+    """One optimizer of the parts of all ranks. Ranks of a pipeline have the parameters of their own stages."""
     first = parts[0]
     for rank, part in enumerate(parts):
         if part.kind != first.kind or len(part.groups) != len(first.groups):
@@ -178,11 +170,7 @@ def prepare_state(
     named: Mapping[str, nn.Parameter],
     plain_tensors: Mapping[str, torch.Tensor],
 ) -> None:
-    """Make the state that a load fills, and set the values that are no tensors. It may change parameters.
-
-    Raises:
-        CheckpointError: The optimizer does not make the state that the checkpoint has.
-    """
+    """Make the state that a load fills, and set the values that are no tensors. It may change parameters."""
     state = saved.state
     own = {p for group in optimizer.param_groups for p in group["params"]}
     wanted = {named[name]: state[name] for name in state if name in named and named[name] in own}

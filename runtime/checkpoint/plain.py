@@ -28,11 +28,7 @@ _REMEDY = "keep numbers, text, lists, tuples, dicts and tensors, or pass an obje
 
 
 def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """Plain data as JSON has it. Its tensors are added to `tensors` by their path.
-
-    Raises:
-        InputError: A value is not plain data. The message names its path.
-    """
+    """Plain data as JSON has it. Its tensors are added to `tensors` by their path."""
     if value is None or type(value) in (bool, int, str):
         return value
     if isinstance(value, np.generic):
@@ -77,11 +73,7 @@ def _is_plain_tensor(value: Any) -> bool:
 
 
 def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """What `encode` was given.
-
-    Raises:
-        CheckpointError: The data is not of this form.
-    """
+    """What `encode` was given."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, list):

@@ -42,11 +42,7 @@ _ALIGNMENT = 8
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype as manifests name it.
-
-    Raises:
-        CheckpointError: Files of safetensors do not have the dtype.
-    """
+    """A dtype as manifests name it."""
     name = str(dtype).removeprefix("torch.")
     if name not in ITEM_BYTES:
         raise CheckpointError(f"checkpoints cannot hold {name}; convert such parameters and buffers to another dtype")

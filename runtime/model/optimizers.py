@@ -10,19 +10,7 @@ from autopar.runtime.model.module import ParallelModel
 
 
 def optimizers_of(model: ParallelModel, name: str, lr: float) -> list[torch.optim.Optimizer]:
-    """The optimizers that train a model as the entry of a name says.
-
-    Args:
-        model: The model.
-        name: The name of the entry. An unknown name is AdamW's.
-        lr: The learning rate of all.
-
-    Returns:
-        The entry's optimizer, and the default optimizer for the parameters that the entry does not take.
-
-    Raises:
-        ImportError: A package with the optimizer is not installed.
-    """
+    """The optimizers that train a model as the entry of a name says."""
     entry, usual = optimizer_named(name), optimizer_named(DEFAULT_OPTIMIZER)
     hidden = hidden_parameters(model.program)
     names = {info.whole_name for key, info in model.program.every_parameter.items() if key in hidden}

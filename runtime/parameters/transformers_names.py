@@ -31,11 +31,7 @@ def pieces_on_disk(model: Any, name: str, value: torch.Tensor) -> dict[str, torc
 
 
 def layout_on_disk(model: Any, wholes: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-    """The tensors of a file for each tensor of the model, all on meta.
-
-    Raises:
-        InputError: transformers needs several tensors of the model at once for one of them.
-    """
+    """The tensors of a file for each tensor of the model, all on meta."""
     from transformers.core_model_loading import revert_weight_conversion
 
     found = {name: pieces_on_disk(model, name, value) for name, value in wholes.items()}

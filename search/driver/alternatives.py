@@ -50,15 +50,7 @@ def next_best(
     prefetch: Callable[[Sequence[int]], None] = lambda _: None,
     columns: Sequence[str] = DEGREES,
 ) -> list[tuple[int, Priced]]:
-    """At most `top` candidates that fit, the best first, without the combination of the best plan.
-
-    Args:
-        found: The search.
-        price: Gives an exact price.
-        top: The most candidates.
-        prefetch: Gets the next candidates, because pricing several together is cheaper.
-        columns: The columns of candidates in which all of them differ.
-    """
+    """At most `top` candidates that fit, the best first, without the combination of the best plan."""
     c, goal, classes, seconds = found.candidates, found.goal, found.classes, raised_seconds(found)
     chosen: dict[_Key, tuple[float, int, Priced]] = {}
     values_of = [getattr(c, name) for name in columns]

@@ -45,12 +45,6 @@ def record(found: Searched, place: StudyPlace) -> Mapping[str, float]:
 
     Exact prices come before bounds, and small values before large ones, until the study has `MOST` trials. An attribute
     of the study counts the trials that are left out.
-
-    Returns:
-        How much each degree decides among the exact prices in the study, as parts of 1. Empty if they are few.
-
-    Raises:
-        InputError: The study cannot be written, or answers another question.
     """
     if not len(found.candidates):
         return {}

@@ -182,13 +182,7 @@ def judge(
     true: Solved,
     paddable: frozenset[int],
 ) -> Verdict:
-    """Compare the best labels if every axis could be split with the best legal ones.
-
-    Args:
-        relaxed: the best labels if every axis could be split.
-        true: the best legal labels.
-        paddable: the axes that padding makes divisible.
-    """
+    """Compare the best labels if every axis could be split with the best legal ones."""
     split_in_vain = indivisible(analysis, relaxed, paddable)
     share = 1.0 - _flops(program, analysis, (key for key, v in true.variants.items() if not v.factor))
     if not any(variant.factor and weight_of(program, analysis, key) for key, variant in true.variants.items()):

@@ -64,15 +64,6 @@ def belief(
 ) -> Belief:
     """What is believed of plans after some measurements.
 
-    Args:
-        predicted_s: Predicted seconds of each plan.
-        degrees: One row per plan: its tensor, pipeline and data degree, micro-batch, and so on, 1 or more each.
-        measured_s: Measured seconds, by the plan's position.
-        own: The deviation of the error of a plan's own.
-
-    Returns:
-        The belief. A measured plan has its measured seconds, without a deviation.
-
     Example:
         >>> same = np.array([[2.0, 4.0], [2.0, 4.0], [64.0, 1.0]])
         >>> found = belief([1.0, 1.1, 1.2], same, {0: 1.3})

@@ -66,14 +66,7 @@ class Claim:
 
 
 class TrialStudy:
-    """The trials of one measured search, in memory or in a study that is kept.
-
-    Args:
-        candidates: The plans that may be measured. A kept study has its own, if it was made before.
-        place: Where the study is kept; in memory without one.
-        objective: "time", "cost", "energy" or "memory".
-        tokens: Tokens of one step.
-    """
+    """The trials of one measured search, in memory or in a study that is kept."""
 
     def __init__(
         self, candidates: Sequence[Candidate], place: StudyPlace | None, *, objective: str, tokens: int = 0
@@ -114,15 +107,7 @@ class TrialStudy:
         return tuple(at for trial, at in self._trials() if _is_running(trial))
 
     def claim(self, at: int, *, within_s: float) -> Claim | None:
-        """Queue a candidate and take a trial out of the queue: perhaps another one that another process has queued.
-
-        Args:
-            at: The candidate.
-            within_s: Seconds in which the trial ends.
-
-        Returns:
-            The trial, or None if its candidate was tried in between.
-        """
+        """Queue a candidate and take a trial out of the queue: perhaps another one that another process has queued."""
         one = self.candidates[at]
         about = {
             DEGREES: _text(one.degrees),

@@ -97,10 +97,6 @@ class Known:
 def known_after(candidates: Sequence[Candidate], outcomes: Mapping[int, Outcome]) -> Known:
     """What outcomes say of all candidates.
 
-    Args:
-        candidates: All candidates.
-        outcomes: The outcome of each candidate that was tried, by its position.
-
     Example:
         >>> plans = [
         ...     Candidate(
@@ -140,16 +136,7 @@ def decide(
     is_late: bool = False,
     taken: Sequence[int] = (),
 ) -> Decision:
-    """The candidate to measure next, or why measuring ends.
-
-    Args:
-        candidates: All candidates.
-        outcomes: The outcome of each candidate that was tried.
-        most: The most trials.
-        objective: What is minimised. With "memory" the plans of least predicted memory come first.
-        is_late: Whether the time is used up.
-        taken: Candidates that another process is measuring.
-    """
+    """The candidate to measure next, or why measuring ends."""
     known = known_after(candidates, outcomes)
     left = [at for at in range(len(candidates)) if at not in outcomes and at not in known.ruled_out]
     free = [at for at in left if at not in taken]

@@ -88,11 +88,7 @@ class Constraints:
 
     @property
     def num_stages(self) -> int | None:
-        """The number of stages of every plan, if `cuts` or `recompute_blocks` decide it.
-
-        Raises:
-            PlanError: The two decide different numbers.
-        """
+        """The number of stages of every plan, if `cuts` or `recompute_blocks` decide it."""
         counts = {"cut_at": len(self.cuts) + 1} if self.cuts is not None else {}
         if isinstance(self.recompute_blocks, tuple):
             counts["recompute_blocks"] = len(self.recompute_blocks)
@@ -112,15 +108,7 @@ class Constraints:
 def checked_values(
     fix: Mapping[str, Any] | None = None, forbid: Mapping[str, Any] | None = None
 ) -> tuple[Values, Values]:
-    """`fix` and `forbid` with a tuple of values for each word.
-
-    Args:
-        fix: One value or several by word of `WORDS`; one value by word of `PINS`.
-        forbid: One value or several by word of `WORDS`.
-
-    Raises:
-        InputError: Every word and every value that is unknown.
-    """
+    """`fix` and `forbid` with a tuple of values for each word."""
     problems: list[Problem] = []
     checked: list[dict[str, tuple[Any, ...]]] = []
     for option, given in (("fix", fix), ("forbid", forbid)):

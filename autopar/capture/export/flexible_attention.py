@@ -27,11 +27,6 @@ def flexible_attention(
     """Attention with a score and a mask function.
 
     Returns the output, the logarithm of the sum of the exponentials, and the maximum, both in base 2.
-
-    Args:
-        query: (batch, heads, queries, width). `key` and `value` may have fewer heads, each for a group of queries.
-        score_mod: A function of (score, batch, head, query, key), on scalars.
-        block_mask: The fields of a `BlockMask`. The last one is a function of (batch, head, query, key), on scalars.
     """
     groups = query.shape[1] // key.shape[1]
     if groups > 1:

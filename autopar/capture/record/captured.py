@@ -31,14 +31,6 @@ class Capture:
         """The program at a global batch and a sequence length, equal to a new capture at these sizes.
 
         This takes milliseconds, or as long as a capture if these sizes need one.
-
-        Args:
-            batch: The number of sequences in the global micro-batch.
-            sequence: The number of tokens per sequence, if the length varies. The default is the captured length.
-
-        Raises:
-            CaptureError: These sizes need a capture, but the model is not available or was captured at another
-                sequence length.
         """
         own = sequence is None or sequence == self.sequence
         if self.record is None:

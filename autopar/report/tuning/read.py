@@ -19,19 +19,7 @@ _ABOVE_0 = "must be above 0"
 
 
 def tuning_from(data: Any, source: str = "tuning result") -> TuneResult:
-    """The inverse of `TuneResult.to_dict`, without the profile. The data has only the name of the profile.
-
-    Args:
-        data: Plain data, as JSON has it.
-        source: The name of the data in messages.
-
-    Returns:
-        The result, equal to the written one.
-
-    Raises:
-        InputError: The data is no tuning result of this version; the message names every deviation.
-        PlanError: The plan in it cannot be read.
-    """
+    """The inverse of `TuneResult.to_dict`, without the profile. The data has only the name of the profile."""
     content = content_of(data, KIND, VERSION, source, command="tune", again="tune again")
     problems: list[Problem] = []
     readers: Mapping[Any, Callable[[Any], Any]] = {
