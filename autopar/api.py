@@ -19,7 +19,7 @@ from autopar._torch import private
 from autopar._version import public_version
 from autopar.cache.store import cache_folder
 from autopar.cache.tuned import TUNED, tuned_plans
-from autopar.capture.export.export import Inputs, LossFunction, input_names, inputs_of_shapes
+from autopar.capture.export.export import Inputs, LossFunction, input_names, inputs_of_shapes, inputs_of_values
 from autopar.capture.passes.autocast import ambient_autocast, autocast_as
 from autopar.capture.precision import checked_precision
 from autopar.capture.program import batch_and_sequence
@@ -38,9 +38,10 @@ from autopar.planning.options import PlanOptions
 from autopar.planning.precision import in_precision_of
 from autopar.planning.search import captured_as_asked, search_captured
 from autopar.runtime.distributed.broadcast import agreed, any_rank, broadcast_object, run_on_first_rank
+from autopar.runtime.model.compiled import CompiledProgram
 from autopar.runtime.model.module import ParallelModel
 from autopar.runtime.model.original_model import OriginalModel
-from autopar.runtime.model.shape_cache import InputShapes, Replan
+from autopar.runtime.model.shape_cache import Replan, Wanted
 from autopar.runtime.parameters.initial import first_rank_sends, own_buffers, sent_buffers
 from autopar.runtime.parameters.materialise import parameter_source
 from autopar.runtime.parameters.packed import Source
@@ -88,7 +89,7 @@ def parallelize(
             tuple, or the key ``target`` of the dict.
         seed: The seed of initialisation on meta, and of dropout.
         specialise: Whether branches on inputs are captured as the example inputs of rank 0 take them. A batch
-            that decides otherwise is refused on all ranks.
+            that decides otherwise is captured again.
         optimizer: An optimizer of the model without state, to go on with the result's parameters.
         precision: Of computing, such as "fp32". By default float32 models on GPUs have bf16 (``docs/precision.md``).
         global_batch: Sequences of one step on all ranks. By default the inputs are one rank's step.
@@ -124,7 +125,7 @@ def parallelize(
     asked = _asked(job, precision, global_batch, fix or {}, forbid or {}, objective)
     program, decided = _decide(job, plan, asked, derived=example_inputs is None)
     origin = OriginalModel(model, without_weights, loss_fn, program.reads)
-    again = _replan(origin, cluster, inputs, program, decided, loss_fn)
+    again = _replan(origin, job, program, decided)
     source = agreed(lambda: parameter_source(model, state=state, seed=seed, dtype=None))
     held = sent_buffers(program, source) if sent else own_buffers(program, source, on_meta=on_meta)
     buffers = _first_of(held, parameter_source(without_weights, seed=seed))
@@ -352,26 +353,33 @@ def _refuse_another_model(plan: Plan, program: Program) -> None:
         )
 
 
-def _replan(
-    origin: OriginalModel,
-    cluster: ClusterSpec,
-    inputs: Inputs,
-    program: Program,
-    plan: Plan,
-    loss_fn: LossFunction | None,
-) -> Replan:
-    """Captures the model, of which it holds no weights, for other shapes or in eval mode, cut into the same stages."""
-    model, around = origin.weightless, ambient_autocast()
+def _replan(origin: OriginalModel, job: _Job, program: Program, plan: Plan) -> Replan:
+    """Captures the model, of which it holds no weights, for another batch or in eval mode, cut into the same stages."""
+    model, loss_fn, around = origin.weightless, job.loss_fn, ambient_autocast()
     placed = stages_by_parameter(program, stages_of(program, plan.cuts, plan.recomputed))
+    names = [info.name for info in program.inputs]
+    decides = job.specialise or any(decision.inputs for decision in program.decisions)
 
-    def replan(sizes: InputShapes, *, training: bool, held: Mapping[str, Storage]) -> tuple[Program, Plan]:
-        example = inputs_of_shapes(model, inputs, sizes, loss_fn)
+    def replan(wanted: Wanted, base: CompiledProgram, held: Mapping[str, Storage]) -> tuple[Program, Plan]:
+        given, rows = job.inputs, 1
+        if {info.name for info in wanted.batch.form.inputs} != {*names}:
+            order = [*dict.fromkeys(name.partition(".")[0] for name in names)]
+            at = {name: index for index, name in enumerate(order)}
+            given = dict(sorted(dict(wanted.batch.given).items(), key=lambda one: (at.get(one[0], len(at)), one[0])))
+        if decides:  # the values of all ranks
+            example = inputs_of_values(model, given, wanted.whole(base.mesh.sample_ranks.group), loss_fn)
+            rows = base.mesh.sample_ranks.degree
+        else:
+            example = inputs_of_shapes(model, given, wanted.sizes, loss_fn)
         local_batch, _ = batch_and_sequence(input_names(model, example, loss_fn))
-        own = replace(plan.degrees, micro_batch=local_batch, accumulate=1, micro_batches=1)
+        own = replace(plan.degrees, micro_batch=local_batch // rows, accumulate=1, micro_batches=1)
         with autocast_as(around):
-            again = capture_for(model, example, own, loss_fn, training=training, decided_as=program)
+            again = capture_for(
+                model, example, own, loss_fn,
+                training=wanted.training, specialise=job.specialise, buffers=base.buffers,
+            )  # fmt: skip
         origin.watch(again.reads)
-        name = type(model).__name__
+        cluster, name = job.cluster, type(model).__name__
         return again, _labelled(again, lambda: label_plan(again, cluster, own, name, held=held, stage_of=placed))
 
     return replan

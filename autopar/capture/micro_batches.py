@@ -15,24 +15,29 @@ the power -1, and so is a sum divided by ``len(x)``.
 Micro-batches are exact if the loss is a sum with the power 0 or -1. Sums over the batch that inputs alone decide are
 first summed over all micro-batches (`autopar.capture.passes.batch_sums`). They are free then, so any function of them
 may follow. A loss may be a sum of terms of both powers (`autopar.capture.passes.loss_terms`).
+
+A decision may be a function of one extreme over the batch, such as `any` or `max`: micro-batches that decide alike are
+a batch that decides so.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 from torch import fx
 
 from autopar._torch.operators import aten
 from autopar.capture.analysis import Analysis
-from autopar.capture.nodes import ARITHMETIC, copies, operator_name, output_nodes
+from autopar.capture.nodes import ARITHMETIC, copies, operator_name, output_nodes, shape
 from autopar.ir.program import Block, CallSite, Program
 from autopar.rules.operators import OVER_MICRO_BATCHES
 from autopar.rules.rule import Call, Spec
 from autopar.rules.variants import Bound
 
 MEAN_REDUCTION = 1
+_EXTREMES = frozenset(["any", "all", "max", "min", "amax", "amin"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +84,9 @@ def loss_over_micro_batches(program: Program, analysis: Analysis) -> tuple[Liter
             statuses.update(zip(call.results, done[key], strict=True))
     except Mixing as mixing:
         return "sum", str(mixing)
+    for decision in program.decisions:
+        if statuses.get(decision.name, FREE).kind in ("batch", "sum"):
+            return "sum", f"{decision.line}: `{decision.code}` reads a sum over the batch"
     for buffer, update in program.updates.items():
         if statuses.get(update, FREE).kind not in ("free", "constant", "table", "added"):
             return "sum", f"buffer {buffer} is updated from the samples of the batch"
@@ -114,7 +122,7 @@ def _block_statuses(
     program: Program, block: Block, call: CallSite, analysis: Analysis, given: Sequence[Status]
 ) -> list[Status]:
     known: dict[str, Status] = dict(zip(block.ports, given, strict=True))
-    buffers = _added_to(program, block, call)
+    buffers, decides = _added_to(program, block, call), _deciding(program, block, call)
     for node in block.graph.nodes:
         if node.op != "call_function":
             continue
@@ -122,11 +130,27 @@ def _block_statuses(
         where = f"{call.path}: {node.meta['key']} ({node.target})"
         if node.name in buffers and (SUM in operands or ADDED in operands):
             known[node.name] = ADDED
+        elif node in decides and BATCH in operands:
+            known[node.name] = FREE
         elif ADDED in operands:
             raise Mixing(f"{where} reads a buffer to which samples of the batch were added")
         else:
             known[node.name] = status_of(analysis, call.block, node, operands, where)
     return [known[name] for name in block.outputs]
+
+
+def _deciding(program: Program, block: Block, call: CallSite) -> set[fx.Node]:
+    """The extremes of a block of which nothing is made but decisions, each of one extreme."""
+    names = {decision.name for decision in program.decisions}
+    outputs = zip(output_nodes(block.graph), call.results, strict=True)
+    others = {node for node, result in outputs if result not in names}
+    alone = set[fx.Node]()
+    for node in reversed(block.graph.nodes):
+        users = [user for user in node.users if user.op != "output"]
+        is_plain = node.op == "call_function" and len(node.all_input_nodes) == 1
+        if is_plain and node not in others and alone.issuperset(users):
+            alone.add(node)
+    return {node for node in alone if operator_name(node) in _EXTREMES and prod(shape(node)) == 1}
 
 
 def _added_to(program: Program, block: Block, call: CallSite) -> set[str]:

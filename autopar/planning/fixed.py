@@ -1,7 +1,7 @@
 """From a model, a cluster and wished degrees to a program and its plan."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -81,12 +81,12 @@ def capture_for(
     *,
     training: bool = True,
     specialise: bool = False,
-    decided_as: Program | None = None,
+    buffers: Callable[[str], "torch.Tensor"] | None = None,
 ) -> Program:
     """The program at the global micro-batch of `degrees`.
 
-    With `decided_as` the model takes the decisions of another program of it, and none of its own. With a precision,
-    parameters and floating inputs have its dtype.
+    `buffers` gives the values that the model reads of buffers on meta. With a precision, parameters and floating inputs
+    have its dtype.
 
     Raises `PlanError` if accumulation would change the loss and `degrees` do not accept that.
     """
@@ -95,13 +95,12 @@ def capture_for(
     from autopar.capture.precision import in_precision, inputs_in_precision, products_of
     from autopar.capture.program import CaptureRequest, batch_and_sequence, capture_twice
 
-    answers = None if decided_as is None else {decision.key: decision for decision in decided_as.decisions}
     asked = CaptureRequest(
         model=in_precision(model, degrees.precision),
         inputs=inputs_in_precision(example_inputs, degrees.precision),
         loss_fn=loss_fn,
         training=training,
-        reading=Reading(specialise=specialise or bool(answers), answers=answers),
+        reading=Reading(specialise=specialise, buffers=buffers),
         products=products_of(degrees.precision),
     )
     local_batch, _ = batch_and_sequence(asked.named_inputs)

@@ -31,7 +31,7 @@ def broadcast_object(value: _T, group: dist.ProcessGroup | None = None) -> _T:
 
 def gather_objects(value: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
     """Every rank's value on every rank, in rank order. Collective."""
-    every: list[Any] = [None] * dist.get_world_size()
+    every: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(every, value, group=group)
     return every
 

@@ -1,26 +1,26 @@
-"""The check of decisions before a step: a batch must decide what the example inputs decided during capture.
+"""The decisions of a batch before a step: a program runs it only if it decides what this program's batch decided.
 
 A model that was captured with ``specialise=True`` has read values of its inputs, and took a branch by them. The graph
-has this branch only. All ranks compute these values of every global micro-batch, in the code that the step runs, and
-exchange the first that differs. A value of buffers is computed with the program's constants.
+has this branch only. All ranks compute these values of every global micro-batch, in the code that the step runs.
+`autopar.runtime.model.shape_cache` then takes the program of the batch's decisions, or captures the model again. A
+value of buffers is computed with the program's constants.
 """
 
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
 
 import torch
 
 from autopar._torch.private import pytree
-from autopar.errors import RuntimeInputError, short_repr
+from autopar.errors import short_repr
 from autopar.ir.program import Decision, Program
 from autopar.runtime.distributed.mesh import named_ranks
 from autopar.runtime.model.known_code import KnownCode, Part, Values
 
 _REL_TOLERANCE = 1e-6  # of a number with a fraction: ranks sum in another order
-Exchange = Callable[[Sequence[int]], list[list[int]]]  # from this rank's numbers to those of every rank
+Found = tuple[float, ...]  # the numbers that a batch gives to one decision
 
 
 class DecisionCheck:
@@ -34,31 +34,46 @@ class DecisionCheck:
         return self._code.parts(results=[decision.name for decision in self._program.decisions])
 
     @torch.no_grad()
-    def check(self, micro_batches: Sequence[Values], constants: Values, exchange: Exchange) -> None:
-        """Raise `RuntimeInputError` on all ranks if a micro-batch decides something else. Collective."""
-        decisions = self._program.decisions
-        if not decisions:
-            return
-        own: tuple[int, int] = (0, 0)
+    def values(self, micro_batches: Sequence[Values], constants: Values) -> list[list[Found]]:
+        """What every micro-batch gives to the decisions, up to the first that differs from the program's. Collective.
+
+        A value behind this one is not the model's, which would have taken another branch.
+        """
+        found = []
         for micro_batch in micro_batches:
             values = {**constants, **{name: value.to(self._code.device) for name, value in micro_batch.items()}}
             for part in self._parts:  # all parts run in any case: their code may have collectives
                 part.run(values)
-            for number, decision in enumerate(decisions, 1):
-                different = _different(decision.value, values[decision.name])
-                if different is not None and not own[0]:
-                    own = number, _bits(different)
-        text = _text(exchange(own), decisions)
-        if text:
-            more = ", or use micro_batches × accumulate = 1: every micro-batch must decide alike"
-            raise RuntimeInputError(text + more * (len(micro_batches) > 1))
+            own = [tuple(values[decision.name].reshape(-1).tolist()) for decision in self._program.decisions]
+            found.append(own[: _first_different(self._program.decisions, own) + 1])
+        return found
+
+    def fit(self, found: Sequence[Sequence[Found]]) -> bool:
+        """Whether the program's batch decided so too, as far as it is known."""
+        decisions = self._program.decisions
+        return all(_first_different(decisions[: len(own)], own) == len(own) <= len(decisions) for own in found)
+
+    def difference(self, found: Sequence[Sequence[Found]]) -> tuple[int, int]:
+        """The first decision that differs in a micro-batch, from 1 on, and its first number as bits. Zeros if none."""
+        decisions = self._program.decisions
+        for own in found:
+            if (at := _first_different(decisions, own)) < len(own):
+                pairs = zip(pytree.tree_leaves(decisions[at].value), own[at], strict=True)
+                return at + 1, _bits(next(float(b) for a, b in pairs if not _equal(a, b)))
+        return 0, 0
+
+    def text(self, rows: Sequence[Sequence[int]]) -> str:
+        """The first decision that differs, from the `difference` of every rank."""
+        return _text(rows, self._program.decisions)
 
 
-def _different(expected: Any, found: torch.Tensor) -> float | None:
-    """The first number that differs from the number that was read during capture. None if all are equal."""
-    numbers = pytree.tree_leaves(expected)
-    pairs = zip(numbers, found.reshape(-1).tolist(), strict=True)
-    return next((float(b) for a, b in pairs if not _equal(a, b)), None)
+def _first_different(decisions: Sequence[Decision], found: Sequence[Found]) -> int:
+    """The number of decisions before the first that differs."""
+    for at, (decision, numbers) in enumerate(zip(decisions, found, strict=False)):
+        expected = pytree.tree_leaves(decision.value)
+        if len(expected) != len(numbers) or not all(map(_equal, expected, numbers)):
+            return at
+    return len(found)
 
 
 def _equal(expected: float, found: float) -> bool:
@@ -81,19 +96,14 @@ def _number(decision: Decision, bits: int) -> float:
 
 
 def _text(rows: Sequence[Sequence[int]], decisions: Sequence[Decision]) -> str:
-    """The message about the first decision that differs. Empty if all are equal."""
     ranks_of: dict[tuple[int, int], list[int]] = {}
     for rank, (number, bits, *_) in enumerate(rows):
         if number:
             ranks_of.setdefault((number, bits), []).append(rank)
-    if not ranks_of:
-        return ""
     (number, bits), ranks = min(ranks_of.items())
     decision = decisions[number - 1]
     of = f" of input {' and '.join(map(repr, decision.inputs))}" if decision.inputs else ""
     return (
-        f"the batch takes another branch than the captured model: {decision.line}: `{decision.code}` read "
-        f"{short_repr(decision.value)}{of} during capture, {named_ranks(ranks)} now read "
-        f"{short_repr(_number(decision, bits))}; pass batches that decide alike, or capture the model with this batch "
-        "as example inputs"
+        f"{decision.line}: `{decision.code}` read {short_repr(decision.value)}{of} during capture, "
+        f"{named_ranks(ranks)} now read {short_repr(_number(decision, bits))}"
     )

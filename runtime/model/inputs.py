@@ -1,7 +1,7 @@
 """Batches at run time: read and checked against the plan, padded to its shape, cut into micro-batches."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,8 +17,13 @@ _Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One rank's batch: tensors by input name, its number of sequences, and its problems."""
+    """One rank's batch as it was `given`: tensors by input name, its number of sequences, and its problems.
 
+    `form` is the program with the inputs that this batch has.
+    """
+
+    given: Mapping[str, Any] | Sequence[Any]
+    form: Program
     tensors: Mapping[str, torch.Tensor]
     sequences: int
     problems: tuple[str, ...] = ()
@@ -31,16 +36,19 @@ def read_batch(
     *,
     any_shape: bool,
     casts: bool = False,
+    optional: Collection[str] = (),
 ) -> Batch:
     """The tensors of a batch by input name. The batch dimension may have any size, the others only if `any_shape`.
 
     `sequences` is the expected number of sequences, for messages. With `casts`, floating tensors are cast to the dtype
-    of the program's input.
+    of the program's input. `optional` arguments may be tensors where the example inputs had none, and the other way.
     """
-    infos = {info.name: info for info in program.inputs}
     problems: list[str] = []
-    given = _given(program, batch, problems)
-    for name, text in program.fixed.items():
+    form, given = program, _given(program, batch, problems)
+    if any_shape and isinstance(batch, Mapping):
+        form, given = with_optional(program, given, optional)
+    infos = {info.name: info for info in form.inputs}
+    for name, text in form.fixed.items():
         value = given.pop(name, _MISSING)
         if value is _MISSING:
             problems.append(f"input {name!r} is missing; it was {text[:_MAX_CHARS]} during capture")
@@ -51,7 +59,7 @@ def read_batch(
             )
     for name in given:
         if name not in infos:
-            problems.append(f"unknown input {name!r}; {did_you_mean(name, list(infos))}")
+            problems.append(f"unknown input {name!r}; {did_you_mean(name, sorted({*infos, *optional}))}")
     found: dict[str, torch.Tensor] = {}
     for name, info in infos.items():
         value = given.get(name)
@@ -74,7 +82,34 @@ def read_batch(
     }
     if len(set(counts.values())) > 1:
         problems.append(f"inputs hold different numbers of sequences: {counts}")
-    return Batch(tensors=found, sequences=next(iter(counts.values()), 0), problems=tuple(problems))
+    sequences = next(iter(counts.values()), 0)
+    return Batch(given=batch, form=form, tensors=found, sequences=sequences, problems=tuple(problems))
+
+
+def with_optional(program: Program, given: dict[str, Any], optional: Collection[str]) -> tuple[Program, dict[str, Any]]:
+    """The program with the `optional` inputs that a batch has, and the leaves of the batch. None is no input.
+
+    A new tensor has a batch dimension if it has as many rows as the others.
+    """
+    known = [*given, *program.fixed, *(info.name for info in program.inputs)]
+    free = {name for name in known if name.partition(".")[0] in optional}
+    given = {name: value for name, value in given.items() if value is not None or name not in free}
+    tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+    fixed = {n: text for n, text in program.fixed.items() if n not in free or (text != "None" and n not in tensors)}
+    kept = [info for info in program.inputs if info.name in given or info.name not in free]
+    dims = {info.name: info.batch_dim for info in kept if info.batch_dim is not None}
+    rows = {tensors[name].shape[dim] for name, dim in dims.items() if name in tensors and tensors[name].dim() > dim}
+    new = [
+        InputInfo(
+            name=name,
+            shape=tuple(tensors[name].shape),
+            dtype=tensors[name].dtype,
+            batch_dim=0 if {*tensors[name].shape[:1]} == rows else None,
+            sequence_dim=None,
+        )
+        for name in sorted(tensors.keys() & free - {info.name for info in kept})
+    ]
+    return replace(program, inputs=(*kept, *new), fixed=fixed), given
 
 
 def _given(program: Program, batch: Mapping[str, Any] | Sequence[Any], problems: list[str]) -> dict[str, Any]:
@@ -150,7 +185,6 @@ def sequences_to_run(
 
 
 def pad_batch(
-    program: Program,
     batch: Batch,
     sequences: int,
     ignored: Mapping[str, int],
@@ -162,7 +196,7 @@ def pad_batch(
     batch, or from `fillers` if the batch is empty. Without either it is zero.
     """
     found = {}
-    for info in program.inputs:
+    for info in batch.form.inputs:
         value = batch.tensors[info.name]
         missing = 0 if info.batch_dim is None else sequences - batch.sequences
         if missing:
@@ -183,7 +217,6 @@ def pad_batch(
 
 
 def padded_micro_batches(
-    program: Program,
     batch: Batch,
     sequences: int,
     count: int,
@@ -191,12 +224,12 @@ def padded_micro_batches(
     ignored: Mapping[str, int],
 ) -> list[dict[str, torch.Tensor]]:
     """The micro-batches of a batch that is filled up to `sequences` (`pad_batch`)."""
-    return split_micro_batches(program, pad_batch(program, batch, sequences, ignored, fillers), count)
+    return split_micro_batches(batch.form, pad_batch(batch, sequences, ignored, fillers), count)
 
 
-def first_rows(program: Program, batch: Batch) -> dict[str, torch.Tensor]:
+def first_rows(batch: Batch) -> dict[str, torch.Tensor]:
     """The first sequence of every input, for ranks whose next batch is empty."""
-    dims = {info.name: info.batch_dim for info in program.inputs}
+    dims = {info.name: info.batch_dim for info in batch.form.inputs}
     return {n: t.detach().narrow(d, 0, 1).clone() for n, t in batch.tensors.items() if (d := dims[n]) is not None}
 
 
@@ -227,6 +260,8 @@ def rows_of_rank(program: Program, batch: Mapping[str, Any] | Sequence[Any], ind
     Raises `RuntimeInputError` if the ranks do not divide the rows.
     """
     infos = list(program.inputs)
+    if isinstance(batch, Mapping):
+        infos = list(with_optional(program, _given(program, batch, []), batch.keys())[0].inputs)
     by_name = {info.name: info for info in infos}
 
     def part(info: InputInfo | None, value: Any) -> Any:

@@ -197,7 +197,7 @@ class ParallelModel(CheckpointedModel):
         captures the model again, once for each shape.
 
         Before anything else is sent, the ranks compare step, scalers, shapes and data. This is one all-gather on the
-        host of 8 × (5 + 2 × inputs) bytes a rank. Another one follows if a rank is unsure of the indices in its batch.
+        host of 8 × (7 + 2 × inputs) bytes a rank. Another one follows if a rank is unsure of the indices in its batch.
 
         Args:
             batch: This rank's part of the global batch, ``micro_batch × micro_batches × accumulate`` sequences: a dict

@@ -8,6 +8,7 @@ these parameters have none: a loop that trains both models, or updates parameter
 """
 
 import gc
+import inspect
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -51,6 +52,8 @@ class OriginalModel:
     def __init__(self, model: nn.Module, weightless: nn.Module, loss_fn: object, reads: Iterable[str]) -> None:
         self.weightless = weightless
         self._parts = [_part(path, owner) for path, owner in _owners(model, loss_fn)]
+        arguments = inspect.signature(model.forward).parameters.items()
+        self.optional = frozenset(name for name, one in arguments if one.default is None)  # inputs that may be missing
         self._watched: dict[tuple[int, str], object] = {}
         self._names = {id(p): (name, ref(p)) for name, p in model.named_parameters()}
         swa = sys.modules.get("torch.optim.swa_utils")

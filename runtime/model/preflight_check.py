@@ -4,7 +4,7 @@ Ranks that differ only in `tp`, `cp` or `pp` must hold the same sequences. Shape
 number of sequences only. All ranks must be at the same step. A difference is an error on all ranks, so that no rank
 waits in a collective that another rank never enters.
 
-The cost is an all-gather of 8 × (5 + 2 × inputs) bytes a rank, over gloo on the host, and a checksum of the inputs. Of
+The cost is an all-gather of 8 × (7 + 2 × inputs) bytes a rank, over gloo on the host, and a checksum of the inputs. Of
 an input above 2 MiB an evenly spread part is read, so a difference in a few elements may be missed. Inputs on a GPU are
 copied back for it; pass them on CPU to avoid the copy. On 2 gloo ranks of 2 shared CPU cores it took 0.7 ms for
 8 × 1,024 token ids and labels, 2.1 ms for 32 images (least of 15 rounds, torch 2.13, 2026-11-23,
@@ -44,6 +44,7 @@ NUM_CHUNKS = 4096  # per tensor: sums of chunks, weighted by their position
 MAX_WORDS = 2**18  # of 8 bytes; of a larger tensor so many are read, evenly spread
 FITS, UNFIT, UNSURE, CHANGED = range(4)  # what a rank knows of its own batch, and that its model has been changed
 _Row = Sequence[int]  # kind and mode, step, what is known of the batch, sequences, scaler; per input shape and checksum
+_OTHERS = "(not in the example)"  # stands for all inputs that only this batch has
 
 
 class PreflightCheck:
@@ -82,6 +83,9 @@ class PreflightCheck:
         for info in self.inputs:
             value = batch.tensors.get(info.name)
             row += [0, 0] if value is None else [_shape_hash(value, info), checksum(value)]
+        others = [i for i in batch.form.inputs if i.name not in {own.name for own in self.inputs}]
+        shapes = [(i.name, str(i.dtype), i.batch_dim, _shape_hash(batch.tensors[i.name], i)) for i in others]
+        row += [_number(repr(shapes)), _number(repr([checksum(batch.tensors[i.name]) for i in others]))]
         rows = self.exchange(row)
         if any(r[0] // 2 == NOT_SAVED for r in rows):
             self.saver.finish()
@@ -89,7 +93,8 @@ class PreflightCheck:
             raise RuntimeInputError(change)
         if batch.problems and all(r[0] == row[0] for r in rows):
             raise batch_error(batch.problems)
-        text = disagreement(rows, self.inputs, self.mesh.sample_ranks.of) or _scalers_differ(rows, scaler)
+        more = InputInfo(name=_OTHERS, shape=(), dtype=torch.float32, batch_dim=0, sequence_dim=None)
+        text = disagreement(rows, (*self.inputs, more), self.mesh.sample_ranks.of) or _scalers_differ(rows, scaler)
         if text:
             raise RuntimeInputError(text)
         return [r[3] for r in rows], any(r[2] == UNSURE for r in rows)
@@ -167,10 +172,10 @@ class PreflightCheck:
             count += 1
 
     def exchange(self, row: _Row) -> list[list[int]]:
-        """The rows of all ranks. A row has at most 5 + 2 × inputs integers. Collective."""
+        """The rows of all ranks. A row has at most 7 + 2 × inputs integers. Collective."""
         if self.world_size == 1:
             return [list(row)]
-        width = 5 + 2 * len(self.inputs)  # one shape for all kinds: gloo aborts where shapes differ
+        width = 7 + 2 * len(self.inputs)  # one shape for all kinds: gloo aborts where shapes differ
         own = torch.tensor([*row, *[0] * (width - len(row))], dtype=torch.int64)
         every = [torch.empty_like(own) for _ in range(self.world_size)]
         dist.all_gather(every, own, group=self._group)
@@ -214,6 +219,11 @@ def _data_disagreement(rows: Sequence[_Row], inputs: Sequence[InputInfo], dp_of:
         shapes = _groups([row[5 + 2 * index] for row in rows])
         if len(shapes) > 1:
             usual, *unusual = shapes.values()
+            if info.name == _OTHERS:
+                return (
+                    f"{_ranks(_joined(unusual))} got other inputs than {_ranks(usual)}, beside those of the example; "
+                    "pass the same inputs on every rank"
+                )
             return (
                 f"input {info.name!r}: {_ranks(_joined(unusual))} got another shape than {_ranks(usual)}; only the "
                 "number of sequences may differ, so pad every rank's batch to one length"

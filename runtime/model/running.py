@@ -41,7 +41,7 @@ from autopar.runtime.model.original_model import OriginalModel
 from autopar.runtime.model.outputs import as_dtensor, refuse_autocast, wide
 from autopar.runtime.model.pipeline import Pipeline
 from autopar.runtime.model.preflight_check import EVALUATION, STEP, PreflightCheck, shards_of
-from autopar.runtime.model.shape_cache import Replan, ShapeCache
+from autopar.runtime.model.shape_cache import Replan, ShapeCache, Wanted
 from autopar.runtime.model.sharded_model import ShardedModel
 from autopar.runtime.model.stage import Execution, OldBuffers, StageModule
 from autopar.runtime.offload.backward_step import BackwardStep
@@ -110,7 +110,7 @@ class RunningModel(ShardedModel):
         """Give the integers of all ranks, sent over gloo on the host. Collective.
 
         Args:
-            row: This rank's integers, at most 5 + 2 × inputs.
+            row: This rank's integers, at most 7 + 2 × inputs.
 
         Returns:
             The rows of all ranks, padded with zeros.
@@ -261,9 +261,11 @@ class RunningModel(ShardedModel):
         self._num_steps += kind == STEP
         planned = shapes.base.micro_batch * micro_batches
         casts = self.plan.degrees.precision is not None
-        own = read_batch(self.program, batch, planned, any_shape=shapes.can_capture, casts=casts)
+        change, optional = "", frozenset[str]()
+        if self._origin is not None:
+            change, optional = self._origin.change(self, trains=kind == STEP), self._origin.optional
+        own = read_batch(self.program, batch, planned, any_shape=shapes.can_capture, casts=casts, optional=optional)
         is_unsure = shapes.is_unsure(own, micro_batches, self.training)
-        change = "" if self._origin is None else self._origin.change(self, trains=kind == STEP)
         counts, is_unsure = self._preflight.check(kind, self.training, self._step, own, is_unsure, scaler, change)
         if kind == STEP and self._num_steps - 1 in COMPARED:
             self._compare_weights()
@@ -276,9 +278,10 @@ class RunningModel(ShardedModel):
             wants_outputs=evaluates,
             per_micro_batch=self.plan.degrees.per_micro_batch,
         )
-        given = (self.program, own, sequences, micro_batches, self._fillers)
-        pieces = padded_micro_batches(*given, shapes.base.ignored or {})
-        compiled = shapes.compiled_for({n: tuple(t.shape) for n, t in pieces[0].items()}, self.training)
+        padded = partial(padded_micro_batches, own, sequences, micro_batches, self._fillers)
+        pieces = padded(shapes.base.ignored or {})
+        step = Wanted(batch=own, pieces=pieces, padded=padded, training=self.training, is_unsure=is_unsure)
+        compiled = shapes.compiled_for(step, self._preflight.exchange)
         is_padded = min(counts) < sequences
         if is_padded and compiled.ignored is None:
             raise batch_error(
@@ -286,20 +289,17 @@ class RunningModel(ShardedModel):
             )
         if micro_batches > 1 and compiled.program.mixes_batch is not None and not self.plan.degrees.per_micro_batch:
             raise PlanError(f"accumulate = {micro_batches} would change the loss: {compiled.program.mixes_batch}")
-        if is_unsure:
-            checked = padded_micro_batches(*given, compiled.indices.legal)
-            compiled.indices.check(checked, compiled.constants(), self._preflight.exchange)
-        compiled.decisions.check(pieces, compiled.constants(), self._preflight.exchange)
         if self._on_host is not None:
             self._on_host.send_values()
         if own.sequences:
-            self._fillers = first_rows(self.program, own)
+            self._fillers = first_rows(own)
         if kind == STEP:
             samples = sum(counts) * self.plan.degrees.dp // self.plan.degrees.world_size
             tokens = samples * (compiled.program.sequence or 0)
             self.num_trained = (self.num_trained[0] + samples, self.num_trained[1] + tokens)
         read = self._inputs_read(compiled)
-        return compiled, [{n: t.to(self.device) for n, t in piece.items() if n in read} for piece in pieces], is_padded
+        infos = [info for info in compiled.program.inputs if info.name in read]
+        return compiled, [{i.name: p[i.name].to(self.device, i.dtype) for i in infos} for p in pieces], is_padded
 
     def _compare_weights(self) -> None:
         names, stage = list(self.program.every_parameter), self.rank_mesh.stage_rank

@@ -1,14 +1,14 @@
-"""The compiled program of each batch shape and mode: captured once, cached, logged.
+"""The compiled programs of one model, by mode, inputs, shapes and decisions: captured once, cached, logged.
 
-Parameters keep their placement. A program captured for another shape or mode is labelled with the parameters' types
-pinned, so only activations may be split in another way.
+Parameters keep their placement. A program captured again is labelled with the parameters' types pinned, so only
+activations may be split in another way.
 """
 
 import logging
 import time
 import warnings
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -18,26 +18,50 @@ from autopar.errors import PlanError, RuntimeInputError
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.storage import Storage, storage_of
+from autopar.runtime.distributed.broadcast import gather_objects
 from autopar.runtime.model.compiled import CompiledProgram, compile_program
 from autopar.runtime.model.inputs import Batch, with_sequences
 from autopar.runtime.parameters.relayout import same_layout
 
 MAX_SHAPES = 16
 _logger = logging.getLogger("autopar")
-InputShapes = Mapping[str, tuple[int, ...]]
-_Key = tuple[bool, tuple[tuple[str, tuple[int, ...]], ...]]
+Pieces = Sequence[Mapping[str, torch.Tensor]]
+_Key = tuple[bool, tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """A batch to run: its micro-batches, and these padded with other numbers; whether any rank is unsure of indices."""
+
+    batch: Batch
+    pieces: Pieces
+    padded: Callable[[Mapping[str, int]], Pieces]
+    training: bool
+    is_unsure: bool
+
+    @property
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of this rank's micro-batch by input name."""
+        return {name: tuple(tensor.shape) for name, tensor in self.pieces[0].items()}
+
+    def whole(self, ranks: dist.ProcessGroup) -> dict[str, torch.Tensor]:
+        """The first global micro-batch. Collective."""
+        every = gather_objects({name: part.detach().cpu().clone() for name, part in self.pieces[0].items()}, ranks)
+        dims = {info.name: info.batch_dim for info in self.batch.form.inputs}
+        joined = {name: torch.cat([one[name] for one in every], dim) for name, dim in dims.items() if dim is not None}
+        return every[0] | joined
 
 
 class Replan(Protocol):
     """Captures and labels the model again. Collective; raises the same `AutoparError` on all ranks."""
 
-    def __call__(self, sizes: InputShapes, *, training: bool, held: Mapping[str, Storage]) -> tuple[Program, Plan]:
-        """`sizes` are the shapes of one rank's micro-batch by input name, `held` how each parameter is stored."""
+    def __call__(self, wanted: Wanted, base: CompiledProgram, held: Mapping[str, Storage]) -> tuple[Program, Plan]:
+        """`base` is the program of the plan, and `held` says how each parameter is stored."""
         ...
 
 
 class ShapeCache:
-    """The compiled programs of one model by (mode, shapes of a rank's micro-batch); `base` is that of the plan."""
+    """The compiled programs of one model; `base` is that of the plan."""
 
     def __init__(
         self,
@@ -46,8 +70,8 @@ class ShapeCache:
         replan: Replan | None,
     ) -> None:
         self.base, self._placements, self.replan = base, held, replan
-        self._base_key = _key(base.local_shapes(), training=True)
-        self._others: dict[_Key, CompiledProgram] = {}  # least recently used first
+        key = _key(base.program, base.local_shapes(), training=True)
+        self._kept: list[tuple[_Key, CompiledProgram]] = [(key, base)]  # least recently used first
         self._warned = False
 
     @property
@@ -55,28 +79,53 @@ class ShapeCache:
         """Whether shapes and modes other than the plan's can be run."""
         return self.replan is not None
 
-    def compiled_for(self, sizes: InputShapes, training: bool) -> CompiledProgram:
-        """What runs a micro-batch of the given local shapes. Collective where it is new: all ranks ask for the same."""
-        key = _key(sizes, training)
-        known = self._known(key)
-        if known is not None:
-            if key in self._others:
-                self._others[key] = self._others.pop(key)
-            return known
-        if self.replan is None:
-            what = "eval mode" if not training else f"shapes {dict(sizes)}"
-            raise RuntimeInputError(
-                f"this ParallelModel was made from a captured program, which was not captured for {what}; make it with "
-                "autopar.parallelize instead, which captures again"
-            )
-        started = time.perf_counter()
-        made = self._compile(self.replan, sizes, training)
-        self._others[key] = made
-        self._announce(sizes, training, time.perf_counter() - started)
-        if len(self._others) > MAX_SHAPES:
-            del self._others[next(iter(self._others))]
-            self._warn()
+    def compiled_for(self, wanted: Wanted, exchange: Callable[[Sequence[int]], list[list[int]]]) -> CompiledProgram:
+        """What runs the micro-batches, after the checks of indices and decisions. Collective.
+
+        A program knows the decisions of a batch up to the first that is not its own. Another program that decided so
+        may go on from there. Without one the model is captured again.
+        """
+        key = _key(wanted.batch.form, wanted.sizes, wanted.training)
+        known, why, is_new = self._known(key), "", False
+        made, untried = (known[0], known[1:]) if known else (None, [])
+        while True:
+            if made is None:
+                made, known, is_new = self._captured(wanted, why), [], True
+            if wanted.is_unsure or is_new:
+                made.indices.check(wanted.padded(made.indices.legal), made.constants(), exchange)
+            if not made.program.decisions:
+                break
+            found = made.decisions.values(wanted.pieces, made.constants())
+            choice = next((k for k, one in enumerate([made, *untried]) if one.decisions.fit(found)), -1)
+            is_mixed = choice < 0 and any(one != found[0] for one in found)
+            rows = exchange([-2 if is_mixed else choice, *made.decisions.difference(found)])
+            choices = {row[0] for row in rows}
+            if choices == {0}:
+                break
+            why = made.decisions.text([row[1:] for row in rows])
+            if is_new or -2 in choices or self.replan is None:
+                raise RuntimeInputError(
+                    f"the batch takes another branch than the captured model: {why}; {self._remedy(wanted)}"
+                )
+            made = untried.pop(choice - 1) if len(choices) == 1 and choice > 0 else None
+        self._keep(key, made)
         return made
+
+    def _remedy(self, wanted: Wanted) -> str:
+        if len(wanted.pieces) > 1:
+            return (
+                "pass batches that decide alike, or use micro_batches × accumulate = 1: all micro-batches decide alike"
+            )
+        if self.replan is None:
+            return "pass batches that decide alike, or make the model with autopar.parallelize, which captures again"
+        return "a capture of this batch decides otherwise, so rounding decides; leave this batch out"
+
+    def _keep(self, key: _Key, made: CompiledProgram) -> None:
+        """Count the program as the one used last."""
+        self._kept = [*((k, one) for k, one in self._kept if one is not made), (key, made)]
+        if len(self._kept) > MAX_SHAPES + 1:
+            self._kept.remove(next(pair for pair in self._kept if pair[1] is not self.base))
+            self._warn()
 
     def is_unsure(self, batch: Batch, micro_batches: int, training: bool) -> bool:
         """Whether an index of this rank's batch could be outside of its table (`autopar.runtime.model.index_check`).
@@ -86,44 +135,52 @@ class ShapeCache:
         if batch.problems:
             return False
         count = batch.sequences // micro_batches
-        infos = self.base.program.inputs
+        infos = batch.form.inputs
         sizes = {info.name: with_sequences(info, batch.tensors[info.name].shape, count) for info in infos}
-        known = self._known(_key(sizes, training))
+        known = self._known(_key(batch.form, sizes, training))
         is_as_planned = batch.sequences == self.base.micro_batch * micro_batches
-        return not is_as_planned or known is None or known.indices.is_unsure(batch.tensors, known.constants())
+        is_sure = known and not any(one.indices.is_unsure(batch.tensors, one.constants()) for one in known)
+        return not is_as_planned or not is_sure
 
-    def _known(self, key: _Key) -> CompiledProgram | None:
-        return self.base if key == self._base_key else self._others.get(key)
+    def _known(self, key: _Key) -> list[CompiledProgram]:
+        """The programs of a key, the one used last first."""
+        return [made for own, made in reversed(self._kept) if own == key]
 
-    def _compile(self, replan: Replan, sizes: InputShapes, training: bool) -> CompiledProgram:
-        base = self.base
+    def _captured(self, wanted: Wanted, why: str) -> CompiledProgram:
+        if self.replan is None:
+            what = "eval mode" if not wanted.training else f"shapes {wanted.sizes}"
+            raise RuntimeInputError(
+                f"this ParallelModel was made from a captured program, which was not captured for {what}; make it with "
+                "autopar.parallelize instead, which captures again"
+            )
+        started, base = time.perf_counter(), self.base
         with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in: modules look at it
-            program, plan = replan(sizes, training=training, held=self._placements)
-        if [(i.name, i.batch_dim) for i in program.inputs] != [(i.name, i.batch_dim) for i in base.program.inputs]:
+            program, plan = self.replan(wanted, base, self._placements)
+        if {(i.name, i.batch_dim) for i in program.inputs} != {(i.name, i.batch_dim) for i in wanted.batch.form.inputs}:
             raise PlanError(
-                f"at shapes {dict(sizes)} another dimension is as large as the batch; pass another number of sequences"
+                f"at shapes {wanted.sizes} another dimension is as large as the batch; pass another number of sequences"
             )
         made = compile_program(program, plan, base.buffers, base.mesh, base.streams, base.device)
         used = {n: storage_of(made.analysis.outer[n], made.types[n], plan.mesh) for n in program.parameters}
+        self._announce(wanted, why, time.perf_counter() - started)
         return replace(made, used={n: how for n, how in used.items() if not same_layout(how, self._placements[n])})
 
-    def _announce(self, sizes: InputShapes, training: bool, seconds: float) -> None:
+    def _announce(self, wanted: Wanted, why: str, seconds: float) -> None:
         if dist.is_initialized() and dist.get_rank():
             return
-        shapes = ", ".join(f"{name} {shape}" for name, shape in sizes.items())
-        mode = "training" if training else "eval"
-        _logger.info("captured the model in %s mode for micro-batches of %s in %.1f s", mode, shapes, seconds)
+        shapes = ", ".join(f"{name} {shape}" for name, shape in wanted.sizes.items())
+        text = f"captured the model in {'training' if wanted.training else 'eval'} mode for micro-batches of {shapes}"
+        _logger.info("%s in %.1f s%s", text, seconds, f", because {why}" if why else "")
 
     def _warn(self) -> None:
         if not self._warned and not (dist.is_initialized() and dist.get_rank()):
             warnings.warn(
-                f"the model was captured for more than {MAX_SHAPES} shapes besides the plan's, so the oldest capture "
-                "is "
-                "dropped; pad batches to a few lengths (powers of two, or multiples of 128)",
+                f"the model was captured for more than {MAX_SHAPES} shapes or decisions besides the plan's, so the "
+                "oldest capture is dropped; pad batches to a few lengths (powers of two, or multiples of 128)",
                 stacklevel=2,
             )
         self._warned = True
 
 
-def _key(sizes: InputShapes, training: bool) -> _Key:
-    return training, tuple(sorted(sizes.items()))
+def _key(form: Program, sizes: Mapping[str, tuple[int, ...]], training: bool) -> _Key:
+    return training, tuple(sorted(((i.name, i.dtype, sizes[i.name]) for i in form.inputs), key=lambda one: one[0]))

@@ -124,7 +124,7 @@ class Run:
         """Write the metrics of a step. Collective.
 
         Samples, tokens and the time since the last call are counted here. The memory is the peak of the rank that held
-        most: of the allocator on a GPU, of the process on a CPU. One all-gather of 8 × (5 + 2 × inputs) bytes a rank
+        most: of the allocator on a GPU, of the process on a CPU. One all-gather of 8 × (7 + 2 × inputs) bytes a rank
         over gloo joins them.
 
         Args:

@@ -25,7 +25,7 @@ def test_a_refusal_names_the_option_of_the_command(command: tuple[str, ...]) -> 
     message = refused(*command)
     assert "cli_models.py:" in message and "`if hidden.any():" in message
     assert "reads True, which is computed of input 'hidden'" in message
-    assert "or pass --specialise: a batch with another value is then refused" in message
+    assert "or pass --specialise: a batch with another value is then captured again" in message
     assert "specialise=True" not in message
 
 

@@ -80,6 +80,67 @@ class RelativePositions(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2)).square().mean()
 
 
+class MaskedAutoencoder(nn.Module):
+    """Encodes the visible patches only. A token stands for hidden patches, if there are any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.token = nn.Linear(5, WIDTH), nn.Parameter(torch.randn(WIDTH))
+        self.encoder = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.decoder = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, 5))
+
+    def forward(self, patches: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        x = self.embed(patches)[~hidden]
+        for layer in self.encoder:
+            x = x + torch.tanh(layer(x))
+        if not hidden.any():
+            return (self.decoder(x).view_as(patches) - patches).square().mean()
+        whole = self.token.expand(*hidden.shape, -1).clone()
+        whole[~hidden] = x
+        return (self.decoder(whole) - patches)[hidden].square().mean()
+
+
+class Checked(nn.Module):
+    """Refuses tokens and variances that it cannot use. The positions of tokens may be given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(2 * LENGTH, WIDTH)
+        self.mean, self.register = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, tokens: torch.Tensor, variance: torch.Tensor, places: torch.Tensor | None = None) -> torch.Tensor:
+        if tokens.max() >= WORDS - 4 or not (tokens >= 0).all():
+            raise ValueError(f"tokens must be below {WORDS - 4}")
+        assert variance.max().item() < 9, "the variance is too large"
+        x = self.embed(tokens)
+        if places is not None:
+            torch._assert((places < LENGTH).all(), "too many places")
+            x = x + self.places(places)
+        found = self.mean(torch.tanh(self.register(x))).squeeze(-1)
+        return F.gaussian_nll_loss(found, tokens.to(x.dtype), variance)
+
+
+def patches(*hidden: int, rows: int = 4, seed: int = 0) -> Batch:
+    """Patches of which the rows have so many hidden ones, the last row none."""
+    draw = torch.Generator().manual_seed(seed)
+    mask = torch.zeros(rows, 6, dtype=torch.bool)
+    for row, count in enumerate(hidden):
+        mask[row, torch.randperm(6, generator=draw)[:count]] = True
+    return {"patches": torch.randn(rows, 6, 5, generator=draw, dtype=torch.float64), "hidden": mask}
+
+
+def tokens_and_variance(*, word: int = 5, variance: float = 1.0, place: int | None = None, seed: int = 0) -> Batch:
+    draw = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(WORDS - 4, (4, LENGTH), generator=draw)
+    variances = torch.rand(4, LENGTH, generator=draw, dtype=torch.float64) + 0.5
+    tokens[3, 2], variances[1, 3] = word, variance
+    if place is None:
+        return {"tokens": tokens, "variance": variances}
+    places = torch.randint(LENGTH - 1, (4, LENGTH), generator=draw)
+    places[2, 2] = place
+    return {"tokens": tokens, "variance": variances, "places": places}
+
+
 def tokens_and_padding(rows: int = 4, *, padded: tuple[int, ...] = (1,), seed: int = 0) -> Batch:
     draw = torch.Generator().manual_seed(seed)
     padding = torch.zeros(rows, LENGTH, dtype=torch.bool)

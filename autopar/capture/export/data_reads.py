@@ -12,6 +12,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from autopar._torch import exports
+from autopar.capture.export.assertions import check_that_reads
 from autopar.capture.export.data_sizes import known_sizes
 from autopar.capture.export.inner_gradients import NotRecorded, gradient
 from autopar.capture.export.known_values import RANDOM_NUMBERS, Known, KnownValues, Unknown, leaf
@@ -51,6 +53,10 @@ _AS_TRUTH: Mapping[Any, Callable[..., Tensor | bool]] = {
     Tensor.allclose: lambda *given, **options: torch.isclose(*given, **options).all(),
     Tensor.__contains__: lambda a, element: (a == element).any(),
 }
+# a function in Python asks whether a mode takes it over, and would then hide its reads from the mode
+_ASKED = {"has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"}
+_ANSWERS: dict[str, Any] = dict.fromkeys(_ASKED, lambda *_: False)
+_ANSWERS["overrides"] = SimpleNamespace(**_ANSWERS)
 _REQUIRES = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 REMEDY = "use torch.where, or fixed shapes, at this line"
 _SHAPE = "makes a tensor whose shape depends on data"
@@ -70,6 +76,7 @@ class Reading:
     answers: Mapping[tuple[str, int], Decision] | None = None  # decisions of an earlier capture, to be taken again
     own_sizes: bool = False  # a size of a tensor is no answer: it counts elements, and other inputs have others
     given: Any = None  # the user's own inputs, if the capture runs at other sizes
+    buffers: Callable[[str], Tensor] | None = None  # values of buffers of a model on meta
     explains: bool = True  # a failed capture looks for the cause
 
 
@@ -91,6 +98,7 @@ class DataReads(TorchFunctionMode):
         }
         self.decided: list[tuple[Decision, Tensor]] = []
         self.notes: dict[str, None] = {}
+        self._entered: list[Any] = []
         self._occurrences: Counter[str] = Counter()
         self._devices = {value.device.type for *_, value in self._given}
         self._values: KnownValues | None = None
@@ -127,11 +135,29 @@ class DataReads(TorchFunctionMode):
         self._check_device(func, args, kwargs)
         is_sized, made = known_sizes(func, args, kwargs, self._size)
         if not is_sized:
-            made = func(*args, **kwargs)
+            made = self._inside(func)(*args, **kwargs)
         results = made if isinstance(made, (tuple, list)) else (made,)
         if not all(isinstance(size, int) for one in results if isinstance(one, Tensor) for size in one.shape):
             raise self._refusal(line_that_runs(self._model), _SHAPE, _ROWS)
         return made
+
+    def _inside(self, func: Any) -> Any:
+        """A function of torch that is written in Python, so that its own reads come here too."""
+        if not isinstance(func, FunctionType) or func in self._entered or not _ASKED & {*func.__code__.co_names}:
+            return func
+        names = func.__globals__ | _ANSWERS
+        own = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+        own.__kwdefaults__ = func.__kwdefaults__
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._entered.append(func)
+            try:
+                with self:
+                    return own(*args, **kwargs)
+            finally:
+                self._entered.pop()
+
+        return run
 
     def _size(self, tensor: Tensor) -> int:
         """A size of a tensor that the model makes."""
@@ -144,6 +170,9 @@ class DataReads(TorchFunctionMode):
         node = exports.traced_node(tensor)
         if node is None:  # a tensor of no graph has a value
             return otherwise()
+        check = None if is_size else check_that_reads()
+        if check is not None and check.is_number and read is Tensor.item:
+            return tensor  # the check reads the truth of a comparison with it
         line, found = line_that_runs(self._model), self._of(node)
         key = str(line), self._occurrences[str(line)]
         answers = self._reading.answers or {}
@@ -160,14 +189,17 @@ class DataReads(TorchFunctionMode):
         elif key in answers:
             value = answers[key].value
             inputs, buffers = frozenset(answers[key].inputs), frozenset(answers[key].buffers)
+        elif check is not None and check.passes is not None and (read is bool or tensor.dtype is torch.bool):
+            self.notes[f"{line}: `{line.code}` is not checked, because it depends on {found.reason}"] = None
+            return check.passes
         else:
             reads = f"{_SHAPE}, and the data depends on" if is_size else "reads a value that depends on"
             more = f", {_CHANCE}" if found.reason == RANDOM_NUMBERS else _ROWS * is_size
             raise self._refusal(line, f"{reads} {found.reason}", more)
-        if inputs and not self._reading.specialise:
+        if inputs and not self._reading.specialise and (check is None or not isinstance(value, bool)):
             names = " and ".join(map(repr, sorted(inputs)))
             reads = f"{_SHAPE}: the size {value}" if is_size else f"reads {short_repr(value)}"
-            more = ", or pass specialise=True: a batch with another value is then refused"
+            more = ", or pass specialise=True: a batch with another value is then captured again"
             raise self._refusal(line, f"{reads}, which is computed of input {names}", more, option="specialise")
         if inputs or buffers:
             self._occurrences[str(line)] += 1
@@ -220,7 +252,8 @@ class DataReads(TorchFunctionMode):
 
     def _of(self, node: fx.Node) -> Known | Unknown:
         if self._values is None:
-            leaves = {node: leaf(name, kind, value) for node, name, kind, value in self._given if node is not None}
+            held = self._reading.buffers
+            leaves = {node: leaf(name, k, value, held) for node, name, k, value in self._given if node is not None}
             self._values = KnownValues(leaves)
         return self._values.of(node)
 

@@ -7,6 +7,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from dis import opname
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from autopar.errors import CaptureError
 
 _SAFE = os.path.join(os.path.dirname(torch.__file__), "nn") + os.sep  # whose errors are about arguments of a user
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_OURS = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 # words of errors about the machinery of a trace, which no user wrote
 _INTERNAL = re.compile(
     r"torch\.export|fake|prox(y|ies)|github|symint|symnode|symbol|dynamo|unbacked|functorch|guard", re.I
@@ -65,14 +67,22 @@ def capture_error(failed: Exception, model: nn.Module, calls: OneDevice, *, on_m
             f"the model runs with the example inputs, but fails on one device with other sizes of them: "
             f"{_described(own, model)}\n{calls.resized}"
         )
-    return not_captured(failed, model)
+    return not_captured(failed, model, may_refuse=on_meta)
 
 
-def not_captured(failed: Exception, model: nn.Module) -> CaptureError:
-    """The error of a model that runs, and that torch cannot record. No text of torch's own machinery is in it."""
+def not_captured(failed: Exception, model: nn.Module, *, may_refuse: bool = False) -> CaptureError:
+    """The error of a model that runs, and that torch cannot record. No text of torch's own machinery is in it.
+
+    A model that did not run here `may_refuse` its inputs, with an error of its own.
+    """
     line, text = line_that_failed(failed, model), str(failed).strip().split("\n")[0][:MAX_CHARS]
-    what = f": {type(failed).__name__}: {text}" if _is_for_users(failed) else ""
+    refuses = may_refuse and _is_check(failed)
+    what = f": {type(failed).__name__}: {text}" if refuses or _is_for_users(failed) else ""
     code = f": `{line.code}`" if line.code else ""
+    if refuses:
+        return CaptureError(
+            f"the model refuses these inputs: {line}{code}{what}\nCorrect them, or leave this batch out."
+        )
     return CaptureError(f"the model cannot be captured: {line}{code}{what}\n{_advice(failed, model)}")
 
 
@@ -82,6 +92,19 @@ def _is_for_users(failed: Exception) -> bool:
     file = frames[-1].filename if frames else ""
     text = f"{type(failed).__name__}: {failed}"
     return bool(file) and (file.startswith(_SAFE) or not file.startswith(_TORCH)) and not _INTERNAL.search(text)
+
+
+def _is_check(failed: Exception) -> bool:
+    """Whether a line of the model raised an error itself, or torch's function for checks did."""
+    trace = failed.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] != "RAISE_VARARGS":
+        return False
+    code = trace.tb_frame.f_code
+    return code.co_name.startswith(("_assert", "_check")) or (
+        code.co_filename.startswith(_SAFE) or not code.co_filename.startswith((_TORCH, _OURS))
+    )
 
 
 def _described(error: Exception, model: nn.Module) -> str:

@@ -7,7 +7,7 @@ Some unknown values are finite unless they overflow: weights, and their products
 them the answers of `isfinite`, `isinf` and `isnan` are known.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
@@ -193,10 +193,15 @@ class KnownValues:
                 self._found[node] = Unknown(found.reason)
 
 
-def leaf(name: str, kind: str, value: torch.Tensor) -> Known | Unknown:
-    """The value of a placeholder: a parameter, a buffer or an input of the model."""
+def leaf(
+    name: str, kind: str, value: torch.Tensor, buffers: Callable[[str], torch.Tensor] | None = None
+) -> Known | Unknown:
+    """The value of a placeholder: a parameter, an input, or a buffer, which `buffers` gives if it is on meta."""
     if kind == "parameter":
         return Unknown(f"the parameter {name!r}", is_finite=True)
+    if kind == "buffer" and value.is_meta and buffers is not None:
+        with exports.without_tracing():
+            value = buffers(name)
     if value.is_meta:
         remedy = "build the model on the CPU on every rank"
         return Unknown(f"the {kind} {name!r}, which is on meta and has no values ({remedy})")

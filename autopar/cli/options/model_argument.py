@@ -34,7 +34,7 @@ Specialise = Annotated[
     bool,
     typer.Option(
         "--specialise",
-        help="Capture branches on inputs as the example inputs take them. A batch that decides otherwise is refused.",
+        help="Capture branches on inputs as the example inputs take them. Training captures other branches too.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]

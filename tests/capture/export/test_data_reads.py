@@ -214,3 +214,96 @@ class Converted(nn.Module):
 
 def test_data_and_lists_of_tensors_have_no_gradient() -> None:
     checked_program(Converted().double(), torch.randn(4, 6, dtype=torch.float64))
+
+
+def test_which_decisions_of_micro_batches_are_those_of_the_batch() -> None:
+    """Of one extreme they are; of a sum, or of several extremes, they need not be."""
+    finish: dict[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], str | None] = {
+        lambda y, n: y.sum() * (2 if n.max() + 1 > 9 else 3): None,
+        lambda y, n: y[:, : n.max()].sum(): None,
+        lambda y, n: y.sum() / int(n.sum()): "reads a sum over the batch",
+        lambda y, n: y.sum() * (2 if (n.max() > 9) | (n.min() < 1) else 3): "needs all samples at once",
+        lambda y, n: y.sum() * (2 if n.max(0).values.sum() > 9 else 3): "needs all samples at once",
+    }
+    inputs = {"x": torch.randn(4, 6), "n": torch.randint(1, 5, (4, 3), generator=torch.Generator().manual_seed(0))}
+    for loss, reason in finish.items():
+        mixes = capture_program(OfTwo(loss), inputs, specialise=True).mixes_batch
+        assert mixes is None if reason is None else reason in str(mixes), mixes
+
+
+class OfTwo(nn.Module):
+    def __init__(self, finish: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layer, self.finish = nn.Linear(6, 6), finish
+
+    def forward(self, x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+        return self.finish(torch.tanh(self.layer(x)), n)
+
+
+CHECKS: dict[Callable[[torch.Tensor, torch.Tensor], Any], tuple[int, bool]] = {}
+
+
+def check(decisions: int, notes: bool = False) -> Callable[..., Any]:
+    """A check, the number of decisions that it gives, and whether a note says that it is left out."""
+
+    def kept(function: Any) -> Any:
+        CHECKS[function] = decisions, notes
+        return function
+
+    return kept
+
+
+@check(2)
+def _(y: torch.Tensor, n: torch.Tensor) -> None:
+    if n.max() > 9 or not (n >= 0).all():
+        raise ValueError(f"{n.max()} is too large")
+
+
+@check(1)
+def _(y: torch.Tensor, n: torch.Tensor) -> None:
+    assert n.max().item() < 9 and n.shape[0] > 1, "too large"
+
+
+@check(1)
+def _(y: torch.Tensor, n: torch.Tensor) -> None:
+    if y.shape[0] < 0:
+        pass
+    elif (n > 0).all():
+        n.sum()
+    else:
+        raise ValueError
+
+
+@check(2)
+def _(y: torch.Tensor, n: torch.Tensor) -> None:
+    torch._assert((n > 0).any(), "nothing")
+    torch._check((n < 9).all().item(), lambda: "too large")
+
+
+@check(0, notes=True)
+def _(y: torch.Tensor, n: torch.Tensor) -> None:
+    if not ((y.abs() <= 1).all() and y.abs().sum().item() < 1e6):
+        raise ValueError("too large")
+
+
+@pytest.mark.parametrize("number", range(len(CHECKS)))
+def test_a_check_needs_no_option(number: int) -> None:
+    inspect = list(CHECKS)[number]
+    decisions, notes = CHECKS[inspect]
+    model = OfTwo(lambda y, n: (inspect(y, n), y.square().mean())[1])
+    program = capture_program(model, {"x": torch.randn(4, 6), "n": torch.randint(1, 5, (4, 3))})
+    assert len(program.decisions) == decisions and program.mixes_batch is None
+    assert any("is not checked, because it depends on the parameter" in note for note in program.notes) == notes
+
+
+@pytest.mark.parametrize(
+    "finish",
+    (
+        lambda y, n: y.sum() if n.max() > 3 else y.mean(),
+        lambda y, n: y.sum() * n.max().item(),
+        lambda y, n: y[: n.shape[0]].sum() if bool(n.max() > 3) else y.mean(),
+    ),
+)
+def test_a_branch_is_no_check(finish: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    with pytest.raises(CaptureError, match="specialise=True"):
+        capture_program(OfTwo(finish), {"x": torch.randn(4, 6), "n": torch.randint(1, 5, (4, 3))})

@@ -1,37 +1,62 @@
 """Functions of ranks in test_decisions: `Ranks.run("decision_ranks:name", ...)`."""
 
+import copy
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from data_ranks import message
-from deciding_models import Batch, Lengths, PaddedIfNeeded, built, rows_of
+from data_ranks import gradient_error, message
+from deciding_models import Batch, Checked, Lengths, MaskedAutoencoder, PaddedIfNeeded, built, rows_of
 
 from autopar.api import parallelize
 
-KINDS = {"padding": PaddedIfNeeded, "lengths": Lengths}
+KINDS = {"padding": PaddedIfNeeded, "lengths": Lengths, "patches": MaskedAutoencoder, "checks": Checked}
+
+
+class Lines(logging.Handler):
+    """The lines of a logger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
 
 
 def outcomes(
-    rank: int, world_size: int, wish: Mapping[str, Any], kind: str, batches: Sequence[Batch], method: str
-) -> list[tuple[str, float]]:
-    """For every global batch the message that a rank got, or the difference of its loss to one device's.
+    rank: int,
+    world_size: int,
+    wish: Mapping[str, Any],
+    kind: str,
+    batches: Sequence[Batch],
+    method: str = "forward_backward",
+    specialise: bool = True,
+) -> list[tuple[str, float, str]]:
+    """For every global batch the message that a rank got, the error of loss and gradients, and rank 0's log.
 
-    The first batch has the example inputs.
+    The first batch has the example inputs. The weights move after every step.
     """
-    reference = built(KINDS[kind])
+    reference, lines = built(KINDS[kind]), Lines()
+    count = int(wish.get("dp", 1))
 
-    def part(batch: Batch, coordinate: int, count: int) -> Batch:
+    def part(batch: Batch, coordinate: int) -> Batch:
         rows = len(next(iter(batch.values()))) // count
         return rows_of(batch, slice(coordinate * rows, (coordinate + 1) * rows))
 
-    count = int(wish.get("dp", 1))
-    example = part(batches[0], rank % count, count)
-    parallel = parallelize(built(KINDS[kind]), f"{world_size}xcpu", example_inputs=example, plan=wish, specialise=True)
-    coordinate = parallel.rank_mesh.sample_ranks.coordinate if count > 1 else 0
-    found = []
+    example = part(batches[0], rank % count)
+    parallel = parallelize(
+        copy.deepcopy(reference), f"{world_size}xcpu", example_inputs=example, plan=wish, specialise=specialise
+    )
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.05) for one in (parallel, reference)]
+    coordinate, found = parallel.rank_mesh.sample_ranks.coordinate if count > 1 else 0, []
+    logger = logging.getLogger("autopar")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(lines)
     for batch in batches:
-        own, losses = part(batch, coordinate, count), list[float]()
+        lines.lines.clear()
+        own, losses = part(batch, coordinate), list[float]()
 
         def run(own: Batch = own, losses: list[float] = losses) -> None:
             parallel.train(method != "eval mode")
@@ -40,9 +65,18 @@ def outcomes(
             else:
                 losses.append(float(parallel.evaluate(own)["loss"]))
 
-        text = message(run)
-        with torch.no_grad():
-            found.append((text, abs(losses[0] - float(reference(**batch))) if losses else 0.0))
+        text, error = message(run), 0.0
+        if losses:
+            loss = reference(**batch)
+            error = abs(losses[0] - float(loss)) / abs(float(loss))
+            if method == "forward_backward":
+                loss.backward()
+                error = max(error, gradient_error(parallel, reference))
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        found.append((text, error, "; ".join(lines.lines)))
+    logger.removeHandler(lines)
     return found
 
 

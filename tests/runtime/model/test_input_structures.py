@@ -1,5 +1,6 @@
 """Batches in the structure that the model takes: nested, dataclasses, with inputs that are no tensors."""
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -63,7 +64,6 @@ def test_inputs_have_their_path_as_name() -> None:
     (
         ({"scale": 3.0}, "input 'scale' is no tensor, so it is a constant of the captured model: 2.0 during capture"),
         ({"mode": "mean"}, "'sum' during capture, now 'mean'"),
-        ({"mask": torch.ones(4, 4)}, "input 'mask' is no tensor"),
         ({"more": 1}, "unknown input 'more'"),
     ),
 )
@@ -77,6 +77,18 @@ def test_a_constant_that_changes_is_refused(changed: dict[str, Any], named: str)
     with pytest.raises(RuntimeInputError, match=r"input 'scale' is missing; it was 2\.0 during capture"):
         parallel.forward_backward(without)
     parallel.forward_backward(inputs)
+
+
+def test_an_optional_input_may_come_and_go() -> None:
+    _, inputs, _ = cases()["flags"]
+    model, mask = built(WithFlags), {"mask": torch.rand(len(inputs["x"]), 1, dtype=torch.float64)}
+    without = {name: value for name, value in inputs.items() if name != "mask"}
+    for example in (inputs, inputs | mask):
+        parallel = parallelize(copy.deepcopy(model), "1xcpu", example_inputs=example, plan={"dp": 1})
+        for batch in (inputs, inputs | mask, without, {"mask": None} | without, mask | without):
+            torch.testing.assert_close(parallel.forward_backward(batch), model(**batch), rtol=1e-12, atol=0.0)
+    with pytest.raises(RuntimeInputError, match="unknown input 'masks'; did you mean 'mask'"):
+        parallel.forward_backward(inputs | {"masks": mask["mask"]})
 
 
 def test_a_constant_in_a_tuple_that_changes_is_refused() -> None:

@@ -56,7 +56,7 @@ def test_padding_is_ignored_targets_and_real_rows(program: Program) -> None:
     _, inputs = gpt2(2)
     batch = read_batch(program, {n: t[:3] for n, t in inputs.items()}, 4, any_shape=False)
     assert batch.problems == () and batch.sequences == 3
-    filled = pad_batch(program, batch, 5, {"labels": -100}, {})
+    filled = pad_batch(batch, 5, {"labels": -100}, {})
     for name, value in filled.items():
         assert torch.equal(value[:3], inputs[name][:3]) and len(value) == 5
     assert (filled["labels"][3:] == -100).all()
@@ -68,9 +68,9 @@ def test_an_empty_batch_is_filled_from_the_one_before(program: Program) -> None:
     empty = read_batch(program, {n: t[:0] for n, t in inputs.items()}, 4, any_shape=False)
     assert empty.problems == () and empty.sequences == 0
     full = read_batch(program, inputs, 4, any_shape=False)
-    after = pad_batch(program, empty, 2, {"labels": -100}, first_rows(program, full))
+    after = pad_batch(empty, 2, {"labels": -100}, first_rows(full))
     assert torch.equal(after["input_ids"], inputs["input_ids"][[0, 0]]) and (after["labels"] == -100).all()
-    first = pad_batch(program, empty, 2, {"labels": -100}, {})
+    first = pad_batch(empty, 2, {"labels": -100}, {})
     assert not first["input_ids"].any()
 
 
