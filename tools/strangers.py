@@ -1,9 +1,10 @@
 """A survey of models that nothing else in the repository names: python tools/strangers.py --out results.jsonl
 
 Each model is verified as its package builds it and as it trains, under tp 2, under tp 2 x dp 2 with ZeRO-3, and in two
-pipeline stages. A run has a process of its own and a limit of time. If it is refused or differs, the command that
-`next:` prints is tried once, unless it accepts another loss. Results are appended to a file of JSON lines, and a model
-and plan that the file has are not run again. At the end it prints tables as Markdown; --table prints them alone.
+pipeline stages. The commands run in this process, one after another, with a limit of time. They share the processes of
+their ranks. If a command is refused or differs, the command that `next:` prints is tried once, unless it accepts
+another loss. Results are appended to a file of JSON lines, and a model and plan that the file has are not run again. At
+the end the tool prints tables as Markdown; --table prints them alone.
 
 The packages are installed by hand: pip install NAME for each name of --packages, without torchvision and torchaudio.
 The builds of PyPI break the import of transformers beside the CPU build of torch.
@@ -12,18 +13,23 @@ The builds of PyPI break the import of transformers beside the CPU build of torc
 import argparse
 import importlib
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
+import signal
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from strangers_list import KINDS, STRANGERS
+from typer.testing import CliRunner
+
+from autopar.cli.app import app_of
+from autopar.commands import verify
+from autopar.runtime.distributed.launch import Ranks
 
 for module in ("strangers_transformers", "strangers_packages", "strangers_gradients"):
     importlib.import_module(module)
@@ -38,18 +44,43 @@ ANOTHER_LOSS = "--per-micro-batch"
 Result = dict[str, Any]
 
 
+WORLDS: dict[int, Ranks] = {}
+
+
+class TooSlow(BaseException):
+    """The limit of a command is over. No handler of errors catches it."""
+
+
+@contextmanager
+def kept_ranks(world_size: int) -> Iterator[Ranks]:
+    """The ranks of all commands of this world size. They stay open if the command succeeds."""
+    if world_size not in WORLDS or not WORLDS[world_size].is_open:
+        WORLDS[world_size] = Ranks(world_size)
+    try:
+        yield WORLDS[world_size]
+    except BaseException:
+        WORLDS.pop(world_size).close()
+        raise
+
+
 def outcome_of(command: Sequence[str], limit_s: float) -> tuple[str, str]:
     """What became of one `autopar` command, and what it wrote."""
-    program = [sys.executable, "-m", "autopar", *command]
-    environment = os.environ | {"COLUMNS": "1000", "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{HERE}"}
+
+    def stop(*_: Any) -> None:
+        raise TooSlow
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(int(limit_s))
     try:
-        done = subprocess.run(program, capture_output=True, text=True, timeout=limit_s, env=environment)
-    except subprocess.TimeoutExpired:
+        with patch.object(verify, "Ranks", kept_ranks):
+            done = CliRunner().invoke(app_of(command), [*command])
+    except TooSlow:
         return "too slow", ""
-    text = done.stdout + done.stderr
-    if "this is a bug" in text:
-        return "internal error", text
-    return {0: "equal", 1: "different", 2: "refused"}.get(done.returncode, "internal error"), text
+    finally:
+        signal.alarm(0)
+    if "this is a bug" in done.output:
+        return "internal error", done.output
+    return {0: "equal", 1: "different", 2: "refused"}.get(done.exit_code, "internal error"), done.output
 
 
 def message_of(text: str) -> str:
@@ -119,10 +150,10 @@ def main() -> None:
                 results.append(surveyed(name, plan, chosen.limit))
                 with chosen.out.open("a") as file:
                     file.write(json.dumps(results[-1]) + "\n")
+    for world in WORLDS.values():
+        world.close()
     print(tables(results))
 
-
-HERE = Path(__file__).resolve().parent
 
 if __name__ == "__main__":
     main()

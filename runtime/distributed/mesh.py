@@ -69,22 +69,26 @@ class MeshDim:
 
     def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
         sizes = [x.shape[0] // self.degree] * self.degree
-        return self.wait(_c10d.all_to_all_single(x, sizes, sizes, self.group_name))
+        return self.wait(self._start_all_to_all(x, sizes, sizes))
 
     def exchange(self, x: torch.Tensor, to: int) -> torch.Tensor:
         rows = [x.shape[0] if rank == to else 0 for rank in range(self.degree)]
-        return self.wait(_c10d.all_to_all_single(x, rows, rows, self.group_name))
+        return self.wait(self._start_all_to_all(x, rows, rows))
 
     def start_shift(self, x: torch.Tensor) -> torch.Tensor:
         before, after = ((self.coordinate + step) % self.degree for step in (-1, 1))
         received, sent = ([x.shape[0] * (rank == at) for rank in range(self.degree)] for at in (before, after))
-        out: torch.Tensor = _c10d.all_to_all_single(x, received, sent, self.group_name)
-        return out
+        return self._start_all_to_all(x, received, sent)
+
+    def _start_all_to_all(self, x: torch.Tensor, received: list[int], sent: list[int]) -> torch.Tensor:
+        parts = torch.view_as_real(x) if x.is_complex() else x  # gloo sends no complex numbers
+        out: torch.Tensor = _c10d.all_to_all_single(parts, received, sent, self.group_name)
+        return torch.view_as_complex(out) if x.is_complex() else out
 
     def all_to_all_rows(self, x: torch.Tensor, sent: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
         if private.is_rank_tensor(x) or private.is_rank_tensor(sent):
             return self._rows_in_one_process(x, sent)
-        return self.wait(_c10d.all_to_all_single(x, received.tolist(), sent.tolist(), self.group_name))
+        return self.wait(self._start_all_to_all(x, received.tolist(), sent.tolist()))
 
     def _rows_in_one_process(self, x: torch.Tensor, sent: torch.Tensor) -> torch.Tensor:
         world = dist.get_world_size()

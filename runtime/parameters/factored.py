@@ -127,6 +127,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return _property(func, args)
     if name.startswith("is_") or name in WITHOUT_VALUES:
         return func(*args, **kwargs)
+    if name == "view_as_real" and isinstance(args[0], FactoredTensor):  # optimizers step a complex parameter so
+        return shown(func(stored(args[0])), (*args[0].model_shape, 2))
     if isinstance(kwargs.get("out"), FactoredTensor):
         out = kwargs.pop("out")
         return out.copy_(_run(func, args, kwargs))

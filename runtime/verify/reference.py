@@ -135,9 +135,9 @@ class _Reference:
         return join_packed(self.program, gradients)
 
     @torch.no_grad()
-    def outputs(self, pieces: Sequence[Batch]) -> dict[str, torch.Tensor]:
-        """The outputs of the last micro-batch in evaluation mode."""
-        values = self.run(self.main, {**pieces[-1], **self.denominators(pieces)[-1]}, (0, 0), trains=False)
+    def outputs(self, pieces: Sequence[Batch], step: int) -> dict[str, torch.Tensor]:
+        """The outputs of the last micro-batch in evaluation mode, with the random numbers of a step."""
+        values = self.run(self.main, {**pieces[-1], **self.denominators(pieces)[-1]}, (step, 0), trains=False)
         return {key: values[name].detach() for key, name in self.program.outputs.items()}
 
 
@@ -155,11 +155,12 @@ def reference_steps(
         loss = one.forward_backward(split_micro_batches(program, example, degrees.num_micro_batches), 0)
         found.example = {"the loss": loss, **one.gradients()}
         optimizer.zero_grad()
+    steps_before = int(example is not None)
     for step, batch in enumerate(data):
         pieces = split_micro_batches(program, batch, degrees.num_micro_batches)
         if step == 0:
-            found.outputs = one.outputs(pieces)
-        found.losses.append(one.forward_backward(pieces, step + (example is not None), scaler))
+            found.outputs = one.outputs(pieces, steps_before)
+        found.losses.append(one.forward_backward(pieces, step + steps_before, scaler))
         if scaler is not None:
             scaler.unscale_(optimizer)
         if step == 0:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from suites import long
 
+from autopar.commands.verify import verify
 from autopar.runtime.distributed.launch import Ranks
 
 pytestmark = pytest.mark.timeout(120)
@@ -44,6 +45,12 @@ def test_weights_of_several_dtypes_are_sharded(name: str, wish: dict[str, Any], 
 @pytest.mark.parametrize("wish", [*ZERO, {"tp": 2}], ids=str)
 def test_a_complex_weight_is_sharded(wish: dict[str, Any], two_ranks: Ranks) -> None:
     assert max(two_ranks.run("mechanism_ranks:worst_error", 2, "a_complex_weight", wish)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["a_complex_weight", "noise_in_evaluation"])
+def test_steps_of_adam_and_outputs(name: str, two_ranks: Ranks) -> None:
+    report = verify(f"mechanism_models:{name}", world_size=2, degrees={"tp": 2}, ranks=two_ranks)
+    assert report.passed, report
 
 
 @pytest.mark.parametrize("wish", [{"tp": 2}, {"dp": 2, "zero": 3}], ids=str)

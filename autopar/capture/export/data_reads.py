@@ -122,8 +122,10 @@ class DataReads(TorchFunctionMode):
             return args[0].detach()
         if func == Tensor.data.__set__:  # type: ignore[attr-defined]
             return self._set_data(*args)
-        if func in (torch.tensor, torch.as_tensor) and _has_traced(args[0]):
-            return _stacked(args[0]).to(device=kwargs.get("device"), dtype=kwargs.get("dtype"))
+        if func in (torch.tensor, torch.as_tensor, torch.asarray) and _has_traced(args[0]):
+            is_kept = func is not torch.tensor and isinstance(args[0], Tensor)  # its gradient flows
+            found = args[0] if is_kept else _stacked(args[0])
+            return found.to(device=kwargs.get("device"), dtype=kwargs.get("dtype"))
         if func in (Tensor.backward, torch.autograd.backward):
             line = line_that_runs(self._model)
             raise CaptureError(

@@ -40,7 +40,7 @@ from autopar.capture.export.without_data import device_of_regions, on_device_wit
 from autopar.capture.flat_graph import Flat
 from autopar.capture.input_leaves import fixed_leaves, named_leaves
 from autopar.capture.passes.autocast import Autocast, ambient_autocast, autocast_as
-from autopar.capture.passes.in_place import needs_decomposition
+from autopar.capture.passes.in_place import change_views_by_copies, needs_decomposition
 from autopar.capture.passes.normalize import detach_regions
 from autopar.errors import CaptureError
 from autopar.ir.program import Decision
@@ -293,6 +293,7 @@ def capture_flat(
         with warnings.catch_warnings(), ctc_loss_traced():
             warnings.simplefilter("ignore")
             detach_regions(exported.graph_module)
+            change_views_by_copies(exported.graph_module.graph)
             try:
                 exported = exported.run_decompositions({})
             except Exception as error:

@@ -37,6 +37,16 @@ def _of_vmap(node: fx.Node) -> bool:
     return node.op == "call_function" and getattr(node.target, "__name__", "") == "_vmap_increment_nesting"
 
 
+def change_views_by_copies(graph: fx.Graph) -> None:
+    """Write `x.op_()` as `x.copy_(x.op())` if x is a view: export gives some results strides that `view` refuses."""
+    for node in list(graph.nodes):
+        twin = _functional_twin(node) if _in_place(node) and _is_view(_first(node)) else None
+        if twin not in (None, aten.copy.default):
+            with graph.inserting_before(node):
+                new = compute(graph, node, twin, *_arguments(node, twin), **node.kwargs)
+            node.target, node.args, node.kwargs = aten.copy_.default, (_first(node), new), {}
+
+
 def functionalise(graph: fx.Graph, buffers: Mapping[str, str]) -> dict[str, fx.Node]:
     """Make in-place operators and the statistics of batch norm functional.
 
@@ -139,7 +149,7 @@ def _fitted(graph: fx.Graph, node: fx.Node, source: Any, like: torch.Tensor) -> 
 
 
 def drop_copies(graph: fx.Graph) -> None:
-    """Replace `copy`, `fill`, and `index_put` with a mask, by ordinary operators."""
+    """Replace `copy`, `fill`, `index_put` with a mask, and writes into complex tensors, by ordinary operators."""
     for node in list(graph.nodes):
         if node.target in (aten.copy.default, aten.fill.Tensor):
             with graph.inserting_before(node):
@@ -148,6 +158,26 @@ def drop_copies(graph: fx.Graph) -> None:
             graph.erase_node(node)
         elif node.target is aten.index_put.default:
             _masked_put(graph, node)
+        elif node.target in (aten.slice_scatter.default, aten.select_scatter.default) and value(node).is_complex():
+            _joined_pieces(graph, node)
+
+
+def _joined_pieces(graph: fx.Graph, node: fx.Node) -> None:
+    """Replace a write of consecutive rows by `cat`: autograd differentiates no scatter of complex numbers."""
+    x, source, dim, start, end, step = (*node.args, *(0, None, None, 1)[len(node.args) - 2 :])[:6]
+    is_one, size = node.target is aten.select_scatter.default, value(x).shape[cast("int", dim)]
+    if is_one:
+        start = cast("int", start) % size
+        end = start + 1
+    start, end, step = slice(start, end, step).indices(size)
+    if step != 1 or start >= end:
+        return
+    with graph.inserting_before(node):
+        rows = compute(graph, node, aten.unsqueeze.default, source, dim) if is_one else source
+        kept = [compute(graph, node, aten.slice.Tensor, x, dim, *r) for r in ((0, start), (end, size))]
+        new = compute(graph, node, aten.cat.default, [kept[0], rows, kept[1]], dim)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
 
 
 def _masked_put(graph: fx.Graph, node: fx.Node) -> None:

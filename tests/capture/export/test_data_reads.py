@@ -199,7 +199,7 @@ def test_a_capture_leaves_no_tensor_in_the_model() -> None:
 
 
 class Converted(nn.Module):
-    """A parameter that gets its own data again, and values without a gradient: by `.data`, and in a list."""
+    """A parameter that gets its own data again, and tensors of tensors: `as_tensor` alone keeps the gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,6 +209,7 @@ class Converted(nn.Module):
         h = self.layer(x)
         self.scale.data = self.scale.data.to(dtype=h.dtype, device=h.device)
         listed = torch.tensor([[h[0, 0], 2.0], [h[0, 1], h.mean()]], dtype=h.dtype)
+        h = torch.as_tensor(h) + 1
         return (h * self.scale + h.data).square().mean() + (listed * h.sum()).mean()
 
 

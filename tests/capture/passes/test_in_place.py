@@ -83,6 +83,23 @@ def rounded(y: torch.Tensor) -> torch.Tensor:
     return y * counts + halves
 
 
+def masked_heads(y: torch.Tensor) -> torch.Tensor:
+    heads = y.view(4, 3, 2, 3).transpose(1, 2)
+    heads.masked_fill_(heads.detach() > 0.5, 0.0)
+    z = torch.zeros_like(y)
+    z[:, 1:].copy_(heads.transpose(1, 2).flatten(2)[:, 1:])
+    return z
+
+
+def spectrum(y: torch.Tensor) -> torch.Tensor:
+    waves = torch.fft.rfft(y)
+    found = torch.zeros_like(waves)
+    found[..., 1:3] = waves[..., :2] * 2
+    found[..., 3] = waves[..., 0]
+    found[..., :2] += waves[..., 2:]
+    return torch.fft.irfft(found, n=6)
+
+
 BODIES: dict[str, Body] = {
     f.__name__: f
     for f in (
@@ -97,6 +114,8 @@ BODIES: dict[str, Body] = {
         in_a_region,
         cut,
         rounded,
+        masked_heads,
+        spectrum,
     )
 }
 

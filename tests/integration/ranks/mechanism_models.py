@@ -154,14 +154,33 @@ class Fourier(nn.Module):
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, 4, dtype=torch.complex128) / WIDTH)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        waves = torch.fft.rfft(self.first(x).transpose(1, 2))[..., :4]
-        h = torch.fft.irfft(torch.einsum("bcs,cds->bds", waves, self.weight), n=x.shape[1])
+        waves = torch.fft.rfft(self.first(x).transpose(1, 2))
+        kept = torch.zeros_like(waves)
+        kept[..., :4] = torch.einsum("bcs,cds->bds", waves[..., :4], self.weight)
+        h = torch.fft.irfft(kept, n=x.shape[1])
         return F.cross_entropy(self.head(h.mean(-1)), y)
 
 
 @mechanism
 def a_complex_weight() -> tuple[nn.Module, Batch]:
-    return Fourier(), {"x": torch.randn(ROWS, LENGTH, WIDTH), "y": torch.randint(CLASSES, (ROWS,))}
+    return Fourier(), {"x": torch.randn(ROWS, LENGTH, WIDTH).double(), "y": torch.randint(CLASSES, (ROWS,))}
+
+
+class Noisy(nn.Module):
+    """An output that random numbers decide in evaluation too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        logits = self.head(F.gelu(self.layer(x + torch.rand_like(x))).mean(1))
+        return {"loss": F.cross_entropy(logits, y), "logits": logits}
+
+
+@mechanism
+def noise_in_evaluation() -> tuple[nn.Module, Batch]:
+    return Noisy(), {"x": torch.randn(ROWS, LENGTH, WIDTH), "y": torch.randint(CLASSES, (ROWS,))}
 
 
 class Patches(nn.Module):
