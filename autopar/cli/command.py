@@ -45,7 +45,6 @@ def register(app: typer.Typer, function: Callable[..., None]) -> None:
         wants_traceback = given.pop("traceback") or os.environ.get("AUTOPAR_DEBUG", "") not in ("", "0")
         # remarks of libraries about things that are on purpose; ranks that a command starts inherit this
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-        os.environ.setdefault("TORCH_LOGS", "-dtensor")
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         with _Guard(wants_traceback), own_stdout():
             if takes_options:

@@ -32,7 +32,7 @@ def status(
 ) -> None:
     """Show a training run: its last step, loss, throughput, memory, and whether its process lives.
 
-    Measured times and memory stand beside the plan's prediction, if the run was given one.
+    Measured times and memory stand beside the plan's own prediction, and where 4 of 5 measurements should be.
 
     Example: autopar status runs/first --follow
     """
@@ -115,16 +115,24 @@ def _figures(now: "RunStatus") -> list[tuple[str, str, str]]:
     def share(part: float) -> str:
         return percent(part, 1)
 
+    def shown(name: str, text: Callable[[float], str]) -> str:
+        return _text(getattr(wanted, name, None), text)
+
+    def between(name: str, text: Callable[[float], str]) -> str:
+        ends = getattr(wanted, name, None)
+        return f" ({text(ends[0])} to {text(ends[1])})" if ends else ""
+
+    step = shown("step_s", readable_seconds) + between("step_interval_s", readable_seconds)
     rows = [
-        ("step time", _text(now.step_s, readable_seconds), _text(wanted.step_s if wanted else None, readable_seconds)),
-        ("tokens/s", _text(now.tokens_per_s, amount), _text(wanted.tokens_per_s if wanted else None, amount)),
-        ("samples/s", _text(now.samples_per_s, amount), "-"),
-        ("MFU", _text(now.mfu, share), _text(wanted.mfu if wanted else None, share)),
+        ("step time", _text(now.step_s, readable_seconds), step),
+        ("tokens/s", _text(now.tokens_per_s, amount), shown("tokens_per_s", amount)),
+        ("samples/s", _text(now.samples_per_s, amount), shown("samples_per_s", amount)),
+        ("MFU", _text(now.mfu, share), shown("mfu", share)),
     ]
     peak = _text(now.peak_bytes, readable_bytes)
     what = f"memory of rank {now.peak_rank}" if now.peak_rank is not None else "memory"
-    predicted = _text(wanted.peak_bytes if wanted and on_gpu else None, readable_bytes)
-    rows.append((what if on_gpu else f"{what}, whole process", peak, predicted))
+    predicted = shown("peak_bytes", readable_bytes) + between("peak_interval_bytes", readable_bytes)
+    rows.append((what, peak, predicted) if on_gpu else (f"{what}, whole process", peak, "-"))
     if wanted and on_gpu:
         rows.append(("memory of the device", readable_bytes(wanted.device_bytes), ""))
     return rows

@@ -13,7 +13,7 @@ from autopar.files.strict_text import read_json
 from autopar.ir.degrees import Degrees, degrees_from
 from autopar.ir.explanation import as_text
 from autopar.ir.sharding import Mesh, Type
-from autopar.ir.summary import Summary
+from autopar.ir.summary import Prediction, Summary
 
 _VERSION = 1
 MAX_PLAN_BYTES = 64 * 1024 * 1024
@@ -62,6 +62,7 @@ class Plan:
     summary: Summary | None = None  # the text of `explain`; it decides nothing
     cuts: tuple[int, ...] = ()  # the main calls, numbered from 0, before which a pipeline stage begins
     recomputed: tuple[str, ...] = ()  # values that pipeline stages compute again instead of receiving them
+    predicted: Prediction | None = field(default=None, compare=False)  # None in a plan written by hand
     version: int = field(default=_VERSION)
 
     @property

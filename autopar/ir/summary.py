@@ -1,10 +1,24 @@
-"""The counts and names of a plan that `Plan.explain` prints. They are written into the plan when it is made.
+"""What a plan says about itself: the counts and names that `Plan.explain` prints, and the predicted step.
 
-A summary decides nothing. A plan without a summary, written by hand, runs too.
+They are written into the plan when it is made, and decide nothing. A plan without a summary, written by hand, runs too.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """The figures of a plan's `Estimate` that a run is compared with. MFU is a part of 1."""
+
+    step_s: float
+    step_interval_s: tuple[float, float]
+    samples_per_s: float
+    tokens_per_s: float | None  # None for a model without a sequence dimension
+    mfu: float
+    peak_bytes: float
+    peak_interval_bytes: tuple[float, float]
+    device_bytes: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,10 @@ from torch import nn
 
 from autopar._torch import private
 from autopar.capture.analysis import Analysis, analyse, refining
+from autopar.cost_model.estimate import estimate_works
+from autopar.cost_model.machine.engine import engine_named, with_sums_in
 from autopar.cost_model.memory.lower_bound import refuse_what_does_not_fit
+from autopar.cost_model.pricing import Question
 from autopar.cost_model.work.coverage import Coverage
 from autopar.cost_model.work.coverage import coverage as coverage_of
 from autopar.cost_model.work.program_costs import ProgramWorks, dtype_of, merged_works, program_works
@@ -24,10 +27,11 @@ from autopar.ir.program import Program
 from autopar.ir.sharding import Dims, I, Type
 from autopar.ir.stages import check_stages, stages_of
 from autopar.ir.storage import Storage
+from autopar.ir.summary import Prediction
 from autopar.lowering.loss_region import why_whole
 from autopar.memo import Memo
 from autopar.planning.degrees import resolve_degrees
-from autopar.planning.machine import own_machinery
+from autopar.planning.machine import ENGINE, own_machinery
 from autopar.planning.recomputed import decided, with_recomputed, without_unread
 from autopar.report.explain import summarise
 from autopar.search.labels.result import Labelling
@@ -152,8 +156,8 @@ def label_plan(
     """The labeller's plan for a program.
 
     `held` are parameters that are held already, and `stage_of` the pipeline stages that hold them. Such a plan has no
-    summary. Stages and labels of a search may be given as well. Without `regather`, gathered values are kept for the
-    backward pass.
+    summary and no prediction. Stages and labels of a search may be given as well. Without `regather`, gathered values
+    are kept for the backward pass.
 
     Raises `PlanError` if a degree does not divide the model, and `InfeasibleError` if the plan cannot fit a device.
     """
@@ -186,7 +190,26 @@ def label_plan(
     )
     if held is not None:
         return plan
-    return replace(plan, summary=summarise(program, analysis, plan, cluster, stages.call_s))
+    on, works = (searched and searched.on) or _on(program, cluster), (searched and searched.works) or None
+    works = works or _works(program, (degrees, analysis, found), regather)
+    summary = summarise(program, analysis, plan, cluster, stages.call_s)
+    return replace(plan, summary=summary, predicted=_predicted(works, plan, cluster, on))
+
+
+def _predicted(works: ProgramWorks, plan: Plan, cluster: ClusterSpec, on: "Machinery") -> Prediction:
+    """The figures of `autopar.estimate` for the plan."""
+    degrees, machine = plan.degrees, on.machine
+    engine = with_sums_in(engine_named(ENGINE), degrees.reduce_dtype, works.stored_bytes)
+    asked = Question(
+        cluster=cluster, degrees=degrees, engine=engine, precision=machine.precision, profile=machine.profile,
+        cuts=plan.cuts,
+    )  # fmt: skip
+    made = estimate_works(works, asked)
+    return Prediction(
+        step_s=made.step_s, step_interval_s=made.step_interval_s, samples_per_s=made.global_batch / made.step_s,
+        tokens_per_s=made.tokens_per_s if plan.sequence else None, mfu=made.mfu, peak_bytes=made.peak_bytes,
+        peak_interval_bytes=made.peak_interval_bytes, device_bytes=made.device_bytes,
+    )  # fmt: skip
 
 
 def _stages(

@@ -20,24 +20,14 @@ from typing import Any
 from autopar.errors import InputError, Problem
 from autopar.files.plain_data import read_plain
 from autopar.files.strict_text import read_json
+from autopar.ir.summary import Prediction
 
 RUN_FILE, METRICS_FILE, CHECKPOINTS = "run.json", "metrics.jsonl", "checkpoints"
-KIND, VERSION = "autopar run", 1
+KIND, VERSION = "autopar run", 2
 _MAX_RUN_BYTES = 256 * 1024 * 1024
 _MAX_LINE_BYTES = 64 * 1024
 _NOT_FINITE = ("nan", "inf", "-inf")
 START, END = "start", "end"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
-    """The figures of an `Estimate` that a run is compared with."""
-
-    step_s: float
-    tokens_per_s: float
-    mfu: float
-    peak_bytes: float
-    device_bytes: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +39,6 @@ class RunInfo:
     model: str
     started_at: str
     restarted_at: str
-    cluster: str  # empty if the run was given no estimate
     device_type: str
     device: str
     num_ranks: int

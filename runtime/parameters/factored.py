@@ -12,6 +12,7 @@ matrix:
 Results that have an element for each element of the parameter are `FactoredTensor`s too.
 """
 
+import logging
 from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
@@ -33,6 +34,9 @@ from autopar.runtime.parameters.operator_kinds import (
     writes,
 )
 from autopar.runtime.parameters.whole_values import ShownTensor, refuse_compiling, run_whole, whole_of
+
+# torch remarks that shards of ZeRO inside shards of tp are gathered one after the other, which is on purpose
+logging.getLogger("torch.distributed.tensor._redistribute").addFilter(lambda record: "sequential" not in record.msg)
 
 
 class FactoredTensor(ShownTensor, DTensor):

@@ -10,7 +10,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 
@@ -26,7 +26,6 @@ from autopar.runs.record import (
     START,
     Event,
     Line,
-    Prediction,
     RunInfo,
     cut_partial_line,
     is_run,
@@ -42,23 +41,6 @@ from autopar.runtime.model.preflight_check import FITS, LOGGING, UNFIT, UNSURE, 
 SYNCED_S = 10.0  # a line is on disk after this time at most
 
 
-class Estimated(Protocol):
-    """The fields of `autopar.Estimate` that a run is compared with."""
-
-    @property
-    def cluster(self) -> str: ...
-    @property
-    def step_s(self) -> float: ...
-    @property
-    def tokens_per_s(self) -> float: ...
-    @property
-    def mfu(self) -> float: ...
-    @property
-    def peak_bytes(self) -> float: ...
-    @property
-    def device_bytes(self) -> float: ...
-
-
 class Run:
     """The directory of a training run: what runs, and the metrics of every step. Use it in a `with` statement.
 
@@ -72,7 +54,6 @@ class Run:
         path: The directory. It is made if it is missing.
         parallel: The model that trains.
         total_steps: The steps of the whole run, for the time to its end.
-        estimate: The prediction of `autopar.estimate` for this plan, to be shown beside the measurements.
         tensorboard: Whether the metrics are written for TensorBoard too, in the folder ``tensorboard``.
 
     Raises:
@@ -91,7 +72,6 @@ class Run:
         parallel: ParallelModel,
         *,
         total_steps: int | None = None,
-        estimate: Estimated | None = None,
         tensorboard: bool = False,
     ) -> None:
         self.path = Path(path)
@@ -104,7 +84,7 @@ class Run:
         self._board: Any = None
         self._failure: str | None = None
         hosts = len(set(gather_objects(platform.node())))
-        run_on_first_rank(lambda: self._open(total_steps, estimate, hosts))
+        run_on_first_rank(lambda: self._open(total_steps, hosts))
 
     @property
     def checkpoints(self) -> Path:
@@ -214,7 +194,7 @@ class Run:
 
     # Rank 0.
 
-    def _open(self, total_steps: int | None, estimate: Estimated | None, hosts: int) -> None:
+    def _open(self, total_steps: int | None, hosts: int) -> None:
         if total_steps is not None and (not isinstance(total_steps, int) or total_steps < 1):
             raise InputError(f"total_steps must be a whole number above 0; got {short_repr(total_steps)}")
         if self._wants_tensorboard:
@@ -225,7 +205,7 @@ class Run:
             raise InputError(f"{self.path} cannot be made: {error.strerror or error}; name another directory") from None
         self._lock = take_lock(self.path)
         try:
-            info = self._info(total_steps, estimate, hosts)
+            info = self._info(total_steps, hosts)
             write_text(self.path / RUN_FILE, run_json(info))
             metrics = self.path / METRICS_FILE
             self._file = os.open(metrics, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -236,7 +216,7 @@ class Run:
             raise InputError(str(error)) from None
         self._write(to_text(Event(event=START, time_s=time.time())), sync=True)
 
-    def _info(self, total_steps: int | None, estimate: Estimated | None, hosts: int) -> RunInfo:
+    def _info(self, total_steps: int | None, hosts: int) -> RunInfo:
         plan, now = self._parallel.plan, datetime.now(UTC).isoformat(timespec="seconds")
         before = read_info(self.path) if is_run(self.path) else None
         if before is not None and before.model != plan.model:
@@ -244,20 +224,18 @@ class Run:
                 f"{self.path} holds a run of the model {short_repr(before.model)}, this one is "
                 f"{short_repr(plan.model)}; name another directory"
             )
-        names = Prediction.__dataclass_fields__
         device = self._parallel.device
         return RunInfo(
             model=plan.model,
             started_at=now if before is None else before.started_at,
             restarted_at=now,
-            cluster="" if estimate is None else estimate.cluster,
             device_type=device.type,
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
             num_ranks=plan.degrees.world_size,
             num_hosts=hosts,
             versions={"autopar": __version__, "torch": torch.__version__, "python": platform.python_version()},
             total_steps=total_steps,
-            predicted=None if estimate is None else Prediction(**{n: float(getattr(estimate, n)) for n in names}),
+            predicted=plan.predicted,
             plan=plan.to_dict(),
         )
 

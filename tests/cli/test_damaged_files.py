@@ -22,7 +22,8 @@ from autopar.cost_model.machine.profile_io import load_profile
 from autopar.errors import AutoparError
 from autopar.files.strict_text import values_of
 from autopar.ir.cluster import ClusterSpec
-from autopar.runs.record import METRICS_FILE, RUN_FILE, Prediction
+from autopar.ir.summary import Prediction
+from autopar.runs.record import METRICS_FILE, RUN_FILE
 from autopar.search.driver.study import keep_result, study_place
 from autopar.search.measured.result import Left, Tried, TuneResult
 from autopar.search.measured.rounds import Spread
@@ -33,7 +34,10 @@ from autopar.search.result.result import SearchResult
 EXAMPLES = Path(__file__).parent.parent / "report" / "examples"
 ROOT = Path(__file__).parents[2]
 RUNS = ROOT / "benchmarks" / "data" / "published_runs.csv"
-PREDICTED = Prediction(step_s=2.0, tokens_per_s=1000.0, mfu=0.4, peak_bytes=7e9, device_bytes=80e9)
+PREDICTED = Prediction(
+    step_s=2.0, step_interval_s=(1.5, 3.0), samples_per_s=4.0, tokens_per_s=1000.0, mfu=0.4, peak_bytes=7e9,
+    peak_interval_bytes=(6e9, 9e9), device_bytes=80e9,
+)  # fmt: skip
 PLAN = Candidate(
     degrees={"tp": 2, "zero": 3, "micro_batch": 1, "cuts": [1]}, predicted_s=1.0, needed_bytes=1e9,
     terms={"compute": 1.0}, num_devices=4,

@@ -7,9 +7,13 @@ import pytest
 from run import autopar, json_of, refused
 from written_runs import end, line, start, write
 
-from autopar.runs.record import Event, Line, Prediction
+from autopar.ir.summary import Prediction
+from autopar.runs.record import Event, Line
 
-PREDICTED = Prediction(step_s=2.0, tokens_per_s=1000.0, mfu=0.4, peak_bytes=7e9, device_bytes=80e9)
+PREDICTED = Prediction(
+    step_s=2.0, step_interval_s=(1.5, 3.0), samples_per_s=4.0, tokens_per_s=1000.0, mfu=0.4, peak_bytes=7e9,
+    peak_interval_bytes=(6e9, 9e9), device_bytes=80e9,
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -31,8 +35,11 @@ def test_a_run_is_shown(folder: Path) -> None:
     shown = " ".join(autopar("status", str(folder)).stdout.split())
     for text in (
         "G[b]PT, 4 ranks, done", "step 8 of 9, loss 2.0000", "576 tokens", "no checkpoint in the run directory",
-        "loss of steps 0 to 8, 4 to 2", "█▇▆▅▅▄▃▂▁", "step time 1.00 s 2.00 s", "tokens/s 2 k 1 k", "MFU 80.0 % 40.0 %",
-        "memory of rank 0 3.00 GB 7.00 GB", "memory of the device 80.0 GB",
+        "loss of steps 0 to 8, 4 to 2", "█▇▆▅▅▄▃▂▁", "step time 1.00 s 2.00 s (1.50 s to 3.00 s)",
+        "tokens/s 2 k 1 k",
+        "MFU 80.0 % 40.0 %",
+        "memory of rank 0 3.00 GB 7.00 GB (6.00 GB to 9.00 GB)",
+        "memory of the device 80.0 GB",
     ):  # fmt: skip
         assert text in shown, shown
 

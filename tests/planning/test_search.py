@@ -45,6 +45,12 @@ def test_the_plan_is_what_was_priced(found: SearchResult) -> None:
     check_plan(found.plan, program, 8)
     estimate = autopar.estimate(program, "8xh100", found.plan)
     assert estimate.step_s == pytest.approx(found.best.step_s, rel=0.02)
+    predicted = found.plan.predicted
+    assert predicted is not None
+    for name in ("step_s", "step_interval_s", "tokens_per_s", "mfu", "peak_bytes", "peak_interval_bytes"):
+        assert getattr(predicted, name) == pytest.approx(getattr(estimate, name)), name
+    assert (predicted.step_s, predicted.step_interval_s) == (found.best.step_s, found.step_interval_s)
+    assert replace(found.plan, predicted=None) == found.plan  # what was predicted does not tell plans apart
 
 
 def test_others_are_slower_and_say_why(found: SearchResult) -> None:

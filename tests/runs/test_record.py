@@ -115,7 +115,7 @@ def test_the_file_of_a_run(tmp_path: Path) -> None:
     ("changes", "says"),
     [
         ({"kind": "plan"}, "kind: must be 'autopar run'"),
-        ({"version": 2}, "version: must be 1 for this autopar; got 2"),
+        ({"version": 1}, "version: must be 2 for this autopar; got 1"),
         ({"num_ranks": "4"}, "num_ranks: must be a whole number; got '4'"),
         ({"secret": 1}, "secret: is not a known key"),
     ],

@@ -8,10 +8,14 @@ import pytest
 from written_runs import NOW_S, end, line, start, write
 
 from autopar.files.lock import LOCK, take_lock
-from autopar.runs.record import CHECKPOINTS, Prediction
+from autopar.ir.summary import Prediction
+from autopar.runs.record import CHECKPOINTS
 from autopar.runs.status import run_status, sparkline
 
-PREDICTED = Prediction(step_s=2.0, tokens_per_s=1000.0, mfu=0.4, peak_bytes=7e9, device_bytes=80e9)
+PREDICTED = Prediction(
+    step_s=2.0, step_interval_s=(1.5, 3.0), samples_per_s=4.0, tokens_per_s=1000.0, mfu=0.4, peak_bytes=7e9,
+    peak_interval_bytes=(6e9, 9e9), device_bytes=80e9,
+)  # fmt: skip
 
 
 def test_the_figures_of_a_run(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ def info(**changes: Any) -> RunInfo:
         "model": "GPT",
         "started_at": "2026-11-25T10:00:00+00:00",
         "restarted_at": "2026-11-25T10:00:00+00:00",
-        "cluster": "",
         "device_type": "cpu",
         "device": "x86_64",
         "num_ranks": 4,
