@@ -459,11 +459,6 @@ def backward_hooked(model: nn.Module) -> dict[str, list[str]]:
     return {"module": modules, "parameter": parameters}
 
 
-def after_backward(function: Callable[[], None]) -> None:
-    """Call a function when the backward pass that runs now has ended, after the functions that were named before."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)
-
-
 @contextmanager
 def without_step_hooks(optimizer: Any) -> Iterator[None]:
     """A context in which the step of an optimizer calls no hooks of its users."""

@@ -23,6 +23,7 @@ FORMAT = 1
 MAX_BYTES = 1 << 30
 MAX_DEPTH = 100
 ITEM_BYTES = {
+    "complex128": 16,
     **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
     **dict.fromkeys(("float32", "int32", "uint32"), 4),
     **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),

@@ -250,7 +250,8 @@ def _refuse_differences(parts: Sequence[_Part]) -> None:
 
 def _refusal(snapshot: Snapshot, rank: int) -> Any:
     def refusal(name: str, value: torch.Tensor) -> str | None:
-        if name not in snapshot.finite or not value.dtype.is_floating_point or bool(torch.isfinite(value).all()):
+        has_infinity = value.is_floating_point() or value.is_complex()
+        if name not in snapshot.finite or not has_infinity or bool(torch.isfinite(value).all()):
             return None
         parameter = name.partition("/")[2]
         return (

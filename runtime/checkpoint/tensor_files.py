@@ -20,6 +20,7 @@ from autopar.errors import CheckpointError
 from autopar.runtime.checkpoint.manifest import ITEM_BYTES, FileEntry
 
 _CODES = {
+    torch.complex128: "F64",  # as pairs of real numbers: the format has no code for it
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -57,7 +58,8 @@ def header_of(
     begins, at = dict[str, int](), 0
     for name, (dtype, shape) in sorted(entries.items(), key=lambda item: -item[1][0].itemsize):
         size = torch.Size(shape).numel() * dtype.itemsize
-        content[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
+        pair = [2] if dtype is torch.complex128 else []
+        content[name] = {"dtype": _CODES[dtype], "shape": [*shape, *pair], "data_offsets": [at, at + size]}
         begins[name] = at
         at += size
     text = json.dumps(content, separators=(",", ":")).encode()
@@ -114,6 +116,8 @@ class OpenFile:
         if name not in self._names:
             raise CheckpointError(f"{self._path} does not hold {name}, as the manifest says")
         whole: torch.Tensor = self._file.get_tensor(name)
+        if dtype is torch.complex128 and whole.dtype is torch.float64 and whole.shape[-1:] == (2,):
+            whole = torch.view_as_complex(whole)
         if whole.dtype is not dtype or tuple(whole.shape) != tuple(sizes):
             raise CheckpointError(
                 f"{name} in {self._path} has dtype {whole.dtype} and shape {tuple(whole.shape)}, but the manifest says "

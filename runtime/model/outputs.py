@@ -1,7 +1,6 @@
 """What a script meets: outputs as DTensors with global shapes, the loss of a step, refused autocast and moves.
 
-torch's autograd runs the backward pass of a call's loss. Its first function is `_Begin`, which asks the engine to call
-`ParallelModel.end_backward` when all gradients of this rank are there.
+torch's autograd runs the backward pass of a call's loss as one function, `_Backward`: it ends with the sums over ranks.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +10,6 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from autopar._torch import private
 from autopar.errors import RuntimeInputError
 from autopar.ir.precision import is_low
 from autopar.ir.sharding import Dims, R, Type, splits_samples
@@ -105,27 +103,34 @@ def refuse_move(
             )
 
 
-class _Begin(torch.autograd.Function):
-    """The loss, unchanged; its backward pass runs `begin` before every other function of the step."""
+class _Backward(torch.autograd.Function):
+    """The loss of a call, cut from its graph. Its backward pass runs that graph whole, between `begin` and `end`.
+
+    So gradients of the model are summed over ranks by themselves, and terms on parameters that a script adds to the
+    loss, which are whole on every rank, are not.
+    """
 
     @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, begin: Callable[[], None]) -> torch.Tensor:
-        ctx.begin = begin
-        return loss.view_as(loss)
+    def forward(ctx: Any, anchor: torch.Tensor, loss: torch.Tensor, run: Callable[[torch.Tensor], None]) -> Any:
+        ctx.run = run
+        return loss.detach().view_as(loss)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.begin()
-        return gradient, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None]:
+        ctx.run(gradient.full_tensor() if isinstance(gradient, DTensor) else gradient)
+        return None, None, None
 
 
 def with_backward(loss: torch.Tensor, begin: Callable[[], None], end: Callable[[], None]) -> torch.Tensor:
-    """The loss with a backward pass that runs `begin` first, and `end` after FSDP2's own last callback."""
+    """The loss with a backward pass that runs `begin` first, and `end` after all gradients of this rank."""
 
-    def start() -> None:
+    def run(gradient: torch.Tensor) -> None:
         begin()
-        private.after_backward(lambda: private.after_backward(end))  # FSDP2 asks for its callback after this
+        with torch.enable_grad():
+            loss.backward(gradient)
+        end()
 
-    found: torch.Tensor = _Begin.apply(loss, start)
+    anchor = torch.zeros((), requires_grad=True)
+    found: torch.Tensor = _Backward.apply(anchor, loss.detach(), run)
     return found

@@ -46,6 +46,7 @@ from autopar.runtime.model.sharded_model import ShardedModel
 from autopar.runtime.model.stage import Execution, OldBuffers, StageModule
 from autopar.runtime.offload.backward_step import BackwardStep
 from autopar.runtime.offload.state_files import keep_state_in_files
+from autopar.runtime.parameters.gradients import Unsummed, are_waiting, marked
 from autopar.runtime.parameters.user_view import parts_of
 
 COMPARED = (1, 10)  # numbers of steps after which the ranks compare their weights
@@ -79,7 +80,7 @@ class RunningModel(ShardedModel):
         self._step = self._num_steps = 0  # of the training, and of this object
         self.num_trained = (0, 0)  # samples and tokens of the training steps of all ranks so far
         self._sums = True  # whether a backward pass ends with the sums over ranks
-        self._waits = False  # whether gradients of earlier calls wait for their sums
+        self._unsummed: Unsummed | None = None  # gradients of earlier calls that wait for their sums
         self._earlier: list[tuple[nn.Parameter, torch.Tensor]] = []  # gradients of the calls before a backward pass
         self._fillers: dict[str, torch.Tensor] = {}
         self._saver = Saver()
@@ -202,13 +203,13 @@ class RunningModel(ShardedModel):
         return made[outputs]
 
     def _begin_backward(self) -> None:
-        if not self._waits:
+        if not are_waiting(self._unsummed):
             self._earlier = self._set_aside()
 
     @torch.no_grad()
     def _end_backward(self, *, sums: bool) -> None:
         """Sum gradients over ranks. Without `sums` they wait for the next backward pass."""
-        self._waits = not sums
+        self._unsummed = None if sums else marked(p for _, some in self._deferred() for p in some)
         if sums:
             self._sum_deferred()
             self._show_gradients(self._earlier)

@@ -24,16 +24,17 @@ from torch.distributed.tensor import DTensor, Replicate
 from autopar._torch import private
 from autopar.runtime.parameters.flat_shards import FlatRows, FlatShards
 from autopar.runtime.parameters.operator_kinds import (
+    TO_ONE_NUMBER,
     TURNED,
     WITHOUT_VALUES,
+    has_gradient,
     is_by_element,
     makes_elements,
     rows_of,
-    tensors_in,
     with_rows,
     writes,
 )
-from autopar.runtime.parameters.whole_values import ShownTensor, refuse_compiling, run_whole, whole_of
+from autopar.runtime.parameters.whole_values import ShownTensor, as_plain_number, refuse_compiling, run_whole, whole_of
 
 # torch remarks that shards of ZeRO inside shards of tp are gathered one after the other, which is on purpose
 logging.getLogger("torch.distributed.tensor._redistribute").addFilter(lambda record: "sequential" not in record.msg)
@@ -42,8 +43,9 @@ logging.getLogger("torch.distributed.tensor._redistribute").addFilter(lambda rec
 class FactoredTensor(ShownTensor, DTensor):
     """A DTensor, perhaps in factored shape, that shows `model_shape`.
 
-    Experts have a mesh of their own, and operators of torch take operands of one mesh. So if a model `has_two_meshes`,
-    reductions to one number give it as a plain tensor.
+    A reduction to one number gives a plain tensor: `item` of a DTensor would give this rank's part. Experts have a
+    mesh of their own, and operators of torch take operands of one mesh. So if a model `has_two_meshes`, lists of norms
+    are plain too.
     """
 
     __slots__ = ()
@@ -72,14 +74,12 @@ class FactoredTensor(ShownTensor, DTensor):
         return self.model_shape[0]
 
     def full_tensor(self, **options: Any) -> torch.Tensor:
-        whole: torch.Tensor = stored(self).full_tensor(**options)
-        return whole.reshape(self.model_shape)
+        with private.without_torch_function():
+            return DTensor.full_tensor(self, **options).reshape(self.model_shape)
 
     def gathered(self) -> DTensor:
-        plain = stored(self)
-        every = [Replicate()] * plain.device_mesh.ndim
-        whole = plain.redistribute(placements=every).to_local().reshape(self.model_shape)
-        return DTensor.from_local(whole, plain.device_mesh, every, run_check=False)
+        every = [Replicate()] * self.device_mesh.ndim
+        return DTensor.from_local(self.full_tensor(), self.device_mesh, every, run_check=False)
 
     @torch.no_grad()
     def write(self, whole: torch.Tensor) -> None:
@@ -144,14 +144,10 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 return _run_local(func, args, alike, kwargs)
             result = func(*with_rows(args, alike), **kwargs)
             likes = [_factored(row) for row in alike]
-            if any(like is not None and like.has_two_meshes for like in likes):
-                result = private.pytree.tree_map(_as_plain_number, result)
+            if name in TO_ONE_NUMBER or any(like is not None and like.has_two_meshes for like in likes):
+                result = private.pytree.tree_map(as_plain_number, result)
             return _marked(result, likes)
     return run_whole(func, name, args, kwargs)
-
-
-def _as_plain_number(result: Any) -> Any:
-    return result.full_tensor() if isinstance(result, DTensor) and not result.dim() else result
 
 
 def _is_local(name: str, args: tuple[Any, ...]) -> bool:
@@ -161,7 +157,7 @@ def _is_local(name: str, args: tuple[Any, ...]) -> bool:
     """
     if not (name == "__setitem__" or makes_elements(name)):
         return False
-    return not torch.is_grad_enabled() or not any(one.requires_grad for one in tensors_in(args))
+    return not has_gradient(args)
 
 
 def _run_local(func: Any, args: tuple[Any, ...], rows: Sequence[list[Any]], kwargs: dict[str, Any]) -> Any:

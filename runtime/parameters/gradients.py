@@ -1,6 +1,6 @@
 """The sums of one step: gradients of replicated parameters, in buckets, and the gradient norm."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,26 @@ def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     """This rank's part of a parameter's gradient."""
     grad = parameter.grad
     return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+Unsummed = Sequence[tuple[torch.Tensor, torch.Tensor, int]]  # parameters, their gradients, and versions of these
+
+
+def marked(parameters: Iterable[torch.Tensor]) -> Unsummed:
+    """Parameters with gradients whose sums over ranks wait."""
+    found = ((p, local_gradient(p)) for p in parameters)
+    return [(p, grad, grad._version) for p, grad in found if grad is not None]
+
+
+def are_waiting(unsummed: Unsummed | None) -> bool:
+    """Whether gradients wait for their sums. Raises `RuntimeInputError` if others were added to them."""
+    for parameter, grad, version in unsummed or ():
+        if (now := local_gradient(parameter)) is not None and (now is not grad or now._version != version):
+            raise RuntimeInputError(
+                "a term on parameters was added to the loss while gradients of earlier calls wait for their sums over "
+                "ranks; leave out parallel.no_sync() in such a step"
+            )
+    return unsummed is not None
 
 
 def sum_over(

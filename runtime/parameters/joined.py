@@ -183,7 +183,8 @@ def _together(name: str, args: Any, kwargs: dict[str, Any], row: Sequence[Any], 
         return row[0]
     if name in TO_ONE_NUMBER or name in ("_foreach_norm", "_foreach_max"):
         numbers = torch.stack([one.full_tensor() if isinstance(one, DTensor) else one for one in found])
-        return _replicated(_combined(name, args, kwargs, numbers, like), like.parts[0])
+        number = _combined(name, args, kwargs, numbers, like)
+        return number if name in TO_ONE_NUMBER else _replicated(number, like.parts[0])
     return JoinedTensor.of(found, like.joint)
 
 

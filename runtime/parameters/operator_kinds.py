@@ -51,9 +51,16 @@ def is_by_element(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
     if name.startswith("_foreach_") or name in _LIKE or makes_elements(name):
         return True
     if name in TO_ONE_NUMBER:
+        if name not in ("sum", "mean") and has_gradient(args):
+            return False  # gradients of partial norms and maxima are wrong in DTensor
         most = 2 if name in ("norm", "linalg_vector_norm") else 1  # with the order of a norm
         return len(args) <= most and not {"dim", "keepdim", "axis"} & kwargs.keys()
     return False
+
+
+def has_gradient(args: tuple[Any, ...]) -> bool:
+    """Whether autograd records an operator of these operands."""
+    return torch.is_grad_enabled() and any(one.requires_grad for one in tensors_in(args))
 
 
 def places_of(args: tuple[Any, ...]) -> list[int]:

@@ -61,7 +61,10 @@ def refuse_compiling() -> None:
 
 
 class GatheredView:
-    """A view of the gathered value of a parameter or gradient. Writing to it would change nothing, so it raises."""
+    """A value computed from gathered values. It meets tensors that are whole on every rank.
+
+    Writing to a view of a parameter or gradient, which has a `model_name`, would change nothing, so it raises.
+    """
 
     __slots__ = ()
     model_name: str
@@ -69,7 +72,7 @@ class GatheredView:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = func.__name__, dict(kwargs or {})
-        if writes(name) and isinstance(target := target_of(args, kwargs), cls):
+        if writes(name) and isinstance(target := target_of(args, kwargs), cls) and target.model_name:
             raise RuntimeInputError(
                 f"{name} would change a copy of {target.model_name!r}, which this plan stores in parts of "
                 "another shape; change the parameter itself, not a view of it"
@@ -93,7 +96,7 @@ def run_whole(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
     target = target_of(args, kwargs)
     changed = [target] if writes(name) else changed_operands(func, args, kwargs)
     every = [one for one in tensors_in(changed) if isinstance(one, ShownTensor)]
-    if every or writes(name):
+    if every or (writes(name) and not isinstance(target, GatheredView)):
         wholes = {id(one): whole_of(one) for one in tensors_in((args, kwargs))}
         plain = private.pytree.tree_map(lambda one: wholes.get(id(one), one), (args, kwargs))
         result = func(*plain[0], **plain[1])
@@ -105,23 +108,29 @@ def run_whole(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
     for shown in operands:
         if isinstance(shown, ShownTensor):
             gathered[id(shown)] = shown.gathered()
-    mesh = next((whole.device_mesh for whole in gathered.values() if isinstance(whole, DTensor)), None)
+    mesh = next((one.device_mesh for one in (*gathered.values(), *operands) if isinstance(one, DTensor)), None)
     for plain in operands:
         if mesh is not None and plain.dim() and not isinstance(plain, (ShownTensor, DTensor)):
             gathered[id(plain)] = DTensor.from_local(plain, mesh, [Replicate()] * mesh.ndim, run_check=False)
     args, kwargs = private.pytree.tree_map(lambda one: gathered.get(id(one), one), (args, kwargs))
     result = func(*args, **kwargs)
-    if isinstance(target, (ShownTensor, GatheredView)) and target.model_name:
-        copied = gathered.get(id(target), target)
-        for made in tensors_in(result):
-            if type(made) in (DTensor, torch.Tensor) and private.shares_memory(made, copied):
-                _as_view(made, target.model_name)
+    result = private.pytree.tree_map(as_plain_number, result)
+    named = target.model_name if isinstance(target, (ShownTensor, GatheredView)) else ""
+    for made in tensors_in(result):
+        is_view = named and private.shares_memory(made, gathered.get(id(target), target))
+        if type(made) is DTensor or (type(made) is torch.Tensor and is_view):
+            _as_view(made, named if is_view else "")
     return result
 
 
 def _as_view(tensor: Any, name: str) -> None:
     tensor.__class__ = SplitGatheredView if isinstance(tensor, DTensor) else PlainGatheredView
     tensor.model_name = name
+
+
+def as_plain_number(result: Any) -> Any:
+    """A single number as a tensor without a layout."""
+    return result.full_tensor() if isinstance(result, DTensor) and not result.dim() else result
 
 
 def whole_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Mechanisms of other people's models on gloo ranks: loss and gradients of the unmodified module on the whole batch."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,6 +57,19 @@ def test_steps_of_adam_and_outputs(name: str, two_ranks: Ranks) -> None:
 @pytest.mark.parametrize("wish", [{"tp": 2}, {"dp": 2, "zero": 3}], ids=str)
 def test_a_buffer_may_have_the_name_of_a_method(wish: dict[str, Any], two_ranks: Ranks) -> None:
     assert max(two_ranks.run("mechanism_ranks:worst_error", 2, "names_of_methods", wish)) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "wishes",
+    [[{"tp": 2}, {"dp": 2, "zero": 3}], [{"dp": 2, "zero": 1}, {"tp": 2}], long([{"dp": 2}, {"dp": 2, "zero": 2}])],
+    ids=str,
+)
+def test_a_complex_weight_under_adamw_and_in_a_checkpoint(
+    wishes: list[dict[str, Any]], two_ranks: Ranks, tmp_path: Path
+) -> None:
+    """On another split after the checkpoint. Infinite imaginary parts are not saved."""
+    asked = ("a_complex_weight", wishes, str(tmp_path))
+    assert max(two_ranks.run("mechanism_ranks:resumed_error", 2, *asked)) < TOLERANCE
 
 
 def test_padding_by_name(two_ranks: Ranks) -> None:

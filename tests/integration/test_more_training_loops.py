@@ -80,3 +80,31 @@ def test_weights_are_loaded_by_name(wish: dict[str, Any], name: str, four_ranks:
         expected = ["missing ['head.weight", "unknown ['other']", "has shape (7, 9)"]
         assert len(messages) == 3
         assert all(one in message for one, message in zip(expected[1:], messages[1:], strict=True)), messages
+
+
+@pytest.mark.parametrize("name", ["plain", "grouped"])
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"dp": 4, "zero": 0},
+        {"tp": 2, "dp": 2, "zero": 3},
+        long({"dp": 4, "zero": 1}),
+        long({"tp": 2, "dp": 2, "zero": 0}),
+        long({"tp": 4}),
+    ],
+    ids=str,
+)
+def test_terms_on_parameters(wish: dict[str, Any], name: str, four_ranks: Ranks) -> None:
+    for found in four_ranks.run("more_loop_ranks:with_terms", wish, 4, name):
+        assert {name: worst for name, worst in found.items() if not worst < TOLERANCE} == {}
+
+
+def test_terms_on_parameters_of_a_stage(four_ranks: Ranks) -> None:
+    """Each stage adds the terms of its own parameters behind the step."""
+    for found in four_ranks.run("more_loop_ranks:with_terms", {"pp": 2, "tp": 2, "micro_batches": 2}, 4, "plain"):
+        assert {name: worst for name, worst in found.items() if not worst < TOLERANCE} == {}
+
+
+def test_a_term_beside_gradients_that_wait_is_refused(two_ranks: Ranks) -> None:
+    for message in two_ranks.run("more_loop_ranks:with_terms_in_no_sync", {"dp": 2, "zero": 0}, 2):
+        assert "leave out parallel.no_sync()" in message

@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
 from autopar.api import parallelize
+from autopar.errors import CheckpointError
 
 STEPS = 2
 
@@ -60,3 +61,45 @@ def worst_error(rank: int, world_size: int, name: str, wish: Mapping[str, Any]) 
 
 def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm().clamp(min=1e-9))
+
+
+def resumed_error(rank: int, world_size: int, name: str, wishes: list[Mapping[str, Any]], folder: str) -> float:
+    """The largest error of weights: AdamW under a first plan, a checkpoint, AdamW under a second plan."""
+
+    def built() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+        torch.manual_seed(0)
+        return MODELS[name]()
+
+    def made(wish: Mapping[str, Any]) -> tuple[Any, torch.optim.Optimizer]:
+        local = {n: t.chunk(wish.get("dp", 1))[0] for n, t in batch.items()}
+        parallel = parallelize(built()[0], f"{world_size}xcpu", example_inputs=local, plan=wish)
+        return parallel, torch.optim.AdamW(parallel.parameters(), lr=1e-2, weight_decay=0.1)
+
+    reference, batch = built()
+    batch = {n: t.double() if t.is_floating_point() else t for n, t in batch.items()}
+    own = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.1)
+    worst = 0.0
+    for first, wish in enumerate(wishes):
+        parallel, optimizer = made(wish)
+        if first:
+            parallel.load(folder, optimizer)
+        for _ in range(STEPS):
+            parallel.forward_backward(parallel.local_batch(batch))
+            reference(**batch).backward()
+            for one in (optimizer, own):
+                one.step()
+                one.zero_grad()
+        expected = dict(reference.named_parameters())
+        for n, p in parallel.named_parameters():
+            whole = p.full_tensor() if hasattr(p, "full_tensor") else p
+            worst = max(worst, (whole - expected[n]).abs().max().item())
+        parallel.save(folder, optimizer, step=STEPS * (first + 1))
+    with torch.no_grad():
+        parameter = dict(parallel.named_parameters())["weight"]
+        parameter.mul_(complex(0.0, float("inf")))
+    try:
+        parallel.save(folder, step=99)
+    except CheckpointError as error:
+        assert "the parameter weight holds NaN or infinity" in str(error), error
+        return worst
+    raise AssertionError("an infinite weight was saved")

@@ -369,3 +369,60 @@ def loaded(rank: int, wish: Mapping[str, Any], world_size: int, name: str) -> tu
             messages.append(str(error))
     parallel.load_state_dict({}, strict=False)
     return difference(parallel, reference), messages
+
+
+Named = Mapping[str, nn.Parameter]
+TERMS: dict[str, Callable[[Named, Named], Any]] = {
+    "squares": lambda own, first: sum(p.pow(2).sum() for p in own.values()),
+    "absolute values": lambda own, first: sum(p.abs().sum() for p in own.values()),
+    "norms": lambda own, first: sum(p.norm() for p in own.values()),
+    "distance to the start": lambda own, first: sum((p - first[n]).pow(2).mean() for n, p in own.items()),
+    "largest values": lambda own, first: sum(p.abs().max() for p in own.values()),
+    "turned matrices": lambda own, first: sum(
+        (p.T @ p - torch.eye(p.shape[1], dtype=p.dtype)).square().sum() for n, p in own.items() if p.dim() == 2
+    ),
+}
+
+
+def with_terms(rank: int, wish: Mapping[str, Any], world_size: int, model: str) -> dict[str, float]:
+    """The largest difference of a gradient, or of the term, with terms on parameters beside the loss."""
+    parallel, reference = models(wish, world_size, model)
+    in_stages, found = parallel.plan.degrees.pp > 1, dict[str, float]()
+    first = [{n: p.detach().clone() + 0.1 for n, p in model.named_parameters()} for model in (parallel, reference)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (parallel, reference)]
+    for step, (name, term) in enumerate(TERMS.items()):
+        own, every = batches(parallel, step)
+        held = dict(parallel.named_parameters())
+        expected = dict(reference.named_parameters())
+        if in_stages:
+            parallel.forward_backward(own)
+            value = 0.1 * term(held, first[0])
+            value.backward()
+        elif step % 2:  # the term before the loss, or behind it
+            value = 0.1 * term(held, first[0])
+            (value + parallel(**own)).backward()
+        else:
+            loss = parallel(**own)
+            value = 0.1 * term(held, first[0])
+            (loss + value).backward()
+        there = 0.1 * term(expected, first[1])
+        (reference(**every) + there).backward()
+        worst = [0.0 if in_stages else abs(float(value) - float(there))]
+        worst += [(whole(p.grad) - expected[n].grad).abs().max().item() for n, p in held.items()]
+        found[name] = max(worst)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+def with_terms_in_no_sync(rank: int, wish: Mapping[str, Any], world_size: int) -> str:
+    parallel, _ = models(wish, world_size)
+    own, _ = batches(parallel, 0)
+    try:
+        with parallel.no_sync():
+            for _ in range(2):
+                (parallel(**own) + sum(p.pow(2).sum() for p in parallel.parameters())).backward()
+    except RuntimeInputError as error:
+        return str(error)
+    return "no error"
