@@ -18,6 +18,7 @@ from torch.utils import checkpoint
 
 from autopar._torch import exports
 from autopar._torch.private import pytree
+from autopar.capture.export.chosen_rows import chosen_of
 from autopar.capture.export.inner_gradients import OWN_GRADIENT
 from autopar.capture.export.source_lines import line_that_runs
 from autopar.capture.nodes import closure, operator_name
@@ -63,6 +64,12 @@ def own_gradients(model: nn.Module, *, training: bool) -> Iterator[None]:
         if cls is checkpoint.CheckpointFunction:
             function, _, *own = args
             return function(*own)
+        if next(chosen_of(args), None) is not None:
+            line = line_that_runs(model)
+            raise CaptureError(
+                f"the model cannot be captured: {line}: `{line.code}` gives {cls.__qualname__} (an "
+                "autograd.Function) rows that data chooses; give it all rows"
+            )
         if not training or cls.__module__.startswith("torch.") or not torch.is_grad_enabled():
             return plain(*args)
         name, described = f"{cls.__module__}.{cls.__qualname__}", pytree.tree_map_only(Tensor, _described, args)
@@ -74,8 +81,8 @@ def own_gradients(model: nn.Module, *, training: bool) -> Iterator[None]:
             return plain(*args) if are_derivatives[key] else _with_gradient(cls, args)
         except _NotTraced as error:
             reason = str(error)
-        except Exception as error:
-            reason = f"raises {type(error).__name__} when it is recorded"
+        except Exception:
+            reason = "does more than operators of torch on its tensors do, such as a second run of modules"
         raise CaptureError(
             f"the model cannot be captured: {line_that_runs(model)}: the backward pass of {name} (an "
             f"autograd.Function) {reason}; make it an operator with torch.library.custom_op and register_autograd "
@@ -93,6 +100,7 @@ class _NotTraced(Exception):
 
 def _with_gradient(function: Any, args: tuple[Any, ...]) -> Any:
     """The results of a function in the graph that is being traced. They have the function's own gradient."""
+    args = pytree.tree_map_only(Tensor, lambda leaf: leaf if exports.traced_node(leaf) else leaf.clone(), args)
     tensors = [leaf for leaf in args if isinstance(leaf, Tensor)]  # lists of tensors have no gradient
     floating = [tensor for tensor in tensors if tensor.is_floating_point()]
     found: dict[str, Any] = {}

@@ -12,6 +12,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,8 @@ from torch.overrides import TorchFunctionMode
 
 from autopar._torch import exports
 from autopar.capture.export.assertions import check_that_reads
+from autopar.capture.export.chosen_rows import Chosen, choose, chosen_of
+from autopar.capture.export.chosen_rows import run as on_rows
 from autopar.capture.export.data_sizes import known_sizes
 from autopar.capture.export.inner_gradients import NotRecorded, gradient
 from autopar.capture.export.known_values import RANDOM_NUMBERS, Known, KnownValues, Unknown, leaf
@@ -61,6 +64,11 @@ _REQUIRES = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignor
 REMEDY = "use torch.where, or fixed shapes, at this line"
 _SHAPE = "makes a tensor whose shape depends on data"
 _ROWS = ", such as zeros for rows that count for nothing (for a loop over experts see docs/experts.md)"
+_NUMBER_OF_ROWS = (
+    "needs the number or the order of rows that data chooses; leave out a test for no rows, because they add nothing, "
+    "and write zeros for rows that count for nothing"
+)
+_SPECIALISED = ", or pass specialise=True: a batch with another value is then captured again"
 _UNCHANGED = (
     "do this outside of forward, between two steps, or turn it off in the configuration (such as "
     f"feature_redraw_interval=None); otherwise {REMEDY}"
@@ -105,6 +113,13 @@ class DataReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        chosen = next(chosen_of((args, kwargs)), None)
+        if chosen is not None:
+            return on_rows(func, args, kwargs, self._constant, partial(self._refused_rows, chosen))
+        if (rows := choose(func, args, kwargs, self._is_fixed)) is not NotImplemented:
+            line = line_that_runs(self._model)
+            self.notes[f"{line}: `{line.code}` keeps all rows, and what it does not choose is computed too"] = None
+            return rows
         if func in _AS_NUMBERS:
             return self._read(args[0], _AS_NUMBERS[func], lambda: func(*args, **kwargs))
         if func in _AS_ARRAYS:
@@ -161,6 +176,24 @@ class DataReads(TorchFunctionMode):
 
         return run
 
+    def _constant(self, tensor: Tensor) -> Tensor | None:
+        """The value of a constant."""
+        node = exports.traced_node(tensor)
+        found = None if node is None else self._of(node)
+        return found.value if isinstance(found, Known) and not found.inputs and not found.buffers else None
+
+    def _is_fixed(self, mask: Tensor) -> bool:
+        """Whether a mask has one number of true elements, or the number that the example inputs have is captured."""
+        node = exports.traced_node(mask)
+        found = None if node is None else self._of(node)
+        return found is None or (isinstance(found, Known) and (self._reading.specialise or not found.inputs))
+
+    def _refused_rows(self, chosen: Chosen) -> CaptureError:
+        """The error of code that needs the number of rows that data chooses."""
+        node = exports.traced_node(chosen.mask)
+        more, option = (_SPECIALISED, "specialise") if node and isinstance(self._of(node), Known) else ("", "")
+        return self._refusal(line_that_runs(self._model), _NUMBER_OF_ROWS, more, option)
+
     def _size(self, tensor: Tensor) -> int:
         """A size of a tensor that the model makes."""
         return int(self._read(tensor, int, lambda: int(tensor), is_size=True))
@@ -201,8 +234,7 @@ class DataReads(TorchFunctionMode):
         if inputs and not self._reading.specialise and (check is None or not isinstance(value, bool)):
             names = " and ".join(map(repr, sorted(inputs)))
             reads = f"{_SHAPE}: the size {value}" if is_size else f"reads {short_repr(value)}"
-            more = ", or pass specialise=True: a batch with another value is then captured again"
-            raise self._refusal(line, f"{reads}, which is computed of input {names}", more, option="specialise")
+            raise self._refusal(line, f"{reads}, which is computed of input {names}", _SPECIALISED, option="specialise")
         if inputs or buffers:
             self._occurrences[str(line)] += 1
             decision = Decision(

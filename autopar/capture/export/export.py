@@ -21,6 +21,7 @@ from torch import fx, nn
 from autopar._torch.exports import FAKE_TENSOR_LOG, as_exported, ctc_loss_traced, flex_attention_by, quick_export
 from autopar._torch.private import pytree
 from autopar.capture.export.autograd_functions import own_gradients
+from autopar.capture.export.chosen_rows import chosen_of
 from autopar.capture.export.data_reads import DataReads, Reading
 from autopar.capture.export.distributions import unchecked_distributions
 from autopar.capture.export.failure import OneDevice, capture_error, not_captured
@@ -90,6 +91,8 @@ class _Outputs(nn.Module):
         reading, alike = DataReads(self.model, given, traced.reading), converted_alike(self.model)
         with reading as reads, changes, read, alike, autocast_as(traced.autocast):
             found = self._outputs(*args, **kwargs)
+            if next(chosen_of(found), None) is not None:
+                raise CaptureError("the model cannot be captured: it returns rows that data chooses; return all rows")
         traced.decided[:] = [decision for decision, _ in reads.decided]
         traced.notes[:0] = reads.notes
         return found | {f"{DECISION}{k}": tensor for k, tensor in enumerate(tensor for _, tensor in reads.decided)}

@@ -26,6 +26,9 @@ class Reversed(torch.autograd.Function):
         return -ctx.scale * grad, None
 
 
+STRENGTH = torch.tensor(0.7, dtype=torch.float64)  # no operator of the trace makes it
+
+
 class Rounded(torch.autograd.Function):
     """A learned step size: a straight-through gradient inside of the range, and a sum for the step."""
 
@@ -160,6 +163,7 @@ class Applies(nn.Module):
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "reversed": lambda x, _: Reversed.apply(x, 0.7),
+    "reversed by a tensor of the module": lambda x, _: Reversed.apply(x, STRENGTH),
     "rounded": Rounded.apply,
     "surrogate": lambda x, _: Spike.apply(x),
     "clamped": lambda x, _: ClampedExp.apply(8 * x),

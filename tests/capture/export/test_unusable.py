@@ -65,7 +65,7 @@ def sparse(y: torch.Tensor) -> torch.Tensor:
 
 
 def positive(y: torch.Tensor) -> torch.Tensor:
-    return y[y > 0]
+    return y[..., y[0, 0] > 0]
 
 
 def distinct(y: torch.Tensor) -> torch.Tensor:

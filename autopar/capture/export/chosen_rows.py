@@ -1,0 +1,283 @@
+"""Rows that data chooses: ``x[mask]``, ``nonzero()``, ``torch.where(mask)``. All rows stay, and a mask counts some.
+
+A trace has fixed shapes. So the rows that a mask of N elements chooses are traced as N rows. A function of each row by
+itself runs on all of them (`_by_row` tries it on random rows). A sum, a mean, a loss or a write counts the chosen rows
+alone. Any other function is refused.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from autopar._torch import exports
+from autopar._torch.private import pytree
+
+Tensor = torch.Tensor
+Refuse = Callable[[], Exception]
+Constant = Callable[[Tensor], Any]  # the value of a tensor that is a constant, or None
+_ROWS, _TRIALS = 6, (slice(0, 3), slice(3, 6), slice(1, 6, 2))
+_PROPERTIES = {"dtype", "device", "ndim", "requires_grad", "layout", "is_cuda", "is_cpu", "is_leaf", "is_meta"}
+_ABOUT = _PROPERTIES | {"dim", "is_floating_point", "is_complex", "get_device", "is_contiguous", "ndimension"}
+_FRESH = ("new_", "zeros", "ones", "full", "empty")
+_LEAST = {"min": 1, "amin": 1, "max": -1, "amax": -1}  # and the sign of the infinity that changes no result
+_LOSSES = (
+    F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits,
+)  # fmt: skip
+_ADDS = ("index_add", "index_add_", "scatter_add", "scatter_add_")
+
+
+class Chosen:
+    """What data chooses among N rows: the true elements of a mask with N elements."""
+
+    def __init__(self, mask: Tensor) -> None:
+        self.mask, self.flat, self.version = mask, mask.flatten().clone(), mask._version
+
+    def is_same(self, other: "Chosen") -> bool:
+        """Whether both are made of one mask, which did not change since."""
+        is_one = exports.traced_node(self.mask) is exports.traced_node(other.mask)
+        return self is other or (is_one and self.version == other.version)
+
+    def filled(self, x: Tensor, value: float) -> Tensor:
+        """The rows of x, with `value` in rows that are not chosen."""
+        chosen = self.flat.reshape(-1, *[1] * (x.dim() - 1))
+        return torch.where(chosen, x, torch.full((), value, dtype=x.dtype, device=x.device))
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Chosen rows. The others get a number that is an index, and that logarithms, roots and splines take."""
+        found: Tensor = self.mark(self.filled(x, 0.5 if x.is_floating_point() else 0))
+        return found
+
+    def mark(self, made: Any) -> Any:
+        """The results, whose tensors of N rows are chosen rows."""
+        for leaf in pytree.tree_leaves(made):
+            if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == len(self.flat):
+                leaf.chosen = self  # type: ignore[attr-defined]
+        return made
+
+
+class _Count(int):
+    """The number of chosen rows. It may be a size, and nothing may be computed of it."""
+
+    refuse: Refuse
+    chosen: Chosen
+
+
+def _refused(count: _Count, *_: Any) -> Any:
+    raise count.refuse()
+
+
+_ARITHMETIC = "add sub mul truediv floordiv mod pow radd rsub rmul rtruediv eq ne lt le gt ge bool neg float"
+for _name in _ARITHMETIC.split():
+    setattr(_Count, f"__{_name}__", _refused)
+_Count.__hash__ = int.__hash__  # type: ignore[method-assign]
+
+
+def chosen_of(values: Any) -> Iterator[Chosen]:
+    """What chose the rows of tensors, and their numbers, in nested values."""
+    return (leaf.chosen for leaf in pytree.tree_leaves(values) if hasattr(leaf, "chosen"))
+
+
+def choose(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_fixed: Callable[[Tensor], bool]) -> Any:
+    """The result of a call that chooses rows by a mask, or NotImplemented. `is_fixed` masks choose a fixed number."""
+    name = getattr(func, "__name__", "")
+    if func is Tensor.__getitem__:
+        mask, *rest = args[1] if isinstance(args[1], tuple) else (args[1],)
+        if not _is_mask(mask) or any(isinstance(leaf, Tensor) for leaf in rest) or is_fixed(mask):
+            return NotImplemented
+        rows = args[0].flatten(0, mask.dim() - 1)
+        return Chosen(mask).rows(rows[(slice(None), *rest)] if rest else rows)
+    if name == "masked_select" and _is_mask(args[1]) and not is_fixed(args[1]):
+        x, mask = torch.broadcast_tensors(args[0], args[1])
+        return Chosen(mask).rows(x.flatten())
+    finds = name in ("nonzero", "argwhere") or (func is torch.where and len(args) == 1 and not kwargs)
+    if not finds or not args[0].dim() or exports.traced_node(args[0]) is None or is_fixed(mask := args[0] != 0):
+        return NotImplemented
+    chosen = Chosen(mask)
+    places = _places(mask.shape, mask.device)
+    return chosen.mark(tuple(places) if name == "where" or kwargs.get("as_tuple") else torch.stack(places, 1))
+
+
+def run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], constant: Constant, refuse: Refuse) -> Any:
+    """The result of a call with chosen rows. Raises `refuse()` if it needs their number or their order."""
+    first, *others = chosen_of((args, dict(kwargs)))
+    name, x = getattr(func, "__name__", ""), args[0] if args else None
+    name = func.__self__.__name__ if name == "__get__" else name
+    if name in _ABOUT:
+        return func(*args, **kwargs)
+    if name in ("shape", "size", "numel", "nelement", "__len__"):
+        return _sizes(x, name, args[1:], refuse)
+    plain = pytree.tree_map(lambda leaf: int.__add__(leaf, 0) if type(leaf) is _Count else leaf, (args, dict(kwargs)))
+    if all(map(first.is_same, others)):
+        rules = partial(_selected, name), partial(_written, func, name), partial(_reduced, func, name)
+        for rule in rules:
+            made = rule(*plain, first, constant)
+            if made is not NotImplemented:
+                return made
+        if name.endswith(("dropout", "dropout_")) or _by_row(func, name, args, dict(kwargs)):
+            return first.mark(func(*plain[0], **plain[1]))
+    raise refuse()
+
+
+def _sizes(x: Any, name: str, dims: tuple[Any, ...], refuse: Refuse) -> Any:
+    count = _Count(x.shape[0])
+    count.refuse, count.chosen = refuse, x.chosen
+    shape = (count, *x.shape[1:])
+    if name == "shape" or (name == "size" and not dims):
+        return shape
+    if name == "size":
+        return shape[dims[0]]
+    if name == "__len__" or x.dim() > 1:  # `len()` makes a plain integer of any result
+        raise refuse()
+    return count
+
+
+def _selected(name: str, args: Any, _: Any, chosen: Chosen, constant: Constant) -> Any:
+    """Rows at the places of the chosen elements, without an index. Of chosen rows, the rows that a mask chooses."""
+    if name != "__getitem__":
+        return NotImplemented
+    x, items = args[0], args[1] if isinstance(args[1], tuple) else (args[1],)
+    if hasattr(x, "chosen"):
+        if len(items) > 1 or not _is_mask(items[0]) or items[0].dim() > 1:
+            return NotImplemented
+        return Chosen(chosen.flat & items[0]).rows(x)
+    dims = [_place(item, chosen, constant) for item in items if isinstance(item, Tensor)]
+    rest = items[len(dims) :]
+    shape, wide = chosen.mask.shape, chosen.mask.dim()
+    if any(isinstance(leaf, Tensor) for leaf in rest) or None in dims:
+        return NotImplemented
+    if len(dims) == 1:
+        around = [size if dim == dims[0] else 1 for dim, size in enumerate(shape)]
+        x = x.reshape(*around, *x.shape[1:]).expand(*shape, *x.shape[1:])
+    elif dims != list(range(wide)):
+        return NotImplemented
+    rows = x.flatten(0, wide - 1)
+    return chosen.rows(rows[(slice(None), *rest)] if rest else rows)
+
+
+def _written(func: Any, name: str, args: Any, kwargs: Any, chosen: Chosen, constant: Constant) -> Any:
+    """Chosen rows that are written to their places in another tensor, or added there."""
+    x, shape = args[0], chosen.mask.shape
+    if hasattr(x, "chosen"):
+        return NotImplemented
+    if name in ("__setitem__", "masked_scatter", "masked_scatter_") and _is_mask(args[1]):
+        mask, rows = args[1], args[2]
+        if hasattr(mask, "chosen") or not hasattr(rows, "chosen") or not chosen.is_same(Chosen(mask)):
+            return NotImplemented
+        wide = mask.reshape(*shape, *[1] * (x.dim() - mask.dim()))
+        new = torch.where(wide, rows.reshape(*shape, *rows.shape[1:]), x)
+        return new if name == "masked_scatter" else x.copy_(new)
+    if name == "__setitem__":
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        if not all(isinstance(item, Tensor) and hasattr(item, "chosen") for item in index) or x.dtype is torch.bool:
+            return NotImplemented
+        old = _selected("__getitem__", (x, index), {}, chosen, constant)
+        old = x[index] if old is NotImplemented else old
+        return _added(x, index, chosen.filled(args[2] - old, 0.0), chosen, constant)
+    if name not in _ADDS or args[1] != 0 or len(args) < 4 or kwargs or not all(map(hasattr, args[2:], ["chosen"] * 2)):
+        return NotImplemented
+    rows = chosen.filled(args[3], 0.0)
+    if name.startswith("scatter"):
+        return func(*args[:3], rows)
+    return _added(x if name.endswith("_") else x.clone(), (args[2],), rows, chosen, constant)
+
+
+def _added(x: Tensor, index: tuple[Tensor, ...], rows: Tensor, chosen: Chosen, constant: Constant) -> Tensor:
+    """x, to which rows at places are added."""
+    dims = [_place(item, chosen, constant) for item in index]
+    if dims == list(range(chosen.mask.dim())):
+        return x.add_(rows.reshape(x.shape))
+    if len(dims) > 1 or dims[0] is None:
+        return x.index_put_(index, rows, accumulate=True)
+    others = [dim for dim in range(chosen.mask.dim()) if dim != dims[0]]
+    return x.add_(rows.reshape(*chosen.mask.shape, *rows.shape[1:]).sum(others))
+
+
+def _place(item: Any, chosen: Chosen, constant: Constant) -> int | None:
+    """The dimension of the mask in which an index holds the places of the chosen elements. None for other indices."""
+    found = constant(item) if hasattr(item, "chosen") and item.dim() == 1 else None
+    if found is None:
+        return None
+    with exports.without_tracing():
+        places = _places(chosen.mask.shape, found.device)
+        return next((dim for dim, place in enumerate(places) if torch.equal(place, found)), None)
+
+
+def _places(shape: torch.Size, device: torch.device) -> list[Tensor]:
+    """The position of each element of a tensor, for every dimension."""
+    own = [torch.arange(size, device=device) for size in shape]
+    return [place.flatten() for place in torch.meshgrid(*own, indexing="ij")]
+
+
+def _reduced(func: Any, name: str, args: Any, kwargs: Any, chosen: Chosen, constant: Constant) -> Any:
+    """A sum, a mean, an extreme or a loss of the chosen rows."""
+    x: Any = args[0] if args else None
+    if func in (F.cross_entropy, F.nll_loss) and len(args) > 1 and hasattr(args[1], "chosen") and args[1].dim() == 1:
+        ignored = kwargs.get("ignore_index", -100)
+        return func(x, chosen.filled(args[1], ignored), *args[2:], **kwargs)
+    if func is F.ctc_loss and hasattr(args[1], "chosen") and chosen.mask.dim() == 2:  # targets of all rows, in one row
+        order = torch.argsort(chosen.mask.int(), dim=1, descending=True, stable=True)
+        return func(x, args[1].reshape(chosen.mask.shape).gather(1, order), *args[2:], **kwargs)
+    if func in _LOSSES and len(args) == 2 and kwargs.get("reduction", "mean") != "none":
+        losses = chosen.mark(func(*args, **(kwargs | {"reduction": "none", "reduce": None, "size_average": None})))
+        return _reduced(None, kwargs.get("reduction", "mean"), (losses,), {}, chosen, constant)
+    if not hasattr(x, "chosen") or any(isinstance(leaf, Tensor) for leaf in args[1:]):
+        return NotImplemented
+    if name in _LEAST and len(args) == 1 and not kwargs:
+        return getattr(chosen.filled(x, _LEAST[name] * float("inf")), name)()
+    if name not in ("sum", "mean"):
+        return NotImplemented
+    dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    dims = list(range(x.dim())) if dims is None else [dims] if isinstance(dims, int) else list(dims)
+    dims = [dim % x.dim() for dim in dims]
+    if 0 not in dims:
+        return NotImplemented
+    total = chosen.filled(x, 0.0).sum(*args[1:], **kwargs)
+    return total if name == "sum" else total / (chosen.flat.sum() * prod(x.shape[dim] for dim in dims if dim))
+
+
+def _by_row(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a function of some rows gives these rows of the function of all rows: it is tried on random values."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+
+    def called(values: list[Any]) -> list[Any]:
+        own = [value.clone() if isinstance(value, Tensor) else value for value in values]
+        given, named = pytree.tree_unflatten(own, spec)
+        made = func(*given, **named)
+        return pytree.tree_leaves(own[0] if made is None else made)
+
+    with exports.without_tracing(), torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        values = [_random(leaf) for leaf in leaves]
+        try:
+            every = called(values)
+            for part in _TRIALS:
+                pairs = zip(leaves, values, strict=True)
+                own = [3 if type(x) is _Count else v[part] if hasattr(x, "chosen") else v for x, v in pairs]
+                for whole, rows in zip(every, called(own), strict=True):
+                    is_fresh = name.startswith(_FRESH) and whole.shape == rows.shape
+                    if not torch.allclose(whole if is_fresh else whole[part], rows, 1e-3, 1e-3, equal_nan=True):
+                        return False
+        except Exception:
+            return False
+    return True
+
+
+def _random(leaf: Any) -> Any:
+    """Random values like a tensor. Chosen rows are few."""
+    if type(leaf) is _Count:
+        return _ROWS
+    if not isinstance(leaf, Tensor):
+        return leaf
+    shape = (_ROWS, *leaf.shape[1:]) if hasattr(leaf, "chosen") else tuple(leaf.shape)
+    if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
+        return torch.randn(shape, dtype=torch.complex128 if leaf.dtype.is_complex else torch.float64)
+    return torch.randint(0, 2, shape).to(leaf.dtype)
+
+
+def _is_mask(value: Any) -> bool:
+    is_mask = isinstance(value, Tensor) and value.dtype is torch.bool and value.dim() > 0
+    return is_mask and exports.traced_node(value) is not None
