@@ -20,8 +20,10 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from autopar._torch import private
 from autopar.capture.export.own_changes import PLAIN, attribute_of, settings_of
 from autopar.errors import InputError, RuntimeInputError, short_repr
+from autopar.runtime.parameters.user_view import parts_of
 
 _Model = TypeVar("_Model", bound=nn.Module)
 _OTHER = object()  # in place of a value that is no constant of a program
@@ -54,7 +56,7 @@ class OriginalModel:
         self._parts = [_part(path, owner) for path, owner in _owners(model, loss_fn)]
         arguments = inspect.signature(model.forward).parameters.items()
         self.optional = frozenset(name for name, one in arguments if one.default is None)  # inputs that may be missing
-        self._watched: dict[tuple[int, str], object] = {}
+        self._watched: dict[int, dict[str, object]] = {}  # names and constants by part
         self._names = {id(p): (name, ref(p)) for name, p in model.named_parameters()}
         swa = sys.modules.get("torch.optim.swa_utils")
         kinds = (LRScheduler,) if swa is None else (LRScheduler, swa.AveragedModel)
@@ -69,7 +71,7 @@ class OriginalModel:
             owner, kind = part.held(), attribute_of(part.held(), "")
             for name in (read.removeprefix(kind) for read in reads if read.startswith(kind)):
                 before = part.values.get(name, _constant(getattr(type(owner), name, None)))
-                self._watched.setdefault((index, name), before)
+                self._watched.setdefault(index, {}).setdefault(name, before)
 
     def attached(self, parallel: _Model, optimizer: torch.optim.Optimizer | None) -> _Model:
         """The model that is trained instead, in the module's mode. It takes over the parameters of `optimizer`."""
@@ -111,13 +113,15 @@ class OriginalModel:
     def _changes(self, parallel: Any, trains: bool) -> Iterator[str]:
         for name in (*(parallel._modules.keys() - {"stages"}), *parallel._parameters):
             yield f"{name!r} was set on the ParallelModel, which runs captured code; set it on your model and {_AGAIN}"
-        for (index, name), before in self._watched.items():
+        for index, constants in self._watched.items():
             part = self._parts[index]
             for holder in (part.held(), None if part.path else parallel):
-                now = before if holder is None else vars(holder).get(name, before)
-                if now is not before and _constant(now) not in (before, _OTHER):
-                    where = "the ParallelModel" if holder is parallel else part
-                    yield _text(f"{where}: attribute {name!r}", f"{part.path}.{name}".lstrip("."), before, now)
+                values = {} if holder is None else vars(holder)
+                for name, before in constants.items():
+                    now = values.get(name, before)
+                    if now is not before and _constant(now) not in (before, _OTHER):
+                        where = "the ParallelModel" if holder is parallel else part
+                        yield _text(f"{where}: attribute {name!r}", f"{part.path}.{name}".lstrip("."), before, now)
         root = self._parts[0].held()
         for part in self._parts:
             module = part.held()
@@ -125,10 +129,12 @@ class OriginalModel:
                 yield from _new_tensors(part, module)
                 if root is not None and root.training and part.training and not module.training:
                     yield f"{part} was in training mode {_SINCE} in eval mode now; {_AGAIN}"
-        for name, parameter in parallel.stored_parameters() if trains else ():
-            info = parallel.program.every_parameter[name]
-            if parameter.requires_grad != info.requires_grad:
-                yield _text(f"the ParallelModel: requires_grad of {info.whole_name!r}", "", info.requires_grad)
+        trained = {info.whole_name: info.requires_grad for info in parallel.program.every_parameter.values()}
+        with private.without_torch_function():  # which would take 2 µs for each parameter
+            held = parallel.named_parameters() if trains else ()
+            changed = [name for name, p in held if any(x.requires_grad != trained[name] for x in parts_of(p))]
+        for name in changed:
+            yield _text(f"the ParallelModel: requires_grad of {name!r}", "", trained[name])
         for held, before in self._followers:
             one = held()
             follows = one is not None and _position(one) != before
