@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from autopar._torch.private import pytree
+from autopar.capture.weightless import plain_tensors
 from autopar.errors import InputError
 from autopar.ir.precision import EIGHT_BITS, PRECISIONS, compute_dtype
 from autopar.rules.scaled_product import check_torchao
@@ -57,7 +58,8 @@ def in_precision(model: nn.Module, precision: str | None) -> nn.Module:
     others = [p for p in model.parameters() if p.is_floating_point() and p.dtype != dtype]
     if not others:
         return model
-    memo: dict[int, object] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    computed = (tensor for tensor in plain_tensors(model) if not tensor.is_leaf)  # such as the weight of a weight norm
+    memo: dict[int, object] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers(), *computed)}
     for parameter in others:  # deepcopy takes the entry of an object's id instead of a copy
         value = nn.Parameter(torch.empty_like(parameter, dtype=dtype), requires_grad=parameter.requires_grad)
         vars(value).update(vars(parameter))

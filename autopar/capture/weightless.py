@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ def weightless(model: nn.Module) -> nn.Module:
     tensors = [*model.parameters(), *model.buffers()]
     if all(tensor.is_meta for tensor in tensors):
         return model
-    if _has_plain_tensors(model):
+    if any(True for _ in plain_tensors(model)):
         return model
     memo: dict[int, torch.Tensor] = {}  # deepcopy uses the entry of an object's id instead of a copy
     for tensor in tensors:
@@ -35,13 +36,11 @@ def weightless(model: nn.Module) -> nn.Module:
         return model
 
 
-def _has_plain_tensors(model: nn.Module) -> bool:
-    """Whether a module has a plain tensor as an attribute, or in an attribute that is a list, tuple or mapping."""
+def plain_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
+    """The tensors that are attributes of a module, or in an attribute that is a list, tuple or mapping."""
     for module in model.modules():
         for name, value in vars(module).items():
             if name in ("_parameters", "_buffers", "_modules"):
                 continue
             inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-            if any(isinstance(each, torch.Tensor) for each in (value, *inner)):
-                return True
-    return False
+            yield from (each for each in (value, *inner) if isinstance(each, torch.Tensor))

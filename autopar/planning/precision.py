@@ -5,9 +5,9 @@ written: fp16 needs a `GradScaler`, and a model in 16 bits, in float64 or under 
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -29,9 +29,8 @@ _WITHOUT_BF16 = re.compile(  # operators that CUDA does not have in bf16
     r"(aten|autopar)\.(_?linalg_(?!vector_norm|norm|matrix_norm|cross|vecdot|matmul|multi_dot|diagonal|matrix_exp)|"
     r"cholesky|triangular_solve|inverse|logdet|slogdet|det\.|svd|qr\.|lu_|_?cdist|_?pdist|complex\.|polar\.)"
 )
-_OF_ONE_DTYPE = re.compile(
-    r"(aten|autopar)\.(linear|matmul|b?mm|addmm|baddbmm|conv|scaled_dot_product|layer_norm|group_norm)"
-)
+_PRODUCT = re.compile(r"(aten|autopar)\.(linear|matmul|b?mm|addmm|baddbmm|(add)?mv\b|v?dot\b|conv)")
+_OF_ONE_DTYPE = re.compile(_PRODUCT.pattern.replace("|conv", "|conv|scaled_dot_product|layer_norm|group_norm"))
 
 
 def usual_precision(model: nn.Module | Program, cluster: ClusterSpec) -> str | None:
@@ -56,7 +55,14 @@ def in_precision_of(
     """
     usual = usual_precision(model, cluster) if precision is None and cluster is not None else None
     if usual is None:
-        return capture(precision), precision, ()
+        named = capture(precision)
+        if precision is not None and cluster is not None and (reason := _mixed(program_of(named), _PRODUCT)):
+            raise InputError(
+                f"the model does not run in precision {precision!r}, where buffers and constants keep their dtype: "
+                f"{reason}; give them the dtype where they are used, as in x * self.scale.to(x.dtype), or leave the "
+                "precision out and call parallelize under torch.autocast"
+            )
+        return named, precision, ()
     try:
         found = capture(usual)
         reason = _why_not(program_of(found)) or ""
@@ -71,14 +77,24 @@ def in_precision_of(
 
 def _why_not(program: Program) -> str | None:
     """The reason why a program in bf16 does not run on CUDA. `torch.export` does not see it."""
-    for node in (node for block in program.blocks for node in block.graph.nodes if node.op == "call_function"):
-        infos = (one.meta.get("info") for one in node.all_input_nodes)
-        dtypes = {info.dtype for info in infos if isinstance(info, TensorInfo) and info.dtype.is_floating_point}
+    for node, dtypes in _dtypes_of_operands(program):
         if _WITHOUT_BF16.match(str(node.target)) and torch.bfloat16 in dtypes:
             return f"{node.target} has no kernel in bf16"
-        if _OF_ONE_DTYPE.match(str(node.target)) and len(dtypes) > 1:
+    return _mixed(program, _OF_ONE_DTYPE)
+
+
+def _mixed(program: Program, operators: re.Pattern[str]) -> str | None:
+    """The first of the operators, which need operands of one dtype, that has others."""
+    for node, dtypes in _dtypes_of_operands(program):
+        if operators.match(str(node.target)) and len(dtypes) > 1:
             return f"{node.meta['key']} has operands of several dtypes, {', '.join(sorted(map(str, dtypes)))}"
     return None
+
+
+def _dtypes_of_operands(program: Program) -> Iterator[tuple[Any, set[torch.dtype]]]:
+    for node in (node for block in program.blocks for node in block.graph.nodes if node.op == "call_function"):
+        infos = (one.meta.get("info") for one in node.all_input_nodes)
+        yield node, {info.dtype for info in infos if isinstance(info, TensorInfo) and info.dtype.is_floating_point}
 
 
 def with_bf16_beside(

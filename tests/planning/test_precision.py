@@ -120,3 +120,40 @@ def test_words_that_no_search_chooses_are_not_degrees() -> None:
     assert (asked.precision, asked.optimizer, wish) == ("bf16", "sgd", {"tp": 2})
     with pytest.raises(InputError, match="precision 'fp32' beside 'bf16'"):
         PlanOptions(precision="fp32").joined_with({"precision": "bf16"})
+
+
+class Scaled(Dense):
+    """A buffer in float32 meets activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(256))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * self.scale)
+
+
+def test_operands_of_several_dtypes_are_refused_with_a_remedy_that_works() -> None:
+    wish: dict[str, Any] = {"example_inputs": INPUTS, "plan": {"dp": 1, "precision": "bf16"}}
+    with pytest.raises(InputError, match=r"up:linear:0 has operands of several dtypes.*under torch.autocast"):
+        autopar.parallelize(Scaled(), "1xcpu", **wish)
+    with torch.autocast("cpu", torch.bfloat16):
+        parallel = autopar.parallelize(Scaled(), "1xcpu", example_inputs=INPUTS, plan={"dp": 1})
+    assert parallel.forward_backward(INPUTS).isfinite()
+
+
+class Normed(Dense):
+    """The weight of the first layer, and another attribute, are computed of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.nn.utils.weight_norm(self.up)
+        self.seen = [self.down.weight * 2]
+
+
+def test_computed_attributes_do_not_stand_in_the_way_of_a_precision() -> None:
+    wish: dict[str, Any] = {"example_inputs": INPUTS, "plan": {"dp": 1, "precision": "bf16"}}
+    torch.manual_seed(0)
+    model, batch = Normed(), {"x": torch.randn(4, 256)}
+    loss = autopar.parallelize(model, "1xcpu", **wish).forward_backward(batch)
+    assert loss.item() == pytest.approx(model(**batch).item(), rel=0.02)

@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from autopar._torch import private
 from autopar._torch.private import pytree
+from autopar.capture.weightless import plain_tensors
 from autopar.errors import CaptureError
 
 
@@ -35,7 +36,8 @@ def on_device_without_data(model: nn.Module, inputs: Any, device_type: str) -> t
         with mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device_type)
 
-    memo: dict[int, Any] = {}  # deepcopy takes the entry of an object's id instead of a copy
+    # deepcopy takes the entry of an object's id instead of a copy
+    memo: dict[int, Any] = {id(tensor): empty(tensor) for tensor in plain_tensors(model)}
     for tensor in (*model.parameters(), *model.buffers()):
         made = empty(tensor)
         is_parameter = isinstance(tensor, nn.Parameter)
