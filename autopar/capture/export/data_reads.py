@@ -63,7 +63,10 @@ _ANSWERS["overrides"] = SimpleNamespace(**_ANSWERS)
 _REQUIRES = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 REMEDY = "use torch.where, or fixed shapes, at this line"
 _SHAPE = "makes a tensor whose shape depends on data"
-_ROWS = ", such as zeros for rows that count for nothing (for a loop over experts see docs/experts.md)"
+_ROWS = (
+    ", such as zeros for rows that count for nothing (for a loop over experts see docs/experts.md), or "
+    "index[..., None] == torch.arange(n) for a one-hot"
+)
 _NUMBER_OF_ROWS = (
     "needs the number or the order of rows that data chooses; leave out a test for no rows, because they add nothing, "
     "and write zeros for rows that count for nothing"

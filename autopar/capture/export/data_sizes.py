@@ -6,12 +6,13 @@ the caller can refuse, or compare later batches with it.
 """
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from autopar._torch import exports
+from autopar._torch import exports, private
 from autopar._torch.private import pytree
 
 Tensor = torch.Tensor
@@ -21,26 +22,13 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16)
 _FIND = (torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere)
 _SELECT = (torch.masked_select, Tensor.masked_select)
 _REPEAT = (torch.repeat_interleave, Tensor.repeat_interleave)
-# functions that take sizes, and the position of the first size
-_SIZES: Mapping[Any, int] = {
-    F.pad: 1,
-    torch.arange: 0,
-    torch.zeros: 0,
-    torch.ones: 0,
-    torch.narrow: 2,
-    Tensor.narrow: 2,
-    Tensor.view: 1,
-    Tensor.reshape: 1,
-    torch.reshape: 1,
-    Tensor.expand: 1,
-    Tensor.repeat: 1,
-    Tensor.new_zeros: 1,
-    Tensor.new_ones: 1,
-}
+_PLACES_AS_NUMBERS: Mapping[str, set[int | str]] = {"narrow": {2}}  # places of tensors whose value an operator reads
 
 
 def known_sizes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], number: Number) -> tuple[bool, Any]:
     """Whether data decides a size of the call, and the result of the call with numbers from `number` instead."""
+    if func is Tensor.__getitem__ and (at := _place_of_row(args[1])) is not None:
+        return True, _row(args[0], args[1] if isinstance(args[1], tuple) else (args[1],), at, number)
     if func in (Tensor.__getitem__, Tensor.__setitem__):
         index = _index(args[1], number) if func is Tensor.__getitem__ or _is_packed(*args) else args[1]
         return index is not args[1], func(args[0], index, *args[2:]) if index is not args[1] else None
@@ -56,11 +44,42 @@ def known_sizes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], num
         return (True, _positions(args[0], number)) if args[0].dim() else (False, None)
     if func in _REPEAT:
         return _repeated(func, args, kwargs, number)
-    first = _SIZES.get(func)
-    if first is None or not any(_is_integer(leaf) for leaf in pytree.tree_leaves((args[first:], dict(kwargs)))):
-        return False, None
-    sizes, named = pytree.tree_map(lambda leaf: number(leaf) if _is_integer(leaf) else leaf, (args[first:], kwargs))
-    return True, func(*args[:first], *sizes, **named)
+    if func is F.one_hot and len(args) + len(kwargs) == 1 and exports.traced_node(args[0]) is not None:
+        return True, func(args[0], number(args[0].max() + 1))
+    tensors, given = _places_of_tensors(getattr(func, "__name__", "")), dict[int | str, Any](enumerate(args))
+    given.update(kwargs)
+    others = [] if tensors is None else [k for k in given if k not in tensors]
+    read = [k for k in others if any(map(_is_integer, pytree.tree_leaves(given[k])))]
+    for place in read:
+        given[place] = pytree.tree_map(lambda leaf: number(leaf) if _is_integer(leaf) else leaf, given[place])
+    made = func(*(given[k] for k in range(len(args))), **{k: given[k] for k in kwargs}) if read else None
+    return bool(read), made
+
+
+@cache
+def _places_of_tensors(name: str) -> set[int | str] | None:
+    """The positions and names of arguments that an operator may take as tensors. None if there is no such operator."""
+    overloads = private.overloads_of(getattr(torch.ops.aten, name, None))
+    arguments = [pair for overload in overloads.values() for pair in enumerate(overload._schema.arguments)]
+    places = {place for k, one in arguments if "Tensor" in str(one.type) for place in (k, one.name)}
+    return places - _PLACES_AS_NUMBERS.get(name, set()) if overloads else None
+
+
+def _place_of_row(index: Any) -> int | None:
+    """The place of an integer tensor in an index that has no other tensor. It selects a row."""
+    items = index if isinstance(index, tuple) else (index,)
+    places = [k for k, item in enumerate(items) if _is_integer(item)]
+    is_alone = sum(isinstance(item, (Tensor, list)) for item in items) == 1
+    return places[0] if places and is_alone else None
+
+
+def _row(x: Tensor, items: tuple[Any, ...], at: int, number: Number) -> Tensor:
+    """The row that a tensor selects, by an index of one row: no number is read."""
+    used = sum(item is not None and item is not Ellipsis for item in items)
+    before = (x.dim() - used if item is Ellipsis else item is None or isinstance(item, slice) for item in items[:at])
+    index = _index((*items[:at], items[at].reshape(1), *items[at + 1 :]), number)
+    found: Tensor = x[index].squeeze(sum(before))
+    return found
 
 
 def _index(index: Any, number: Number) -> Any:
@@ -73,6 +92,8 @@ def _index(index: Any, number: Number) -> Any:
         elif isinstance(item, slice) and any(_is_integer(end) for end in (item.start, item.stop, item.step)):
             ends = (item.start, item.stop, item.step)
             found.append(slice(*(number(end) if _is_integer(end) else end for end in ends)))
+        elif _is_integer(item):
+            found.append(number(item))
         else:
             found.append(item)
     is_same = len(found) == len(items) and all(a is b for a, b in zip(found, items, strict=True))

@@ -35,7 +35,7 @@ from autopar.capture.export.loss_arguments import (
     num_of_loss,
 )
 from autopar.capture.export.module_conversions import converted_alike
-from autopar.capture.export.own_changes import as_it_was, assigned_in_place, attributes_read, unchanged
+from autopar.capture.export.own_changes import as_it_was, assigned_in_place, attributes_read, unchanged, without_caches
 from autopar.capture.export.unusable import refuse_unusable
 from autopar.capture.export.without_data import device_of_regions, on_device_without_data
 from autopar.capture.flat_graph import Flat
@@ -122,7 +122,8 @@ class _Outputs(nn.Module):
 def outputs_of(model: nn.Module, inputs: Inputs, loss_fn: LossFunction | None = None) -> dict[str, torch.Tensor]:
     """The tensors that one call of a model returns, by name, and the loss. The model keeps what the call changes."""
     args, kwargs = split_inputs(inputs)
-    return _Outputs(model, loss_fn).changed_outputs(*args, **kwargs)
+    with without_caches(model):
+        return _Outputs(model, loss_fn).changed_outputs(*args, **kwargs)
 
 
 def named_outputs(out: Any) -> dict[str, torch.Tensor]:
@@ -160,23 +161,15 @@ def with_loss(out: Any, loss: Any) -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def _in_mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """The model in training or evaluation mode, without generation caches (`config.use_cache`).
+    """The model in training or evaluation mode, without generation caches.
 
     If the model is in the other mode, all its modules change mode. Otherwise each module keeps its own mode. Afterwards
     the modules have their attributes of before: a trace leaves no tensor without values in them.
     """
-    owned: Iterator[Any] = (getattr(module, "config", None) for module in model.modules())
-    configs = {id(config): config for config in owned if getattr(config, "use_cache", None)}
-    with as_it_was(model):
-        for config in configs.values():
-            config.use_cache = False
+    with as_it_was(model), without_caches(model):
         if model.training != training:
             model.train(training)
-        try:
-            yield
-        finally:
-            for config in configs.values():
-                config.use_cache = True
+        yield
 
 
 @contextlib.contextmanager

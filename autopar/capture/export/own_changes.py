@@ -169,3 +169,17 @@ def assigned_in_place(model: nn.Module, notes: list[str]) -> Iterator[None]:
 
 def _plain(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in module.__dict__.items() if isinstance(value, PLAIN)}
+
+
+@contextmanager
+def without_caches(model: nn.Module) -> Iterator[None]:
+    """The model with `config.use_cache` off."""
+    owned: Iterator[Any] = (getattr(module, "config", None) for module in model.modules())
+    configs = {id(config): config for config in owned if getattr(config, "use_cache", None)}
+    for config in configs.values():
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in configs.values():
+            config.use_cache = True

@@ -1,10 +1,13 @@
 """An index that counts 0, 1, 2 ... along a dimension picks each row for itself: `mask[arange(batch), keys]`.
 
 Such an index is dropped, and the rows stay a dimension of the result, which can be split. If the other indices differ
-between the rows, as in `x[arange(batch), lengths]`, each row gathers its own elements.
+between the rows, as in `x[arange(batch), lengths]`, each row gathers its own elements. A write to such an index
+scatters. Rows of samples that lie end to end, `x.flatten(0, 1)[arange(batch)[:, None] * length + places]`, are those of
+`x[arange(batch)[:, None], places]`, and a place outside of the length is an error.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -16,14 +19,18 @@ from autopar.capture.nodes import closure, compute, is_random, value
 from autopar.capture.passes.constants import evaluate
 
 _MASKS = (torch.bool, torch.uint8)
+_SAME_ELEMENTS = (aten.reshape.default, aten.view.default, aten.unsqueeze.default, aten.flatten.using_ints)
 _MOST_EVALUATED = 2**22  # elements of an index
 _Make = Callable[..., fx.Node]
 
 
 def own_rows(graph: fx.Graph) -> None:
-    """Replace every `index` of which an index counts the rows."""
+    """Replace every `index` and `index_put` of which an index counts the rows."""
     for node in list(graph.nodes):
-        if node.target is not aten.index.Tensor:
+        with graph.inserting_before(node):
+            _with_rows(node)
+    for node in list(graph.nodes):
+        if node.target not in (aten.index.Tensor, aten.index_put.default):
             continue
         given = {place: index for place, index in enumerate(node.args[1]) if index is not None}
         if any(value(index).dtype in _MASKS for index in given.values()):
@@ -36,20 +43,61 @@ def own_rows(graph: fx.Graph) -> None:
                 rows.setdefault(along + rank - value(index).dim(), place)
         if rows:
             with graph.inserting_before(node):
-                new = _picked(node, given, rows, rank)
-            node.replace_all_uses_with(new)
-            graph.erase_node(node)
+                make = _picked if node.target is aten.index.Tensor else _written
+                new = make(node, given, rows, rank)
+            if new is not None:
+                node.replace_all_uses_with(new)
+                graph.erase_node(node)
 
 
-def _counts_along(index: fx.Node) -> int | None:
-    """The dimension along which an index that depends on nothing counts from 0. It is constant along all others."""
+def _with_rows(node: fx.Node) -> None:
+    """Give a node that takes rows of several samples, laid end to end, an index of the sample and one inside of it."""
+    is_selected = node.target is aten.index_select.default and node.args[1] == 0
+    if not is_selected and node.target not in (aten.index.Tensor, aten.index_put.default):
+        return
+    args: Any = node.args
+    x, indices = args[0], [args[2]] if is_selected else list(args[1])
+    core = index = indices[0]
+    if index is None or any(one is not None for one in indices[1:]) or value(index).dtype in _MASKS:
+        return
+    while core.target in _SAME_ELEMENTS:
+        core = core.args[0]
+    if core.target is not aten.add.Tensor or core.kwargs:
+        return
+    for term, other in (core.args, core.args[::-1]):
+        size = value(x).shape[0]
+        dim = _counts_along(term, size) if isinstance(term, fx.Node) and isinstance(other, fx.Node) else None
+        if dim is None:
+            continue
+        made = partial(compute, node.graph, node)
+        count, (picked, rest) = value(term).shape[dim], (value(core).shape, value(x).shape[1:])
+        rows = made(aten.div.Tensor_mode, term, size // count, rounding_mode="floor")
+        inside = made(aten.masked_fill.Scalar, other, made(aten.lt.Scalar, other, 0), size // count)
+        x = made(aten.reshape.default, x, [count, size // count, *rest])
+        if node.target is aten.index_put.default:
+            new = made(aten.expand.default, args[2], [*value(index).shape, *rest])
+            new = made(aten.reshape.default, new, [*picked, *rest])
+            new = made(aten.index_put.default, x, [rows, inside], new, *args[3:])
+        else:
+            new = made(aten.index.Tensor, x, [rows, inside])
+        node.replace_all_uses_with(made(aten.reshape.default, new, list(value(node).shape)))
+        node.graph.erase_node(node)
+        return
+
+
+def _counts_along(index: fx.Node, total: int | None = None) -> int | None:
+    """The dimension along which an index that depends on nothing counts from 0. It is constant along all others.
+
+    It counts in steps of one, or in equal steps up to a total.
+    """
     nodes = closure([index])
     if any(n.op != "call_function" or is_random(n) or value(n).numel() > _MOST_EVALUATED for n in nodes):
         return None
     known = evaluate(index, lambda leaf: value(leaf))
     for dim, size in enumerate(known.shape):
-        numbers = torch.arange(size).view([-1 if d == dim else 1 for d in range(known.dim())])
-        if size > 1 and torch.equal(known, numbers.expand_as(known)):
+        step = 1 if total is None else total // max(size, 1)
+        numbers = torch.arange(size).view([-1 if d == dim else 1 for d in range(known.dim())]) * step
+        if size > 1 and total in (None, size * step) and torch.equal(known, numbers.expand_as(known)):
             return dim
     return None
 
@@ -93,10 +141,52 @@ def _picked(node: fx.Node, given: dict[int, fx.Node], rows: dict[int, int], rank
     return x if list(value(x).shape) == wanted else made(aten.expand.default, x, wanted)
 
 
+def _written(node: fx.Node, given: dict[int, fx.Node], rows: dict[int, int], rank: int) -> fx.Node | None:
+    """The value of an `index_put`, as `_picked`. None if it does not write to all rows."""
+    made = partial(compute, node.graph, node)
+    args: Any = node.args
+    x, shape, new, adds = args[0], list(value(args[0]).shape), args[2], any(args[3:])
+    block = list(torch.broadcast_shapes(*(value(index).shape for index in given.values())))
+    others = [place for place in given if place not in rows.values()]
+    if not others or any(shape[place] != block[dim] for dim, place in rows.items()):
+        return None
+    counted, rest, places = sorted(rows), [d for d in range(len(shape)) if d not in given], sorted(given)
+    columns = [dim for dim in range(rank) if dim not in rows]
+    order = [*(rows[dim] for dim in counted), *others, *rest]
+    x = _permuted(made, x, order)
+
+    def back(y: fx.Node) -> fx.Node:
+        y = made(aten.reshape.default, y, [shape[d] for d in order])
+        return _permuted(made, y, [order.index(d) for d in range(len(order))])
+
+    indices = [_aligned(made, given[place], rank, [*counted, *columns]) for place in others]
+    sizes, tail = [block[dim] for dim in columns], [shape[d] for d in rest]
+    x, flat = _flat(made, x, indices, len(rows), [block[dim] for dim in counted], sizes)
+    learns = any(value(leaf).requires_grad for leaf in closure([new]) if leaf.op == "placeholder")
+    if not (adds or learns or value(new).dim()):  # one number, whose gradient does not count writes
+        written = made(aten.scatter.value, made(aten.lt.Tensor, x, x), len(rows), flat, True)
+        return back(made(aten.where.self, written, new, x))
+    at = sum(d < places[0] for d in rest) if places == list(range(places[0], places[-1] + 1)) else 0
+    new = made(aten.expand.default, new, [*tail[:at], *block, *tail[at:]])
+    where = [at + dim for dim in (*counted, *columns)]
+    new = _permuted(made, new, [*where, *(d for d in range(len(block) + len(tail)) if d not in where)])
+    new = made(aten.reshape.default, new, list(value(flat).shape))
+    return back(made(aten.scatter_add.default if adds else aten.scatter.src, x, len(rows), flat, new))
+
+
 def _gathered(
     made: _Make, x: fx.Node, indices: Sequence[fx.Node], num_rows: int, rows: list[int], columns: list[int]
 ) -> fx.Node:
     """The elements of each row at its own indices."""
+    tail = list(value(x).shape[num_rows + len(indices) :])
+    x, flat = _flat(made, x, indices, num_rows, rows, columns)
+    return made(aten.reshape.default, made(aten.gather.default, x, num_rows, flat), [*rows, *columns, *tail])
+
+
+def _flat(
+    made: _Make, x: fx.Node, indices: Sequence[fx.Node], num_rows: int, rows: list[int], columns: list[int]
+) -> tuple[fx.Node, fx.Node]:
+    """A value with one dimension for those of the indices, and one index of as many dimensions."""
     inside = list(value(x).shape[num_rows : num_rows + len(indices)])
     tail = list(value(x).shape[num_rows + len(indices) :])
     flat: Any = None
@@ -111,8 +201,7 @@ def _gathered(
     flat = made(aten.expand.default, flat, [*rows, *columns])
     flat = made(aten.reshape.default, flat, [*rows, prod(columns), *[1] * len(tail)])
     flat = made(aten.expand.default, flat, [*rows, prod(columns), *tail])
-    x = made(aten.reshape.default, x, [*rows, prod(inside), *tail])
-    return made(aten.reshape.default, made(aten.gather.default, x, num_rows, flat), [*rows, *columns, *tail])
+    return made(aten.reshape.default, x, [*rows, prod(inside), *tail]), flat
 
 
 def _aligned(made: _Make, index: fx.Node, rank: int, order: list[int]) -> fx.Node:

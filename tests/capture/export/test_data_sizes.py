@@ -53,6 +53,11 @@ SIZES: dict[str, Finish] = {
     "slice": lambda y, n: y[:, : n.max()],
     "arange": lambda y, n: y[:, torch.arange(n.max(), device=y.device)],
     "pad": lambda y, n: F.pad(y, (0, n.max())),
+    "one_hot": lambda y, n: F.one_hot(n).to(y.dtype) @ y[:, 0, :4].sum(0),
+    "one_hot of a number": lambda y, n: F.one_hot(n, max(n.max() + 1, 2)).to(y.dtype)[..., :3] @ y[:, 0, :3].sum(0),
+    "roll": lambda y, n: y[:, 0].roll(n[0, 1], -1) * torch.arange(6),
+    "topk": lambda y, n: y.topk(n.max(), 1).values,
+    "full": lambda y, n: y + torch.full((6,), n.max(), dtype=y.dtype),
     "written": written,
     "edges": edges_without_loops,
 }
@@ -76,6 +81,26 @@ def test_the_model_is_the_model_of_the_example_inputs(name: str) -> None:
     found = run_reference(program, dict(model.named_parameters()), inputs, dict(model.named_buffers()))
     torch.testing.assert_close(found[program.loss], model(**inputs), rtol=1e-12, atol=0.0)
     check_equivalence(model, inputs, tp=2, dp=2, specialise=True)
+
+
+ROWS: dict[str, Finish] = {
+    "first": lambda y, n: y[n[0, 0]],
+    "in the middle": lambda y, n: y[:, n[0, 1], 1:],
+    "behind all": lambda y, n: torch.stack([y[b, ..., None, n[b, 0] - 1] for b in range(4)]),
+    "of a position that weights decide": lambda y, n: y[y.detach().sum((1, 2)).argmax()],
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_that_data_selects_is_no_decision(name: str) -> None:
+    torch.manual_seed(0)
+    model, inputs = Counted(ROWS[name]).double(), {"x": X, "n": N}
+    program = capture_program(model, inputs)
+    assert not program.decisions
+    for given in (inputs, {"x": X.flip(0), "n": N.flip(0)}):
+        found = run_reference(program, dict(model.named_parameters()), given, dict(model.named_buffers()))
+        torch.testing.assert_close(found[program.loss], model(**given), rtol=1e-12, atol=0.0)
+    check_equivalence(model, inputs, tp=2, dp=2)
 
 
 def test_a_size_that_weights_decide_is_refused_with_the_option_too() -> None:

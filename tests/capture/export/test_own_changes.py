@@ -1,9 +1,12 @@
 """A model that changes itself in its forward pass is captured, and the capture leaves it as it was."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
+from autopar.capture.export.export import outputs_of
 from autopar.capture.program import capture_program
 
 
@@ -104,3 +107,23 @@ def test_a_buffer_of_another_shape_is_named() -> None:
     program = capture_program(Averaged(assigns=True, size=3), {"x": torch.randn(4, 8)})
     assert not program.updates
     assert any("the buffer 'mean' gets another shape in the forward pass" in note for note in program.notes)
+
+
+class Caching(nn.Module):
+    """Adds a cache to its outputs, which changes its loss here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.config = SimpleNamespace(use_cache=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).square().mean() * (2 if self.config.use_cache else 1)
+
+
+def test_the_unmodified_model_has_no_cache_either() -> None:
+    """`verify` compares the captured model with `outputs_of`."""
+    model, x = Caching(), torch.randn(4, 8)
+    loss = outputs_of(model, {"x": x})["loss"]
+    torch.testing.assert_close(loss, model.layer(x).square().mean())
+    assert model.config.use_cache
