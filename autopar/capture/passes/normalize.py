@@ -107,6 +107,22 @@ def _is_no_op(node: fx.Node) -> bool:
     return node.target is aten.dropout.default and bool(node.args[1] == 0 or not node.args[2])
 
 
+def dense_operands(graph: fx.Graph) -> None:
+    """Give `as_strided` one dimension in the memory order of the capture: a rank may hold another order."""
+    for node in graph.nodes:
+        if node.target is not aten.as_strided.default:
+            continue
+        source = _value(arg(node, 0))
+        order = sorted(range(source.dim()), key=lambda dim: -source.stride(dim))
+        if not source.permute(order).is_contiguous():
+            raise CaptureError("as_strided of a part of a tensor reads elements beside it; call contiguous() before")
+        with graph.inserting_before(node):
+            turned = compute(graph, node, aten.permute.default, arg(node, 0), order)
+            dense = compute(graph, node, aten.reshape.default, turned, [-1])
+        offset = int(node.args[3]) - source.storage_offset() if len(node.args) > 3 and node.args[3] else 0
+        node.args = (dense, *node.args[1:3], offset)
+
+
 def dense_gradients(graph: fx.Graph) -> None:
     """Give lookups dense gradients. They have the same values as sparse ones, and ranks can sum and shard them."""
     for node in graph.nodes:
@@ -190,6 +206,7 @@ PASSES: tuple[GraphPass, ...] = (
     open_cells,
     one_output_each,
     drop_copies,
+    dense_operands,
     drop_no_ops,
     spell_plainly,
     flat_addmm_to_linear,

@@ -11,6 +11,7 @@ from torch import fx
 from autopar.capture.passes.normalize import IDENTITY
 from autopar.capture.program import capture_program
 from autopar.runtime.codegen.execute import run_reference
+from autopar.testing import check_random_labels
 
 aten = torch.ops.aten
 
@@ -117,3 +118,15 @@ def test_a_mean_loss_is_a_sum_over_a_count(ignored: int) -> None:
 def test_new_tensors_do_not_couple_samples() -> None:
     program = capture_program(squared(shifted), {"x": torch.zeros(4, 6)})
     assert program.mixes_batch is None
+
+
+def windows(y: torch.Tensor) -> torch.Tensor:
+    turned = y.transpose(0, 1)
+    row, *others = turned.stride()
+    return turned.as_strided((2, 2, 4, 6), (row, row, *others)) * turned.sum(0)
+
+
+def test_strides_are_those_of_the_capture() -> None:
+    model, x = squared(windows).double(), torch.randn(4, 3, 6, dtype=torch.float64)
+    checked_program(model, x)
+    check_random_labels(model, {"x": x}, tp=2)
