@@ -11,6 +11,7 @@ from autopar.errors import InputError
 from autopar.ir.degrees import Degrees
 from autopar.ir.precision import stored_dtype
 from autopar.ir.program import CallSite, Program
+from autopar.ir.stages import updated_by_inputs
 from autopar.runtime.codegen.execute import captured_modules, constant_values, run_calls
 from autopar.runtime.codegen.passes.evaluation import use_running_statistics
 from autopar.runtime.model.compiled import totals_of
@@ -80,6 +81,7 @@ class _Reference:
             for name, info in program.every_parameter.items()
         }
         self.state = {name: source(name).to(program.buffers[name].dtype).clone() for name in program.updates}
+        self.changing = frozenset(self.state) if degrees.per_micro_batch else updated_by_inputs(program)
         self.constants = constants_of(program, source)
         self.streams = on_one_device()
         self.training = captured_modules(program, streams=self.streams)
@@ -125,7 +127,8 @@ class _Reference:
                 raise no_gradient(self.program)
             (loss if scaler is None else scaler.scale(loss)).backward()
             total = total + loss.detach()
-            self.state = {name: values[update].detach() for name, update in self.program.updates.items()}
+            new = {name: values[update].detach() for name, update in self.program.updates.items()}
+            self.state |= {name: v for name, v in new.items() if name in self.changing or index == len(pieces) - 1}
         complete_gradients(self.program, self.parameters)
         return total
 

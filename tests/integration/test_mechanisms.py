@@ -48,9 +48,12 @@ def test_a_complex_weight_is_sharded(wish: dict[str, Any], two_ranks: Ranks) -> 
     assert max(two_ranks.run("mechanism_ranks:worst_error", 2, "a_complex_weight", wish)) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["a_complex_weight", "noise_in_evaluation"])
-def test_steps_of_adam_and_outputs(name: str, two_ranks: Ranks) -> None:
-    report = verify(f"mechanism_models:{name}", world_size=2, degrees={"tp": 2}, ranks=two_ranks)
+@pytest.mark.parametrize(
+    ("name", "wish"),
+    [("a_complex_weight", {"tp": 2}), ("noise_in_evaluation", {"tp": 2}), ("noise_in_evaluation", ACCUMULATED)],
+)
+def test_steps_of_adam_and_outputs(name: str, wish: dict[str, Any], two_ranks: Ranks) -> None:
+    report = verify(f"mechanism_models:{name}", world_size=2, degrees=wish, ranks=two_ranks)
     assert report.passed, report
 
 

@@ -167,13 +167,15 @@ def a_complex_weight() -> tuple[nn.Module, Batch]:
 
 
 class Noisy(nn.Module):
-    """An output that random numbers decide in evaluation too."""
+    """An output that random numbers decide in evaluation too, and a buffer that counts steps."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.register_buffer("steps", torch.tensor(0))
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        self.steps += 1
         logits = self.head(F.gelu(self.layer(x + torch.rand_like(x))).mean(1))
         return {"loss": F.cross_entropy(logits, y), "logits": logits}
 
