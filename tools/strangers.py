@@ -111,20 +111,33 @@ def surveyed(name: str, plan: str, limit_s: float) -> Result:
 
 
 def tables(results: Sequence[Result]) -> str:
-    """Counts by plan, and what is not equal, by its message."""
+    """Counts by plan, and the models that are not equal under every plan, with the first message of each."""
     rows = [f"| plan | models | {' | '.join(OUTCOMES)} | equal after the remedy |", "|---" * (len(OUTCOMES) + 3) + "|"]
     for plan in PLANS:
         own = [r for r in results if r["plan"] == plan]
         count = Counter(r["outcome"] for r in own)
         after = sum("equal" in (r["outcome"], r.get("after")) for r in own)
         rows.append(f"| {plan} | {len(own)} | {' | '.join(str(count[o]) for o in OUTCOMES)} | {after} |")
-    rows += ["", "| model | package | plan | outcome | message | remedy |", "|---|---|---|---|---|---|"]
-    for r in results:
-        if r["outcome"] != "equal":
-            message = r["message"].replace("|", "/")[:160]
-            tried = f"{r['remedy']}: {r.get('after', 'not tried')}" if r["remedy"] else "none"
-            rows.append(f"| {r['name']} | {r['package']} | {r['plan']} | {r['outcome']} | {message} | {tried} |")
+    rows += ["", f"| model | package | {' | '.join(PLANS)} | message |", "|---" * (len(PLANS) + 3) + "|"]
+    for name, entry in STRANGERS.items():
+        found = {r["plan"]: r for r in results if r["name"] == name}
+        failed = [r for r in found.values() if r["outcome"] != "equal"]
+        if failed:
+            cells = [_cell(found[plan]) if plan in found else "" for plan in PLANS]
+            message = re.sub(r"/\S*/site-packages/|^autopar: |\|", "", failed[0]["message"])
+            rows.append(f"| {name} | {entry.package} | {' | '.join(cells)} | {message[:300]} |")
     return "\n".join(rows)
+
+
+def _cell(result: Result) -> str:
+    """The outcome of a model under a plan, and of its remedy."""
+    outcome: str = result["outcome"]
+    return outcome + (f", {result['after']} with {_options(result['remedy'])}" if "after" in result else "")
+
+
+def _options(command: str) -> str:
+    """The options of a printed command that decide: not those of the ranks."""
+    return re.sub(r"autopar verify \S+ (--world-size \d+ ?)?|#.*", "", command).strip()
 
 
 def main() -> None:

@@ -105,6 +105,7 @@ def _with_gradient(function: Any, args: tuple[Any, ...]) -> Any:
     floating = [tensor for tensor in tensors if tensor.is_floating_point()]
     found: dict[str, Any] = {}
 
+    @torch.autograd.graph.allow_mutation_on_saved_tensors()  # a backward pass may change its operands in place
     def run(*given: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
         values = iter(given[: len(tensors)])
         own = tuple(next(values) if isinstance(leaf, Tensor) else leaf for leaf in args)

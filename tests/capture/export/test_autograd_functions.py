@@ -95,6 +95,22 @@ class Scan(torch.autograd.Function):
         return grad, (grad[:, 1:] * h[:, :-1]).sum().reshape_as(a)
 
 
+class Doubling(torch.autograd.Function):
+    """A backward pass that changes a factor of the gradient in place after its use, as parallel scans do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(scale)
+        return x * (1 + scale + scale.square())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        factor, found = ctx.saved_tensors[0].expand(grad.shape).clone(), grad.clone()
+        found.add_(factor * grad)
+        factor.mul_(factor)
+        return found.add_(factor * grad), None
+
+
 class Aligned(torch.autograd.Function):
     """Two results, one without a gradient, and another matrix in the backward pass than in the forward pass."""
 
@@ -169,6 +185,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "clamped": lambda x, _: ClampedExp.apply(8 * x),
     "infinite": lambda x, _: ClampedExp.apply(x.masked_fill(x > 0, -float("inf"))),
     "in place": Scan.apply,
+    "in place after its use": Doubling.apply,
     "two results": lambda x, scale: _weighted(*Aligned.apply(x, scale)),
     "derivative": lambda x, _: Swish.apply(x),
     "chained": lambda x, scale: Spike.apply(Rounded.apply(Swish.apply(x), scale)),
