@@ -69,7 +69,7 @@ _ROWS = (
 )
 _NUMBER_OF_ROWS = (
     "needs the number or the order of rows that data chooses; leave out a test for no rows, because they add nothing, "
-    "and write zeros for rows that count for nothing"
+    "and write zeros for rows that count for nothing (for a loop over experts see docs/experts.md)"
 )
 _SPECIALISED = ", or pass specialise=True: a batch with another value is then captured again"
 _UNCHANGED = (
