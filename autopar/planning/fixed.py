@@ -192,7 +192,7 @@ def label_plan(
         return plan
     on, works = (searched and searched.on) or _on(program, cluster), (searched and searched.works) or None
     works = works or _works(program, (degrees, analysis, found), regather)
-    summary = summarise(program, analysis, plan, cluster, stages.call_s)
+    summary = summarise(program, analysis, plan, cluster, stages.call_s, works)
     return replace(plan, summary=summary, predicted=_predicted(works, plan, cluster, on))
 
 

@@ -10,8 +10,9 @@ from math import prod
 from autopar.capture.analysis import Analysis
 from autopar.capture.nodes import operator_name, value_infos
 from autopar.cost_model.machine.collectives import sent_bytes
-from autopar.cost_model.work.block_work import PASSES, evaluate, sizes_on
+from autopar.cost_model.work.block_work import PASSES, VARIANTS, evaluate, sizes_on
 from autopar.cost_model.work.coverage import whole_on_every_rank, works_of
+from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
@@ -34,16 +35,22 @@ _ORDINALS = ("first", "second", "third", "fourth", "fifth")
 
 
 def summarise(
-    program: Program, analysis: Analysis, plan: Plan, cluster: ClusterSpec, call_s: Sequence[float] = ()
+    program: Program,
+    analysis: Analysis,
+    plan: Plan,
+    cluster: ClusterSpec,
+    call_s: Sequence[float] = (),
+    works: ProgramWorks | None = None,
 ) -> Summary:
     """Counts, prices and words about a plan on a program.
 
-    If the plan has pipeline stages, `call_s` has the seconds of every main call.
+    If the plan has pipeline stages, `call_s` has the seconds of every main call. `works` are of the plan's labels;
+    without them nothing is said of selective recomputation.
     """
     return Summary(
         without_rule=tuple(_without_rule(program, analysis, plan, cluster)),
         parameters=tuple(_parameters(program, plan)),
-        blocks=tuple(_block(program, analysis, plan, index) for index in range(len(program.blocks))),
+        blocks=tuple(_block(program, analysis, plan, index, works) for index in range(len(program.blocks))),
         once_a_step=tuple(_once_a_step(program, plan)),
         stages=tuple(_stages(program, analysis, plan, call_s)) if plan.degrees.pp > 1 else (),
     )
@@ -117,7 +124,7 @@ def _split_words(kind: Type, degree: int, operator: str) -> str:
 # ---- blocks ----
 
 
-def _block(program: Program, analysis: Analysis, plan: Plan, index: int) -> BlockSummary:
+def _block(program: Program, analysis: Analysis, plan: Plan, index: int, works: ProgramWorks | None) -> BlockSummary:
     block = program.blocks[index]
     used = {a for call in program.calls for a in call.arguments} | {program.loss, *program.denominators}
     uses = program.uses_of_block(index)
@@ -141,17 +148,18 @@ def _block(program: Program, analysis: Analysis, plan: Plan, index: int) -> Bloc
             for (dim, when, collective), (count, sent) in sorted(totals.items())
         ),
         results=tuple(results),
-        selective=_selective(program, analysis, plan, index) if plan.blocks[index].recomputed else None,
+        selective=_selective(program, plan, index, works) if works and plan.blocks[index].recomputed else None,
     )
 
 
-def _selective(program: Program, analysis: Analysis, plan: Plan, index: int) -> SelectiveSummary | None:
+def _selective(program: Program, plan: Plan, index: int, works: ProgramWorks) -> SelectiveSummary | None:
     """Selective recomputation of a block, as the cost model counts it."""
-    from autopar.cost_model.work.export import block_runs, flow_of, naming_of, work_of
-
-    runs, naming = block_runs(program, analysis)[index], naming_of(analysis, plan.mesh)
-    work = work_of(flow_of(program, index, analysis, plan.blocks[index], naming, runs, plan.regather))
-    found = evaluate(work, sizes_on(plan.mesh, program.sequence, plan.degrees.micro_batch))
+    roles = zip(main_calls(program), works.calls, strict=True)
+    role = next((role for call, role in roles if program.calls[call].block == index and role), None)
+    if role is None:
+        return None
+    sizes = sizes_on(plan.mesh, program.sequence, plan.degrees.micro_batch)
+    found = evaluate(works.family.block(role, VARIANTS[0]), sizes)
     if found.selected is None:
         return None
     return SelectiveSummary(

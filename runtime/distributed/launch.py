@@ -82,6 +82,7 @@ def _work(place: _Place, pipe: Any, asked: Any) -> None:
 
     rank, world_size = place.rank, place.world_size
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+    mp.current_process()._config["tempdir"] = place.folder  # type: ignore[attr-defined] # of sockets that send tensors
     # torch reads TORCH_DISTRIBUTED_DEBUG at its import, which the server of ranks has done
     levels = dist.DebugLevel  # type: ignore[attr-defined]
     dist.set_debug_level(levels.DETAIL if place.checked else levels.OFF)  # type: ignore[attr-defined]

@@ -66,7 +66,7 @@ def best_first(
         bounds: A lower bound for each candidate; candidates with an infinite bound are not priced.
         classes: A number for each candidate; candidates of one class have the same pipeline.
         price: The exact price of a candidate, infinite if it does not fit.
-        first: Candidates to price before all others.
+        first: Candidates to price before all others, whatever the time.
         most: The largest number of prices.
         should_continue: False stops the search once a candidate fits.
         ties: Orders candidates of equal bounds.
@@ -99,7 +99,7 @@ def best_first(
             open_.raise_to(alike, bounds[open_.index[alike]] + more * (1 - ROUNDING))
 
     for index in dict.fromkeys(first):
-        if np.isfinite(bounds[index]) and len(found) < most and should_continue():
+        if np.isfinite(bounds[index]) and len(found) < most:
             take(index)
     while len(found) < most and (should_continue() or not np.isfinite(best)):
         index, bound = open_.smallest(ties)

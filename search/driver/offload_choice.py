@@ -44,7 +44,8 @@ def search_offloads(
     if found.best is not None or not rest or not knows_hosts or not len(found.candidates):
         return found
     on_progress("no plan fits on the devices alone: searching plans with offload")
-    return _best_of(search, goal, rest, found, should_continue)
+    # if the time is up, only the value that leaves least on the device
+    return _best_of(search, goal, rest if should_continue() else rest[-1:], found, should_continue)
 
 
 def _best_of(
@@ -53,7 +54,7 @@ def _best_of(
     """The best of several searches and of one before them. The proof holds for all of them."""
     bound, proven = (np.inf, True) if found is None else (found.proof.bound, found.proof.is_proven)
     for value in values or (NO_OFFLOAD,):
-        if found is not None and not should_continue():
+        if found is not None and found.best is not None and not should_continue():
             proven = False
             break
         best = None if found is None else found.best

@@ -86,6 +86,25 @@ def test_a_command_that_is_ended_leaves_no_ranks_and_no_folders(name: str) -> No
         assert not marks
 
 
+SENT = """
+from autopar.runtime.distributed import launch
+launch.PRELOADED = ()
+with launch.Ranks(1) as world:
+    print(world.run("torch:arange", 5))
+"""
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_that_sends_a_tensor_leaves_no_folder() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {"TMPDIR": folder}
+        found = subprocess.run(
+            [sys.executable, "-c", SENT], env=environment, capture_output=True, text=True, check=True
+        )
+        assert "[0, 1, 2, 3, 4]" in found.stdout
+        assert not [*Path(folder).glob("autopar-ranks-*"), *Path(folder).glob("pymp-*")]
+
+
 def _content(file: Path) -> bytes:
     try:
         return file.read_bytes()

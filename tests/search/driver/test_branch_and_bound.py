@@ -71,6 +71,13 @@ def test_out_of_time_there_is_still_a_plan() -> None:
     assert not np.isfinite(found.priced[0].value)
 
 
+def test_out_of_time_all_first_ones_are_compared() -> None:
+    bounds, prices = np.array([1.0, 2.0, 3.0]), [4.0, 2.5, 3.0]
+    first = {"first": (0, 1), "most": 10, "should_continue": lambda: False}
+    found = best_first(bounds, np.arange(3), lambda index: prices[index], **first)  # type: ignore[arg-type]
+    assert found.best == Exact(index=1, value=2.5)
+
+
 def test_only_what_is_shared_holds_for_a_class() -> None:
     """The first of a class recomputes where the second does not: the second's bound must not rise by that."""
     bounds, prices = np.array([1.0, 1.1, 1.9]), [2.5, 1.2, 1.95]

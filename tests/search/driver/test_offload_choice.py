@@ -50,14 +50,22 @@ def enumerated(case: Case, on: Machinery, fix: Any = None) -> list[tuple[Priced,
     return found
 
 
-def searched(case: Case, on: Machinery, constraints: Constraints) -> Searched:
+def searched(case: Case, on: Machinery, constraints: Constraints, *, has_time: bool = True) -> Searched:
     goal = Goal(objective="time", parts={4: Part(cluster=case.spec, on=on, weight=1.0)})
 
     def search(own: Goal, below: float) -> Searched:
         part = own.parts[4].on
         return search_degrees(case.works, case.spec, constraints, part, most_exact=10_000, goal=own, below=below)
 
-    return search_offloads(search, goal, constraints)
+    return search_offloads(search, goal, constraints, lambda: has_time)
+
+
+def test_out_of_time_the_value_that_leaves_least_on_the_device_is_searched() -> None:
+    case, on = case_of(3e6)
+    constraints = case.constraints.narrowed(fix={}, forbid=FORBID)
+    found = searched(case, on, constraints, has_time=False)
+    assert found.best is not None and found.best.degrees.offload == constraints.offloads[-1]
+    assert found.best.fits
 
 
 @pytest.mark.parametrize("memory_bytes", [80e9, 6e6, 3e6])
