@@ -35,13 +35,14 @@ def errors_on_rank(rank: int, name: str, plan: Mapping[str, Any]) -> float | str
     from usual_losses import usual_batch, usual_model
 
     import autopar
+    from autopar.errors import PlanError
 
     plain, model = usual_model(name), usual_model(name)
     dp, worst = int(plan.get("dp", 1)), 0.0
     example = {n: t.chunk(dp)[0] if t.dim() else t for n, t in usual_batch().items()}
     try:
         parallel = autopar.parallelize(model, "2xcpu", example_inputs=example, plan=dict(plan))
-    except autopar.PlanError as error:
+    except PlanError as error:
         return str(error)
     for is_sparse in (False, True):
         batch = usual_batch(is_sparse=is_sparse)

@@ -118,6 +118,12 @@ def traced_node(tensor: torch.Tensor) -> fx.Node | None:
     return node
 
 
+def last_node(tensor: torch.Tensor) -> fx.Node | None:
+    """The newest node of the graph that is being traced and has a tensor."""
+    node = traced_node(tensor)
+    return None if node is None else next(reversed(node.graph.nodes))
+
+
 def like_traced(node: fx.Node) -> Any:
     """A tensor without values, gradients and history that is like the value of a node. Its memory is its own."""
     value = node.meta["val"]

@@ -62,6 +62,16 @@ def weights_of_the_batch(v: Values) -> torch.Tensor:
     return (v.losses * weights).sum() / weights.sum()
 
 
+def selected_by_number(v: Values) -> torch.Tensor:
+    picked = torch.masked_select(v.losses, v.mask.bool())
+    return picked.sum() / picked.shape[0]
+
+
+def normalised_columns(v: Values) -> torch.Tensor:
+    middle, scale = v.teacher.mean((0, 1)), v.teacher.var((0, 1), unbiased=False).add(1e-6).sqrt()
+    return F.smooth_l1_loss((v.logits - middle) / scale, (v.teacher - middle) / scale)
+
+
 def policy(v: Values, advantages: torch.Tensor) -> torch.Tensor:
     """Clipped ratios to the probabilities of a teacher."""
     new = v.logits.log_softmax(-1).gather(-1, v.labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
@@ -207,6 +217,14 @@ EQUAL: Mapping[str, Loss] = {
     "masked, by the root of the count": lambda v: v.total / v.mask.sum().sqrt(),
     "masked, by weights that sum to one": lambda v: (v.losses * (v.mask / v.mask.sum().clamp(min=1))).sum(),
     "masked, times the reciprocal": lambda v: v.total * (1.0 / v.mask.sum().clamp(min=1)),
+    "selected tokens": lambda v: F.cross_entropy(v.logits[v.labels != -100], v.labels[v.labels != -100]),
+    "selected tokens, the mean": lambda v: v.losses[v.mask.bool()].mean(),
+    "selected tokens, by their number": selected_by_number,
+    "selected tokens, mean squares": lambda v: F.mse_loss(
+        v.hidden[v.mask.bool()], v.teacher[..., :WIDTH][v.mask.bool()]
+    ),
+    "selected sequences": lambda v: v.per_sequence(v.losses)[v.mask.sum(1) > 0].mean(),
+    "mean squares of normalised columns": normalised_columns,
     "by sequences": lambda v: v.per_sequence(v.losses).mean(),
     "by sequences that have a token": lambda v: (
         (v.per_sequence(v.losses) * (v.mask.sum(1) > 0)).sum() / (v.mask.sum(1) > 0).sum().clamp(min=1)

@@ -11,6 +11,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import fx
 from torch.nn import functional as F
 
 from autopar._torch import exports
@@ -24,9 +25,8 @@ _PROPERTIES = {"dtype", "device", "ndim", "requires_grad", "layout", "is_cuda", 
 _ABOUT = _PROPERTIES | {"dim", "is_floating_point", "is_complex", "get_device", "is_contiguous", "ndimension"}
 _FRESH = ("new_", "zeros", "ones", "full", "empty")
 _LEAST = {"min": 1, "amin": 1, "max": -1, "amax": -1}  # and the sign of the infinity that changes no result
-_LOSSES = (
-    F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits,
-)  # fmt: skip
+_PRODUCTS = ("linear", "matmul", "__matmul__", "mm", "embedding")  # of each row with weights, which may be large
+_WITH_COUNTS = ("add", "sub", "mul", "div", "true_divide", "truediv", "radd", "rsub", "rmul", "rtruediv", "rdiv", "pow")
 _ADDS = ("index_add", "index_add_", "scatter_add", "scatter_add_")
 
 
@@ -38,7 +38,7 @@ class Chosen:
 
     def is_same(self, other: "Chosen") -> bool:
         """Whether both are made of one mask, which did not change since."""
-        is_one = exports.traced_node(self.mask) is exports.traced_node(other.mask)
+        is_one = _alike(exports.traced_node(self.mask), exports.traced_node(other.mask))
         return self is other or (is_one and self.version == other.version)
 
     def filled(self, x: Tensor, value: float) -> Tensor:
@@ -60,19 +60,29 @@ class Chosen:
 
 
 class _Count(int):
-    """The number of chosen rows. It may be a size, and nothing may be computed of it."""
+    """A number of elements of chosen rows. It may be a size. Arithmetic with it computes the number."""
 
     refuse: Refuse
     chosen: Chosen
+    times: int  # elements of a row
+
+    def number(self) -> Tensor:
+        """The number in double precision, as Python divides integers."""
+        return self.chosen.flat.sum(dtype=torch.float64) * self.times
 
 
 def _refused(count: _Count, *_: Any) -> Any:
     raise count.refuse()
 
 
-_ARITHMETIC = "add sub mul truediv floordiv mod pow radd rsub rmul rtruediv eq ne lt le gt ge bool neg float"
-for _name in _ARITHMETIC.split():
+def _computed(name: str) -> Callable[..., Any]:
+    return lambda count, *others: getattr(count.number(), name)(*others)
+
+
+for _name in ["eq", "ne", "lt", "le", "gt", "ge", "bool", "floordiv", "mod"]:
     setattr(_Count, f"__{_name}__", _refused)
+for _name in ["add", "sub", "mul", "truediv", "pow", "radd", "rsub", "rmul", "rtruediv", "neg"]:
+    setattr(_Count, f"__{_name}__", _computed(f"__{_name}__"))
 _Count.__hash__ = int.__hash__  # type: ignore[method-assign]
 
 
@@ -110,6 +120,10 @@ def run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], constant: C
         return func(*args, **kwargs)
     if name in ("shape", "size", "numel", "nelement", "__len__"):
         return _sizes(x, name, args[1:], refuse)
+    if name.strip("_") in _WITH_COUNTS and not any(
+        hasattr(leaf, "chosen") for leaf in args if isinstance(leaf, Tensor)
+    ):
+        return func(*(leaf.number() if type(leaf) is _Count else leaf for leaf in args), **kwargs)
     plain = pytree.tree_map(lambda leaf: int.__add__(leaf, 0) if type(leaf) is _Count else leaf, (args, dict(kwargs)))
     if all(map(first.is_same, others)):
         rules = partial(_selected, name), partial(_written, func, name), partial(_reduced, func, name)
@@ -123,16 +137,19 @@ def run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], constant: C
 
 
 def _sizes(x: Any, name: str, dims: tuple[Any, ...], refuse: Refuse) -> Any:
-    count = _Count(x.shape[0])
-    count.refuse, count.chosen = refuse, x.chosen
-    shape = (count, *x.shape[1:])
+    def count(times: int) -> _Count:
+        found = _Count(x.shape[0] * times)
+        found.refuse, found.chosen, found.times = refuse, x.chosen, times
+        return found
+
+    shape = (count(1), *x.shape[1:])
     if name == "shape" or (name == "size" and not dims):
         return shape
     if name == "size":
         return shape[dims[0]]
-    if name == "__len__" or x.dim() > 1:  # `len()` makes a plain integer of any result
+    if name == "__len__":  # `len()` makes a plain integer of any result
         raise refuse()
-    return count
+    return count(prod(x.shape[1:]))
 
 
 def _selected(name: str, args: Any, _: Any, chosen: Chosen, constant: Constant) -> Any:
@@ -217,13 +234,17 @@ def _reduced(func: Any, name: str, args: Any, kwargs: Any, chosen: Chosen, const
     x: Any = args[0] if args else None
     if func in (F.cross_entropy, F.nll_loss) and len(args) > 1 and hasattr(args[1], "chosen") and args[1].dim() == 1:
         ignored = kwargs.get("ignore_index", -100)
-        return func(x, chosen.filled(args[1], ignored), *args[2:], **kwargs)
+        return chosen.mark(func(x, chosen.filled(args[1], ignored), *args[2:], **kwargs))
     if func is F.ctc_loss and hasattr(args[1], "chosen") and chosen.mask.dim() == 2:  # targets of all rows, in one row
         order = torch.argsort(chosen.mask.int(), dim=1, descending=True, stable=True)
         return func(x, args[1].reshape(chosen.mask.shape).gather(1, order), *args[2:], **kwargs)
-    if func in _LOSSES and len(args) == 2 and kwargs.get("reduction", "mean") != "none":
-        losses = chosen.mark(func(*args, **(kwargs | {"reduction": "none", "reduce": None, "size_average": None})))
-        return _reduced(None, kwargs.get("reduction", "mean"), (losses,), {}, chosen, constant)
+    if "reduction" in kwargs and name in dir(F) and kwargs["reduction"] != "none":
+        own = kwargs | {"reduction": "none"} | {n: None for n in ("reduce", "size_average") if n in kwargs}
+        if not _by_row(func, name, args, own) or (losses := func(*args, **own)).shape[:1] != chosen.flat.shape:
+            return NotImplemented
+        how = "sum" if kwargs["reduction"] == "batchmean" else kwargs["reduction"]
+        total = _reduced(None, how, (chosen.mark(losses),), {}, chosen, constant)
+        return total / chosen.flat.sum() if kwargs["reduction"] == "batchmean" else total
     if not hasattr(x, "chosen") or any(isinstance(leaf, Tensor) for leaf in args[1:]):
         return NotImplemented
     if name in _LEAST and len(args) == 1 and not kwargs:
@@ -242,6 +263,8 @@ def _reduced(func: Any, name: str, args: Any, kwargs: Any, chosen: Chosen, const
 def _by_row(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a function of some rows gives these rows of the function of all rows: it is tried on random values."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
+    if name in _PRODUCTS and not any(hasattr(leaf, "chosen") for leaf in leaves[1:]):
+        return True
 
     def called(values: list[Any]) -> list[Any]:
         own = [value.clone() if isinstance(value, Tensor) else value for value in values]
@@ -276,6 +299,20 @@ def _random(leaf: Any) -> Any:
     if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
         return torch.randn(shape, dtype=torch.complex128 if leaf.dtype.is_complex else torch.float64)
     return torch.randint(0, 2, shape).to(leaf.dtype)
+
+
+def _alike(first: Any, second: Any) -> bool:
+    """Whether two nodes are one call, perhaps written twice, and nothing is written in between."""
+    if first is second or not (isinstance(first, fx.Node) and isinstance(second, fx.Node)):
+        return first is second or (not isinstance(first, fx.Node) and first == second)
+    if first.op != "call_function" or first.target is not second.target or first.kwargs != second.kwargs:
+        return False
+    early, late = (first, second) if first < second else (second, first)
+    while early is not late:
+        early = early.next
+        if getattr(getattr(early.target, "_schema", None), "is_mutable", False):
+            return False
+    return len(first.args) == len(second.args) and all(map(_alike, first.args, second.args))
 
 
 def _is_mask(value: Any) -> bool:

@@ -21,6 +21,7 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from autopar._torch import exports
+from autopar._torch.private import pytree
 from autopar.capture.export.assertions import check_that_reads
 from autopar.capture.export.chosen_rows import Chosen, choose, chosen_of
 from autopar.capture.export.chosen_rows import run as on_rows
@@ -110,6 +111,8 @@ class DataReads(TorchFunctionMode):
         self.decided: list[tuple[Decision, Tensor]] = []
         self.notes: dict[str, None] = {}
         self._entered: list[Any] = []
+        self._rows: dict[fx.Node, Exception] = {}  # chosen rows, with the error of code that takes them unseen
+        self._of_rows: set[fx.Node] = set()  # operators that functions of chosen rows have called
         self._occurrences: Counter[str] = Counter()
         self._devices = {value.device.type for *_, value in self._given}
         self._values: KnownValues | None = None
@@ -118,11 +121,13 @@ class DataReads(TorchFunctionMode):
         kwargs = kwargs or {}
         chosen = next(chosen_of((args, kwargs)), None)
         if chosen is not None:
-            return on_rows(func, args, kwargs, self._constant, partial(self._refused_rows, chosen))
+            last = exports.last_node(chosen.flat)
+            refuse = partial(self._refused_rows, chosen)
+            return self._known(last, on_rows(func, args, kwargs, self._constant, refuse), refuse)
         if (rows := choose(func, args, kwargs, self._is_fixed)) is not NotImplemented:
-            line = line_that_runs(self._model)
+            line, refuse = line_that_runs(self._model), partial(self._refused_rows, next(chosen_of(rows)))
             self.notes[f"{line}: `{line.code}` keeps all rows, and what it does not choose is computed too"] = None
-            return rows
+            return self._known(None, rows, refuse)
         if func in _AS_NUMBERS:
             return self._read(args[0], _AS_NUMBERS[func], lambda: func(*args, **kwargs))
         if func in _AS_ARRAYS:
@@ -178,6 +183,21 @@ class DataReads(TorchFunctionMode):
                 self._entered.pop()
 
         return run
+
+    def _known(self, last: fx.Node | None, made: Any, refuse: Callable[[], Exception]) -> Any:
+        """The result of a function of chosen rows. The nodes behind `last` belong to it."""
+        while last is not None and last.next.op != "root":
+            last = last.next
+            self._of_rows.add(last)
+        tensors = [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, Tensor) and hasattr(leaf, "chosen")]
+        self._rows |= {node: refuse() for t in tensors if (node := exports.traced_node(t)) is not None}
+        return made
+
+    def check_rows(self) -> None:
+        """Raise `CaptureError` if code that this mode did not see, such as a scripted function, took chosen rows."""
+        for node, error in self._rows.items():
+            if not self._of_rows.issuperset(node.users):
+                raise error
 
     def _constant(self, tensor: Tensor) -> Tensor | None:
         """The value of a constant."""

@@ -93,6 +93,7 @@ class _Outputs(nn.Module):
             found = self._outputs(*args, **kwargs)
             if next(chosen_of(found), None) is not None:
                 raise CaptureError("the model cannot be captured: it returns rows that data chooses; return all rows")
+        reads.check_rows()
         traced.decided[:] = [decision for decision, _ in reads.decided]
         traced.notes[:0] = reads.notes
         return found | {f"{DECISION}{k}": tensor for k, tensor in enumerate(tensor for _, tensor in reads.decided)}

@@ -22,7 +22,8 @@ from autopar.capture.nodes import argument, closure, compute, is_random, value
 from autopar.ir.program import Block, CallSite, Constants, InputInfo, Program
 from autopar.rules.rule import Call, TensorInfo
 
-_VARIANCES = (aten.var.correction, aten.std.correction)
+_DEVIATIONS = (aten.std.correction, aten.std.dim, aten.std.default)
+_VARIANCES = (aten.var.correction, aten.var.dim, aten.var.default, *_DEVIATIONS)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -177,8 +178,8 @@ def _end(found: BatchSums, node: fx.Node, users: Sequence[fx.Node], status: Stat
 
 def _open_variance(graph: fx.Graph, node: fx.Node) -> None:
     """Write a variance or standard deviation as sums, with the number of its elements as a sum of ones."""
-    x, dim, keeps = argument(node, "self"), argument(node, "dim"), argument(node, "keepdim")
-    correction = argument(node, "correction")
+    x, dim, keeps = argument(node, "self"), argument(node, "dim"), bool(argument(node, "keepdim"))
+    correction = argument(node, "unbiased" if "correction" not in str(node.target) else "correction")
     dims = list(dim) if dim else list(range(value(x).dim()))
     with graph.inserting_before(node):
         mean = new_node(graph, node, aten.mean.dim, x, dims, True)
@@ -186,9 +187,9 @@ def _open_variance(graph: fx.Graph, node: fx.Node) -> None:
         total = new_node(graph, node, aten.sum.dim_IntList, square, dims, keeps)
         ones = new_node(graph, node, aten.ones_like.default, x)
         count = new_node(graph, node, aten.sum.dim_IntList, ones, dims, keeps)
-        rest = new_node(graph, node, aten.sub.Tensor, count, 1 if correction is None else correction)
+        rest = new_node(graph, node, aten.sub.Tensor, count, 1 if correction is None else int(correction))
         found = new_node(graph, node, aten.div.Tensor, total, new_node(graph, node, aten.clamp_min.default, rest, 0))
-        if node.target is aten.std.correction:
+        if node.target in _DEVIATIONS:
             found = new_node(graph, node, aten.sqrt.default, found)
     node.replace_all_uses_with(found)
     graph.erase_node(node)

@@ -1,6 +1,7 @@
 """Rows that data chooses: all rows stay in the program, and every batch has the loss and gradients of the module."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -69,7 +70,36 @@ def points(model: Layers, y: Tensor, n: Tensor) -> Tensor:
     return y.new_zeros(n.numel()).index_add_(0, places, found).view_as(n).sum(1).square().sum()
 
 
-BODIES = {f.__name__: f for f in (experts_by_rows, experts_by_mask, labelled, roots, points)}
+def by_their_number(y: Tensor, mask: Tensor) -> Tensor:
+    rows = y[mask]
+    found = rows.square().sum() / rows.shape[0] + rows.abs().sum() / rows.numel() + rows.exp().sum() / rows.size(0)
+    return found * (1 + 1 / (rows.numel() + 2))
+
+
+def two_experts(y: Tensor, mask: Tensor) -> Tensor:
+    out = torch.zeros_like(y)
+    out[mask] += F.gelu(y[mask]) * y[mask].sum(-1, keepdim=True)
+    out[~mask] = y[~mask].tanh()
+    return out.square().mean()
+
+
+ROWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "by their number": by_their_number,
+    "two experts": two_experts,
+    "operators": lambda y, m: ((2 - y[m]) * y[m] / (1 + abs(y[m])) - (-y[m]) ** 3)[:, 1:].mean(),
+    "a finite gradient": lambda y, m: (y[m].abs().log() + y[m].abs().sqrt() + y[m].norm(dim=-1, keepdim=True)).mean(),
+    "of sequences": lambda y, m: y[..., :3].mean((1, 2))[m.any(1)].square().mean(),
+    "functions": lambda y, m: F.layer_norm(F.normalize(y[m], dim=-1), (6,)).softmax(-1)[..., 0].mean(),
+    "soft targets": lambda y, m: F.cross_entropy(y[m], y.detach().softmax(-1)[m], label_smoothing=0.1),
+    "divergence": lambda y, m: F.kl_div(
+        y[m].log_softmax(-1), y.detach().roll(1, -1).softmax(-1)[m], reduction="batchmean"
+    ),
+    "each loss": lambda y, m: F.cross_entropy(y[m], y.detach().argmax(-1).roll(1, -1)[m], reduction="none").mean(),
+    "margin": lambda y, m: F.triplet_margin_loss(y[m], y[m].roll(1, -1), y.detach()[m].roll(2, -1)),
+    "a mask written twice": lambda y, m: (y[m & ~m.roll(1, 1)] * y.detach()[m & ~m.roll(1, 1)]).mean(),
+}
+BODIES: dict[str, Body] = {name: lambda own, y, n, f=f: f(y, n > 1) for name, f in ROWS.items()}
+BODIES |= {f.__name__: f for f in (experts_by_rows, experts_by_mask, labelled, roots, points)}
 
 
 def batch(seed: int) -> dict[str, Tensor]:
@@ -100,7 +130,9 @@ REFUSED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "the first": lambda y, n: y[n > 1][0].sum(),
     "counted": lambda y, n: y[n > 1].sum() / len(y[n > 1]),
     "tested": lambda y, n: y[n > 1].sum() if len(y[n > 1]) else y.sum(),
-    "divided": lambda y, n: y[n > 1].sum() / y[n > 1].shape[0],
+    "a deviation": lambda y, n: y[n > 1].std(),
+    "in another order": lambda y, n: y[n > 1].flip(0)[:, 0].sum(),
+    "of each other": lambda y, n: (y[n > 1] @ y[n > 1].t()).sum(),
     "skipped": lambda y, n: y[n > 1].sum() if y[n > 1].numel() == 0 else y.sum(),
     "by another mask": lambda y, n: (y[n > 1] + y[n > 2]).sum(),
     "numbers": lambda y, n: y[n[:, 0] > 1].sum() * len(y[n[:, 0] > 1].tolist()),
@@ -121,3 +153,31 @@ def test_a_remedy_does_not_help_where_weights_choose() -> None:
     with pytest.raises(CaptureError, match="needs the number or the order of rows") as found:
         capture_program(model, batch(1))
     assert "specialise" not in str(found.value)
+
+
+@torch.jit.script
+def scripted(x: Tensor) -> Tensor:
+    return x.square().mean()
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+@pytest.mark.parametrize("take", [scripted, lambda x: Doubled.apply(x).mean()])
+def test_code_that_nobody_watches_does_not_take_rows(take: Callable[[Tensor], Tensor]) -> None:
+    """Either the code is watched, and the loss is right, or it is refused."""
+    model = Layers(lambda own, y, n: take(y[n > 1])).double()
+    try:
+        program = capture_program(model, batch(1))
+    except CaptureError as error:
+        assert "rows that data chooses" in str(error)
+        return
+    found = run_reference(program, dict(model.named_parameters()), batch(2), {})[program.loss]
+    torch.testing.assert_close(found, model(**batch(2)), rtol=1e-12, atol=0.0)
