@@ -7,16 +7,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autopar.testing.checks import check_equivalence, check_random_labels
+    from autopar.testing.checks import check_equivalence
     from autopar.testing.rule_proof import prove_rule
 
 # Importing the package must not wait for torch.
 _HOMES = {
     "check_equivalence": "autopar.testing.checks",
-    "check_random_labels": "autopar.testing.checks",
     "prove_rule": "autopar.testing.rule_proof",
 }
-__all__ = ["check_equivalence", "check_random_labels", "prove_rule"]
+__all__ = ["check_equivalence", "prove_rule"]
 
 
 def __getattr__(name: str) -> Any:

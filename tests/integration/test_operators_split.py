@@ -3,6 +3,7 @@
 import pytest
 import torch
 from operator_models import BATCH, BETWEEN, TOKENS, made
+from random_labels import check_random_labels
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from autopar.capture.analysis import analyse
@@ -11,7 +12,7 @@ from autopar.capture.program import capture_program
 from autopar.commands.verify import verify
 from autopar.ir.sharding import Mesh
 from autopar.runtime.distributed.launch import Ranks
-from autopar.testing import check_equivalence, check_random_labels
+from autopar.testing import check_equivalence
 
 
 @pytest.mark.parametrize("name", BETWEEN)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import autopar
-from autopar.testing import check_equivalence, check_random_labels
+from autopar.testing import check_equivalence
 
 X, Y, _ = tensors()
 GIVEN: dict[str, Any] = {"example_inputs": (X, Y), "loss_fn": F.cross_entropy}
@@ -37,8 +37,7 @@ def captured(model: nn.Module) -> Any:
 
 def checked(model: nn.Module) -> Any:
     one = check_equivalence(model, (X, Y), tp=2, loss_fn=F.cross_entropy)
-    every = check_random_labels(model, (X, Y), tp=2, seeds=[0], loss_fn=F.cross_entropy)
-    return one.errors.keys(), every[0].errors.keys()
+    return one.errors.keys()
 
 
 @pytest.mark.parametrize("function", (planned, estimated, covered, captured, checked))

@@ -8,6 +8,7 @@ import torch
 from equivalence import TOLERANCE, Case, case_of, run, worst
 from floored_error import floored_error, rms
 from program_source import Source
+from random_labels import random_labels
 
 from autopar.capture.export.export import named_outputs
 from autopar.errors import PlanError
@@ -17,7 +18,6 @@ from autopar.ir.plan import BlockLabels
 from autopar.ir.sharding import Mesh
 from autopar.runtime.parameters.packed import join_packed
 from autopar.search.labels.solve import label
-from autopar.testing.random_labels import random_labels
 
 LINES = tuple(Mesh.of(tp=n) for n in (2, 3, 4, 5, 6, 8)) + tuple(Mesh.of(dp=n, tp=1) for n in (2, 3, 4, 8))
 PLANES = (

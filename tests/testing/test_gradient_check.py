@@ -8,6 +8,7 @@ import pytest
 import tiny_models
 from equivalence import Case, case_of, labelled
 from gradient_check import gradient_table
+from random_labels import random_labels
 
 from autopar.errors import VerificationError
 from autopar.ir.plan import BlockLabels
@@ -15,7 +16,6 @@ from autopar.ir.sharding import I, Mesh, R, S
 from autopar.ir.storage import storage_of
 from autopar.lowering import functions
 from autopar.lowering.local_graph import LocalGraph, local_graph
-from autopar.testing.random_labels import random_labels
 
 MODELS = {"llama": tiny_models.llama, "gpt2": tiny_models.gpt2}
 MESH = Mesh.of(dp=2, tp=2)

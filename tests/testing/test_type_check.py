@@ -7,6 +7,7 @@ import routed_models
 import tiny_models
 import torch
 from equivalence import Case, case_of, labelled
+from random_labels import random_labels
 from suites import long
 from type_check import check_generated, type_report
 
@@ -18,7 +19,6 @@ from autopar.ir.program import Program
 from autopar.ir.sharding import Mesh
 from autopar.lowering.local_graph import local_graph
 from autopar.search.labels.solve import label
-from autopar.testing.random_labels import random_labels
 
 pytest.importorskip("spmd_types")
 MODELS = {"llama": tiny_models.llama, "gpt2": tiny_models.gpt2}

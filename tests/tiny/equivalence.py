@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from random_labels import random_labels
 from tiny_models import Example
 
 from autopar.capture.program import capture_program
@@ -15,7 +16,6 @@ from autopar.search.labels.solve import label
 from autopar.testing.equivalence import TOLERANCE, compare_runs, run_labels, run_program
 from autopar.testing.equivalence import SingleDeviceRun as Case
 from autopar.testing.one_process import Outcome
-from autopar.testing.random_labels import random_labels
 
 run = run_labels
 

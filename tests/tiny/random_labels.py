@@ -1,15 +1,19 @@
 """Random labels: every operator of a program labelled at random, to find wrong rules and conversions."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
+from torch import nn
+
 from autopar.capture.analysis import Analysis
+from autopar.capture.export.export import Inputs, LossFunction
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Block, Program
 from autopar.ir.sharding import Dims, I, Mesh, R, S, Type
 from autopar.rules.routed import ORDER
 from autopar.rules.variants import Bound, Variant, rewrites_fit, variants
+from autopar.testing.equivalence import Equivalence, compare_runs, run_labels, run_model
 
 Owned = Callable[[int], bool]
 
@@ -170,3 +174,23 @@ def _ragged_between_blocks(program: Program, analysis: Analysis) -> list[str]:
         for output, result in zip(program.blocks[call.block].outputs, call.results, strict=True)
         if output in analysis.ragged[call.block]
     ]
+
+
+def check_random_labels(
+    model: nn.Module,
+    inputs: Inputs,
+    *,
+    tp: int,
+    dp: int = 1,
+    seeds: Iterable[int] = range(4),
+    loss_fn: LossFunction | None = None,
+) -> list[Equivalence]:
+    """A model with drawn labels equals one device. `tp` and `dp` are mesh dimensions that may split any axis."""
+    run = run_model(model, inputs, loss_fn)
+    # an axis belongs to one mesh dimension, so a dimension of one rank would leave axes whole
+    mesh = Mesh.of(**{name: degree for name, degree in (("dp", dp), ("tp", tp)) if degree > 1})
+    drawn = {seed: random_labels(run.program, run.analysis(mesh), mesh, seed) for seed in seeds}
+    reports = {seed: compare_runs(run, run_labels(run, labels, mesh), mesh) for seed, labels in drawn.items()}
+    for seed, report in reports.items():
+        assert report.passed, f"random labels of seed {seed}: {report}"
+    return list(reports.values())
