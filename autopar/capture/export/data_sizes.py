@@ -61,7 +61,8 @@ def _places_of_tensors(name: str) -> set[int | str] | None:
     """The positions and names of arguments that an operator may take as tensors. None if there is no such operator."""
     overloads = private.overloads_of(getattr(torch.ops.aten, name, None))
     arguments = [pair for overload in overloads.values() for pair in enumerate(overload._schema.arguments)]
-    places = {place for k, one in arguments if "Tensor" in str(one.type) for place in (k, one.name)}
+    tensors = [(k, one) for k, one in arguments if "Tensor" in str(one.type)]
+    places = {place for k, one in tensors for place in ((one.name,) if one.kwarg_only else (k, one.name))}
     return places - _PLACES_AS_NUMBERS.get(name, set()) if overloads else None
 
 

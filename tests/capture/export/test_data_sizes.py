@@ -52,6 +52,7 @@ SIZES: dict[str, Finish] = {
     "repeat_interleave of numbers": lambda y, n: y[torch.repeat_interleave(n[:, 0])],
     "slice": lambda y, n: y[:, : n.max()],
     "arange": lambda y, n: y[:, torch.arange(n.max(), device=y.device)],
+    "new_zeros": lambda y, n: torch.cat([y, y.new_zeros(4, n.max(), 6)], 1),
     "pad": lambda y, n: F.pad(y, (0, n.max())),
     "one_hot": lambda y, n: F.one_hot(n).to(y.dtype) @ y[:, 0, :4].sum(0),
     "one_hot of a number": lambda y, n: F.one_hot(n, max(n.max() + 1, 2)).to(y.dtype)[..., :3] @ y[:, 0, :3].sum(0),
