@@ -18,12 +18,7 @@ T = TypeVar("T")
 
 
 class Memo:
-    """Results of functions. Each is computed once for the same inputs.
-
-    >>> memo = Memo()
-    >>> memo(divmod, 7, 2), memo(divmod, 7, 2), len(memo)
-    ((3, 1), (3, 1), 1)
-    """
+    """Results of functions. Each is computed once for the same inputs."""
 
     def __init__(self) -> None:
         self._results: dict[tuple[Any, ...], Any] = {}

@@ -72,12 +72,7 @@ class Interval:
 
 
 def interval_of(value: float, figure: Figure, situation: Situation) -> Interval:
-    """The interval of a predicted value.
-
-    >>> known, guessed = (interval_of(1.0, "time", Situation(is_engine_known=k)) for k in (True, False))
-    >>> guessed.low < known.low < 1.0 < known.high < guessed.high
-    True
-    """
+    """The interval of a predicted value."""
     bounds = _bounds()[figure]
     low, high = bounds[situation.name]
     if not situation.is_device_known and not situation.has_steps:
@@ -87,11 +82,7 @@ def interval_of(value: float, figure: Figure, situation: Situation) -> Interval:
 
 
 def likely_slower() -> float:
-    """The predicted difference of two plans, as a part of the faster one, that nine of ten measurements confirm.
-
-    >>> 0.0 < likely_slower() < 0.3
-    True
-    """
+    """The predicted difference of two plans, as a part of the faster one, that nine of ten measurements confirm."""
     return math.exp(-_bounds()[ORDER][ORDER][0]) - 1
 
 

@@ -51,11 +51,7 @@ class Form:
 
 
 def form_of(first: int, second: int, sizes: Sizes, others: Sizes) -> int | Form | None:
-    """The form of a number that is `first` at `sizes` and `second` at `others`. None if it is unexplained.
-
-    >>> form_of(4095, 5, Sizes(batch=8, sequence=4096), Sizes(batch=3, sequence=6))
-    Form(terms=((1, 1, 0, 1), (-1, 1, 0, 0)))
-    """
+    """The form of a number that is `first` at `sizes` and `second` at `others`. None if it is unexplained."""
     if first == second:
         return first
     for candidates in (_products, _with_offset):
@@ -77,9 +73,6 @@ def batch_exponent(first: float, second: float, sizes: Sizes, others: Sizes) -> 
     """The power of the batch size to which a number is proportional, whatever the sequence length does to it.
 
     The number is `first` at `sizes` and `second` at `others`. None if it depends on the batch size in another way.
-
-    >>> batch_exponent(0.5, 2 / 3, Sizes(batch=4), Sizes(batch=3))
-    -1
     """
     if not (math.isfinite(first) and math.isfinite(second)) or 0 in (first, second):
         return 0 if first == second else None

@@ -46,11 +46,7 @@ class _Called(BaseException):
 
 
 def is_script(text: str) -> bool:
-    """Whether a text is a Python file, perhaps with arguments.
-
-    >>> is_script("train.py --layers 4"), is_script("package.module:factory")
-    (True, False)
-    """
+    """Whether a text is a Python file, perhaps with arguments."""
     return text.partition(" ")[0].endswith(".py")
 
 

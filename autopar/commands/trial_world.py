@@ -157,13 +157,7 @@ def beside(seconds: Spread, best: Incumbent) -> Spread:
 
 
 def reason_of(error: RankError, kills_before: int = 0) -> Reason:
-    """The reason of a failure: ``oom``, ``timeout``, ``killed`` or ``error``.
-
-    >>> reason_of(RankError("rank 1 failed: OutOfMemoryError: CUDA out of memory", rank=1))
-    'oom'
-    >>> reason_of(RankError("rank 1 did not answer within 60 s", rank=1))
-    'timeout'
-    """
+    """The reason of a failure: ``oom``, ``timeout``, ``killed`` or ``error``."""
     text = str(error)
     if _MEMORY.search(text):
         return "oom"

@@ -31,18 +31,10 @@ HELD = {offload: "; ".join(_HELD[part] for part in offload.split("+") if part in
 
 
 def parts_of_offload(offload: str) -> frozenset[str]:
-    """The parts of a value of `OFFLOADS` that are on the host.
-
-    >>> sorted(parts_of_offload("optimizer+activations"))
-    ['activations', 'optimizer']
-    """
+    """The parts of a value of `OFFLOADS` that are on the host."""
     return frozenset() if offload == NO_OFFLOAD else frozenset(offload.split("+"))
 
 
 def offload_in_words(offload: str) -> str:
-    """What is on the host, in words.
-
-    >>> offload_in_words("optimizer+activations")
-    'optimizer and activations on the host'
-    """
+    """What is on the host, in words."""
     return f"{' and '.join(offload.split('+'))} on the host"

@@ -132,20 +132,12 @@ DEFAULT_OPTIMIZER = "adamw"
 
 
 def optimizer_named(name: str) -> Optimizer:
-    """The entry of an optimizer. For an unknown name AdamW's, as `assumption_of` says.
-
-    >>> optimizer_named("lion").name
-    'adamw'
-    """
+    """The entry of an optimizer. For an unknown name AdamW's, as `assumption_of` says."""
     return OPTIMIZERS.get(name, OPTIMIZERS[DEFAULT_OPTIMIZER])
 
 
 def assumption_of(name: str) -> str | None:
-    """What is assumed about an optimizer that has no entry; None for a known one.
-
-    >>> assumption_of("adamv")
-    "optimizer 'adamv' is unknown: its state is counted as that of adamw; did you mean 'adamw'?"
-    """
+    """What is assumed about an optimizer that has no entry; None for a known one."""
     if name in OPTIMIZERS:
         return None
     return (

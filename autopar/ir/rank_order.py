@@ -11,11 +11,6 @@ def strides(order: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
     """How many ranks lie from one rank of each dimension to the next, by the sizes of all.
 
     The ranks of `cp`, if it has a size, lie inside of `dp`: its neighbours hold the parts of the same samples.
-
-    >>> strides("pp-dp-tp", {"pp": 4, "dp": 2, "tp": 8}), strides("dp-pp-tp", {"pp": 4, "dp": 2, "tp": 8})
-    ({'tp': 1, 'dp': 8, 'pp': 16}, {'tp': 1, 'pp': 8, 'dp': 32})
-    >>> strides("pp-dp-tp", {"pp": 4, "dp": 2, "cp": 3, "tp": 8})
-    {'tp': 1, 'cp': 8, 'dp': 24, 'pp': 48}
     """
     found, stride = {}, 1
     for name in reversed(order.split("-")):

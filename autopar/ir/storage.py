@@ -147,9 +147,6 @@ def storage_of(dims: Dims, types: Sequence[Type], mesh: Mesh) -> Storage:
 def buckets(tensors: Iterable[tuple[int, object]]) -> Iterator[list[int]]:
     """Indices of tensors, given as (bytes, dtype), that are summed together: in order, of one dtype, of at most
     `BUCKET_BYTES`.
-
-    >>> list(buckets([(4, "float32"), (8, "float32"), (2, "bfloat16"), (BUCKET_BYTES, "bfloat16")]))
-    [[0, 1], [2], [3]]
     """
     group: list[int] = []
     size, kind = 0, None

@@ -194,13 +194,7 @@ def _indivisible(name: str, value: int, local_batch: int) -> Problem:
 
 
 def nearest_divisors(number: int, value: int) -> list[int]:
-    """The divisors of `number` next to `value`, below and above.
-
-    >>> nearest_divisors(12, 5)
-    [4, 6]
-    >>> nearest_divisors(4, 9)
-    [4]
-    """
+    """The divisors of `number` next to `value`, below and above."""
     below = next(d for d in range(min(value, number), 0, -1) if number % d == 0)
     above = next((d for d in range(value, number + 1) if number % d == 0), below)
     return sorted({below, above})

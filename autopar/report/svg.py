@@ -13,11 +13,7 @@ SIDE = 1000.0  # units of a plot's sides
 
 
 def tag(name: str, *children: str, **attributes: object) -> Markup:
-    """An element; text and attributes are escaped. ``class_`` is ``class``, ``stroke_width`` is ``stroke-width``.
-
-    >>> print(tag("text", "<b>", x=1.25, class_="t"))
-    <text x="1.25" class="t">&lt;b&gt;</text>
-    """
+    """An element; text and attributes are escaped. ``class_`` is ``class``, ``stroke_width`` is ``stroke-width``."""
     written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(value)}"'
         for key, value in attributes.items()
@@ -28,11 +24,7 @@ def tag(name: str, *children: str, **attributes: object) -> Markup:
 
 
 def short(value: float) -> str:
-    """A coordinate with one decimal.
-
-    >>> short(12.04), short(12.5)
-    ('12', '12.5')
-    """
+    """A coordinate with one decimal."""
     return f"{value:.1f}".removesuffix(".0")
 
 

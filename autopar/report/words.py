@@ -14,12 +14,7 @@ from autopar.search.result.result import Contender, SearchResult
 
 
 def degrees_in_words(degrees: Mapping[str, Any]) -> str:
-    """The degrees of a plan in words.
-
-    >>> degrees_in_words({"pp": 4, "tp": 2, "dp_shard": 4, "zero": 1, "micro_batch": 1, "micro_batches": 16,
-    ...                   "schedule": "1f1b", "recompute": "none"})
-    'pipeline of 4 (1f1b, 16 micro-batches), tensor parallel 2, data parallel 4 with ZeRO 1, micro-batch 1'
-    """
+    """The degrees of a plan in words."""
     return ", ".join(_degree_words(degrees))
 
 

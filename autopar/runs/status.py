@@ -119,11 +119,7 @@ def run_status(path: str | os.PathLike[str], *, now_s: float | None = None) -> R
 
 
 def curve(points: Sequence[tuple[int, float]], most: int = MAX_POINTS) -> tuple[tuple[int, float], ...]:
-    """At most so many points: the means of equal parts, each at the last step of its part.
-
-    >>> curve([(1, 4.0), (2, 2.0), (3, 3.0), (4, 1.0)], 2)
-    ((2, 3.0), (4, 2.0))
-    """
+    """At most so many points: the means of equal parts, each at the last step of its part."""
     if len(points) <= most:
         return tuple(points)
     found = []
@@ -134,11 +130,7 @@ def curve(points: Sequence[tuple[int, float]], most: int = MAX_POINTS) -> tuple[
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """A line of bars, high for large values. A value that is no number is ``×``.
-
-    >>> sparkline([4.0, 3.0, 2.0, math.nan, 1.0], 10)
-    '█▆▃×▁'
-    """
+    """A line of bars, high for large values. A value that is no number is ``×``."""
     shown = [value for _, value in curve(list(enumerate(values)), width)]
     finite = [value for value in shown if math.isfinite(value)]
     low, span = min(finite, default=0.0), (max(finite, default=0.0) - min(finite, default=0.0)) or 1.0

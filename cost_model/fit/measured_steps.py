@@ -34,14 +34,7 @@ def elasticities(price: Callable[[DeviceProfile], Floats], profile: DeviceProfil
 
 
 def term_factors(ratios: Sequence[float], parts: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The factor on the time of each term.
-
-    Example:
-        >>> term_factors([1.3], np.array([[1.0, 0.0]])).round(3).tolist()  # 1.3 to the power of 0.7; no links
-        [1.202, 1.0]
-        >>> term_factors([1.3, 1.0], np.array([[0.5, 0.5], [1.0, 0.0]])).round(3).tolist()  # the links are slow
-        [1.054, 1.19]
-    """
+    """The factor on the time of each term."""
     penalty = PENALTY * np.eye(parts.shape[1])
     found: NDArray[np.float64] = np.exp(np.linalg.solve(parts.T @ parts + penalty, parts.T @ np.log(ratios)))
     return found

@@ -213,11 +213,6 @@ def engine_of_framework(framework: str | None, source: str | None = None) -> Eng
     A name may stand anywhere in the text. Case and marks between words do not count. The longest name decides. If
     several profiles have it, the year decides: the first year in `framework`, else in `source`. Without a year, the
     newest profile is the answer.
-
-    Example:
-        >>> names = "Megatron-LM 2021", "NVIDIA Megatron LM", "our own trainer, on torchtitan"
-        >>> [engine_of_framework(name).name for name in names]
-        ['megatron-2021', 'megatron', 'fsdp']
     """
     text = " ".join(_WORDS.findall((framework or "").lower()))
     matches = [

@@ -93,16 +93,7 @@ class _Token:
 
 @lru_cache(maxsize=1024)
 def read_link(text: str | None, devices_per_host: float) -> LinkReading:
-    """Read the bandwidth of one device from the text of a link.
-
-    Example:
-        >>> read_link("8x HDR InfiniBand 200Gb/s per node", 8).bytes_per_s
-        25000000000.0
-        >>> read_link("single node", 8)
-        LinkReading(bytes_per_s=None, warning=None)
-        >>> read_link("InfiniBand 200", 8).warning
-        'states a figure that cannot be read'
-    """
+    """Read the bandwidth of one device from the text of a link."""
     if len(text or "") > _MAX_CHARS:
         return LinkReading(warning=f"is longer than {_MAX_CHARS} characters")
     tokens = _settled([_token(match) for match in _SCANNER.finditer(text or "")], devices_per_host)

@@ -92,11 +92,7 @@ def measured_bytes(row: Row) -> float | None:
 
 
 def attention_part(kind: str | None) -> float | None:
-    """The part of attention's FLOP that a source counted, 1 or 0.5; None if its text does not say.
-
-    >>> attention_part("model (causal attention)"), attention_part("model, full attention"), attention_part("model")
-    (0.5, 1.0, None)
-    """
+    """The part of attention's FLOP that a source counted, 1 or 0.5; None if its text does not say."""
     text = kind or ""
     if _WHOLE.search(text):
         return 1.0

@@ -193,28 +193,7 @@ def read_rows(path: str | os.PathLike[str]) -> list[Row]:
 
 
 def read_row_file(path: str | os.PathLike[str], *, is_strict: bool = False) -> RowFile:
-    """Read the usable rows of a CSV file.
-
-    Args:
-        path: The file. Its header names columns of `Row`, in any order.
-        is_strict: Refuse the file if a column is unknown, or a row cannot be used.
-
-    Returns:
-        The usable rows. A row without an id is called after its line. Unknown columns are not read.
-
-    Raises:
-        InputError: If a column is missing without which no row can be used, if a column is repeated, or if no row can
-            be used. If `is_strict`, for every problem of the file.
-
-    Example:
-        >>> from pathlib import Path
-        >>> _ = Path("runs.csv").write_text(",".join(NEEDED) + "\\na" + ",1" * 13 + "\\nb,1\\n")
-        >>> file = read_row_file("runs.csv")
-        >>> [row.id for row in file.rows]
-        ['a']
-        >>> [(one.id, one.reason[:18]) for one in file.left_out]
-        [('line 3', 'must have 14 cells')]
-    """
+    """Read the usable rows of a CSV file."""
     header, lines = read_table(path)
     _check_header(path, header, is_strict=is_strict)
     unknown = tuple(dict.fromkeys(name for name in header if name not in _PARSERS))

@@ -58,13 +58,7 @@ class Attention:
 
 
 def precision_of_text(text: str | None) -> tuple[str, str | None]:
-    """The precision that a text names, and a warning if it names none.
-
-    >>> precision_of_text("BF16 mixed")
-    ('bf16', None)
-    >>> precision_of_text("int8")
-    ('bf16', "precision 'int8' is not known; bf16 is used")
-    """
+    """The precision that a text names, and a warning if it names none."""
     if text is None:
         return ASSUMED, None
     found = next((name for pattern, name in _PRECISIONS if re.search(pattern, text, re.IGNORECASE)), None)
@@ -74,13 +68,7 @@ def precision_of_text(text: str | None) -> tuple[str, str | None]:
 
 
 def engine_with_options(engine: Engine, text: str | None) -> Engine:
-    """The engine with the options that a text names: torch.compile, CUDA graphs, overlap, loss, host memory.
-
-    >>> from autopar.cost_model.machine.engine import engine_named
-    >>> engine = engine_with_options(engine_named("fsdp"), "torchtitan, no torch.compile, async TP")
-    >>> engine.pointwise, engine.dispatch, engine.tensor_overlap
-    ('eager', 'eager', 'pipelined')
-    """
+    """The engine with the options that a text names: torch.compile, CUDA graphs, overlap, loss, host memory."""
     words, changes = (text or "").lower(), dict[str, str]()
     if re.search(_NO_COMPILE, words):
         changes = {"pointwise": "eager", "dispatch": "eager", "loss": "eager"}
@@ -106,12 +94,7 @@ def _offload(words: str) -> str | None:
 
 
 def attention_of_text(text: str | None, engine: Engine) -> Attention:
-    """The attention that a text names; what it does not say is as in the engine.
-
-    >>> from autopar.cost_model.machine.engine import engine_named
-    >>> attention_of_text("FlashAttention-3", engine_named("fsdp"))
-    Attention(fused=True, kernel='native')
-    """
+    """The attention that a text names; what it does not say is as in the engine."""
     if text is None:
         return Attention(fused=engine.attention == "fused", kernel=engine.attention_kernel)
     words = text.lower()

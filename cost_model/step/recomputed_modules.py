@@ -46,24 +46,7 @@ class Recomputed:
 
 
 def recomputed(work: BlockWork[Any], role: str, hidden: Floats, modules: Collection[Module]) -> Recomputed:
-    """What a list of modules frees in a block of a role, and runs again.
-
-    Args:
-        work: The block, evaluated.
-        role: Its role. Only roles with experts have the modules of experts, and only the others have `mlp`.
-        hidden: The hidden width of the model.
-        modules: The names of the modules.
-
-    Example:
-        >>> from autopar.cost_model.work.block_work import evaluate, family
-        >>> sizes = {"b": 1, "s": 4096, "S": 4096, "h": 8192, "a": 64, "g": 8, "e": 128, "f": 28672, "t": 4, "d": 1}
-        >>> work = evaluate(family("llama"), sizes | {"v": 1}).block("layer", "tp")
-        >>> found = recomputed(work, "layer", 8192, ["mlp"])
-        >>> [one.name for one in found.operators]
-        ['gate_proj', 'up_proj', 'down_proj', 'pointwise']
-        >>> float(found.results_bytes / 2**20), float(found.operands_bytes / 2**20)  # 4096 x 7168 in 16 bits: 56 MiB
-        (112.0, 56.0)
-    """
+    """What a list of modules frees in a block of a role, and runs again."""
     before, feed_forward = _around_attention(work)
     experts = [one for one in feed_forward if is_expert_product(one)]
     others = [one for one in feed_forward if not is_expert_product(one)]

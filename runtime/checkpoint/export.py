@@ -154,9 +154,5 @@ def _file_name(number: int, count: int) -> str:
 
 
 def name_to_keep(names: Sequence[str], tied_to: Mapping[str, str]) -> str:
-    """Of a tied tensor's names, the one that transformers saves: the name that the others are tied to.
-
-    >>> name_to_keep(["lm_head.weight", "wte.weight"], {"lm_head.weight": "wte.weight"})
-    'wte.weight'
-    """
+    """Of a tied tensor's names, the one that transformers saves: the name that the others are tied to."""
     return next((tied_to[name] for name in names if tied_to.get(name) in names), names[0])

@@ -34,11 +34,7 @@ class StepFolder:
 
 
 def step_name(step: int, replaced: int = 0) -> str:
-    """The name of a step's folder.
-
-    >>> step_name(20), step_name(20, 1)
-    ('step-00000020', 'step-00000020.1')
-    """
+    """The name of a step's folder."""
     return f"step-{step:08d}" + (f".{replaced}" if replaced else "")
 
 
@@ -182,11 +178,7 @@ def sync_folder(path: Path) -> None:
 
 
 def parts_of_size(sizes: list[int], limit: int) -> Iterator[range]:
-    """Consecutive parts of at most `limit` bytes each, or of one element.
-
-    >>> [list(part) for part in parts_of_size([4, 4, 9, 1], 8)]
-    [[0, 1], [2], [3]]
-    """
+    """Consecutive parts of at most `limit` bytes each, or of one element."""
     start, total = 0, 0
     for index, size in enumerate(sizes):
         if index > start and total + size > limit:

@@ -77,11 +77,7 @@ class Manifest:
 
 
 def entry_key(name: str, offsets: Sequence[int], sizes: Sequence[int]) -> str:
-    """The name of a chunk in its file.
-
-    >>> entry_key("model/weight", (4, 0), (4, 8))
-    'model/weight[4:8, 0:8]'
-    """
+    """The name of a chunk in its file."""
     return f"{name}[{', '.join(f'{o}:{o + s}' for o, s in zip(offsets, sizes, strict=True))}]"
 
 

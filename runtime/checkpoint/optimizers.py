@@ -43,11 +43,7 @@ class SavedOptimizer:
 
 
 def state_name(index: int, parameter: str, key: str) -> str:
-    """The name of a tensor of optimizer state in a checkpoint.
-
-    >>> state_name(0, "head.weight", "exp_avg")
-    'optimizer.0/head.weight/exp_avg'
-    """
+    """The name of a tensor of optimizer state in a checkpoint."""
     return f"optimizer.{index}/{parameter}/{key}"
 
 

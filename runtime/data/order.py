@@ -22,11 +22,7 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleOrder:
-    """The order of `length` samples in one epoch. Without `shuffle` it is the dataset's own.
-
-    >>> SampleOrder(length=6, seed=0, epoch=0).at(range(6)).tolist()
-    [5, 0, 3, 1, 4, 2]
-    """
+    """The order of `length` samples in one epoch. Without `shuffle` it is the dataset's own."""
 
     length: int
     seed: int

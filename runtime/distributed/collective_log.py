@@ -39,11 +39,7 @@ class LoggedCollective:
 
 
 def kind_of(operator: str) -> str | None:
-    """What kind of collective an operator is; None for messages between two ranks.
-
-    >>> kind_of("c10d::_allgather_base_"), kind_of("_c10d_functional::reduce_scatter_tensor"), kind_of("c10d::send")
-    ('all-gather', 'reduce-scatter', None)
-    """
+    """What kind of collective an operator is; None for messages between two ranks."""
     name = operator.rpartition("::")[2].replace("_", "").lower()
     return next((kind for begin, kind in _KINDS.items() if name.startswith(begin)), None)
 

@@ -305,11 +305,7 @@ def _group_of_stages(stage_ranks: tuple[int, ...], stride: int, degree: int, wor
 
 
 def named_ranks(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 0, 1``; of many, the first.
-
-    >>> named_ranks(range(3))
-    'ranks 0, 1, 2'
-    """
+    """``rank 3``, ``ranks 0, 1``; of many, the first."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     shown = [str(rank) for rank in ranks[:16]]

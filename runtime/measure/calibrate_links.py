@@ -36,13 +36,7 @@ class Groups:
 
 
 def link_groups(hosts: Sequence[str]) -> list[Groups]:
-    """The groups to measure if rank r is on `hosts[r]`. Empty if hosts have different numbers of ranks.
-
-    >>> [(g.name, g.ranks) for g in link_groups("aaaa")]
-    [('2 ranks of a host', ((0, 1), (2, 3))), ('4 ranks of a host', ((0, 1, 2, 3),))]
-    >>> [(g.name, g.ranks) for g in link_groups("ab")]
-    [('2 hosts', ((0, 1),))]
-    """
+    """The groups to measure if rank r is on `hosts[r]`. Empty if hosts have different numbers of ranks."""
     places: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         places.setdefault(host, []).append(rank)

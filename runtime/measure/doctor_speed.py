@@ -103,13 +103,7 @@ def _nothing() -> None:
 
 
 def _turns(world_size: int) -> list[list[tuple[int, int]]]:
-    """Pairs of every rank and the next, last and first included, in turns in which no rank is in two pairs.
-
-    >>> _turns(2), _turns(4)
-    ([[(0, 1)]], [[(0, 1), (2, 3)], [(1, 2), (3, 0)]])
-    >>> _turns(3)
-    [[(0, 1)], [(1, 2)], [(2, 0)]]
-    """
+    """Pairs of every rank and the next, last and first included, in turns in which no rank is in two pairs."""
     pairs = [(r, (r + 1) % world_size) for r in range(world_size if world_size > 2 else 1)]
     last = [[pairs[-1]]] if world_size > 2 and world_size % 2 else []
     rest = pairs[: len(pairs) - len(last)]
@@ -133,11 +127,7 @@ def rounds_of(action: Callable[[], None], device: torch.device) -> tuple[float, 
 
 
 def in_words(size: int) -> str:
-    """Bytes as people say them.
-
-    >>> in_words(8), in_words(2**16), in_words(2**28)
-    ('8 B', '64 KiB', '256 MiB')
-    """
+    """Bytes as people say them."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if size >= unit and size % unit == 0:
             return f"{size // unit} {name}"

@@ -37,11 +37,7 @@ class WorksInChunks(Protocol):
 
 
 def chunks_of(sequence: int | None) -> int:
-    """The largest number of chunks that a search tries for sequences of so many tokens: a power of two.
-
-    >>> [chunks_of(tokens) for tokens in (None, 512, 8192, 12_000, 1_000_000)]
-    [4, 4, 8, 8, 64]
-    """
+    """The largest number of chunks that a search tries for sequences of so many tokens: a power of two."""
     most = max(FEWEST, min(MOST, (sequence or 0) // TOKENS_OF_A_CHUNK))
     return 1 << (most.bit_length() - 1)
 

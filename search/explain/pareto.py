@@ -46,9 +46,6 @@ def not_beaten(points: Floats) -> NDArray[np.int64]:
     """Rows that no other row equals or beats in every column, in the order of the first column.
 
     Of equal rows the first one counts.
-
-    >>> not_beaten(np.array([[2.0, 1.0, 1.0], [1.0, 2.0, 1.0], [2.0, 2.0, 1.0], [3.0, 1.0, 1.0]])).tolist()
-    [1, 0]
     """
     kept: list[int] = []
     # fewest devices first, so that only an earlier row can beat a row

@@ -62,14 +62,7 @@ class Belief:
 def belief(
     predicted_s: Sequence[float], degrees: NDArray[np.float64], measured_s: Mapping[int, float], *, own: float = OWN
 ) -> Belief:
-    """What is believed of plans after some measurements.
-
-    Example:
-        >>> same = np.array([[2.0, 4.0], [2.0, 4.0], [64.0, 1.0]])
-        >>> found = belief([1.0, 1.1, 1.2], same, {0: 1.3})
-        >>> found.seconds.round(2).tolist()  # the second plan has the degrees of the first
-        [1.3, 1.31, 1.27]
-    """
+    """What is believed of plans after some measurements."""
     predicted = np.log(np.asarray(predicted_s, dtype=np.float64))
     known = sorted(measured_s)
     apart = np.log2(degrees)[:, None] - np.log2(degrees)[None]

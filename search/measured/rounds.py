@@ -28,13 +28,7 @@ class Spread:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """The median of values, and its interval.
-
-    >>> spread([1.0, 1.1, 1.2, 1.3, 1.4, 1.5])
-    Spread(median=1.25, low=1.0, high=1.5)
-    >>> spread([1.0, 1.1])
-    Spread(median=1.05, low=0.0, high=inf)
-    """
+    """The median of values, and its interval."""
     ordered, outside = sorted(values), rank_of_interval(len(values))
     low, high = (0.0, inf) if outside is None else (ordered[outside], ordered[-1 - outside])
     return Spread(median=median(ordered), low=low, high=high)

@@ -95,20 +95,7 @@ class Known:
 
 
 def known_after(candidates: Sequence[Candidate], outcomes: Mapping[int, Outcome]) -> Known:
-    """What outcomes say of all candidates.
-
-    Example:
-        >>> plans = [
-        ...     Candidate(
-        ...         degrees={"tp": tp}, predicted_s=s, needed_bytes=b, terms={"compute": s}, num_devices=8
-        ...     )
-        ...     for tp, s, b in ((1, 1.0, 50e9), (2, 1.1, 60e9), (4, 1.2, 30e9))
-        ... ]
-        >>> one = Outcome(state="complete", seconds=Spread(median=2.0, low=1.9, high=2.1))
-        >>> found = known_after(plans, {0: one})
-        >>> round(found.factors["compute"], 3), found.belief.seconds.round(2).tolist()
-        (1.625, [2.0, 2.03, 2.15])
-    """
+    """What outcomes say of all candidates."""
     names = list(dict.fromkeys(name for one in candidates for name in one.terms))
     shares = np.array([[one.terms.get(name, 0.0) / one.predicted_s for name in names] for one in candidates])
     measured = {at: one.seconds.median for at, one in outcomes.items() if one.seconds is not None}

@@ -19,9 +19,6 @@ def partition(weights: Sequence[float], parts: int, *, can_be_alone: Sequence[bo
     """Cuts of a sequence into contiguous parts with the smallest largest sum.
 
     Every part has an element that can be alone.
-
-    >>> partition([3, 1, 1, 1, 1, 1], 2)
-    (2,)
     """
     return _partition(tuple(weights), parts, tuple(can_be_alone or [True] * len(weights)))
 

@@ -94,11 +94,7 @@ def _micro_batches(count: int, has_pipeline: bool) -> Mapping[str, int]:
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    """All divisors, in order.
-
-    >>> divisors(12)
-    (1, 2, 3, 4, 6, 12)
-    """
+    """All divisors, in order."""
     small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
     return tuple(sorted({*small, *(number // n for n in small)}))
 

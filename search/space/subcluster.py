@@ -14,11 +14,7 @@ from autopar.search.space.dimensions import divisors
 
 
 def device_counts(cluster: ClusterSpec) -> tuple[int, ...]:
-    """Numbers of devices of the parts that a plan may use: divisors of a host's devices, whole hosts, all of them.
-
-    >>> device_counts(ClusterSpec.preset("24xh100"))
-    (1, 2, 4, 8, 16, 24)
-    """
+    """Numbers of devices of the parts that a plan may use: divisors of a host's devices, whole hosts, all of them."""
     whole, counts = 0, set(divisors(cluster.groups[0].devices_per_host))
     for group in cluster.groups:
         counts |= {whole + (i + 1) * group.devices_per_host for i in range(group.num_hosts)}

@@ -29,21 +29,13 @@ def pass_number(stage: int, kind: Pass) -> int:
 
 
 def action_of(number: int, micro_batches: int) -> Action:
-    """The inverse: the action that has a number.
-
-    >>> str(action_of(pass_number(2, "I") * 8 + 5, micro_batches=8))
-    '2I5'
-    """
+    """The inverse: the action that has a number."""
     one, micro_batch = divmod(number, micro_batches)
     return Action(one // len(KINDS), KINDS[one % len(KINDS)], micro_batch)
 
 
 def in_turns(*passes: tuple[int, Sequence[int]]) -> list[int]:
-    """Merge lists of passes: in every step each list runs one pass, from the step on at which the list begins.
-
-    >>> in_turns((0, [1, 2, 3]), (2, [7, 8]))
-    [1, 2, 3, 7, 8]
-    """
+    """Merge lists of passes: in every step each list runs one pass, from the step on at which the list begins."""
     order: list[int] = []
     ends = sorted({end for begin, own in passes for end in (begin, begin + len(own))})
     for start, stop in pairwise(ends):

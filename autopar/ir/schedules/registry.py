@@ -38,13 +38,7 @@ SCHEDULE_NAMES = tuple(SCHEDULES)  # arrays of candidates hold positions in it
 
 
 def rank_of_stage(schedule: str, pp: int, stage: int) -> int:
-    """The pipeline rank that holds a stage.
-
-    >>> [rank_of_stage("interleaved-1f1b", 2, s) for s in range(4)]
-    [0, 1, 0, 1]
-    >>> [rank_of_stage("dualpipev", 2, s) for s in range(4)]
-    [0, 1, 1, 0]
-    """
+    """The pipeline rank that holds a stage."""
     return SCHEDULES[schedule].rank_of_stage(pp, stage)
 
 
@@ -65,11 +59,7 @@ def schedule_problems(schedule: str, pp: int, virtual_stages: int, micro_batches
 
 
 def actions(schedule: str, pp: int, virtual_stages: int, micro_batches: int) -> ActionLists:
-    """Per pipeline rank, its actions in the order in which they run, for sizes that `schedule_problems` allows.
-
-    >>> [" ".join(map(str, order)) for order in actions("1f1b", pp=2, virtual_stages=1, micro_batches=2)]
-    ['0F0 0F1 0B0 0B1', '1F0 1B0 1F1 1B1']
-    """
+    """Per pipeline rank, its actions in the order in which they run, for sizes that `schedule_problems` allows."""
     orders = numbered_actions(schedule, pp, virtual_stages, micro_batches)
     return tuple(tuple(action_of(number, micro_batches) for number in order) for order in orders)
 
