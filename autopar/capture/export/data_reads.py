@@ -194,7 +194,7 @@ class DataReads(TorchFunctionMode):
         return made
 
     def check_rows(self) -> None:
-        """Raise `CaptureError` if code that this mode did not see, such as a scripted function, took chosen rows."""
+        """Raise `CaptureError` if code that this mode did not see took chosen rows."""
         for node, error in self._rows.items():
             if not self._of_rows.issuperset(node.users):
                 raise error
