@@ -35,6 +35,7 @@ class Given:
     name: str
     origin: str = ""
     specialise: bool = False  # whether branches on inputs are captured as the example inputs take them
+    precision: str | None = None  # that the script names
     notes: tuple[str, ...] = ()
 
 
@@ -63,6 +64,8 @@ def given_by_script(text: str) -> Given:
         example_inputs: Inputs | None = None,
         loss_fn: LossFunction | None = None,
         specialise: bool = False,
+        precision: str | None = None,
+        plan: Any = None,
         **_: Any,
     ) -> None:
         inputs = derived_inputs(model) if example_inputs is None else example_inputs
@@ -74,6 +77,7 @@ def given_by_script(text: str) -> Given:
                 name=type(model).__name__,
                 origin=text,
                 specialise=specialise,
+                precision=precision or (plan.get("precision") if isinstance(plan, dict) else None),
             )
         )
 

@@ -158,6 +158,7 @@ def tune_asked(
     wanted.check_search(cluster.num_devices)
     given = make()
     on_progress(f"capturing {given.name}")
+    wanted = replace(wanted, precision=wanted.precision or given.precision)
     subject, wanted = subject_of(given, cluster, wanted, on_progress)
     on_progress("looking for the plans that may be measured")
     how = GivenProfile(of=profile, calibrate=calibrate)

@@ -85,3 +85,10 @@ def test_scripts_that_give_no_model(tmp_path: Path) -> None:
         given_by_script(str(tmp_path / "ends.py"))
     with pytest.raises(InputError, match="there is no script"):
         given_by_script(str(tmp_path / "no.py"))
+
+
+@pytest.mark.parametrize("named", ['precision="bf16"', 'plan={"tp": 2, "precision": "bf16"}'])
+def test_the_precision_of_a_script_is_taken(named: str, tmp_path: Path) -> None:
+    call = f"autopar.parallelize(torch.nn.Linear(2, 2), '2xcpu', example_inputs=(torch.zeros(4, 2),), {named})"
+    (tmp_path / "precise.py").write_text(f"import autopar, torch\n{call}\n")
+    assert given_by_script(str(tmp_path / "precise.py")).precision == "bf16"
