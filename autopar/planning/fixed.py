@@ -22,7 +22,7 @@ from autopar.cost_model.work.program_costs import ProgramWorks, dtype_of, merged
 from autopar.errors import InfeasibleError, PlanError, did_you_mean
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
-from autopar.ir.plan import BlockLabels, Plan
+from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.sharding import Dims, I, Type
 from autopar.ir.stages import check_stages, stages_of
@@ -34,6 +34,7 @@ from autopar.planning.degrees import resolve_degrees
 from autopar.planning.machine import ENGINE, own_machinery
 from autopar.planning.recomputed import decided, with_recomputed, without_unread
 from autopar.report.explain import summarise
+from autopar.search.labels.check import check
 from autopar.search.labels.result import Labelling
 from autopar.search.pricing.cuts import call_seconds, choose_cuts, cuts_like
 from autopar.search.pricing.recomputed_values import values_to_recompute
@@ -401,17 +402,6 @@ def _as_held(how: Storage, dims: Dims) -> tuple[Type, ...]:
     return tuple(types)
 
 
-def _check_labels(labels: BlockLabels, num_dims: int) -> None:
-    """Refuse labels that are not one for each mesh dimension."""
-    for what in ("ports", "labels", "results"):
-        for name, one in getattr(labels, what).items():
-            if len(one) != num_dims:
-                raise PlanError(
-                    f"block {labels.name}: {what} of {name!r} has {len(one)} entries and the plan's mesh has "
-                    f"{num_dims} dimensions; write the plan again with `autopar plan`"
-                )
-
-
 def check_plan(plan: Plan, program: Program, world_size: int, local_batch: int | None = None) -> None:
     """Refuse a plan made for another model, shape, batch of one rank or world size.
 
@@ -451,10 +441,10 @@ def check_plan(plan: Plan, program: Program, world_size: int, local_batch: int |
         )
     for block, labels in zip(program.blocks, plan.blocks, strict=True):
         known = {node.meta["key"] for node in block.graph.nodes if node.op == "call_function"}
-        _check_labels(labels, len(plan.mesh.names))
         if unknown := [key for key in labels.recomputed if key not in known]:
             raise PlanError(
                 f"block {labels.name}: `recomputed` names the operator {unknown[0]!r}; "
                 f"{did_you_mean(unknown[0], sorted(known))}"
             )
+    check(program, analyse(program, plan.mesh), plan.blocks, plan.mesh)
     check_stages(program, stages_of(program, plan.cuts, plan.recomputed))

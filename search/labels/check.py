@@ -26,7 +26,7 @@ def check(program: Program, analysis: Analysis, labels: Sequence[BlockLabels], m
         problems += _block(analysis, block, index, of_block, mesh)
     problems += _boundaries(program, analysis, labels, mesh)
     if problems:
-        raise PlanError("the labels are not legal", problems)
+        raise PlanError("the labels are not legal; write the plan again with `autopar plan`", problems)
 
 
 def _block(analysis: Analysis, block: Block, index: int, labels: BlockLabels, mesh: Mesh) -> list[Problem]:
@@ -34,6 +34,10 @@ def _block(analysis: Analysis, block: Block, index: int, labels: BlockLabels, me
     where = f"block {block.name}"
     if labels.signature != block.signature:
         problems.append(Problem(path=where, rule="labels of another block"))
+    known = {node.meta["key"] for node in block.graph.nodes if node.op == "call_function"}
+    for given, names in ((labels.labels, known), (labels.ports, set(block.ports)), (labels.results, {*block.outputs})):
+        unknown = sorted(given.keys() - names)
+        problems += [Problem(path=f"{where}, {name}", rule="the block has no such value") for name in unknown]
     for node in block.graph.nodes:
         if node.op != "call_function":
             continue

@@ -1,6 +1,7 @@
 """`autopar.plan`, from a module to a plan that runs, and its result if no plan fits."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import autopar
 from autopar.cost_model.machine.fitted_constants import usable_bytes
 from autopar.errors import InputError, PlanError
 from autopar.ir.cluster import ClusterSpec
-from autopar.planning.fixed import capture_for, check_plan
+from autopar.ir.plan import Plan
+from autopar.planning.degrees import resolve_degrees
+from autopar.planning.fixed import capture_for, check_plan, label_plan
 from autopar.search.result.result import SearchResult
 
 
@@ -51,6 +54,29 @@ def test_the_plan_is_what_was_priced(found: SearchResult) -> None:
         assert getattr(predicted, name) == pytest.approx(getattr(estimate, name)), name
     assert (predicted.step_s, predicted.step_interval_s) == (found.best.step_s, found.step_interval_s)
     assert replace(found.plan, predicted=None) == found.plan  # what was predicted does not tell plans apart
+
+
+WRONG: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "needs one label per mesh dimension": lambda block: block["labels"].popitem(),
+    r"zzz:9: the block has no such value": lambda block: block["labels"].update({"zzz:9": ["I"]}),
+    r"no variant 'q9\.7'": lambda block: block["labels"].update({next(iter(block["labels"])): ["q9.7"] * 2}),
+    "needs one type per mesh dimension": lambda block: block["ports"].popitem(),
+    r"has no axis S\(9\)": lambda block: block["ports"].update({next(iter(block["ports"])): ["I", "S(9)"]}),
+    "a value between blocks is partial": lambda block: block["results"].update(
+        {next(iter(block["results"])): ["I", "P"]}
+    ),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_labels_that_do_not_belong_to_the_model_are_refused(message: str) -> None:
+    wish = {"tp": 2, "dp_shard": 2}
+    program = autopar.capture_program(model(), tokens(), batch=BATCH)
+    plan = label_plan(program, ClusterSpec.preset("4xh100"), resolve_degrees(wish, 4), "")
+    data = plan.to_dict()
+    WRONG[message](data["blocks"][2])
+    with pytest.raises(PlanError, match=message):
+        check_plan(Plan.from_dict(data), program, 4)
 
 
 def test_others_are_slower_and_say_why(found: SearchResult) -> None:

@@ -6,12 +6,12 @@ import pytest
 import tiny_models
 import torch
 from one_layer import checked_program, squared
+from random_labels import check_random_labels
 from torch import fx
 
 from autopar.capture.passes.normalize import IDENTITY
 from autopar.capture.program import capture_program
 from autopar.runtime.codegen.execute import run_reference
-from autopar.testing import check_random_labels
 
 aten = torch.ops.aten
 

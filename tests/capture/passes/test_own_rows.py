@@ -152,9 +152,7 @@ def written(y: Tensor, i: Tensor) -> Tensor:
     return z
 
 
-@pytest.mark.parametrize(
-    "picks", (written, lambda y, i: y.flatten(0, 1)[(torch.arange(y.shape[0]) * S)[:, None] + i]), ids=str
-)
+@pytest.mark.parametrize("picks", (written, lambda y, i: y.flatten(0, 1)[(torch.arange(y.shape[0]) * S)[:, None] + i]))
 def test_micro_batches_have_their_own_rows(picks: Picks) -> None:
     model, batch = Rows(picks).double(), {"x": torch.randn(B, S, D).double(), "i": torch.randint(S, (B, 2))}
     parallel = parallelize(copy.deepcopy(model), "1xcpu", example_inputs=batch, plan={"dp": 1, "accumulate": 2})
