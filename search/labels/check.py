@@ -35,8 +35,12 @@ def _block(analysis: Analysis, block: Block, index: int, labels: BlockLabels, me
     if labels.signature != block.signature:
         problems.append(Problem(path=where, rule="labels of another block"))
     known = {node.meta["key"] for node in block.graph.nodes if node.op == "call_function"}
-    for given, names in ((labels.labels, known), (labels.ports, set(block.ports)), (labels.results, {*block.outputs})):
-        unknown = sorted(given.keys() - names)
+    for given, allowed in (
+        (labels.labels, known),
+        (labels.ports, set(block.ports)),
+        (labels.results, {*block.outputs}),
+    ):
+        unknown = sorted(given.keys() - allowed)
         problems += [Problem(path=f"{where}, {name}", rule="the block has no such value") for name in unknown]
     for node in block.graph.nodes:
         if node.op != "call_function":
