@@ -194,7 +194,8 @@ def label_plan(
     on, works = (searched and searched.on) or _on(program, cluster), (searched and searched.works) or None
     works = works or _works(program, (degrees, analysis, found), regather)
     summary = summarise(program, analysis, plan, cluster, stages.call_s, works)
-    return replace(plan, summary=summary, predicted=_predicted(works, plan, cluster, on))
+    is_priced = degrees.world_size == cluster.num_devices
+    return replace(plan, summary=summary, predicted=_predicted(works, plan, cluster, on) if is_priced else None)
 
 
 def _predicted(works: ProgramWorks, plan: Plan, cluster: ClusterSpec, on: "Machinery") -> Prediction:

@@ -45,7 +45,7 @@ from autopar.ir.storage import buckets
 
 ALL_RANKS, PIPELINE = "all ranks", "pp"
 StepPart = Literal["comparison", "denominator", "blocks", "zero", "messages", "loss", "tied", "replicated"]
-_AGREEMENT_BYTES, _AGREEMENT_BYTES_PER_INPUT = 40, 16
+_AGREEMENT_BYTES, _AGREEMENT_BYTES_PER_INPUT = 56, 16
 _WIDE_LOSS_BYTES = 4  # losses of 16 bits are summed in float32
 
 
