@@ -27,6 +27,7 @@ def captures() -> Iterator[None]:
         del os.environ["AUTOPAR_TEST_CAPTURES"]
 
 
+MOST_THREADS = 600  # of all open worlds
 _open_worlds: dict[int, Ranks] = {}
 
 
@@ -40,11 +41,21 @@ def worlds() -> Callable[[int], Ranks]:
     return of_size
 
 
-def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
-    """End the worlds behind the last test of this folder: the process groups of idle ranks poll 100 times a second."""
-    if nextitem is None or Path(__file__).parent not in nextitem.path.parents:
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End the worlds behind the last test of this folder, and behind a file that leaves them many process groups.
+
+    The process groups of idle ranks poll 100 times a second, each in a thread of its own.
+    """
+    path = None if nextitem is None else nextitem.path
+    is_last = path is None or Path(__file__).parent not in path.parents
+    if is_last or (path != item.path and sum(map(_num_threads, _open_worlds.values())) > MOST_THREADS):
         while _open_worlds:
             _open_worlds.popitem()[1].close()
+
+
+def _num_threads(world: Ranks) -> int:
+    tasks = (Path(f"/proc/{process.pid}/task") for process in world._processes)
+    return sum(len(list(task.iterdir())) for task in tasks if task.exists())
 
 
 @pytest.fixture
