@@ -1,5 +1,6 @@
 """The precision of a request that names none, and a plan in float32 beside the plan in bf16."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -133,6 +134,15 @@ class Scaled(Dense):
         return super().forward(x * self.scale)
 
 
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """`parallelize` makes a process group. Other tests of this process need none."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
 def test_operands_of_several_dtypes_are_refused_with_a_remedy_that_works() -> None:
     wish: dict[str, Any] = {"example_inputs": INPUTS, "plan": {"dp": 1, "precision": "bf16"}}
     with pytest.raises(InputError, match=r"up:linear:0 has operands of several dtypes.*under torch.autocast"):
@@ -151,6 +161,7 @@ class Normed(Dense):
         self.seen = [self.down.weight * 2]
 
 
+@pytest.mark.usefixtures("alone")
 def test_computed_attributes_do_not_stand_in_the_way_of_a_precision() -> None:
     wish: dict[str, Any] = {"example_inputs": INPUTS, "plan": {"dp": 1, "precision": "bf16"}}
     torch.manual_seed(0)

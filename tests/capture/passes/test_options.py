@@ -93,7 +93,8 @@ _PLAIN = """
     sym_constrain_range_for_size stack cat where ne eq mul div sub rsub add relu tanh sigmoid rsqrt sum mean clamp
     ones_like zeros_like zeros full arange bucketize gather scatter_add index_add dropout constant_pad_nd linear mm
     matmul maximum minimum argsort _to_copy empty new_empty new_zeros _grouped_mm lstm_cell rnn_tanh_cell rnn_relu_cell
-    lt masked_fill square logical_not index var std clamp_min permute sqrt
+    lt masked_fill square logical_not index var std clamp_min permute sqrt as_strided index_select
+    select_scatter slice_scatter
     _native_batch_norm_legit _native_batch_norm_legit_functional _native_batch_norm_legit_no_training
 """
 WITHOUT_OPTIONS = frozenset(_PLAIN.split())
