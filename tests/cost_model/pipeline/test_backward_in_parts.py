@@ -29,8 +29,8 @@ def recomputing(plan: Plan) -> Plan:
     ("model", "wish"),
     (
         long("llama3-8b", {"schedule": "interleaved-zero-bubble"}),
-        ("gpt2", {"schedule": "zbv-zero-bubble", "micro_batches": 4}),
-        ("llama3-8b", {"schedule": "dualpipev", "micro_batches": 4}),
+        ("gpt2", {"schedule": "zbv-zero-bubble", "virtual_stages": 2, "micro_batches": 4}),
+        ("llama3-8b", {"schedule": "dualpipev", "virtual_stages": 2, "micro_batches": 4}),
     ),
 )
 def test_sends_once(model: str, wish: dict[str, Any], regather: bool) -> None:
