@@ -79,7 +79,8 @@ def _computed(name: str) -> Callable[..., Any]:
     return lambda count, *others: getattr(count.number(), name)(*others)
 
 
-for _name in ["eq", "ne", "lt", "le", "gt", "ge", "bool", "floordiv", "mod"]:
+_CLOSED = "eq ne lt le gt ge bool int float abs round trunc floor ceil floordiv rfloordiv mod rmod divmod rdivmod rpow"
+for _name in _CLOSED.split():
     setattr(_Count, f"__{_name}__", _refused)
 for _name in ["add", "sub", "mul", "truediv", "pow", "radd", "rsub", "rmul", "rtruediv", "neg"]:
     setattr(_Count, f"__{_name}__", _computed(f"__{_name}__"))

@@ -131,6 +131,8 @@ REFUSED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "counted": lambda y, n: y[n > 1].sum() / len(y[n > 1]),
     "tested": lambda y, n: y[n > 1].sum() if len(y[n > 1]) else y.sum(),
     "the first two": lambda y, n: (y[n > 1][:1] * y).sum() + y[n > 1][:2].sum(),
+    "a plain number": lambda y, n: y[n > 1].sum() / float(y[n > 1].shape[0]),
+    "a whole number": lambda y, n: y[n > 1].sum() / int(y[n > 1].numel()),
     "a deviation": lambda y, n: y[n > 1].std(),
     "in another order": lambda y, n: y[n > 1].flip(0)[:, 0].sum(),
     "of each other": lambda y, n: (y[n > 1] @ y[n > 1].t()).sum(),
