@@ -94,6 +94,8 @@ def main() -> None:
             if step % EVALUATE_EVERY == 0:
                 found = {"held out": evaluated(parallel, validation)}
             run.log(step, loss, learning_rate=rate, gradient_norm=norm, extra=found)
+            if dist.get_rank() == 0:
+                print(f"step {step}: loss {loss.item():.3f}", flush=True)
             if step % SAVE_EVERY == 0 or step == STEPS:
                 parallel.save(run.checkpoints, optimizer, state, step=step, keep_last=2, asynchronous=True)
         parallel.finish_saving()

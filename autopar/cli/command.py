@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from autopar.cli.output import own_stdout
+from autopar.cli.output import console, own_stdout
 from autopar.errors import AutoparError, CaptureError, InfeasibleError, RankError, SearchError, VerificationError
 from autopar.planning.options import PlanOptions, command_options, flag
 
@@ -113,13 +113,18 @@ class _Guard:
 
 
 def _in_options(error: AutoparError) -> str:
-    """The message of an error, with the option of a command in place of the argument of a call."""
+    """The message of an error, with what a command takes in place of the argument of a call."""
     name = error.option if isinstance(error, CaptureError) else ""
-    return str(error).replace(f"{name}=True", flag(name)) if name else str(error)
+    message = str(error).replace("pass loss_fn=...", "let the factory return a third value loss_fn")
+    return message.replace(f"{name}=True", flag(name)) if name else message
 
 
 def _say(message: str) -> None:
-    print(f"autopar: {message}", file=sys.stderr)
+    line = f"autopar: {message}"
+    if sys.stderr.isatty() and not message.startswith("next: "):  # a command stays one line, to be copied
+        console(stderr=True).print(line)
+    else:
+        print(line, file=sys.stderr)
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *rest: Any) -> None:

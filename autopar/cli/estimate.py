@@ -22,7 +22,7 @@ from autopar.cost_model.machine.fitted_constants import usable_in_words
 from autopar.errors import InputError, Problem
 from autopar.files.strict_text import read_text
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.explanation import readable_bytes, readable_rate, readable_seconds
+from autopar.ir.explanation import readable_bytes, readable_count, readable_rate, readable_seconds
 from autopar.ir.plan import MAX_PLAN_BYTES, Plan
 from autopar.models.load import is_factory, resolve_model
 from autopar.planning.options import PlanOptions
@@ -176,7 +176,7 @@ def _inputs(
 
 def _show(made: "Estimate") -> None:
     out = console()
-    title = f"{made.model} ({made.num_parameters / 1e9:.3g} billion parameters) on {made.cluster}"
+    title = f"{made.model} ({readable_count(made.num_parameters)} parameters) on {made.cluster}"
     out.print(f"{title}: {plan_in_words(made.degrees)}", style="bold")
     has_tokens = made.sequence > 1  # a model without a sequence dimension has samples
     rate = "tokens/s" if has_tokens else "samples/s"
@@ -187,7 +187,7 @@ def _show(made: "Estimate") -> None:
         ("step", f"{readable_seconds(made.step_s)} ({_between(made.step_interval_s, readable_seconds)})"),
         (rate, readable_rate(made.tokens_per_s)),
         (f"{rate} of a device", readable_rate(made.tokens_per_s_per_device)),
-        ("TFLOP/s of a device", f"{made.tflops_per_device:.1f}"),
+        ("TFLOP/s of a device", readable_rate(made.tflops_per_device)),
         ("MFU, HFU", f"{made.mfu:.1%}, {made.hfu:.1%}"),
         (
             "peak memory",
@@ -198,7 +198,8 @@ def _show(made: "Estimate") -> None:
     if made.host_bytes:
         rows.append(("host memory of a device", readable_bytes(made.host_bytes)))
     if made.num_devices > made.least_devices:
-        rows.append(("scaling efficiency", f"{made.scaling_efficiency:.1%} of {made.least_devices} devices"))
+        devices = f"{made.least_devices} device{'s' if made.least_devices > 1 else ''}"
+        rows.append(("scaling efficiency", f"{made.scaling_efficiency:.1%} of {devices}"))
     out.print(table(("", ""), rows))
     if not made.fits:
         text = f"does not fit: {usable_in_words(made.device_bytes)}; `autopar plan` searches a plan that fits"

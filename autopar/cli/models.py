@@ -42,4 +42,4 @@ def models(as_json: Json = False) -> None:
     columns = ("model", "parameters", "layers", "context", "description", "source")
     out = console()
     out.print(table(columns, rows, right=("parameters", "layers", "context")))
-    out.print("\nMODEL is one of these names, a transformers config.json, or package.module:factory.")
+    out.print("\nMODEL is one of these names, a transformers config.json, package.module:factory or file.py:factory.")

@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
@@ -62,7 +63,29 @@ def console(*, stderr: bool = False) -> Console:
         own = sys.stdout
     stream = sys.stderr if stderr else own
     width = None if stream.isatty() else WIDTH_WITHOUT_TERMINAL
-    return Console(file=stream, width=width, markup=False, highlight=False, emoji=False)  # mine:factory: is no picture
+    return _Screen(file=stream, width=width, markup=False, highlight=False, emoji=False)  # mine:factory: is no picture
+
+
+class _Screen(Console):
+    """A console on which the further lines of a long text stand further right than its first line."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        if not options.get("soft_wrap"):
+            objects = tuple(self._hanging(one) if isinstance(one, str | Text) else one for one in objects)
+        super().print(*objects, **options)
+
+    def _hanging(self, text: str | Text) -> Text:
+        lines: list[Text] = []
+        for line in Text(str(text)).split(allow_blank=True) if isinstance(text, str) else text.split(allow_blank=True):
+            if cell_len(line.plain) <= self.width:
+                lines.append(line)
+                continue
+            indent = len(line.plain) - len(line.plain.lstrip())
+            labelled = re.match(r" *\S+ {2,}", line.plain)  # the text stands behind a label: +3.4%  tp 2
+            further = labelled.end() if labelled else indent + _GAP
+            parts = line[indent:].wrap(self, max(_LEAST, self.width - further))
+            lines += [Text(" " * (further if at else indent)) + part for at, part in enumerate(parts)]
+        return Text("\n").join(lines)
 
 
 def print_json(data: Any) -> None:
@@ -97,7 +120,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Seque
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]) -> Table:
-    made = Table(box=None, header_style="bold", pad_edge=False, padding=(0, _GAP, 0, 0))
+    made = Table(box=None, show_header=any(columns), header_style="bold", pad_edge=False, padding=(0, _GAP, 0, 0))
     for column in columns:
         made.add_column(Text(column), justify="right" if column in right else "left", overflow="fold")
     for row in rows:
@@ -132,10 +155,10 @@ def progress(text: str) -> Iterator[Callable[[str], None]]:
     bug: our own errors say everything themselves.
     """
     remarks = io.StringIO()
-    with console(stderr=True).status(text) as status, _quiet_logging():
+    with console(stderr=True).status(Text(text)) as status, _quiet_logging():  # text may have colons and brackets
         try:
             with redirect_stderr(remarks):
-                yield status.update
+                yield lambda now: status.update(Text(now))
         except AutoparError:
             raise
         except Exception:

@@ -72,7 +72,7 @@ def verify(
         _show(report, model, sizes)
     if not report.passed:
         if not as_json:
-            console().print(f"next: {next_after_difference(report, command)}")
+            console().print(f"next: {next_after_difference(report, command)}", soft_wrap=True)  # to be copied
         raise typer.Exit(_FAILED)
 
 

@@ -336,6 +336,19 @@ def readable_rate(count_per_s: float) -> str:
     return f"{count_per_s:,.0f}" if count_per_s >= 99.95 else f"{count_per_s:.3g}"
 
 
+def readable_count(count: float) -> str:
+    """Three digits.
+
+    >>> readable_count(8.03e9), readable_count(233e3), readable_count(999_999), readable_count(12)
+    ('8.03 billion', '233 thousand', '1 million', '12')
+    """
+    for unit in ("", " thousand", " million"):
+        if count < 999.5:
+            return f"{_digits(count)}{unit}"
+        count /= 1000
+    return f"{_digits(count)} billion"
+
+
 def readable_seconds(seconds: float) -> str:
     """Three digits of s, ms or µs.
 

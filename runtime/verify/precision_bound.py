@@ -50,7 +50,7 @@ def note_on_bound(precision: str, by_reach: int) -> tuple[str, ...]:
         f"{precision}",
     )
     if by_reach:
-        notes += (f"{by_reach} weights have a gradient that is only rounding, and were compared by lr·steps",)
+        notes += (f"{by_reach:,} weights have a gradient that is only rounding, and were compared by lr·steps",)
     return notes
 
 

@@ -180,7 +180,7 @@ def compare_steps(
         quantities.append(compared("buffers changed in forward", changed, reach))
     notes = tuple(notes_on_noise(quantities))
     if by_reach:
-        notes += (f"{by_reach} {prefix}weights have a gradient that is only rounding, and were compared by lr·steps",)
+        notes += (f"{by_reach:,} {prefix}weights have a gradient that is only rounding, and were compared by lr·steps",)
     return tuple(quantities), notes
 
 

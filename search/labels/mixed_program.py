@@ -53,7 +53,7 @@ class MixedProgram:
         if not self._costs:  # HiGHS has no solution of a program without columns
             fits = all(lower <= 0 <= upper for lower, upper in zip(self._lower, self._upper, strict=True))
             return ([], 0.0, 0.0) if fits else None
-        solver = highspy.Highs()
+        solver = highspy._Highs()  # type: ignore[attr-defined]  # without callbacks, with which releases print a banner
         options = {
             "output_flag": False,
             "threads": 1,

@@ -1,5 +1,7 @@
 """Printing: names from the user are shown unchanged, and tables are whole on a narrow terminal."""
 
+import io
+
 import pytest
 from run import autopar
 from typer.testing import CliRunner
@@ -24,6 +26,32 @@ SHOWN = [
 def test_names_with_colons_stay_text(capsys: pytest.CaptureFixture[str]) -> None:
     console().print("mine:factory: pp 2 × tp 2")
     assert capsys.readouterr().out == "mine:factory: pp 2 × tp 2\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("  proven: no plan is better", ["  proven: no plan is", "    better"]),
+        ("  +3.4%  tp 2 × dp 32 ZeRO-2", ["  +3.4%  tp 2 × dp 32", "         ZeRO-2"]),
+        ("title of two lines:\n a " + "x" * 30, ["title of two lines:", " a", f"   {'x' * 21}", f"   {'x' * 9}"]),
+    ],
+    ids=["text", "label", "long word"],
+)
+def test_further_lines_of_a_long_text_are_indented(
+    line: str, shown: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(output, "WIDTH_WITHOUT_TERMINAL", 24)
+    console().print(line)
+    assert [text.rstrip() for text in capsys.readouterr().out.splitlines()] == shown
+
+
+def test_a_spinner_shows_names_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    screen.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr("sys.stderr", screen)
+    with output.progress("starting") as on_progress:
+        on_progress("small:factory: capturing [red]")
+    assert "small:factory: capturing [red]" in screen.getvalue()
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 79, 80, 200])
