@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.export.export import named_outputs
+from autopar.capture.export.loss_arguments import named_outputs
 from autopar.ir.sharding import Mesh
 from autopar.runtime.verify.error_metrics import Tensors, measured
 from autopar.runtime.verify.noise import MAX_RUNS, Change, Noise

@@ -1,10 +1,13 @@
-"""`Flat`: the graph that `torch.export` returns, before folding."""
+"""`Flat`: the graph that `torch.export` returns, before folding; and the names of inputs and outputs of an export."""
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
+from autopar.errors import CaptureError
 from autopar.ir.program import Decision, PartOf
 
 
@@ -38,3 +41,79 @@ def literal_of(flat: Flat, node: fx.Node) -> torch.Tensor | None:
         return getattr(flat.root, str(node.target), None)
     kind, name = flat.placeholders.get(node.name, ("", ""))
     return getattr(flat.root, name.replace(".", "_"), None) if kind == "lifted" else None
+
+
+def constants_of(exported: Any) -> dict[str, torch.Tensor]:
+    """The constants of an exported program by name."""
+    found = {name: value for name, value in exported.constants.items() if isinstance(value, torch.Tensor)}
+    return found | {name: value for name, value in exported.state_dict.items() if name.startswith("loss_fn.")}
+
+
+def output_names(exported: Any) -> tuple[str, ...]:
+    """The names of the outputs of an exported program."""
+    return tuple(str(key) for key in (exported.call_spec.out_spec.context or ()))
+
+
+def all_outputs(exported: Any, placeholders: Mapping[str, tuple[str, str]]) -> Iterator[str]:
+    """The names of a graph's outputs, in order. Changed buffers have a prefix."""
+    names = iter(output_names(exported))
+    for spec in exported.graph_signature.output_specs:
+        if spec.kind.name == "BUFFER_MUTATION" and not str(spec.target).startswith("loss_fn."):
+            yield f"buffer {placeholders[_of_buffer(exported, spec.target)][1]}"
+        else:
+            yield next(names) if spec.kind.name in ("USER_OUTPUT", "LOSS_OUTPUT") else f"other {spec.target}"
+
+
+def placeholders_of(model: nn.Module, exported: Any, inputs: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """The kind and the name of each placeholder of an exported program. `inputs` are the names of its inputs."""
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    first_name = {id(tensor): name for name, tensor in reversed(tensors)}
+    canonical = {name: first_name[id(tensor)] for name, tensor in tensors}
+    names = iter(inputs)
+    found: dict[str, tuple[str, str]] = {}
+    for spec in exported.graph_signature.input_specs:
+        node_name = getattr(spec.arg, "name", "")
+        kind = spec.kind.name
+        target = (spec.target or "").removeprefix("model.")
+        if kind == "PARAMETER":
+            found[node_name] = ("parameter", canonical[target])
+        elif kind == "BUFFER" and not target.startswith("loss_fn."):
+            found[node_name] = ("buffer", canonical.get(target, target))
+        elif kind in ("CONSTANT_TENSOR", "BUFFER"):
+            found[node_name] = ("lifted", spec.target or "")
+        elif kind == "USER_INPUT" and type(spec.arg).__name__ == "TensorArgument":
+            found[node_name] = ("input", next(names))
+    return found
+
+
+def order_outputs(exported: Any, placeholders: Mapping[str, tuple[str, str]], dropped: str) -> tuple[str, ...]:
+    """Order a graph's outputs: the model's outputs, then the new values of buffers. Returns the buffers' names.
+
+    In-place changes of inputs, and outputs with the prefix `dropped`, are left out. Raises `CaptureError` if the model
+    changes a parameter.
+    """
+    graph: fx.Graph = exported.graph_module.graph
+    values: Any = graph.output_node().args[0]
+    own, updates = [], {}
+    for name, spec, node in zip(
+        all_outputs(exported, placeholders), exported.graph_signature.output_specs, values, strict=True
+    ):
+        if name.startswith(dropped):
+            continue
+        if spec.kind.name in ("USER_OUTPUT", "LOSS_OUTPUT"):
+            own.append(node)
+        elif spec.kind.name == "BUFFER_MUTATION" and not str(spec.target).startswith("loss_fn."):
+            updates[placeholders[_of_buffer(exported, spec.target)][1]] = node
+        elif spec.kind.name != "USER_INPUT_MUTATION":
+            raise CaptureError(
+                f"the model changes {str(spec.target).removeprefix('model.')} in its forward pass; only buffers of the "
+                "model may change there, so make it a buffer or change it outside"
+            )
+    graph.output_node().args = ((*own, *updates.values()),)
+    return tuple(updates)
+
+
+def _of_buffer(exported: Any, target: str) -> str:
+    """The placeholder of a buffer."""
+    specs = exported.graph_signature.input_specs
+    return next(str(spec.arg.name) for spec in specs if spec.kind.name == "BUFFER" and spec.target == target)

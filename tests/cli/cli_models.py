@@ -54,7 +54,7 @@ class Masked(nn.Module):
     def forward(self, x: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         y = self.inner(x)
         if hidden.any():  # the line that must be named
-            y = y.masked_fill(hidden, 0.0)
+            y = 2 * y.masked_fill(hidden, 0.0)
         return y
 
 

@@ -43,7 +43,7 @@ class PaddedIfNeeded(nn.Module):
         for layer in self.layers:
             x = torch.tanh(layer(x))
             if padding.any():
-                x = x.masked_fill(padding[..., None], 0.5)
+                x = 2 * x.masked_fill(padding[..., None], 0.5)
         return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
 
 

@@ -1,14 +1,19 @@
-"""Whether a model reads a value only to check it: in an ``assert``, or in the test of an ``if`` that may raise."""
+"""Whether a model reads a value only to check it: in an ``assert``, or in the test of an ``if`` that may raise.
+
+The checks of `torch.distributions` are off in a trace, which has no values.
+"""
 
 import ast
 import linecache
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
 import torch
+from torch.distributions import Distribution
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
@@ -79,3 +84,14 @@ def _place(node: ast.AST) -> _Place:
 def _has(node: ast.expr, place: _Place) -> bool:
     begin, end = _place(node)
     return begin <= place[0] and place[1] <= end
+
+
+@contextmanager
+def unchecked_distributions() -> Iterator[None]:
+    """A context in which distributions do not check their arguments, as with ``validate_args=False``."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)

@@ -23,11 +23,12 @@ from torch.overrides import TorchFunctionMode
 from autopar._torch import exports
 from autopar._torch.private import pytree
 from autopar.capture.export.assertions import check_that_reads
-from autopar.capture.export.chosen_rows import Chosen, choose, chosen_of
+from autopar.capture.export.chosen_rows import DIVISIONS, Chosen, Count, Refuse, Trace, alike, choose, chosen_of
 from autopar.capture.export.chosen_rows import run as on_rows
 from autopar.capture.export.data_sizes import known_sizes
 from autopar.capture.export.inner_gradients import NotRecorded, gradient
-from autopar.capture.export.known_values import RANDOM_NUMBERS, Known, KnownValues, Unknown, leaf
+from autopar.capture.export.known_values import RANDOM_NUMBERS, Known, KnownValues, Unknown, leaf, written_by
+from autopar.capture.export.row_tests import answer_of, before_views, counted_mask, tested_mask
 from autopar.capture.export.source_lines import SourceLine, line_that_runs
 from autopar.capture.nodes import operator_name
 from autopar.errors import CaptureError, short_repr
@@ -69,8 +70,8 @@ _ROWS = (
     "index[..., None] == torch.arange(n) for a one-hot"
 )
 _NUMBER_OF_ROWS = (
-    "needs the number or the order of rows that data chooses; leave out a test for no rows, because they add nothing, "
-    "and write zeros for rows that count for nothing (for a loop over experts see docs/experts.md)"
+    "needs the number or the order of rows that data chooses; count with tensors, such as mask.sum(), and write zeros "
+    "for rows that count for nothing (for a loop over experts see docs/experts.md)"
 )
 _SPECIALISED = ", or pass specialise=True: a batch with another value is then captured again"
 _UNCHANGED = (
@@ -90,6 +91,7 @@ class Reading:
     given: Any = None  # the user's own inputs, if the capture runs at other sizes
     buffers: Callable[[str], Tensor] | None = None  # values of buffers of a model on meta
     explains: bool = True  # a failed capture looks for the cause
+    assumes: bool = True  # a test for no rows finds some; the caller tries whether this is right
 
 
 class DataReads(TorchFunctionMode):
@@ -110,6 +112,8 @@ class DataReads(TorchFunctionMode):
         }
         self.decided: list[tuple[Decision, Tensor]] = []
         self.notes: dict[str, None] = {}
+        self.tests: list[Tensor] = []  # of tests for no rows: whether there is one
+        self._tested: list[fx.Node] = []  # the masks of these tests
         self._entered: list[Any] = []
         self._rows: dict[fx.Node, Exception] = {}  # chosen rows, with the error of code that takes them unseen
         self._of_rows: set[fx.Node] = set()  # operators that functions of chosen rows have called
@@ -122,8 +126,8 @@ class DataReads(TorchFunctionMode):
         chosen = next(chosen_of((args, kwargs)), None)
         if chosen is not None:
             last = exports.last_node(chosen.flat)
-            refuse = partial(self._refused_rows, chosen)
-            return self._known(last, on_rows(func, args, kwargs, self._constant, refuse), refuse)
+            trace = self._trace(chosen)
+            return self._known(last, on_rows(func, args, kwargs, trace), trace.refuse)
         if (rows := choose(func, args, kwargs, self._is_fixed)) is not NotImplemented:
             line, refuse = line_that_runs(self._model), partial(self._refused_rows, next(chosen_of(rows)))
             self.notes[f"{line}: `{line.code}` keeps all rows, and what it does not choose is computed too"] = None
@@ -158,6 +162,8 @@ class DataReads(TorchFunctionMode):
         if func is torch.autograd.grad:
             return self._gradient(args, kwargs)
         self._check_device(func, args, kwargs)
+        if getattr(func, "__name__", "").strip("_") in DIVISIONS and self._tested and isinstance(args[1], Tensor):
+            args = (args[0], self._divisor(args[1]), *args[2:])
         is_sized, made = known_sizes(func, args, kwargs, self._size)
         if not is_sized:
             made = self._inside(func)(*args, **kwargs)
@@ -232,6 +238,8 @@ class DataReads(TorchFunctionMode):
         if check is not None and check.is_number and read is Tensor.item:
             return tensor  # the check reads the truth of a comparison with it
         line, found = line_that_runs(self._model), self._of(node)
+        if check is None and not is_size and (made := self._assumed(node, tensor, read, found)) is not None:
+            return made
         key = str(line), self._occurrences[str(line)]
         answers = self._reading.answers or {}
         if isinstance(found, Known):
@@ -272,6 +280,50 @@ class DataReads(TorchFunctionMode):
             # a value of its own, which is no input: every rank holds it whole
             self.decided.append((decision, tensor.detach().clone().unsqueeze(0)))
         return value
+
+    def _assumed(self, node: fx.Node, tensor: Tensor, read: Any, found: Known | Unknown) -> bool | Count | None:
+        """The answer of a test for no rows, if there are some, or their number. None if nothing is assumed."""
+        is_known = isinstance(found, Known) and (self._reading.specialise or not found.inputs)
+        if is_known or not self._reading.assumes or read not in (bool, Tensor.item):
+            return None
+        answer = answer_of(node) if read is bool or tensor.dtype is torch.bool else None
+        if answer is not None:
+            return self._test((tensor != 0) == answer, answer, tested_mask(node))
+        mask = counted_mask(node)
+        if mask is None or any(mask in written_by(user) for user in mask.users):
+            return None
+        chosen = Chosen(exports.tensor_of(mask))
+        return Count(chosen, 1, self._trace(chosen))
+
+    def _trace(self, chosen: Chosen) -> Trace:
+        return Trace(
+            refuse=partial(self._refused_rows, chosen),
+            constant=self._constant,
+            test=lambda some, answer, refuse: self._test(some, answer, exports.traced_node(chosen.mask), refuse),
+            is_tested=lambda mask: self._is_tested(exports.traced_node(mask)),
+        )
+
+    def _is_tested(self, mask: fx.Node | None) -> bool:
+        return mask is not None and any(alike(before_views(mask), before_views(one)) for one in self._tested)
+
+    def _divisor(self, number: Tensor) -> Tensor:
+        """A divisor. Behind a test for no rows, their number is one instead of none."""
+        node = exports.traced_node(number)
+        mask = None if node is None else counted_mask(node)
+        return number.clamp(min=1) if self._is_tested(mask) else number
+
+    def _test(self, some: Tensor, answer: bool, mask: fx.Node | None, refuse: Refuse | None = None) -> bool:
+        """The answer of a test for no rows: there are some."""
+        check, line = check_that_reads(), line_that_runs(self._model)
+        if check is not None and check.passes is not None:
+            self.notes[f"{line}: `{line.code}` is not checked, because it depends on rows that data chooses"] = None
+            return check.passes
+        if refuse is not None and not self._reading.assumes:
+            raise refuse()
+        self.notes[f"{line}: `{line.code}` takes the branch for some rows, which is right without any"] = None
+        self._tested += [] if mask is None else [mask]
+        self.tests.append(some.detach().clone().reshape(1))
+        return answer
 
     def _array(self, tensor: Tensor, read: Callable[[Tensor], Any], name: str) -> Any:
         """The array of a constant."""

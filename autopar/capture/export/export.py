@@ -11,19 +11,19 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from autopar._torch.exports import FAKE_TENSOR_LOG, as_exported, ctc_loss_traced, flex_attention_by, quick_export
 from autopar._torch.private import pytree
+from autopar.capture.export.assertions import unchecked_distributions
 from autopar.capture.export.autograd_functions import own_gradients
-from autopar.capture.export.chosen_rows import chosen_of
+from autopar.capture.export.chosen_rows import chosen_of, counted_lengths
 from autopar.capture.export.data_reads import DataReads, Reading
-from autopar.capture.export.distributions import unchecked_distributions
 from autopar.capture.export.failure import OneDevice, capture_error, not_captured
 from autopar.capture.export.flexible_attention import flexible_attention
 from autopar.capture.export.foreign_draws import drawn_so_far, refuse_foreign_draws
@@ -31,14 +31,18 @@ from autopar.capture.export.index_lists import ListsAsSlices
 from autopar.capture.export.loss_arguments import (
     arguments_of_loss,
     check_loss_fn,
+    is_loss,
+    named_outputs,
     names_of_loss,
     num_of_loss,
+    with_loss,
 )
 from autopar.capture.export.module_conversions import converted_alike
 from autopar.capture.export.own_changes import as_it_was, assigned_in_place, attributes_read, unchanged, without_caches
+from autopar.capture.export.row_tests import TEST, Graph, difference
 from autopar.capture.export.unusable import refuse_unusable
 from autopar.capture.export.without_data import device_of_regions, on_device_without_data
-from autopar.capture.flat_graph import Flat
+from autopar.capture.flat_graph import Flat, all_outputs, constants_of, order_outputs, output_names, placeholders_of
 from autopar.capture.input_leaves import fixed_leaves, named_leaves
 from autopar.capture.passes.autocast import Autocast, ambient_autocast, autocast_as
 from autopar.capture.passes.in_place import change_views_by_copies, needs_decomposition
@@ -61,6 +65,7 @@ class _Traced:
     keywords: tuple[str, ...]
     autocast: tuple[Autocast, ...] = ()  # around the call of the model
     # an export restores the attributes of a module, but no list
+    tests: list[str] = field(default_factory=list)  # names of outputs: the tests for no rows
     decided: list[Decision] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     reads: set[str] = field(default_factory=set)
@@ -89,14 +94,18 @@ class _Outputs(nn.Module):
         given += [(name.removeprefix("model."), kind, t, self._values[name]) for name, kind, t in self._own_state()]
         changes, read = assigned_in_place(self.model, traced.notes), attributes_read(self.model, traced.reads)
         reading, alike = DataReads(self.model, given, traced.reading), converted_alike(self.model)
-        with reading as reads, changes, read, alike, autocast_as(traced.autocast):
-            found = self._outputs(*args, **kwargs)
+        with reading as reads, changes, read, alike, autocast_as(traced.autocast), counted_lengths():
+            try:
+                found = self._outputs(*args, **kwargs)
+            finally:
+                traced.tests[:] = [f"{TEST}{k}" for k in range(len(reads.tests))]
             if next(chosen_of(found), None) is not None:
                 raise CaptureError("the model cannot be captured: it returns rows that data chooses; return all rows")
         reads.check_rows()
         traced.decided[:] = [decision for decision, _ in reads.decided]
         traced.notes[:0] = reads.notes
-        return found | {f"{DECISION}{k}": tensor for k, tensor in enumerate(tensor for _, tensor in reads.decided)}
+        found |= {f"{DECISION}{k}": tensor for k, (_, tensor) in enumerate(reads.decided)}
+        return found | dict(zip(traced.tests, reads.tests, strict=True))
 
     def _own_state(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         for name, parameter in self.named_parameters(remove_duplicate=False):
@@ -113,7 +122,7 @@ class _Outputs(nn.Module):
             before = getattr(self.model, "loss", None)
             found = named_outputs(self.model(*args, **kwargs))
             kept: Any = getattr(self.model, "loss", None)  # some models keep their loss as an attribute
-            is_new = isinstance(kept, torch.Tensor) and kept is not before and _is_loss(kept)
+            is_new = isinstance(kept, torch.Tensor) and kept is not before and is_loss(kept)
             return {"loss": kept, **found} if is_new and "loss" not in found else found
         given = arguments_of_loss(self.model, self.loss_fn, args, kwargs)
         out = self.model(*given.args, **given.kwargs)
@@ -125,39 +134,6 @@ def outputs_of(model: nn.Module, inputs: Inputs, loss_fn: LossFunction | None = 
     args, kwargs = split_inputs(inputs)
     with without_caches(model):
         return _Outputs(model, loss_fn).changed_outputs(*args, **kwargs)
-
-
-def named_outputs(out: Any) -> dict[str, torch.Tensor]:
-    """The tensors of a module's output by name: mapping keys, or positions. The loss has the name ``loss``."""
-    found = _tensors(out)
-    if "loss" not in found:
-        scalars = [name for name, v in found.items() if v.dim() == 0 and v.dtype.is_floating_point]
-        if len(scalars) == 1:
-            found = {"loss" if name == scalars[0] else name: v for name, v in found.items()}
-    return found
-
-
-def _is_loss(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not value.dim() and value.dtype.is_floating_point
-
-
-def _tensors(out: Any) -> dict[str, torch.Tensor]:
-    if is_dataclass(out) and not isinstance(out, Mapping):
-        out = {each.name: getattr(out, each.name, None) for each in fields(out)}
-    if isinstance(out, Mapping):
-        return {str(k): v for k, v in out.items() if isinstance(v, torch.Tensor)}
-    leaves = out if isinstance(out, (tuple, list)) else [out]
-    return {f"output_{i}": v for i, v in enumerate(leaves) if isinstance(v, torch.Tensor)}
-
-
-def with_loss(out: Any, loss: Any) -> dict[str, torch.Tensor]:
-    """The tensors of a model's output, and the loss. Raises `CaptureError` if the loss is no floating scalar."""
-    if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.dtype.is_floating_point:
-        what = f"a {loss.dtype} tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
-        raise CaptureError(
-            f"loss_fn must return a floating scalar tensor, it returned {what}; reduce it to a sum or mean"
-        )
-    return {**_tensors(out), "loss": loss}
 
 
 @contextlib.contextmanager
@@ -277,9 +253,17 @@ def capture_flat(
 
     Raises `CaptureError` with the module and source line if the model cannot be exported.
     """
-    reading = reading or Reading()
-    exported, traced = _exported(model, example_inputs, loss_fn, training, reading)
-    placeholders = _placeholders(model, exported, tuple(input_names(model, example_inputs, loss_fn)))
+    reading, tests = reading or Reading(), list[str]()
+    try:
+        exported, traced = _exported(model, example_inputs, loss_fn, training, reading, tests=tests)
+        differs = _difference(model, example_inputs, loss_fn, exported, training) if tests else None
+    except Exception:
+        if not tests:
+            raise
+        differs = "the model fails in this branch"
+    if differs:
+        return _without_tests(model, example_inputs, loss_fn, training, reading, differs)
+    placeholders = placeholders_of(model, exported, tuple(input_names(model, example_inputs, loss_fn)))
     refuse_unusable(
         exported.graph_module.graph,
         placeholders,
@@ -295,7 +279,7 @@ def capture_flat(
                 exported = exported.run_decompositions({})
             except Exception as error:
                 raise not_captured(error, model) from error
-        placeholders = _placeholders(model, exported, tuple(input_names(model, example_inputs, loss_fn)))
+        placeholders = placeholders_of(model, exported, tuple(input_names(model, example_inputs, loss_fn)))
     module = exported.graph_module
     for node in module.graph.nodes:  # torch.export leaves dead nodes that are no users of their operands
         for operand in node.all_input_nodes:
@@ -303,13 +287,11 @@ def capture_flat(
     for node in list(module.graph.nodes):  # inputs other than tensors are constants of the capture
         if node.op == "placeholder" and node.name not in placeholders and not node.users:
             module.graph.erase_node(node)
-    lifted = {name: value for name, value in exported.constants.items() if isinstance(value, torch.Tensor)}
-    lifted |= {name: value for name, value in exported.state_dict.items() if name.startswith("loss_fn.")}
-    for name, value in lifted.items():
+    for name, value in constants_of(exported).items():
         if not hasattr(module, name.replace(".", "_")):
             module.register_buffer(name.replace(".", "_"), value, persistent=False)
-    updates = _order_outputs(exported, placeholders)
-    names = tuple(str(key) for key in (exported.call_spec.out_spec.context or ()))
+    updates = order_outputs(exported, placeholders, TEST)
+    names = tuple(name for name in output_names(exported) if not name.startswith(TEST))
     if "loss" not in names:
         raise CaptureError(
             f"the model returns no loss: its outputs are {list(names)}. Return a scalar, name one output 'loss' "
@@ -328,6 +310,43 @@ def capture_flat(
     )
 
 
+def _without_tests(
+    model: nn.Module,
+    example_inputs: Inputs,
+    loss_fn: LossFunction | None,
+    training: bool,
+    reading: Reading,
+    differs: str,
+) -> Flat:
+    """The capture of a model whose tests for no rows are not answered. The error says what `differs`."""
+    try:
+        return capture_flat(model, example_inputs, loss_fn, training=training, reading=replace(reading, assumes=False))
+    except CaptureError as error:
+        raise CaptureError(
+            f"{error}\nThe branch for some rows was tried with none: {differs}.", option=error.option
+        ) from error
+
+
+def _difference(
+    model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | None, exported: Any, training: bool
+) -> str | None:
+    """What differs between a model and its graph if tests for no rows find none."""
+    inputs = input_names(model, example_inputs, loss_fn)
+
+    def run(copied: nn.Module, given: Any) -> Mapping[str, torch.Tensor]:
+        with _in_mode(copied, training), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return outputs_of(copied, given, loss_fn)
+
+    graph = Graph(
+        module=exported.graph_module,
+        placeholders=(placeholders := placeholders_of(model, exported, tuple(inputs))),
+        constants=constants_of(exported),
+        outputs=tuple(all_outputs(exported, placeholders)),
+    )
+    return difference(model, example_inputs, tuple(inputs), graph, run)
+
+
 def _exported(
     model: nn.Module,
     example_inputs: Inputs,
@@ -336,15 +355,17 @@ def _exported(
     reading: Reading,
     *,
     lines: bool = False,
+    tests: list[str] | None = None,
 ) -> tuple[Any, _Traced]:
-    """The exported program, and the values that the model read.
+    """The exported program, and the values that the model read. `tests` gets the lines that test for no rows.
 
     With `lines`, nodes have their stack traces, and the export takes twice as long.
     """
     if loss_fn is not None:
         check_loss_fn(model, loss_fn, *split_inputs(example_inputs))
+    tests = [] if tests is None else tests
     try:
-        return _export(model, example_inputs, example_inputs, loss_fn, training, reading, lines)
+        return _export(model, example_inputs, example_inputs, loss_fn, training, reading, lines, tests)
     except CaptureError:
         raise
     except Exception as error:
@@ -352,12 +373,12 @@ def _exported(
     on_meta = all(parameter.is_meta for parameter in model.parameters())
     if on_meta:  # meta activations cannot meet inputs on a device
         try:
-            found = _export(model, _on_meta(example_inputs), example_inputs, loss_fn, training, reading, lines)
+            found = _export(model, _on_meta(example_inputs), example_inputs, loss_fn, training, reading, lines, tests)
             device_type = device_of_regions(found[0].graph_module)
             if device_type is None:
                 return found
             copied, inputs = on_device_without_data(model, example_inputs, device_type)
-            return _export(copied, inputs, example_inputs, loss_fn, training, reading, lines)
+            return _export(copied, inputs, example_inputs, loss_fn, training, reading, lines, tests)
         except CaptureError:
             raise
         except Exception as error:
@@ -412,13 +433,14 @@ def _export(
     training: bool,
     reading: Reading,
     lines: bool,
+    tests: list[str],
 ) -> tuple[Any, _Traced]:
     """The exported program, and the values that the model read."""
     args, kwargs = split_inputs(example_inputs)
     named = tuple(input_names(model, values, loss_fn))
     tensors = tuple(leaf for leaf in pytree.tree_leaves(split_inputs(values)) if isinstance(leaf, torch.Tensor))
     around = ambient_autocast()
-    traced = _Traced(reading, named, tensors, tuple(kwargs), around)
+    traced = _Traced(reading, named, tensors, tuple(kwargs), around, tests)
     with ExitStack() as stack:
         stack.enter_context(autocast_as(around, enabled=False))  # a region inside the trace is in the exported graph
         stack.enter_context(_in_mode(model, training))
@@ -443,52 +465,3 @@ def _export(
 def _on_meta(example_inputs: Inputs) -> Inputs:
     moved: Inputs = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to("meta"), example_inputs)
     return moved
-
-
-def _placeholders(model: nn.Module, exported: Any, inputs: Sequence[str]) -> dict[str, tuple[str, str]]:
-    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    first_name = {id(tensor): name for name, tensor in reversed(tensors)}
-    canonical = {name: first_name[id(tensor)] for name, tensor in tensors}
-    names = iter(inputs)
-    found: dict[str, tuple[str, str]] = {}
-    for spec in exported.graph_signature.input_specs:
-        node_name = getattr(spec.arg, "name", "")
-        kind = spec.kind.name
-        target = (spec.target or "").removeprefix("model.")
-        if kind == "PARAMETER":
-            found[node_name] = ("parameter", canonical[target])
-        elif kind == "BUFFER" and not target.startswith("loss_fn."):
-            found[node_name] = ("buffer", canonical.get(target, target))
-        elif kind in ("CONSTANT_TENSOR", "BUFFER"):
-            found[node_name] = ("lifted", spec.target or "")
-        elif kind == "USER_INPUT" and type(spec.arg).__name__ == "TensorArgument":
-            found[node_name] = ("input", next(names))
-    return found
-
-
-def _order_outputs(exported: Any, placeholders: Mapping[str, tuple[str, str]]) -> tuple[str, ...]:
-    """Order a graph's outputs: the model's outputs, then the new values of buffers. Returns the buffers' names.
-
-    In-place changes of inputs are dropped. Raises `CaptureError` if the model changes a parameter.
-    """
-    graph: fx.Graph = exported.graph_module.graph
-    values: Any = graph.output_node().args[0]
-    own, updates = [], {}
-    for spec, node in zip(exported.graph_signature.output_specs, values, strict=True):
-        if spec.kind.name in ("USER_OUTPUT", "LOSS_OUTPUT"):
-            own.append(node)
-        elif spec.kind.name == "BUFFER_MUTATION" and not str(spec.target).startswith("loss_fn."):
-            updates[placeholders[_of_buffer(exported, spec.target)][1]] = node
-        elif spec.kind.name != "USER_INPUT_MUTATION":
-            raise CaptureError(
-                f"the model changes {str(spec.target).removeprefix('model.')} in its forward pass; only buffers of the "
-                "model may change there, so make it a buffer or change it outside"
-            )
-    graph.output_node().args = ((*own, *updates.values()),)
-    return tuple(updates)
-
-
-def _of_buffer(exported: Any, target: str) -> str:
-    """The placeholder of a buffer."""
-    specs = exported.graph_signature.input_specs
-    return next(str(spec.arg.name) for spec in specs if spec.kind.name == "BUFFER" and spec.target == target)

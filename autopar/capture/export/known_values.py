@@ -111,7 +111,7 @@ class KnownValues:
             buffers = frozenset[str]().union(*(operand.buffers for operand in known))
             assumes_finite = any(operand.assumes_finite for operand in known)
             made = self._computed(node, Known(None, inputs, buffers, assumes_finite))
-        for operand in _written(node):
+        for operand in written_by(node):
             self._write(operand, made)
         return made
 
@@ -227,7 +227,7 @@ def _is_plain(node: fx.Node) -> bool:
     return getattr(node.target, "__module__", "") in ("_operator", "operator", "math")
 
 
-def _written(node: fx.Node) -> Iterator[fx.Node]:
+def written_by(node: fx.Node) -> Iterator[fx.Node]:
     """The operands that an operator writes to."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable:

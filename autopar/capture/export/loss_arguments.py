@@ -2,12 +2,12 @@
 
 `loss_fn(output)` gets the output alone. In a tuple of inputs, the last ones are the other arguments of
 `loss_fn(output, target, weight)`. In a dict, the key `target` is the second argument, and every further argument has
-its own name as key. The second argument of `loss_fn(output, batch)` is the whole dict.
+its own name as key. The second argument of `loss_fn(output, batch)` is the whole dict. The result is the output `loss`.
 """
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -108,3 +108,37 @@ def _parameters(loss_fn: _Loss) -> list[inspect.Parameter]:
         return []
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [p for p in signature.parameters.values() if p.kind in kinds]
+
+
+def named_outputs(out: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a module's output by name: mapping keys, or positions. The loss has the name ``loss``."""
+    found = _tensors(out)
+    if "loss" not in found:
+        scalars = [name for name, v in found.items() if v.dim() == 0 and v.dtype.is_floating_point]
+        if len(scalars) == 1:
+            found = {"loss" if name == scalars[0] else name: v for name, v in found.items()}
+    return found
+
+
+def is_loss(value: Any) -> bool:
+    """Whether a value is a floating scalar."""
+    return isinstance(value, torch.Tensor) and not value.dim() and value.dtype.is_floating_point
+
+
+def _tensors(out: Any) -> dict[str, torch.Tensor]:
+    if is_dataclass(out) and not isinstance(out, Mapping):
+        out = {each.name: getattr(out, each.name, None) for each in fields(out)}
+    if isinstance(out, Mapping):
+        return {str(k): v for k, v in out.items() if isinstance(v, torch.Tensor)}
+    leaves = out if isinstance(out, (tuple, list)) else [out]
+    return {f"output_{i}": v for i, v in enumerate(leaves) if isinstance(v, torch.Tensor)}
+
+
+def with_loss(out: Any, loss: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a model's output, and the loss. Raises `CaptureError` if the loss is no floating scalar."""
+    if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.dtype.is_floating_point:
+        what = f"a {loss.dtype} tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
+        raise CaptureError(
+            f"loss_fn must return a floating scalar tensor, it returned {what}; reduce it to a sum or mean"
+        )
+    return {**_tensors(out), "loss": loss}

@@ -8,7 +8,8 @@ import torch
 from one_layer import OneLayer
 from torch import nn
 
-from autopar.capture.export.export import capture_flat, input_names, named_outputs
+from autopar.capture.export.export import capture_flat, input_names
+from autopar.capture.export.loss_arguments import named_outputs
 from autopar.capture.program import capture_program
 from autopar.errors import CaptureError
 from autopar.testing import check_equivalence

@@ -1,0 +1,243 @@
+"""Tests for no rows: ``if mask.any():``, ``if len(rows) == 0: return zero``, ``if not padding.any(): padding = None``.
+
+A trace keeps all rows that data chooses, and a mask. So it takes the branch for some rows. This is right if the branch
+gives the same without any row. `difference` tries it: the module runs beside its graph on random weights and inputs,
+and every test must have both answers. Loss, outputs, buffers and gradients must be equal each time. A parameter must
+have a gradient in both or in none, because an optimizer moves a weight whose gradient is zero.
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.overrides import TorchFunctionMode
+
+from autopar._torch.private import pytree
+from autopar.capture.export.chosen_rows import answer_if_some
+from autopar.capture.nodes import SAME_ELEMENTS, operator_name
+from autopar.capture.weightless import plain_tensors
+
+Tensor = torch.Tensor
+Run = Callable[[nn.Module, Any], Mapping[str, Tensor]]  # a model and its inputs: outputs by name
+BUFFER = "buffer "
+TEST = "test of rows "  # an output with this prefix is true if the test found a row
+_SAME = SAME_ELEMENTS | {"view", "reshape", "squeeze", "unsqueeze", "flatten", "_unsafe_view"}
+_COMPARED = ("eq", "ne", "lt", "le", "gt", "ge")
+_MAX_ELEMENTS, _TRIALS, _SEEN = (
+    2**24,
+    64,
+    2,
+)  # elements of all parameters; runs of the graph; runs of the module with the same answers
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.complex128: 1e-8, torch.complex64: 1e-3}
+_DROPOUTS = ("dropout", "dropout_", "alpha_dropout", "feature_dropout", "dropout1d", "dropout2d", "dropout3d")
+
+
+def answer_of(node: fx.Node) -> bool | None:
+    """The truth of a value if some element of a mask is true. None unless it tells this from no element."""
+    name, source = operator_name(node), node.args[0] if node.args else None
+    if node.op != "call_function" or not isinstance(source, fx.Node) or node.meta["val"].numel() != 1:
+        return None
+    if name in ("logical_not", "bitwise_not"):
+        inner = answer_of(source)
+        return None if inner is None else not inner
+    if name in ("any", "all"):  # a test of all elements looks for one that is false
+        return name == "any"
+    if name in _COMPARED and counted_mask(source) is not None and len(node.args) > 1:
+        return answer_if_some(name, node.args[1])
+    inner = answer_of(source) if name in _SAME else None
+    return True if inner is None and counted_mask(node) is not None else inner
+
+
+def counted_mask(node: fx.Node) -> fx.Node | None:
+    """The mask whose true elements a value counts."""
+    node = before_views(node)
+    if node.op != "call_function" or node.meta["val"].numel() != 1 or not node.args:
+        return None
+    mask = before_views(node.args[0]) if isinstance(node.args[0], fx.Node) else None
+    is_count = mask is not None and operator_name(node) in ("sum", "count_nonzero")
+    return mask if is_count and mask is not None and mask.meta["val"].dtype is torch.bool else None
+
+
+def tested_mask(node: fx.Node) -> fx.Node | None:
+    """The mask whose true elements a test looks for. None for a test of all elements."""
+    while (mask := counted_mask(node)) is None and node.args and isinstance(node.args[0], fx.Node):
+        if operator_name(node) == "any":
+            return node.args[0]
+        node = node.args[0]
+    return mask
+
+
+def before_views(node: fx.Node) -> fx.Node:
+    """The value before views, copies and casts."""
+    while node.op == "call_function" and operator_name(node) in _SAME and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Graph:
+    """A traced graph: the kind and the name of each placeholder, constants by name, and the outputs by name."""
+
+    module: fx.GraphModule
+    placeholders: Mapping[str, tuple[str, str]]
+    constants: Mapping[str, Tensor]
+    outputs: Sequence[str]  # in order; changed buffers have a prefix
+
+
+def difference(model: nn.Module, inputs: Any, names: Sequence[str], graph: Graph, run: Run) -> str | None:
+    """What differs from the model if the tests of a graph find no row. None if nothing does. `names` are of inputs."""
+    if sum(parameter.numel() for parameter in model.parameters()) > _MAX_ELEMENTS:
+        return "the model is too large to try it without any"
+    try:
+        copied = _copied(model)
+    except Exception as error:  # a user's attribute may raise anything
+        return f"a copy of the model fails with {type(error).__name__}"
+    tests = [name for name in graph.outputs if name.startswith(TEST)]
+    seen = Counter[tuple[bool, ...]]()  # batches by the answers of all tests: they may depend on each other
+    state = {name: tensor.detach().clone() for name, tensor in _state(copied)}
+    with torch.random.fork_rng(devices=()), _NoDropout(), torch.enable_grad():
+        for trial in range(_TRIALS):
+            torch.manual_seed(trial)
+            _draw(copied, state, trial)
+            given = _drawn(inputs, trial)
+            with suppress(Exception):  # a batch that the model does not take
+                traced = _traced(copied, given, names, graph, trial)
+                answers = tuple(bool(traced[name].any()) for name in tests)
+                if seen[answers] < _SEEN and (why := _differs(copied, given, traced, run, trial)):
+                    return f"without any, {why}"
+                seen[answers] += 1
+    both = all(len({answers[k] for answers in seen}) == 2 for k in range(len(tests)))
+    return None if both else "no random batch without any was found"
+
+
+def _traced(model: nn.Module, inputs: Any, names: Sequence[str], graph: Graph, seed: int) -> dict[str, Tensor]:
+    """The outputs of the graph by name."""
+    leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    values: dict[tuple[str, str], Tensor] = {("input", name): x for name, x in zip(names, leaves, strict=True)}
+    values |= {("parameter", name): p for name, p in model.named_parameters(remove_duplicate=False)}
+    values |= {("buffer", name): b for name, b in model.named_buffers(remove_duplicate=False)}
+    values |= {("lifted", name): constant for name, constant in graph.constants.items()}
+    given = [
+        values[graph.placeholders[node.name]].clone() if node.name in graph.placeholders else None
+        for node in graph.module.graph.find_nodes(op="placeholder")
+    ]
+    torch.manual_seed(seed)
+    return dict(zip(graph.outputs, _WithoutDropout(graph.module).run(*given), strict=True))
+
+
+def _differs(model: nn.Module, inputs: Any, traced: Mapping[str, Tensor], run: Run, seed: int) -> str:
+    """What differs between a graph and its model in one batch. Empty if nothing does."""
+    torch.manual_seed(seed)
+    try:
+        own = dict(run(model, pytree.tree_map_only(torch.Tensor, torch.clone, inputs)))
+    except ZeroDivisionError:  # the model ends here, as with ``total / count`` without any
+        return ""
+    if not bool(own["loss"].isfinite()):
+        return "the loss is another value" if bool(traced["loss"].isfinite()) else ""
+    changed = {name: b.detach() for name, b in model.named_buffers(remove_duplicate=False)}
+    own |= {name: changed[name.removeprefix(BUFFER)] for name in traced if name.startswith(BUFFER)}
+    for name, value in own.items():
+        if name in traced and not _alike(traced[name], value):
+            return f"{name!r} is another value"
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    pairs = [_gradients(loss, trained) for loss in (traced["loss"], own["loss"])]
+    largest = max((float(g.abs().max()) for g in pairs[1].values() if g is not None and g.numel()), default=0.0)
+    for name in trained:
+        ours, theirs = (gradients[name] for gradients in pairs)
+        if theirs is None and ours is not None:
+            return f"{name!r} has no gradient, so that an optimizer leaves it alone"
+        if theirs is not None and not _alike(torch.zeros_like(theirs) if ours is None else ours, theirs, largest):
+            return f"{name!r} has another gradient"
+    return ""
+
+
+def _gradients(loss: Tensor, trained: Mapping[str, nn.Parameter]) -> dict[str, Tensor | None]:
+    if not loss.requires_grad:
+        return dict.fromkeys(trained)
+    return dict(zip(trained, torch.autograd.grad(loss, list(trained.values()), allow_unused=True), strict=True))
+
+
+def _alike(found: Tensor, expected: Tensor, scale: float = 0.0) -> bool:
+    if found.shape != expected.shape:
+        return False
+    tolerance = _TOLERANCE.get(expected.dtype, 0.05 if expected.dtype.is_floating_point else 0.0)
+    found, expected = found.detach().to(expected.dtype), expected.detach()
+    largest = max(scale, float(expected.abs().nan_to_num().max())) if expected.numel() and tolerance else 0.0
+    return torch.allclose(found, expected, tolerance, tolerance * largest, equal_nan=True)
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """A copy with values. Tensors on meta get values of their own."""
+    memo: dict[int, Any] = {}  # deepcopy takes the entry of an object's id instead of a copy
+    for tensor in (*plain_tensors(model), *model.parameters(), *model.buffers()):
+        made = torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().clone()
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made
+    return copy.deepcopy(model, memo)
+
+
+def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+@torch.no_grad()
+def _draw(model: nn.Module, state: Mapping[str, Tensor], trial: int) -> None:
+    """Other parameters, some of them large, so that a router prefers few rows. Buffers are as before."""
+    for name, tensor in _state(model):
+        tensor.copy_(state[name])
+        if isinstance(tensor, nn.Parameter) and tensor.dtype.is_floating_point and trial:
+            tensor.mul_((1.0, 3.0, 0.3)[trial % 3]).add_(torch.randn_like(tensor), alpha=(0.1, 1.0)[trial % 2])
+
+
+def _drawn(inputs: Any, trial: int) -> Any:
+    """Inputs whose elements are those of the example: mixed, of few kinds, or in equal rows. Some are other numbers."""
+
+    def draw(x: Tensor) -> Tensor:
+        flat = x.flatten()
+        if not trial or not len(flat):
+            return x.clone()
+        how, mixed = int(torch.randint(5, ())), flat[torch.randint(len(flat), flat.shape)]
+        if how == 0 and x.dtype is not torch.bool:
+            numbers = torch.arange(len(flat)) if trial % 2 else mixed - int(flat.max()) - 1
+            new = torch.randn(flat.shape) if x.dtype.is_floating_point else numbers
+            return new.to(flat).reshape(x.shape)
+        if how == 1 and x.dim():
+            return x[torch.randint(len(x), (1,))].expand(x.shape).clone()
+        if how == 2 and x.dtype is torch.bool:
+            return ~x
+        few = mixed[: (1, 2, len(flat))[trial % 3]]
+        return few[torch.randint(len(few), flat.shape)].reshape(x.shape)
+
+    return pytree.tree_map_only(torch.Tensor, draw, inputs)
+
+
+class _NoDropout(TorchFunctionMode):
+    """Functions of a model run without dropout."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in _DROPOUTS and args:
+            return args[0]
+        if name == "scaled_dot_product_attention":
+            named = kwargs | {"dropout_p": 0.0}
+            args, kwargs = ((*args[:4], 0.0, *args[5:]), kwargs) if len(args) > 4 else (args, named)
+        return func(*args, **kwargs)
+
+
+class _WithoutDropout(fx.Interpreter):
+    """Runs a graph without dropout."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        name = getattr(target, "__name__", "").partition(".")[0]
+        if name in _DROPOUTS:
+            return args[0]
+        if name == "scaled_dot_product_attention" and len(args) > 4:
+            args = (*args[:4], 0.0, *args[5:])
+        return super().call_function(target, args, kwargs)
