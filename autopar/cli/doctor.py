@@ -71,7 +71,7 @@ def doctor(
 def _show(found: "Diagnosis") -> None:
     out = console()
     out.print(f"{len(found.ranks)} ranks of {found.cluster}, {found.backend}\n", style="bold")
-    columns = ("compared with one rank", "worst", "allowed", "", "place of the worst error")
+    columns = ("compared with one rank", "worst", "allowed", "", "worst place, or number compared")
     rows = [
         (
             check.name,

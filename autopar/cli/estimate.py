@@ -1,12 +1,13 @@
 """`autopar estimate`: step time, throughput, utilisation and peak memory of a plan, each with its parts."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cli.options.checks import refuse_options
+from autopar.cli.options.checks import naming, refuse_options
 from autopar.cli.options.model_argument import (
     ClusterOption,
     Hidden,
@@ -20,7 +21,7 @@ from autopar.cli.output import console, print_json, progress, table
 from autopar.cli.results.estimate_trace import Correct, Trace, check_trace_options, compared, show_trace, trace_to_dict
 from autopar.cost_model.machine.fitted_constants import usable_in_words
 from autopar.errors import InputError, Problem
-from autopar.files.strict_text import read_text
+from autopar.files.strict_text import read_text, values_of
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.explanation import readable_bytes, readable_count, readable_rate, readable_seconds
 from autopar.ir.plan import MAX_PLAN_BYTES, Plan
@@ -80,10 +81,11 @@ def estimate(
     spec, found_engine, found_profile, wanted = _inputs(
         cluster, engine, (profile, measured), precision, tokens, grams_co2_per_kwh
     )
+    given = model
     model, plan = _model_and_plan(model, options)
     degrees = options.degrees(spec.num_devices) if plan is None else plan.degrees
     seq_len = options.seq_len if plan is None else plan.sequence
-    with progress(f"building {model}") as on_progress:
+    with naming(None if plan is None else given), progress(f"building {model}") as on_progress:
         own = is_factory(model)
         batch, seq_len, dtype = (None, options.seq_len, None) if own else (degrees.local_batch, seq_len, "float32")
         found = resolve_model(model, layers=layers, hidden=hidden, seq_len=seq_len, batch=batch, dtype=dtype)
@@ -108,7 +110,8 @@ def estimate(
             name=found.name,
             on_progress=lambda text: on_progress(f"{found.name}: {text}"),
         )
-    beside = compared(made, recorded, correct, found_profile, spec)
+    with nullcontext() if trace is None else values_of(trace, "trace a step of this plan"):
+        beside = compared(made, recorded, correct, found_profile, spec)
     if as_json:
         print_json(made.to_dict() | ({"trace": trace_to_dict(beside, correct)} if beside is not None else {}))
         return

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autopar.cli.options.checks import naming
 from autopar.cli.options.model_argument import Hidden, Json, Layers, ModelArgument, Specialise
 from autopar.cli.options.small_model import LocalBatch, WorldSize, check_numbers, wish_and_sizes
 from autopar.cli.output import console, print_json, progress, table
@@ -44,7 +45,7 @@ def trace(
     """
     check_numbers(world_size=world_size, batch=batch)
     wish, sizes = wish_and_sizes(model, world_size, options, plan, layers=layers, hidden=hidden, batch=batch)
-    with progress("importing torch") as on_progress:
+    with naming(plan), progress("importing torch") as on_progress:
         from autopar.commands.profile import trace_model
         from autopar.commands.verify import Job
 

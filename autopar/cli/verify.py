@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from autopar.cli.options.checks import naming
 from autopar.cli.options.model_argument import Hidden, Json, Layers, ModelArgument, Specialise
 from autopar.cli.options.small_model import LocalBatch, WorldSize, check_numbers, wish_and_sizes
 from autopar.cli.output import console, print_json, progress, table
@@ -49,7 +50,7 @@ def verify(
     """
     path = None if plan is None else str(plan)
     command = VerifyCommand(model=model, world_size=world_size, specialise=specialise, plan=path)
-    with suggesting_next_step(command, options), progress("importing torch") as on_progress:
+    with suggesting_next_step(command, options), naming(plan), progress("importing torch") as on_progress:
         check_numbers(world_size=world_size, steps=steps, batch=batch)
         wish, sizes = wish_and_sizes(model, world_size, options, plan, layers=layers, hidden=hidden, batch=batch)
         from autopar.commands.verify import verify as run

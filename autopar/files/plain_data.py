@@ -34,11 +34,17 @@ def content_of(data: Any, kind: str, version: int, source: str, *, command: str,
 def read_plain(
     kind: Any, data: Any, problems: list[Problem], *, path: str = "", readers: Mapping[Any, Reader] | None = None
 ) -> Any:
-    """A value of `kind`, or None and entries in `problems`. `readers` make values of types of their own, and raise what
-    they like."""
+    """A value of `kind`, or None and entries in `problems`. `readers` make values of types of their own. `InputError`
+    of a reader passes; its other errors are problems."""
     own = (readers or {}).get(kind)
     if own is not None:
-        return own(data)
+        try:
+            return own(data)
+        except InputError:
+            raise
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            problems.append(Problem(path=path, rule=f"cannot be read: {error}"))
+            return None
     if kind is Any:
         return _finite(data, problems, path)
     if is_dataclass(kind):

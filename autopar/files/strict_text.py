@@ -72,12 +72,17 @@ def values_of(path: str | os.PathLike[str], remedy: str) -> Iterator[None]:
     except AutoparError as error:
         if os.path.basename(path) in str(error):
             raise
-        raise InputError(f"{os.fspath(path)}: {error}") from error
+        if not isinstance(error, InputError):
+            raise InputError(f"{os.fspath(path)}: {error}") from error
+        error.args = (f"{os.fspath(path)}: {error}",)
+        raise
     except OSError:
         raise
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [""])[0][:200]
-        raise InputError(f"{os.fspath(path)} is damaged: {type(error).__name__}: {reason}; {remedy}") from error
+        reason = "a value is missing or of another type"
+        if not isinstance(error, (AttributeError, LookupError, TypeError)):
+            reason = (str(error).strip().splitlines() or [""])[0][:200]
+        raise InputError(f"{os.fspath(path)} is damaged: {reason}; {remedy}") from error
 
 
 def _refused(path: str | os.PathLike[str], rule: str, suggestion: str | None = None) -> tuple[None, list[Problem]]:

@@ -176,7 +176,7 @@ class Plan:
             True
         """
         if not isinstance(data, dict):
-            raise PlanError(f"{source}: expected an object, got {type(data).__name__}")
+            raise PlanError(f"{source} is no plan, which is a JSON object; write one with `autopar plan`")
         version = data.get("version")
         if version != _VERSION or isinstance(version, bool):
             raise PlanError(
@@ -192,13 +192,10 @@ class Plan:
                 problems.extend(nested or [Problem(path="degrees", rule="must be an object")])
                 return Degrees()
 
-        try:
-            plan: Plan | None = read_plain(Plan, data, problems, readers={Degrees: degrees, Type: Type.parse})
-        except (TypeError, ValueError, AttributeError) as error:
-            raise PlanError(f"{source}: {error}; write the plan again with `autopar plan`") from error
+        plan: Plan | None = read_plain(Plan, data, problems, readers={Degrees: degrees, Type: Type.parse})
         problems += [] if plan is None else _wrong_numbers(plan)
         if plan is None or problems:
-            raise PlanError(f"{source} cannot be used", problems)
+            raise PlanError(f"{source} cannot be used; write the plan again with `autopar plan`", problems)
         return plan
 
 

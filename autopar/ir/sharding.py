@@ -15,10 +15,13 @@ The package `spmd_types` has the same types, without `position`. A packed dimens
 it, because an inner axis is split.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
+
+from autopar.errors import short_repr
 
 Kind = Literal["I", "R", "P", "S"]
 # What a mesh dimension owns. "batch": it splits samples only. "experts": it splits samples, and the parameters of
@@ -26,6 +29,7 @@ Kind = Literal["I", "R", "P", "S"]
 # "parameters": it splits any other axis.
 Owned = Literal["batch", "experts", "sequence", "parameters"]
 # a new kind of mesh dimension has its name here, and its meaning where `owned_by` is asked
+_SHARD = re.compile(r"S\((\d{1,3})(?:\.(\d{1,3}))?(:experts)?\)", re.ASCII)
 _OWNED: Mapping[str, Owned] = {"dp": "batch", "ep": "experts", "cp": "sequence"}
 
 
@@ -47,17 +51,14 @@ class Type:
     __repr__ = __str__
 
     @staticmethod
-    def parse(text: str) -> "Type":
+    def parse(text: object) -> "Type":
         """The inverse of `str`."""
         if text in ("I", "R", "P"):
-            return {"I": I, "R": R, "P": P}[text]
-        if not (text.startswith("S(") and text.endswith(")")):
-            raise ValueError(f"not an SPMD type: {text!r}")
-        axis, _, rows = text[2:-1].partition(":")
-        if rows not in ("", "experts"):
-            raise ValueError(f"not an SPMD type: {text!r}")
-        dim, _, position = axis.partition(".")
-        return Type("S", int(dim), int(position or 0), bool(rows))
+            return {"I": I, "R": R, "P": P}[str(text)]
+        found = _SHARD.fullmatch(text) if isinstance(text, str) else None
+        if found is None:
+            raise ValueError(f"not an SPMD type, which is text such as R or S(0): {short_repr(text)}")
+        return Type("S", int(found[1]), int(found[2] or 0), bool(found[3]))
 
 
 I = Type("I")  # noqa: E741  the field's name

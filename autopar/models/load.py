@@ -16,12 +16,14 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from autopar.errors import InputError, Problem, did_you_mean
+from autopar.files.strict_text import values_of
 from autopar.ir.precision import like_kind
 from autopar.models.example_inputs import DEFAULT_BATCH, ExampleInputs, check_sizes, default_seq_len, example_inputs_for
 from autopar.presets.configs import check_config, cleaned, read_config, scaled_config
@@ -115,6 +117,22 @@ def resolve_model(
             raise InputError(f"{', '.join(refused)}: a factory decides its own sizes; change {spec} instead")
         return _from_factory(spec, wanted if dtype is not None else None)
     config, name, kind = config_named(spec)
+    file = Path(spec, "config.json") if os.path.isdir(spec) else Path(spec)
+    with values_of(file, "compare it with a config.json of this model") if kind == "config" else nullcontext():
+        return _from_config(config, name, kind, layers, hidden, seq_len, batch, wanted, device)
+
+
+def _from_config(
+    config: dict[str, Any],
+    name: str,
+    kind: Literal["preset", "config"],
+    layers: int | None,
+    hidden: int | None,
+    seq_len: int | None,
+    batch: int | None,
+    wanted: str,
+    device: str,
+) -> ResolvedModel:
     made, notes = _config_object(config)
     if layers is not None or hidden is not None:
         made, _ = _config_object(scaled_config(made.to_dict(), layers=layers, hidden=hidden))
@@ -203,7 +221,8 @@ def _construct_config(config_class: Any, fields: dict[str, Any]) -> tuple[Any, l
             text = " ".join(str(error).split())
             field = re.search(r"[Ff]ield '([^']+)'", text)
             name = field[1] if field else ""
-            rule = text.partition("TypeError: ")[2] or text
+            rule = (text.partition("TypeError: ")[2] or text).partition(" Errors: ")[0]
+            rule = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", rule).replace("NoneType", "null")
             problems.append(Problem(path=name, rule=rule[:300], value=None))
             if name not in remaining:
                 return None, problems

@@ -24,7 +24,7 @@ its inputs, becomes 0). Every dropout becomes 0, because a scaled model is one f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +59,10 @@ LAYER_INDEX_KEYS = ("moe_layers", "mlp_only_layers")
 WINDOW_KEYS = ("sliding_window", "attention_chunk_size", "floor_scale")
 TOWER_KEYS = ("text_config", "vision_config")
 SMALL_PATCH, SMALL_PATCHES, SMALL_AUDIO, SMALL_WINDOW = 4, 4, 32, 8
+_POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")
 _SIZE_KEYS = frozenset(
     HIDDEN_KEYS + HEAD_KEYS + KV_HEAD_KEYS + FFN_KEYS + HEAD_SIZE_KEYS + LATENT_RANK_KEYS + HEAD_PART_KEYS + VOCAB_KEYS
-)
+).union(_POSITION_KEYS)
 # kernels that a config may name; any other name makes transformers fetch code from a hub
 _IMPLEMENTATIONS = {
     "attn_implementation": ("eager", "sdpa"),
@@ -88,6 +89,9 @@ def check_config(config: Mapping[str, Any]) -> list[Problem]:
     if not isinstance(config.get("model_type"), str):
         value = config.get("model_type")
         problems.append(Problem(path="model_type", value=value, rule="is required: the architecture, such as 'llama'"))
+    architectures = config.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(one, str) for one in architectures):
+        problems.append(Problem(path="architectures", value=architectures, rule="must be a list of class names"))
     if config.get("quantization_config") is not None:
         problems.append(Problem(path="quantization_config", rule="quantized models cannot be trained; remove the key"))
     for key, value in config.items():
@@ -97,7 +101,23 @@ def check_config(config: Mapping[str, Any]) -> list[Problem]:
         if key in _IMPLEMENTATIONS and value is not None and value not in _IMPLEMENTATIONS[key]:
             rule = f"must be one of {', '.join(_IMPLEMENTATIONS[key])}: nothing is fetched from a hub"
             problems.append(Problem(path=key, value=value, rule=rule))
-    return problems
+    known = {problem.path for problem in problems}
+    return problems + [problem for problem in _wrong_numbers(config, "") if problem.path not in known]
+
+
+def _wrong_numbers(config: Mapping[str, Any], path: str) -> Iterator[Problem]:
+    """Numbers with which a model is built, and computes nothing that means anything."""
+    for key, value in config.items():
+        here = f"{path}{key}"
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if isinstance(value, Mapping):
+            yield from _wrong_numbers(value, f"{here}.")
+        elif str(key).endswith(("_eps", "_epsilon")) and value is not None and not (is_number and 0 < value < 1):
+            yield Problem(path=here, value=value, rule="must be a number above 0 and below 1")
+        elif key == "rope_theta" and value is not None and not (is_number and 1 <= value <= MAX_SIZE):
+            yield Problem(path=here, value=value, rule=f"must be a number from 1 to {MAX_SIZE:,}")
+        elif isinstance(value, int) and abs(value) > MAX_SIZE:
+            yield Problem(path=here, value=value, rule=f"must be at most {MAX_SIZE:,}")
 
 
 def cleaned(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import CheckpointError, InputError
+from autopar.ir.explanation import sizes_in_words
 from autopar.ir.precision import stored_dtype
 from autopar.runtime.checkpoint import optimizers
 from autopar.runtime.checkpoint.export import Export, name_to_keep
@@ -273,7 +274,7 @@ class CheckpointedModel(RunningModel):
             plain_tensors=plain_tensors,
             optimizers=parts,
             finite=finite,
-            made_by={"plan": repr(self.plan.degrees), "ranks": str(torch.distributed.get_world_size())},
+            made_by={"plan": sizes_in_words(self.plan), "ranks": str(torch.distributed.get_world_size())},
         )
 
 

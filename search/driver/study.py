@@ -123,10 +123,48 @@ def _as_input_errors(where: str) -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:
+        line = _damaged_line(Path(where))
+        if line:
+            raise InputError(
+                f"study {where} is damaged: line {line} is no record of a study; name a new file, or remove this one, "
+                "and the search begins anew"
+            ) from error
         raise InputError(
             f"study {where} cannot be used: {type(error).__name__}: {_first_line(error)}; name another file, or a "
             "folder that can be written"
         ) from error
+
+
+def _damaged_line(path: Path) -> int | None:
+    """The first line of a journal that Optuna cannot read. None if it reads all, or the study is no journal."""
+    from optuna.storages.journal import BaseJournalBackend, JournalStorage
+
+    if path.suffix not in JOURNALS or not path.is_file():
+        return None
+
+    class Lines(BaseJournalBackend):
+        def __init__(self, lines: list[bytes]) -> None:
+            self.lines = lines
+
+        def read_logs(self, log_number_from: int) -> list[dict[str, Any]]:
+            return [json.loads(line) for line in self.lines[log_number_from:]]
+
+        def append_logs(self, logs: list[dict[str, Any]]) -> None:
+            raise AssertionError("nothing is written")
+
+    def is_read(lines: list[bytes]) -> bool:
+        try:
+            JournalStorage(Lines(lines)).get_all_studies()
+        except Exception:
+            return False
+        return True
+
+    lines = path.read_bytes().splitlines()
+    good, bad = 0, len(lines) + 1  # numbers of lines
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if is_read(lines[:middle]) else (good, middle)
+    return bad if bad <= len(lines) else None
 
 
 def study_place(where: str | Path, question: Mapping[str, Any]) -> StudyPlace:

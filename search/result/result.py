@@ -4,18 +4,18 @@ Commands print it, JSON holds it and reports draw it; nothing here needs a model
 seconds, sizes in bytes; parts of a whole are from 0 to 1.
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from autopar.cost_model.parts import COLLECTIVES, COMPUTE, MEMORY, OTHER
-from autopar.errors import InputError, Problem
+from autopar.errors import InputError, PlanError, Problem
 from autopar.files.plain_data import content_of, read_plain
+from autopar.ir.degrees import Degrees, degrees_from
 from autopar.ir.explanation import readable_seconds
 from autopar.search.result.report_data import BlockGraph, Curve, Details, Points
 
 if TYPE_CHECKING:
-    from autopar.ir.degrees import Degrees
     from autopar.ir.plan import Plan
 
 # objectives, and the units of their values
@@ -198,9 +198,32 @@ class SearchResult:
         problems: list[Problem] = []
         readers = {Plan: lambda plan: Plan.from_dict(plan, f"{source}: plan")}
         found: SearchResult = read_plain(SearchResult, content, problems, readers=readers)
+        problems += [] if problems else _wrong_values(found)
         if problems:
             raise InputError(f"{source} cannot be used", problems)
         return found
+
+
+def _wrong_values(found: SearchResult) -> Iterator[Problem]:
+    """What types do not say: degrees that a plan may have, numbers of devices, and columns of equal length."""
+    plans: dict[str, Contender | Closest | None] = {"best": found.best, "closest": found.closest}
+    for name in ("others", "baselines", "front"):
+        plans |= {f"{name}[{at}]": one for at, one in enumerate(getattr(found, name))}
+    for path, one in plans.items():
+        given = {} if one is None else {k: v for k, v in one.degrees.items() if k not in ("cuts", "regather")}
+        try:
+            degrees_from(given)
+        except PlanError as error:
+            yield from (replace(problem, path=f"{path}.degrees.{problem.path}") for problem in error.problems)
+        if isinstance(one, Contender) and not 1 <= one.num_devices <= found.num_devices:
+            rule = f"must be from 1 to {found.num_devices}, the devices of the cluster"
+            yield Problem(path=f"{path}.num_devices", value=one.num_devices, rule=rule)
+    columns = {} if found.points is None else found.points.columns
+    for name, column in columns.items():
+        kind: Any = str if name == "schedule" else int | float
+        if len(column) != len(next(iter(columns.values()))) or not all(isinstance(value, kind) for value in column):
+            rule = f"must be {'texts' if kind is str else 'numbers'}, as many as in the other columns"
+            yield Problem(path=f"points.columns.{name}", rule=rule)
 
 
 def _plain(value: Any) -> Any:
@@ -214,7 +237,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def degrees_in_plain(degrees: "Degrees", cuts: tuple[int, ...], *, regather: bool = True) -> dict[str, Any]:
+def degrees_in_plain(degrees: Degrees, cuts: tuple[int, ...], *, regather: bool = True) -> dict[str, Any]:
     """Degrees as they stand in JSON. `regather` is only written if it is off, `loss_chunks` if it is on."""
     found = {name: value for name, value in asdict(degrees).items() if value is not None}
     if degrees.loss_chunks == 1:

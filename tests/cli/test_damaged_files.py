@@ -156,6 +156,90 @@ def test_a_damaged_piece_of_a_result(tmp_path: Path) -> None:
         check(file, name, "report", str(file), "--out", str(tmp_path / "page.html"))
 
 
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 32,
+    "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "bos_token_id": 1,
+}  # fmt: skip
+WRONG_FIELDS: list[dict[str, Any]] = [
+    {"architectures": {"a": 1}}, {"architectures": [1.5]}, {"bos_token_id": [1]}, {"hidden_size": [32]},
+    {"model_type": 1}, {"rms_norm_eps": -1e-6}, {"rms_norm_eps": 1e7}, {"rope_parameters": {"rope_theta": -1e4}},
+    {"rope_parameters": {"rope_theta": [1e4]}}, {"max_position_embeddings": -64}, {"pretraining_tp": 10**30},
+    {"rope_parameters": -1},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG_FIELDS, ids=str)
+def test_a_config_is_named_with_the_field(wrong: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | wrong))
+    result = autopar("estimate", str(tmp_path), "-c", "2xcpu", "--tp", "2", "--seq-len", "8")
+    assert result.exit_code == 2 and str(tmp_path / "config.json") in result.stderr, result.output
+    assert next(iter(wrong)) in result.stderr
+    assert not any(word in result.stderr for word in ("this is a bug", "<class", "NoneType", "Errors:"))
+
+
+@pytest.fixture(scope="module")
+def gpt2_plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    small = ("--layers", "1", "--hidden", "48", "--seq-len", "8", "--global-batch", "4")
+    assert autopar("plan", "gpt2", "-c", "2xcpu", "--tp", "2", *small, "--out", str(path)).exit_code == 0
+    return path
+
+
+@pytest.mark.parametrize("change", ["short label", "short type", "number for a type", "unknown label"])
+def test_a_plan_file_is_named_where_it_is_used(change: str, gpt2_plan: Path, tmp_path: Path) -> None:
+    data, file = json.loads(gpt2_plan.read_text()), tmp_path / "damaged.json"
+    block = data["blocks"][-1]
+    ports, labels = next(iter(block["ports"].values())), next(iter(block["labels"].values()))
+    if change == "short label":
+        labels.clear()
+    elif change == "unknown label":
+        labels[0] = "of nobody"
+    else:
+        ports[0:1] = [] if change == "short type" else [3]
+    file.write_text(json.dumps(data))
+    for command in (("estimate", str(file), "-c", "2xcpu"), ("verify", "gpt2", "-n", "2", "--plan", str(file))):
+        result = autopar(*command, "--layers", "1", "--hidden", "48")
+        assert result.exit_code == 2 and "damaged.json" in result.stderr, result.output
+        assert "autopar plan" in result.stderr and "startswith" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("best", "degrees", "micro_batch"), [1]),
+        (("best", "degrees", "zero"), 2.5),
+        (("best", "num_devices"), -4),
+        (("points", "columns", "seconds", 0), "x"),
+        (("points", "columns", "bytes"), [1.0]),
+    ],
+    ids=str,
+)
+def test_values_of_a_search_that_mean_nothing(path: tuple[Any, ...], value: Any, tmp_path: Path) -> None:
+    data, file = stored("flat"), tmp_path / "it.json"
+    owner = data
+    for key in path[:-1]:
+        owner = owner[key]
+    owner[path[-1]] = value
+    file.write_text(json.dumps(data))
+    result = autopar("report", str(file), "--out", str(tmp_path / "page.html"))
+    assert result.exit_code == 2 and "it.json cannot be used" in result.stderr
+    assert path[-1 if isinstance(path[-1], str) else -2] in result.stderr
+
+
+@pytest.mark.parametrize("line", [0, 3, 9])
+def test_the_damaged_line_of_a_journal_is_named(line: int, tmp_path: Path) -> None:
+    file = tmp_path / "plan.log"
+    keep_result(str(file), "x" * 300_000)
+    lines = file.read_text().splitlines()
+    for text in ("{}", "[3]", "not JSON", json.dumps(json.loads(lines[line]) | {"op_code": "x"})):
+        file.write_text("\n".join([*lines[:line], text, *lines[line + 1 :]]) + "\n")
+        result = autopar("report", str(file), "--out", str(tmp_path / "page.html"))
+        assert result.exit_code == 2 and "Error" not in result.stderr, result.output
+        assert line == 0 or f"plan.log is damaged: line {line + 1} " in result.stderr, result.stderr
+
+
 def test_traces(tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     slices = [

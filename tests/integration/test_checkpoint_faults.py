@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from checkpoint_fault_ranks import copied, plant_pickles
 from suites import thinned
+from typer.testing import CliRunner
 
+from autopar.cli.app import app_of
 from autopar.errors import RankError
 from autopar.runtime.distributed.launch import Ranks
 
@@ -106,6 +108,11 @@ def swap(step: Path) -> None:
     first, other = (step / FILE).read_bytes(), (step / OTHER).read_bytes()
     (step / FILE).write_bytes(other)
     (step / OTHER).write_bytes(first)
+
+
+def test_the_plan_is_listed_in_words(saved: Path) -> None:
+    result = CliRunner().invoke(app_of(["checkpoint"]), ["checkpoint", str(saved)])
+    assert result.exit_code == 0 and " = 2 ranks" in result.stdout and "Degrees(" not in result.stdout
 
 
 def test_damaged_files(saved: Path, two_ranks: Ranks, tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
 """Checks of options that several commands have."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from autopar.errors import InputError, Problem
+from autopar.errors import InputError, PlanError, Problem
 from autopar.files.atomic import NOT_WRITABLE, is_writable
 
 MAX_RANKS = 64
@@ -31,3 +32,14 @@ def problems_of_target(option: str, path: Path | None) -> list[Problem]:
     if path is None or is_writable(path):
         return []
     return [Problem(path=option, value=str(path), rule=NOT_WRITABLE)]
+
+
+@contextmanager
+def naming(plan: Path | str | None) -> Iterator[None]:
+    """Say of which plan file a `PlanError` is. Errors of the model and of other options stay as they are."""
+    try:
+        yield
+    except PlanError as error:
+        if plan is not None and Path(plan).name not in str(error):
+            error.args = (f"plan file {plan}: {error}",)
+        raise
