@@ -32,8 +32,15 @@ from autopar.ir.program import Program
 from autopar.ir.stages import stages_by_parameter, stages_of
 from autopar.ir.storage import Storage
 from autopar.models.example_inputs import example_inputs_for
-from autopar.planning.degrees import resolve_degrees
-from autopar.planning.fixed import PlanLike, capture_for, check_plan, label_plan, program_for
+from autopar.planning.fixed import (
+    ONE_MICRO_BATCH,
+    PlanLike,
+    capture_for,
+    check_plan,
+    label_plan,
+    program_for,
+    wished_program,
+)
 from autopar.planning.options import PlanOptions
 from autopar.planning.precision import in_precision_of
 from autopar.planning.search import captured_as_asked, search_captured
@@ -264,13 +271,15 @@ def _decide(job: _Job, plan: PlanLike, asked: PlanOptions, *, derived: bool) -> 
 
     def captured(precision: str | None) -> tuple[Degrees, Program]:
         words = {**asked.wish(), **wish, "precision": precision}
-        degrees = resolve_degrees(words, job.cluster.num_devices, asked.local_batch, global_batch=asked.global_batch)
-        return degrees, job.capture_for(degrees)
+        return wished_program(
+            job.model, job.inputs, words, job.cluster.num_devices, asked.local_batch, job.loss_fn,
+            global_batch=asked.global_batch, specialise=job.specialise,
+        )  # fmt: skip
 
     (degrees, program), _, notes = agreed(
         lambda: in_precision_of(asked.precision, job.model, job.cluster, captured, lambda found: found[1])
     )
-    _say(notes)
+    _say((*notes, *(note for note in program.notes if note.startswith(ONE_MICRO_BATCH))))
     decided = _labelled(program, lambda: label_plan(program, job.cluster, degrees, job.name))
     return program, replace(decided, notes=(*decided.notes, *notes))
 

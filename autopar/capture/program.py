@@ -107,7 +107,8 @@ class CaptureRequest:
     loss_fn: LossFunction | None = None
     training: bool = True
     reading: Reading = field(default_factory=Reading)
-    products: str | None = None  # the format of linear layers with operands of eight bits
+    products: str | None = None  # the format of linear layers of repeated blocks with operands of eight bits
+    staged: bool = False  # whether a model of one block is cut at its modules, so that it has pipeline stages
 
     @property
     def named_inputs(self) -> Mapping[str, torch.Tensor]:
@@ -177,18 +178,13 @@ def capture_twice(asked: CaptureRequest, batch: int | None = None) -> Twice:
         for graph in (flat.graph, small.graph):
             remove_dead(graph)
     masks_remain = any(attention_mask(node) is not None for node in flat.graph.nodes)
-    fixed = fixed_inputs(asked.model, asked.inputs, asked.loss_fn)
-    program = replace(
-        fold_program(asked.model, flat, _inputs_at(named, sizes, first, sequence_varies), found, asked.products),
-        fixed=fixed,
-    )
+    program = fold_program(asked, flat, _inputs_at(named, sizes, first, sequence_varies), found)
     notes, twin = program.notes, None
     if small is None:
         program = replace(program, notes=(*notes, NO_SECOND_CAPTURE))
     else:
         at = wanted[0], others.sequence or first[1]
-        twin = fold_program(asked.model, small, _inputs_at(named, sizes, at, sequence_varies), others, asked.products)
-        twin = replace(twin, fixed=fixed)
+        twin = fold_program(asked, small, _inputs_at(named, sizes, at, sequence_varies), others)
         program = with_note_on_axes(program, [axes_of(block) for block in twin.blocks])
         program, twin = agreed(program, twin)
     return Twice(
@@ -211,8 +207,7 @@ def with_same_sequence(twice: Twice, asked: CaptureRequest) -> Twice:
     make_causal(flat.graph, twice.causal)  # the small masks have shown which are causal
     remove_dead(flat.graph)
     others = Sizes(batch=at[0], sequence=at[1])
-    third = fold_program(asked.model, flat, _inputs_at(named, sizes, at, sequence_varies=True), others, asked.products)
-    third = replace(third, fixed=fixed_inputs(asked.model, asked.inputs, asked.loss_fn))
+    third = fold_program(asked, flat, _inputs_at(named, sizes, at, sequence_varies=True), others)
     program, small = agreed(twice.program, third)
     return replace(twice, program=program, small=small, small_sizes=others)
 
@@ -342,13 +337,8 @@ def _small_capture(
     return None, None
 
 
-def fold_program(
-    model: nn.Module, flat: Flat, inputs: tuple[InputInfo, ...], sizes: Sizes, products: str | None = None
-) -> Program:
-    """The program of a normalised graph: its constants, denominator, blocks and axes.
-
-    `products` is the format of the linear layers of repeated blocks, if their operands have eight bits.
-    """
+def fold_program(asked: CaptureRequest, flat: Flat, inputs: tuple[InputInfo, ...], sizes: Sizes) -> Program:
+    """The program of a normalised graph: its constants, denominator, blocks and axes."""
     kinds = {n: "state" if name in flat.updates else kind for n, (kind, name) in flat.placeholders.items()}
     (loss, *_) = (node for node, name in zip(output_nodes(flat.graph), flat.outputs, strict=False) if name == "loss")
     numbers_as_terms(flat.graph, loss)
@@ -370,17 +360,18 @@ def fold_program(
     main = [n for n in flat.graph.nodes if n.op == "call_function" and n not in is_constant]
     totals = {total for level in sums.levels for total in level}
     needed_elsewhere = set(main).intersection(closure(every, without=totals))
-    segments = folding.cut_into_segments([n for n in main if n in needed_elsewhere])
+    kept_main = [n for n in main if n in needed_elsewhere]
+    segments = folding.cut_into_segments(kept_main, of_kind["parameter"] if asked.staged else None)
     in_main = set(main)
     kept = {*updates.values(), *(results[name] for name in results if name.startswith(DECISION))}
     leaves = [n for n in constants if n in kept or not in_main.isdisjoint(n.users)]
     for i, node in enumerate(leaves):
         names[node] = f"constant_{i}"
     distinct, calls = _fold_with_denominators(segments, role_of, names, set(every), sums.levels)
-    if products is not None:
-        distinct = _with_scaled_products(distinct, calls, products)
+    if asked.products is not None:
+        distinct = _with_scaled_products(distinct, calls, asked.products)
     constant_graph = constants_graph(flat, leaves, [names[n] for n in leaves])
-    parameters = parameters_of(model, flat.parts)
+    parameters = parameters_of(asked.model, flat.parts)
     used = {a for c in calls for a in c.arguments if isinstance(a, str)}
     program = Program(
         blocks=distinct,
@@ -404,8 +395,9 @@ def fold_program(
         ),
         batch=sizes.batch,
         sequence=sizes.sequence,
-        buffers=buffers_of(model),
+        buffers=buffers_of(asked.model),
         updates={name: names[node] for name, node in updates.items()},
+        fixed=fixed_inputs(asked.model, asked.inputs, asked.loss_fn),
     )
     return judged(program)
 

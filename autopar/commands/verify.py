@@ -24,8 +24,7 @@ from autopar.ir.degrees import Degrees, degrees_from
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.models.load import ResolvedModel, in_storage, is_factory, resolve_model
-from autopar.planning.degrees import resolve_degrees
-from autopar.planning.fixed import capture_for, check_plan, label_plan
+from autopar.planning.fixed import capture_for, check_plan, label_plan, wished_program
 from autopar.runtime.codegen.passes.attention_dropout import without_attention_dropout
 from autopar.runtime.distributed.launch import Ranks
 from autopar.runtime.parameters.materialise import parameter_source, seeded
@@ -254,12 +253,13 @@ def decide(
     """The model of a job, its program, and the plan of a file or of degrees. Raises `PlanError` if it does not fit."""
     on_progress("capturing the model")
     model = resolve(job)
-    capture = partial(capture_for, model.model, model.example_inputs, loss_fn=model.loss_fn, specialise=job.specialise)
     local_batch, _ = batch_and_sequence(tensors_of(model))
     if plan is not None:
         decided = Plan.load(plan)
         try:
-            program = capture(decided.degrees)
+            program = capture_for(
+                model.model, model.example_inputs, decided.degrees, model.loss_fn, specialise=job.specialise
+            )
             check_plan(decided, program, world_size, None if job.batch is None else local_batch)
         except CaptureError as error:
             if error.option != "specialise":
@@ -271,8 +271,10 @@ def decide(
                 raise
             raise PlanError("; ".join([str(error), *model.notes])) from error
         return model, program, decided
-    wanted = resolve_degrees(degrees_from_wish(degrees), world_size, local_batch)
-    program = capture(wanted)
+    wanted, program = wished_program(
+        model.model, model.example_inputs, degrees_from_wish(degrees), world_size, local_batch, model.loss_fn,
+        specialise=job.specialise,
+    )  # fmt: skip
     on_progress("choosing labels")
     return model, program, label_plan(program, ClusterSpec.preset(f"{world_size}xcpu"), wanted, model.name)
 

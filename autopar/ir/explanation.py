@@ -244,15 +244,7 @@ def _stages(plan: Explained, with_order: bool) -> list[Section]:
 
 
 def recomputation_of(degrees: Mapping[str, Any]) -> str:
-    """The recomputation of degrees in words.
-
-    >>> recomputation_of({"recompute": "selective"})
-    'every block is recomputed selectively'
-    >>> recomputation_of({"recompute": "auto", "recompute_blocks": 1, "selective_blocks": 2, "pp": 4})
-    'every stage recomputes 1 block; selectively, every stage recomputes 2 blocks'
-    >>> recomputation_of({"recompute": "auto", "recompute_blocks": 1, "pp": 4})
-    'every stage recomputes 1 block, and the other blocks selectively'
-    """
+    """The recomputation of degrees in words, such as ``every block is recomputed selectively``."""
     kind, blocks, pp = degrees.get("recompute"), degrees.get("recompute_blocks"), degrees.get("pp", 1)
     selective = degrees.get("selective_blocks")
     words = recomputation_in_words(blocks, pp)

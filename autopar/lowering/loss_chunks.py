@@ -221,18 +221,8 @@ def loss_in_chunks(
 ) -> torch.Tensor:
     """Sum over tokens of the cross-entropy of a linear layer's result, in chunks of tokens.
 
-    Args:
-        x: Hidden states, (..., width); a rank's part of dimension `dim` if they are `gathered`.
-        target: Classes, (tokens,).
-        weight: (vocabulary, width), or a rank's rows of it.
-        bias: (vocabulary,), or a rank's part of it.
-        chunks: The number of chunks, at most one for each token.
-        chain: The operators between the product and the loss, each with its other arguments.
-        ignore_index: The target that does not count.
-        classes: The size of the vocabulary; where the degree does not divide it, the last ranks hold padding.
-        vocabulary: The mesh dimension that splits the vocabulary.
-        gathered: The mesh dimension that splits hidden states.
-        dim: The dimension along which hidden states are split.
+    Ranks hold rows of `weight` and `bias` if `vocabulary` is given, and a part of dimension `dim` of `x` if `gathered`
+    is. `chain` has the operators between product and loss, with their other arguments.
     """
     how = _How(chunks, chain, ignore_index, classes, vocabulary, gathered, dim)
     out: torch.Tensor = _LossInChunks.apply(x, target, weight, bias, how)

@@ -36,16 +36,7 @@ def ring_attention(
     scale: float | None,
     mesh: Communicator,
 ) -> torch.Tensor:
-    """Attention of this rank's part of the queries to the keys of all ranks.
-
-    Args:
-        query: (..., heads, queries / degree, width).
-        key: (..., key heads, keys / degree, width). The number of key heads divides the number of heads.
-        value: (..., key heads, keys / degree, width of values).
-        causal: Whether a query sees only the keys up to its own position. Then there are as many queries as keys.
-        scale: The factor of the scores; None for the usual one.
-        mesh: The ranks that share the sequence.
-    """
+    """Attention of this rank's part of the queries to the keys of all ranks, which share the sequence."""
     if private.is_rank_tensor(query):
         return _of_all_ranks(query, key, value, causal, scale, mesh)
     batch = query.shape[:-3]

@@ -34,7 +34,7 @@ from autopar.ir.degrees import Degrees
 from autopar.ir.plan import BlockLabels, Plan
 from autopar.ir.program import Program
 from autopar.planning.degrees import resolve_degrees
-from autopar.planning.fixed import PlanLike, capture_for, check_plan, choose_labels, program_for
+from autopar.planning.fixed import PlanLike, capture_for, check_plan, choose_labels, program_for, wished_program
 from autopar.planning.machine import machinery_of, own_machinery
 from autopar.planning.measured import corrected_by_trace, is_trace, profile_for, traced_plan
 from autopar.planning.precision import in_precision_of
@@ -262,15 +262,16 @@ def _program_and_degrees(
         if asked.example_inputs is None:
             raise InputError("a module needs example_inputs=..., a dict or tuple with the tensors of one rank's batch")
         local_batch, _ = batch_and_sequence(input_names(model_or_program, asked.example_inputs, asked.loss_fn))
+        asked.on_progress("capturing")
+        captured = model_or_program, asked.example_inputs
         if isinstance(given, Plan):
             degrees = given.degrees
+            program = capture_for(*captured, degrees, asked.loss_fn, specialise=asked.specialise)
         else:
-            words = {**(given or {}), "precision": precision}
-            degrees = resolve_degrees(words, world, local_batch, global_batch=asked.global_batch)
-        asked.on_progress("capturing")
-        program = capture_for(
-            model_or_program, asked.example_inputs, degrees, asked.loss_fn, specialise=asked.specialise
-        )
+            degrees, program = wished_program(
+                *captured, {**(given or {}), "precision": precision}, world, local_batch, asked.loss_fn,
+                global_batch=asked.global_batch, specialise=asked.specialise,
+            )  # fmt: skip
     if isinstance(given, Plan):
         check_plan(given, program, world)
     return program, degrees

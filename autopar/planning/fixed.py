@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,6 +25,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
+from autopar.ir.schedules.registry import schedule_problems
 from autopar.ir.sharding import Dims, I, Type
 from autopar.ir.stages import check_stages, stages_of
 from autopar.ir.storage import Storage
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from autopar.capture.record.captured import Capture
     from autopar.search.bounds.lower_bounds import Machinery
 
+ONE_MICRO_BATCH = "the pipeline has one micro-batch"  # a note begins with it
 PlanLike = Plan | Mapping[str, Any] | str | Path | None
 Labelled = tuple[Degrees, Analysis, Labelling]  # degrees with their mesh dimensions, axes and labels on that mesh
 
@@ -62,20 +65,38 @@ class _Stages(NamedTuple):
     call_s: tuple[float, ...] = ()  # seconds of every main call; () if the cuts follow held parameters
 
 
-def make_plan(
+class _CoupledError(PlanError):
+    """Raised if micro-batches would change a loss, because samples are coupled."""
+
+
+def wished_program(
     model: nn.Module,
-    cluster: ClusterSpec,
     example_inputs: "Inputs",
-    degrees: Degrees,
-    *,
-    name: str = "",
+    wish: Mapping[str, Any] | None,
+    world_size: int,
+    local_batch: int | None,
     loss_fn: "LossFunction | None" = None,
+    *,
+    global_batch: int | None = None,
     specialise: bool = False,
-) -> tuple[Program, Plan]:
-    """Capture the model at the global micro-batch and choose labels."""
-    model = private.unwrapped(model)
-    program = capture_for(model, example_inputs, degrees, loss_fn, specialise=specialise)
-    return program, label_plan(program, cluster, degrees, name or type(model).__name__)
+) -> tuple[Degrees, Program]:
+    """Degrees as `resolve_degrees` gives them, and the program of `capture_for`.
+
+    If samples are coupled, a pipeline whose wish names no micro-batches has one. A note of the program says so.
+    """
+    capture = partial(capture_for, model, example_inputs, loss_fn=loss_fn, specialise=specialise)
+    degrees = resolve_degrees(wish, world_size, local_batch, global_batch=global_batch)
+    try:
+        return degrees, capture(degrees)
+    except _CoupledError as error:
+        named = any((wish or {}).get(name) is not None for name in ("micro_batch", "micro_batches", "accumulate"))
+        if named or degrees.pp == 1 or schedule_problems(degrees.schedule, degrees.pp, degrees.virtual_stages, 1):
+            raise
+        why = str(error).split("; use")[0]
+    degrees = resolve_degrees({**(wish or {}), "micro_batches": 1}, world_size, local_batch, global_batch=global_batch)
+    program = capture(degrees)
+    note = f"{ONE_MICRO_BATCH}, so one stage works at a time: {why}"
+    return degrees, replace(program, notes=(*program.notes, note))
 
 
 def capture_for(
@@ -107,6 +128,7 @@ def capture_for(
         training=training,
         reading=Reading(specialise=specialise, buffers=buffers),
         products=products_of(degrees.precision),
+        staged=degrees.pp > 1,
     )
     local_batch, _ = batch_and_sequence(asked.named_inputs)
     batch = (degrees.micro_batch or local_batch) * degrees.dp
@@ -135,7 +157,7 @@ def _splittable(program: Program, degrees: Degrees) -> Program:
         name = "accumulate" if degrees.pp == 1 else "micro_batches × accumulate"
         is_unseen = program.mixes_batch.startswith(UNSEEN)
         may, larger = ("may", " or a larger micro_batch") if is_unseen else ("would", "")
-        raise PlanError(
+        raise _CoupledError(
             f"{name} = {count} {may} change the loss: {program.mixes_batch}; use {name} = 1{larger}. "
             "per_micro_batch = true (--per-micro-batch) trains another loss: the mean of the micro-batches' losses"
         )
@@ -378,8 +400,10 @@ def coverage(
     spec = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
     model = private.unwrapped(model)
     local_batch, _ = batch_and_sequence(input_names(model, example_inputs, loss_fn))
-    degrees = resolve_degrees(plan, spec.num_devices, local_batch, global_batch=global_batch)
-    program = capture_for(model, example_inputs, degrees, loss_fn, specialise=specialise)
+    degrees, program = wished_program(
+        model, example_inputs, plan, spec.num_devices, local_batch, loss_fn,
+        global_batch=global_batch, specialise=specialise,
+    )  # fmt: skip
     degrees, analysis, found = choose_labels(program, spec, degrees)
     return coverage_of(program, analysis, found.blocks, degrees, spec)
 

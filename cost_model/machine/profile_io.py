@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import date
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import AfterValidator, Field
 
@@ -37,6 +37,7 @@ US, GB = 1e-6, 1e9
 _Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,59}$")]
 _Source = Annotated[str, Field(min_length=8, max_length=400)]
 _Text = Annotated[str, Field(max_length=300)]
+_Value = TypeVar("_Value")
 
 
 def _is_date(text: str) -> str:
@@ -44,31 +45,16 @@ def _is_date(text: str) -> str:
     return text
 
 
-class PartFigure(StrictModel):
-    """A part of a figure. It is above 1 only if the figure itself was measured too low."""
-
-    value: Annotated[float, Field(gt=0, le=2, allow_inf_nan=False)]
+class Sourced(StrictModel, Generic[_Value]):
+    value: _Value
     source: _Source
 
 
-class SizeFigure(StrictModel):
-    value: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
-    source: _Source
-
-
-class AmountFigure(StrictModel):
-    value: Annotated[float, Field(ge=0, le=1e7, allow_inf_nan=False)]
-    source: _Source
-
-
-class SlowdownFigure(StrictModel):
-    value: Annotated[float, Field(ge=1, le=10, allow_inf_nan=False)]
-    source: _Source
-
-
-class ImbalanceFigure(StrictModel):
-    value: Annotated[float, Field(ge=1, le=1000, allow_inf_nan=False)]
-    source: _Source
+PartFigure = Sourced[Annotated[float, Field(gt=0, le=2, allow_inf_nan=False)]]  # above 1: the figure is too low
+SizeFigure = Sourced[Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]]
+AmountFigure = Sourced[Annotated[float, Field(ge=0, le=1e7, allow_inf_nan=False)]]
+SlowdownFigure = Sourced[Annotated[float, Field(ge=1, le=10, allow_inf_nan=False)]]
+ImbalanceFigure = Sourced[Annotated[float, Field(ge=1, le=1000, allow_inf_nan=False)]]
 
 
 class EfficiencyEntry(StrictModel):

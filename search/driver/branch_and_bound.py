@@ -62,17 +62,9 @@ def best_first(
 ) -> Proof:
     """Price candidates from the smallest bound on, until no bound is below the best price.
 
-    Args:
-        bounds: A lower bound for each candidate; candidates with an infinite bound are not priced.
-        classes: A number for each candidate; candidates of one class have the same pipeline.
-        price: The exact price of a candidate, infinite if it does not fit.
-        first: Candidates to price before all others, whatever the time.
-        most: The largest number of prices.
-        should_continue: False stops the search once a candidate fits.
-        ties: Orders candidates of equal bounds.
-        prefetch: Gets candidates that are likely to be priced next: pricing several together is cheaper.
-        added: The increase of a class's bounds by the exact price of a candidate; by default its price less its bound.
-        on_bound: Gets the best price so far and the smallest bound.
+    Candidates with an infinite bound are not priced. Those of `first` are priced whatever the time. Those of one of
+    `classes` have the same pipeline. `added` is the increase of their bounds by a price, by default the price less its
+    bound. `prefetch` gets candidates that are likely to be priced next, because prices together are cheaper.
     """
     open_ = _Open(bounds, classes)
     found: list[Exact] = []

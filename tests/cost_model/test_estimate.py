@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from planned import make_plan
 from pytest import MonkeyPatch
 from torch import nn
 
@@ -25,7 +26,7 @@ from autopar.ir.device import HostGroup
 from autopar.ir.program import Program
 from autopar.planning import estimate as estimation
 from autopar.planning.degrees import resolve_degrees
-from autopar.planning.fixed import capture_for, make_plan
+from autopar.planning.fixed import capture_for
 
 LAYERS, SEQUENCE = 6, 64
 

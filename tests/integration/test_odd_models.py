@@ -56,8 +56,14 @@ def test_half_precision(four_ranks: Ranks) -> None:
 
 
 def test_samples_that_depend_on_each_other(worlds: Worlds) -> None:
-    """Splitting the batch over ranks stays exact; splitting it in time is refused, naming the operator."""
+    """Splitting the batch over ranks stays exact; splitting it in time is refused, naming the operator.
+
+    A pipeline takes one micro-batch, if nobody asks for more.
+    """
     check("contrastive", worlds(3), dp=3)
+    check("contrastive", worlds(2), pp=2)
+    with pytest.raises(PlanError, match=r"micro_batches × accumulate = 2 would change the loss"):
+        check("contrastive", worlds(2), pp=2, micro_batches=2)
     with pytest.raises(PlanError, match=r"accumulate = 2 would change the loss: .*matmul.* use accumulate = 1"):
         check("contrastive", worlds(3), dp=3, accumulate=2)
 

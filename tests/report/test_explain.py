@@ -9,6 +9,7 @@ from suites import long
 pytest.importorskip("transformers")
 
 from listed_conversions import listed_conversions
+from planned import make_plan
 
 from autopar.capture.analysis import analyse
 from autopar.ir.cluster import ClusterSpec
@@ -16,7 +17,6 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.models.load import resolve_model
 from autopar.planning.degrees import resolve_degrees
-from autopar.planning.fixed import make_plan
 from autopar.report.explain import summarise
 
 CLUSTER = ClusterSpec.preset("4xcpu")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from planned import make_plan
 from torch import nn
 
 from autopar.capture.any_size import capture
@@ -14,7 +15,6 @@ from autopar.capture.program import capture_program
 from autopar.errors import InputError
 from autopar.ir.plan import Plan
 from autopar.planning.degrees import resolve_degrees
-from autopar.planning.fixed import make_plan
 from autopar.rules.scaled_product import SCALED_LINEAR
 from autopar.runtime.distributed.device_precision import precision_problems
 

@@ -4,8 +4,10 @@ import hashlib
 import keyword
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
 from typing import Any
 
 from torch import fx
@@ -28,10 +30,14 @@ def module_path(node: fx.Node) -> str:
 
 @dataclass(slots=True)
 class Segment:
-    """Consecutive nodes of one block instance, with the inputs and outputs of the instance."""
+    """Consecutive nodes of one block instance, with the inputs and outputs of the instance.
+
+    `path` is the numbered module, to which the names of operators are relative. `name` is the path of another module.
+    """
 
     path: str
     nodes: list[fx.Node]
+    name: str = ""
     externals: list[fx.Node] = field(default_factory=list)
     outputs: list[fx.Node] = field(default_factory=list)
     floats: list[float] = field(default_factory=list)
@@ -56,20 +62,47 @@ def _numbered(path: str) -> Iterator[tuple[str, str]]:
         yield path[: match.start()], match.group(1)
 
 
-def cut_into_segments(nodes: Sequence[fx.Node]) -> list[Segment]:
+def cut_into_segments(nodes: Sequence[fx.Node], parameters: Collection[fx.Node] | None) -> list[Segment]:
     """Consecutive nodes of the same numbered module form a segment, and so do the nodes between such modules.
 
-    Of nested numbered modules the outermost counts.
+    Of nested numbered modules the outermost counts. If `parameters` are given, and fewer than two segments take any,
+    every call of a module forms one, at the least depth of modules where no segment has more than half of the nodes.
     """
     prefixes = repeated_prefixes(nodes)
-    segments: list[Segment] = []
-    for node in nodes:
-        numbered = ((prefix, index) for prefix, index in _numbered(module_path(node)) if prefix in prefixes)
-        path = next((f"{prefix}.{index}" for prefix, index in numbered), "")
-        if not segments or segments[-1].path != path:
-            segments.append(Segment(path, []))
-        segments[-1].nodes.append(node)
-    return segments
+
+    def numbered(node: fx.Node) -> str:
+        found = ((prefix, index) for prefix, index in _numbered(module_path(node)) if prefix in prefixes)
+        return next((f"{prefix}.{index}" for prefix, index in found), "")
+
+    segments = [Segment(path, list(own)) for path, own in groupby(nodes, numbered)]
+    if parameters is None:
+        return segments
+    takes = partial(_takes, parameters)
+    if sum(map(takes, segments)) > 1:
+        return segments
+
+    def rank(cut: Sequence[Segment]) -> tuple[bool, float]:
+        return sum(map(takes, cut)) < 2, max(max((len(s.nodes) for s in cut), default=0), len(nodes) / 2)
+
+    deepest = max((len(node.meta.get("nn_module_stack") or ()) for node in nodes), default=0)
+    return min([segments, *(_cut_at_depth(nodes, parameters, n) for n in range(1, deepest))], key=rank)
+
+
+def _takes(parameters: Collection[fx.Node], segment: Segment) -> bool:
+    return any(operand in parameters for node in segment.nodes for operand in node.all_input_nodes)
+
+
+def _cut_at_depth(nodes: Sequence[fx.Node], parameters: Collection[fx.Node], depth: int) -> list[Segment]:
+    """A segment for every call of the modules of a depth. Nodes that take no parameters stay with those before them."""
+    found: list[Segment] = []
+    for _, group in groupby(nodes, lambda node: list(node.meta.get("nn_module_stack") or ())[1 : depth + 1]):
+        own = list(group)
+        segment = Segment("", own, ".".join(module_path(own[0]).split(".")[:depth]))
+        if found and not (_takes(parameters, segment) and _takes(parameters, found[-1])):
+            found[-1].nodes += own
+        else:
+            found.append(segment)
+    return found
 
 
 def describe(segment: Segment, role_of: Mapping[fx.Node, Role], used_later: set[fx.Node]) -> None:
@@ -238,7 +271,8 @@ def fold(
     calls: list[CallSite] = []
     seen: Counter[str] = Counter()
     for number, segment in enumerate(segments):
-        path = segment.path or (
+        path = segment.path or segment.name
+        path = path or (
             "prologue" if number == 0 else "epilogue" if number == len(segments) - 1 else f"between_{number}"
         )
         seen[path] += 1

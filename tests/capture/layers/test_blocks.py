@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from autopar.capture.program import capture_program
+from autopar.planning.degrees import resolve_degrees
+from autopar.planning.fixed import capture_for
 from autopar.runtime.codegen.execute import run_reference
 from autopar.testing import check_equivalence
 
@@ -149,3 +151,51 @@ def test_ports_whose_names_differ_in_case_only_hold_their_own_values() -> None:
     program = capture_program(model, inputs)
     loss = run_reference(program, dict(model.named_parameters()), inputs, {})[program.loss]
     torch.testing.assert_close(loss, model(**inputs), rtol=1e-13, atol=0.0)
+
+
+class ByName(nn.Module):
+    """Modules without numbers, of which one is called four times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleDict({"enter": nn.Linear(4, 8), "cell": nn.Linear(8, 8), "leave": nn.Linear(8, 2)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.inner["enter"](x)
+        for _ in range(4):
+            hidden = hidden + self.inner["cell"](hidden).tanh()
+        return self.inner["leave"](hidden).square().sum()
+
+
+class InTwoParts(nn.Module):
+    """Two halves at the top, below a module that holds both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole = nn.Module()
+        self.whole.encoder, self.whole.decoder = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.whole.decoder(self.whole.encoder(x).relu()).square().sum()
+
+
+def staged(model: nn.Module, **degrees: int) -> Any:
+    """The program of a plan for two ranks."""
+    wished = degrees or {"pp": 2}
+    return capture_for(model, {"x": torch.zeros(2, 4)}, resolve_degrees(wished, 2, 2))
+
+
+def test_a_pipeline_cuts_a_model_without_numbered_modules_at_its_modules() -> None:
+    program = staged(ByName())
+    paths = ["inner.enter", "inner.cell", *(f"inner.cell#{n}" for n in (2, 3, 4)), "inner.leave"]
+    assert [call.path for call in program.calls] == paths
+    assert len({call.block for call in program.calls[1:5]}) == 1 and len(program.blocks) == 3
+    assert [call.path for call in staged(InTwoParts()).calls] == ["whole.encoder", "whole.decoder"]
+    numbered = staged(Uneven((8, 8)))
+    assert [call.path for call in numbered.calls] == [call.path for call in staged(Uneven((8, 8)), tp=2).calls]
+
+
+def test_without_a_pipeline_it_is_one_block() -> None:
+    """An operator split by columns and the next one by rows need no collective between them inside one block."""
+    for model in (ByName(), InTwoParts()):
+        assert len(staged(model, tp=2).blocks) == 1

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from planned import make_plan
 from torch import nn
 
 import autopar
@@ -14,7 +15,6 @@ from autopar.cost_model.work.coverage import Coverage
 from autopar.errors import InfeasibleError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
-from autopar.planning.fixed import make_plan
 
 ROWS, WIDTH, INNER = 8, 16, 32
 PRODUCT = 2 * ROWS * WIDTH * INNER

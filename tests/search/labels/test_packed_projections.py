@@ -7,13 +7,13 @@ import pytest
 import torch
 from equivalence import Case, case_of, check, check_random, labelled, run
 from gradient_check import gradient_table
+from planned import make_plan
 from suites import long, thinned
 from type_check import type_report
 
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.sharding import Mesh
 from autopar.planning.degrees import resolve_degrees
-from autopar.planning.fixed import make_plan
 from autopar.runtime.parameters.packed import join_packed
 from autopar.testing.one_process import generate_all
 

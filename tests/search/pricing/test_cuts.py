@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from label_cases import program_of
+from planned import make_plan
 from suites import long
 
 import autopar
@@ -17,7 +18,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.stages import main_calls, stages_by_parameter, stages_of
 from autopar.models.load import resolve_model
 from autopar.planning.degrees import resolve_degrees
-from autopar.planning.fixed import label_plan, make_plan
+from autopar.planning.fixed import label_plan
 from autopar.search.pricing.cuts import cuts_at, cuts_like
 
 SIZES: Mapping[str, Mapping[str, int]] = {
