@@ -7,7 +7,8 @@ a normalisation. Their reference is rounding itself, so they have an error of ab
 
 A reference that changes wildly from run to run would hide every difference. Therefore noise explains no error above
 `LARGEST_LIMIT`, except in a tensor that is zero in exact arithmetic: its norm and its noise are at most
-`ZERO_EPSILONS` × the machine epsilon × the norm of all tensors of its quantity, such as all gradients. A buffer behind
+`ZERO_EPSILONS` × the machine epsilon × the norm of all tensors of its quantity, such as all gradients. In float64 they
+are at most `ZERO_PART` × this norm, because a root of nearly zero enlarges rounding. A buffer behind
 optimizer steps may also be zero up to the reach of the optimizer. Any other tensor with an error above `LARGEST_LIMIT`
 and within its noise cannot be judged, and does not pass.
 """
@@ -24,6 +25,7 @@ from autopar.ir.precision import as_float64
 TOLERANCES = {"float64": 1e-9, "float32": 2e-4, "bfloat16": 5e-2}
 NOISE_FACTOR = 8  # docs/semantics.md has the measured ratios of error to noise
 LARGEST_LIMIT = 0.1  # by noise; less than one of eight summands of a gradient
+ZERO_PART = 1e-9  # of a quantity in float64: roots of distances that are zero enlarge rounding
 ZERO_EPSILONS = 10  # measured: tensors that are zero have at most 0.4 (docs/equivalence.md)
 EQUAL, DIFFERENT, UNJUDGED = "equal", "different", "cannot be judged"
 FAR = 1e4  # times its limit: more runs do not change the verdict on such an error
@@ -142,7 +144,8 @@ def size_of_zero(value: torch.Tensor, whole: float, dtype: torch.dtype | None = 
     An optimizer that divides by a gradient's size moves an element without gradient by `reach` at most.
     """
     dtype = dtype or (value.dtype if value.is_floating_point() or value.is_complex() else torch.float64)
-    return ZERO_EPSILONS * torch.finfo(dtype).eps * whole + reach * sqrt(value.numel())
+    part = max(ZERO_EPSILONS * torch.finfo(dtype).eps, ZERO_PART if dtype == torch.float64 else 0.0)
+    return part * whole + reach * sqrt(value.numel())
 
 
 def measured(
