@@ -33,23 +33,8 @@ _LEAST = {"min": 1, "amin": 1, "max": -1, "amax": -1}  # and the sign of the inf
 _PRODUCTS = ("linear", "matmul", "__matmul__", "mm", "embedding")  # of each row with weights, which may be large
 _WITH_COUNTS = ("add", "sub", "mul", "div", "true_divide", "truediv", "radd", "rsub", "rmul", "rtruediv", "rdiv", "pow")
 # draws of every element or row by itself
-_DRAWS = tuple(
-    [
-        "dropout",
-        "dropout_",
-        "uniform_",
-        "normal_",
-        "bernoulli",
-        "bernoulli_",
-        "exponential_",
-        "multinomial",
-        "rand",
-        "randn",
-        "rand_like",
-        "randn_like",
-        "gumbel_softmax",
-    ]
-)
+_DRAWS: tuple[str, ...] = ("dropout", "dropout_", "uniform_", "normal_", "bernoulli", "bernoulli_", "exponential_")
+_DRAWS += ("multinomial", "rand", "randn", "rand_like", "randn_like", "gumbel_softmax")
 DIVISIONS = ("div", "true_divide", "truediv", "divide")
 _ADDS = ("index_add", "index_add_", "scatter_add", "scatter_add_")
 
