@@ -25,9 +25,8 @@ from statistics import median
 from typing import Any
 
 from autopar.cost_model.published.measurement import measured_seconds, model_flops
-from autopar.cost_model.published.row import Row
+from autopar.cost_model.published.row import Row, read_rows
 from autopar.cost_model.published.validation import Errors, errors
-from autopar.cost_model.published.vtrain_sweep import read_runs
 from autopar.errors import ClusterError
 from autopar.ir.device_presets import device_preset
 
@@ -186,7 +185,7 @@ def main() -> None:
     parser.add_argument("--predictions", type=Path, help="of autopar, fitted on all rows")
     parser.add_argument("--left-out", type=Path, help="of autopar, each fitted without the row's source")
     given = parser.parse_args()
-    rows = [row for row in read_runs(given.runs) if given.tier == "all" or row.tier == "core"]
+    rows = [row for row in read_rows(given.runs) if given.tier == "all" or row.tier == "core"]
     runs = timed_runs([row for row in rows if not (given.dense and row.moe_experts)])
     ways: list[tuple[str, dict[str, dict[str, float]], Path | None]] = [
         ("in sample", {name: in_sample(runs, p) for name, p in PREDICTORS.items()}, given.predictions),

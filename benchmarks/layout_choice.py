@@ -21,8 +21,7 @@ from baselines import RUNS, Run, boosted_trees, folds, timed_runs
 
 from autopar.cost_model.published.estimate import estimate_rows
 from autopar.cost_model.published.ranking import WORK, RankedGroup, Timed, ranked_groups
-from autopar.cost_model.published.row import Row, RowEstimate
-from autopar.cost_model.published.vtrain_sweep import read_runs
+from autopar.cost_model.published.row import Row, RowEstimate, read_rows
 
 SWEEP = Path(__file__).parent / "data" / "sweep_vtrain_single_a100.csv"
 DRAWS, PARTS = 200, 10
@@ -31,7 +30,7 @@ Seconds = Mapping[str, float]
 
 
 def main() -> None:
-    sets = {"published runs": timed_runs(read_runs(RUNS)), "vTrain's sweep": timed_runs(read_runs(SWEEP))}
+    sets = {"published runs": timed_runs(read_rows(RUNS)), "vTrain's sweep": timed_runs(read_rows(SWEEP))}
     every = [run for runs in sets.values() for run in runs]
     ways: dict[str, Seconds] = {
         "**autopar**": estimated(every),

@@ -24,9 +24,8 @@ from numpy.typing import NDArray
 
 from autopar.cost_model.published.estimate import estimate_rows
 from autopar.cost_model.published.ranking import Timed, same_work
-from autopar.cost_model.published.row import Row, RowEstimate
+from autopar.cost_model.published.row import Row, RowEstimate, read_rows
 from autopar.cost_model.published.validation import compared_rows, predict
-from autopar.cost_model.published.vtrain_sweep import read_runs
 from autopar.search.measured.belief import NOTABLE, OWN, Belief, belief, worth_measuring
 
 DATA = Path(__file__).parent / "data"
@@ -87,7 +86,7 @@ def replay(layouts: Sequence[Timed], order: Order, *, seed: int = 0, own: float 
 
 def groups_of(file: str) -> list[list[Timed]]:
     """The layouts of a file with a measured and a predicted time, by work."""
-    compared = compared_rows(rows := read_runs(DATA / file), predict(rows, estimate_rows))
+    compared = compared_rows(rows := read_rows(DATA / file), predict(rows, estimate_rows))
     timed = [
         Timed(row=one.row, measured_s=one.time.seconds, predicted_s=one.estimate.seconds)
         for one in compared

@@ -32,7 +32,6 @@ from autopar.cost_model.published.measurement import measured_bytes
 from autopar.cost_model.published.ranking import Timed, same_work
 from autopar.cost_model.published.row import Row, RowEstimate, read_rows
 from autopar.cost_model.published.validation import compared_rows, predict
-from autopar.cost_model.published.vtrain_sweep import read_runs
 from autopar.files.atomic import write_text
 
 SWEEP = ROOT / "benchmarks" / "data" / "sweep_vtrain_single_a100.csv"
@@ -140,7 +139,7 @@ def _of_order() -> list[Residual]:
     """
     found = []
     for path in (DATA, SWEEP):
-        compared = compared_rows(rows := read_runs(path), predict(rows, estimate_rows))
+        compared = compared_rows(rows := read_rows(path), predict(rows, estimate_rows))
         timed = [
             Timed(row=one.row, measured_s=one.time.seconds, predicted_s=one.estimate.seconds)
             for one in compared

@@ -19,7 +19,7 @@ from typing import Any
 from leave_one_out import engine, folds
 from prediction_intervals import coverage, residuals
 
-from autopar.cost_model.published.row import Estimator, Row, RowEstimate
+from autopar.cost_model.published.row import Estimator, Row, RowEstimate, read_rows
 from autopar.cost_model.published.validation import (
     Compared,
     Errors,
@@ -32,7 +32,6 @@ from autopar.cost_model.published.validation import (
     split_by,
     validation_of,
 )
-from autopar.cost_model.published.vtrain_sweep import read_runs
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "docs" / "validation.md"
@@ -67,13 +66,13 @@ def page(
     estimator: Estimator, *, left_out: Mapping[str, float] | None, with_baselines: bool, today: datetime.date
 ) -> str:
     """The whole page."""
-    rows = read_runs(RUNS)
+    rows = read_rows(RUNS)
     start = time.process_time()
     estimates = predict(rows, estimator)
     seconds = time.process_time() - start
     everything = compared_rows(rows, estimates)
     core = [one for one in everything if one.row.tier == "core"]
-    swept = read_runs(SWEEP)
+    swept = read_rows(SWEEP)
     sweep = compared_rows(swept, predict(swept, estimator))
     text = [
         INTRODUCTION,
@@ -113,7 +112,7 @@ def _overall(core: Sequence[Compared], everything: Sequence[Compared], sweep: Se
 
 
 def _unseen(estimator: Estimator) -> str:
-    rows = read_runs(UNSEEN)
+    rows = read_rows(UNSEEN)
     compared = compared_rows(rows, predict(rows, estimator))
     parts = {
         **split_by(compared, "source_key"),

@@ -63,11 +63,11 @@ def validate(
     if tier not in _TIERS:
         raise InputError(f"--tier {tier!r} is not known; {did_you_mean(tier, _TIERS)}")
     _check_targets(runs, out, report)
+    from autopar.cost_model.published.row import read_row_file
     from autopar.cost_model.published.validation import compared_rows, predict, validation_of
-    from autopar.cost_model.published.vtrain_sweep import read_run_file
 
     with progress(f"reading {runs}") as on_progress:
-        file = read_run_file(runs, is_strict=strict)
+        file = read_row_file(runs, is_strict=strict)
         rows = _of_tier(runs, file.rows, tier)
         on_progress(f"predicting {len(rows)} rows")
         from autopar.cost_model.published.estimate import estimate_rows

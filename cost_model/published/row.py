@@ -11,7 +11,7 @@ import csv
 import io
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from math import isfinite
@@ -194,20 +194,9 @@ def read_rows(path: str | os.PathLike[str]) -> list[Row]:
 
 def read_row_file(path: str | os.PathLike[str], *, is_strict: bool = False) -> RowFile:
     """Read the usable rows of a CSV file."""
-    header, lines = read_table(path)
+    header, lines = _table(path)
     _check_header(path, header, is_strict=is_strict)
     unknown = tuple(dict.fromkeys(name for name in header if name not in _PARSERS))
-    return replace(parse_rows(path, header, lines, is_strict=is_strict), unknown_columns=unknown)
-
-
-def parse_rows(
-    path: str | os.PathLike[str],
-    header: Sequence[str],
-    lines: Iterable[tuple[int, list[str]]],
-    *,
-    is_strict: bool,
-) -> RowFile:
-    """Rows of numbered lines of cells under a `header`. Raises `InputError` as `read_row_file` does."""
     read = [(place, name, _PARSERS[name]) for place, name in enumerate(header) if name in _PARSERS]
     at = header.index("id") if "id" in header else None
     left_out: list[LeftOut] = []
@@ -235,7 +224,7 @@ def parse_rows(
         every = [(one.id, problem) for one in left_out for problem in one.problems]
         placed = [replace(problem, path=f"{row}, {problem.path}" if problem.path else row) for row, problem in every]
         raise InputError(f"{path} cannot be used", placed)
-    return RowFile(rows=tuple(rows), left_out=tuple(left_out))
+    return RowFile(rows=tuple(rows), left_out=tuple(left_out), unknown_columns=unknown)
 
 
 def _parsed(
@@ -253,7 +242,7 @@ def _parsed(
     return values, problems
 
 
-def read_table(path: str | os.PathLike[str]) -> tuple[list[str], list[tuple[int, list[str]]]]:
+def _table(path: str | os.PathLike[str]) -> tuple[list[str], list[tuple[int, list[str]]]]:
     """The header of a CSV file, and its non-empty lines with their numbers. The size is bounded."""
     text, problems = read_text(path, max_bytes=MAX_FILE_BYTES)
     if text is None:

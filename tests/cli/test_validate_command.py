@@ -15,7 +15,6 @@ from run import autopar, json_of, refused
 
 from autopar.cost_model.published.row import COLUMNS, Row, RowEstimate, Unmodelled, read_rows
 from autopar.cost_model.published.validation import validate_rows
-from autopar.cost_model.published.vtrain_sweep import read_runs
 from autopar.report.validate_report import validation_page
 
 DATA = Path(__file__).resolve().parents[2] / "benchmarks" / "data"
@@ -244,7 +243,7 @@ def test_report(tmp_path: Path, path: Path) -> None:
     assert policy[0].startswith("default-src 'none'")
     assert ("meta", "name", "viewport") in page.attributes
     assert not re.search(r"url\((?!#inside)|@import|https?://", text)
-    measured = [c for c in validate_rows(read_runs(path), estimate_rows).compared if c.time_error is not None]
+    measured = [c for c in validate_rows(read_rows(path), estimate_rows).compared if c.time_error is not None]
     assert text.count("<title>") == 1 + len(measured)  # one dot each, and the page's own
     drawn = [float(value) for tag, name, value in page.attributes if tag == "circle" and name in ("cx", "cy")]
     assert drawn and all(0 <= place <= 480 for place in drawn)

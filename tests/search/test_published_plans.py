@@ -23,8 +23,7 @@ from autopar.cost_model.machine.fitted_constants import usable_bytes
 from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.published.estimate import RowGroup, estimate_rows, prepare
 from autopar.cost_model.published.families import family_name, family_of, numbers_of, shape_of_rows
-from autopar.cost_model.published.row import Row, RowEstimate
-from autopar.cost_model.published.vtrain_sweep import read_runs
+from autopar.cost_model.published.row import Row, RowEstimate, read_rows
 from autopar.cost_model.step.layouts import RECOMPUTE, Layouts
 from autopar.cost_model.work.block_work import VARIANTS
 from autopar.cost_model.work.polynomials import Polynomial, total
@@ -36,7 +35,7 @@ from autopar.search.space.constraints import Constraints
 from autopar.search.space.dimensions import MOST_VIRTUAL, divisors
 
 RUNS = Path(__file__).parents[2] / "benchmarks" / "data" / "published_runs.csv"
-ROWS = tuple(read_runs(RUNS))
+ROWS = tuple(read_rows(RUNS))
 SOURCES = tuple(sorted({row.source_key or "" for row in ROWS}))
 OF_A_SOURCE = 3  # works of each in the default suite
 SAME = 1e-9

@@ -27,7 +27,6 @@ from autopar.cost_model.published.row import (
     read_row_file,
     read_rows,
 )
-from autopar.cost_model.published.vtrain_sweep import read_run_file, read_runs, read_vtrain_sweep
 from autopar.errors import InputError
 
 DATA = Path(__file__).resolve().parents[3] / "benchmarks" / "data"
@@ -70,11 +69,7 @@ def test_shipped_collection(rows: list[Row]) -> None:
 
 
 def test_does_not_import_torch() -> None:
-    program = (
-        "import sys\n"
-        "from autopar.cost_model.published import validation, vtrain_sweep\n"
-        "assert 'torch' not in sys.modules\n"
-    )
+    program = "import sys\nfrom autopar.cost_model.published import validation\nassert 'torch' not in sys.modules\n"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
@@ -216,20 +211,6 @@ def test_ids_and_batches_may_lack(tmp_path: Path) -> None:
     assert "did you mean 'hidden'?" in str(error.value)
 
 
-@pytest.mark.parametrize("is_strict", [False, True])
-def test_a_bad_line_of_the_sweep(tmp_path: Path, is_strict: bool) -> None:
-    lines = SWEEP.read_text().splitlines()[:4]
-    path = tmp_path / "sweep.csv"
-    path.write_text("\n".join([*lines, lines[-1].replace(",1024,", ",wide,", 1)]) + "\n")
-    if is_strict:
-        with pytest.raises(InputError, match="vtrain_sweep_5, seq_len"):
-            read_run_file(path, is_strict=True)
-        return
-    found = read_run_file(path)
-    assert list(found.rows) == read_runs(SWEEP)[:3]
-    assert [one.id for one in found.left_out] == ["vtrain_sweep_5"]
-
-
 def test_repeated_column(tmp_path: Path) -> None:
     path = tmp_path / "runs.csv"
     path.write_text(",".join([*GOOD, "tp"]) + "\n")
@@ -276,33 +257,15 @@ def test_no_file(tmp_path: Path) -> None:
         read_rows(tmp_path)
 
 
-# --- the sweep with columns of its own -----------------------------------------------------------------------------
-
-
-def test_sweep_is_recognised() -> None:
-    sweep = read_runs(SWEEP)
-    assert len(sweep) == 1440
-    assert tuple(sweep) == read_vtrain_sweep(SWEEP).rows
-    assert len(read_runs(RUNS)) == 878
-
-
 def test_sweep_says_what_its_sample_says(rows: list[Row]) -> None:
     """The collection holds 60 of the sweep's runs, written by hand with all columns."""
-    sweep = {row.id.rpartition("_")[2]: row for row in read_vtrain_sweep(SWEEP).rows}
+    sweep = {row.id.rpartition("_")[2]: row for row in read_rows(SWEEP)}
     sample = [row for row in rows if row.source_key == "vtrain_single"]
     assert len(sample) == 60
     for row in sample:
         line = (row.notes or "").partition(";")[0].removeprefix("CSV line ")
         same = replace(sweep[line], id=row.id, tier=row.tier, notes=row.notes)
         assert same == row
-
-
-def test_bad_sweep(tmp_path: Path) -> None:
-    path = tmp_path / "sweep.csv"
-    head, first = SWEEP.read_text().splitlines()[:2]
-    path.write_text(f"{head}\n{first}x\n")
-    with pytest.raises(InputError, match="vtrain_sweep_2, step_time_s: must be a bare number"):
-        read_runs(path)
 
 
 # --- what was measured ---------------------------------------------------------------------------------------------
