@@ -156,5 +156,5 @@ def test_examples_of_other_names_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
             if example.examples and inspect.cleandoc(example.docstring or "") not in public:
                 runner.run(example, out=failed.append)
                 found += 1
-    assert found >= 15
+    assert found >= 5
     assert not failed, "".join(failed)

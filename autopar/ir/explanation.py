@@ -264,17 +264,7 @@ def _any(blocks: int | Sequence[int] | None) -> bool:
 
 
 def recomputation_in_words(blocks: int | Sequence[int] | None, pp: int) -> str:
-    """The recomputed blocks: `blocks` is the number of every stage, or one number per stage; None means all blocks.
-
-    >>> recomputation_in_words(None, pp=4), recomputation_in_words(2, pp=1), recomputation_in_words(1, pp=2)
-    ('every block is recomputed', '2 blocks are recomputed', 'every stage recomputes 1 block')
-    >>> recomputation_in_words([1, *[0] * 13, 1, 1, 1, *[0] * 15], pp=32)
-    '4 of 32 stages recompute 1 block each'
-    >>> recomputation_in_words([3, 1, 0, 0], pp=4)
-    '2 of 4 stages recompute 1 to 3 blocks each, 4 in all'
-    >>> recomputation_in_words([3, 1], pp=2)
-    'all 2 stages recompute 1 to 3 blocks each, 4 in all'
-    """
+    """The recomputed blocks: `blocks` is the number of every stage, or one number per stage; None means all blocks."""
     if blocks is None:
         return "every block is recomputed"
     if isinstance(blocks, int):
@@ -307,11 +297,7 @@ def _bare(plan: Explained) -> list[str]:
 
 
 def readable_bytes(count: float) -> str:
-    """Decimal units, three digits.
-
-    >>> readable_bytes(37e9), readable_bytes(999.9e6), readable_bytes(12)
-    ('37 GB', '1 GB', '12 bytes')
-    """
+    """Decimal units, three digits: ``37 GB``."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if count < 999.5:
             return f"{_digits(count)} {unit}"
@@ -320,20 +306,12 @@ def readable_bytes(count: float) -> str:
 
 
 def readable_rate(count_per_s: float) -> str:
-    """A whole number from 100, three digits below.
-
-    >>> readable_rate(3308731.2), readable_rate(2.834), readable_rate(0.35)
-    ('3,308,731', '2.83', '0.35')
-    """
+    """A whole number from 100, three digits below: ``3,308,731`` and ``2.83``."""
     return f"{count_per_s:,.0f}" if count_per_s >= 99.95 else f"{count_per_s:.3g}"
 
 
 def readable_count(count: float) -> str:
-    """Three digits.
-
-    >>> readable_count(8.03e9), readable_count(233e3), readable_count(999_999), readable_count(12)
-    ('8.03 billion', '233 thousand', '1 million', '12')
-    """
+    """Three digits: ``8.03 billion``."""
     for unit in ("", " thousand", " million"):
         if count < 999.5:
             return f"{_digits(count)}{unit}"
@@ -342,11 +320,7 @@ def readable_count(count: float) -> str:
 
 
 def readable_seconds(seconds: float) -> str:
-    """Three digits of s, ms or µs.
-
-    >>> readable_seconds(3.7), readable_seconds(0.0034), readable_seconds(1234.5)
-    ('3.7 s', '3.4 ms', '1234 s')
-    """
+    """Three digits of s, ms or µs: ``3.4 ms``."""
     for unit, factor in (("s", 1.0), ("ms", 1e3)):
         if seconds * factor >= 0.9995:
             return f"{_digits(seconds * factor)} {unit}"

@@ -116,13 +116,7 @@ def chunk(size: int, degree: int) -> int:
 
 
 def common_cuts(left: Sequence[int], right: Sequence[int]) -> list[int] | None:
-    """Sizes of the common refinement of two factorisations of one number, or None where they cross.
-
-    >>> common_cuts([12, 8], [3, 4, 8])
-    [3, 4, 8]
-    >>> common_cuts([3, 4], [4, 3]) is None
-    True
-    """
+    """Sizes of the common refinement of two factorisations of one number, or None where they cross."""
     if prod(left) != prod(right):
         return None
     cuts = sorted({prod(left[: i + 1]) for i in range(len(left))} | {prod(right[: i + 1]) for i in range(len(right))})

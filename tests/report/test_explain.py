@@ -13,7 +13,6 @@ from planned import make_plan
 
 from autopar.capture.analysis import analyse
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.explanation import recomputation_of
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.models.load import resolve_model
@@ -79,22 +78,3 @@ def test_parameters_are_listed_once_each() -> None:
     packed = next(p for p in plan.summary.parameters if "c_attn.weight" in p.name)
     assert packed.split["tp"] == "dimension 1, its second factor, in 2"
     assert packed.split["dp"] == "sharded over 2 (ZeRO-3)"
-
-
-@pytest.mark.parametrize(
-    "degrees, words",
-    (
-        ({"recompute": "selective"}, "every block is recomputed selectively"),
-        (
-            {"recompute": "auto", "recompute_blocks": 1, "selective_blocks": 2, "pp": 4},
-            "every stage recomputes 1 block; selectively, every stage recomputes 2 blocks",
-        ),
-        (
-            {"recompute": "auto", "recompute_blocks": 1, "pp": 4},
-            "every stage recomputes 1 block, and the other blocks selectively",
-        ),
-    ),
-    ids=str,
-)
-def test_recomputation_in_words(degrees: dict[str, Any], words: str) -> None:
-    assert recomputation_of(degrees) == words
