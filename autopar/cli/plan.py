@@ -1,7 +1,7 @@
 """`autopar plan`: capture a model without memory, search how to split it, say why, and write the plan."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -146,10 +146,22 @@ def _captured_and_searched(
     own = replace(asked, precision=asked.precision or captured.precision)
     if options.global_batch is None and captured.local_batch is not None:
         own = replace(own, global_batch=default_global_batch(options, cluster.num_devices, captured.local_batch))
+    capture_s = time.monotonic() - started
     if own.timeout_s is not None:  # a capture counts too
-        own = replace(own, timeout_s=max(0.0, own.timeout_s - (time.monotonic() - started)))
+        own = replace(own, timeout_s=max(0.0, own.timeout_s - capture_s))
     found = _searched(captured, cluster, _with_trace(own, measured, captured, cluster, on_progress), on_progress)
-    return replace(found, notes=(*found.notes, *captured.notes))
+    return replace(
+        found, notes=(*found.notes, *captured.notes, *overtime(asked, capture_s, time.monotonic() - started))
+    )
+
+
+def overtime(asked: PlanOptions, capture_s: float, all_s: float) -> Iterator[str]:
+    """What took longer than the limit: nothing ends a capture, nor the prices without which there is no plan."""
+    if asked.timeout_s is not None and all_s > asked.timeout_s + 1:
+        yield (
+            f"{all_s:.0f} s instead of {asked.timeout_s:g} s: {capture_s:.0f} s to build and capture the model, "
+            f"{all_s - capture_s:.0f} s to choose labels and to price the shown plans"
+        )
 
 
 def _with_trace(

@@ -34,6 +34,8 @@ from autopar.planning.options import TOP, TRIALS, PlanOptions
 from autopar.planning.precision import in_precision_of, with_bf16_beside
 from autopar.planning.study_question import question_of
 from autopar.search.bounds.lower_bounds import Machinery
+from autopar.search.driver.alternatives import next_plans
+from autopar.search.driver.branch_and_bound import Exact, Proof
 from autopar.search.driver.check import check_result
 from autopar.search.driver.chunk_choice import chunks_of, with_chunks
 from autopar.search.driver.infeasible import Asked, closest
@@ -68,6 +70,7 @@ if TYPE_CHECKING:
     from autopar.capture.export.export import Inputs, LossFunction
 
 _MOST_PRICED = 400
+_ROUNDS = 4  # of prices of the next plans, after a search that ended early
 MOST_SECONDS_FOR_HELP = 30.0  # of the search for changes with which a plan fits
 
 
@@ -338,6 +341,7 @@ def _searched(space: _Space, on_progress: Callable[[str], None], goal: Goal, bel
     labels, constraints, asked = space.labels, space.constraints, space.asked
     on = goal.parts[space.cluster.num_devices].on
     is_first = on.machine.engine.offload == constraints.first_offloads[0]
+    on_progress("choosing how operators are split")
     found = search_degrees(
         labels.works, space.cluster, constraints, on,
         trials=asked.trials if constraints.cuts is None else 0, seed=asked.seed,
@@ -346,11 +350,24 @@ def _searched(space: _Space, on_progress: Callable[[str], None], goal: Goal, bel
     )  # fmt: skip
     _refuse_without_candidates(found, constraints)
     if found.best is not None and not space.how["should_continue"]():
-        return replace(found, proof=replace(found.proof, bound=0.0, is_proven=False))
+        return _best_of_priced(found, asked.top)
     if "loss_chunks" not in constraints.fix:
         found = with_chunks(found, labels.works_in_chunks, chunks_of(labels.program.sequence), **space.how)
     if "regather" not in constraints.fix:
         found = with_kept(found, labels.works_kept, **space.how)
+    return found
+
+
+def _best_of_priced(found: Searched, top: int) -> Searched:
+    """The search that ended early, with the best of the plans that are shown, because they are priced anyway."""
+    for _ in range(_ROUNDS):
+        priced = dict(next_plans(found, top, alike=False))
+        exact = [Exact(index=index, value=found.goal.value(one)) for index, one in priced.items()]
+        proof = Proof(priced=(*found.proof.priced, *exact), bound=0.0, is_proven=False)
+        is_best = found.proof.best == proof.best
+        found = replace(found, exact={**found.exact, **priced}, proof=proof)
+        if is_best:
+            break
     return found
 
 

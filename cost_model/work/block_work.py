@@ -42,6 +42,7 @@ SYMBOLS: Mapping[str, str] = {
     "t": "tensor-parallel degree",
     "d": "data-parallel degree, without expert ranks",
     "ep": "expert-parallel degree",
+    "cp": "context-parallel degree",
     "x": "experts",
     "y": "experts that work on a token",
     "m": "width of one expert",

@@ -8,6 +8,7 @@ import pytest
 
 from autopar.cache.captures import captured_model
 from autopar.cache.labels import labels_file, read_labels
+from autopar.cost_model.work.block_work import free_symbols
 from autopar.ir.cluster import ClusterSpec
 from autopar.planning.fixed import program_for
 from autopar.planning.labels import LABELLED, SearchLabels
@@ -50,6 +51,13 @@ def test_what_is_read_is_what_was_kept(program: Any, tmp_path: Path, monkeypatch
         SearchLabels(program, CLUSTER, False, folder=tmp_path).works(1)
     with pytest.raises(AssertionError, match="chosen again"):
         SearchLabels(program, ClusterSpec.preset("8xa100-80gb"), folder=tmp_path).works(1)
+
+
+def test_a_split_sequence_can_be_read(program: Any, tmp_path: Path) -> None:
+    """Blocks outside of the split sequence have its whole length, which is a number of context ranks times a part."""
+    works = SearchLabels(program, CLUSTER, folder=tmp_path).works(1, 2)
+    assert "cp" in free_symbols(works.family)
+    assert read_labels(next(tmp_path.iterdir()))[2].family == works.family
 
 
 def test_a_tensor_degree_in_two_mesh_dimensions(tmp_path: Path) -> None:

@@ -224,3 +224,12 @@ def test_after_the_time_limit_nothing_more_is_searched(monkeypatch: pytest.Monke
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert "not proven: the time ended before all plans had a lower bound" in result.stdout
+
+
+@pytest.mark.parametrize(("all_s", "said"), [(21.0, "21 s instead of 2 s: 15 s to build"), (2.9, "")])
+def test_what_took_longer_than_the_time_limit_is_said(all_s: float, said: str) -> None:
+    from autopar.cli.plan import overtime
+    from autopar.planning.options import PlanOptions
+
+    assert "".join(overtime(PlanOptions(timeout_s=2.0), 15.0, all_s)).startswith(said)
+    assert not list(overtime(PlanOptions(), 15.0, all_s))
