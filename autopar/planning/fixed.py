@@ -372,7 +372,8 @@ def coverage(
         model: The model, which may be on meta.
         cluster: The cluster, or its text, such as ``"8xh100"``.
         example_inputs: The inputs of one data-parallel rank: a dict of tensors by name, or a tuple.
-        plan: The wanted degrees, such as ``{"tp": 4}``, labelled as in `autopar.parallelize`.
+        plan: The wanted degrees, such as ``{"tp": 4}``, labelled as in `autopar.parallelize`, and the ``precision``. By
+            default float32 models on GPUs have bf16.
         global_batch: Sequences of one step on all ranks. By default the inputs are one rank's step.
         loss_fn: A function of (output, target), if the model returns no loss.
         specialise: Whether branches on inputs are captured as the example inputs take them.
@@ -396,14 +397,20 @@ def coverage(
     """
     from autopar.capture.export.export import input_names
     from autopar.capture.program import batch_and_sequence
+    from autopar.planning.precision import in_precision_of
 
     spec = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
     model = private.unwrapped(model)
     local_batch, _ = batch_and_sequence(input_names(model, example_inputs, loss_fn))
-    degrees, program = wished_program(
-        model, example_inputs, plan, spec.num_devices, local_batch, loss_fn,
-        global_batch=global_batch, specialise=specialise,
-    )  # fmt: skip
+
+    def captured(precision: str | None) -> tuple[Degrees, Program]:
+        return wished_program(
+            model, example_inputs, {**(plan or {}), "precision": precision}, spec.num_devices, local_batch, loss_fn,
+            global_batch=global_batch, specialise=specialise,
+        )  # fmt: skip
+
+    wanted = (plan or {}).get("precision")
+    (degrees, program), _, _ = in_precision_of(wanted, model, spec, captured, lambda found: found[1])
     degrees, analysis, found = choose_labels(program, spec, degrees)
     return coverage_of(program, analysis, found.blocks, degrees, spec)
 

@@ -33,7 +33,7 @@ class Feed(nn.Module):
         return self.down(y).square().mean()
 
 
-def covered(model: nn.Module, **degrees: int) -> Coverage:
+def covered(model: nn.Module, **degrees: Any) -> Coverage:
     cluster = ClusterSpec.preset(f"{degrees.get('tp', 1) * degrees.get('dp', 1)}xh100")
     inputs = {"x": torch.empty(ROWS // degrees.get("dp", 1), WIDTH, device="meta")}
     return autopar.coverage(model.to("meta"), cluster, example_inputs=inputs, plan=degrees)
@@ -47,13 +47,15 @@ def test_products_count_and_split() -> None:
     assert not [w for w in found.whole if w.flops]
 
 
-def test_an_operator_without_a_rule_has_a_price() -> None:
-    found = covered(Feed(known=False), tp=4)
+@pytest.mark.parametrize(("precision", "itemsize"), [({}, 2), ({"precision": "fp32"}, 4)], ids=["bf16", "fp32"])
+def test_an_operator_without_a_rule_has_a_price(precision: dict[str, str], itemsize: int) -> None:
+    """In the precision of `parallelize`: bf16 on GPUs, or the named one."""
+    found = covered(Feed(known=False), tp=4, **precision)
     whole = next(w for w in found.whole if w.operator == "special_bessel_j0")
     assert not whole.has_rule
-    assert whole.kept_bytes == ROWS * INNER * 4
+    assert whole.kept_bytes == ROWS * INNER * itemsize
     bandwidth = ClusterSpec.preset("4xh100").devices[0].memory_bandwidth_bytes_per_s
-    assert whole.seconds == pytest.approx(3 * 2 * ROWS * INNER * 4 / bandwidth)
+    assert whole.seconds == pytest.approx(3 * 2 * ROWS * INNER * itemsize / bandwidth)
     assert found.split_bytes("tp") < 1.0
 
 
