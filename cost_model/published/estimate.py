@@ -38,7 +38,7 @@ from autopar.cost_model.published.families import (
     with_chosen_parameters,
     with_expert_ranks,
 )
-from autopar.cost_model.published.machine import engine_of, links_of_row, preset_of, row_machine
+from autopar.cost_model.published.machine import engine_of, link_warning, preset_of, row_machine
 from autopar.cost_model.published.row import Row, RowEstimate, Unmodelled
 from autopar.cost_model.published.words import attention_of_text, precision_of_text
 from autopar.cost_model.step.experts import with_experts
@@ -168,14 +168,14 @@ def _case(row: Row) -> _Case | Unmodelled:
     except ClusterError as error:
         return Unmodelled(id=row.id, reason=str(error))
     batch = row.global_batch or int(_dp(row) * (row.micro_batch or 1) * (row.grad_accum or 1) * _default_count(row))
-    links = links_of_row(row, preset_of(row.gpu_type or ""))[1]
+    link = link_warning(row, preset_of(row.gpu_type or ""))
     return _Case(
         row=row,
         machine=machine,
         family=family_name(row),
         fused=attention.fused,
         global_batch=batch,
-        warnings=(*warnings, *filter(None, (unknown, host_assumption(machine))), *links),
+        warnings=(*warnings, *filter(None, (unknown, host_assumption(machine), link))),
     )
 
 

@@ -1,4 +1,4 @@
-"""The machine and engine of a published row: device preset and profile, links as its text states them, engine."""
+"""The machine and engine of a published row: device preset and profile, links, engine."""
 
 import contextlib
 import re
@@ -10,15 +10,11 @@ from autopar.cost_model.machine.fitted_constants import Mechanisms
 from autopar.cost_model.machine.machine import Machine, links_of, speeds_of
 from autopar.cost_model.machine.presets import device_profile
 from autopar.cost_model.machine.profile import DeviceProfile
-from autopar.cost_model.published.link_text import LinkReading, read_link
 from autopar.cost_model.published.row import Row
 from autopar.cost_model.published.words import engine_with_options
 from autopar.errors import ClusterError, did_you_mean
 from autopar.ir.device import device_of_preset, link_of_preset
 from autopar.ir.device_presets import DevicePreset, device_names, device_preset, device_presets
-
-_BOTH_WAYS = (1, 2)  # data sheets of links inside a host state one direction or the sum of both
-_SAME = 0.1
 
 
 @lru_cache(maxsize=256)
@@ -49,21 +45,12 @@ def memory_bytes_of(preset: DevicePreset, stated_gb: float | None) -> float:
     return stated_gb * 1e9
 
 
-def links_of_row(row: Row, preset: DevicePreset) -> tuple[LinkReading, tuple[str, ...]]:
-    """Read the texts of a row's links."""
-    inter = read_link(row.inter_link, row.gpus_per_node or devices_per_host_of(row, preset))
-    warnings = [f"inter_link {row.inter_link!r} {inter.warning}"] if inter.warning else []
-    if inter.warning and inter.bytes_per_s is None:
-        warnings[0] += f"; the preset's {preset.inter_host.bandwidth_gb_per_s.value:g} GB/s per device are used"
-    intra, known = read_link(row.intra_link, 1), preset.in_host.bandwidth_gb_per_s.value
-    unread = intra.warning if intra.bytes_per_s is None else None
-    if intra.bytes_per_s is not None:
-        ratio = intra.bytes_per_s / 1e9 / known
-        if all(abs(ratio / ways - 1) > _SAME for ways in _BOTH_WAYS):
-            unread = f"states {intra.bytes_per_s / 1e9:g} GB/s"
-    if unread:
-        warnings.append(f"intra_link {row.intra_link!r} {unread}; the preset's {known:g} GB/s per direction are used")
-    return inter, tuple(warnings)
+def link_warning(row: Row, preset: DevicePreset) -> str | None:
+    """A sentence about a bandwidth in the text of a row's link, which is not read. None if there is none."""
+    if row.inter_gb_per_s is not None or not re.search(r"\d", row.inter_link or ""):
+        return None
+    used = f"the preset's {preset.inter_host.bandwidth_gb_per_s.value:g} GB/s per device are used"
+    return f"inter_link {row.inter_link!r} is text, inter_gb_per_s has the bandwidth; {used}"
 
 
 def devices_per_host_of(row: Row, preset: DevicePreset) -> float:
@@ -85,8 +72,7 @@ def row_machine(row: Row, engine: Engine, mechanisms: Mechanisms, *, profile: De
     """
     preset, precision = preset_of(row.gpu_type or ""), row.precision or "bf16"
     found, device = profile or device_profile(preset.name), device_of_preset(preset)
-    stated, _ = links_of_row(row, preset)
-    between = stated.bytes_per_s or preset.inter_host.bandwidth_gb_per_s.value * 1e9
+    between = (row.inter_gb_per_s or preset.inter_host.bandwidth_gb_per_s.value) * 1e9
     speeds = speeds_of(device, found, engine, mechanisms, precision=precision)
     return Machine(
         device=device,

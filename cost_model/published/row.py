@@ -71,6 +71,7 @@ class Row:
     gpus_per_node: int | None = None
     intra_link: str | None = None
     inter_link: str | None = None
+    inter_gb_per_s: float | None = None
     tp: int | None = None
     sp: bool | None = None
     pp: int | None = None

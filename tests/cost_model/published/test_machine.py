@@ -11,7 +11,7 @@ from autopar.cost_model.machine.presets import shipped_profiles
 from autopar.cost_model.machine.profile import MOST
 from autopar.cost_model.published.machine import (
     engine_of,
-    links_of_row,
+    link_warning,
     memory_bytes_of,
     preset_of,
     row_machine,
@@ -46,50 +46,19 @@ def test_unknown_device_is_refused_by_name() -> None:
         preset_of("TPUv4")
 
 
-@pytest.mark.parametrize(
-    ("inter_link", "gigabytes"),
-    [("8x 25GB/s", 25.0), ("400Gb/s per node", 6.25), ("RDMA 400", 25.0), ("single node", 25.0)],
-)
-def test_links_between_hosts_are_stated_or_the_preset_s(inter_link: str, gigabytes: float) -> None:
-    row = Row(id="r", gpu_type="A100-80", gpus_per_node=8, inter_link=inter_link)
-    reading, _ = links_of_row(row, preset_of("A100-80"))
-    assert (reading.bytes_per_s or 25e9) == pytest.approx(gigabytes * 1e9)
-    usual = machine_of(replace(row, inter_link=None)).links.inter_host_bytes_per_s
+@pytest.mark.parametrize("stated, gigabytes", [(50.0, 50.0), (6.25, 6.25), (None, 25.0)])
+def test_links_between_hosts_are_stated_or_the_preset_s(stated: float | None, gigabytes: float) -> None:
+    row = Row(id="r", gpu_type="A100-80", gpus_per_node=8, inter_gb_per_s=stated)
+    usual = machine_of(replace(row, inter_gb_per_s=None)).links.inter_host_bytes_per_s
     assert machine_of(row).links.inter_host_bytes_per_s == pytest.approx(usual * gigabytes / 25)
 
 
-@pytest.mark.parametrize(
-    ("links", "warnings"),
-    [
-        ({}, []),
-        ({"inter_link": "8x 200Gb/s", "intra_link": "NVLink 600GB/s"}, []),
-        ({"intra_link": "NVLink3 300 GB/s"}, []),
-        (
-            {"inter_link": "RDMA 400"},
-            [
-                "inter_link 'RDMA 400' states a figure that cannot be read; the preset's 25 GB/s per device are used",
-            ],
-        ),
-        (
-            {"inter_link": "400 Gbps"},
-            ["inter_link '400 Gbps' does not say per port, device or host; read as 50 GB/s per device"],
-        ),
-        (
-            {"intra_link": "PCIe 32GB/s"},
-            ["intra_link 'PCIe 32GB/s' states 32 GB/s; the preset's 300 GB/s per direction are used"],
-        ),
-        (
-            {"intra_link": "NVLink 600"},
-            [
-                "intra_link 'NVLink 600' states a figure that cannot be read; "
-                "the preset's 300 GB/s per direction are used",
-            ],
-        ),
-    ],
-)
-def test_texts_that_are_not_used_are_warnings(links: dict[str, str], warnings: list[str]) -> None:
-    row = Row(id="r", gpu_type="A100-80", gpus_per_node=8, **links)  # type: ignore[arg-type]
-    assert list(links_of_row(row, preset_of("A100-80"))[1]) == warnings
+@pytest.mark.parametrize("text, is_warned", [("8x 200Gb/s", True), ("single node", False), (None, False)])
+def test_a_bandwidth_in_a_text_is_a_warning(text: str | None, is_warned: bool) -> None:
+    row = Row(id="r", gpu_type="A100-80", gpus_per_node=8, inter_link=text)
+    warning = "is text, inter_gb_per_s has the bandwidth; the preset's 25 GB/s per device are used"
+    assert link_warning(row, preset_of("A100-80")) == (f"inter_link {text!r} {warning}" if is_warned else None)
+    assert link_warning(replace(row, inter_gb_per_s=25.0), preset_of("A100-80")) is None
 
 
 def machine_of(row: Row) -> Machine:

@@ -61,7 +61,7 @@ def test_faster_machines_take_less() -> None:
     base = estimate(framework="NeMo/Megatron-Core", attn_impl="flash")
     assert estimate(framework="NeMo/Megatron-Core", attn_impl="flash", gpu_type="H100-SXM").seconds < base.seconds
     slow, fast = (
-        estimate(inter_link=f"{rate}Gb/s per node", tp=1, pp=1, dp=512, zero=3, framework="torchtitan FSDP2").seconds
+        estimate(inter_gb_per_s=rate / 64, tp=1, pp=1, dp=512, zero=3, framework="torchtitan FSDP2").seconds
         for rate in (100, 1600)
     )
     assert fast < slow

@@ -1,17 +1,24 @@
 """Bandwidths of links from their texts: all texts of the collection, spellings of one figure, texts without meaning."""
 
+import csv
+import importlib
 import re
+import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from autopar.cost_model.published.link_text import read_link
 from autopar.cost_model.published.row import read_rows
 
-RUNS = Path(__file__).parents[3] / "benchmarks" / "data" / "published_runs.csv"
+ROOT = Path(__file__).parents[1]
+RUNS = ROOT / "benchmarks" / "data" / "published_runs.csv"
+sys.path.append(str(ROOT / "tools"))
+link_text = importlib.import_module("link_text")
+read_link = link_text.read_link
 
 # Text of `inter_link`, devices of a host, rows, and GB/s of one device as they were read by eye.
 BETWEEN_HOSTS = [
@@ -57,14 +64,14 @@ INSIDE_A_HOST = [
 
 
 def gigabytes(text: str | None, devices_per_host: float) -> float | None:
-    found = read_link(text, devices_per_host).bytes_per_s
+    found: float | None = read_link(text, devices_per_host).bytes_per_s
     return None if found is None else found / 1e9
 
 
 def test_every_text_of_the_collection() -> None:
     rows = read_rows(RUNS)
-    between = Counter((row.inter_link, row.gpus_per_node) for row in rows)
-    assert between == Counter({(text, devices): count for text, devices, count, _ in BETWEEN_HOSTS})
+    between = Counter((row.inter_link, row.gpus_per_node, row.inter_gb_per_s) for row in rows)
+    assert between == Counter({(text, devices, read): count for text, devices, count, read in BETWEEN_HOSTS})
     assert [gigabytes(text, devices or 8) for text, devices, _, _ in BETWEEN_HOSTS] == [one[3] for one in BETWEEN_HOSTS]
     inside = Counter(row.intra_link for row in rows)
     assert inside == Counter({text: count for text, count, _ in INSIDE_A_HOST})
@@ -177,8 +184,20 @@ def test_no_text_ends_in_an_exception(text: str) -> None:
     assert found.bytes_per_s is None or 0 < found.bytes_per_s < float("inf")
 
 
+def test_a_file_gets_the_column(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """The column of the collection is what the tool writes."""
+    header, *lines = csv.reader(RUNS.open(newline=""))
+    at = header.index("inter_gb_per_s")
+    with (tmp_path / "old.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([*cells[:at], *cells[at + 1 :]] for cells in (header, *lines))
+    monkeypatch.setattr(sys, "argv", ["link_text.py", str(tmp_path / "old.csv"), "--out", str(tmp_path / "new.csv")])
+    link_text.main()
+    assert (tmp_path / "new.csv").read_text() == RUNS.read_text()
+    assert "'Omni-Path 100Gb/s (Jean Zay V100 partition)' does not say" in capsys.readouterr().out
+
+
 def test_the_documentation_reads_these_texts() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "cli.md").read_text()
+    page = (ROOT / "docs" / "cli.md").read_text()
     lines = page.partition("read as, GB/s per device |\n|---|---|\n")[2].partition("\n\n")[0].splitlines()
     assert len(lines) == 4
     for line in lines:
