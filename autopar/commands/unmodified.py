@@ -107,7 +107,7 @@ def module_steps(
     def typed(name: str, value: torch.Tensor) -> torch.Tensor:
         own = like[name].dtype
         value = value.to(own if dtype is None else like_kind(own, dtype))
-        return value if change is None else change.of(name, value)
+        return value if change is None else change.input(name, value)
 
     def step(batch: Batch) -> torch.Tensor:
         total = torch.zeros(())

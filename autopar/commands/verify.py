@@ -17,7 +17,7 @@ from safetensors.torch import load, save
 
 from autopar.capture.program import batch_and_sequence
 from autopar.capture.record.pickled import from_bytes, to_bytes
-from autopar.commands.unmodified import against_module, structured, tensors_of
+from autopar.commands.unmodified import against_module, module_steps, structured, tensors_of
 from autopar.errors import CaptureError, InputError, PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees, degrees_from
@@ -154,7 +154,11 @@ def verify(
     captured: tuple[Quantity, ...] = ()
     captured_notes: tuple[str, ...] = ()
     with default_dtype(torch.float64 if dtype == "float64" else None):
-        reference = reference_steps(checked, source, data, decided.degrees, example)
+        try:
+            reference = reference_steps(checked, source, data, decided.degrees, example)
+        except Exception:
+            module_steps(model, program, source, data, decided.degrees, example)  # raises an error that is the model's
+            raise
         check_reference(reference)
         if not all(bool(value.isfinite().all()) for value in reference.example.values()):
             example, reference.example = None, {}

@@ -1,8 +1,8 @@
 """Measured noise: runs on one device in which only rounding is different.
 
-A run changes every parameter, floating input and floating buffer by at most its last bits: x · (1 + ε · u) with u of
--1, 0 or 1 and the machine epsilon ε of the run's dtype. Some runs also permute the samples of each micro-batch, so that
-sums over the batch round differently. What a tensor moves by is its noise.
+A run changes every parameter, every floating buffer and the fractions in inputs by at most their last bits:
+x · (1 + ε · u) with u of -1, 0 or 1 and the machine epsilon ε of the run's dtype. Some runs also permute the samples of
+each micro-batch, so that sums over the batch round differently. What a tensor moves by is its noise.
 
 Rounding may carry a value over a step of a function, such as the zero of ReLU. Then gradients jump. A last bit may be
 too little to show this, so the change doubles with every second run.
@@ -48,6 +48,11 @@ class Change:
         signs = torch.randint(-1, 2, value.shape, generator=self._generator(name)).to(value.dtype)
         return (value.detach() * (1 + torch.finfo(value.dtype).eps * self.epsilons * signs)).to(value.dtype)
 
+    def input(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """An input with random last bits. Whole numbers stay: they may be indices, masks, or targets of 0 and 1."""
+        moved = self.of(name, value)
+        return torch.where(value == value.round(), value, moved) if value.is_floating_point() else moved
+
     def source(self, source: Source, dtype: torch.dtype | None = None) -> Source:
         """A source of changed values. Floating values are converted to `dtype` first, if one is given."""
 
@@ -59,7 +64,7 @@ class Change:
 
     def batch(self, program: Program, batch: Batch, num_micro_batches: int) -> dict[str, torch.Tensor]:
         """A global batch with changed values, and with permuted samples in each micro-batch."""
-        found = {name: self.of(name, value) for name, value in batch.items()}
+        found = {name: self.input(name, value) for name, value in batch.items()}
         dims = {info.name: info.batch_dim for info in program.inputs if info.batch_dim is not None}
         if not self.permutes or len({found[name].shape[dim] for name, dim in dims.items()}) != 1:
             return found

@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from autopar.capture import program as capture
-from autopar.commands import verify as command
 from autopar.commands.verify import verify
+from autopar.planning import fixed
 from autopar.runtime.distributed.launch import Ranks
 from autopar.runtime.verify.verify import Report
 
@@ -93,12 +93,12 @@ def test_a_fault_of_the_captured_graph(fault: Callable[[fx.Graph], None], plan: 
 @pytest.mark.parametrize("plan", ("accumulate", "pipeline"))
 def test_micro_batches_whose_number_divides_nothing(plan: str, two_ranks: Ranks) -> None:
     """The reference in micro-batches has the same fault."""
-    plain = command.capture_for
+    plain = fixed.capture_for
 
     def planted(*given: Any, **named: Any) -> Any:
         return replace(plain(*given, **named), loss_reduction="sum")
 
-    with mock.patch.object(command, "capture_for", planted):
+    with mock.patch.object(fixed, "capture_for", planted):
         report = verified("plain", plan, two_ranks)
     assert {"captured loss", "captured gradients"} <= failed(report) <= CAPTURED
 

@@ -52,8 +52,8 @@ _AS_ARRAYS: Mapping[Any, Callable[[Tensor], Any]] = {
 }
 # functions of tensors that return a number: the tensor whose truth they return
 _AS_TRUTH: Mapping[Any, Callable[..., Tensor | bool]] = {
-    torch.equal: lambda a, b: a.shape == b.shape and (a == b).all(),
-    Tensor.equal: lambda a, b: a.shape == b.shape and (a == b).all(),
+    torch.equal: lambda a, b: _is_one(a, b) or (a.shape == b.shape and (a == b).all()),
+    Tensor.equal: lambda a, b: _is_one(a, b) or (a.shape == b.shape and (a == b).all()),
     torch.allclose: lambda *given, **options: torch.isclose(*given, **options).all(),
     Tensor.allclose: lambda *given, **options: torch.isclose(*given, **options).all(),
     Tensor.__contains__: lambda a, element: (a == element).any(),
@@ -105,7 +105,11 @@ class DataReads(TorchFunctionMode):
         super().__init__()
         self._model, self._reading = model, reading
         # now: `x.to(device)` may return `x`, whose node is then another
+        given = list(given)
         self._given = [(exports.traced_node(traced), name, kind, value) for name, kind, traced, value in given]
+        # a module may hold its own parameters in a list, where an export does not find them
+        own = [(traced, value) for _, kind, traced, value in given if kind != "input"]
+        self._traced = {id(value): traced for traced, value in own if value is not traced}
         # the nodes that require gradients, and the last node before they did
         self._leaves = {
             n: n for n, _, kind, t in self._given if kind == "parameter" and n is not None and t.requires_grad
@@ -123,6 +127,8 @@ class DataReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(id(leaf) in self._traced for leaf in pytree.tree_leaves((args, kwargs))):
+            args, kwargs = pytree.tree_map_only(Tensor, lambda t: self._traced.get(id(t), t), (args, kwargs))
         chosen = next(chosen_of((args, kwargs)), None)
         if chosen is not None:
             last = exports.last_node(chosen.flat)
@@ -145,6 +151,8 @@ class DataReads(TorchFunctionMode):
             node = exports.traced_node(args[0])
             if node is not None:
                 self._leaves[node] = next(reversed(node.graph.nodes))
+        if func is Tensor.detach_ or (func in _REQUIRES and not all(args[1:])):
+            self._check_trained(args[0])
         if func == Tensor.data.__get__:  # type: ignore[attr-defined]
             return args[0].detach()
         if func == Tensor.data.__set__:  # type: ignore[attr-defined]
@@ -349,6 +357,16 @@ class DataReads(TorchFunctionMode):
                 "with copy_, or use a tensor of another name"
             )
 
+    def _check_trained(self, tensor: Tensor) -> None:
+        """Refuse to end the training of a parameter in forward."""
+        parameters = [n for n, _, kind, value in self._given if kind == "parameter" and value.requires_grad]
+        if exports.traced_node(tensor) in parameters:
+            line = line_that_runs(self._model)
+            raise CaptureError(
+                f"the model cannot be captured: {line}: `{line.code}` ends the training of a parameter in forward; use "
+                "detach(), which gives another tensor, or requires_grad_(False) outside of forward"
+            )
+
     def _gradient(self, args: Any, kwargs: Any) -> Any:
         """The gradient of a call of `torch.autograd.grad`."""
         line = line_that_runs(self._model)
@@ -387,6 +405,11 @@ class DataReads(TorchFunctionMode):
                 f"model is on {' and '.join(sorted(self._devices))}; use the device of another tensor at this line "
                 "(device=x.device)"
             )
+
+
+def _is_one(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are one value of the trace."""
+    return a is b or (exports.traced_node(a) is not None and exports.traced_node(a) is exports.traced_node(b))
 
 
 def _has_traced(data: Any) -> bool:

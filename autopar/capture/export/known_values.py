@@ -198,7 +198,8 @@ def leaf(
 ) -> Known | Unknown:
     """The value of a placeholder: a parameter, an input, or a buffer, which `buffers` gives if it is on meta."""
     if kind == "parameter":
-        return Unknown(f"the parameter {name!r}", is_finite=True)
+        remedy = "" if value.requires_grad else ", which is not trained (make it a buffer)"
+        return Unknown(f"the parameter {name!r}{remedy}", is_finite=True)
     if kind == "buffer" and value.is_meta and buffers is not None:
         with exports.without_tracing():
             value = buffers(name)

@@ -113,11 +113,19 @@ def _parameters(loss_fn: _Loss) -> list[inspect.Parameter]:
 def named_outputs(out: Any) -> dict[str, torch.Tensor]:
     """The tensors of a module's output by name: mapping keys, or positions. The loss has the name ``loss``."""
     found = _tensors(out)
+    if "loss" in found or len(found) == 1:
+        name = "loss" if "loss" in found else next(iter(found))
+        found = found | {name: _without_dimension(found[name])}
     if "loss" not in found:
         scalars = [name for name, v in found.items() if v.dim() == 0 and v.dtype.is_floating_point]
         if len(scalars) == 1:
             found = {"loss" if name == scalars[0] else name: v for name, v in found.items()}
     return found
+
+
+def _without_dimension(loss: Any) -> Any:
+    """A loss of the shape (1,) without its dimension: autograd takes both."""
+    return loss.reshape(()) if isinstance(loss, torch.Tensor) and loss.shape == (1,) else loss
 
 
 def is_loss(value: Any) -> bool:
@@ -136,6 +144,7 @@ def _tensors(out: Any) -> dict[str, torch.Tensor]:
 
 def with_loss(out: Any, loss: Any) -> dict[str, torch.Tensor]:
     """The tensors of a model's output, and the loss. Raises `CaptureError` if the loss is no floating scalar."""
+    loss = _without_dimension(loss)
     if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.dtype.is_floating_point:
         what = f"a {loss.dtype} tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
         raise CaptureError(

@@ -1,5 +1,6 @@
 """Capture: from a module to one flat graph, with errors that name module and source line."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -110,6 +111,13 @@ def test_outputs_by_name() -> None:
     scalar, matrix = torch.zeros(()), torch.zeros(2, 2)
     assert list(named_outputs((matrix, scalar))) == ["output_0", "loss"]
     assert list(named_outputs({"loss": scalar, "cache": object()})) == ["loss"]
+
+
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: {"loss": x, "y": x.detach()}])
+def test_a_loss_may_have_one_element_in_a_dimension(wrap: Callable[[torch.Tensor], Any]) -> None:
+    """As `loss + torch.zeros(1)` has. Autograd takes it."""
+    loss = named_outputs(wrap(torch.full((1,), 3.0)))["loss"]
+    assert loss.shape == () and loss.item() == 3.0
 
 
 def test_placeholders_know_what_they_are() -> None:

@@ -89,6 +89,7 @@ EQUAL: dict[str, Rows] = {
     "each row by the number": lambda y, m: (y[m] / len(y[m])).square().sum(),
     "columns of chosen rows": lambda y, m: y[m][y[m] > 0.2].square().sum(),
 }
+EQUAL["a tensor is equal to itself"] = lambda y, m: y.sum() if torch.equal(y, y) else y.abs().sum()
 EQUAL |= {f.__name__: f for f in (returns_early, divides_by_the_number, its_rows, reads_the_number)}
 EQUAL |= {f.__name__: f for f in (every_row, chosen_by_weights, masks_if_needed, takes_all_if_it_can)}
 

@@ -200,3 +200,11 @@ def test_imaginary_parts_are_compared_and_moved() -> None:
     assert not measured({"w": other}, {"w": value}, [])["w"].passes(1e-3)
     moved = Change(seed=1).of("w", value)
     assert not torch.equal(moved.imag, value.imag) and distance(moved, value) < 1e-6 * size(value)
+
+
+def test_whole_numbers_in_inputs_do_not_move() -> None:
+    """A target of 1 would be no probability, and an index of 3.0 the row before."""
+    x = torch.tensor([0.0, 1.0, 3.0, 0.25, -7.5]).repeat(8).double()
+    moved = Change(seed=0, epsilons=4).input("x", x)
+    assert torch.equal(moved.view(8, 5)[:, :3], x.view(8, 5)[:, :3])
+    assert (moved != x).any() and torch.allclose(moved, x, 1e-14)
