@@ -73,6 +73,9 @@ _NUMBER_OF_ROWS = (
     "needs the number or the order of rows that data chooses; count with tensors, such as mask.sum(), and write zeros "
     "for rows that count for nothing (for a loop over experts see docs/experts.md)"
 )
+_OF_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
+_NAMES = "arange empty eye full linspace ones rand randint randn randperm tril_indices triu_indices zeros"
+_MAKERS = frozenset(getattr(torch, name) for name in _NAMES.split())
 _SPECIALISED = ", or pass specialise=True: a batch with another value is then captured again"
 _UNCHANGED = (
     "do this outside of forward, between two steps, or turn it off in the configuration (such as "
@@ -123,6 +126,7 @@ class DataReads(TorchFunctionMode):
         self._of_rows: set[fx.Node] = set()  # operators that functions of chosen rows have called
         self._occurrences: Counter[str] = Counter()
         self._devices = {value.device.type for *_, value in self._given}
+        self._is_on_meta = {value.is_meta for _, _, kind, value in self._given if kind == "parameter"} == {True}
         self._values: KnownValues | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -157,7 +161,7 @@ class DataReads(TorchFunctionMode):
             return args[0].detach()
         if func == Tensor.data.__set__:  # type: ignore[attr-defined]
             return self._set_data(*args)
-        if func in (torch.tensor, torch.as_tensor, torch.asarray) and _has_traced(args[0]):
+        if func in _OF_DATA and _has_traced(args[0]):
             is_kept = func is not torch.tensor and isinstance(args[0], Tensor)  # its gradient flows
             found = args[0] if is_kept else _stacked(args[0])
             return found.to(device=kwargs.get("device"), dtype=kwargs.get("dtype"))
@@ -170,6 +174,11 @@ class DataReads(TorchFunctionMode):
         if func is torch.autograd.grad:
             return self._gradient(args, kwargs)
         self._check_device(func, args, kwargs)
+        if self._is_on_meta and kwargs.get("device") is None:  # the model's device stands for any
+            if func in _MAKERS:
+                kwargs = {**kwargs, "device": "meta"}
+            elif func in _OF_DATA:
+                return func(*args, **kwargs).to("meta")
         if getattr(func, "__name__", "").strip("_") in DIVISIONS and self._tested and isinstance(args[1], Tensor):
             args = (args[0], self._divisor(args[1]), *args[2:])
         is_sized, made = known_sizes(func, args, kwargs, self._size)

@@ -145,3 +145,27 @@ class Speech(nn.Module):
 def test_ctc_with_tensors_of_lengths(tp: int) -> None:
     inputs = {"x": torch.randn(4, 9, 6), "targets": torch.randint(1, 5, (4, 3)), "lengths": torch.tensor([3, 1, 2, 3])}
     check_equivalence(Speech(), inputs, tp=tp, dp=2)
+
+
+class WithoutDevice(nn.Module):
+    """Makes its tensors without a device, as a model for the CPU may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places, self.layer = nn.Embedding(16, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        length = x.shape[1]
+        mask = torch.tril(torch.ones(length, length))
+        scale = torch.tensor([1.0, 0.5]).repeat(4)
+        hidden = (mask / mask.sum(-1, keepdim=True)) @ (x + self.places(torch.arange(length))) * scale
+        return self.layer(hidden + torch.rand(8)).square().mean()
+
+
+@pytest.mark.parametrize("length", (4, 6))
+def test_on_meta_tensors_without_a_device_are_where_the_model_is(length: int) -> None:
+    """A model that runs is captured again without its weights: for another length, or in eval mode."""
+    inputs = {"x": torch.randn(2, length, 8)}
+    captured = capture_program(WithoutDevice(), inputs)
+    again = capture_program(WithoutDevice().to("meta"), inputs)
+    assert again.fingerprint == captured.fingerprint
