@@ -154,11 +154,7 @@ def verify(
     captured: tuple[Quantity, ...] = ()
     captured_notes: tuple[str, ...] = ()
     with default_dtype(torch.float64 if dtype == "float64" else None):
-        try:
-            reference = reference_steps(checked, source, data, decided.degrees, example)
-        except Exception:
-            module_steps(model, program, source, data, decided.degrees, example)  # raises an error that is the model's
-            raise
+        reference = _reference_steps(model, program, checked, source, data, decided.degrees, example)
         check_reference(reference)
         if not all(bool(value.isfinite().all()) for value in reference.example.values()):
             example, reference.example = None, {}
@@ -186,6 +182,23 @@ def verify(
         notes=notes,
         seconds=time.monotonic() - started,
     )
+
+
+def _reference_steps(
+    model: ResolvedModel,
+    program: Program,
+    checked: Program,
+    source: Source,
+    data: Sequence[Batch],
+    degrees: Degrees,
+    example: Batch | None,
+) -> Steps:
+    """The steps of `checked` on one device. An error is the unmodified module's, if that fails too."""
+    try:
+        return reference_steps(checked, source, data, degrees, example)
+    except Exception:
+        module_steps(model, program, source, data, degrees, example)
+        raise
 
 
 def on_ranks(

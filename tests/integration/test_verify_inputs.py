@@ -9,7 +9,7 @@ import torch
 from suites import long
 
 from autopar.commands.verify import verify
-from autopar.errors import CaptureError, RankError
+from autopar.errors import CaptureError, InputError, RankError
 from autopar.runtime.distributed.launch import Ranks
 from autopar.runtime.verify.verify import Report
 
@@ -87,3 +87,8 @@ def test_a_plan_file_takes_the_same_branch_everywhere(
 def test_a_model_whose_copy_would_fail(two_ranks: Ranks) -> None:
     """A function that it keeps holds the model itself."""
     verified("holding", two_ranks, TP)
+
+
+def test_example_inputs_that_the_model_refuses(two_ranks: Ranks) -> None:
+    with pytest.raises(InputError, match="the model fails on one device: RuntimeError: all elements of target should"):
+        verify("input_factories:without_probabilities", world_size=2, degrees=TP, ranks=two_ranks)

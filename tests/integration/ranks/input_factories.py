@@ -125,3 +125,9 @@ class Holding(nn.Module):
 
 def holding() -> tuple[nn.Module, tuple[torch.Tensor]]:
     return Holding(), (torch.randn(4, WIDTH),)
+
+
+def without_probabilities() -> tuple[nn.Module, dict[str, torch.Tensor], Any]:
+    """Targets of -1, as some losses mark padding. The loss refuses them on one device."""
+    inputs = {"input": torch.randn(4, 8), "target": torch.tensor([[1.0], [0.0], [-1.0], [-1.0]])}
+    return nn.Sequential(nn.Linear(8, 1), nn.Sigmoid()), inputs, nn.functional.binary_cross_entropy
