@@ -71,10 +71,14 @@ class _Screen(Console):
 
     def print(self, *objects: Any, **options: Any) -> None:
         if not options.get("soft_wrap"):
-            objects = tuple(self._hanging(one) if isinstance(one, str | Text) else one for one in objects)
+            objects = tuple(map(self._hanging, objects))
         super().print(*objects, **options)
 
-    def _hanging(self, text: str | Text) -> Text:
+    def _hanging(self, text: Any) -> Any:
+        if isinstance(text, Group):
+            return Group(*map(self._hanging, text.renderables))
+        if not isinstance(text, str | Text):
+            return text
         lines: list[Text] = []
         for line in Text(str(text)).split(allow_blank=True) if isinstance(text, str) else text.split(allow_blank=True):
             if cell_len(line.plain) <= self.width:

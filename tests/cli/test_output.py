@@ -3,6 +3,8 @@
 import io
 
 import pytest
+from rich.console import Group
+from rich.text import Text
 from run import autopar
 from typer.testing import CliRunner
 
@@ -42,7 +44,8 @@ def test_further_lines_of_a_long_text_are_indented(
 ) -> None:
     monkeypatch.setattr(output, "WIDTH_WITHOUT_TERMINAL", 24)
     console().print(line)
-    assert [text.rstrip() for text in capsys.readouterr().out.splitlines()] == shown
+    console().print(Group(Text(line)))
+    assert [text.rstrip() for text in capsys.readouterr().out.splitlines()] == shown * 2
 
 
 def test_a_spinner_shows_names_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,7 +219,7 @@ def test_after_the_time_limit_nothing_more_is_searched(monkeypatch: pytest.Monke
     monkeypatch.setattr("autopar.planning.search.with_chunks", late)
     monkeypatch.setattr("autopar.planning.search.with_kept", late)
     result = autopar(
-        "plan", "gpt2", "-c", "4xcpu", "--layers", "2", "--hidden", "64", "--seq-len", "16", "--global-batch", "8",
+        "plan", "gpt2", "-c", "4xcpu", "--layers", "2", "--hidden", "64", "--seq-len", "24", "--global-batch", "8",
         "--timeout", "0",
     )  # fmt: skip
     assert result.exit_code == 0, result.output

@@ -36,7 +36,7 @@ def _best(found: SearchResult, best: Contender) -> Section:
         f"engine {found.engine}, profile {found.profile}; searched in {found.seconds:.1f} s",
     ]
     some = "" if best.num_devices == found.num_devices else f"{best.num_devices:,} of "
-    where = f"{some}{found.num_devices:,} devices, {found.precision}"
+    where = f"{some}{found.num_devices:,} device{'s' * (found.num_devices > 1)}, {found.precision}"
     title = f"{found.model} on {found.cluster}, {where}: the best of {_count(found)}"
     return Section(title=title, lines=tuple(lines))
 
@@ -79,7 +79,7 @@ def _others(found: SearchResult) -> Section:
         elif words not in shown:
             named = f"{one.name}: {words}" if one.name else words
             shown[words] = (_more(found, one), named, "; ".join(filter(None, (_value(found, one), one.reason))))
-    lines = [*_aligned(list(shown.values())), *_worth_measuring(found)]
+    lines = [*_aligned(list(shown.values())), *_worth_measuring(found)] or ["no other plan was priced"]
     return Section(title="Next plans, and plans that people choose by hand", lines=tuple(lines))
 
 
