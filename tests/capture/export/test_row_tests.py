@@ -159,6 +159,12 @@ def test_a_branch_that_gives_something_else_without_rows_is_refused(name: str) -
         capture_program(Layer(OTHERWISE[name]).double(), next(batches()))
 
 
+def test_a_small_difference_of_float32_is_found() -> None:
+    model, (batch, *_) = Layer(lambda y, m: y.square().mean() + (1e-5 if m.any() else 0.0)), batches()
+    with pytest.raises(CaptureError, match="was tried with none: without any, 'loss' is another value"):
+        capture_program(model, {name: x.float() if x.is_floating_point() else x for name, x in batch.items()})
+
+
 class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
