@@ -278,6 +278,7 @@ def _residual(program: Program, roles: Sequence[str]) -> tuple[int, int, str]:
         block = program.blocks[program.calls[call].block]
         infos = {node.name: node.meta["info"] for node in block.graph.nodes if "info" in node.meta}
         found = [infos[port] for port in block.differentiable_ports if block.ports[port] == "value"]
+        found = [info for info in found if info.shape]  # a sum between blocks has no elements per token
         if role not in ("first", "last") and found:
             return found[0].shape[-1], found[0].dtype.itemsize, str(found[0].dtype).removeprefix("torch.")
     dtypes = [info.dtype for info in program.parameters.values()]
