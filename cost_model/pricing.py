@@ -125,16 +125,16 @@ class Pricing:
         return self.families[degree]
 
     def stages(self) -> Stages | None:
-        degrees, cuts = self.question.degrees, self.question.cuts
-        if not cuts:
-            return None
-        return stages_at(self.works.calls, cuts, degrees)
+        asked = self.question
+        return stages_at(self.works.calls, asked.cuts, asked.degrees) if asked.cuts else None
 
     def step(self, layouts: Layouts, *, every_rank: bool = False) -> StepSeconds:
         """With recomputation in some blocks only, as much between none and all of it. With `every_rank`, and stages of
         their own, arrays of all pipeline ranks instead of the slowest one's."""
-        stages = self.stages()
-        pipeline = None if stages is None else self._pipeline(stages, every_rank=every_rank)
+        stages, pipeline = self.stages(), None
+        if stages is not None:
+            exposed, sharing = self.machine.mechanisms.message_exposed, self.machine.ranks_per_core
+            pipeline = pipeline_of(stages, self.question.engine, exposed, sharing, every_rank=every_rank)
         found = [self._step(one, pipeline) for one in self.at_levels(layouts)]
         return step_between(self._shares(), found)
 
@@ -227,10 +227,6 @@ class Pricing:
             fused=self.fused,
             pipeline=pipeline,
         )
-
-    def _pipeline(self, stages: Stages, *, every_rank: bool) -> Pipeline:
-        exposed, sharing = self.machine.mechanisms.message_exposed, self.machine.ranks_per_core
-        return pipeline_of(stages, self.question.engine, exposed, sharing, every_rank=every_rank)
 
     def _memory_basis(self) -> MemoryBasis:
         return memory_basis(self.shape, self.machine, fused=self.fused)

@@ -79,7 +79,9 @@ def memory_of(setting: RankView, runs: Mapping[int, StageRun]) -> RankMemory:
     in_shards = [name for name in own if is_sharded(setting, name)]
     parameters, gradients, host = _parameter_bytes(setting), gradient_bytes(setting, runs), 0
     if degrees.offloads(PARAMETERS):
-        held, summed = _sharded_bytes(setting), gradients - _sum_of_stored(setting, set(own) - set(in_shards))
+        every = [name for stage in setting.own_stages for name in stage.parameters]
+        held = _sum_of_stored(setting, (name for name in every if is_sharded(setting, name)))
+        summed = gradients - _sum_of_stored(setting, set(own) - set(in_shards))
         parameters, gradients = parameters - held, gradients - summed
         in_place = sum(state[name] for name in _of_model(setting, set(own) - set(in_shards)))
         host, optimizer = held + summed + sum(state.values()) - in_place, in_place
@@ -130,12 +132,6 @@ def _of_model(setting: RankView, names: Iterable[str]) -> dict[str, list[str]]:
     return found
 
 
-def _sharded_bytes(setting: RankView) -> int:
-    """Bytes of the parameters that FSDP2 holds, on one rank."""
-    every = (name for stage in setting.own_stages for name in stage.parameters)
-    return sum(_stored_bytes(setting, name) for name in every if is_sharded(setting, name))
-
-
 def _sum_of_stored(setting: RankView, names: Iterable[str]) -> int:
     return sum(_stored_bytes(setting, name) for name in names)
 
@@ -162,9 +158,9 @@ def gradient_bytes(setting: RankView, runs: Mapping[int, StageRun]) -> int:
         for group in groups_of(setting, stage, runs[stage.index]):
             if not left.isdisjoint(group.names) and group.gradient_bytes:
                 reached = [name for name in group.names if name in runs[stage.index].gradients]
-                total += sum(_stored_bytes(setting, name) for name in reached)
+                total += _sum_of_stored(setting, reached)
                 left -= set(reached)
-    return total + sum(_stored_bytes(setting, name) for name in left)
+    return total + _sum_of_stored(setting, left)
 
 
 def _stored_bytes(setting: RankView, name: str) -> int:
@@ -176,7 +172,7 @@ def _stored_bytes(setting: RankView, name: str) -> int:
 
 
 def _parameter_bytes(setting: RankView) -> int:
-    stored = sum(_stored_bytes(setting, name) for stage in setting.own_stages for name in stage.parameters)
+    stored = sum(_sum_of_stored(setting, stage.parameters) for stage in setting.own_stages)
     unused = setting.program.unused.values() if any(stage.index == 0 for stage in setting.own_stages) else ()
     return stored + sum(info.num_elements * setting.stored_itemsize(info.name) for info in unused)
 

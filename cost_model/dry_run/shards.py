@@ -6,15 +6,10 @@ from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.ir.storage import zero_dim_of, zero_ranks
 
 
-def shards(setting: RankView) -> bool:
-    """Whether FSDP2 holds parameters in shards between steps."""
-    degrees = setting.plan.degrees
-    return degrees.fsdp_stage > 0
-
-
 def is_sharded(setting: RankView, name: str) -> bool:
-    storage = setting.storages.get(name)  # none: unused, whole everywhere
-    return shards(setting) and storage is not None and zero_dim_of(setting.plan.degrees, storage) is not None
+    """Whether FSDP2 holds a parameter in shards between steps."""
+    degrees, storage = setting.plan.degrees, setting.storages.get(name)  # none: unused, whole everywhere
+    return degrees.fsdp_stage > 0 and storage is not None and zero_dim_of(degrees, storage) is not None
 
 
 def padded_elements(setting: RankView, name: str) -> int:

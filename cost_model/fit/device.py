@@ -162,12 +162,7 @@ def _memory(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting:
         return None
     moved, seconds = _amounts(samples), _seconds(samples)
     bandwidth = _device(profile).memory_bandwidth_bytes_per_s
-
-    def predict(part: Floats | float) -> Floats:
-        speed = bandwidth * np.asarray(part)
-        return np.asarray(profile.launch_s + moved / speed)
-
-    found = rounded(best_of(predict, seconds, LEAST_PART, MOST_PART))
+    found = rounded(best_of(lambda part: profile.launch_s + moved / (bandwidth * part), seconds, LEAST_PART, MOST_PART))
     times = memory_seconds(moved_bytes=moved, bytes_per_s=bandwidth * found, launch_s=profile.launch_s)
     return _Found(
         fields={"memory_efficiency": found},
@@ -221,9 +216,7 @@ def _loss(groups: Mapping[str, list[Sample]], profile: DeviceProfile, tile: Tile
 
 
 def _efficiency(group: Sequence[Sample], profile: DeviceProfile, tile: Tile, dtype: str, rounds: int = FINE) -> float:
-    def predict(part: Floats) -> Floats:
-        return _product_times(group, profile, tile, dtype, part)
-
+    predict = partial(_product_times, group, profile, tile, dtype)
     return best_of(predict, _seconds(group), LEAST_PART, MOST_PART, rounds=rounds)
 
 
@@ -258,7 +251,7 @@ def _attention(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setti
         own = passes[is_backward]
         made = replace(profile.attention, length_half=half, backward_length_half=half, forward=1.0, backward=1.0)
         times = _attention_times(own, profile, made, is_backward) - profile.launch_s
-        part = best_of(partial(_scaled, profile.launch_s, times), _seconds(own), LEAST_PART, MOST_PART)
+        part = best_of(lambda part: profile.launch_s + times / part, _seconds(own), LEAST_PART, MOST_PART)
         predicted = np.asarray(profile.launch_s + times / part)
         return float(log_loss(predicted, _seconds(own))) * len(own), rounded(part), predicted
 
@@ -295,10 +288,6 @@ def _attention(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setti
         found = [_product_times(group, profile, profile.tile, d, part) for d, group in unfused.items()]
         errors["products"] = fit_errors(np.concatenate(found), np.concatenate([_seconds(g) for g in unfused.values()]))
     return _Found(fields={"attention": attention}, paths=tuple(paths), errors=errors)
-
-
-def _scaled(launch_s: float, times: Floats, part: Floats) -> Floats:
-    return np.asarray(launch_s + times / part)
 
 
 def _attention_times(

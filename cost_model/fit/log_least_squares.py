@@ -31,10 +31,8 @@ def fit_errors(predicted: ArrayLike, seconds: ArrayLike) -> FitError:
     )
 
 
-def best_of(
-    predict: Predict, seconds: ArrayLike, low: float, high: float, *, or_zero: bool = False, rounds: int = FINE
-) -> float:
-    """The constant between `low` and `high` (both above 0) that predicts best. With `or_zero`, 0 is tried too.
+def best_of(predict: Predict, seconds: ArrayLike, low: float, high: float, *, rounds: int = FINE) -> float:
+    """The constant between `low` and `high` (both above 0) that predicts best.
 
     The grid is logarithmic, and is refined `rounds` times around its best point.
     """
@@ -46,9 +44,6 @@ def best_of(
         best = float(values[int(np.argmin(log_loss(predict(values[:, None]), seconds)))])
         step = (right - left) / (_POINTS - 1)
         left, right = max(lowest, np.log(best) - 2 * step), min(highest, np.log(best) + 2 * step)
-    if or_zero:
-        losses = log_loss(predict(np.array([[0.0], [best]])), seconds)
-        return 0.0 if losses[0] <= losses[1] else best
     return best
 
 

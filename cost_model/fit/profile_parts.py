@@ -35,18 +35,15 @@ def read_trace(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     return trace
 
 
-def measured_parts(trace: Mapping[str, Any], *, rank: int | None = None) -> dict[str, float]:
-    """Seconds by term of one rank, by default the one that computes longest; their sum is the step.
+def measured_parts(trace: Mapping[str, Any]) -> dict[str, float]:
+    """Seconds by term of the rank that computes longest; their sum is the step.
 
-    Raises InputError if `trace` is not a trace of `autopar trace`, or if it has no such rank.
+    Raises InputError if `trace` is not a trace of `autopar trace`.
     """
     ranks = _slices(trace)
-    if rank is not None and rank not in ranks:
-        raise InputError(f"the trace has no rank {rank}; it has {', '.join(str(r) for r in sorted(ranks))}")
     spans = [span for tracks in ranks.values() for own in tracks.values() for span, _ in own]
     step = (min(start for start, _ in spans), max(end for _, end in spans))
-    if rank is None:
-        rank = max(sorted(ranks), key=lambda one: _parts(ranks[one], step).get(COMPUTE, 0.0))
+    rank = max(sorted(ranks), key=lambda one: _parts(ranks[one], step).get(COMPUTE, 0.0))
     return {name: us * 1e-6 for name, us in _parts(ranks[rank], step).items()}
 
 

@@ -3,7 +3,7 @@
 With p ranks of v stages each, n micro-batches, and F, B seconds of one micro-batch's forward and whole backward pass
 through *all stages of one rank*, of B the part W for the weights and I = B - W for the inputs:
 
-    step = n(F+B) + idle        `step_s`, `bubble_s`
+    step = n(F+B) + idle        `bubble_s`
 
 *Idle* is the time in which the slowest rank does not compute, from the step's begin to its end. Every schedule states
 the paths through its passes that can be the longest (`autopar.ir.schedules`). Tests find and prove them by replaying
@@ -44,29 +44,6 @@ def bubble_s(
     ]
     idle: _Number = np.where(p > 1, np.maximum.reduce(np.broadcast_arrays(*paths)), 0.0)[()]
     return idle
-
-
-def step_s(
-    schedule: str,
-    *,
-    pp: _Number,
-    virtual_stages: _Number = 1,
-    micro_batches: _Number,
-    forward_s: _Number,
-    backward_s: _Number,
-    weight_s: _Number = 0.0,
-) -> _Number:
-    """Seconds of a step with equal ranks: n(F+B) + `bubble_s`."""
-    idle = bubble_s(
-        schedule,
-        pp=pp,
-        virtual_stages=virtual_stages,
-        micro_batches=micro_batches,
-        forward_s=forward_s,
-        backward_s=backward_s,
-        weight_s=weight_s,
-    )
-    return micro_batches * (np.asarray(forward_s) + backward_s)[()] + idle
 
 
 def unequal_step_s(
@@ -110,9 +87,7 @@ def unequal_step_s(
     return busy + idle
 
 
-def pass_seconds(
-    micro_batches: _Number, forward_s: NDArray[Any], backward_s: NDArray[Any], messages_s: _Number = 0.0
-) -> PassSeconds:
+def pass_seconds(micro_batches: _Number, forward_s: NDArray[Any], backward_s: NDArray[Any]) -> PassSeconds:
     """The arguments of a bound with one stage on a rank, from seconds whose last axis counts the ranks."""
     return PassSeconds(
         pp=forward_s.shape[-1],
@@ -123,7 +98,7 @@ def pass_seconds(
         slowest_backward=backward_s.max(-1),
         first_forward=forward_s[..., 0],
         first_backward=backward_s[..., 0],
-        messages=messages_s,
+        messages=0.0,
     )
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.errors import PlanError, Problem
-from autopar.ir.schedules.action import KINDS, Action, Pass, peak_in_flight
+from autopar.ir.schedules.action import KINDS, Action, Pass
 from autopar.ir.schedules.registry import numbered_actions, rank_of_stage
 
 Orders = Sequence[Sequence[Action]]
@@ -74,9 +74,7 @@ class Message:
 class Simulation:
     """A replayed step. Arrays are per rank; `starts_s[rank][i]` and the like are of the i-th action of a rank.
 
-    `busy_s` is the seconds in passes, `sending_s` the seconds in blocking sends, `idle_s` the rest of the step.
-    `gaps_s` is the part of the idle time between a rank's first and last pass. `live` is the largest number of (stage,
-    micro-batch) pairs held at once.
+    `busy_s` is the seconds in passes, `sending_s` the seconds in blocking sends.
     """
 
     orders: Orders
@@ -92,19 +90,6 @@ class Simulation:
     @property
     def num_ranks(self) -> int:
         return len(self.orders)
-
-    @property
-    def idle_s(self) -> NDArray[np.float64]:
-        return self.step_s - self.busy_s - self.sending_s
-
-    @property
-    def gaps_s(self) -> NDArray[np.float64]:
-        spans = [end[-1] - start[0] if start else 0.0 for start, end in zip(self.starts_s, self.ends_s, strict=True)]
-        return np.array(spans) - self.busy_s - self.sending_s
-
-    @property
-    def live(self) -> tuple[int, ...]:
-        return tuple(peak_in_flight(order) for order in self.orders)
 
     def timeline(self) -> Iterator[Interval]:
         """Every pass, rank by rank in the order of time."""

@@ -12,7 +12,7 @@ FLOP are counted as the source counted them (`tflops_kind`):
 The text also says how attention was counted: whole, or half because of the causal mask. A formula with ``1+s/6h``
 counts it whole. If the text says neither, attention is counted whole and the time is ambiguous.
 
-MFU is model FLOP per second over the device's peak. With l layers, hidden size h, ffn width 4h and V words, Narayanan
+With l layers, hidden size h, ffn width 4h and V words, Narayanan
 et al. (SC'21, appendix) give
 
     model      72·B·s·l·h²(1 + s/6h + V/12lh)
@@ -27,7 +27,6 @@ llm-foundry and internevo. For bigscience_tr3m the second time is 14 % too long,
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from autopar.cost_model.published.row import Row
@@ -61,13 +60,11 @@ class Measured:
         return self.least_seconds is not None and self.least_seconds < (1 - NOTABLE) * self.seconds
 
 
-def measured_seconds(
-    row: Row, *, global_batch: int | None = None, peak_flops_per_s: float | None = None
-) -> Measured | None:
+def measured_seconds(row: Row, *, global_batch: int | None = None) -> Measured | None:
     """The step time of a row that ran, or None if the row states no time and no throughput.
 
-    `global_batch` is the assumed number of sequences for a row that does not state it. An MFU needs `peak_flops_per_s`
-    of one device. A row that ran out of memory has no time.
+    `global_batch` is the assumed number of sequences for a row that does not state it. A row that ran out of memory has
+    no time.
     """
     if row.outcome == "oom":
         return None
@@ -83,7 +80,7 @@ def measured_seconds(
         return Measured(seconds=seconds, derivation="tokens of a step / tokens/s")
     if row.samples_per_s is not None:
         return Measured(seconds=batch / row.samples_per_s, derivation="sequences of a step / samples/s")
-    return _from_flops(row, batch, peak_flops_per_s)
+    return _from_flops(row, batch)
 
 
 def measured_bytes(row: Row) -> float | None:
@@ -119,28 +116,17 @@ def hardware_flops(row: Row, batch: int, *, attention: float = 1.0) -> float | N
     return PASSES * (products + core + logits) + again
 
 
-def _from_flops(row: Row, batch: int, peak_flops_per_s: float | None) -> Measured | None:
-    assert row.num_gpus is not None
+def _from_flops(row: Row, batch: int) -> Measured | None:
+    """The time of the FLOP of a step at the stated rate of one device."""
     kind = row.tflops_kind or ""
-    if row.tflops_per_gpu is not None and kind.startswith(("model", "hardware")):
-        name, flops_of = ("model", model_flops) if kind.startswith("model") else ("hardware", hardware_flops)
-        found = _measured(row, batch, flops_of, row.tflops_per_gpu * 1e12, f"{name} FLOP / TFLOP/s")
-        if found is not None:
-            return found
-    if row.mfu_pct is not None and peak_flops_per_s is not None:
-        return _measured(row, batch, model_flops, row.mfu_pct / 100 * peak_flops_per_s, "model FLOP / (MFU × peak)")
-    return None
-
-
-def _measured(
-    row: Row, batch: int, flops_of: Callable[..., float | None], flops_per_s: float, derivation: str
-) -> Measured | None:
-    """The time of the FLOP of a step at a rate of one device."""
-    part = attention_part(row.tflops_kind)
+    if row.tflops_per_gpu is None or not kind.startswith(("model", "hardware")):
+        return None
+    name, flops_of = ("model", model_flops) if kind.startswith("model") else ("hardware", hardware_flops)
+    part, derivation = attention_part(kind), f"{name} FLOP / TFLOP/s"
     flops, least = (flops_of(row, batch, attention=counted) for counted in ((part or 1.0), 0.5))
     if flops is None or least is None:
         return None
-    rate = flops_per_s * (row.num_gpus or 1)
+    rate = row.tflops_per_gpu * 1e12 * (row.num_gpus or 1)
     return Measured(
         seconds=flops / rate,
         derivation=derivation if part else f"{derivation}, attention counted whole, which is not stated",

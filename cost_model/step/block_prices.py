@@ -4,7 +4,7 @@ The prices do not depend on pipeline stages, ZeRO or recomputation. Layouts that
 block sends over data-parallel ranks, its price depends on the distance between these ranks.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,7 +71,7 @@ def block_prices(basis: Basis, family: Family[Any], layouts: Layouts, role: str)
     """The prices of a repeated block without the collectives of ZeRO."""
     seconds = _of_variants(basis, family, layouts, role, is_narrow=basis.machine.is_narrow)
     forward, backward = _tensor_collectives(basis, family, layouts, role)
-    context, ring = _context_collectives(basis, family, layouts, role), _ring(basis, family, layouts, role, seconds)
+    context, ring = _collectives(basis, family, layouts, role, "sequence"), _ring(basis, family, layouts, role, seconds)
     beside = _beside_attention(basis, family, layouts, role, seconds)
     experts, counts = _experts(basis, family, layouts, role), _counts(basis, family, layouts, role)
     tensor = forward + backward
@@ -142,9 +142,9 @@ def end_passes(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -
         return Passes(forward=np.zeros(1), backward=np.zeros(1))
     seconds = _of_variants(basis, family, layouts, role, is_narrow=False)
     forward, backward = _tensor_collectives(basis, family, layouts, role)
-    context = _context_collectives(basis, family, layouts, role)
+    context = _collectives(basis, family, layouts, role, "sequence")
     beside = _beside_attention(basis, family, layouts, role, seconds).exposed
-    experts = _expert_collectives(basis, family, layouts, role)
+    experts = _collectives(basis, family, layouts, role, "experts")
     return Passes(
         forward=seconds.forward + forward + context[0] + beside[0] + experts[0],
         backward=seconds.backward + backward + context[1] + beside[1] + experts[1],
@@ -191,17 +191,11 @@ def _behind(basis: Basis, layouts: Layouts, *, is_forward: bool) -> Floats:
 
 def _tensor_collectives(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> tuple[Floats, Floats]:
     """Exposed seconds of a block's collectives over tensor ranks and ranks with other samples, forward and backward."""
-    forward, backward = _collectives(basis, family, layouts, role, ("batch", "parameters"))
+    forward, backward = _collectives(basis, family, layouts, role, "batch", "parameters")
     return (
         forward * (1 - _hidden(basis, layouts, is_forward=True)),
         backward * (1 - _hidden(basis, layouts, is_forward=False)),
     )
-
-
-def _context_collectives(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> tuple[Floats, Floats]:
-    """Seconds of a block's collectives over context ranks, forward and backward. No computation hides them."""
-    over: tuple[Owned, ...] = ("sequence",)
-    return _collectives(basis, family, layouts, role, over)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,8 +211,7 @@ def _beside_attention(basis: Basis, family: Family[Any], layouts: Layouts, role:
 
     A ring of n ranks has n steps of computing, and n - 1 of them have a shift beside them. On a CPU nothing is hidden.
     """
-    over: tuple[Owned, ...] = ("sequence",)
-    sent = _collectives(basis, family, layouts, role, over, beside=True)
+    sent = _collectives(basis, family, layouts, role, "sequence", beside=True)
     attention = seconds.attention_forward, seconds.attention - seconds.attention_forward
     ranks, _ = _ranks(basis, layouts, "cp0" if basis.shape.context_dims else "cp")
     share = 0.0 if basis.machine.speeds.in_one_thread else (ranks - 1) / ranks
@@ -229,24 +222,13 @@ def _beside_attention(basis: Basis, family: Family[Any], layouts: Layouts, role:
     )
 
 
-def _expert_collectives(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> tuple[Floats, Floats]:
-    """Seconds of a block's labelled collectives over expert ranks, forward and backward. Nothing hides them."""
-    over: tuple[Owned, ...] = ("experts",)
-    return _collectives(basis, family, layouts, role, over)
-
-
 def _collectives(
-    basis: Basis,
-    family: Family[Any],
-    layouts: Layouts,
-    role: str,
-    over: Collection[Owned],
-    *,
-    beside: bool = False,
+    basis: Basis, family: Family[Any], layouts: Layouts, role: str, *over: Owned, beside: bool = False
 ) -> tuple[Floats, Floats]:
     """Seconds of a block's labelled collectives over mesh dimensions of some kinds, forward and backward.
 
-    They are counted as if nothing hid them. Collectives that run beside computing are counted alone, with `beside`.
+    They are counted as if nothing hid them, and nothing hides the ones of context and expert ranks. Collectives that
+    run beside computing are counted alone, with `beside`.
     """
     found, known = [np.zeros(1), np.zeros(1)], dict[tuple[str, str, bytes], Floats]()
     for variant, is_chosen in (("tp", 1 - layouts.sequence_parallel), ("sp", layouts.sequence_parallel)):
@@ -310,7 +292,7 @@ def _experts(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> 
     If labels are still to be chosen, the formula is the least that they may send.
     """
     if basis.machine.engine.sends_by_labels and (_has_expert_labels(family) or not has_experts(role)):
-        return _expert_collectives(basis, family, layouts, role)
+        return _collectives(basis, family, layouts, role, "experts")
     if not has_experts(role):
         return np.zeros(1), np.zeros(1)
     if basis.machine.engine.sends_by_labels:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pipeline_step import step_s
 from planned import make_plan
 from pytest import MonkeyPatch
 from torch import nn
@@ -16,7 +17,7 @@ from autopar.cost_model.estimate import Estimate, run_cost
 from autopar.cost_model.machine.engine import engine_named
 from autopar.cost_model.machine.fitted_constants import mechanisms
 from autopar.cost_model.machine.presets import device_profile
-from autopar.cost_model.pipeline.closed_forms import step_s, unequal_step_s
+from autopar.cost_model.pipeline.closed_forms import unequal_step_s
 from autopar.cost_model.pipeline.stages import MOST_ACTIONS, pipeline_of, stages_at
 from autopar.cost_model.step.context import Passes
 from autopar.errors import ClusterError, InputError, PlanError

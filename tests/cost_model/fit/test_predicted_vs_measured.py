@@ -147,9 +147,6 @@ def test_terms_of_a_trace_add_up_to_the_step() -> None:
         {"tp": 60e-6, "compute": 270e-6, "dp": 20e-6, "point-to-point": 20e-6, "idle": 630e-6}
     )
     assert sum(found.values()) == pytest.approx(1000e-6)
-    assert measured_parts(trace, rank=1) == pytest.approx({"tp": 100e-6, "compute": 100e-6, "idle": 800e-6})
-    with pytest.raises(InputError, match="has no rank 7; it has 0, 1"):
-        measured_parts(trace, rank=7)
 
 
 def test_passes_count_where_there_are_no_blocks(tmp_path: Path) -> None:

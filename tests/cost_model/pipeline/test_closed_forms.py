@@ -4,13 +4,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pipeline_step import step_s
 
-from autopar.cost_model.pipeline.closed_forms import (
-    blocking_message_s,
-    bubble_s,
-    step_s,
-    unequal_step_s,
-)
+from autopar.cost_model.pipeline.closed_forms import blocking_message_s, bubble_s, unequal_step_s
 from autopar.errors import InputError
 from autopar.ir.schedules.registry import SCHEDULES
 

@@ -317,16 +317,6 @@ def test_unstated_convention_gives_no_time(rows: list[Row]) -> None:
     assert measured_seconds(row) is None
 
 
-def test_time_from_mfu(rows: list[Row]) -> None:
-    (row,) = [row for row in rows if row.source_key == "tinyllama"]
-    stated = measured_seconds(row)
-    bare = replace(row, step_time_s=None, step_time_derived_s=None, tokens_per_s_per_gpu=None, tflops_per_gpu=None)
-    found = measured_seconds(bare, peak_flops_per_s=312e12)
-    assert stated is not None and found is not None
-    assert found.seconds == pytest.approx(stated.seconds, rel=0.01)
-    assert measured_seconds(bare) is None
-
-
 def test_flops_are_the_published_formulas() -> None:
     n, h, a, s, v, b = 24, 2304, 24, 2048, 51200, 512
     row = Row(id="a", layers=n, hidden=h, ffn_hidden=4 * h, n_heads=a, vocab=v, seq_len=s, recompute="full")
