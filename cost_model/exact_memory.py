@@ -1,9 +1,7 @@
 """An estimate whose memory is counted, not priced by formulas: what `dry_run.memory` counts of a plan.
 
-State, gathered weights and waiting gradients follow from the plan's storage. Saved activations and temporaries follow
-from a run of one micro-batch of every stage on tensors without data. This run takes a tenth of a second per layer or
-less. Formulas take microseconds and are within some per cent for states, and off by a fifth where logits weigh
-(docs/estimate.md).
+The count runs one micro-batch of every stage on tensors without data: a tenth of a second per layer or less.
+docs/estimate.md compares both.
 """
 
 from dataclasses import replace

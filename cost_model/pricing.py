@@ -1,8 +1,4 @@
-"""The price of one plan on one machine: the time and memory models applied to a captured model's blocks.
-
-A layout is evaluated once for its step and its memory; other layouts of the same question, such as the plan without
-data parallelism, come from the same expressions.
-"""
+"""The price of one plan on one machine: the time and memory models applied to a captured model's blocks."""
 
 from __future__ import annotations
 
@@ -72,10 +68,7 @@ class Question:
 
 
 def layout_of(works: ProgramWorks, question: Question) -> Layouts:
-    """The one layout of a question, at its highest level of recomputation.
-
-    Stages that recompute by themselves are not in it.
-    """
+    """The one layout of a question, at the highest level of recomputation that its degrees say."""
     level = max(level_shares(works, question))
     return layouts_of_degrees(works, [question.degrees], recompute=level)
 
@@ -313,10 +306,7 @@ def evaluated(
 
 
 def step_between(shares: Sequence[float], found: Sequence[StepSeconds]) -> StepSeconds:
-    """A step of blocks with several levels of recomputation, from the steps with each level and its part of the blocks.
-
-    A single step is returned as it is.
-    """
+    """A step of blocks with several levels of recomputation, from the step of each level and its part of the blocks."""
     return StepSeconds(
         seconds=_between(shares, [one.seconds for one in found]),
         parts={name: _between(shares, [one.parts[name] for one in found]) for name in found[0].parts},

@@ -1,8 +1,4 @@
-"""The dry run's stand-in for ranks: a ledger of collectives, and tensors without data.
-
-Generated code calls the same functions as in the runtime (`autopar.lowering`). Only their mesh dimensions and random
-streams differ.
-"""
+"""The dry run's stand-in for ranks: a ledger of collectives, and tensors without data."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -68,10 +64,7 @@ class Ledger:
 
 @dataclass(frozen=True, eq=False)
 class PricedDim:
-    """A mesh dimension that writes its collectives down in a ledger instead of sending.
-
-    It is a `Communicator` of generated code, in place of `autopar.runtime.distributed.mesh.MeshDim`.
-    """
+    """A mesh dimension of generated code (a `Communicator`) that writes its collectives down instead of sending."""
 
     name: str
     degree: int

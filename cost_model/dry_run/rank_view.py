@@ -15,10 +15,7 @@ from autopar.ir.storage import Storage, boundary_types, storage_of
 
 @dataclass(frozen=True, eq=False)
 class RankView:
-    """A program under its plan, on one rank.
-
-    `rank` counts as the runtime does: in the order of the plan, dp as dp_replicate and dp_shard.
-    """
+    """A program under its plan, on one rank in the order of the plan, with dp as dp_replicate and dp_shard."""
 
     program: Program
     analysis: Analysis

@@ -236,10 +236,7 @@ def _product_times(
 
 
 def _attention(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting: FitSetting) -> _Found | None:
-    """The number of keys at half speed is one for all dtypes, and for both passes unless they are clearly unlike.
-
-    Parts are of each dtype's peak.
-    """
+    """One number of keys at half speed for all dtypes, and for both passes unless they are clearly unlike."""
     groups = _by_name(parts.get("attention", []), profile)
     samples = [sample for group in groups.values() for sample in group]
     passes = {b: [s for s in samples if bool(s.work.numbers["is_backward"]) == b] for b in (False, True)}

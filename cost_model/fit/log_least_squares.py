@@ -1,8 +1,4 @@
-"""Least squares on the logarithm of times, by search over grids: few constants, any formula, no starting point.
-
-A prediction of twice the time counts as much as a prediction of half the time. A microsecond counts as much as a
-second.
-"""
+"""Least squares on the logarithm of times, by search over grids: few constants, any formula, no starting point."""
 
 from collections.abc import Callable
 
@@ -32,10 +28,7 @@ def fit_errors(predicted: ArrayLike, seconds: ArrayLike) -> FitError:
 
 
 def best_of(predict: Predict, seconds: ArrayLike, low: float, high: float, *, rounds: int = FINE) -> float:
-    """The constant between `low` and `high` (both above 0) that predicts best.
-
-    The grid is logarithmic, and is refined `rounds` times around its best point.
-    """
+    """The constant above 0 that predicts best, by a logarithmic grid that is refined `rounds` times around its best."""
     best = low
     lowest, highest = np.log(low), np.log(high)
     left, right = lowest, highest

@@ -121,10 +121,7 @@ def corrected(
 
 
 def scaled_term(profile: DeviceProfile, term: str, factor: float, why: str) -> DeviceProfile:
-    """`profile` with the constants of ``compute`` or of a tier scaled, so that the term takes `factor` times as long.
-
-    No part of a figure can be above `_MAX_PART`.
-    """
+    """`profile` with the constants of ``compute`` or of a tier scaled, for `factor` times the time of the term."""
     for tier in profile.links:
         if tier == term:
             return _scaled_link(profile, tier, factor, why)

@@ -1,20 +1,7 @@
 """Seconds of collectives: α-β models of NCCL's algorithms, over two tiers of links. Every input may be an array.
 
-A group has n ranks, g of them in each of h = n/g hosts. A tensor has S bytes in all. Inside a host a device sends at
-B and a hop takes α. H bytes/s leave and enter the host for this group (`RankGroup.host_bytes_per_s`). A hop between
-hosts takes β. k is 2 for an all-reduce (reduce-scatter, then all-gather). k is 1 for a reduce-scatter or an all-gather:
-
-    ring      k(n-1)/n · S/min(B, H) + k((n-h)α + (h-1)β)
-    direct    max((g-1)/n · L/B, (n-g)/n · gL/H) + α or β      all-to-all of L = S/n bytes on each rank
-    mirror    gL/H + β between hosts, L/B + α inside           exchange of L = S/n bytes with one other rank
-    next      L/min(B, H) + the slower of α and β              shift of L = S/n bytes to the next rank
-
-`ALGORITHMS` holds every algorithm. `fastest_seconds` takes the fastest algorithm and wire protocol, as NCCL's tuner
-does.
-
-Sources. Ring and direct: Thakur, Rabenseifner, Gropp 2005, "Optimization of collective communication operations in
-MPICH", sections 4.1-4.5. Bytes: nccl-tests, doc/PERFORMANCE.md. Hops by tier and protocols: NCCL 2.28,
-src/graph/tuning.cc.
+docs/cost_model_communication.md has the formulas and their sources. `ALGORITHMS` holds every algorithm, and
+`fastest_seconds` takes the fastest algorithm and wire protocol, as NCCL's tuner does.
 """
 
 from collections.abc import Callable, Mapping

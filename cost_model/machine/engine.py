@@ -28,7 +28,7 @@ Module = Literal["core_attn", "layernorm", "mla_up_proj", "moe_act", "mlp", "moe
 
 
 class Engine(NamedModel):
-    """The mechanisms of a framework beside the arithmetic of the model.
+    """The mechanisms of a framework beside the arithmetic of the model. docs/cost_model.md explains every key.
 
     A file states what differs from the usual values below, or from the engine that it is `like`. `sources` has a
     sentence for every number that it states.
@@ -37,64 +37,6 @@ class Engine(NamedModel):
     and Adam's moments (8).
 
     `tests/conformance/test_engines.py` finds every file, and checks that each word of each field changes a price.
-
-    like                   another engine that is not like any other, for versions of one framework
-    frameworks             names of frameworks, anywhere in a text
-    until                  the last year of a framework that has a later profile too
-    attention              one fused kernel, or scores written to memory ("materialised")
-    attention_kernel       "first": FlashAttention 1 and Triton ports; "second": FlashAttention 2; "native": kernels
-                           written for the device (cuDNN, FlashAttention 3)
-    pointwise              operators between products one by one ("eager"), or as one kernel per group ("fused")
-    dispatch               who starts kernels: Python, operator by operator ("eager"); compiled or C++ code ("lean");
-                           a recorded graph ("graph")
-    tensor_overlap         computing waits for the collectives of tensor parallelism ("none"); the backward pass's
-                           collectives run beside the weight gradient's product ("async"); or every collective runs
-                           beside pieces of the product that it feeds or follows ("pipelined")
-    accumulation           the weight gradient of a micro-batch is added to the sum by its product ("fused"), or by a
-                           "kernel" of its own
-    data_ranks             data-parallel ranks share only sums of gradients ("own"); or blocks are split over them too,
-                           and the experts work on the tokens of all ranks ("joint")
-    expert_rows            with expert parallelism, the rows of an expert are "counted", and the host waits for the
-                           counts (`autopar.cost_model.step.experts`); or "padded" to a capacity, and others are dropped
-    gradient_sync          data-parallel sums "after" the backward pass, or "during" the last one
-    gradient_bytes         of one element in the sums of gradients
-    parameter_sync         ZeRO 1: updated parameters are "gathered", and the step waits as for the sums of gradients;
-                           or every rank sends its part by one broadcast ("broadcasts")
-    parameter_bytes        of one element of the updated parameters that are gathered
-    shard_gather           ZeRO 3: "prefetched" beside computing, or "blocking" through one network port of a host
-    shard_gradient_bytes   of one element of ZeRO 3's reduce-scatter
-    messages               between stages: "blocking", or "overlapped" with computing
-    splits_messages        a message is split over the tensor ranks and gathered again
-    context                with context parallelism, keys and values travel in a "ring" beside attention, or are
-                           "gathered" by one collective in each pass, and expert ranks exchange rows; or context and
-                           expert ranks send what "labels" of blocks say
-    unstated_virtual       the virtual stages of a run that does not state them: "one", or "all" its blocks
-    unstated_zero          the ZeRO stage of a run that does not state it
-    unstated_recompute     a run that does not state it recomputes the "least" that fits, or in "full"
-    unstated_sequence_parallel    whether a run with tp > 1 has sequence parallelism if it does not state it
-    balances_ends          embedding and head count as a block each if the stages do not divide the blocks
-    selective              selective recomputation runs every second block again ("half"); or all but attention and
-                           every second of the "products"; or modules (`autopar.cost_model.step.recomputed_modules`)
-    loss                   logits exist in their own width, as a float32 copy and as its gradient ("fused"); or as the
-                           operators of an "eager" loss hold them, or autopar's loss, which computes over a split
-                           vocabulary "in_place" (`autopar.cost_model.memory.formula.logit_bytes`); or they and their
-                           gradient exist in their own width ("compiled"); or the loss is fused with the "linear" head,
-                           and they never exist
-    saved_operands         products save their inputs "wide", in 16 bits; or in the "narrow" precision of the product
-    outputs                the logits of a micro-batch are "freed" by its backward pass; or two micro-batches hold them
-                           in float32 until the next ones come ("held")
-    state_bytes            of one trained parameter: weight, gradient, master weight, Adam's moments
-    sharded_state_bytes    the part of `state_bytes` that ZeRO 1 divides
-    gradients              are "kept" in a buffer for the whole run; or the first backward pass of a step "made" them,
-                           while it frees saved tensors
-    low_gradients          a gradient in 16 bits is "added" to its sum at once; or, in bfloat16, it stays "beside" a sum
-                           in float32
-    bucket_elements        of the buffer in which data-parallel ranks sum gradients; 0 if they are summed where they are
-    zero_weights           under ZeRO the optimizer updates a shard of the weights that blocks compute with ("shared");
-                           or blocks compute with copies, gathered and cast from the stored shards ("copied")
-    optimizer_bytes        bytes read and written for one trained parameter between its gradient's sum and the next
-                           forward pass: unscaling, norm, clipping, Adam, casts
-    offload                what is in host memory instead of device memory (`autopar.ir.offload`)
     """
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")]

@@ -1,8 +1,4 @@
-"""The machine that layouts are priced on: the speeds of one kind of device, its links and its memory.
-
-`speeds_of` and `links_of` build the same `Machine` for a cluster (`autopar.cost_model.machine.cluster`) and for a
-published run (`autopar.cost_model.published.machine`).
-"""
+"""The machine that layouts are priced on, of a cluster or of a published run: speeds, links and memory."""
 
 from dataclasses import dataclass, field, replace
 

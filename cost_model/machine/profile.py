@@ -7,12 +7,8 @@
     anything else    launch_s + bytes / memory speed              memory speed = bandwidth · memory_efficiency
     collective       call_s + hops · link latency + bytes sent / (link bandwidth · link efficiency), per tier and kind
 
-`autopar.cost_model.machine.kernel_times` computes these formulas. A shipped profile is a file in ``presets/profiles``,
-one per family of devices (`autopar.cost_model.machine.presets`). `autopar calibrate` writes the other profiles. The
-file has a source for every number (`autopar.cost_model.machine.profile_io`).
-
-An efficiency is a part of the device's peak or bandwidth. A measured profile carries these figures too, because
-nobody publishes a CPU's figures. This module does not import torch.
+`autopar.cost_model.machine.kernel_times` computes these formulas. A measured profile carries the device's figures too,
+because nobody publishes a CPU's figures. This module does not import torch.
 """
 
 from __future__ import annotations

@@ -1,28 +1,15 @@
 """Peak memory of one rank for many layouts at once: state, gathered weights, activations in flight, logits, reserve.
 
-    part           bytes
-    state          8 to 28 for each trained parameter, divided by ZeRO
-    gathered       the whole weights of two blocks, under ZeRO 3
-    activations    the saved tensors of all micro-batches in flight
-    logits         the logits of the last rank, their float32 copy and its gradient
-    reserve        the framework's own memory on the device
-
 State is by Rajbhandari et al. 2020, "ZeRO", section 3.1. ZeRO 1 divides master weights and moments. ZeRO 2 divides the
 gradients too. ZeRO 3 divides all state, and gathers one block for computing and one ahead of it. With stages, a rank's
 weights and gradients stay whole for a step (torchtitan, FSDP under pipelines). Beside 16-bit weights of a `precision`,
-autopar holds 16 bytes: master weights, gradients and moments in float32. A model that is written in 16 bits and has no
-`precision` holds all state in 16 bits.
+autopar holds 16 bytes: master weights, gradients and moments in float32. Without it, all state has the model's dtype.
 
 Under full recomputation, the saved tensors are the inputs of blocks, and the values of one recomputed block. Under
 selective recomputation, they are the tensors of the other operators, and the recomputed values of one block. A block is
 recomputed when the logits are gone (`gone_logits`), so only values count that need more than their room. The first
 rank has min(n, p) micro-batches in flight under 1F1B, and p·(1 + (p-1)/(p·v)) interleaved (Narayanan et al. 2021,
-section 2.2; Korthikanti et al. 2022, section 4.2.3).
-
-The fullest rank is the first or the last pipeline rank.
-
-A backward pass makes gradients while it frees saved tensors. If a step has one micro-batch, memory is fullest when this
-pass begins or when it ends (`beside_freed`).
+section 2.2; Korthikanti et al. 2022, section 4.2.3). The fullest rank is the first or the last pipeline rank.
 """
 
 from dataclasses import dataclass, replace
@@ -179,12 +166,10 @@ def makes_gradients(layouts: Layouts, engine: Engine) -> Any:
 
 
 def beside_freed(gradients: Floats, freed: Floats, is_made: Any) -> Floats:
-    """Bytes of gradients that add to the peak.
+    """Bytes of gradients that add to the peak: only those that need more than the freed room.
 
     When the backward pass begins, all tensors are there that it will have `freed` at its end. At its end, all gradients
-    are there. In between both change steadily, so the peak is at one of the two: only the gradients count that need
-    more than the freed room. It agrees within 2 % with the steps of a GPU that it was found on
-    (benchmarks/results/2026-11-26-one-h100.md).
+    are there. Both change steadily, so the peak is at one of the two (benchmarks/results/2026-11-26-one-h100.md).
     """
     return np.where(is_made, np.maximum(gradients - freed, 0.0), gradients)
 

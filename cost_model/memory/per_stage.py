@@ -1,8 +1,7 @@
 """What pipeline ranks hold under a plan's own stages, counted on the action list that runs.
 
-A rank holds the state of its calls' parameters, and the activations that its stages save between the forward and the
-backward pass of a micro-batch. Recomputation changes the activations alone. So `held_by_ranks` is called once for the
-stages, and its `memory` for every number of recomputed blocks.
+Recomputation changes the activations alone. So `held_by_ranks` is called once for the stages, and its `memory` for
+every number of recomputed blocks.
 """
 
 from collections.abc import Mapping, Sequence

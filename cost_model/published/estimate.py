@@ -1,17 +1,12 @@
 """Step time and peak memory of published runs, predicted from all their columns except the results.
 
-A row names an architecture, a machine, a layout and a framework.
-
-- The architecture picks a family of captured blocks (``cost_model/work/families``). Its expressions are evaluated at
-  the row's sizes.
-- The machine picks a device preset and its profile, and the framework picks an engine.
-
-Rows of one family, machine and engine are priced together as arrays.
+The architecture picks a family of captured blocks (``cost_model/work/families``), which is evaluated at the row's
+sizes. The machine picks a device preset and its profile, the framework an engine. Rows of one family, machine and
+engine are priced together as arrays.
 
 Rules fill unstated columns, and no rule looks at a result. The micro-batch is 1. The ZeRO stage is the framework's
 default. Sequence parallelism is on if the framework has it and tp > 1. Recomputation is the framework's default, or the
-least that fits the device. Near the limit it is not known which level fits. There the prediction is the mean of both
-levels.
+least that fits the device. Near the limit it is not known which level fits: there the prediction is their mean.
 """
 
 import re

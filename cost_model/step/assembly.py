@@ -1,8 +1,4 @@
-"""The step time from its prices: blocks on stages, messages between stages, and the end of the step.
-
-`autopar.cost_model.step.step` prices every layout. `autopar.search.bounds.lower_bounds` prices few combinations of
-fields, and spreads the prices over the layouts that share them.
-"""
+"""The step time from its prices: blocks on stages, messages between stages, and the end of the step."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace

@@ -8,23 +8,7 @@ the *counts*. The host needs the counts to start the exchange of rows, so it wai
     relaunch     3·h + max(0, 4·h - x)
 
 E is the number of experts, n the expert ranks, h the host seconds of one kernel, x the seconds of the exchange of rows,
-and launch_s the gap before a kernel on the device.
-
-The wait empties the launch queue. A host that runs ahead hides its launches behind the kernels of the queue. After the
-wait the queue has no kernel. The launch of the exchange counts as three kernels (`COLLECTIVE_KERNELS`). The device is
-idle during this launch. Then the exchange runs for x seconds, and the host starts the next kernels. Four kernels lead
-to the first product of experts: the order of received rows, their permutation, the ends of the groups, the product.
-The exchange hides x seconds of these four launches. The rest is exposed. Behind this product a block has its usual
-price, which gives the host no lead over the block.
-
-The wait comes once for each call of a block in the forward pass, and again with a recomputation of the block. The
-backward pass knows the counts. Three cases have no wait: one expert rank; rows of fixed number (an engine that pads
-them, a block without a grouped product); a replayed graph, whose sizes are fixed. On a CPU the host is the device and
-has no queue: only the all-to-all of counts takes time.
-
-Sources. torchtitan, torchtitan/distributed/expert_parallel.py, exchanges the counts and copies them to the host before
-the rows. PyTorch, "CUDA semantics", asynchronous execution, describes the queue. No run measured this wait. No profile
-has the latency of a link between host and device: a hop of the link inside a host stands for it.
+and launch_s the gap before a kernel on the device. docs/experts.md has the reasons and the sources.
 """
 
 from collections.abc import Sequence

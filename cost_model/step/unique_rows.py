@@ -1,8 +1,6 @@
 """The distinct combinations of a few columns among very many rows. Small whole numbers need no sorting.
 
-Every row gets the number of its combination. The values of a column index a table, which marks the values that occur.
-Counting the marks numbers the values. Mixed radix joins the numbers of two columns. If the next table would have more
-entries than there are rows, the joined numbers are marked and counted first.
+Values index a table of marks, and mixed radix joins the numbers of two columns.
 """
 
 from collections.abc import Sequence

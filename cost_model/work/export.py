@@ -130,10 +130,7 @@ def _needed(block: Block, outputs: Sequence[str]) -> set[str]:
 
 
 def _is_linear(nodes: Mapping[str, object], name: str | None, operand: int) -> bool:
-    """Whether a use is the input of `linear`.
-
-    A gather with only such uses is gathered again (`lowering.gather_linear`).
-    """
+    """Whether a use is the input of `linear`. Gathers with only such uses are repeated (`lowering.gather_linear`)."""
     return name is not None and operand == 0 and target_name(getattr(nodes[name], "target", "")) == "linear"
 
 
@@ -302,10 +299,7 @@ def _product(flow: Flow, name: str) -> Operator[Polynomial]:
 
 
 def _product_bytes(flow: Flow, name: str) -> tuple[Expr, Expr]:
-    """Forward bytes: operands and output once.
-
-    Backward bytes: per gradient, the gradient itself, the output's gradient and the other operands.
-    """
+    """Forward: operands and output once. Backward, per gradient: it, the output's gradient, the other operands."""
     sizes = flow.sizes[name]
     operands = [sizes.num_bytes(k) for k in range(len(sizes.call.operands))]
     out, additive = sizes.num_bytes(-1), sizes.bound.rule.additive
@@ -318,10 +312,7 @@ def _product_bytes(flow: Flow, name: str) -> tuple[Expr, Expr]:
 
 
 def _attention_bytes(flow: Flow, name: str) -> tuple[Expr, Expr]:
-    """Forward and backward bytes of attention.
-
-    Keys and values count their own number of heads, and S tokens.
-    """
+    """Forward and backward bytes. Keys and values count their own number of heads, and S tokens."""
     sizes = flow.sizes[name]
     operands = []
     for k, operand in enumerate(flow.operands[name]):
@@ -377,10 +368,7 @@ def _eager(flow: Flow) -> Iterator[Operator[Polynomial]]:
 
 
 def _fused(flow: Flow, members: tuple[str, ...], written: frozenset[str], kept: set[Need]) -> Operator[Polynomial]:
-    """One kernel forward and one backward.
-
-    They move the inputs and outputs of the group, its masks, and gradients of inputs and outputs.
-    """
+    """One kernel each way. It moves the group's inputs, outputs and masks, and gradients of inputs and outputs."""
     inputs: dict[tuple[str, Expr], tuple[Expr, bool]] = {}
     for name in members:
         for k, operand in enumerate(flow.operands[name]):

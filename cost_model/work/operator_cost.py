@@ -12,31 +12,10 @@ from typing import Any, TypeVar
 from autopar.rules.rule import Call, Rule, Slot
 
 _V = TypeVar("_V")
-VIEWS = frozenset(
-    [
-        "alias",
-        "as_strided",
-        "detach",
-        "diagonal",
-        "expand",
-        "expand_as",
-        "flatten",
-        "movedim",
-        "narrow",
-        "permute",
-        "reshape",
-        "select",
-        "slice",
-        "squeeze",
-        "t",
-        "transpose",
-        "unflatten",
-        "unfold",
-        "unsqueeze",
-        "view",
-        "view_as",
-    ]
-)
+VIEWS = frozenset((
+    "alias", "as_strided", "detach", "diagonal", "expand", "expand_as", "flatten", "movedim", "narrow", "permute",
+    "reshape", "select", "slice", "squeeze", "t", "transpose", "unflatten", "unfold", "unsqueeze", "view", "view_as",
+))  # fmt: skip
 
 EXPERT_ORDER = "expert_order"
 EXPERT_PRODUCTS = ("grouped_mm", "expert_product")  # each row meets the matrix of its own expert

@@ -146,10 +146,7 @@ def evaluation_of(polynomials: Sequence[Polynomial]) -> Evaluation:
     slot_of: dict[tuple[int, int, bool], int] = {}
 
     def slot(powers: Powers) -> int:
-        """The slot of a product.
-
-        Products are built in the order of the symbols, so that equal beginnings share slots.
-        """
+        """The slot of a product, built in the order of the symbols: equal beginnings share slots."""
         factors = [(number_of[name], False) for name, power in powers for _ in range(power)]
         factors += [(number_of[name], True) for name, power in powers for _ in range(-power)]
         if not factors:

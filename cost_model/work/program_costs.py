@@ -286,10 +286,7 @@ def _residual(program: Program, roles: Sequence[str]) -> tuple[int, int, str]:
 
 
 def _experts(works: Sequence[BlockWork[Polynomial]], mesh: Mesh) -> tuple[int, float]:
-    """The number of experts of a block, and the number of experts per token.
-
-    They are 0 and 1 if there are no experts.
-    """
+    """The numbers of experts of a block and of a token: 0 and 1 if there are no experts."""
     ones = dict.fromkeys((*mesh.names, "b", "s", "t", "d"), 1.0)
     grouped = [one for work in works for one in work.products if one.name.startswith(EXPERT_PRODUCTS)]
     if not grouped:

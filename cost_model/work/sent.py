@@ -17,11 +17,7 @@ _INSIDE = {"cross_entropy_loss": (1, 2)}  # (`autopar.lowering.vocabulary`)
 
 
 def sent_by(flow: Flow) -> Iterator[Sent[Polynomial]]:
-    """What a rank sends for one call of a block.
-
-    That is both passes of every conversion, repeated gathers, sums and exchanges inside operators, and gradient sums of
-    whole parameters.
-    """
+    """What a rank sends for a call of a block: conversions, sums and exchanges of operators, sums of gradients."""
     mesh, naming = flow.naming.mesh, flow.naming
     for step in flow.steps:
         i, info = step.indices[0], flow.info(step.value)

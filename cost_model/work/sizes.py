@@ -38,10 +38,7 @@ class Naming:
 
     @cached_property
     def degrees(self) -> tuple[Expr, ...]:
-        """One symbol per mesh dimension: t for `tp`, d for data, else its own name.
-
-        A dimension of degree 1 is the number 1.
-        """
+        """One symbol per mesh dimension: t for `tp`, d for data, else its own name. Degree 1 is the number 1."""
         import sympy
 
         return tuple(

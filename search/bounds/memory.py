@@ -222,10 +222,7 @@ def _state(
 
 
 def level_weights(level: Floats) -> tuple[Floats, Floats, Floats]:
-    """The fractions of the blocks that are not recomputed, recomputed selectively, and recomputed fully.
-
-    Above the highest level the last fraction is above 1.
-    """
+    """The fractions of the blocks recomputed not, selectively and fully. The last is above 1 above the top level."""
     selective = np.maximum(1.0 - np.abs(level - 1.0), 0.0)
     full = np.maximum(level - 1.0, 0.0)
     return np.maximum(1.0 - level, 0.0), selective, full
@@ -244,10 +241,7 @@ def _level(capacity: float, rank: "_Rank") -> Floats:
 
 
 def _mean_shares(capacity: float, first: "_Rank", last: "_Rank") -> tuple[Floats, Floats]:
-    """The fractions of the blocks to recompute selectively and fully, as the mean of all ranks.
-
-    A rank's memory is interpolated between the first and the last rank.
-    """
+    """The mean fractions to recompute selectively and fully over all ranks, between the first one and the last."""
     found = []
     for part in MEAN_OF:
         level = np.minimum(_level(capacity, first.between(last, part)), 1 + MOST_SHARE)

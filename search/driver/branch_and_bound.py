@@ -105,11 +105,7 @@ def best_first(
 
 
 class _Open:
-    """The candidates that may still be the best, in order, with their raised bounds.
-
-    `index` has their numbers, and `left` their bounds. A price shortens both, because few of very many candidates are
-    below it.
-    """
+    """The candidates that may still be the best, in order: their numbers in `index`, their raised bounds in `left`."""
 
     def __init__(self, bounds: Floats, classes: Integers) -> None:
         self.index = np.flatnonzero(np.isfinite(bounds))
@@ -142,10 +138,7 @@ class _Open:
         return int(self.index[place]), float(self.left[place])
 
     def likely(self, is_told: NDArray[np.bool_], best: float) -> list[int]:
-        """The first candidate of each class with a bound below the best price, smallest bound first.
-
-        More candidates of these classes follow if the classes are few.
-        """
+        """The first open candidate of each class, smallest bound first, and more of them if the classes are few."""
         below = np.flatnonzero((self.left < best) & ~is_told[self.index])
         order = below[np.argsort(self.left[below], kind="stable")]
         first = np.sort(np.unique(self.classes[order], return_index=True)[1])

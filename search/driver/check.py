@@ -1,16 +1,6 @@
 """Checks of a search's result before its use, by other means than the search itself.
 
-    of           check
-    degrees      their product is the number of used devices
-    batch        the product of micro-batches is the requested batch
-    schedule     it exists for these ranks, stages and micro-batches
-    cuts         they rise, and leave a block in every stage
-    price        seconds and bytes are counted again for this one plan
-    proof        the bound is at most the best price
-    plan         the returned plan is the priced plan
-
-No degree may be forbidden, and no priced candidate that fits may be better than the best. A failed check is an error
-of the search, not of its user.
+A failed check is an error of the search, not of its user.
 """
 
 from collections.abc import Iterator

@@ -191,10 +191,7 @@ class _InChunks:
 
 
 def _can_gain(found: Searched, least: float) -> NDArray[np.bool_]:
-    """Candidates that recompute or do not fit.
-
-    Their pipeline alone, and their step with recomputation that need not fit, must be faster than the best plan.
-    """
+    """Candidates that recompute or do not fit, and whose pipeline and least step are faster than the best plan."""
     c, screened, goal = found.candidates, found.screened, found.goal
     if goal.is_memory:
         return np.ones(len(c), dtype=bool)

@@ -1,21 +1,14 @@
 """If no plan fits: the plan that needs the least memory, and the changes with which a plan would fit.
 
-    per micro-batch   several micro-batches with separate losses, if the samples of a batch depend on each other
-    a wish less       the space without one word of --fix or --forbid
-    recomputation     as much as the search chooses, if the user asked for less
-    loss in chunks    as many chunks as it takes, if the user asked for fewer
-    offload           values on the host, if the user excluded them
-    optimizer         an optimizer with less state
-    shorter           half the tokens of a sequence, then a quarter and so on, until a plan fits
-    more devices      more hosts of the same kind, at first enough for the state, until a plan fits
-
-One search tries each change. Its objective is the memory of the fullest rank, and it ends with the first plan that
-fits.
+One search tries each change (`_remedies`). Its objective is the memory of the fullest rank, and it ends with the first
+plan that fits.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil, inf
+from typing import Any
 
 import numpy as np
 
@@ -141,19 +134,12 @@ def _in_chunks(asked: Asked, should_continue: Callable[[], bool]) -> str | None:
     if given is None or works_in_chunks is None:
         return None
     while chunks <= chunks_of(asked.works_of(1).sequence) and should_continue():
-        more = replace(asked, works_of=_with_chunks(works_in_chunks, chunks))
+        more = replace(asked, works_of=partial(works_in_chunks, chunks=chunks))
         found = _fitting(_without_words(more, "loss_chunks")) if chunks > given else None
         if found is not None:
             return f"with --loss-chunks {chunks}: {_words(found)}"
         chunks *= 2
     return None
-
-
-def _with_chunks(works_in_chunks: WorksInChunks, chunks: int) -> Works:
-    def chunked(tp: int, cp: int = 1, ep: int = 1) -> ProgramWorks:
-        return works_in_chunks(tp, cp, ep, chunks=chunks)
-
-    return chunked
 
 
 def _without_words(asked: Asked, *words: str) -> Asked:
@@ -191,7 +177,7 @@ def _other_optimizer(asked: Asked, should_continue: Callable[[], bool]) -> str |
     for name in sorted(sizes, key=lambda one: -sizes[one]):
         if not should_continue():
             return None
-        found = _fitting(replace(asked, works_of=_with_optimizer(asked.works_of, name)))
+        found = _fitting(replace(asked, works_of=_changed(asked.works_of, optimizer=name)))
         if found is not None:
             return (
                 f"with --optimizer {name} ({sizes[name]:.3g} instead of {works.moment_bytes:.3g} bytes of state a "
@@ -200,28 +186,21 @@ def _other_optimizer(asked: Asked, should_continue: Callable[[], bool]) -> str |
     return None
 
 
-def _with_optimizer(works_of: Works, name: str) -> Works:
-    def other(tp: int, cp: int = 1, ep: int = 1) -> ProgramWorks:
-        return replace(works_of(tp, cp, ep), optimizer=name)
-
-    return other
-
-
 def _shorter(asked: Asked, should_continue: Callable[[], bool]) -> str | None:
     tokens = asked.works_of(1).sequence
     while tokens % 2 == 0 and tokens // 2 >= LEAST_TOKENS and should_continue():
         tokens //= 2
-        found = _fitting(replace(asked, works_of=_at_length(asked.works_of, tokens)))
+        found = _fitting(replace(asked, works_of=_changed(asked.works_of, sequence=tokens)))
         if found is not None:
             return f"with sequences of {tokens:,} tokens: {_words(found)}"
     return None
 
 
-def _at_length(works_of: Works, tokens: int) -> Works:
-    def shorter(tp: int, cp: int = 1, ep: int = 1) -> ProgramWorks:
-        return replace(works_of(tp, cp, ep), sequence=tokens)
+def _changed(works_of: Works, **fields: Any) -> Works:
+    def changed(tp: int, cp: int = 1, ep: int = 1) -> ProgramWorks:
+        return replace(works_of(tp, cp, ep), **fields)
 
-    return shorter
+    return changed
 
 
 def _more_devices(asked: Asked, should_continue: Callable[[], bool]) -> str | None:

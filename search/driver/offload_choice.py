@@ -1,9 +1,7 @@
 """The choice of `Degrees.offload`: what a plan keeps in host memory.
 
-Copies to the host and back take time, so a plan keeps values there only if memory demands it. The search first looks at
-plans without offload, or with the values that the user asked for. Only if no plan fits, it looks at every other allowed
-value, the least movement first. Each value is a search of its own over the whole space, with the same screening, bounds
-and exact prices, for plans better than the best so far. So the proof is about all values that were searched.
+Copies take time, so a plan keeps values on the host only if no plan without them fits. Each value is a search of its
+own over the whole space, the least movement first, for plans better than the best so far: the proof is about all.
 """
 
 from collections.abc import Callable

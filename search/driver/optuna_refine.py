@@ -2,12 +2,8 @@
 
 The cut that makes the slowest stage fastest need not make the step fastest. A lighter first stage holds fewer
 activations, so fewer blocks are recomputed. Unequal stages also cost different schedules different times. A trial is
-one of the best candidates with some blocks moved. Its action list is replayed to price it. The recomputation of every
-stage follows (`autopar.search.pricing.per_stage_recompute`). The sampler is told the missing bytes of a trial that does
-not fit.
-
-If the variations are no more than the requested trials, all of them are tried in one order and priced together.
-Otherwise Optuna's sampler chooses.
+one of the best candidates with some blocks moved, priced by a replay of its action list. The sampler is told the
+missing bytes of a trial that does not fit. If all variations are no more than the requested trials, all are tried.
 
 Several processes may share a study. A variation that another process priced is not priced again. The trials of all
 processes count, so a search adds none to a complete study. Each process seeds its sampler by the number of its first
@@ -159,10 +155,7 @@ class _Refining:
                 self.study.enqueue_trial(_params(wanted), user_attrs=attributes, skip_if_exists=is_shared)
 
     def add(self, sources: Mapping[Variation, str], should_continue: Callable[[], bool]) -> None:
-        """Price these variations while `should_continue`.
-
-        No sampler is asked: nothing is left to choose, and asking takes longer than pricing.
-        """
+        """Price these variations while `should_continue`. Asking a sampler would take longer than pricing."""
         import optuna
 
         for number, (wanted, source) in enumerate(sources.items()):

@@ -1,9 +1,7 @@
 """The candidates that Optuna varies: the best one, and candidates that are nearly as fast.
 
-Every kind of pipeline (degrees, schedule, stages, micro-batch) has one candidate. Candidates of one kind differ in how
-state is held or in the order of ranks. They mostly gain the same from the same cuts. Bounds choose the candidate of
-each kind to price, and exact prices choose the candidates to vary. The best candidate's kind has a second candidate,
-which may have more room.
+Every kind of pipeline (`KIND`) has one candidate, because candidates of one kind mostly gain the same from the same
+cuts. The best candidate's kind has a second one, which may have more room.
 """
 
 from collections.abc import Callable, Sequence

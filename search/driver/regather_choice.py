@@ -108,10 +108,7 @@ class _Kept:
         return np.where(bounds < self.least, bounds, np.inf)
 
     def _priced_alike(self, mask: NDArray[np.bool_]) -> list[tuple[ProgramWorks, list[Split]]]:
-        """The block costs that screen the candidates of a mask, each with all splits that share it.
-
-        As in the search, a stand-in screens the splits without labels.
-        """
+        """The block costs that screen the candidates of a mask, or stand in for their own, each with its splits."""
         c, labelled = self.found.candidates, self.found.labelled
 
         def works_of(split: Split) -> ProgramWorks | None:
@@ -154,10 +151,7 @@ class _Kept:
         return np.where(values < self.least, np.maximum(values - known, 0.0), np.inf)
 
     def price_moved(self) -> None:
-        """Price the varied cuts of the best plan.
-
-        If the search has trials, also vary the few nearly best candidates.
-        """
+        """Price the varied cuts of the best plan and, if the search has trials, of the few nearly best candidates."""
         c, before, best = self.found.candidates, self.found.together.found, replace(self.found, chunked=None).best
         moved = [one for one, priced in before.items() if one[1] != AS_IT_IS and priced is best]
         near = [
@@ -209,10 +203,7 @@ def _passes(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> P
 
 
 def _without_second_gathers(family: Family[Any]) -> Family[Any]:
-    """A family of captured blocks without second gathers, as if gathered values were kept.
-
-    All variants are the same.
-    """
+    """A family of captured blocks, whose variants are the same, as if gathered values were kept."""
     blocks = []
     for role, variants in family.blocks:
         work = variants[0][1]

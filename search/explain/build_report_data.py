@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost_model.parts import MEMORY
-from autopar.cost_model.pipeline.simulator import Simulation, simulate
+from autopar.cost_model.pipeline.simulator import simulate
 from autopar.cost_model.pipeline.stages import (
     ENDS,
     MOST_ACTIONS,
@@ -125,7 +125,7 @@ def timeline_of(pricing: Pricing, stages: Stages, most: int = MOST_PASSES) -> Ti
         messages=tuple(
             (m.from_rank, m.to_rank, m.from_stage, m.micro_batch, _short(m.start_s), _short(m.end_s)) for m in messages
         ),
-        left_out=_num_passes(found) - len(passes),
+        left_out=sum(map(len, found.orders)) - len(passes),
         gap=gap,
     )
 
@@ -134,10 +134,6 @@ def _stage_seconds(pricing: Pricing, stages: Stages) -> tuple[NDArray[Any], NDAr
     found, message = pricing.mean_passes_and_message()
     forward, backward, weight, _ = seconds_of_stages(stages, seconds_of_roles(found))
     return forward, backward, weight, message
-
-
-def _num_passes(found: Simulation) -> int:
-    return sum(len(order) for order in found.orders)
 
 
 def _is_outside(start: float, gap: tuple[float, float]) -> bool:
