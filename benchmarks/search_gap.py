@@ -14,7 +14,6 @@ from statistics import median
 
 from autopar.cache.captures import captured_model
 from autopar.cache.store import cache_folder
-from autopar.cli.options.model_argument import MODEL_DTYPES
 from autopar.cost_model.machine.cluster import default_precision
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.rank_order import ORDERS
@@ -24,6 +23,7 @@ from autopar.planning.options import PlanOptions
 from autopar.planning.search import search_captured
 from autopar.search.result.result import SearchResult
 
+MODEL_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # by precision
 HEADER = "| model | cluster | batch | plan | step, s | gap | proven | candidates | prices | trials | search, s |"
 # from a preset and a sequence length to clusters and batches
 CASES: dict[tuple[str, int], tuple[tuple[str, int], ...]] = {

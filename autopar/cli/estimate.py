@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autopar.cli.options.checks import naming, refuse_options
-from autopar.cli.options.model_argument import (
-    ClusterOption,
-    Hidden,
-    Json,
-    Layers,
-    ModelArgument,
-    Specialise,
-)
+from autopar.cli.options.model_argument import ClusterOption, Hidden, Json, Layers, ModelArgument, Specialise
 from autopar.cli.options.search_options import Measured, Profile
 from autopar.cli.output import console, print_json, progress, table
 from autopar.cli.results.estimate_trace import Correct, Trace, check_trace_options, compared, show_trace, trace_to_dict

@@ -11,14 +11,7 @@ import typer
 
 from autopar.cache.captures import CapturedModel, captured_model
 from autopar.cache.store import cache_folder
-from autopar.cli.options.model_argument import (
-    ClusterOption,
-    Hidden,
-    Json,
-    Layers,
-    ModelArgument,
-    Specialise,
-)
+from autopar.cli.options.model_argument import ClusterOption, Hidden, Json, Layers, ModelArgument, Specialise
 from autopar.cli.options.plan_options import default_global_batch, values_by_word
 from autopar.cli.options.search_options import (
     Fix,

@@ -8,13 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autopar.cli.options.checks import problems_of_target, refuse_options
-from autopar.cli.options.model_argument import (
-    ClusterOption,
-    Hidden,
-    Json,
-    Layers,
-    Specialise,
-)
+from autopar.cli.options.model_argument import ClusterOption, Hidden, Json, Layers, Specialise
 from autopar.cli.options.plan_options import default_global_batch, values_by_word
 from autopar.cli.options.search_options import Fix, Forbid, Objective, Profile, Seed
 from autopar.cli.output import console, print_json, progress, table
@@ -162,10 +156,7 @@ def _seconds(option: str, text: str, problems: list[Problem]) -> float:
 
 
 def _keep_profile(result: "TuneResult", cluster: str, out: Path | None) -> list[Path]:
-    """Write the corrected profile to `out`, else beside the cluster file, which names it if it names no other profile.
-
-    Returns the files that were written.
-    """
+    """Write the corrected profile to `out`, else beside the cluster file, which then names it. Returns the files."""
     file = Path(cluster)
     is_file = file.suffix in (".yaml", ".yml") and file.is_file()
     path = out or (file.with_name(f"{file.stem}.profile.yaml") if is_file else None)

@@ -84,10 +84,7 @@ def calibrate(
     minutes: float = DEFAULT_MINUTES,
     on_progress: _Progress = lambda done, total, text: None,
 ) -> Calibration:
-    """Measure for about `minutes` and fit. Collective in a torchrun job, where every rank gets the same calibration.
-
-    `ranks` starts so many gloo ranks here. Raises `RankError` where one of them fails.
-    """
+    """Measure and fit in about `minutes`: on this process, on gloo `ranks` started here, or on a whole torchrun job."""
     if ranks is not None:
         return calibrate_cluster(ClusterSpec.preset(f"{ranks}xcpu"), minutes, on_progress)
     started, cluster = time.monotonic(), ClusterSpec.detect()
@@ -274,10 +271,7 @@ def combined(
     device: RankDevice,
     measurement: Measurement,
 ) -> Calibration:
-    """One sample of each work, as the median of passes, and the profile of all samples.
-
-    The median of ranks counts. Of a collective the last rank counts.
-    """
+    """One sample of each work, as the median of passes and ranks (the last rank of a collective), and their profile."""
     every: dict[tuple[str, int], tuple[Work, list[float]]] = {}
     for stage, ranks in found:
         for index, (work, times) in enumerate(zip(stage.works, zip(*ranks, strict=True), strict=True)):

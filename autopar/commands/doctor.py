@@ -1,8 +1,7 @@
 """`autopar doctor`: is this cluster right, and as fast as its description says? Collective; every rank calls `examine`.
 
-Checks compare tiny runs on these ranks with the same run on one rank: every conversion between SPMD types, FSDP2, and a
-two-stage pipeline through `autopar.parallelize`. Speeds are measured on all ranks at once, and compared with each other
-and with the `ClusterSpec`. Every rank gathers all results and makes the same `Diagnosis`.
+Checks compare tiny runs on these ranks with the same run on one rank. Speeds are measured on all ranks at once. Every
+rank gathers all results and makes the same `Diagnosis`.
 """
 
 import os

@@ -1,8 +1,7 @@
 """One trial of a plan on the ranks of a world of its own: build the model once, then run single steps when asked.
 
-The controller captures the model and sends its program, so ranks neither capture nor need the model. Weights are
-random and small, in the dtypes of the model: a step takes the same time with any weights. Buffers have the model's
-values, because masks and tables decide what is computed.
+Ranks get the captured program, and need no model. Weights are random and small, because a step takes the same time
+with any. Buffers have the model's values, because masks and tables decide what is computed.
 """
 
 import importlib
@@ -51,13 +50,6 @@ class TrialJob:
     device_type: str
     needed_bytes: float  # of the fullest rank, predicted
     seed: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Built:
-    """What building a plan took on one rank."""
-
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,11 +124,9 @@ class _Weights:
 _TRAINED: list[Trainer] = []
 
 
-def build(rank: int, job: TrialJob) -> Built:
+def build(rank: int, job: TrialJob) -> None:
     """Build the plan of this world on one rank. Collective."""
-    started = time.perf_counter()
     _TRAINED.append(Trainer(job))
-    return Built(seconds=time.perf_counter() - started)
 
 
 def step(rank: int) -> Stepped:

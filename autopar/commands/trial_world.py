@@ -60,10 +60,7 @@ class World:
 
 @dataclass(slots=True, kw_only=True)
 class Incumbent:
-    """The best plan so far: its seconds on the scale of the first trial, and its world while the memory suffices.
-
-    Without a world it can start again.
-    """
+    """The best plan so far: its seconds on the scale of the first trial, and its world, if the memory suffices."""
 
     seconds: float
     start: Callable[[], World]

@@ -27,14 +27,7 @@ from autopar.capture.export.export import Inputs, LossFunction
 from autopar.commands.given import Given
 from autopar.commands.trial import CROWDED
 from autopar.commands.trial_world import Incumbent, World, beside, is_crowded, measured
-from autopar.commands.tune_candidates import (
-    COMPUTE,
-    GivenProfile,
-    OpenedStudy,
-    Subject,
-    opened_study,
-    subject_of,
-)
+from autopar.commands.tune_candidates import COMPUTE, GivenProfile, OpenedStudy, Subject, opened_study, subject_of
 from autopar.cost_model.fit.measured_steps import slowed
 from autopar.cost_model.machine.fitted_constants import usable_bytes
 from autopar.cost_model.machine.machine import Machine
@@ -346,10 +339,7 @@ def _result(
 
 
 def _learnt(machine: Machine, known: Known, tried: Mapping[Candidate, Outcome]) -> DeviceProfile | None:
-    """The profile corrected by the trials. None if nothing was measured, and no trial ran out of memory.
-
-    A trial that ran out of memory raises the reserve, so that its plan fits no more.
-    """
+    """The profile corrected by the trials, if there are any. A plan that ran out of memory raises the reserve."""
     missing = [usable_bytes(machine.memory_bytes) - one.needed_bytes for one, o in tried.items() if o.reason == "oom"]
     if not missing and not known.belief.is_measured.any():
         return None

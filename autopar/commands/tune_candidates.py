@@ -201,8 +201,8 @@ def _calibrated(cluster: ClusterSpec, report: _Progress) -> DeviceProfile:
 def candidates_of(subject: Subject, asked: PlanOptions, machine: Machine, report: _Progress) -> tuple[Candidate, ...]:
     """The best plans by prediction, in the order of their price.
 
-    They are the best plans of all degrees. If these plans are few, plans of other micro-batches are added. Trials may
-    run out of memory. So the best plans of three quarters and of half of the memory are added, if all others need more.
+    If the best plans of all degrees are few, plans of other micro-batches are added. Plans of less memory are added for
+    the case that trials run out of memory.
     """
     find = partial(
         search_captured, subject.captured, subject.cluster, name=subject.name, on_progress=report, labels=subject.labels

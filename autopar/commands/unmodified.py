@@ -92,10 +92,7 @@ def module_steps(
     *,
     in_float64: bool = False,
 ) -> Steps:
-    """The steps of the unmodified module in its own dtype or in float64, perhaps with other rounding.
-
-    Raises `InputError` if the module fails.
-    """
+    """The steps of the unmodified module in its own dtype or float64, perhaps with other rounding; or `InputError`."""
     dtype = torch.float64 if in_float64 else None
     count = degrees.num_micro_batches if degrees.per_micro_batch else 1
     like = tensors_of(model)

@@ -1,8 +1,4 @@
-"""`verify`: start ranks, run the same seeded steps on one device and in parallel, compare everything.
-
-The command line's `autopar verify` and tests call `verify`; steps and comparison are in
-`autopar.runtime.verify.verify`.
-"""
+"""`verify`: start ranks, run the same seeded steps on one device and in parallel, compare everything."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,11 +28,7 @@ from autopar.runtime.parameters.state_loading import model_tensors
 from autopar.runtime.verify.error_metrics import TOLERANCES, Quantity
 from autopar.runtime.verify.float64_program import default_dtype, promoted
 from autopar.runtime.verify.noise import Change, Noise, samples_of
-from autopar.runtime.verify.precision_bound import (
-    DIRECT_TOLERANCES,
-    compare_with_float32,
-    is_bounded,
-)
+from autopar.runtime.verify.precision_bound import DIRECT_TOLERANCES, compare_with_float32, is_bounded
 from autopar.runtime.verify.random_batches import notes_on_inputs, random_batches, values_that_decide
 from autopar.runtime.verify.reference import (
     EXAMPLE,

@@ -22,17 +22,8 @@ from autopar.search.result.report_data import BlockGraph, GraphEdge, GraphNode
 # by the name of a conversion's function, of conversions that send something forward
 _COLLECTIVES = {name: row.wire[0].replace("_", "-") for name, row in BY_FUNCTION.items() if row.wire[0] is not None}
 _PRODUCTS = (
-    "linear",
-    "mm",
-    "bmm",
-    "addmm",
-    "matmul",
-    "baddbmm",
-    "_grouped_mm",
-    "grouped_mm",
-    "expert_product",
-    "convolution",
-    "einsum",
+    *("linear", "mm", "bmm", "addmm", "matmul", "baddbmm", "_grouped_mm", "grouped_mm", "expert_product"),
+    *("convolution", "einsum"),
 )
 MOST_WORDS = 4  # operators of a group that are named
 MOST_NODES = 120  # of a drawing that can be read
@@ -118,10 +109,7 @@ class _Drawing:
         return self.keys.get(node.name, "").rsplit(":", 2)[0] if self.keys.get(node.name, "").count(":") >= 2 else ""
 
     def _joined(self, node: fx.Node, of: Mapping[fx.Node, _Group], found: list[_Group]) -> _Group | None:
-        """A group of the same module that feeds the node, if the node can join it without a circle.
-
-        The group must not reach the node through another group.
-        """
+        """A group of the same module that feeds the node, and does not reach it through another group."""
         feeding = [of[source] for source in self._sources(node) if source in of]
         for group in feeding:
             others = [other for other in feeding if other is not group]

@@ -1,7 +1,4 @@
-"""From a program and its plan to a summary: split axes, collectives, and operators without a rule.
-
-Collectives are counted on the generated training code of each distinct block. This is the code that runs.
-"""
+"""From a program and its plan to a summary: split axes, collectives of the generated code, operators without a rule."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -44,8 +41,8 @@ def summarise(
 ) -> Summary:
     """Counts, prices and words about a plan on a program.
 
-    If the plan has pipeline stages, `call_s` has the seconds of every main call. `works` are of the plan's labels;
-    without them nothing is said of selective recomputation.
+    `call_s` has the seconds of every main call, for pipeline stages. `works`, of the plan's labels, tell of selective
+    recomputation.
     """
     return Summary(
         without_rule=tuple(_without_rule(program, analysis, plan, cluster)),

@@ -1,7 +1,6 @@
 """A predicted pipeline as a document in the Trace Event Format, which ui.perfetto.dev and chrome://tracing read.
 
-A pipeline rank is a process with three threads: its passes, its waiting time, and its messages. An arrow leads from the
-end of a message to the pass that takes it. Times are microseconds from the start of one run of the schedule.
+A rank is a process with three threads. An arrow leads from the end of a message to the pass that takes it.
 """
 
 from collections.abc import Iterator

@@ -88,10 +88,7 @@ def scatter(found: SearchResult) -> Scatter | None:
 
 
 def _front(found: SearchResult) -> list[tuple[float, float]]:
-    """Seconds and bytes of the plans on the front that use as many devices as the best plan.
-
-    No bound is drawn below the proven fastest step.
-    """
+    """Seconds and bytes of plans on the front with the best plan's devices; no bound below the proven fastest step."""
     devices = found.num_devices if found.best is None else found.best.num_devices
     least = found.best.step_s if found.best is not None and found.is_proven and found.objective == "time" else 0.0
     points = sorted((max(one.step_s, least), one.needed_bytes) for one in found.front if one.num_devices == devices)

@@ -1,7 +1,6 @@
 """SVG as escaped text: elements, and plots that stretch while their text does not.
 
-A `Plot` is an SVG without text in a box of 1000 × 1000 units, with HTML labels beside its axes. The SVG stretches to
-the width of the screen. Lines keep their width, points stay round, and labels stay readable on a phone.
+A `Plot` is an SVG without text in a box of 1000 × 1000 units, with HTML labels beside its axes.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,13 +1,11 @@
 """The report of `autopar validate` as one HTML page: no script, nothing loaded, names escaped, shapes beside colours.
 
-The picture shows predicted over measured step time, both axes logarithmic. They are equal on the diagonal; the band
-around it is `_BAND`. Long inputs are cut. The picture has `MAX_DOTS` dots: the furthest from the diagonal and every
-n-th of the others. The table has the `_MAX_ROWS` worst rows. The page says how many it left out.
+The picture has `MAX_DOTS` dots at most: the furthest from the diagonal and every n-th of the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from math import ceil, floor, log10
@@ -69,16 +67,17 @@ def validation_page(validation: Validation, *, title: str, subtitle: str) -> str
 
 def reasons(validation: Validation) -> dict[str, list[str]]:
     """The rows that were not modelled, by reason."""
-    found: dict[str, list[str]] = {}
-    for one in validation.unmodelled:
-        found.setdefault(one.reason, []).append(one.id)
-    return found
+    return _by_text((one.id, one.reason) for one in validation.unmodelled)
 
 
 def warnings(validation: Validation) -> dict[str, list[str]]:
     """The rows with a warning, by its text."""
+    return _by_text(validation.warnings)
+
+
+def _by_text(rows: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
-    for row_id, text in validation.warnings:
+    for row_id, text in rows:
         found.setdefault(text, []).append(row_id)
     return found
 

@@ -34,10 +34,7 @@ Source = SearchResult | TuneResult | Plan | RunDirectory
 
 
 def read_source(path: str | Path) -> Source:
-    """The search result, the study's search result, the tuning result or the plan in a file; or a run directory.
-
-    Raises `InputError` that names file, field and remedy.
-    """
+    """The search or tuning result, of a file or a study, the plan in a file, or a run directory; or `InputError`."""
     if is_study(str(path)):
         kept = json.loads(kept_result(str(path)))
         return tuning_from(kept, str(path)) if kept.get("kind") == TUNING else SearchResult.from_dict(kept, str(path))
@@ -62,10 +59,7 @@ def read_source(path: str | Path) -> Source:
 
 
 def write_report(source: Source, path: str | Path) -> int:
-    """Write the page of a search, of trials, of a plan alone or of a run; its bytes.
-
-    Raises `InputError` where it cannot be.
-    """
+    """Write the page of a search, of trials, of a plan alone or of a run, and return its bytes."""
     if isinstance(source, RunDirectory):
         return write_text(path, run_report(source.path))
     if isinstance(source, TuneResult):

@@ -13,15 +13,7 @@ from itertools import product
 import numpy as np
 
 from autopar.cost_model.fit.links import fit_links
-from autopar.cost_model.fit.log_least_squares import (
-    COARSE,
-    FINE,
-    best_of,
-    fit_errors,
-    log_loss,
-    rounded,
-    rounded_s,
-)
+from autopar.cost_model.fit.log_least_squares import COARSE, FINE, best_of, fit_errors, log_loss, rounded, rounded_s
 from autopar.cost_model.machine.kernel_times import attention_seconds, matmul_seconds, memory_seconds, tile_part
 from autopar.cost_model.machine.profile import AttentionEfficiency, DeviceProfile, FitError, Measurement, Tile
 from autopar.ir.arrays import Floats

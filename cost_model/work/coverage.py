@@ -24,13 +24,7 @@ from typing import Any
 
 from autopar.capture.analysis import Analysis
 from autopar.cost_model.work.block_work import PASSES
-from autopar.cost_model.work.operator_cost import (
-    forward_flops,
-    is_view,
-    local_sizes,
-    saved_operands,
-    target_name,
-)
+from autopar.cost_model.work.operator_cost import forward_flops, is_view, local_sizes, saved_operands, target_name
 from autopar.ir.cluster import ClusterSpec, memory_bytes_per_s, peak_flops_per_s
 from autopar.ir.degrees import Degrees
 from autopar.ir.plan import BlockLabels

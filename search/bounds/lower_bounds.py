@@ -18,13 +18,7 @@ from autopar.cost_model.screened_model import ScreenedModel, model_of_program
 from autopar.cost_model.step.assembly import Assembled, StepPrices, assembled
 from autopar.cost_model.step.block_prices import block_prices, end_passes
 from autopar.cost_model.step.context import Basis, Passes, repeated_roles
-from autopar.cost_model.step.data_parallel import (
-    RANK_FIELDS,
-    DataPrices,
-    data_prices,
-    end_gathers,
-    gather_prices,
-)
+from autopar.cost_model.step.data_parallel import RANK_FIELDS, DataPrices, data_prices, end_gathers, gather_prices
 from autopar.cost_model.step.experts import with_experts
 from autopar.cost_model.step.layouts import Layouts, layouts_from
 from autopar.cost_model.step.offload import can_offload, host_bytes, host_of, is_on_host

@@ -1,8 +1,7 @@
 """Cuts of equal blocks between unequal ends into stages, for many candidates at once.
 
-All blocks are equal. The first stage also has the operators before the blocks, the last stage the operators after them.
-The best cuts make the slowest stage fastest. Among equal cuts, the smallest sum of squares wins. This is the closed
-form of `autopar.search.pricing.stage_partition.partition`. A middle stage has `most` blocks or one block fewer.
+The closed form of `autopar.search.pricing.stage_partition.partition`: the slowest stage is fastest, then the smallest
+sum of squares wins. A middle stage has `most` blocks or one block fewer.
 """
 
 from dataclasses import dataclass, fields

@@ -1,11 +1,8 @@
 """The next best plans: the best plan of each other combination of devices, stages, tensor degree and ZeRO stage.
 
-A measured search may fill them up by the best plan of each other micro-batch.
-
-The exact prices of the search come first, by value. Exact prices also raise the bounds of candidates with the same
-pipeline. Another candidate is priced only if its raised bound is below the last reported plan. For each requested plan
-there are at most `MORE` new prices. Tensor degrees without labels stay out, because their bounds were too far from the
-best.
+The exact prices of the search come first, by value, and raise the bounds of candidates with the same pipeline. Another
+candidate is priced only if its raised bound is below the last reported plan, at most `MORE` for each requested plan.
+Tensor degrees without labels stay out, because their bounds were too far from the best.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -195,10 +195,7 @@ def is_paddable(size: int, degree: int) -> bool:
 
 
 def paddable_axes(program: Program, analysis: Analysis, degree: int) -> frozenset[int]:
-    """Axes of parameters that may be split although the degree does not divide them: the last ranks hold zeros.
-
-    They are heads, widths and vocabularies. The user chooses batch and sequence.
-    """
+    """Heads, widths and vocabularies of parameters that may be split unevenly: the last ranks hold zeros."""
     pairs: set[tuple[int, int]] = set()
     for dims in {analysis.outer[name] for name in program.parameters}:
         for axes, sizes in zip(dims.axes, dims.sizes, strict=True):
@@ -350,10 +347,7 @@ def _types_of(
     require_sequence: bool,
     pinned: frozenset[Type],
 ) -> Iterator[Type]:
-    """The types that a boundary class may have; none if training drops it.
-
-    Without `paddable` every axis may be split.
-    """
+    """The types that a boundary class may have; none if training drops it. Any axis splits without `paddable`."""
     owned = owned_by(mesh_dim)
     shards = [
         (S(d, p), axis)

@@ -25,14 +25,7 @@ from autopar.lowering.conversions import Wire, wire
 from autopar.memo import Memo
 from autopar.rules.rule import Call, TensorInfo
 from autopar.rules.variants import WIDTH_OF_SUMS, Bound, Exchange, Variant, exchanges
-from autopar.search.labels.choices import (
-    Boundary,
-    BoundaryClass,
-    NodeKey,
-    Solved,
-    Space,
-    share_of,
-)
+from autopar.search.labels.choices import Boundary, BoundaryClass, NodeKey, Solved, Space, share_of
 from autopar.search.labels.elimination import eliminated
 from autopar.search.labels.neighbourhoods import improved
 from autopar.search.labels.network import FloatArray, IntArray, Network, Solution, Use, Value
@@ -126,10 +119,7 @@ class DimProblem:
             self.classes[name] = self._variable(costs)
 
     def _states(self, c: BoundaryClass, candidates: Sequence[Type]) -> Iterator[float]:
-        """The memory of a parameter's state.
-
-        A replicated parameter also pays for the sum of its gradient, once a step.
-        """
+        """The memory of a parameter's state, and of a replicated one the sum of its gradient, once a step."""
         infos = [self.program.parameters[m] for m in c.members]
         share = 1 / prod(s.degree for s in self.solved if s.types[c.name].kind == "S")
         elements = share * sum(info.num_elements for info in infos)
@@ -304,10 +294,7 @@ class DimProblem:
     def _convert(
         self, source: Kind, target: Kind, differentiable: bool, role: str, whole: float, undoes: bool
     ) -> float:
-        """Cost of one conversion in units. The sum of a parameter's gradient has no latency of its own.
-
-        A gather along the batch may be one that `undoes` data parallelism.
-        """
+        """Cost of one conversion in units, which may undo data parallelism. A parameter's gradient has no latency."""
         asked = source, target, differentiable, role, whole, undoes
         if asked not in self.converted:
             self.converted[asked] = self._converted(*asked)

@@ -112,10 +112,7 @@ def nearest_degrees(size: int, degree: int, *, padded: bool = False) -> str:
 
 
 def indivisible(analysis: Analysis, solved: Solved, paddable: frozenset[int]) -> dict[int, list[NodeKey]]:
-    """Axes that a relaxed labelling splits although the degree does not divide them, and the operators that do.
-
-    Paddable axes are left out unless an operator adds padding to data.
-    """
+    """The axes that a relaxed labelling splits although neither the degree nor padding can, and their operators."""
     found: dict[int, list[NodeKey]] = {}
     for (block, node), variant in solved.variants.items():
         if variant.factor:

@@ -21,10 +21,7 @@ Table = tuple[tuple[int, ...], FloatArray]  # variables and the cost of their ch
 
 
 def eliminated(network: Network) -> Solution | None:
-    """The best choices. None if the tables would have more than `MOST_ENTRIES` entries.
-
-    The objective is infinite if every choice needs a conversion that does not exist.
-    """
+    """The best choices, of infinite cost if none is legal. None if the tables would be too large."""
     sizes, tables = tables_of(network)
     order, entries = elimination_order(sizes, [scope for scope, _ in tables])
     if entries > MOST_ENTRIES:

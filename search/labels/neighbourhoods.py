@@ -27,8 +27,7 @@ LEAST_GAIN = 1e-9
 def improved(network: Network) -> Solution | None:
     """The best choices that the rounds find, without a proven bound. None if all of them want a missing conversion.
 
-    One search begins with every variable's own cheapest choice. A second one begins without the costs of the variables
-    that its first round keeps.
+    One search begins with every variable's cheapest choice, a second one without the variables that round 1 keeps.
     """
     sizes, tables = tables_of(network)
     forbidden = 1.0 + sum(float(np.abs(table[np.isfinite(table)]).max(initial=0.0)) for _, table in tables)
@@ -88,8 +87,7 @@ def order_with_kept(
 ) -> tuple[list[int], set[int]]:
     """The order in which variables are eliminated, and the variables to keep, so that every table stays small.
 
-    The variable with the smallest table is next. If this table is too large, the variable in it with the most
-    neighbours is kept. `weights` multiply the numbers of neighbours.
+    If the smallest table is too large, its variable with the most neighbours, by `weights`, is kept.
     """
     neighbours = neighbours_of(len(sizes), scopes)
     bits = [log2(size) for size in sizes]

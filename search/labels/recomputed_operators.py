@@ -8,10 +8,9 @@
     k[v] + r[maker of v] ≥ 1       autograd saves v: it is saved, or made again
     k[v] + r[maker of v] ≥ r[n]    operator n takes v: to run again, it needs v saved or made again
 
-A value without a maker is always saved if it is needed (`autopar.cost_model.work.recomputable`). Three questions are
-asked of this model: the fewest bytes at a limit of cost (`fewest_bytes`), the least cost at a limit of bytes
-(`least_cost`), and the best exchange of bytes for cost (`best_exchange`). The first two are knapsacks. The third is a
-minimum cut, so that its linear relaxation is integral.
+A value without a maker is always saved if it is needed (`autopar.cost_model.work.recomputable`). Two questions are
+asked of this model: the fewest bytes at a limit of cost (`fewest_bytes`), which is a knapsack, and the best exchange of
+bytes for cost (`best_exchange`), which is a minimum cut, so that its linear relaxation is integral.
 """
 
 from collections.abc import Sequence
@@ -31,22 +30,12 @@ _TIME_LIMIT_S = 10.0
 
 def fewest_bytes(block: Recomputable[float], costs: Sequence[float], most_cost: float) -> tuple[int, ...]:
     """The operators that leave the fewest saved bytes for at most this cost. Of equal sets the cheapest."""
-    found = _solved(block, costs, bytes_weight=1.0, cost_weight=_TIE, most_cost=most_cost)
+    found = _solved(block, costs, cost_weight=_TIE, most_cost=most_cost)
     _, every = _sums(block, costs)
     if found is not None and sum(costs[n] for n in found) > most_cost + _ROUNDING * every:
         lower = max(0.0, most_cost - _TOLERANCE * every)
-        found = _solved(block, costs, bytes_weight=1.0, cost_weight=_TIE, most_cost=lower)
+        found = _solved(block, costs, cost_weight=_TIE, most_cost=lower)
     assert found is not None  # to recompute nothing costs nothing
-    return found
-
-
-def least_cost(block: Recomputable[float], costs: Sequence[float], most_bytes: float) -> tuple[int, ...] | None:
-    """The cheapest operators that leave at most this many saved bytes. None if there are none."""
-    found = _solved(block, costs, bytes_weight=_TIE, cost_weight=1.0, most_bytes=most_bytes)
-    whole, _ = _sums(block, costs)
-    if found is not None and saved_bytes(block, found) > most_bytes + _ROUNDING * whole:
-        lower = most_bytes - _TOLERANCE * whole
-        found = _solved(block, costs, bytes_weight=_TIE, cost_weight=1.0, most_bytes=lower)
     return found
 
 
@@ -54,7 +43,7 @@ def best_exchange(block: Recomputable[float], costs: Sequence[float], bytes_per_
     """The operators with the least sum of saved bytes and of cost, which counts `bytes_per_cost` bytes."""
     whole, every = _sums(block, costs)
     weight = bytes_per_cost * every / whole if whole else 1.0
-    found = _solved(block, costs, bytes_weight=1.0, cost_weight=weight, is_integral=True)
+    found = _solved(block, costs, cost_weight=weight, is_integral=True)
     assert found is not None
     return found
 
@@ -114,35 +103,28 @@ def _solved(
     block: Recomputable[float],
     costs: Sequence[float],
     *,
-    bytes_weight: float,
     cost_weight: float,
     most_cost: float | None = None,
-    most_bytes: float | None = None,
     is_integral: bool = False,
 ) -> tuple[int, ...] | None:
     """The positions of the recomputed operators. The linear relaxation of an `is_integral` program has them too."""
     whole, every = _sums(block, costs)
     if not whole:
-        return () if most_bytes is None or block.other_bytes <= most_bytes else None
+        return ()
     program = MixedProgram()
     column = program.continuous if is_integral else program.binary
     again = [
-        column(cost_weight * cost / every - bytes_weight * one.own_bytes / whole)
+        column(cost_weight * cost / every - one.own_bytes / whole)
         for one, cost in zip(block.operators, costs, strict=True)
     ]
     readers: dict[int, list[int]] = {}
     for n, one in enumerate(block.operators):
         for place in one.takes:
             readers.setdefault(place, []).append(n)
-    held: list[tuple[int, float]] = [(again[n], -one.own_bytes / whole) for n, one in enumerate(block.operators)]
-    fixed = block.other_bytes + sum(one.own_bytes for one in block.operators)
     for at, value in enumerate(block.values):
         if value.maker is None and value.is_saved:
-            fixed += value.num_bytes
             continue
-        share = value.num_bytes / whole
-        is_kept = program.continuous(bytes_weight * share)
-        held.append((is_kept, share))
+        is_kept = program.continuous(value.num_bytes / whole)
         made = [] if value.maker is None else [(again[value.maker], -1.0)]
         if value.is_saved:
             program.at_most([(is_kept, -1.0), *made], -1.0)
@@ -152,7 +134,5 @@ def _solved(
         program.at_most(
             ((n, cost / every) for n, cost in zip(again, costs, strict=True)), most_cost / every * (1 + _ROUNDING)
         )
-    if most_bytes is not None:
-        program.at_most(held, (most_bytes - fixed) / whole + _ROUNDING)
     found = program.solve(_TIME_LIMIT_S)
     return None if found is None else tuple(n for n, at in enumerate(again) if found[0][at] > 0.5)

@@ -26,11 +26,7 @@ class Ring:
 
 
 def ring_of(cluster: ClusterSpec, mesh: Mesh, index: int) -> Ring:
-    """The ring of mesh dimension `index`. Rank numbers run fastest over the last mesh dimension.
-
-    The first and the last rank lie farthest apart, so their link counts for the ring. If the mesh is larger than the
-    cluster, the link to the cluster's last device counts.
-    """
+    """The ring of mesh dimension `index`, with the link of its first and last rank, which lie farthest apart."""
     ranks, stride = mesh.degrees[index], prod(mesh.degrees[index + 1 :])
     last = min((ranks - 1) * stride, cluster.num_devices - 1)
     link = cluster.link(0, last) if last > 0 else cluster.groups[0].in_host or cluster.inter_host

@@ -23,15 +23,7 @@ from autopar.ir.program import Program
 from autopar.ir.sharding import I, Mesh, Type, owned_by
 from autopar.memo import Memo
 from autopar.search.labels import divisibility as legal
-from autopar.search.labels.choices import (
-    Boundary,
-    NodeKey,
-    Solved,
-    boundary_of,
-    owned_axes,
-    paddable_axes,
-    space_of,
-)
+from autopar.search.labels.choices import Boundary, NodeKey, Solved, boundary_of, owned_axes, paddable_axes, space_of
 from autopar.search.labels.costs import DimProblem
 from autopar.search.labels.network import Solution
 from autopar.search.labels.prices import Prices, prices_of
@@ -122,10 +114,7 @@ def label(
 
 
 def _settled(turn: Callable[[bool], "_Turn"], hidden_axes: bool, memo: Memo, is_tensor: bool) -> _Settled:
-    """The labels of a turn. Hidden axes are tried where much work stays whole without them.
-
-    A plain sequence of layers has a block for each layer, so every width is a hidden axis.
-    """
+    """The labels of a turn. Hidden axes are tried where much work stays whole without them, as in plain layers."""
     try:
         plain = turn(hidden_axes).settle(memo)
     except InfeasibleError:  # parameters may be held in parts of a hidden axis
@@ -180,31 +169,15 @@ class _Turn:
 
     def solve(self, relaxed: bool, memo: Memo) -> _Found:
         """The best labels. Raises `InfeasibleError` if none are found in time."""
+        program, analysis, boundary = self.program, self.analysis, self.boundary
         space = space_of(
-            self.program,
-            self.analysis,
-            self.boundary,
-            self.name,
-            self.degree,
-            self.index,
-            self.solved,
-            self.axes,
-            self.requires_sequence,
-            relaxed,
-            self.pinned,
-            self.dispatch,
-            self.context,
-        )
+            program, analysis, boundary, self.name, self.degree, self.index, self.solved, self.axes,
+            self.requires_sequence, relaxed, self.pinned, self.dispatch, self.context,
+        )  # fmt: skip
         problem = DimProblem(
-            self.program,
-            self.analysis,
-            self.boundary,
-            space,
-            self.solved,
-            self.prices,
-            regather=self.regather,
-            accumulate=self.accumulate,
-        )
+            program, analysis, boundary, space, self.solved, self.prices,
+            regather=self.regather, accumulate=self.accumulate,
+        )  # fmt: skip
         found = problem.solve(TIME_LIMIT_S, memo)
         if found is None:
             raise InfeasibleError(

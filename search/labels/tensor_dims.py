@@ -33,10 +33,7 @@ def tensor_dims(program: Program, analysis: Analysis, tp: int) -> tuple[int, int
 
 
 def _heads(program: Program, analysis: Analysis) -> Iterator[tuple[int, ...]]:
-    """Axis sizes of every head dimension.
-
-    A head dimension is parallel in a product of activations, and a width of a product with parameters.
-    """
+    """Axis sizes of every dimension that is parallel in a product of activations, and a width of parameters."""
     products = [(i, node, b) for i, bounds in enumerate(analysis.bounds) for node, b in bounds.items() if b.rule.flops]
     parameters = [parameter_values(program, analysis, i) for i in range(len(program.blocks))]
     widths: set[int] = set()

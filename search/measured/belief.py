@@ -105,8 +105,5 @@ def expected_gains(found: Belief) -> Floats:
 
 
 def worth_measuring(found: Belief) -> bool:
-    """Whether the chance is notable that some plan is left that is notably faster than the best measured plan.
-
-    The sum of the chances bounds the chance of any (Boole's inequality), so measuring ends late rather than early.
-    """
+    """Whether some plan left may be notably faster. The sum of the chances bounds the chance of any (Boole)."""
     return found.next_plan is not None and float(np.sum(chances(found))) >= DOUBT

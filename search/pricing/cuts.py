@@ -1,8 +1,7 @@
 """Where a program is cut into pipeline stages: by calibrated seconds, by hand, or as its parameters are held.
 
-A call weighs the seconds of its forward and backward pass on one rank for one micro-batch. The seconds are the prices
-of its block (`autopar.cost_model.step.block_prices`), without recomputation and without collectives of ZeRO. A search
-and a plan of given degrees cut by the same weights and the same recursion (`autopar.search.pricing.stage_partition`).
+A call weighs the seconds of its block's passes on one rank for one micro-batch, without recomputation and without
+collectives of ZeRO. A search and a plan of given degrees cut by the same weights and the same recursion.
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,10 +47,7 @@ def call_seconds(works: ProgramWorks, degrees: Degrees, on: Machinery) -> tuple[
 
 
 def seconds_of_calls(works: ProgramWorks, passes: Mapping[str, tuple[float, float]]) -> list[float]:
-    """Seconds of every main call. `passes` has the seconds of every role: of the forward pass, and of both passes.
-
-    A role that covers several calls has all of its seconds at the first of them.
-    """
+    """Seconds of every main call, from each role's forward and both passes. A role of several calls is at the first."""
     return [passes[role][1] if role else 0.0 for role in works.calls]
 
 

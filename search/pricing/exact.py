@@ -27,13 +27,7 @@ from autopar.ir.schedules.registry import SCHEDULES
 from autopar.memo import Memo
 from autopar.search.bounds.lower_bounds import Machinery, pipeline_seconds
 from autopar.search.pricing.cuts import even_cuts, seconds_of_calls
-from autopar.search.pricing.per_stage_recompute import (
-    CallCosts,
-    Recomputed,
-    costs_of,
-    cuts_by_stage,
-    fewest_blocks,
-)
+from autopar.search.pricing.per_stage_recompute import CallCosts, Recomputed, costs_of, cuts_by_stage, fewest_blocks
 from autopar.search.pricing.shared import SharedPrices
 
 NONE, SELECTIVE, FULL = 0, 1, 2  # levels of recomputation, positions in `RECOMPUTE`

@@ -60,10 +60,7 @@ def live_micro_batches(stages: Stages) -> Floats:
 def cuts_by_stage(
     works: ProgramWorks, costs: CallCosts, stages: Stages, *, room_bytes: float
 ) -> tuple[int, ...] | None:
-    """The calls before which stages begin if each stage may hold `room_bytes`. None if nothing fits.
-
-    `stages` says how many stages there are and how they run.
-    """
+    """The calls before which `stages` begin if each stage may hold `room_bytes`. None if nothing fits."""
     live, virtual, calls = live_micro_batches(stages), stages.virtual, works.calls
     is_block = np.array([bool(role) and role not in ENDS for role in calls])
     blocks, of_ends, of_blocks, saved = (
@@ -167,10 +164,7 @@ def fewest_blocks(
 
 
 def _orders(stages: Stages) -> list[list[int]]:
-    """For every rank, the order in which its stages recompute blocks.
-
-    Stages with the most micro-batches come first. Stages with equally many take turns.
-    """
+    """For every rank, the order in which its stages recompute: most micro-batches first, equal ones in turns."""
     live, ranks = live_micro_batches(stages), stages.ranks
     found: list[list[int]] = [[] for _ in range(stages.pp)]
     every = [(-live[s], at, s) for s, own in enumerate(stages.repeated) for at in range(len(own))]

@@ -1,8 +1,4 @@
-"""The prices that candidates of one tensor degree share. Each is computed once for all candidates.
-
-The cost of a block depends on the micro-batch and a few other fields. The cost of a ZeRO gather depends on the places
-of the data-parallel ranks. Both are priced for every combination that occurs, and looked up for each candidate.
-"""
+"""The prices that candidates of one tensor degree share: blocks and gathers, for every combination that occurs."""
 
 from dataclasses import replace
 from functools import cached_property

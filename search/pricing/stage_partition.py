@@ -16,10 +16,7 @@ from autopar.errors import PlanError
 
 
 def partition(weights: Sequence[float], parts: int, *, can_be_alone: Sequence[bool] | None = None) -> tuple[int, ...]:
-    """Cuts of a sequence into contiguous parts with the smallest largest sum.
-
-    Every part has an element that can be alone.
-    """
+    """Cuts into contiguous parts with the smallest largest sum. Every part has an element that can be alone."""
     return _partition(tuple(weights), parts, tuple(can_be_alone or [True] * len(weights)))
 
 
@@ -30,10 +27,7 @@ More = Callable[[int, NDArray[np.int64], NDArray[np.int64]], NDArray[np.float64]
 def partition_with(
     weights: Sequence[float], parts: int, more: More, longest: int, *, can_be_alone: Sequence[bool]
 ) -> tuple[int, ...] | None:
-    """`partition` for parts that take `more` seconds in their place; infinite seconds are illegal.
-
-    Parts have at most `longest` elements. None if there is no such partition.
-    """
+    """`partition` for parts of at most `longest` elements that take `more` seconds in their place, perhaps infinite."""
     anchors = np.concatenate([[0], np.cumsum(can_be_alone)])
     sums = np.concatenate([[0.0], np.cumsum(np.asarray(weights, dtype=np.float64))])
     starts = _starts(sums, anchors, parts, longest, more)

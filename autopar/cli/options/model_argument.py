@@ -38,10 +38,3 @@ Specialise = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-MODEL_DTYPES = {
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "fp8": "bfloat16",
-    "mxfp8": "bfloat16",
-    "fp32": "float32",
-}  # a model's, by precision

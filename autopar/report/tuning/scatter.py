@@ -1,7 +1,6 @@
 """Predicted against measured step times of a measured search, and the believed ones of plans that were not measured.
 
-Both axes are logarithmic and have the same range, so times are equal on the diagonal. A failed trial has no time and
-lies on the lower edge.
+Both axes have the same logarithmic range. A failed trial has no time and lies on the lower edge.
 """
 
 from dataclasses import replace

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from autopar.cost_model.work.block_work import Operator
 from autopar.cost_model.work.recomputable import Recomputable, RecomputableOperator, SavedValue
-from autopar.search.labels.recomputed_operators import best_exchange, fewest_bytes, least_cost, saved_bytes
+from autopar.search.labels.recomputed_operators import best_exchange, fewest_bytes, saved_bytes
 
 ROUNDING = 1e-9
 
@@ -60,27 +60,6 @@ def test_no_set_leaves_fewer_bytes_at_this_cost(made: tuple[Recomputable[float],
 
 
 @settings(max_examples=150, deadline=None)
-@given(blocks(), st.floats(0.0, 1.0))
-def test_no_set_costs_less_with_these_bytes(made: tuple[Recomputable[float], list[float]], part: float) -> None:
-    block, costs = made
-    least = min(saved_bytes(block, one) for one in every_set(block))
-    most = least + part * (saved_bytes(block, ()) - least)
-    found = least_cost(block, costs, most)
-    assert found is not None
-    best = min(cost(costs, one) for one in every_set(block) if saved_bytes(block, one) <= most + ROUNDING)
-    assert saved_bytes(block, found) <= most + 1e-6
-    assert cost(costs, found) == pytest.approx(best)
-
-
-@settings(max_examples=60, deadline=None)
-@given(blocks())
-def test_a_limit_that_no_set_meets_has_no_answer(made: tuple[Recomputable[float], list[float]]) -> None:
-    block, costs = made
-    least = min(saved_bytes(block, one) for one in every_set(block))
-    assert least_cost(block, costs, least - 0.5) is None
-
-
-@settings(max_examples=150, deadline=None)
 @given(blocks(), st.sampled_from([0.0, 0.5, 1.0, 3.0]))
 def test_no_set_exchanges_bytes_better(made: tuple[Recomputable[float], list[float]], worth: float) -> None:
     block, costs = made
@@ -104,9 +83,6 @@ def test_a_recomputed_operator_needs_what_it_takes() -> None:
     assert [saved_bytes(block, again) for again in ((), (1,), (0, 1), (0,))] == [16.0, 9.0, 8.0, 16.0]
     assert fewest_bytes(block, [5.0, 1.0], 10.0) == (0, 1)
     assert fewest_bytes(block, [5.0, 1.0], 5.0) == (1,)
-    assert least_cost(block, [5.0, 1.0], 9.0) == (1,)
-    assert least_cost(block, [5.0, 1.0], 8.0) == (0, 1)
-    assert least_cost(block, [5.0, 1.0], 7.0) is None
 
 
 def test_a_block_without_operators_recomputes_nothing() -> None:
@@ -114,12 +90,8 @@ def test_a_block_without_operators_recomputes_nothing() -> None:
     value = SavedValue(num_bytes=3072.0, maker=None, is_saved=True)
     block: Recomputable[float] = Recomputable(values=(value,), operators=(), other_bytes=128.0)
     assert fewest_bytes(block, [], 1.0) == best_exchange(block, [], 2e7) == ()
-    assert least_cost(block, [], 3200.0) == ()
-    assert least_cost(block, [], 3199.0) is None
 
 
 def test_a_block_without_values_recomputes_nothing() -> None:
     nothing: Recomputable[float] = Recomputable(values=(), operators=(), other_bytes=4.0)
     assert fewest_bytes(nothing, [], 1.0) == ()
-    assert least_cost(nothing, [], 4.0) == ()
-    assert least_cost(nothing, [], 3.0) is None
