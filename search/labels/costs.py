@@ -294,7 +294,7 @@ class DimProblem:
     def _convert(
         self, source: Kind, target: Kind, differentiable: bool, role: str, whole: float, undoes: bool
     ) -> float:
-        """Cost of one conversion in units, which may undo data parallelism. A parameter's gradient has no latency."""
+        """Cost of one conversion in units. The sum of a parameter's gradient has no latency of its own."""
         asked = source, target, differentiable, role, whole, undoes
         if asked not in self.converted:
             self.converted[asked] = self._converted(*asked)
