@@ -33,6 +33,7 @@ _MAX_ELEMENTS, _TRIALS, _SEEN = (
     64,
     2,
 )  # elements of all parameters; runs of the graph; runs of the module with the same answers
+_LARGEST = 1e3  # parameter; a larger one was never initialised
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 3e-4, torch.complex128: 1e-6, torch.complex64: 3e-4}
 _NOT_FOUND = "no random batch without any was found"
 _DROPOUTS = ("dropout", "dropout_", "alpha_dropout", "feature_dropout", "dropout1d", "dropout2d", "dropout3d")
@@ -135,7 +136,7 @@ def _difference(copied: nn.Module, inputs: Any, names: Sequence[str], graph: Gra
                 answers = tuple(bool(traced[name].any()) for name in tests)
                 if seen[answers] < _SEEN and (why := _differs(copied, given, traced, run, trial)):
                     return f"without any, {why}"
-                seen[answers] += 1
+                seen[answers] += bool(traced["loss"].isfinite())  # anything equals a loss that is not
     without = [any(not answers[k] for answers in seen) for k in range(len(tests))]  # with some, the graph is the branch
     return None if all(without) else _NOT_FOUND
 
@@ -213,11 +214,16 @@ def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def _draw(model: nn.Module, state: Mapping[str, Tensor], trial: int) -> None:
-    """Other parameters, some of them large, so that a router prefers few rows. Buffers are as before."""
+    """Other parameters, some of them large, so that a router prefers few rows. Buffers are as before.
+
+    A model that is built for its shapes has any numbers in its parameters. Such numbers count as zeros.
+    """
     for name, tensor in _state(model):
         tensor.copy_(state[name])
-        if isinstance(tensor, nn.Parameter) and tensor.dtype.is_floating_point and trial:
-            tensor.mul_((1.0, 3.0, 0.3)[trial % 3]).add_(torch.randn_like(tensor), alpha=(0.1, 1.0)[trial % 2])
+        if isinstance(tensor, nn.Parameter) and tensor.dtype.is_floating_point:
+            tensor.masked_fill_(~(tensor.abs() < _LARGEST), 0.0)
+            factor, noise = ((1.0, 3.0, 0.3)[trial % 3], (0.1, 1.0)[trial % 2]) if trial else (1.0, 0.0)
+            tensor.mul_(factor).add_(torch.randn_like(tensor), alpha=noise)
 
 
 def _drawn(inputs: Any, trial: int) -> Any:

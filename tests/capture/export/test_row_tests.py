@@ -159,6 +159,20 @@ def test_a_branch_that_gives_something_else_without_rows_is_refused(name: str) -
         capture_program(Layer(OTHERWISE[name]).double(), next(batches()))
 
 
+def doubled(y: Tensor, m: Tensor) -> Tensor:
+    return (2.0 * y if m.any() else y).square().mean()
+
+
+@pytest.mark.parametrize("number", (math.nan, math.inf, 3e38, 1e-30))
+def test_parameters_without_initial_values_hide_no_difference(number: float) -> None:
+    """A command that needs shapes alone builds a model without initial values. Not a number equals anything."""
+    model = Layer(doubled).double()
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, number)
+    with pytest.raises(CaptureError, match=r"without any, .* is another value"):
+        capture_program(model, next(batches()))
+
+
 def test_a_small_difference_of_float32_is_found() -> None:
     model, (batch, *_) = Layer(lambda y, m: y.square().mean() + (1e-5 if m.any() else 0.0)), batches()
     with pytest.raises(CaptureError, match="was tried with none: without any, 'loss' is another value"):

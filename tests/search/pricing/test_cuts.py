@@ -6,20 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from label_cases import program_of
 from planned import make_plan
 from suites import long
 
 import autopar
 from autopar.errors import PlanError
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.degrees import Degrees
-from autopar.ir.plan import Plan
-from autopar.ir.stages import main_calls, stages_by_parameter, stages_of
 from autopar.models.load import resolve_model
 from autopar.planning.degrees import resolve_degrees
-from autopar.planning.fixed import label_plan
-from autopar.search.pricing.cuts import cuts_at, cuts_like
 
 SIZES: Mapping[str, Mapping[str, int]] = {
     "llama3-8b": {"layers": 9, "hidden": 256, "seq_len": 128},
@@ -119,47 +113,14 @@ def test_every_stage_has_a_trained_parameter() -> None:
 
 
 def test_a_model_of_one_block_has_no_stages() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(6, 4))
     with pytest.raises(PlanError, match="the model has 1; use pp = 1, with tp or dp instead"):
-        make_plan(
-            model,
-            ClusterSpec.preset("2xcpu"),
-            (torch.zeros(8, 6), torch.zeros(8, 4)),
-            resolve_degrees({"pp": 2}, 2, 8),
-            loss_fn=torch.nn.functional.mse_loss,
-        )
+        make_plan(OneProduct(), ClusterSpec.preset("2xcpu"), {"x": torch.zeros(8, 6)}, resolve_degrees({"pp": 2}, 2, 8))
 
 
-def planned(degrees: Degrees) -> Plan:
-    cluster = ClusterSpec.preset(f"{degrees.world_size}xcpu")
-    return label_plan(program_of("gpt2", layers=4), cluster, degrees, "gpt2")
+class OneProduct(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 4)
 
-
-def test_cuts_by_hand_and_what_is_wrong_with_them() -> None:
-    program = program_of("gpt2", layers=4)
-    paths = [program.calls[i].path for i in main_calls(program)]
-    found = planned(Degrees(pp=2, micro_batches=4, cut_at=("transformer.h.3",)))
-    assert found.cuts == (paths.index("transformer.h.3"),)
-    assert Plan.from_dict(found.to_dict()) == found
-    with pytest.raises(PlanError, match=r"did you mean 'transformer\.h\.3'"):
-        cuts_at(program, ("transformer.h.33",))
-    with pytest.raises(PlanError, match="name them in the model's order"):
-        cuts_at(program, ("transformer.h.3", "transformer.h.1"))
-
-
-def test_too_many_stages() -> None:
-    with pytest.raises(PlanError, match=r"40 pipeline stages .* the model has 6; use pp × virtual_stages of at most 6"):
-        planned(Degrees(pp=20, schedule="interleaved-1f1b", virtual_stages=2, micro_batches=20))
-
-
-def test_cuts_that_keep_parameters() -> None:
-    """The same program cut again by where its parameters are gives the same stages; another order is refused."""
-    program = program_of("gpt2", layers=4)
-    plan = planned(Degrees(pp=2, schedule="interleaved-1f1b", virtual_stages=2, micro_batches=4))
-    stages = stages_of(program, plan.cuts, plan.recomputed)
-    placed = stages_by_parameter(program, stages)
-    again = stages_of(program, cuts_like(program, placed, 4), plan.recomputed)
-    assert [s.parameters for s in again] == [s.parameters for s in stages]
-    swapped = {name: tuple(3 - s for s in held) for name, held in placed.items()}
-    with pytest.raises(PlanError, match=r"which stage . holds"):
-        cuts_like(program, swapped, 4)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).square().mean()
