@@ -13,6 +13,7 @@ import pytest
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "tiny"))  # models, comparisons and `suites` are imported by their own names
 # Files of minutes, and folders of such, the longest first: one that a worker takes last keeps the others waiting.
+SHORT = "not long"  # the tests of `make test`, as pyproject.toml has it
 LONG_FIRST = (
     "integration/test_pipelines.py",
     "families/test_gloo.py",
@@ -57,11 +58,13 @@ atexit.register(shutil.rmtree, _captures, ignore_errors=True)
 if "torch" in sys.modules:  # a plugin was earlier: the environment comes too late
     sys.modules["torch"].set_num_threads(1)
 
-try:
-    import hypothesis
-except ModuleNotFoundError:  # the bare-core run has no hypothesis
-    pass
-else:
-    hypothesis.settings.register_profile("local", deadline=None)
-    hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
-    hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The short suite draws the same examples every time. The long tests draw others, unless CI runs them."""
+    try:
+        import hypothesis
+    except ModuleNotFoundError:  # the bare-core run has no hypothesis
+        return
+    is_fixed = config.getoption("markexpr") == SHORT or bool(os.environ.get("CI"))
+    hypothesis.settings.register_profile("autopar", deadline=None, derandomize=is_fixed, print_blob=is_fixed)
+    hypothesis.settings.load_profile("autopar")

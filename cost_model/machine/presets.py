@@ -13,8 +13,6 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.cluster_file import profile_file
 from autopar.ir.device import DeviceType
 
-_loaded = functools.cache(load_profile)
-
 
 @functools.cache
 def shipped_profiles() -> dict[str, DeviceProfile]:
@@ -48,6 +46,11 @@ def device_profile(device: str, device_type: DeviceType = "cuda") -> DeviceProfi
         "measure it"
     )
     return replace(default, notes=(note,))
+
+
+@functools.cache
+def _loaded(path: Path) -> DeviceProfile:
+    return load_profile(path)
 
 
 def cluster_profile(cluster: ClusterSpec, device: str) -> DeviceProfile:
