@@ -28,11 +28,8 @@ BUFFER = "buffer "
 TEST = "test of rows "  # an output with this prefix is true if the test found a row
 _SAME = SAME_ELEMENTS | {"view", "reshape", "squeeze", "unsqueeze", "flatten", "_unsafe_view"}
 _COMPARED = ("eq", "ne", "lt", "le", "gt", "ge")
-_MAX_ELEMENTS, _TRIALS, _SEEN = (
-    2**24,
-    64,
-    2,
-)  # elements of all parameters; runs of the graph; runs of the module with the same answers
+_MAX_ELEMENTS, _TRIALS = 2**24, 64  # elements of all parameters; runs of the graph
+_SEEN = 16  # runs of the module with the same answers
 _LARGEST = 1e3  # parameter; a larger one was never initialised
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 3e-4, torch.complex128: 1e-6, torch.complex64: 3e-4}
 _NOT_FOUND = "no random batch without any was found"
@@ -136,7 +133,8 @@ def _difference(copied: nn.Module, inputs: Any, names: Sequence[str], graph: Gra
                 answers = tuple(bool(traced[name].any()) for name in tests)
                 if seen[answers] < _SEEN and (why := _differs(copied, given, traced, run, trial)):
                     return f"without any, {why}"
-                seen[answers] += bool(traced["loss"].isfinite())  # anything equals a loss that is not
+                if traced["loss"].isfinite():  # else any branch is equal
+                    seen[answers] += 1
     without = [any(not answers[k] for answers in seen) for k in range(len(tests))]  # with some, the graph is the branch
     return None if all(without) else _NOT_FOUND
 
