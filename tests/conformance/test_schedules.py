@@ -252,7 +252,7 @@ def test_its_own_bound_is_never_above_the_replay(schedule: str) -> None:
         forward, backward = (np.array([some.uniform(0.5, 2.0) for _ in range(p)]) for _ in range(2))
         for message in (0.0, 0.1):
             whole = simulate(actions(schedule, p, v, n), unequal(forward, backward, message)).step_s
-            bound = known.step_bound(pass_seconds(n, forward, backward, 2 * (p - 1) * message))
+            bound = known.step_bound(replace(pass_seconds(n, forward, backward), messages=2 * (p - 1) * message))
             assert bound <= whole * (1 + 1e-12), (p, n, message)
             if known.step_bound_is_exact and message == 0:
                 assert bound == pytest.approx(whole, rel=1e-12)
