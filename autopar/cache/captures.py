@@ -61,17 +61,21 @@ def captured_model(
     specialise: bool = False,
     precision: str | None = None,
     cluster: ClusterSpec | None = None,
+    staged: bool = False,
 ) -> CapturedModel:
     """The model that `spec` names, captured, or its capture of an earlier time in `folder` (None: keep nothing).
 
-    The cluster decides the precision of a factory's model, if none is named. Other arguments and errors are those of
-    `autopar.models.load.resolve_model` and `autopar.capture.any_size.capture`.
+    The cluster decides the precision of a factory's model, if none is named. `staged` is for such a model, since all
+    others have numbered layers. Other arguments and errors are those of `autopar.models.load.resolve_model` and
+    `autopar.capture.any_size.capture`.
     """
     if is_factory(spec):
         found = resolve_model(spec, layers=layers, hidden=hidden, seq_len=seq_len, dtype=dtype)
 
         def capture(precision: str | None) -> CapturedModel:
-            return _captured_now(found, None, training=training, specialise=specialise, precision=precision)
+            return _captured_now(
+                found, None, training=training, specialise=specialise, precision=precision, staged=staged
+            )
 
         from autopar.planning.fixed import program_for
         from autopar.planning.labels import LABELLED
@@ -125,7 +129,13 @@ def captured_model(
 
 
 def _captured_now(
-    found: ResolvedModel, batch: int | None, *, training: bool, specialise: bool, precision: str | None
+    found: ResolvedModel,
+    batch: int | None,
+    *,
+    training: bool,
+    specialise: bool,
+    precision: str | None,
+    staged: bool = False,
 ) -> CapturedModel:
     from autopar.capture.any_size import capture
     from autopar.capture.export.export import input_names
@@ -141,6 +151,7 @@ def _captured_now(
         training=training,
         specialise=specialise,
         precision=precision,
+        staged=staged,
     )
     from_factory = found.kind == "factory"
     digest = None if from_factory or made.record is None else digest_of(made.record)

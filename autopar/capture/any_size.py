@@ -41,8 +41,9 @@ def capture(
     training: bool = True,
     specialise: bool = False,
     precision: str | None = None,
+    staged: bool = False,
 ) -> Capture:
-    """Capture a model for any batch size, with the arguments and errors of `capture_program`.
+    """Capture a model for any batch size, with the arguments and errors of `capture_program`, and `staged` of `CaptureRequest`.
 
     The result keeps the model and its inputs, because some sizes need another capture.
     """
@@ -53,6 +54,7 @@ def capture(
         training=training,
         reading=Reading(specialise=specialise),
         products=products_of(precision),
+        staged=staged,
     )
     return captured(asked, batch)
 

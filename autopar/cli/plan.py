@@ -101,6 +101,7 @@ def plan(
         capture = partial(
             captured_model, model, folder=cache_folder(), specialise=specialise, cluster=spec, layers=layers,
             hidden=hidden, seq_len=options.seq_len, dtype=None if is_own else "float32",
+            staged=asked.is_staged,
         )  # fmt: skip
         found = _best(partial(_captured_and_searched, capture, spec, options, measured, on_progress), asked, spec)
     if out is not None and found.plan is not None:

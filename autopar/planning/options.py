@@ -214,6 +214,12 @@ class PlanOptions:
         also, _ = checked_values({dimension: value for dimension, (_, value) in given.items()})
         return {**fixed, **also}, forbidden
 
+    @property
+    def is_staged(self) -> bool:
+        """Whether every plan that is asked for has pipeline stages."""
+        fixed, forbidden = self.narrowing()
+        return 1 not in fixed.get("pp", (1,)) or 1 in forbidden.get("pp", ())
+
     def check_search(self, num_devices: int) -> None:
         """Check everything that a search can check without the model."""
         from autopar.search.driver.study import study_place

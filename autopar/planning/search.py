@@ -185,7 +185,8 @@ def captured_as_asked(
     captured, precision, notes = in_precision_of(
         asked.precision, model, cluster,
         lambda precision: capture(
-            model, example_inputs, batch=LABELLED_DP, loss_fn=loss_fn, specialise=specialise, precision=precision
+            model, example_inputs, batch=LABELLED_DP, loss_fn=loss_fn, specialise=specialise, precision=precision,
+            staged=asked.is_staged,
         ),
         lambda captured: program_for(captured, LABELLED),
     )  # fmt: skip

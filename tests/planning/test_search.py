@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from searched_models import BATCH, LAYERS, model, small, tokens
+from torch import nn
 
 import autopar
 from autopar.cost_model.machine.fitted_constants import usable_bytes
@@ -169,6 +171,25 @@ def test_out_of_time_there_is_still_a_plan() -> None:
     shown = [one.value for one in (*found.others, *found.baselines) if one.fits]
     assert len(shown) > 3 and found.best.value <= min(shown)
     assert found.bound == 0.0 and not found.is_proven
+
+
+class ByName(nn.Module):
+    """Two layers of one width, with names and no numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).relu()).square().mean()
+
+
+@pytest.mark.parametrize(("narrow", "stages"), [({"fix": {"pp": (2, 4)}}, 2), ({"forbid": {"pp": 1}}, 2), ({}, 1)])
+def test_a_model_without_numbers_has_stages_where_every_plan_has(narrow: Any, stages: int) -> None:
+    inputs = {"x": torch.zeros(4, 8)}
+    found = autopar.plan(ByName(), "2xcpu", example_inputs=inputs, global_batch=4, **narrow)
+    assert found.plan is not None and found.plan.degrees.pp == stages
+    check_plan(found.plan, capture_for(ByName(), inputs, found.plan.degrees), 2)
 
 
 def test_a_study_keeps_the_trials(tmp_path: Path) -> None:
