@@ -4,6 +4,7 @@ import atexit
 import logging
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -38,6 +39,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _place(path: str) -> int:
     return next((i for i, name in enumerate(LONG_FIRST) if path.startswith(name)), len(LONG_FIRST))
 
+
+# A shell lets a job in the background ignore Ctrl-C, and so do the processes that it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before torch or transformers are imported, here or in the processes a test starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -146,13 +146,14 @@ def _bounds_before(
     chosen = chosen_from(node)
     if chosen is not None:
         mask, first_if = _chooser(node, name)
+        numbers = [each for each in chosen if not isinstance(each, fx.Node)]
+        are_allowed = all(isinstance(number, (int, float)) and found.allows(number) for number in numbers)
         bounds = [
-            (each, _unless_replaced(each, mask, found, kept_if=first_if == (k == 0)))
+            (each, _unless_replaced(each, mask, found, kept_if=first_if == (k == 0), may_replace=are_allowed))
             for k, each in enumerate(chosen)
             if isinstance(each, fx.Node)
         ]
-        numbers = [each for each in chosen if not isinstance(each, fx.Node)]
-        return bounds, all(isinstance(number, (int, float)) and found.allows(number) for number in numbers)
+        return bounds, are_allowed
     is_integer = not node.meta["info"].dtype.is_floating_point  # fractions may pass an end that integers do not
     if name == "mul":
         bounds, are_enough = _bounds_of_factors(node, found)
@@ -251,35 +252,50 @@ def _chooser(node: fx.Node, name: str) -> tuple[Any, bool]:
     return (mask_among_indices(node), False) if name == "index_put" else (None, False)
 
 
-def _unless_replaced(operand: fx.Node, mask: Any, found: ValueRange, *, kept_if: bool) -> ValueRange:
+def _unless_replaced(
+    operand: fx.Node, mask: Any, found: ValueRange, *, kept_if: bool, may_replace: bool = True
+) -> ValueRange:
     """The bounds of an operand whose elements are read only at positions where `mask` has the value `kept_if`.
 
-    If the mask compares the operand itself with a number, some values are never read.
+    If the mask compares the operand itself with a number, or a value that is the operand but for an added number, some
+    values are never read. Without `may_replace` these values are not allowed, since what replaces them is not.
     """
     while isinstance(mask, fx.Node) and _operator_name(mask) in ("logical_not", "bitwise_not"):
         mask, kept_if = mask.args[0], not kept_if
     if not isinstance(mask, fx.Node) or mask.op != "call_function" or len(mask.args) < 2:
         return found
     compared, number = mask.args[:2]
-    if (
-        not isinstance(compared, fx.Node)
-        or before_copies(compared) is not before_copies(operand)
-        or not isinstance(number, int)
-    ):
+    if not isinstance(compared, fx.Node) or not isinstance(number, int):
         return found
+    (base, step), (other, passed) = _shifted(operand), _shifted(compared)
+    if base is not other:
+        return found
+    number += step - passed
     name = operator_name(mask)
     kept = {"ge": "lt", "lt": "ge", "gt": "le", "le": "gt", "eq": "ne", "ne": "eq", "not_equal": "eq"}
     name = name if kept_if else kept.get(name, "")  # the comparison that an element meets if it is read
     if name in ("ne", "not_equal"):
-        return found.also(number)
+        return found.also(number) if may_replace else found
     least = {"ge": number, "gt": number + 1}.get(name)
     most = {"lt": number - 1, "le": number}.get(name)
+    if not may_replace:
+        return found.between(max(found.low, -inf if least is None else least),
+                             min(found.high, inf if most is None else most + 1))  # fmt: skip
     lower = -inf if least is not None and least >= found.low else found.low
     upper = inf if most is not None and most < found.high else found.high
     return found.between(lower, upper)
 
 
 # ---- nodes ----
+
+
+def _shifted(node: fx.Node) -> tuple[fx.Node, int]:
+    """The value of which a node is a copy plus an integer, and that integer."""
+    node = before_copies(node)
+    operand, number = node.args[:2] if _operator_name(node) in ("add", "sub") and not node.kwargs else (node, 0)
+    if not isinstance(operand, fx.Node) or not isinstance(number, int):
+        return node, 0
+    return before_copies(operand), number if _operator_name(node) == "add" else -number
 
 
 def _operator_name(node: fx.Node) -> str | None:

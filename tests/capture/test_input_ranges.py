@@ -198,6 +198,21 @@ def test_a_skipped_value_that_another_operator_reads_is_not_allowed() -> None:
     assert found.ignored == {-100} and not found.allows(-100)
 
 
+class Offsets(nn.Module):
+    """Positions within each sample, read from all samples in one row after another, and places counted from the end."""
+
+    def forward(self, x: torch.Tensor, place: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        samples, length, width = x.shape
+        rows = x.reshape(samples * length, width)[(place + torch.arange(samples)[:, None] * length).flatten()]
+        return rows.square().mean() + x[:, 0].gather(1, torch.where(last <= -1, last + width, last)).mean()
+
+
+def test_negative_indices_are_of_the_sample_or_not_allowed() -> None:
+    """`place` must not be negative, which is another sample's row; `last` may be."""
+    inputs = {"x": torch.ones(4, 6, 8), "place": ints(4, 3), "last": ints(4, 2)}
+    assert bounds(Offsets(), inputs) == {"place": (0, 6), "last": (-8, 8)}
+
+
 def test_a_contradiction_names_both_operators() -> None:
     program = capture_program(Contradiction(), {"ids": ints(4)})
     with pytest.raises(InputError, match=r"'ids'.*second:embedding:0 reads 0 to 3.*first:embedding:0 reads 0 to 3"):

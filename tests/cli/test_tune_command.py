@@ -113,7 +113,6 @@ def test_sigint_ends_all_ranks_and_a_second_run_goes_on(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
     )
     assert process.stdout is not None
