@@ -43,9 +43,9 @@ def capture(
     precision: str | None = None,
     staged: bool = False,
 ) -> Capture:
-    """Capture a model for any batch size, with the arguments and errors of `capture_program`, and `staged` of `CaptureRequest`.
+    """Capture a model for any batch size, with the arguments and errors of `capture_program`.
 
-    The result keeps the model and its inputs, because some sizes need another capture.
+    `staged` is that of `CaptureRequest`. The result keeps the model and its inputs, because some sizes need another capture.
     """
     asked = CaptureRequest(
         model=in_precision(model, precision),
