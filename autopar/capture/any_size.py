@@ -45,7 +45,7 @@ def capture(
 ) -> Capture:
     """Capture a model for any batch size, with the arguments and errors of `capture_program`.
 
-    `staged` is that of `CaptureRequest`. The result keeps the model and its inputs, because some sizes need another capture.
+    The result keeps the model and its inputs, because some sizes need another capture. `staged` is of `CaptureRequest`.
     """
     asked = CaptureRequest(
         model=in_precision(model, precision),
