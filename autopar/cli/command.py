@@ -66,12 +66,12 @@ def _option_parameters(*, is_search: bool) -> list[inspect.Parameter]:
     panel = _SEARCHED if is_search else _PANEL
     found = []
     for field in command_options().values():
-        names = [flag(field.name)]
-        if "bool" in str(field.type):
-            names = [f"{names[0]}/--no-{names[0][2:]}"]
+        name, place, metavar = flag(field.name), panel, None
+        if "bool" in str(field.type):  # its two long names would squeeze the texts of all options in the panel
+            name, place, metavar = f"{name}/--no-{name[2:]}", f"{_PANEL}, yes or no", ""
         default = "" if is_search and field.metadata["is_searched"] else field.metadata["default"]
         text = f"{field.metadata['help']} (default: {default})" if default else field.metadata["help"]
-        option = typer.Option(*names, help=text, rich_help_panel=panel, show_default=False)
+        option = typer.Option(name, help=text, rich_help_panel=place, show_default=False, metavar=metavar)
         found.append(_parameter(field.name, Annotated[field.type, option], None))
     return found
 

@@ -1,6 +1,7 @@
 """Printing: names from the user are shown unchanged, and tables are whole on a narrow terminal."""
 
 import io
+import re
 
 import pytest
 from rich.console import Group
@@ -13,6 +14,7 @@ from autopar.cli.app import COMMANDS, app_of
 from autopar.cli.output import console, table
 
 WIDTH = 80
+LEAST_TEXT = 32  # columns of an option's text in the help
 SMALL = ("--layers", "2", "--hidden", "64", "--seq-len", "16")
 SHOWN = [
     ("models",),
@@ -94,3 +96,5 @@ def test_commands_are_whole_on_a_narrow_terminal(words: tuple[str, ...], monkeyp
 def test_help_is_whole_on_a_narrow_terminal(command: str) -> None:
     shown = CliRunner().invoke(app_of([command]), [command, "--help"], env={"COLUMNS": "80"}).stdout
     assert "…" not in shown and max(map(len, shown.splitlines())) <= WIDTH
+    before_texts = re.findall(r"(?m)^│ .*?<[\w\[\]]+> +|^│ .* --no-[\w-]+ +", shown)
+    assert before_texts and WIDTH - max(map(len, before_texts)) >= LEAST_TEXT
