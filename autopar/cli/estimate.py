@@ -13,6 +13,7 @@ from autopar.cli.options.search_options import Measured, Profile
 from autopar.cli.output import console, print_json, progress, table
 from autopar.cli.results.estimate_trace import Correct, Trace, check_trace_options, compared, show_trace, trace_to_dict
 from autopar.cost_model.machine.fitted_constants import usable_in_words
+from autopar.cost_model.parts import MEMORY
 from autopar.errors import InputError, Problem
 from autopar.files.strict_text import read_text, values_of
 from autopar.ir.cluster import ClusterSpec
@@ -190,6 +191,7 @@ def _show(made: "Estimate") -> None:
             f"{readable_bytes(made.peak_bytes)} of {readable_bytes(made.device_bytes)} "
             f"({_between(made.peak_interval_bytes, readable_bytes)})",
         ),
+        ("without the cache", readable_bytes(made.peak_bytes - made.memory_bytes[MEMORY["cache"]])),
     ]
     if made.host_bytes:
         rows.append(("host memory of a device", readable_bytes(made.host_bytes)))

@@ -35,7 +35,7 @@ from autopar.memo import Memo
 from autopar.planning.degrees import resolve_degrees
 from autopar.planning.machine import ENGINE, own_machinery
 from autopar.planning.recomputed import decided, with_recomputed, without_unread
-from autopar.report.explain import summarise
+from autopar.report.explain import other_size, summarise
 from autopar.search.labels.check import check
 from autopar.search.labels.result import Labelling
 from autopar.search.pricing.cuts import call_seconds, choose_cuts, cuts_like
@@ -460,6 +460,11 @@ def check_plan(plan: Plan, program: Program, world_size: int, local_batch: int |
         theirs = [b.signature for b in plan.blocks]
         ours = [b.signature for b in program.blocks]
         differing = [b.name for b, s in zip(program.blocks, theirs, strict=False) if b.signature != s]
+        if other := other_size(program, plan.summary):
+            raise PlanError(
+                f"the plan was made for another size of the model ({plan.model or 'unnamed'}): {other}; give the "
+                "options that size it here as well (--layers, --hidden), or plan again for this model"
+            )
         raise PlanError(
             f"the plan was made for another model ({plan.model or 'unnamed'}): "
             + (

@@ -1,6 +1,7 @@
 """From a program and its plan to a summary: split axes, collectives of the generated code, operators without a rule."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import prod
 
@@ -79,7 +80,7 @@ def _parameters(program: Program, plan: Plan) -> Iterator[ParameterSummary]:
         if name in uses:
             block, port, operator = uses[name]
             types = tuple(plan.blocks[block].ports[port])
-            key = (re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name, count=1), info.shape, types, operator)
+            key = (_starred(name), info.shape, types, operator)
             found[key] = found.get(key, 0) + 1
     for (name, shape, types, operator), count in found.items():
         dims = [one for one in zip(plan.mesh.names, plan.mesh.degrees, types, strict=True) if one[1] > 1]
@@ -89,6 +90,24 @@ def _parameters(program: Program, plan: Plan) -> Iterator[ParameterSummary]:
             ranks = plan.degrees.shard_ranks // prod(n for m, n, t in dims if m == "ep" and t.kind == "S")
             split |= dict.fromkeys(shares, f"sharded over {ranks} (ZeRO-3)")
         yield ParameterSummary(name=name, num_copies=count, shape=shape, split=split)
+
+
+def other_size(program: Program, summary: Summary | None) -> str:
+    """The first parameter that a plan's summary has in another size or number than this model, in words."""
+    ours = Counter((_starred(name), info.shape) for name, info in program.parameters.items())
+    theirs = Counter[tuple[str, tuple[int, ...]]]()
+    for one in () if summary is None else summary.parameters:
+        theirs[one.name, one.shape] += one.num_copies
+    for (name, shape), count in theirs.items():
+        here = [f"{number} of shape {list(size)}" for (own, size), number in ours.items() if own == name]
+        if here and ours[name, shape] != count:
+            return f"{name}: {count} of shape {list(shape)} there, {' and '.join(here)} here"
+    return ""
+
+
+def _starred(name: str) -> str:
+    """A name with ``*`` for its first number."""
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name, count=1)
 
 
 def _first_uses(program: Program) -> dict[str, tuple[int, str, str]]:

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from run import autopar, json_of, refused
 
+from autopar.ir.explanation import readable_bytes
+
 SMALL = ("--layers", "2", "--hidden", "64", "--seq-len", "64")
 
 
@@ -39,7 +41,12 @@ def test_a_plan_file_has_the_model_and_the_degrees(tmp_path: Path) -> None:
     assert made["step_s"] == pytest.approx(found["best"]["step_s"], rel=0.02)
     assert (made["precision"], made["sequence"], made["global_batch"], made["degrees"]["tp"]) == ("bf16", 64, 8, 2)
     assert "the plan file decides this" in refused("estimate", str(path), "-c", "4xh100", "--tp", "2")
-    assert "made for another model" in refused("estimate", str(path), "-c", "4xh100", "--layers", "3", "--hidden", "64")
+    message = refused("estimate", str(path), "-c", "4xh100", "--layers", "3", "--hidden", "64")
+    assert "made for another size" in message and "--layers, --hidden" in message
+    assert "transformer.h.*.ln_1.weight: 2 of shape [64] there, 3 of shape [64] here" in message
+    assert (
+        readable_bytes(found["best"]["needed_bytes"]) in autopar("estimate", str(path), "-c", "4xh100", *sizes).stdout
+    )
     path.write_text(path.read_text().replace('"model": "gpt2"', '"model": "Own"'))
     assert "is of Own, which is no preset and no factory" in refused("estimate", str(path), "-c", "4xh100")
 

@@ -81,13 +81,13 @@ def test_plan_for_another_world_model_or_schema(tmp_path: Path, plan_of_two: Pat
         assert "is not JSON" in refused("verify", "llama3-8b", "-n", "2", "--plan", str(other))
 
 
-@pytest.mark.parametrize(("layers", "says"), [("3", "made for another model"), ("2", "blocks")])
+@pytest.mark.parametrize(("layers", "says"), [("3", "3 of shape [64, 64] here"), ("2", "[512, 128] here")])
 def test_plan_of_another_model_is_refused_before_ranks_start(plan_of_two: Path, layers: str, says: str) -> None:
     hidden = "64" if layers == "3" else "128"
     message = refused(
         "verify", "llama3-8b", "-n", "2", "--plan", str(plan_of_two), "--layers", layers, "--hidden", hidden
     )
-    assert says in message and "plan again" in message
+    assert says in message and "plan again" in message, message
 
 
 def test_a_plan_of_a_float64_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
