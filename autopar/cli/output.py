@@ -56,27 +56,28 @@ def _descriptor(stream: TextIO) -> int | None:
         return None
 
 
-def console(*, stderr: bool = False) -> Console:
+def console(*, stderr: bool = False) -> "Screen":
     """A console; where there is no terminal, wide enough that tables are not cut, whatever ``COLUMNS`` says of one."""
     own = _own.get() or sys.stdout
     if own.isatty() and isinstance(sys.stdout, FileProxy):  # a spinner runs, above which this prints
         own = sys.stdout
     stream = sys.stderr if stderr else own
     width = None if stream.isatty() else WIDTH_WITHOUT_TERMINAL
-    return _Screen(file=stream, width=width, markup=False, highlight=False, emoji=False)  # mine:factory: is no picture
+    return Screen(file=stream, width=width, markup=False, highlight=False, emoji=False)  # mine:factory: is no picture
 
 
-class _Screen(Console):
+class Screen(Console):
     """A console on which the further lines of a long text stand further right than its first line."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         if not options.get("soft_wrap"):
-            objects = tuple(map(self._hanging, objects))
+            objects = tuple(map(self.hanging, objects))
         super().print(*objects, **options)
 
-    def _hanging(self, text: Any) -> Any:
+    def hanging(self, text: Any) -> Any:
+        """A text or a group as `print` shows it. A live display needs it, which renders by itself."""
         if isinstance(text, Group):
-            return Group(*map(self._hanging, text.renderables))
+            return Group(*map(self.hanging, text.renderables))
         if not isinstance(text, str | Text):
             return text
         lines: list[Text] = []

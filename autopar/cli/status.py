@@ -52,11 +52,12 @@ def status(
             return
         from rich.live import Live
 
-        with Live(_shown(now), console=console(), auto_refresh=False) as screen:
+        out = console()
+        with Live(out.hanging(_shown(now)), console=out, auto_refresh=False) as screen:
             while now.state != "done":
                 time.sleep(interval)
                 now = run_status(run)
-                screen.update(_shown(now), refresh=True)
+                screen.update(out.hanging(_shown(now)), refresh=True)
 
 
 def _shown(now: "RunStatus") -> "Group":

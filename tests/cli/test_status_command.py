@@ -48,6 +48,15 @@ def test_following_ends_with_the_run(folder: Path) -> None:
     assert "step 8 of 9" in autopar("status", str(folder), "--follow").stdout
 
 
+def test_long_lines_hang_while_following(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autopar.cli.output.WIDTH_WITHOUT_TERMINAL", 80)
+    extra = {f"a measure with a long name, number {number}": 1.0 for number in range(3)}
+    run = write(tmp_path / "run", [start(), line(1, 4.0, extra=extra), end()])
+    once = autopar("status", str(run)).stdout
+    assert "\n    " in once  # the rest of a long line
+    assert autopar("status", str(run), "--follow").stdout.splitlines() == once.splitlines()
+
+
 @pytest.mark.parametrize("before", [[], [start(), line(0)], [start(), line(0), end("OutOfMemoryError")]])
 def test_following_waits_for_the_next_start(
     before: list[Line | Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
