@@ -385,7 +385,7 @@ def _replan(origin: OriginalModel, job: _Job, program: Program, plan: Plan) -> R
         with autocast_as(around):
             again = capture_for(
                 model, example, own, loss_fn,
-                training=wanted.training, specialise=job.specialise, buffers=base.buffers,
+                training=wanted.training, specialise=job.specialise, buffers=base.buffers, decided=wanted.decided,
             )  # fmt: skip
         origin.watch(again.reads)
         cluster, name = job.cluster, type(model).__name__

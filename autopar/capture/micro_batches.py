@@ -17,11 +17,11 @@ first summed over all micro-batches (`autopar.capture.passes.batch_sums`). They 
 may follow. A loss may be a sum of terms of both powers (`autopar.capture.passes.loss_terms`).
 
 A decision may be a function of one extreme over the batch, such as `any` or `max`: micro-batches that decide alike are
-a batch that decides so.
+a batch that decides so. If the function rises or falls (`extreme_of`), they need not decide alike.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -30,14 +30,17 @@ from torch import fx
 
 from autopar._torch.operators import aten
 from autopar.capture.analysis import Analysis
-from autopar.capture.nodes import ARITHMETIC, copies, operator_name, output_nodes, shape
+from autopar.capture.nodes import ARITHMETIC, SAME_ELEMENTS, copies, operator_name, output_nodes, shape
 from autopar.ir.program import Block, CallSite, Program
 from autopar.rules.operators import OVER_MICRO_BATCHES
 from autopar.rules.rule import Call, Spec
 from autopar.rules.variants import Bound
 
 MEAN_REDUCTION = 1
-_EXTREMES = frozenset(["any", "all", "max", "min", "amax", "amin"])
+_LARGEST, _LEAST = frozenset(["any", "max", "amax"]), frozenset(["all", "min", "amin"])
+_RISING = SAME_ELEMENTS | {"unsqueeze", "squeeze", "view", "reshape", "gt", "ge", "add", "sub"}
+_FALLING = frozenset(["lt", "le", "logical_not", "neg"])
+Extreme = Callable[[Iterable[tuple[float, ...]]], tuple[float, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +153,26 @@ def _deciding(program: Program, block: Block, call: CallSite) -> set[fx.Node]:
         is_plain = node.op == "call_function" and len(node.all_input_nodes) == 1
         if is_plain and node not in others and alone.issuperset(users):
             alone.add(node)
-    return {node for node in alone if operator_name(node) in _EXTREMES and prod(shape(node)) == 1}
+    return {node for node in alone if operator_name(node) in _LARGEST | _LEAST and prod(shape(node)) == 1}
+
+
+def extreme_of(program: Program, decision: str) -> Extreme | None:
+    """`max` or `min`, if this one of the micro-batches' values of a decision is the batch's value. None if neither is.
+
+    The decision must rise or fall with one extreme over the batch.
+    """
+    call = next((call for call in program.calls if decision in call.results), None)
+    node = None if call is None else output_nodes(program.blocks[call.block].graph)[call.results.index(decision)]
+    rises = True
+    while isinstance(node, fx.Node) and node.op == "call_function":
+        name = operator_name(node)
+        if name in _LARGEST | _LEAST:
+            return None if prod(shape(node)) > 1 else max if rises == (name in _LARGEST) else min
+        if name not in _RISING | _FALLING or len(node.all_input_nodes) > 1:
+            return None
+        rises ^= name in _FALLING
+        node = node.args[0]
+    return None
 
 
 def _added_to(program: Program, block: Block, call: CallSite) -> set[str]:

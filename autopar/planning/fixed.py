@@ -24,7 +24,7 @@ from autopar.errors import InfeasibleError, PlanError, did_you_mean
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program
+from autopar.ir.program import Decision, Program
 from autopar.ir.schedules.registry import schedule_problems
 from autopar.ir.sharding import Dims, I, Type
 from autopar.ir.stages import check_stages, stages_of
@@ -108,11 +108,12 @@ def capture_for(
     training: bool = True,
     specialise: bool = False,
     buffers: Callable[[str], "torch.Tensor"] | None = None,
+    decided: "Mapping[tuple[str, int], Decision] | None" = None,
 ) -> Program:
     """The program at the global micro-batch of `degrees`.
 
-    `buffers` gives the values that the model reads of buffers on meta. With a precision, parameters and floating inputs
-    have its dtype.
+    `buffers` gives the values that the model reads of buffers on meta, and `decided` what a whole step decides. With a
+    precision, parameters and floating inputs have its dtype.
 
     Raises `PlanError` if accumulation would change the loss and `degrees` do not accept that.
     """
@@ -126,7 +127,7 @@ def capture_for(
         inputs=inputs_in_precision(example_inputs, degrees.precision),
         loss_fn=loss_fn,
         training=training,
-        reading=Reading(specialise=specialise, buffers=buffers),
+        reading=Reading(specialise=specialise, buffers=buffers, decided=decided or {}),
         products=products_of(degrees.precision),
         staged=degrees.pp > 1,
     )

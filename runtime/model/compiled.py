@@ -173,7 +173,7 @@ def compile_program(
         streams=streams,
         device=device,
         indices=IndexCheck(program, code),
-        decisions=DecisionCheck(program, code),
+        decisions=DecisionCheck(program, code, per_micro_batch=plan.degrees.per_micro_batch),
     )
 
 

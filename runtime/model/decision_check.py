@@ -1,19 +1,23 @@
 """The decisions of a batch before a step: a program runs it only if it decides what this program's batch decided.
 
 A model that was captured with ``specialise=True`` has read values of its inputs, and took a branch by them. The graph
-has this branch only. All ranks compute these values of every global micro-batch, in the code that the step runs.
-`autopar.runtime.model.shape_cache` then takes the program of the batch's decisions, or captures the model again. A
-value of buffers is computed with the program's constants.
+has this branch only. All ranks compute these values of every global micro-batch, in the code that the step runs. The
+step's value of an extreme, such as `any` or `max`, is the largest or the least of its micro-batches' values.
+`autopar.runtime.model.shape_cache` then takes the program of these decisions, or captures the model again. A value of
+buffers is computed with the program's constants.
 """
 
 import math
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
 from autopar._torch.private import pytree
+from autopar.capture.micro_batches import Extreme, extreme_of
 from autopar.errors import short_repr
 from autopar.ir.program import Decision, Program
 from autopar.runtime.distributed.mesh import named_ranks
@@ -26,27 +30,45 @@ Found = tuple[float, ...]  # the numbers that a batch gives to one decision
 class DecisionCheck:
     """Compares the decisions of a batch with the decisions of one program."""
 
-    def __init__(self, program: Program, code: KnownCode) -> None:
-        self._program, self._code = program, code
+    def __init__(self, program: Program, code: KnownCode, *, per_micro_batch: bool) -> None:
+        self._program, self._code, self._per_micro_batch = program, code, per_micro_batch
 
     @cached_property
     def _parts(self) -> list[Part]:
         return self._code.parts(results=[decision.name for decision in self._program.decisions])
 
+    @cached_property
+    def _extremes(self) -> list[Extreme | None]:
+        names = [decision.name for decision in self._program.decisions]
+        return [None if self._per_micro_batch else extreme_of(self._program, name) for name in names]
+
     @torch.no_grad()
     def values(self, micro_batches: Sequence[Values], constants: Values) -> list[list[Found]]:
-        """What every micro-batch gives to the decisions, up to the first that differs from the program's. Collective.
+        """What a step gives to the decisions, up to the first that differs from the program's. Collective.
 
-        A value behind this one is not the model's, which would have taken another branch.
+        A value behind this one is not the model's, which would have taken another branch. There is a list for every
+        micro-batch if values of micro-batches differ that no extreme joins.
         """
         found = []
         for micro_batch in micro_batches:
             values = {**constants, **{name: value.to(self._code.device) for name, value in micro_batch.items()}}
             for part in self._parts:  # all parts run in any case: their code may have collectives
                 part.run(values)
-            own = [tuple(values[decision.name].reshape(-1).tolist()) for decision in self._program.decisions]
-            found.append(own[: _first_different(self._program.decisions, own) + 1])
-        return found
+            found.append([tuple(values[decision.name].reshape(-1).tolist()) for decision in self._program.decisions])
+        joined = list[Found]()
+        for extreme, numbers in zip(self._extremes, zip(*found, strict=True), strict=True):
+            if extreme is None and len({*numbers}) > 1:
+                every = [[*joined, *own[len(joined) :]] for own in found]
+                return [own[: _first_different(self._program.decisions, own) + 1] for own in every]
+            joined.append(numbers[0] if extreme is None else extreme(numbers))
+            if _first_different(self._program.decisions, joined) < len(joined):
+                break
+        return [joined]
+
+    def decided(self, found: Sequence[Found]) -> dict[tuple[str, int], Decision]:
+        """The decisions of a step, as far as they are known, for a capture."""
+        pairs = zip(self._program.decisions, found, strict=False)
+        return {one.key: replace(one, value=_as_read(one.value, numbers)) for one, numbers in pairs}
 
     def fit(self, found: Sequence[Sequence[Found]]) -> bool:
         """Whether the program's batch decided so too, as far as it is known."""
@@ -65,6 +87,11 @@ class DecisionCheck:
     def text(self, rows: Sequence[Sequence[int]]) -> str:
         """The first decision that differs, from the `difference` of every rank."""
         return _text(rows, self._program.decisions)
+
+
+def _as_read(value: Any, numbers: Found) -> Any:
+    leaves, spec = pytree.tree_flatten(value)
+    return pytree.tree_unflatten([type(leaf)(number) for leaf, number in zip(leaves, numbers, strict=True)], spec)
 
 
 def _first_different(decisions: Sequence[Decision], found: Sequence[Found]) -> int:

@@ -8,7 +8,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from autopar.errors import PlanError, RuntimeInputError
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program
+from autopar.ir.program import Decision, Program
 from autopar.ir.storage import Storage, storage_of
 from autopar.runtime.distributed.broadcast import gather_objects
 from autopar.runtime.model.compiled import CompiledProgram, compile_program
@@ -31,13 +31,17 @@ _Key = tuple[bool, tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """A batch to run: its micro-batches, and these padded with other numbers; whether any rank is unsure of indices."""
+    """A batch to run: its micro-batches, and these padded with other numbers; whether any rank is unsure of indices.
+
+    `decided` are the decisions of all micro-batches together, as far as they are known.
+    """
 
     batch: Batch
     pieces: Pieces
     padded: Callable[[Mapping[str, int]], Pieces]
     training: bool
     is_unsure: bool
+    decided: Mapping[tuple[str, int], Decision] = field(default_factory=dict)
 
     @property
     def sizes(self) -> dict[str, tuple[int, ...]]:
@@ -103,11 +107,13 @@ class ShapeCache:
             if choices == {0}:
                 break
             why = made.decisions.text([row[1:] for row in rows])
-            if is_new or -2 in choices or self.replan is None:
+            decided = {} if is_mixed or len(wanted.pieces) == 1 else made.decisions.decided(found[0])
+            if (is_new and len(decided) <= len(wanted.decided)) or -2 in choices or self.replan is None:
                 raise RuntimeInputError(
                     f"the batch takes another branch than the captured model: {why}; {self._remedy(wanted)}"
                 )
             made = untried.pop(choice - 1) if len(choices) == 1 and choice > 0 else None
+            wanted = replace(wanted, decided=decided)
         self._keep(key, made)
         return made
 

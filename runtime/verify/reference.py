@@ -161,7 +161,7 @@ def reference_steps(
     steps_before = int(example is not None)
     for step, batch in enumerate(data):
         pieces = split_micro_batches(program, batch, degrees.num_micro_batches)
-        if step == 0:
+        if step == 0 and decides_alone(program, degrees):
             found.outputs = one.outputs(pieces, steps_before)
         found.losses.append(one.forward_backward(pieces, step + steps_before, scaler))
         if scaler is not None:
@@ -173,6 +173,11 @@ def reference_steps(
     found.weights = join_packed(program, {n: p.detach() for n, p in one.parameters.items()})
     found.buffers = one.state
     return found
+
+
+def decides_alone(program: Program, degrees: Degrees) -> bool:
+    """Whether every micro-batch of a step, run without the others, takes the branch of the step."""
+    return degrees.num_micro_batches == 1 or not program.decisions
 
 
 def no_gradient(program: Program) -> InputError:

@@ -35,6 +35,7 @@ from autopar.runtime.verify.reference import (
     MAX_NORM,
     Batch,
     Steps,
+    decides_alone,
     scaler_of,
     step_with,
 )
@@ -113,7 +114,7 @@ def parallel_steps(
         optimizer.zero_grad()
     for step, batch in enumerate(data):
         own = this_ranks_part(program, batch, plan.degrees, coordinate)
-        if step == 0:
+        if step == 0 and decides_alone(program, plan.degrees):
             micro = split_micro_batches(program, own, plan.degrees.num_micro_batches)[-1]
             out = model.evaluate(structured(micro))
             found.outputs = {k: _whole(v) for k, v in out.items() if k != "loss"}

@@ -1,6 +1,7 @@
 """The loss of the batch from the losses of its micro-batches."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from autopar.capture.any_size import capture
+from autopar.capture.micro_batches import extreme_of
 from autopar.capture.program import capture_program
 from autopar.ir.degrees import Degrees
 from autopar.ir.sharding import Mesh
@@ -138,3 +140,32 @@ def test_a_buffer_may_add_sums_up() -> None:
 def test_other_buffers_may_not(how: str) -> None:
     program = capture_program(Counting(**{how: True}), {"x": torch.randn(6, 4)})
     assert program.mixes_batch is not None
+
+
+@pytest.mark.parametrize(
+    ("decides", "joined"),
+    (
+        (lambda n, mask: mask.any(), max),
+        (lambda n, mask: mask.all(), min),
+        (lambda n, mask: ~(mask != 0).any().logical_not(), None),
+        (lambda n, mask: mask.logical_not().any().logical_not(), min),
+        (lambda n, mask: n.max() + 1 > 3, max),
+        (lambda n, mask: n.amin().to(torch.float64) <= 3, max),
+        (lambda n, mask: n.max() == 3, None),
+        (lambda n, mask: 3 - n.max(), None),
+    ),
+)
+def test_a_decision_that_rises_or_falls_with_an_extreme_is_one_of_its_micro_batches(decides: Any, joined: Any) -> None:
+    class Deciding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, n: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            y = self.head(x).square().mean()
+            return 2 * y if decides(n, mask) else y
+
+    inputs = {"x": torch.randn(4, 4), "n": torch.arange(4), "mask": torch.tensor([True, False, True, False])}
+    program = capture_program(Deciding(), inputs, specialise=True)
+    (decision,) = program.decisions
+    assert program.mixes_batch is None and extreme_of(program, decision.name) is joined

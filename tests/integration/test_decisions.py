@@ -91,11 +91,28 @@ def test_a_number_is_compared_with_the_whole_batch(wish: dict[str, Any], two_ran
     assert "read 9 of input 'lengths' during capture, ranks 0, 1 now read 10" in lines[2]
 
 
-def test_micro_batches_must_decide_alike(two_ranks: Ranks) -> None:
-    batches = [LENGTHS[0], of_lengths(9, 3, 4, 2), of_lengths(8, 3, 1, 8)]
-    (first, second, third), _ = run(two_ranks, {"tp": 2, "accumulate": 2}, "lengths", batches)
-    assert (first, third) == ("", "")
-    assert "now read 4" in second and "use micro_batches × accumulate = 1" in second
+@pytest.mark.parametrize("wish", ({"tp": 2, "accumulate": 2}, {"tp": 1, "pp": 2, "micro_batches": 2}), ids=str)
+@pytest.mark.parametrize("kind", ("padding", "lengths"))
+def test_micro_batches_decide_together(wish: dict[str, Any], kind: str, two_ranks: Ranks) -> None:
+    """The second micro-batch alone is padded, or the shorter: both take the branch of the whole step."""
+    every = {
+        "padding": [PADDING[0], *(tokens_and_padding(padded=one, seed=5) for one in ((), (2,), (0,)))],
+        "lengths": [
+            LENGTHS[0],
+            *(of_lengths(*n) for n in ((4, 3, 9, 2), (8, 3, 1, 8), (2, 7, 1, 4), (7, 1, 2, 3))),
+        ],
+    }
+    texts, lines = run(two_ranks, wish, kind, every[kind])
+    assert not any(texts)
+    new = {"padding": [1], "lengths": [2, 3]}[kind]
+    assert [k for k, line in enumerate(lines) if line] == new
+
+
+def test_micro_batches_must_decide_alike_if_no_extreme_joins_them(two_ranks: Ranks) -> None:
+    batches = [of_lengths(10, 3, 9, 10), of_lengths(9, 3, 4, 10), of_lengths(8, 3, 1, 9), of_lengths(10, 3, 10, 1)]
+    (first, second, third, fourth), _ = run(two_ranks, {"tp": 2, "accumulate": 2}, "full", batches)
+    assert (first, third, fourth) == ("", "", "")
+    assert "now read False" in second and "use micro_batches × accumulate = 1" in second
 
 
 def test_a_check_raises_its_own_error_on_all_ranks(two_ranks: Ranks) -> None:

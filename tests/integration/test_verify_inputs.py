@@ -45,9 +45,10 @@ def test_a_branch_that_the_example_inputs_take(wish: dict[str, Any], two_ranks: 
     assert any("the input 'padding' has the values of the example inputs" in note for note in report.notes)
 
 
-def test_a_number_that_the_example_inputs_decide(two_ranks: Ranks) -> None:
-    """Random lengths would decide otherwise in every step."""
-    verified("lengths", two_ranks, ZERO, specialise=True)
+@pytest.mark.parametrize("wish", (ZERO, {"dp": 1, "pp": 2, "micro_batches": 2}), ids=str)
+def test_a_number_that_the_example_inputs_decide(wish: dict[str, Any], two_ranks: Ranks) -> None:
+    """Random lengths would decide otherwise in every step, and a micro-batch alone decides otherwise than its step."""
+    verified("lengths", two_ranks, wish, specialise=True)
 
 
 def test_without_the_option_a_branch_is_refused(two_ranks: Ranks) -> None:

@@ -61,6 +61,18 @@ class Lengths(nn.Module):
         return (y.square().mean(-1) * inside).sum() / lengths.sum()
 
 
+class Full(nn.Module):
+    """Scales a batch whose longest sequence fills it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        scale = 2.0 if lengths.max() == x.shape[1] else 1.0
+        return scale * self.head(x).square().mean()
+
+
 class RelativePositions(nn.Module):
     """Attention with buckets of distances, whose table must be as long as the largest bucket."""
 

@@ -11,7 +11,7 @@ import inspect
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -93,6 +93,7 @@ class Reading:
     own_sizes: bool = False  # a size of a tensor is no answer: it counts elements, and other inputs have others
     given: Any = None  # the user's own inputs, if the capture runs at other sizes
     buffers: Callable[[str], Tensor] | None = None  # values of buffers of a model on meta
+    decided: Mapping[tuple[str, int], Decision] = field(default_factory=dict)  # what the batch of a step decides
     explains: bool = True  # a failed capture looks for the cause
     assumes: bool = True  # a test for no rows finds some; the caller tries whether this is right
 
@@ -263,6 +264,7 @@ class DataReads(TorchFunctionMode):
             with exports.without_tracing():
                 value = read(found.value)
             inputs, buffers = found.inputs, found.buffers
+            value = self._reading.decided[key].value if key in self._reading.decided else value
             if found.assumes_finite:
                 self.notes[f"{line}: `{line.code}` is captured for values without overflow"] = None
             if inputs and self._reading.answers is not None and not (is_size and self._reading.own_sizes):

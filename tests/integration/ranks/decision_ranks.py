@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from data_ranks import gradient_error, message
-from deciding_models import Batch, Checked, Lengths, MaskedAutoencoder, PaddedIfNeeded, built, rows_of
+from deciding_models import Batch, Checked, Full, Lengths, MaskedAutoencoder, PaddedIfNeeded, built, rows_of
 
 from autopar.api import parallelize
 
-KINDS = {"padding": PaddedIfNeeded, "lengths": Lengths, "patches": MaskedAutoencoder, "checks": Checked}
+KINDS = {"padding": PaddedIfNeeded, "lengths": Lengths, "full": Full, "patches": MaskedAutoencoder, "checks": Checked}
 
 
 class Lines(logging.Handler):
