@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 from torch import fx
 
@@ -162,7 +162,7 @@ def extreme_of(program: Program, decision: str) -> Extreme | None:
     The decision must rise or fall with one extreme over the batch.
     """
     call = next((call for call in program.calls if decision in call.results), None)
-    node = None if call is None else output_nodes(program.blocks[call.block].graph)[call.results.index(decision)]
+    node: Any = None if call is None else output_nodes(program.blocks[call.block].graph)[call.results.index(decision)]
     rises = True
     while isinstance(node, fx.Node) and node.op == "call_function":
         name = operator_name(node)
