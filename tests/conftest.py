@@ -40,8 +40,9 @@ def _place(path: str) -> int:
     return next((i for i, name in enumerate(LONG_FIRST) if path.startswith(name)), len(LONG_FIRST))
 
 
-# A shell lets a job in the background ignore Ctrl-C, and so do the processes that it starts.
+# A job in the background ignores Ctrl-C, and one of `nohup` its terminal's end. So would the processes that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Before torch or transformers are imported, here or in the processes a test starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -199,8 +199,10 @@ def _is_answer(trial: "optuna.trial.FrozenTrial") -> bool:
 
 
 def _is_running(trial: "optuna.trial.FrozenTrial") -> bool:
-    owner = _owner_of(trial)
-    return not trial.state.is_finished() and owner is not None and owner.is_alive
+    owner, began = _owner_of(trial), trial.datetime_start
+    if owner is None:  # its process takes it out of the queue, and then writes itself into it
+        return not trial.state.is_finished() and began is not None and time.time() < began.timestamp() + _SLACK_S
+    return not trial.state.is_finished() and owner.is_alive
 
 
 def outcome_to_dict(outcome: Outcome) -> dict[str, Any]:

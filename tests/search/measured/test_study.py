@@ -5,13 +5,14 @@ import os
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import optuna
 import pytest
 
 from autopar.search.driver.study import StudyPlace, study_place
 from autopar.search.measured.rounds import Spread
-from autopar.search.measured.study import OWNER, Owner, TrialStudy, outcome_from, outcome_to_dict
+from autopar.search.measured.study import OWNER, Owner, TrialStudy, outcome_from, outcome_to_dict, params_of
 from autopar.search.measured.tuning import Candidate, Outcome
 
 PLANS = [
@@ -93,6 +94,18 @@ def test_a_plan_that_another_process_has_queued_is_taken_from_the_queue(tmp_path
 
 def about(at: int) -> dict[str, Any]:
     return {"degrees": json.dumps(dict(PLANS[at].degrees), sort_keys=True)}
+
+
+def test_a_plan_that_another_process_takes_at_this_moment_is_taken(tmp_path: Path) -> None:
+    """The other process has its trial, and has not written its name into it yet."""
+    other, kept = study(place(tmp_path)), study(place(tmp_path))
+    other.study.enqueue_trial(params_of(PLANS[0].degrees), user_attrs=about(0))
+    number = other.study.ask(other.space()).number
+    assert kept.taken() == (0,) and kept.claim(0, within_s=60) is None
+    now = time.time()
+    with mock.patch.object(time, "time", lambda: now + 60):  # it died before it wrote
+        claim = kept.claim(0, within_s=60)
+    assert claim is not None and claim.number > number
 
 
 def test_a_trial_whose_process_is_gone_is_tried_again(tmp_path: Path) -> None:
