@@ -159,7 +159,7 @@ def _damaged_line(path: Path) -> int | None:
             return False
         return True
 
-    lines = path.read_bytes().splitlines()
+    lines = path.read_bytes().splitlines(keepends=True)  # as Optuna reads them
     good, bad = 0, len(lines) + 1  # numbers of lines
     while bad - good > 1:
         middle = (good + bad) // 2
@@ -199,10 +199,14 @@ def _keep_text(where: str, name: str, text: str) -> None:
 def kept_result(where: str) -> str:
     """The result that a search wrote into its study. Raises `InputError` if there is no study or no result yet."""
     study_place(where, {})
-    if "://" not in where and not Path(where).is_file():
+    if "://" not in where and not (Path(where).is_file() and Path(where).stat().st_size):
         raise InputError(f"there is no study {where}; `autopar plan` or `autopar tune` with --study {where} makes it")
+    import optuna
+
     with _as_input_errors(where):
-        known = _set_up(where).user_attrs
+        storage = _storage(where)
+        is_ours = NAME in optuna.get_all_study_names(storage)  # a reader makes no study
+        known = optuna.load_study(storage=storage, study_name=NAME).user_attrs if is_ours else {}
     if RESULT not in known:
         raise InputError(f"study {where} holds no result yet; let `autopar plan` or `autopar tune --study {where}` end")
     return _text_of(where, known, RESULT)

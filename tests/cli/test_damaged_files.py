@@ -7,8 +7,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 from damaged import damaged
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
 from ruamel.yaml import YAML
 from run import autopar
 from typer import Typer
@@ -233,11 +236,25 @@ def test_the_damaged_line_of_a_journal_is_named(line: int, tmp_path: Path) -> No
     file = tmp_path / "plan.log"
     keep_result(str(file), "x" * 300_000)
     lines = file.read_text().splitlines()
-    for text in ("{}", "[3]", "not JSON", json.dumps(json.loads(lines[line]) | {"op_code": "x"})):
-        file.write_text("\n".join([*lines[:line], text, *lines[line + 1 :]]) + "\n")
+    other = json.dumps(json.loads(lines[line]) | {"op_code": "x"})
+    for text in (b"{}", b"[3]", b"not JSON", other.encode(), lines[line].encode("utf-16")):
+        before, after = ("".join(f"{one}\n" for one in some).encode() for some in (lines[:line], lines[line + 1 :]))
+        file.write_bytes(before + text + b"\n" + after)
         result = autopar("report", str(file), "--out", str(tmp_path / "page.html"))
         assert result.exit_code == 2 and "Error" not in result.stderr, result.output
         assert line == 0 or f"plan.log is damaged: line {line + 1} " in result.stderr, result.stderr
+
+
+@pytest.mark.parametrize("text", ["", "of another program"])
+def test_a_report_changes_no_study(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "plan.log"
+    file.touch()
+    if text:
+        optuna.create_study(storage=JournalStorage(JournalFileBackend(str(file))), study_name=text)
+    before = file.read_bytes()
+    result = autopar("report", str(file), "--out", str(tmp_path / "page.html"))
+    assert result.exit_code == 2 and "--study" in result.stderr and "created" not in result.stderr
+    assert file.read_bytes() == before
 
 
 def test_traces(tmp_path: Path) -> None:
