@@ -48,16 +48,27 @@ def read_json(path: str | os.PathLike[str], *, max_bytes: int) -> tuple[Any, lis
             names = [name for name, _ in pairs]
             twice = [name for name in content if names.count(name) > 1]
             problems.extend(Problem(path=name, rule="duplicate key", suggestion="keep one") for name in twice)
+        if odd:
+            problems.extend(Problem(path=name, rule=no_number) for name, value in pairs if holds_odd(value))
         return content
 
-    def constant(name: str) -> None:
-        problems.append(Problem(path="", rule=f"{name} is not a number that JSON has"))
+    odd: list[str] = []  # what JSON does not have, and the mark of its place
+    no_number = "is NaN or Infinity, which JSON does not have"
+
+    def constant(name: str) -> list[str]:
+        odd.append(name)
+        return odd
+
+    def holds_odd(value: Any) -> bool:
+        return value is odd or (isinstance(value, list) and any(map(holds_odd, value)))
 
     try:
         content = json.loads(text, object_pairs_hook=mapping, parse_constant=constant)
     except (ValueError, RecursionError) as error:
         what = "is nested too deeply" if isinstance(error, RecursionError) else f"is not JSON: {error}"
         problems.append(Problem(path=str(path), rule=what[:300]))
+    if odd and not problems:
+        problems.append(Problem(path=str(path), rule=no_number))
     return (None, problems) if problems else (content, [])
 
 
