@@ -70,7 +70,8 @@ def doctor(
 
 def _show(found: "Diagnosis") -> None:
     out = console()
-    out.print(f"{len(found.ranks)} ranks of {found.cluster}, {found.backend}\n", style="bold")
+    number = len(found.ranks)
+    out.print(f"{number} rank{'s' * (number > 1)} of {found.cluster}, {found.backend}\n", style="bold")
     columns = ("compared with one rank", "worst", "allowed", "", "worst place, or number compared")
     rows = [
         (

@@ -232,10 +232,10 @@ def _time_table(made: "Estimate") -> object:
             one.mesh_dim,
             readable_seconds(one.exposed_s),
             _part(one.exposed_s, made.step_s),
-            readable_seconds(one.hidden_s) if one.hidden_s > 0 else "",
+            readable_seconds(one.hidden_s) if one.hidden_s > least else "",
         )
         for one in made.collectives
-        if one.exposed_s > 0 or one.hidden_s > 0
+        if one.exposed_s > least or one.hidden_s > least
     ]
     rows += [
         (what, "", readable_seconds(s), _part(s, made.step_s), "") for what, s in made.other_s.items() if s > least

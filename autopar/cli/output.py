@@ -103,13 +103,13 @@ def print_json(data: Any) -> None:
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> Table | Group:
     """A plain table; columns named in `right` are aligned to the right. Cells are text, never markup.
 
-    The first column names the row. On a narrow terminal the widest columns stand below their row.
+    The first column names the row. On a narrow terminal the widest texts stand below their row, then the last numbers.
     """
     widths = [max(cell_len(cell) for cell in column) for column in zip(columns, *rows, strict=True)]
     below: list[int] = []
     kept = list(range(len(columns)))
     while sum(widths[at] + _GAP for at in kept) - _GAP > console().width and len(kept) > 1:
-        widest = max(kept[1:], key=lambda at: (columns[at] not in right, widths[at]))
+        widest = max(kept[1:], key=lambda at: (columns[at] not in right, at if columns[at] in right else widths[at]))
         kept.remove(widest)
         below.append(widest)
     if not below:
@@ -117,10 +117,10 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Seque
     lines = [Text(_row(columns, widths, kept, columns, right), style="bold")]
     for row in rows:
         lines.append(Text(_row(row, widths, kept, columns, right)))
-        for at in sorted(below):
-            name = f"{columns[at]}: " if columns[at] else ""
-            more = wrap(f"{name}{row[at]}", max(_LEAST, console().width - 2 * _GAP)) if row[at] else []
-            lines += [Text(f"{'':{2 * _GAP}}{part}") for part in more]
+        more = [(columns[at], row[at]) for at in sorted(below) if row[at]]
+        numbers = ", ".join(f"{name} {cell}" for name, cell in more if name in right)
+        for text in (numbers, *(f"{name}: {cell}" if name else cell for name, cell in more if name not in right)):
+            lines += [Text(f"{'':{2 * _GAP}}{part}") for part in wrap(text, max(_LEAST, console().width - 2 * _GAP))]
     return Group(*lines)
 
 
