@@ -23,8 +23,10 @@ from autopar.capture.export.export import Inputs, LossFunction, input_names, inp
 from autopar.capture.passes.autocast import ambient_autocast, autocast_as
 from autopar.capture.precision import checked_precision
 from autopar.capture.program import batch_and_sequence
+from autopar.capture.record.file import from_bytes, to_bytes
+from autopar.capture.record.write import Unexplained
 from autopar.capture.weightless import weightless
-from autopar.errors import AutoparError, ClusterError, InfeasibleError, InputError, PlanError
+from autopar.errors import ClusterError, InputError, PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.plan import Plan
@@ -44,7 +46,7 @@ from autopar.planning.fixed import (
 from autopar.planning.options import PlanOptions
 from autopar.planning.precision import in_precision_of
 from autopar.planning.search import captured_as_asked, search_captured
-from autopar.runtime.distributed.broadcast import agreed, any_rank, broadcast_object, run_on_first_rank
+from autopar.runtime.distributed.broadcast import agreed, run_on_first_rank
 from autopar.runtime.model.compiled import CompiledProgram
 from autopar.runtime.model.module import ParallelModel
 from autopar.runtime.model.original_model import OriginalModel
@@ -79,6 +81,7 @@ def parallelize(
 ) -> ParallelModel:
     """Split an unmodified model over the devices of a cluster. All ranks of a torchrun job call it.
 
+    Rank 0 captures the model and decides the plan. The others receive both.
     Ranks that differ only in ``tp`` or ``pp`` must pass the same data: ``rank_mesh.dims["dp"].coordinate`` numbers the
     parts. The model is kept without its weights, for other shapes and eval mode. Delete your model to free its weights.
 
@@ -122,15 +125,18 @@ def parallelize(
     model = private.unwrapped(model)
     _refuse_hooks(model)
     device = start_process_group(cluster)
-    sent = first_rank_sends(model, has_state=state is not None)
+    inputs = example_inputs if example_inputs is not None else derived_inputs(model)
+    named = agreed(lambda: input_names(model, inputs, loss_fn))
+    sent = first_rank_sends(model, named, has_state=state is not None)
     on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     without_weights = weightless(model)
-    captured = without_weights if any_rank(on_meta) else model  # all ranks capture the model in one form
-    inputs = example_inputs if example_inputs is not None else derived_inputs(model)
-    inputs = broadcast_object(inputs) if specialise else inputs  # all ranks take the decisions of rank 0
+    captured = without_weights if on_meta else model
     job = _Job(model=captured, cluster=cluster, inputs=inputs, loss_fn=loss_fn, specialise=specialise)
-    asked = _asked(job, precision, global_batch, fix or {}, forbid or {}, objective)
-    program, decided = _decide(job, plan, asked, derived=example_inputs is None)
+    wanted = partial(_asked, job, precision, global_batch, fix or {}, forbid or {}, objective)
+    program, decided = _from_first_rank(
+        lambda: _decide(job, plan, wanted(), derived=example_inputs is None),
+        lambda plan: job.capture_for(plan.degrees),
+    )
     origin = OriginalModel(model, without_weights, loss_fn, program.reads)
     again = _replan(origin, job, program, decided)
     source = agreed(lambda: parameter_source(model, state=state, seed=seed, dtype=None))
@@ -253,15 +259,15 @@ def _asked(
 
 
 def _decide(job: _Job, plan: PlanLike, asked: PlanOptions, *, derived: bool) -> tuple[Program, Plan]:
-    """The program and the plan; rank 0 searches or solves, the others receive its plan."""
+    """The program and the plan that are asked for."""
     loaded = Plan.load(plan) if isinstance(plan, (str, Path)) and plan != TUNED else plan
     if isinstance(loaded, (Plan, str)):
         _refuse_beside(asked, "the plan decides this", ("precision", "global_batch", "fix", "forbid", "objective"))
     if isinstance(loaded, str):
         return _tuned(job, asked)
     if isinstance(loaded, Plan):
-        program = agreed(lambda: job.capture_for(loaded.degrees))
-        agreed(lambda: check_plan(loaded, program, job.cluster.num_devices, None if derived else job.local_batch))
+        program = job.capture_for(loaded.degrees)
+        check_plan(loaded, program, job.cluster.num_devices, None if derived else job.local_batch)
         _warn_torch_version(loaded)
         return program, loaded
     asked, wish = asked.joined_with(loaded or {})
@@ -276,11 +282,11 @@ def _decide(job: _Job, plan: PlanLike, asked: PlanOptions, *, derived: bool) -> 
             global_batch=asked.global_batch, specialise=job.specialise,
         )  # fmt: skip
 
-    (degrees, program), _, notes = agreed(
-        lambda: in_precision_of(asked.precision, job.model, job.cluster, captured, lambda found: found[1])
+    (degrees, program), _, notes = in_precision_of(
+        asked.precision, job.model, job.cluster, captured, lambda found: found[1]
     )
     _say((*notes, *(note for note in program.notes if note.startswith(ONE_MICRO_BATCH))))
-    decided = _labelled(program, lambda: label_plan(program, job.cluster, degrees, job.name))
+    decided = label_plan(program, job.cluster, degrees, job.name)
     return program, replace(decided, notes=(*decided.notes, *notes))
 
 
@@ -292,44 +298,37 @@ def _refuse_beside(asked: PlanOptions, why: str, names: Sequence[str]) -> None:
 
 
 def _say(notes: Sequence[str]) -> None:
-    for note in notes if dist.get_rank() == 0 else ():
+    for note in notes:
         logger.warning(note)
 
 
 def _searched(job: _Job, asked: PlanOptions) -> tuple[Program, Plan]:
-    """The plan that rank 0 finds to be the best. Collective."""
-    captured, own, notes = agreed(
-        lambda: captured_as_asked(job.model, job.inputs, job.loss_fn, job.cluster, asked, specialise=job.specialise)
+    """The best plan and its program."""
+    captured, own, notes = captured_as_asked(
+        job.model, job.inputs, job.loss_fn, job.cluster, asked, specialise=job.specialise
     )
     _say(notes)
-
-    def search() -> Plan:
-        found = search_captured(captured, job.cluster, own, name=job.name, on_progress=lambda _: None)
-        if found.plan is None:
-            raise InfeasibleError(nothing_fits(found))
-        if found.plan.degrees.world_size != job.cluster.num_devices:
-            raise PlanError(
-                f"the plan of least {asked.objective} uses {found.plan.degrees.world_size} of the "
-                f"{job.cluster.num_devices} devices; start that many ranks, or leave out objective"
-            )
-        return replace(found.plan, notes=(*found.plan.notes, *notes))
-
-    plan = _from_first_rank(search)
-    program = agreed(lambda: program_for(captured, plan.degrees))
-    agreed(lambda: _refuse_another_model(plan, program))
-    return program, plan
+    found = search_captured(captured, job.cluster, own, name=job.name, on_progress=lambda _: None)
+    if found.plan is None:
+        raise PlanError(nothing_fits(found))
+    if found.plan.degrees.world_size != job.cluster.num_devices:
+        raise PlanError(
+            f"the plan of least {asked.objective} uses {found.plan.degrees.world_size} of the "
+            f"{job.cluster.num_devices} devices; start that many ranks, or leave out objective"
+        )
+    return program_for(captured, found.plan.degrees), replace(found.plan, notes=(*found.plan.notes, *notes))
 
 
 def _tuned(job: _Job, asked: PlanOptions) -> tuple[Program, Plan]:
-    """The plan that `autopar.tune` measured to be the best for this model, batch and cluster. Collective.
+    """The plan that `autopar.tune` measured to be the best for this model, batch and cluster, and its program.
 
     The batch is of one data-parallel rank, or of all of them.
     """
     cluster, kind, batch = job.cluster, job.name, asked.local_batch
-    kept: list[Plan] = run_on_first_rank(lambda: tuned_plans(cache_folder(), cluster, kind))
+    kept = tuned_plans(cache_folder(), cluster, kind)
     for plan in (*(one for one in kept if one.degrees.local_batch == batch),
                  *(one for one in kept if one.degrees.global_batch == batch)):  # fmt: skip
-        program = agreed(partial(job.capture_for, plan.degrees))
+        program = job.capture_for(plan.degrees)
         if program.fingerprint == plan.fingerprint:
             return program, plan
     batches = [f"{n} sequences" for n in sorted({one.degrees.global_batch for one in kept})]
@@ -340,26 +339,35 @@ def _tuned(job: _Job, asked: PlanOptions) -> tuple[Program, Plan]:
     )
 
 
-def _labelled(program: Program, solve: Callable[[], Plan]) -> Plan:
-    """The plan that rank 0 finds for a program. Collective. Raises `PlanError` on all ranks."""
-    plan = _from_first_rank(solve)
-    agreed(lambda: _refuse_another_model(plan, program))
-    return plan
+def _from_first_rank(
+    decide: Callable[[], tuple[Program, Plan]], capture: Callable[[Plan], Program]
+) -> tuple[Program, Plan]:
+    """The program and the plan that rank 0 decides, on every rank, or its `AutoparError`. Collective.
+
+    Other ranks `capture` themselves only if no record can hold the program.
+    """
+    here: list[Program] = []
+
+    def decided() -> tuple[bytes | None, Plan]:
+        program, plan = decide()
+        here.append(program)
+        try:
+            return to_bytes(program), plan
+        except Unexplained:
+            return None, plan
+
+    written, plan = run_on_first_rank(decided)
+    if written is None:
+        return agreed(lambda: _same_as(plan, *here or [capture(plan)])), plan
+    return here[0] if here else from_bytes(written), plan
 
 
-def _from_first_rank(solve: Callable[[], Plan]) -> Plan:
-    """Rank 0's plan on every rank, or what kept it from having one as `PlanError` on every rank. Collective."""
-    try:
-        return run_on_first_rank(solve)
-    except AutoparError as error:
-        raise PlanError(str(error)) from None
-
-
-def _refuse_another_model(plan: Plan, program: Program) -> None:
+def _same_as(plan: Plan, program: Program) -> Program:
     if plan.fingerprint != program.fingerprint:
         raise PlanError(
             f"rank {dist.get_rank()} captured another model than rank 0; build the same model on every rank"
         )
+    return program
 
 
 def _replan(origin: OriginalModel, job: _Job, program: Program, plan: Plan) -> Replan:
@@ -382,14 +390,21 @@ def _replan(origin: OriginalModel, job: _Job, program: Program, plan: Plan) -> R
             example = inputs_of_shapes(model, given, wanted.sizes, loss_fn)
         local_batch, _ = batch_and_sequence(input_names(model, example, loss_fn))
         own = replace(plan.degrees, micro_batch=local_batch // rows, accumulate=1, micro_batches=1)
-        with autocast_as(around):
-            again = capture_for(
-                model, example, own, loss_fn,
-                training=wanted.training, specialise=job.specialise, buffers=base.buffers, decided=wanted.decided,
-            )  # fmt: skip
+
+        def capture() -> Program:
+            with autocast_as(around):
+                return capture_for(
+                    model, example, own, loss_fn,
+                    training=wanted.training, specialise=job.specialise, buffers=base.buffers, decided=wanted.decided,
+                )  # fmt: skip
+
+        def decide() -> tuple[Program, Plan]:
+            again = capture()
+            return again, label_plan(again, job.cluster, own, type(model).__name__, held=held, stage_of=placed)
+
+        again, decided = _from_first_rank(decide, lambda _: capture())
         origin.watch(again.reads)
-        cluster, name = job.cluster, type(model).__name__
-        return again, _labelled(again, lambda: label_plan(again, cluster, own, name, held=held, stage_of=placed))
+        return again, decided
 
     return replan
 

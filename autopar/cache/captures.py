@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from autopar._version import __version__
 from autopar.cache.store import KeptFile, kept_file, versions
+from autopar.errors import InputError
 from autopar.models.load import checked_dtype, config_named, is_factory, resolve_model
 
 if TYPE_CHECKING:
@@ -162,7 +163,12 @@ def _captured_now(
 def _keep(made: CapturedModel, file: KeptFile, about: dict[str, str], on_note: Callable[[str], None]) -> None:
     from autopar.capture.record.file import capture_text
 
-    file.write(capture_text(made.capture, about=about | _versions(), notes=made.notes), on_note)
+    try:
+        text = capture_text(made.capture, about=about | _versions(), notes=made.notes)
+    except InputError as error:
+        on_note(str(error))
+    else:
+        file.write(text, on_note)
 
 
 def _versions() -> dict[str, str]:

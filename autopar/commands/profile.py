@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from autopar.capture.record.pickled import to_bytes
+from autopar.capture.record.file import to_bytes
 from autopar.commands.unmodified import structured, tensors_of
 from autopar.commands.verify import Job, built_on_rank, decide
 from autopar.ir.plan import Plan

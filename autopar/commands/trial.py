@@ -14,7 +14,8 @@ from math import prod
 import torch
 import torch.distributed as dist
 
-from autopar.capture.record.pickled import from_bytes
+from autopar.capture.record.file import from_bytes
+from autopar.capture.record.read import BadRecord
 from autopar.commands.given import given_by_script, is_script
 from autopar.cost_model.machine.fitted_constants import usable_bytes
 from autopar.errors import InputError
@@ -160,7 +161,7 @@ def _program_of(job: TrialJob) -> Program:
         return from_bytes(job.program)
     try:
         return from_bytes(job.program)
-    except AttributeError:
+    except BadRecord:
         given_by_script(job.origin)
         return from_bytes(job.program)
 

@@ -12,7 +12,7 @@ import torch
 from autopar._torch import private
 from autopar.capture.export.export import input_names
 from autopar.capture.record.captured import Capture
-from autopar.capture.record.pickled import to_bytes
+from autopar.capture.record.file import to_bytes
 from autopar.commands.calibrate import calibrate_cluster
 from autopar.commands.given import Given
 from autopar.commands.trial import TrialJob

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load, save
 
 from autopar.capture.program import batch_and_sequence
-from autopar.capture.record.pickled import from_bytes, to_bytes
+from autopar.capture.record.file import from_bytes, to_bytes
 from autopar.commands.unmodified import against_module, module_steps, structured, tensors_of
 from autopar.errors import CaptureError, InputError, PlanError
 from autopar.ir.cluster import ClusterSpec

@@ -15,13 +15,6 @@ _T = TypeVar("_T")
 _CHUNK_BYTES = 64 << 20
 
 
-def any_rank(flag: bool) -> bool:
-    """Whether the flag is set on any rank. Collective."""
-    count = torch.tensor(int(flag), device=device_of_rank())
-    dist.all_reduce(count)
-    return bool(count.item())
-
-
 def broadcast_object(value: _T, group: dist.ProcessGroup | None = None) -> _T:
     """Rank 0's value on every rank. Collective."""
     held = [value]

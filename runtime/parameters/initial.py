@@ -34,30 +34,32 @@ from autopar.runtime.parameters.shards import local_shard
 _NUM_COMPARED = 256  # elements of a tensor, to tell whether ranks hold the same weights
 
 
-def first_rank_sends(model: nn.Module, *, has_state: bool) -> bool:
+def first_rank_sends(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, has_state: bool) -> bool:
     """Whether rank 0's weights go to all ranks, because other ranks have none or others. Collective.
 
-    Raises InputError on all ranks if the ranks built different models, or if another rank has weights and rank 0 none.
+    Raises InputError on all ranks if the ranks built different models or inputs, or if another rank has weights and
+    rank 0 none.
     """
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    form = {name: f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for name, t in tensors.items()}
+    every = {**tensors, **{f"example input {name}": tensor for name, tensor in inputs.items()}}
+    form = {name: f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for name, t in every.items()}
     first = broadcast_object(form)
     other = next((name for name in {**form, **first} if form.get(name) != first.get(name)), None)
     is_whole = has_state or not any(tensor.is_meta for tensor in tensors.values())
-    every = gather_objects((other, form.get(str(other)), is_whole, "" if has_state else _digest(tensors)))
-    for rank, (name, there, *_) in enumerate(every):
+    forms = gather_objects((other, form.get(str(other)), is_whole, "" if has_state else _digest(tensors)))
+    for rank, (name, there, *_) in enumerate(forms):
         if name is not None:
             raise InputError(
                 f"rank {rank} built another model than rank 0: {name!r} is {there or 'missing'} there, and "
                 f"{first.get(name, 'missing')} on rank 0; build the same on all ranks"
             )
-    whole = [rank for rank, (_, _, is_whole, _) in enumerate(every) if is_whole]
+    whole = [rank for rank, (_, _, is_whole, _) in enumerate(forms) if is_whole]
     if whole and 0 not in whole:
         raise InputError(
-            f"{named_ranks(whole)} of {len(every)} hold weights, and rank 0 holds none: its model is on meta, and it "
+            f"{named_ranks(whole)} of {len(forms)} hold weights, and rank 0 holds none: its model is on meta, and it "
             "has no state; build the model or pass the state on rank 0, whose weights are used"
         )
-    return any(own != every[0] for own in every)
+    return any(own != forms[0] for own in forms)
 
 
 def _digest(tensors: Mapping[str, torch.Tensor]) -> str:

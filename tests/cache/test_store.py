@@ -80,11 +80,11 @@ def test_a_capture_of_an_earlier_version_is_reported_and_made_anew(tmp_path: Pat
     captured_model("gpt2", folder=tmp_path, **sizes)  # type: ignore[arg-type]
     (path,) = tmp_path.iterdir()
     whole = path.read_text()
-    path.write_text(whole.replace('"version":2', '"version":0', 1))
+    path.write_text(whole.replace('"version":3', '"version":0', 1))
     found = captured_model("gpt2", folder=tmp_path, **sizes)  # type: ignore[arg-type]
     assert [note for note in found.notes if "is a capture of version 0" in note and "made anew" in note]
     assert path.read_text() == whole
-    assert open_capture(path)[0].version == 2
+    assert open_capture(path)[0].version == 3
 
 
 def test_a_search_of_an_earlier_version_is_reported(tmp_path: Path) -> None:

@@ -51,6 +51,13 @@ def test_a_rank_receives_its_parts_alone(wish: dict[str, Any], four_ranks: Ranks
         assert found["received"] == (found["held"] + found["buffers"] if rank else 0)
 
 
+@pytest.mark.parametrize("plan", [{"tp": 2, "dp": 2}, None], ids=str)
+def test_rank_0_alone_captures(plan: dict[str, Any] | None, four_ranks: Ranks) -> None:
+    first, *others = four_ranks.run("weight_ranks:exports", 4, plan)
+    assert first[0] == 2 and all(first), first  # at two sizes
+    assert others == [[0, 0, 0]] * 3
+
+
 REFUSALS = {
     "another dtype": "InputError: rank 1 built another model than rank 0: 'scale' is bfloat16 []",
     "another tie": "InputError: rank 1 built another model than rank 0: 'head.weight' is float32 [24, 12] there, and",

@@ -3,7 +3,7 @@
 import torch
 from program_source import Source
 
-from autopar.capture.record.pickled import from_bytes
+from autopar.capture.record.file import from_bytes
 from autopar.ir.degrees import Degrees
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program

@@ -12,7 +12,7 @@ from random_meshes import ill_conditioned, unmodified
 from random_ranks import LOGGER, Step, captured
 from suites import long
 
-from autopar.capture.record.pickled import to_bytes
+from autopar.capture.record.file import to_bytes
 from autopar.errors import PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan

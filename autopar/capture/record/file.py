@@ -1,7 +1,8 @@
-"""A capture as a file with two lines of JSON: a header, and the record. Reading executes nothing from the file.
+"""A capture as a file with two lines of JSON: a header, and the record. A program for other processes is a record.
 
-The header has the hash of the record. The file is written completely or not at all. Reading is strict: it refuses other
-versions, unknown keys, and damaged or foreign content with an `InputError` that names the problem.
+The header has the hash of the record. The file is written completely or not at all. Reading executes nothing. It is
+strict: it refuses other versions, unknown keys, and damaged or foreign content with an `InputError` that names the
+problem.
 """
 
 import hashlib
@@ -17,8 +18,9 @@ from autopar.files.strict_model import StrictModel
 if TYPE_CHECKING:
     from autopar.capture.record.captured import Capture
     from autopar.capture.record.schema import ProgramRecord
+    from autopar.ir.program import Program
 
-_VERSION = 2
+_VERSION = 3
 _MAX_BYTES = 64 * 1024 * 1024
 
 
@@ -46,6 +48,8 @@ def capture_text(captured: "Capture", *, about: dict[str, str], notes: tuple[str
     if captured.record is None:
         raise InputError(f"this capture cannot be written to a file, because {captured.unknown}")
     body = captured.record.model_dump_json()
+    if len(body) > _MAX_BYTES // 2:
+        raise InputError(f"this capture cannot be written to a file, because it has {len(body):,} bytes")
     header = CaptureHeader(format="autopar capture", version=_VERSION, sha256=_hash(body), about=about, notes=notes)
     return f"{header.model_dump_json()}\n{body}\n"
 
@@ -69,6 +73,21 @@ def open_capture(path: Path) -> tuple[CaptureHeader, Callable[[], "Capture"]]:
     if _hash(body) != header.sha256:
         raise InputError(f"{path} is damaged: its content does not match its header; capture again")
     return header, lambda: _read(body, path)
+
+
+def to_bytes(program: "Program") -> bytes:
+    """The program as bytes, for `from_bytes`. Raises `Unexplained` if a record cannot hold it."""
+    from autopar.capture.record.write import record_of_program
+
+    return record_of_program(program).model_dump_json().encode()
+
+
+def from_bytes(written: bytes) -> "Program":
+    """A program with the same blocks, names and annotations. Raises `BadRecord` if an operator is not known here."""
+    from autopar.capture.record.read import program_of
+    from autopar.capture.record.schema import ProgramRecord
+
+    return program_of(ProgramRecord.model_validate_json(written))
 
 
 def _read(body: str, path: Path) -> "Capture":

@@ -3,6 +3,7 @@
 Nothing in a record is executed. Operators and dtypes are looked up by name among PyTorch's own.
 """
 
+import base64
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -59,13 +60,29 @@ class BadRecord(CaptureError):
 def program_at(record: ProgramRecord, sizes: Sizes) -> Program:
     """The program at `sizes`. Raises `OtherGraph` if the graph differs there, and `BadRecord` if the record is bad."""
     _check_sizes(record, sizes)
-    read = _Reader(sizes)
-    blocks = tuple(read.block(block) for block in record.blocks)
-    texts = [block_text(b.graph, b.ports, b.outputs, with_floats=False) for b in blocks]
+    program = _program(record, sizes)
+    texts = [block_text(b.graph, b.ports, b.outputs, with_floats=False) for b in program.blocks]
     if len(set(texts)) < len(texts):
         raise OtherGraph("two distinct blocks would be equal there")
-    program = Program(
-        blocks=blocks,
+    return coupled(judged(program), record.mixes_batch) if sizes.batch > 1 else _with_verdicts(program, record)
+
+
+def program_of(record: ProgramRecord) -> Program:
+    """The program of `record_of_program`. Raises `BadRecord` if the record is bad."""
+    program = _with_verdicts(_program(record, Sizes(**dict(record.sizes))), record)
+    return replace(program, batch=record.sizes.batch or None)
+
+
+def _with_verdicts(program: Program, record: ProgramRecord) -> Program:
+    ignored = None if record.ignored is None else dict(record.ignored)
+    verdicts: dict[str, Any] = {"loss_reduction": record.loss_reduction, "mixes_batch": record.mixes_batch}
+    return replace(described(program, analyse(program)), ignored=ignored, **verdicts)
+
+
+def _program(record: ProgramRecord, sizes: Sizes) -> Program:
+    read = _Reader(sizes)
+    return Program(
+        blocks=tuple(read.block(block) for block in record.blocks),
         calls=tuple(
             CallSite(**dict(c) | {"arguments": tuple(read.value(a, {}) for a in c.arguments)}) for c in record.calls
         ),
@@ -85,11 +102,6 @@ def program_at(record: ProgramRecord, sizes: Sizes) -> Program:
         reads=record.reads,
         decisions=tuple(Decision(**dict(decision)) for decision in record.decisions),
     )
-    if sizes.batch > 1:
-        return coupled(judged(program), record.mixes_batch)
-    ignored = None if record.ignored is None else dict(record.ignored)
-    verdicts: dict[str, Any] = {"loss_reduction": record.loss_reduction, "mixes_batch": record.mixes_batch}
-    return replace(described(program, analyse(program)), ignored=ignored, **verdicts)
 
 
 def _check_sizes(record: ProgramRecord, sizes: Sizes) -> None:
@@ -324,14 +336,11 @@ def _literal(record: LiteralRecord) -> torch.Tensor:
     dtype: torch.dtype = _named("dtype", record.dtype)
     if record.values is None:
         return torch.empty(record.shape, dtype=dtype, device="meta")
-    values = [_hexadecimal(v) if dtype.is_floating_point else v for v in record.values]
     try:
-        return (
-            torch.tensor(values, dtype=torch.float64 if dtype.is_floating_point else dtype)
-            .to(dtype)
-            .reshape(record.shape)
-        )
-    except (RuntimeError, TypeError, ValueError):
+        raw = bytearray(base64.b64decode(record.values, validate=True))
+        flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+        return flat.reshape(record.shape)
+    except (RuntimeError, ValueError):
         raise BadRecord("a tensor's elements do not make up its shape") from None
 
 

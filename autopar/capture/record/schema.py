@@ -28,12 +28,12 @@ class InfoRecord(StrictModel):
 class LiteralRecord(StrictModel):
     """A small tensor that the model's own code made.
 
-    `values` has its elements in row-major order, floats as hexadecimal text. It is None for a meta tensor.
+    `values` has the bytes of its elements in row-major order as base64. It is None for a meta tensor.
     """
 
     shape: tuple[int, ...]
     dtype: str
-    values: tuple[int | str, ...] | None
+    values: str | None
 
 
 class LeafRecord(StrictModel):

@@ -1,7 +1,11 @@
-"""From two captures of one model at different sizes to one record. Numbers that differ become forms in the sizes."""
+"""From two captures of one model at different sizes to one record. Numbers that differ become forms in the sizes.
 
+A program alone is a record at its own sizes.
+"""
+
+import base64
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -29,10 +33,9 @@ from autopar.capture.record.schema import (
 )
 from autopar.capture.shared_axes import axes_of
 from autopar.files.strict_model import StrictModel
-from autopar.ir.program import Block, CallSite, Constants, InputInfo, StateInfo
+from autopar.ir.program import Block, CallSite, Constants, InputInfo, Program, StateInfo
 
 _R = TypeVar("_R", bound=StrictModel)
-MAX_LITERAL = 65_536  # elements of a tensor that is written out
 
 
 class Unexplained(Exception):
@@ -75,6 +78,17 @@ def record_of(twice: Twice) -> ProgramRecord:
         reads=program.reads,
         notes=twice.notes,
     )
+
+
+def record_of_program(program: Program) -> ProgramRecord:
+    """The record of a program at its own sizes, for `program_of`. Raises `Unexplained` if a record cannot hold it."""
+    sizes = Sizes(batch=program.batch or 0, sequence=program.sequence)
+    return record_of(
+        Twice(
+            program=program, small=program, sizes=sizes, small_sizes=sizes, causal=frozenset(), masks_remain=True,
+            notes=program.notes,
+        )
+    )  # fmt: skip
 
 
 class _Writer:
@@ -247,20 +261,21 @@ def _tagged(where: str, value: Any) -> dict[str, str]:
 def _literal(name: str, literal: Any, other: Any) -> LiteralRecord | None:
     if literal is None and other is None:
         return None
-    both = isinstance(literal, torch.Tensor) and isinstance(other, torch.Tensor)
-    if not both or literal.numel() > MAX_LITERAL or literal.is_complex():
+    if not isinstance(literal, torch.Tensor) or not isinstance(other, torch.Tensor):
         raise Unexplained(f"a file cannot hold the tensor {name}, which the model's code makes")
     what = f"the tensor {name} that the model's code makes"
     _same(what, (literal.shape, literal.dtype, literal.is_meta), (other.shape, other.dtype, other.is_meta))
     shape, dtype = tuple(literal.shape), _dtype(literal.dtype)
     if literal.is_meta:
         return LiteralRecord(shape=shape, dtype=dtype, values=None)
-    _same(what, torch.equal(literal, other), True)
-    plain: Callable[[Any], int | str] = float.hex if literal.is_floating_point() else int
-    elements = literal.detach().cpu()
-    elements = elements.double() if literal.is_floating_point() else elements
-    values = tuple(plain(v) for v in elements.flatten().tolist())
+    values, others = map(_in_base64, (literal, other))
+    _same(what, values, others)
     return LiteralRecord(shape=shape, dtype=dtype, values=values)
+
+
+def _in_base64(tensor: torch.Tensor) -> str:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return base64.b64encode(flat.view(torch.uint8).numpy().tobytes()).decode()
 
 
 def _described(kind: type[_R], info: StateInfo | InputInfo, **other: object) -> _R:

@@ -16,7 +16,7 @@ from unittest import mock
 import torch.distributed as dist
 from torch import nn
 
-from autopar.capture.record.pickled import from_bytes, to_bytes
+from autopar.capture.record.file import from_bytes, to_bytes
 from autopar.ir.program import Program
 
 MODULE = importlib.import_module("autopar.capture.program")

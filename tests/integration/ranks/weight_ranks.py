@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -129,6 +130,20 @@ def weights(rank: int, world_size: int, name: str, wish: Mapping[str, Any], who:
     }
 
 
+def exports(rank: int, world_size: int, plan: Mapping[str, Any] | None) -> list[int]:
+    """How often a rank traces the model: for `parallelize`, for a batch of another length, and for eval mode."""
+    model, inputs = model_on("phi3", 1)
+    with mock.patch.object(torch.export, "export", wraps=torch.export.export) as export:
+        counts, cluster = [0], f"{world_size}xcpu"
+        parallel = parallelize(model, cluster, example_inputs=inputs, plan=plan)
+        counts.append(export.call_count)
+        parallel.forward_backward({name: value[:, :-2] for name, value in inputs.items()})
+        counts.append(export.call_count)
+        parallel.eval().evaluate(inputs)
+        counts.append(export.call_count)
+    return [later - before for before, later in pairwise(counts)]
+
+
 class Deciding(nn.Module):
     """Reads a buffer, so it cannot be captured on meta."""
 
@@ -156,7 +171,7 @@ def refused(rank: int, world_size: int, what: str) -> str:
     elif what == "two values of one parameter":  # is seen when the parameter is read
         state = None if rank else dict(model.state_dict()) | {"head.weight": torch.zeros(VOCABULARY, WIDTH)}
     elif what == "a branch on a buffer":
-        model, inputs = nn.Sequential(Deciding()).to("cpu" if rank == 0 else "meta"), {"input": torch.ones(ROWS, 4)}
+        model, inputs = nn.Sequential(Deciding()).to("meta"), {"input": torch.ones(ROWS, 4)}
     try:
         parallelize(model, f"{world_size}xcpu", example_inputs=inputs, plan={"pp": 2, "tp": 2}, state=state)
     except AutoparError as error:

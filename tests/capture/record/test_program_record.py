@@ -1,4 +1,4 @@
-"""A pickled program equals the program: its graphs, their annotations, and their results."""
+"""A program that was written down equals the program: its graphs, their annotations, and their results."""
 
 import subprocess
 import sys
@@ -14,11 +14,12 @@ from torch import fx
 
 from autopar.capture.analysis import analyse
 from autopar.capture.program import capture_program
-from autopar.capture.record.pickled import KEPT, from_bytes, to_bytes
+from autopar.capture.record.file import from_bytes, to_bytes
 from autopar.ir.program import Program
 from autopar.ir.sharding import Mesh
 from autopar.runtime.codegen.execute import run_reference
 
+KEPT = ("info", "key", "batch_power")
 MODELS = (tiny_models.llama, tiny_models.gpt2, tiny_models.megatron, resnet)
 
 
@@ -51,7 +52,7 @@ def test_nothing_is_lost(made: Callable[[], Example]) -> None:
 
 WRITE = """
 from autopar.models.load import resolve_model
-from autopar.capture.record.pickled import to_bytes
+from autopar.capture.record.file import to_bytes
 from autopar.capture.program import capture_program
 found = resolve_model("mixtral-8x7b", layers=1, hidden=64, seq_len=16, batch=2)
 program = capture_program(found.model, found.example_inputs)
@@ -59,7 +60,7 @@ path.write_bytes(to_bytes(program))
 print(program.fingerprint)
 """
 READ = """
-from autopar.capture.record.pickled import from_bytes
+from autopar.capture.record.file import from_bytes
 print(from_bytes(path.read_bytes()).fingerprint)
 """
 
