@@ -51,7 +51,6 @@ def test_listings(command: str) -> None:
 
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="the environment lacks a package of the core")
-@pytest.mark.timeout(300)
 def test_presets_need_no_extra() -> None:
     result = subprocess.run(
         [sys.executable, "-m", "autopar", "plan", "gpt2", "-c", "4xcpu", "--layers", "2", "--hidden", "64"],
@@ -79,7 +78,6 @@ def test_own_module_is_planned() -> None:
     assert "tp 2 × dp_shard 2 = 4 ranks" in result.stdout
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.long
 def test_own_module_is_verified() -> None:
     command = ("verify", "bring_your_own_model:factory", "--world-size", "2", "--tp", "2", "--steps", "2")

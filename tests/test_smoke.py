@@ -17,7 +17,7 @@ from written_runs import end, line, start, write
 from autopar.cli.app import COMMANDS, app_of
 from autopar.ir.plan import Plan
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.long
 
 MODEL = """
 import atexit, os, torch

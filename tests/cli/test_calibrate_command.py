@@ -21,7 +21,6 @@ def calibrate(*options: str) -> str:
     return result.stdout
 
 
-@pytest.mark.timeout(300)
 def test_ranks_are_measured_and_the_profile_is_written(tmp_path: Path) -> None:
     path = tmp_path / "device.yaml"
     shown = calibrate("--ranks", "2", "--out", str(path))
@@ -42,7 +41,6 @@ def test_ranks_are_measured_and_the_profile_is_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 def test_one_process_as_json() -> None:
     found = json.loads(calibrate("--json"))
     assert found.keys() == {"profile", "fit", "samples", "num_skipped", "spread"}

@@ -30,7 +30,6 @@ def factory():
 """
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("shape", [("--json",), ()], ids=["json", "text"])
 def test_a_printing_model(shape: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "printing.py").write_text(PRINTING)

@@ -74,7 +74,6 @@ cli.run()
 """
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
 def test_a_command_that_is_ended_leaves_no_ranks_and_no_folders(name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:  # shorter than tmp_path: names of sockets have a limit
@@ -94,7 +93,6 @@ with launch.Ranks(1) as world:
 """
 
 
-@pytest.mark.timeout(120)
 def test_a_rank_that_sends_a_tensor_leaves_no_folder() -> None:
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"TMPDIR": folder}

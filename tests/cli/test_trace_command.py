@@ -15,7 +15,6 @@ pytest.importorskip("transformers")
 RECOMPUTED = ("--recompute", "full", "--recompute-blocks", "1,0")
 
 
-@pytest.mark.timeout(300)
 def test_trace_writes_a_file_and_says_what_is_in_it(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     sizes = ("--pp", "2", "--micro-batches", "2", "--hidden", "32", "--seq-len", "8")

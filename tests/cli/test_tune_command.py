@@ -17,7 +17,6 @@ from autopar.ir.plan import Plan
 
 ASKED = ("gpt2", "-c", "2xcpu", "--layers", "2", "--hidden", "32", "--seq-len", "16", "--global-batch", "4")
 CLUSTER = "groups:\n  - {num_hosts: 1, devices_per_host: 2, device: cpu}\n"
-pytestmark = pytest.mark.timeout(600)
 NO_CALIBRATION = "--no-calibrate"
 INTERRUPTED = 130
 

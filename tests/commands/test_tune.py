@@ -30,7 +30,6 @@ from autopar.search.measured.result import Tried, TuneResult
 
 PLANTED = Path(__file__).parent / "planted"
 TRIAL_S = 30.0
-pytestmark = pytest.mark.timeout(400)
 PRICED = """
 groups:
   - num_hosts: 1

@@ -41,7 +41,6 @@ def test_the_page_shows_the_script() -> None:
     assert SCRIPT.read_text() in blocks
 
 
-@pytest.mark.timeout(600)
 def test_a_killed_run_goes_on_as_a_whole_run(tmp_path: Path) -> None:
     text = SCRIPT.read_text()
     names = ", ".join(SMALL)

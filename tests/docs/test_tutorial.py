@@ -50,7 +50,6 @@ def run(line: str, folder: Path) -> str:
     return result.output
 
 
-@pytest.mark.timeout(300)
 def test_every_command_prints_what_the_page_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = PAGE.read_text()
     for name, text in files(page).items():

@@ -28,7 +28,6 @@ def losses(text: str) -> list[float]:
     return [float(found) for found in re.findall(r"loss ([\d.]+)", text)]
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("plan", "sizes"),
     [("2d", "tp 2 × dp_shard 2 = 4 ranks, ZeRO-3"), long("3d", "pp 2 × tp 2 × dp_shard 2 = 8 ranks, ZeRO-3")],
@@ -48,7 +47,6 @@ def test_demo(tmp_path: Path, plan: str, sizes: str) -> None:
     assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.timeout(400)
 def test_demo_in_low_precision(tmp_path: Path) -> None:
     """The loss is within 2 % of float32 on one device."""
     sizes = ["--steps", "12", "--check-steps", "12", "--layers", "2", "--hidden", "64", "--seq-len", "32"]
@@ -59,7 +57,6 @@ def test_demo_in_low_precision(tmp_path: Path) -> None:
     assert found["loss"] != pytest.approx(found["single_device_loss"], rel=1e-6)
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("check", [False, long(True)], ids=["resumed", "beside a whole run"])
 def test_long_run(tmp_path: Path, check: bool) -> None:
     """The ranks are killed. The run goes on from its checkpoint, on the next sample, under another plan."""
@@ -92,7 +89,6 @@ def exported_loss(folder: Path) -> float:
     return loss
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("tp", [long("1"), "2"])
 def test_bring_your_own_model(tmp_path: Path, tp: str) -> None:
     shown = forked.run(EXAMPLES / "bring_your_own_model.py", ["--tp", tp, "--steps", "21"], tmp_path, 2)
@@ -101,7 +97,6 @@ def test_bring_your_own_model(tmp_path: Path, tp: str) -> None:
     assert ("all_reduce_to_invariant" in shown) == (tp == "2")  # the generated code is shown
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("rule", [True, long(False)], ids=["rule", "no rule"])
 def test_own_operator(tmp_path: Path, rule: bool) -> None:
     """With its rule the operator lies between column and row products; without it, its operands are gathered."""
@@ -115,7 +110,6 @@ def test_own_operator(tmp_path: Path, rule: bool) -> None:
     assert ("all_gather" in layer) == (not rule)
 
 
-@pytest.mark.timeout(400)
 def test_a_public_loop_needs_eight_lines_for_ranks(tmp_path: Path) -> None:
     script = EXAMPLES / "char_gpt.py"
     assert script.read_text().count("  # ranks\n") <= 8

@@ -11,8 +11,6 @@ EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 SMALL = ["--layers", "2", "--width", "32", "--seq-len", "16"]
 CHECKED = re.compile(r"first step: loss [\d.]+, on one device [\d.]+, difference ([\de.+-]+)")
 
-pytestmark = pytest.mark.timeout(400)
-
 
 def run(name: str, folder: Path, *options: str, steps: int = 6) -> str:
     return forked.run(EXAMPLES / f"{name}.py", [*SMALL, "--steps", str(steps), *options], folder)

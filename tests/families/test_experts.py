@@ -87,7 +87,6 @@ def split_experts(labels: tuple[BlockLabels, ...], mesh: Mesh) -> list[str]:
     return [port for port, types in every if types[at].kind == "S"]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("family", "plan"),
     thinned(

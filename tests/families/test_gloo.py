@@ -13,7 +13,6 @@ MESH = "tp=2 × dp=2, ZeRO 3, sequence"
 DIFFERENT_IN_KIND = ("llama", "t5", "mixtral", "resnet", "phi3_grouped")  # the others run in one process
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("family", thinned(zoo.FAMILIES, keep=DIFFERENT_IN_KIND))
 def test_equal_over_gloo(tool: ModuleType, open_worlds: object, family: str) -> None:
     assert tool.worst_error(family, tool.MESHES[MESH], open_worlds) <= tool.TOLERANCE

@@ -62,7 +62,6 @@ def test_a_balance_loss_is_exact_over_ranks_and_refused_over_micro_batches() -> 
     check(case, labelled(case, Mesh.of(dp=2, tp=2)), Mesh.of(dp=2, tp=2))
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("family", "plan"),
     thinned(
@@ -75,7 +74,6 @@ def test_equal_over_gloo(tool: ModuleType, open_worlds: object, family: str, pla
     assert tool.worst_error(f"mixtures:{family}", tool.MIXTURE_PLANS[plan], open_worlds) <= tool.TOLERANCE
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("table", "family", "plan"),
     thinned(

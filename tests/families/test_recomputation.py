@@ -33,7 +33,6 @@ SHORT = {
 }
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("family", "plan"), thinned(product(FAMILIES, PLANS), keep=SHORT))
 def test_equal_to_one_device(tool: ModuleType, open_worlds: object, family: str, plan: str) -> None:
     table = tool.tables()["recomputation"]

@@ -47,7 +47,6 @@ def in_code(program: Program, plan: Plan, regather: bool) -> dict[str, tuple[int
     return {kind: (forward[kind], backward[kind]) for kind in forward | backward}
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("wish", ({"tp": 4}, {"tp": 2, "dp": 2}), ids=("tp4", "tp2dp2"))
 @pytest.mark.parametrize("spec", ("llama3-8b", "gpt2"))
 def test_generated_block(spec: str, wish: dict[str, int]) -> None:
@@ -59,7 +58,6 @@ def test_generated_block(spec: str, wish: dict[str, int]) -> None:
     assert in_code(program, plan, regather=True) == WITH_REGATHER
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize(
     "sequence_parallel, per_block", (long(False, {"all-reduce": 4}), (True, {"all-gather": 6, "reduce-scatter": 4}))
 )

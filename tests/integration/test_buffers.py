@@ -10,7 +10,6 @@ from autopar.commands.verify import verify
 from autopar.errors import PlanError
 from autopar.runtime.distributed.launch import Ranks
 
-pytestmark = pytest.mark.timeout(90)
 RECORDED = "integration_models:recorded"
 
 

@@ -13,7 +13,6 @@ from autopar.models.load import resolve_model
 from autopar.runtime.distributed.launch import Ranks
 from autopar.runtime.verify.random_batches import random_batches
 
-pytestmark = pytest.mark.timeout(120)
 WANTED = Wanted(spec="gpt2", float64=True)
 TIED = ("transformer.wte.weight", "lm_head.weight")
 PACKED = "transformer.h.0.attn.c_attn.weight"

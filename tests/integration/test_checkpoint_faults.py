@@ -17,7 +17,6 @@ from autopar.cli.app import app_of
 from autopar.errors import RankError
 from autopar.runtime.distributed.launch import Ranks
 
-pytestmark = pytest.mark.timeout(240)
 FILE = "rank-00000-000.safetensors"
 OTHER = "rank-00001-000.safetensors"
 

@@ -13,7 +13,6 @@ from suites import thinned
 from autopar.runtime.distributed.launch import Ranks
 from autopar.runtime.parameters.state_loading import open_state
 
-pytestmark = pytest.mark.timeout(300)
 WIDTH = 768
 SHARD_BYTES = 48 << 20
 BLOCK_BYTES = 16 * WIDTH**2 * 4

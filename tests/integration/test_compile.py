@@ -7,7 +7,6 @@ from integration_models import Wanted, planned
 from autopar.runtime.distributed.launch import Ranks
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("recompute", ("none", "selective", "full"))
 def test_compiled_blocks_compute_the_same(two_ranks: Ranks, recompute: str) -> None:
     """With sequence parallelism, gathers that are repeated in backward, and the vocabulary-parallel loss."""

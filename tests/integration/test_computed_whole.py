@@ -52,7 +52,6 @@ def test_a_plain_sequence_of_layers_is_split_along_its_widths() -> None:
     assert {"conv1:conv2d:0", "conv2:conv2d:0", "fc1:linear:0"} <= split
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("factory", ["colour_resnet", "colour_lenet", "text_classifier"])
 def test_on_gloo_ranks(factory: str, four_ranks: Ranks) -> None:
     report = verify(
@@ -61,7 +60,6 @@ def test_on_gloo_ranks(factory: str, four_ranks: Ranks) -> None:
     assert report.passed, report
 
 
-@pytest.mark.timeout(120)
 def test_heads_that_no_degree_divides(four_ranks: Ranks, tmp_path: Path) -> None:
     """Three heads over four ranks."""
     config = dict(resolve_model("gpt2", layers=2, hidden=64).config or {}) | {"n_head": 3, "n_embd": 48}

@@ -11,7 +11,6 @@ from autopar.commands.verify import verify
 from autopar.errors import PlanError
 from autopar.runtime.distributed.launch import Ranks
 
-pytestmark = pytest.mark.timeout(240)
 Worlds = Callable[[int], Ranks]
 
 

@@ -11,7 +11,6 @@ from autopar.capture.program import capture_program
 from autopar.capture.targets import ignored_targets
 from autopar.runtime.distributed.launch import Ranks
 
-pytestmark = pytest.mark.timeout(150)
 TOLERANCE = 1e-9
 WISH: dict[str, Any] = {"tp": 2, "dp": 2, "zero": 3}
 

@@ -8,8 +8,6 @@ from suites import long
 
 from autopar.runtime.distributed.launch import Ranks
 
-pytestmark = pytest.mark.timeout(150)
-
 PADDING = [
     tokens_and_padding(padded=(1, 3)),
     tokens_and_padding(padded=(0, 2), seed=1),

@@ -50,7 +50,6 @@ def test_every_row_of_the_table_is_checked() -> None:
     ]
 
 
-@pytest.mark.timeout(180)
 def test_ranks_that_are_right_and_one_that_is_slow(four_ranks: Ranks) -> None:
     found = diagnosed(four_ranks, 2, "slow")
     assert found.passed, found.checks
@@ -71,7 +70,6 @@ def test_ranks_that_are_right_and_one_that_is_slow(four_ranks: Ranks) -> None:
     assert all(None not in f.of_ranks for f in found.figures)
 
 
-@pytest.mark.timeout(180)
 def test_a_broken_conversion_is_found(two_ranks: Ranks) -> None:
     found = diagnosed(two_ranks, 1, "broken")
     failed = {check.name: check for check in found.checks if not check.passed}
@@ -83,14 +81,12 @@ def test_a_broken_conversion_is_found(two_ranks: Ranks) -> None:
     assert not found.passed
 
 
-@pytest.mark.timeout(180)
 def test_a_rank_that_fails_is_named_with_the_check(two_ranks: Ranks) -> None:
     with pytest.raises(RankError, match=r"rank 1 failed: .*conversion P -> S.*a planted fault") as caught:
         diagnosed(two_ranks, 1, "raise")
     assert caught.value.rank == 1
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("launched", (long(True), False), ids=("torchrun", "by itself"))
 def test_the_command(launched: bool, tmp_path: Path) -> None:
     """Under torchrun, and by itself; JSON on stdout and nothing else."""

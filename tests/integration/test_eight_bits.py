@@ -9,7 +9,6 @@ from autopar.commands.verify import verify
 
 pytest.importorskip("torchao")
 pytest.importorskip("transformers")
-pytestmark = pytest.mark.timeout(240)
 
 PLANS: tuple[dict[str, Any], ...] = (
     {"tp": 2},

@@ -7,7 +7,6 @@ from suites import long
 
 from autopar.runtime.distributed.launch import Ranks
 
-pytestmark = pytest.mark.timeout(150)
 PLANS = (
     {"tp": 2, "dp": 2, "zero": 3},
     {"pp": 2, "dp": 2, "micro_batches": 2},

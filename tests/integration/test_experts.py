@@ -17,8 +17,6 @@ from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.cost_model.dry_run.stage_run import StageRun
 from autopar.runtime.distributed.launch import Ranks
 
-pytestmark = pytest.mark.timeout(240)
-
 PRICED = (
     case(MIXTRAL, dp=4, ep=2, zero=3, dispatch="exchange"),
     case(MIXTRAL, dp=4, ep=2, zero=3, dispatch="gather"),

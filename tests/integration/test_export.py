@@ -11,8 +11,6 @@ from suites import thinned
 
 from autopar.runtime.parameters.state_loading import open_state
 
-pytestmark = pytest.mark.timeout(240)
-
 
 @pytest.mark.parametrize(
     ("family", "world_size", "wish"),

@@ -35,7 +35,6 @@ def is_running(pid: int) -> bool:
     return not state.exists() or state.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize(
     "who, fault, cause",
     (
@@ -57,7 +56,6 @@ def test_a_failing_rank_ends_all(who: int, fault: str, cause: str, four_ranks: R
         assert "integration_ranks.py" in str(caught.value) and "in fail" in str(caught.value)
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize(
     ("differ", "own"), (("shape", ("TensorShape=[2, 3]", "TensorShape=[2, 4]")), ("kind", ("BROADCAST", "ALLREDUCE")))
 )
@@ -74,7 +72,6 @@ def test_unlike_collectives_are_an_error_at_once(differ: str, own: tuple[str, st
         )
 
 
-@pytest.mark.timeout(90)
 def test_an_interrupted_run_ends_all_ranks(two_ranks: Ranks) -> None:
     """What they would still send is not the answer to the next run."""
     pids = two_ranks.run("integration_ranks:pid")
@@ -84,7 +81,6 @@ def test_an_interrupted_run_ends_all_ranks(two_ranks: Ranks) -> None:
     assert not any(is_running(pid) for pid in pids) and not two_ranks.is_open
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize(
     "after_s, who, cause",
     (
@@ -102,7 +98,6 @@ def test_nccl_ends_ranks_that_waited(after_s: float, who: int, cause: str) -> No
     assert caught.value.rank == who and not any(is_running(pid) for pid in pids)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("fault, cause", (long("raise", "ValueError: a planted fault"), ("kill", "Signal 9 (SIGKILL)")))
 def test_a_failing_rank_ends_torchrun(fault: str, cause: str, tmp_path: Path) -> None:
     process = torchrun.start(2, "torchrun_fault.py", tmp_path, fault)
@@ -118,7 +113,6 @@ def test_a_failing_rank_ends_torchrun(fault: str, cause: str, tmp_path: Path) ->
     assert not any(is_running(int(file.read_text())) for file in tmp_path.glob("pid-*"))
 
 
-@pytest.mark.timeout(120)
 def test_ranks_of_a_killed_parent_leave_nothing() -> None:
     program = """
 import os, signal
@@ -137,7 +131,6 @@ os.kill(os.getpid(), signal.SIGKILL)
         assert not list(Path(folder).glob("autopar-ranks-*"))
 
 
-@pytest.mark.timeout(90)
 def test_unfit_batches_are_refused_on_all_ranks(two_ranks: Ranks) -> None:
     _, plan = planned(WANTED, 2, {"dp": 2, "zero": 3})
     (messages, loss), (others, other_loss) = two_ranks.run("integration_ranks:unfit_batches", WANTED, plan)
@@ -178,8 +171,8 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "change, parts",
     (
         ({"spec": "llama3-8b"}, ("another model", "gpt2", "differ")),
-        ({"layers": 3}, ("another model", "gpt2")),
-        ({"hidden": 128}, ("another model", "gpt2", "differ")),
+        ({"layers": 3}, ("another size of the model", "gpt2", "2 of shape [64] there, 3 of shape [64] here")),
+        ({"hidden": 128}, ("another size of the model", "gpt2", "[512, 64] there, 1 of shape [512, 128] here")),
         ({"world_size": 2}, ("for 4 ranks", "has 2")),
         ({"seq_len": 8}, ("length 16", "length 8")),
         ({"batch": 2}, ("4 sequences of one data-parallel rank", "have 2")),

@@ -9,7 +9,6 @@ from suites import long
 
 from autopar.runtime.distributed.launch import Ranks
 
-pytestmark = pytest.mark.timeout(150)
 Outcomes = list[Outcome]
 
 

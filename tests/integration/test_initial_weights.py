@@ -7,7 +7,6 @@ from suites import thinned
 
 from autopar.runtime.distributed.launch import Ranks
 
-pytestmark = pytest.mark.timeout(120)
 OWN, STATE, UNEQUAL, EQUAL = (
     "rank 0's model",
     "rank 0's state",

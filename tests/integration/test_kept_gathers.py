@@ -33,7 +33,6 @@ def check(spec: str, plan: Plan, path: Path, ranks: Ranks, batch: int) -> None:
     assert max(found[name] for name in QUANTITIES) <= 1e-9, found
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("spec", "wish"), thinned(CASES, keep=(CASES[1], CASES[4])))
 def test_equals_the_single_device(spec: str, wish: dict[str, Any], tmp_path: Path, four_ranks: Ranks) -> None:
     job = Job(spec=spec, batch=4, dtype="float64", steps=2, seed=0, **SIZES)
@@ -41,7 +40,6 @@ def test_equals_the_single_device(spec: str, wish: dict[str, Any], tmp_path: Pat
     check(spec, replace(plan, regather=False), tmp_path / "plan.json", four_ranks, 4)
 
 
-@pytest.mark.timeout(120)
 def test_a_plan_of_a_search(tmp_path: Path, four_ranks: Ranks) -> None:
     """On CPUs nothing is hidden, so that a second gather costs most."""
     made = resolve_model("llama3-8b", batch=1, dtype="float32", **SIZES)

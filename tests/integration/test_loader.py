@@ -10,7 +10,6 @@ from suites import long
 
 from autopar.runtime.distributed.launch import Ranks
 
-pytestmark = pytest.mark.timeout(150)
 World = Callable[[int], Ranks]
 WISH: dict[str, Any] = {"tp": 2, "dp": 2, "zero": 3}
 STARTS = (

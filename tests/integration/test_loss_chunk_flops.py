@@ -21,7 +21,6 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.runtime.distributed.launch import Ranks
 
-pytestmark = pytest.mark.timeout(240)
 TOKENS, HIDDEN = 16, 64  # of a sequence
 CASES = (
     case(LLAMA, tp=4, sequence_parallel=True, loss_chunks=4),

@@ -25,7 +25,6 @@ WISHES: dict[str, tuple[dict[str, Any], int]] = {  # and the sequences of a rank
 SHORT = [("llama3-8b", "tp 2, sequence"), ("gemma2-9b", "tp 2"), ("gpt2", "pp 2, backward in parts")]
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize(("spec", "wish"), thinned([(spec, wish) for spec in MODELS for wish in WISHES], keep=SHORT))
 def test_equal_to_one_device(spec: str, wish: str, two_ranks: Ranks) -> None:
     degrees, batch = WISHES[wish]
@@ -42,7 +41,6 @@ def test_equal_to_one_device(spec: str, wish: str, two_ranks: Ranks) -> None:
     assert max(exact) <= 1e-9, found.quantities
 
 
-@pytest.mark.timeout(300)
 def test_compiled(two_ranks: Ranks) -> None:
     """The function goes through `torch.compile` without a graph break."""
     wanted = Wanted(spec="llama3-8b", float64=True)

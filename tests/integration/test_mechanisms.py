@@ -9,7 +9,6 @@ from suites import long
 from autopar.commands.verify import verify
 from autopar.runtime.distributed.launch import Ranks
 
-pytestmark = pytest.mark.timeout(120)
 TOLERANCE = 1e-9
 ACCUMULATED, PIPELINE = {"dp": 2, "accumulate": 2}, {"pp": 2, "micro_batches": 2}
 SPLIT = {"tp": 2, "accumulate": 2}

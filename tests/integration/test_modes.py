@@ -8,7 +8,6 @@ from suites import long
 
 from autopar.runtime.distributed.launch import Ranks
 
-pytestmark = pytest.mark.timeout(150)
 TOLERANCE = 1e-9
 CASTS = 1e-5  # these models cast to float32 in norms and rotary tables, on both sides
 

@@ -8,7 +8,6 @@ from suites import long, thinned
 
 from autopar.runtime.distributed.launch import Ranks
 
-pytestmark = pytest.mark.timeout(150)
 TOLERANCE = 1e-9
 ZERO_3: dict[str, Any] = {"tp": 2, "dp": 2, "zero": 3}
 ZERO_1: dict[str, Any] = {"tp": 2, "dp": 2, "zero": 1}

@@ -16,7 +16,6 @@ from autopar.cost_model.dry_run.stage_run import run_stages
 from autopar.ir.offload import OFFLOADS
 from autopar.runtime.distributed.launch import Ranks
 
-pytestmark = pytest.mark.timeout(240)
 PLANS = (
     case(LLAMA, tp=4, sequence_parallel=True),
     case(LLAMA, tp=2, dp=2, zero=1, accumulate=2),

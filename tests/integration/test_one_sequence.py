@@ -18,7 +18,6 @@ WISHES: dict[str, Any] = {
 }
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize(
     ("spec", "wish"),
     thinned(

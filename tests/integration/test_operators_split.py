@@ -31,7 +31,6 @@ def test_every_operator_has_a_rule_that_splits_the_batch(name: str) -> None:
     assert not without
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ["complex_rotation", "fourier", "bags", "transposed_convolution"])
 def test_on_gloo_ranks(name: str, four_ranks: Ranks) -> None:
     report = verify(

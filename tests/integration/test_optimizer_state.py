@@ -23,7 +23,6 @@ from autopar.ir.optimizers import OPTIMIZERS, OwnPart
 from autopar.runtime.distributed.launch import Ranks
 from autopar.runtime.offload.state_files import keep_state_in_files, mapped_file, needed_bytes
 
-pytestmark = pytest.mark.timeout(240)
 SPLIT = case(LLAMA, tp=2, dp=2, zero=3, accumulate=2)
 PLANS = (SPLIT, case(GPT2, tp=2, dp=2, zero=1), case(LLAMA, dp=4, zero=2), case(LLAMA, pp=2, tp=2, micro_batches=2))
 RUN_SPLIT = [name for name, one in OPTIMIZERS.items() if one.runs_split]

@@ -17,7 +17,6 @@ from autopar.models.load import resolve_model
 from autopar.runtime.distributed.launch import Ranks
 from autopar.runtime.verify.random_batches import random_batches
 
-pytestmark = pytest.mark.timeout(120)
 PACKED = "model.layers.1.self_attn.qkv_proj.weight"
 SIZES: dict[str, int] = {"layers": 2, "hidden": 64, "seq_len": 16}
 Worlds = Callable[[int], Ranks]

@@ -22,7 +22,6 @@ CASES = {
 SOME = {1: ("cpu model", "tuple inputs"), 2: tuple(CASES), 4: ("safetensors, plan", "mean of squares")}
 
 
-@pytest.mark.timeout(170)
 @pytest.mark.parametrize("world_size", (1, 2, long(4)))
 def test_losses_equal_the_single_device(world_size: int, tmp_path: Path) -> None:
     """One rank by itself, two under torchrun, four as forks."""

@@ -9,7 +9,6 @@ import autopar
 from autopar.cost_model.parts import MEMORY
 from autopar.runtime.distributed.launch import Ranks
 
-pytestmark = pytest.mark.timeout(240)
 PLANS: tuple[dict[str, Any], ...] = ({"tp": 2}, {"pp": 2, "micro_batches": 2}, {"dp": 2, "zero": 3})
 
 

@@ -8,7 +8,6 @@ from suites import long
 from autopar.commands.verify import verify
 from autopar.runtime.distributed.launch import Ranks
 
-pytestmark = pytest.mark.timeout(120)
 ALONE: dict[str, Any] = {"accumulate": 3, "per_micro_batch": True}
 
 

@@ -10,7 +10,6 @@ from suites import thinned
 from autopar.ir.plan import Plan
 from autopar.runtime.distributed.launch import Ranks
 
-pytestmark = pytest.mark.timeout(240)
 GLOBAL_BATCH = 8
 PLANS: dict[str, dict[str, Any]] = {
     "tp × dp": {"tp": 2, "dp": 2, "zero": 3},

@@ -25,7 +25,6 @@ WAITS = re.compile(
 )
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "fault, says",
     (
@@ -57,7 +56,6 @@ def test_first_cause_and_stage_are_named(fault: str, says: tuple[str, ...], tmp_
 
 
 @pytest.mark.long
-@pytest.mark.timeout(240)
 def test_under_torchrun_waiting_ranks_name_whom_they_wait_for(tmp_path: Path) -> None:
     """Rank 3, of stage 1, sleeps: its peer of stage 1 is in a collective with it, stage 0 waits for messages."""
     code, output = torchrun.run(4, "torchrun_hang.py", tmp_path, TIMEOUT_S, timeout_s=200)

@@ -15,7 +15,6 @@ from autopar.ir.schedules.action import peak_in_flight
 from autopar.ir.schedules.registry import actions
 from autopar.runtime.distributed.launch import Ranks
 
-pytestmark = pytest.mark.timeout(240)
 TOLERANCE = 1e-9
 Worlds = Callable[[int], Ranks]
 WANTED = Wanted(spec="gpt2", layers=4)

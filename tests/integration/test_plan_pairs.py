@@ -13,7 +13,6 @@ from autopar.ir.plan import Plan
 from autopar.runtime.distributed.launch import Ranks
 from autopar.runtime.verify.random_batches import random_batches
 
-pytestmark = pytest.mark.timeout(300)
 Worlds = Callable[[int], Ranks]
 # ranks and plan; "padded" has uneven shards, and projections that are stored in parts
 PLANS: dict[str, tuple[int, dict[str, Any]]] = {

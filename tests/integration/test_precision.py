@@ -16,7 +16,6 @@ from autopar.commands.verify import verify
 from autopar.errors import PlanError
 from autopar.runtime.distributed.launch import Ranks
 
-pytestmark = pytest.mark.timeout(240)
 OVERFLOWS = (1, 4)
 
 

@@ -27,7 +27,6 @@ from autopar.ir.stages import Stage
 
 DATA_DIMS = ("dp", "dp_cp", "dp_shard", "dp_replicate")
 BOTH_ENDS_ON_A_RANK = ("zbv-zero-bubble",)  # the time model has the first and the last stage on two ranks
-pytestmark = pytest.mark.timeout(240)
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,6 @@ from autopar.runs.record import METRICS_FILE, RUN_FILE, read_info, read_metrics
 from autopar.runs.status import run_status
 from autopar.runtime.distributed.launch import Ranks
 
-pytestmark = pytest.mark.timeout(150)
 World = Callable[[int], Ranks]
 WISH: dict[str, Any] = {"tp": 2, "dp": 2, "zero": 3}
 

@@ -213,7 +213,6 @@ def test_ranks_and_micro_batches_have_different_numbers_of_targets() -> None:
     assert len({sum(pieces) for pieces in zip(*counts, strict=True)}) > 1
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize("wish", (long({"zero": 0}), {"zero": 3}, long({"zero": 2, "accumulate": 2})), ids=str)
 def test_gradients_add_over_calls(wish: dict[str, int], four_ranks: Ranks) -> None:
     wanted = Wanted(spec="llama3-8b", float64=True)
@@ -316,7 +315,6 @@ def test_random_streams() -> None:
     assert torch.equal(dropout(ones, 0.5, drawing), ones)
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize(
     ("spec", "wish"),
     [
@@ -333,7 +331,6 @@ def test_both_sides_draw_the_same_numbers(spec: str, wish: dict[str, Any], four_
     assert any("both sides drew the same random numbers" in note for note in report.notes)
 
 
-@pytest.mark.timeout(90)
 def test_deferred_sums_happen_once_a_step(two_ranks: Ranks) -> None:
     """Norm weights under sequence parallelism: one bucket, for one, two and three micro-batches."""
     calls, elements = [], []

@@ -72,7 +72,6 @@ class Trace:
                 open_ends.append(event["ts"] + event["dur"])
 
 
-@pytest.mark.timeout(120)
 def test_tensor_and_pipeline_parallel(four_ranks: Ranks, tmp_path: Path) -> None:
     program, plan = planned(WANTED, 4, {"tp": 2, "pp": 2, "micro_batches": 2})
     kept = four_ranks.run("integration_ranks:traced_step", WANTED, plan, str(tmp_path / "trace.json"))
@@ -123,7 +122,6 @@ def test_tensor_and_pipeline_parallel(four_ranks: Ranks, tmp_path: Path) -> None
     assert len(trace.arrows) == 2 * 8 and {e["ph"] for e in trace.arrows} == {"s", "f"}
 
 
-@pytest.mark.timeout(120)
 def test_data_parallel_with_recomputation(four_ranks: Ranks, tmp_path: Path) -> None:
     wish = {"tp": 2, "dp": 2, "zero": 3, "accumulate": 2, "recompute": "full"}
     program, plan = planned(WANTED, 4, wish)
@@ -142,7 +140,6 @@ def test_data_parallel_with_recomputation(four_ranks: Ranks, tmp_path: Path) -> 
         assert not trace.on(rank, "pp") and not trace.on(rank, "collectives")
 
 
-@pytest.mark.timeout(90)
 def test_a_path_that_cannot_be_written_is_refused_on_all_ranks(two_ranks: Ranks) -> None:
     _, plan = planned(WANTED, 2, {"tp": 2})
     with pytest.raises(RankError, match=r"InputError: /nonexistent/trace.json cannot be written"):

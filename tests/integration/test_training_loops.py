@@ -13,7 +13,6 @@ import autopar
 from autopar.errors import InputError
 from autopar.runtime.distributed.launch import Ranks
 
-pytestmark = pytest.mark.timeout(150)
 TOLERANCE = 1e-9
 PLAIN: dict[str, Any] = {}
 UNEVEN = {"width": 30, "heads": 3}  # three heads over two ranks
@@ -43,7 +42,6 @@ def test_what_users_do_to_a_parameter(wish: dict[str, Any], options: dict[str, A
         assert {name: worst for name, worst in found.items() if not worst < TOLERANCE} == {}
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.long
 def test_a_compiled_step_is_refused(two_ranks: Ranks) -> None:
     for message in two_ranks.run("loop_ranks:compiled_step", {"tp": 2}, 2):

@@ -14,8 +14,6 @@ from autopar.ir.plan import Plan
 from autopar.runtime.distributed.launch import Ranks
 from autopar.runtime.verify.random_batches import random_batches
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.mark.parametrize(
     ("spec", "wish"),

@@ -8,7 +8,6 @@ from usual_ranks import CASES
 
 from autopar.runtime.distributed.launch import Ranks
 
-pytestmark = pytest.mark.timeout(150)
 TOLERANCE = 1e-9
 KEPT = (
     "adapted",

@@ -29,14 +29,12 @@ def check(spec: str, ranks: Ranks, tolerance: float = 1e-9, dtype: str = "float6
     return report
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize("sequence_parallel", (long(False), True))
 @pytest.mark.parametrize("spec", MODELS)
 def test_tensor_parallel(spec: str, sequence_parallel: bool, four_ranks: Ranks) -> None:
     check(spec, four_ranks, tp=4, sequence_parallel=sequence_parallel)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("sequence_parallel", (long(False), True))
 @pytest.mark.parametrize("zero", (0, long(1), 2, long(3)))
 @pytest.mark.parametrize("spec", MODELS)
@@ -44,7 +42,6 @@ def test_tensor_and_data_parallel(spec: str, zero: int, sequence_parallel: bool,
     check(spec, four_ranks, tp=2, dp=2, zero=zero, sequence_parallel=sequence_parallel)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "sequence_parallel", (long(False), True)
 )  # nothing splits the sequence here, and nothing refuses
@@ -53,13 +50,11 @@ def test_data_parallel(spec: str, sequence_parallel: bool, four_ranks: Ranks) ->
     check(spec, four_ranks, dp=4, sequence_parallel=sequence_parallel)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("spec, zero", (long("llama3-8b", 1), long("gpt2", 2), ("llama3-8b", 3)))
 def test_replicated_shards(spec: str, zero: int, four_ranks: Ranks) -> None:
     check(spec, four_ranks, dp_replicate=2, dp_shard=2, zero=zero)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("spec, zero", (long("llama3-8b", 0), ("llama3-8b", 1), long("gpt2", 2), ("gpt2", 3)))
 def test_accumulation_of_three_micro_batches(spec: str, zero: int, four_ranks: Ranks) -> None:
     sizes = SIZES | {"batch": 6}
@@ -68,6 +63,5 @@ def test_accumulation_of_three_micro_batches(spec: str, zero: int, four_ranks: R
     assert report.passed and max(errors(report)[name] for name in QUANTITIES) <= 1e-9, errors(report)
 
 
-@pytest.mark.timeout(60)
 def test_single_precision(four_ranks: Ranks) -> None:
     check("llama3-8b", four_ranks, tolerance=2e-4, dtype="float32", tp=2, dp=2, zero=3, sequence_parallel=True)

@@ -54,7 +54,6 @@ def volume(counts: Counts, n: int) -> int:
     return 2 * reduced + sum(others)
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize("zero", (0, 1, 2, 3))
 @pytest.mark.parametrize("spec, n", (long("llama3-8b", 1), long("llama3-8b", 3), ("gpt2", 3)))
 def test_calls_and_elements(spec: str, zero: int, n: int, two_ranks: Ranks) -> None:
@@ -68,7 +67,6 @@ def test_calls_and_elements(spec: str, zero: int, n: int, two_ranks: Ranks) -> N
     assert volume(found[0], n) == wished[zero]
 
 
-@pytest.mark.timeout(90)
 def test_a_stage_is_called_with_tensors_alone(two_ranks: Ranks) -> None:
     """FSDP2 looks for tensors in all that a module is called with: no program may stand there."""
     wanted = Wanted(spec="gpt2", batch=4)

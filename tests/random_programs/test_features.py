@@ -5,7 +5,6 @@ from program_check import FEW, MANY, check_kind
 from suites import long
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("num_programs", (FEW, long(MANY)))
 def test_equal_to_one_device(num_programs: int) -> None:
     check_kind("features", num_programs)

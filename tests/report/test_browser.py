@@ -18,10 +18,7 @@ from autopar.search.result.result import SearchResult
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 BROWSER = next((path for name in BROWSERS if (path := shutil.which(name))), None)
-pytestmark = [
-    pytest.mark.skipif(BROWSER is None, reason=f"no browser: none of {', '.join(BROWSERS)} is installed"),
-    pytest.mark.timeout(180),
-]
+pytestmark = pytest.mark.skipif(BROWSER is None, reason=f"no browser: none of {', '.join(BROWSERS)} is installed")
 WIDTHS = (1400, 400)
 # What a frame of a width tells of the page in it. The frame's own script runs under the page's policy.
 PROBE = """<script>

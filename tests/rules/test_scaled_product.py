@@ -21,8 +21,6 @@ from autopar.runtime.distributed.device_precision import precision_problems
 pytest.importorskip("torchao")
 pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.timeout(240)
-
 
 def test_fp8_has_the_bits_of_torchao() -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training

@@ -6,10 +6,8 @@ import sys
 from pathlib import Path
 
 import plan_worker
-import pytest
 
 
-@pytest.mark.timeout(300)
 def test_the_same_plan_in_another_process(tmp_path: Path) -> None:
     processes = [
         subprocess.Popen(

@@ -40,7 +40,6 @@ MODELS: dict[str, Callable[[], Example]] = {
 }
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"tp": 3}, {"tp": 2, "dp": 2}], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_equal_to_one_device(name: str, mesh: dict[str, int]) -> None:

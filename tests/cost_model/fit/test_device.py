@@ -32,7 +32,6 @@ def fitted(profile: DeviceProfile, *, noise: float, seed: int = 0) -> DeviceProf
 
 
 # without shrinking: one example fits thousands of grids
-@pytest.mark.timeout(300)
 @settings(
     max_examples=4,
     deadline=None,

@@ -129,20 +129,17 @@ def assert_agree(name: str, folder: Path, layouts: tuple[tuple[str, int], ...]) 
             assert mine == pytest.approx(theirs, rel=CLOSE), (engine, tp, what)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", thinned(QUICK, keep=("gpt2", "phi3-mini")))
 def test_rows_and_captures_agree(name: str, tmp_path: Path) -> None:
     assert_agree(name, tmp_path, QUICK[name])
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", decoders())
 def test_rows_and_captures_of_every_decoder_agree(name: str, tmp_path: Path) -> None:
     assert_agree(name, tmp_path, OTHER_LABELS.get(name, LAYOUTS))
 
 
-@pytest.mark.timeout(600)
 def test_layers_are_counts(tmp_path: Path) -> None:
     engine = engine_named("autopar")
     two, four = (works_and_question(captured("gpt2", tmp_path, layers)[0], engine, 2) for layers in (2, 4))

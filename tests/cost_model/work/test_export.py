@@ -63,7 +63,6 @@ def test_a_product_of_size_zero_computes_nothing() -> None:
     assert sum(len(work.products) for work in works) == 2
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(("name", "over_data"), FILES)
 def test_file_is_what_a_capture_gives(name: str, over_data: bool) -> None:
     stored = tool().file_of(name, over_data=over_data).read_text(encoding="utf-8")
@@ -123,7 +122,6 @@ def works_of(name: str, tp: int, is_sequence_parallel: bool) -> tuple[Any, ...]:
     return program, analysis, labelling, degrees, [evaluate(work, numbers) for work in works]
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("tp", [long(2), 4])
 @pytest.mark.parametrize(
     ("name", "variant"), thinned(ROWS, keep=[("gpt2", "tp"), ("llama3-8b", "sp"), ("mixtral-8x7b", "tp")])
@@ -155,7 +153,6 @@ def flops_by_rules(program: Program, analysis: Any, labels: Any, degrees: Degree
     return whole
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", ["gpt2", "llama3-8b"])
 def test_flops_are_those_of_the_rules(name: str) -> None:
     program, analysis, labelling, degrees, works = works_of(name, 4, False)
@@ -164,7 +161,6 @@ def test_flops_are_those_of_the_rules(name: str) -> None:
         assert totals(works[index])["flops"] == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("name", "hidden", "plan"),
     [
@@ -189,7 +185,6 @@ def test_any_captured_model(name: str, hidden: int, plan: dict[str, Any]) -> Non
     assert sum(evaluate(work, numbers).saved_eager_bytes for work in works) > 0
 
 
-@pytest.mark.timeout(400)
 def test_saved_bytes_are_those_of_one_run_of_the_block() -> None:
     """The layer run once under autograd on one rank, all saved storages summed: no mapping to values is involved."""
     program, *_, works = works_of("llama3-8b", 1, False)

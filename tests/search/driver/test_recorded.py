@@ -138,7 +138,6 @@ def test_a_second_search_adds_nothing(tmp_path: Path, name: str) -> None:
     assert [one.name for one in tmp_path.iterdir()] == [name]  # no lock is left
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", ("plan.log", long("plan.db"), long("sqlite:///{}/plan.db")))
 def test_two_at_once_write_each_trial_once(tmp_path: Path, name: str) -> None:
     found, both = searched(), Barrier(2)

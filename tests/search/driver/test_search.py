@@ -15,7 +15,6 @@ from autopar.search.driver.search import Searched, search_degrees, stand_in
 from autopar.search.pricing.exact import Priced, priced
 from autopar.search.space.candidates import Split, candidates
 
-pytestmark = pytest.mark.timeout(300)  # mixtures have many splits over context and expert ranks
 CLUSTERS = (("4xh100", 4), ("2xv100-32gb", 4), ("3xh100", 6))
 MEMORIES = (80e9, 20e6, 10e6, 5e6)  # from room for everything to none for any
 CASES = tuple(

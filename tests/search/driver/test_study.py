@@ -46,7 +46,6 @@ def test_a_search_goes_on_where_it_stopped(tmp_path: Path, name: str) -> None:
     assert whole.best.seconds <= half.best.seconds
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", ("plan.log", long("plan.db")))
 def test_two_processes_share_one(tmp_path: Path, name: str) -> None:
     where, trials = str(tmp_path / name), 16

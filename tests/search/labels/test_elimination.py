@@ -201,7 +201,6 @@ def test_the_smallest_table_first() -> None:
     assert entries == pytest.approx(12 + 16 + 24 + 3)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("degrees", [Degrees(tp=2), Degrees(tp=4, dp_shard=2), Degrees(tp=8)], ids=str)
 @pytest.mark.parametrize("model", ["llama", "gpt2", long("mixtral")])
 def test_models_are_labelled_as_by_the_integer_program(

@@ -127,7 +127,6 @@ def test_the_pattern_does_not_depend_on_the_cluster(cluster: str) -> None:
     assert labelled("llama", TP, cluster=cluster).blocks == labelled("llama", TP).blocks
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("degrees", [TP, PLAIN, BOTH], ids=str)
 def test_labels_and_problem_do_not_depend_on_layers(degrees: Degrees) -> None:
     few, many = labelled("llama", degrees), labelled("llama", degrees, layers=32)
@@ -167,7 +166,6 @@ def test_more_freedom_is_never_dearer() -> None:
     assert hidden.objective["tp"] <= objective[TP] + 1e-3
 
 
-@pytest.mark.timeout(300)
 def test_labelling_costs_the_same_for_any_number_of_layers() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
