@@ -81,9 +81,9 @@ def parallelize(
 ) -> ParallelModel:
     """Split an unmodified model over the devices of a cluster. All ranks of a torchrun job call it.
 
-    Rank 0 captures the model and decides the plan. The others receive both.
-    Ranks that differ only in ``tp`` or ``pp`` must pass the same data: ``rank_mesh.dims["dp"].coordinate`` numbers the
-    parts. The model is kept without its weights, for other shapes and eval mode. Delete your model to free its weights.
+    Rank 0 captures and plans, for all. Ranks that differ only in ``tp`` or ``pp`` must pass the same data:
+    ``rank_mesh.dims["dp"].coordinate`` numbers the parts. The model is kept without its weights, for other shapes and
+    eval mode. Delete your model to free its weights.
 
     Args:
         model: The model. On meta, it is materialised shard by shard. If ranks hold different weights, or rank 0 alone
@@ -111,8 +111,7 @@ def parallelize(
         The model to train, in the mode of `model`. `ParallelModel.plan` is its plan.
 
     Raises:
-        InputError: Inputs, cluster or weights cannot be used, or the model has backward hooks. No rank waits for
-            another when an error is raised.
+        InputError: Inputs, cluster or weights cannot be used, or the model has backward hooks. All ranks raise it.
         PlanError: The plan does not fit the job, the model or the batch.
         CaptureError: The model cannot be captured.
 
@@ -126,25 +125,22 @@ def parallelize(
     _refuse_hooks(model)
     device = start_process_group(cluster)
     inputs = example_inputs if example_inputs is not None else derived_inputs(model)
-    named = agreed(lambda: input_names(model, inputs, loss_fn))
-    sent = first_rank_sends(model, named, has_state=state is not None)
+    sent = first_rank_sends(model, agreed(lambda: input_names(model, inputs, loss_fn)), has_state=state is not None)
     on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     without_weights = weightless(model)
     captured = without_weights if on_meta else model
     job = _Job(model=captured, cluster=cluster, inputs=inputs, loss_fn=loss_fn, specialise=specialise)
-    wanted = partial(_asked, job, precision, global_batch, fix or {}, forbid or {}, objective)
-    program, decided = _from_first_rank(
-        lambda: _decide(job, plan, wanted(), derived=example_inputs is None),
-        lambda plan: job.capture_for(plan.degrees),
-    )
+    asked = _asked(job, precision, global_batch, fix or {}, forbid or {}, objective)
+    decide = partial(_decide, job, plan, asked, derived=example_inputs is None)
+    program, ours = _from_first_rank(decide, job.capture_for)
     origin = OriginalModel(model, without_weights, loss_fn, program.reads)
-    again = _replan(origin, job, program, decided)
     source = agreed(lambda: parameter_source(model, state=state, seed=seed, dtype=None))
     held = sent_buffers(program, source) if sent else own_buffers(program, source, on_meta=on_meta)
     buffers = _first_of(held, parameter_source(without_weights, seed=seed))
     made = ParallelModel(
-        program, decided, source, device, seed=seed, replan=again, buffers=buffers, origin=origin, sent=sent
-    )
+        program, ours, source, device,
+        seed=seed, replan=_replan(origin, job, program, ours), buffers=buffers, origin=origin, sent=sent,
+    )  # fmt: skip
     return origin.attached(made, optimizer)
 
 
@@ -239,8 +235,8 @@ class _Job:
     def local_batch(self) -> int:
         return batch_and_sequence(input_names(self.model, self.inputs, self.loss_fn))[0]
 
-    def capture_for(self, degrees: Degrees) -> Program:
-        return capture_for(self.model, self.inputs, degrees, self.loss_fn, specialise=self.specialise)
+    def capture_for(self, plan: Plan) -> Program:
+        return capture_for(self.model, self.inputs, plan.degrees, self.loss_fn, specialise=self.specialise)
 
 
 def _asked(
@@ -266,7 +262,7 @@ def _decide(job: _Job, plan: PlanLike, asked: PlanOptions, *, derived: bool) -> 
     if isinstance(loaded, str):
         return _tuned(job, asked)
     if isinstance(loaded, Plan):
-        program = job.capture_for(loaded.degrees)
+        program = job.capture_for(loaded)
         check_plan(loaded, program, job.cluster.num_devices, None if derived else job.local_batch)
         _warn_torch_version(loaded)
         return program, loaded
@@ -328,7 +324,7 @@ def _tuned(job: _Job, asked: PlanOptions) -> tuple[Program, Plan]:
     kept = tuned_plans(cache_folder(), cluster, kind)
     for plan in (*(one for one in kept if one.degrees.local_batch == batch),
                  *(one for one in kept if one.degrees.global_batch == batch)):  # fmt: skip
-        program = job.capture_for(plan.degrees)
+        program = job.capture_for(plan)
         if program.fingerprint == plan.fingerprint:
             return program, plan
     batches = [f"{n} sequences" for n in sorted({one.degrees.global_batch for one in kept})]
