@@ -60,6 +60,10 @@ _captures = tempfile.mkdtemp(prefix="autopar-captures-")
 os.environ["AUTOPAR_CACHE_DIR"] = _captures
 atexit.register(shutil.rmtree, _captures, ignore_errors=True)
 
+if "AUTOPAR_TEST_CAPTURES" not in os.environ:  # else this is a worker
+    os.environ["AUTOPAR_TEST_CAPTURES"] = tempfile.mkdtemp(prefix="autopar-test-captures-")
+    atexit.register(shutil.rmtree, os.environ["AUTOPAR_TEST_CAPTURES"], ignore_errors=True)
+
 if "torch" in sys.modules:  # a plugin was earlier: the environment comes too late
     sys.modules["torch"].set_num_threads(1)
 

@@ -1,12 +1,11 @@
 """Worlds of gloo ranks, started once and again after a test ended one. They end with the last test of this folder.
 
-The folder `ranks` beside this file has the models and the functions that run on ranks. One process captures a program,
-and the others read it.
+The folder `ranks` beside this file has the models and the functions that run on ranks. One test captures a program, and
+the others read it (`shared_captures`).
 """
 
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,16 +14,15 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent / "ranks"))  # ranks inherit it
 
+from shared_captures import FOLDER, capturing, shared_capture
+
 from autopar.runtime.distributed.launch import Ranks
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(autouse=True)
 def captures() -> Iterator[None]:
-    """A folder for captured programs, named in the environment that ranks inherit (`shared_captures`)."""
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["AUTOPAR_TEST_CAPTURES"] = folder
+    with capturing(shared_capture):
         yield
-        del os.environ["AUTOPAR_TEST_CAPTURES"]
 
 
 MOST_THREADS = 600  # of all open worlds
@@ -36,6 +34,7 @@ def worlds() -> Callable[[int], Ranks]:
     def of_size(size: int) -> Ranks:
         if size not in _open_worlds or not _open_worlds[size].is_open:
             _open_worlds[size] = Ranks(size, timeout_s=100)
+            _open_worlds[size].run("shared_captures:share", os.environ[FOLDER])
         return _open_worlds[size]
 
     return of_size

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 from integration_models import Wanted, planned
-from shared_captures import all_traced_once
 from suites import thinned
 
 from autopar.commands.verify import verify
@@ -29,11 +28,10 @@ SHORT = [("llama3-8b", "tp 2, sequence"), ("gemma2-9b", "tp 2"), ("gpt2", "pp 2,
 def test_equal_to_one_device(spec: str, wish: str, two_ranks: Ranks) -> None:
     degrees, batch = WISHES[wish]
     layers = 4 if "schedule" in degrees else 2
-    with all_traced_once():
-        found = verify(
-            spec, world_size=2, degrees=degrees | {"loss_chunks": 3}, ranks=two_ranks, layers=layers, hidden=64,
-            seq_len=16, batch=batch, steps=3,
-        )  # fmt: skip
+    found = verify(
+        spec, world_size=2, degrees=degrees | {"loss_chunks": 3}, ranks=two_ranks, layers=layers, hidden=64,
+        seq_len=16, batch=batch, steps=3,
+    )  # fmt: skip
     assert found.plan.degrees.loss_chunks == 3
     assert not any("chunks" in note for note in found.plan.notes)
     assert found.passed, {q.name: q.scaled_error for q in found.quantities}

@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-from shared_captures import all_traced_once
 from suites import thinned
 
 from autopar.commands.verify import verify
@@ -28,10 +27,9 @@ WISHES: dict[str, Any] = {
 def test_equal_to_one_device(spec: str, wish: str, two_ranks: Ranks) -> None:
     degrees = WISHES[wish]
     count = degrees.get("accumulate", 1) * degrees.get("micro_batches", 1)
-    with all_traced_once():
-        found = verify(
-            spec, world_size=2, degrees=degrees, ranks=two_ranks, layers=2, hidden=64, seq_len=16, batch=count, steps=2
-        )
+    found = verify(
+        spec, world_size=2, degrees=degrees, ranks=two_ranks, layers=2, hidden=64, seq_len=16, batch=count, steps=2
+    )
     assert found.plan.degrees.micro_batch == 1 and found.plan.batch == 1
     assert found.passed, {q.name: q.scaled_error for q in found.quantities}
     exact = [q.scaled_error for q in found.quantities if not q.name.startswith("captured")]

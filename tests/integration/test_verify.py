@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-from shared_captures import all_traced_once
 from suites import long, thinned
 
 from autopar.commands.verify import verify
@@ -20,8 +19,7 @@ def errors(report: Report) -> dict[str, float]:
 
 
 def check(spec: str, ranks: Ranks, tolerance: float = 1e-9, dtype: str = "float64", **wish: Any) -> Report:
-    with all_traced_once():
-        report = verify(spec, world_size=4, degrees=wish, dtype=dtype, ranks=ranks, **SIZES)
+    report = verify(spec, world_size=4, degrees=wish, dtype=dtype, ranks=ranks, **SIZES)
     found = errors(report)
     assert report.passed, found
     assert set(QUANTITIES) <= set(found)

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from checkpoint_ranks import error_of
 from data_models import rows
 from data_ranks import LENGTH, made
-from shared_captures import captured_by_first_rank
 
 from autopar.runtime.checkpoint.loading import verified
 from autopar.runtime.model import checkpointed
@@ -52,7 +51,6 @@ def one_step(parallel: ParallelModel, optimizer: torch.optim.Optimizer, seed: in
     return loss
 
 
-@captured_by_first_rank
 def two_saves(rank: int, folder: str, who: int, at: float | None, asynchronous: bool) -> Any:
     """Save steps 1 and 2. Rank `who` is killed at the part `at` of what the second save does with files."""
     parallel, optimizer = model_and_optimizer()
@@ -99,7 +97,6 @@ def counted_calls(fatal: int | None = None) -> Iterator[Iterator[int]]:
             patch.stop()
 
 
-@captured_by_first_rank
 def after_a_kill(rank: int, folder: str) -> Any:
     """What a new job finds: the latest step, whether its weights are those of this step, and the next save."""
     parallel, optimizer = model_and_optimizer()
@@ -111,7 +108,6 @@ def after_a_kill(rank: int, folder: str) -> Any:
     return step, is_equal, parallel.latest_step(folder)
 
 
-@captured_by_first_rank
 def full_disk(rank: int, folder: str) -> dict[str, Any]:
     """Errors where one rank cannot write: a limit of file sizes, no space at some byte, in a thread, read-only."""
     parallel, optimizer = model_and_optimizer()
@@ -201,7 +197,6 @@ def read_only(folder: Path, rank: int) -> Iterator[None]:
         folder.chmod(0o755)
 
 
-@captured_by_first_rank
 def not_finite(rank: int, folder: str) -> dict[str, Any]:
     """A parameter that is NaN on one rank is not saved."""
     parallel, optimizer = model_and_optimizer()
@@ -215,7 +210,6 @@ def not_finite(rank: int, folder: str) -> dict[str, Any]:
     return {"text": text, "latest": parallel.latest_step(folder)}
 
 
-@captured_by_first_rank
 def unequal(rank: int, folder: str) -> dict[str, str]:
     """Errors where ranks do not save the same."""
     parallel, _ = model_and_optimizer()
@@ -234,7 +228,6 @@ def unequal(rank: int, folder: str) -> dict[str, str]:
     }
 
 
-@captured_by_first_rank
 def loads_of_damaged(rank: int, folders: Mapping[str, str], step: int | None) -> dict[str, tuple[str, bool]]:
     """The error of loading each folder, and whether the model is as it was."""
     parallel, optimizer = model_and_optimizer()
@@ -247,7 +240,6 @@ def loads_of_damaged(rank: int, folders: Mapping[str, str], step: int | None) ->
     return found
 
 
-@captured_by_first_rank
 def saved_twice(rank: int, folder: str) -> None:
     """Steps 1 and 2 with other weights."""
     parallel, optimizer = model_and_optimizer()
@@ -256,7 +248,6 @@ def saved_twice(rank: int, folder: str) -> None:
         parallel.save(folder, optimizer, {"table": torch.arange(5), "epoch": step}, step=step)
 
 
-@captured_by_first_rank
 def loads_of_others(rank: int, folder: str) -> dict[str, tuple[str, bool]]:
     """The error of loading into other models and optimizers, and whether the model is as it was."""
     found = {}
@@ -280,7 +271,6 @@ def loads_of_others(rank: int, folder: str) -> dict[str, tuple[str, bool]]:
     return found
 
 
-@captured_by_first_rank
 def kept(rank: int, folder: str) -> dict[str, Any]:
     """Which steps remain, and whether a step that is saved again, and an older one on request, are what they were."""
     parallel, optimizer = model_and_optimizer()
@@ -311,14 +301,12 @@ def kept(rank: int, folder: str) -> dict[str, Any]:
     return found
 
 
-@captured_by_first_rank
 def locked(rank: int, folder: str, step: int) -> str:
     parallel, optimizer = model_and_optimizer()
     parallel.save(folder, optimizer, step=step)
     return str(os.getpid())
 
 
-@captured_by_first_rank
 def refused(rank: int, folder: str) -> str:
     parallel, optimizer = model_and_optimizer()
     return error_of(lambda: parallel.save(folder, optimizer, step=9))
@@ -346,7 +334,6 @@ def copied(source: Path, target: Path) -> Path:
     return target
 
 
-@captured_by_first_rank
 def file_lost_while_loading(rank: int, folder: str, name: str) -> tuple[str, str]:
     """The error of a load whose file goes after its hash was compared; and of a load when it is back."""
     parallel, optimizer = model_and_optimizer()

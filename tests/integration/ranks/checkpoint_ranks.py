@@ -10,7 +10,6 @@ from data_ranks import LENGTH
 from integration_models import Wanted
 from integration_ranks import model_of
 from pipeline_ranks import State, state_of, whole_everywhere
-from shared_captures import captured_by_first_rank
 
 from autopar.api import parallelize
 from autopar.errors import AutoparError
@@ -96,7 +95,6 @@ def largest_difference(found: State, expected: State) -> float:
     return worst
 
 
-@captured_by_first_rank
 def with_dropout(rank: int, world_size: int, wish: Mapping[str, Any], folder: str, loads: bool) -> Any:
     """Losses and state of steps with dropout: unbroken with a save after two, or continued from that save."""
     local = GLOBAL_BATCH // wish.get("dp", 1)
@@ -140,7 +138,6 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
-@captured_by_first_rank
 def optimizers_go_on(rank: int, world_size: int, saving: Any, loading: Any, folder: str) -> dict[str, list[str]]:
     """For each optimizer what is not bit-equal after a load under another plan, or after a step under the same one."""
     found = {}
@@ -186,7 +183,6 @@ def _tensors(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]
     }
 
 
-@captured_by_first_rank
 def memory_that_changes(rank: int, folder: str) -> list[bool]:
     """Whether asynchronous saves hold the values of the moment, also where parameters or optimizer have new memory."""
     model = parallelize(tokens(), "2xcpu", example_inputs=rows(4, LENGTH, 0), plan={"dp": 2, "zero": 3})

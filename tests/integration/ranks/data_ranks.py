@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from data_models import Tokens, rows, tokens
 from floored_error import floored_error, rms
-from shared_captures import captured_by_first_rank
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -75,7 +74,6 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-@captured_by_first_rank
 def training(
     rank: int, world_size: int, wish: Mapping[str, Any], local: int, steps: Sequence[Any], **options: Any
 ) -> Any:
@@ -126,7 +124,6 @@ def message(action: Any) -> str:
     return ""
 
 
-@captured_by_first_rank
 def refusals(rank: int, world_size: int, wish: Mapping[str, Any]) -> dict[str, str]:
     """What every rank is told of batches that ranks do not agree on; a batch that fits runs afterwards."""
     parallel, _ = made(world_size, wish, 2)
@@ -152,7 +149,6 @@ def refusals(rank: int, world_size: int, wish: Mapping[str, Any]) -> dict[str, s
     return found
 
 
-@captured_by_first_rank
 def per_micro_batch(rank: int, world_size: int, wish: Mapping[str, Any]) -> tuple[dict[str, float], str]:
     """Errors of steps against the mean loss of the global micro-batches, and the refusal of a short batch."""
     count = wish["accumulate"]
@@ -176,7 +172,6 @@ def per_micro_batch(rank: int, world_size: int, wish: Mapping[str, Any]) -> tupl
     return worst, message(lambda: parallel.forward_backward(short))
 
 
-@captured_by_first_rank
 def not_masked(rank: int, world_size: int, wish: Mapping[str, Any]) -> dict[str, str]:
     """Short batches of a model whose loss has no mask."""
     parallel, reference = made(world_size, wish, 4, masked=False)
@@ -190,7 +185,6 @@ def not_masked(rank: int, world_size: int, wish: Mapping[str, Any]) -> dict[str,
     return found
 
 
-@captured_by_first_rank
 def iterated(rank: int, world_size: int, wish: Mapping[str, Any], lengths: Sequence[int]) -> tuple[int, str]:
     """How many batches of a loader of `lengths[rank]` a rank sees, and the error after them."""
     parallel, _ = made(world_size, wish, 2)
@@ -203,7 +197,6 @@ def iterated(rank: int, world_size: int, wish: Mapping[str, Any], lengths: Seque
     return seen, ""
 
 
-@captured_by_first_rank
 def evaluations(rank: int, world_size: int, wish: Mapping[str, Any], **options: Any) -> dict[str, float]:
     """Errors of evaluation in eval mode: a full batch, short ones, another length; then of a training step."""
     parallel, reference = made(world_size, wish, 2, dropout=0.4, **{"drops": True, **options})
@@ -246,7 +239,6 @@ def evaluations_in_stages(rank: int, world_size: int, wish: Mapping[str, Any]) -
     return evaluations(rank, world_size, wish, drops=False, warm=False)
 
 
-@captured_by_first_rank
 def refused_evaluation(rank: int, world_size: int, wish: Mapping[str, Any]) -> str:
     """The message where eval mode takes a parameter that another stage holds."""
     parallel, _ = made(world_size, wish, 2)
@@ -255,7 +247,6 @@ def refused_evaluation(rank: int, world_size: int, wish: Mapping[str, Any]) -> s
     return message(lambda: parallel.evaluate(own))
 
 
-@captured_by_first_rank
 def recomputed(rank: int, world_size: int, wish: Mapping[str, Any]) -> float:
     """Largest difference of gradients with dropout between keeping activations and recomputing every block."""
     gradients = []

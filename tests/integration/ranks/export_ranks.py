@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from checkpoint_ranks import error_of
 from pipeline_ranks import whole_everywhere
-from shared_captures import captured_by_first_rank
 from torch.distributed.tensor import DTensor
 
 from autopar.api import parallelize
@@ -60,7 +59,6 @@ def tokens(seed: int = 0) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-@captured_by_first_rank
 def exported(rank: int, world_size: int, family: str, wish: Mapping[str, Any], folder: str, shard_bytes: int) -> Any:
     """Train a step, export, and import into a model of other weights: logits, whole state, and what differs."""
     batch = tokens()

@@ -8,7 +8,6 @@ from unittest import mock
 import torch
 from data_ranks import message
 from lookup_models import batch_of, built, corrupted
-from shared_captures import captured_by_first_rank
 
 from autopar.api import parallelize
 from autopar.runtime.model.index_check import IndexCheck
@@ -40,7 +39,6 @@ class Outcome:
     num_checks: int  # how often all ranks computed the indices
 
 
-@captured_by_first_rank
 def outcomes(
     rank: int, world_size: int, wish: Mapping[str, Any], name: str, cases: Sequence[Case]
 ) -> tuple[list[Outcome], bool]:

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from data_models import VOCABULARY, rows, tokens
 from data_ranks import LENGTH, made
-from shared_captures import captured_by_first_rank
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from autopar.errors import AutoparError
@@ -101,7 +100,6 @@ def on_one_device() -> list[float]:
     return found
 
 
-@captured_by_first_rank
 def trained(rank: int, world_size: int, wish: Mapping[str, Any], folder: str, most: int, start: int) -> list[float]:
     """The losses of the next steps of a run, at most so many. It is saved after each in the folder of this start, and
     goes on from the folder of the start before, with one worker more."""
@@ -125,7 +123,6 @@ def trained(rank: int, world_size: int, wish: Mapping[str, Any], folder: str, mo
     return found
 
 
-@captured_by_first_rank
 def stream_read(
     rank: int, world_size: int, wish: Mapping[str, Any], folder: str, most: int, start: int
 ) -> tuple[int, list[list[Any]]]:
@@ -149,7 +146,6 @@ def stream_read(
     return parallel.rank_mesh.sample_ranks.coordinate, found
 
 
-@captured_by_first_rank
 def parts_read(rank: int, world_size: int, wish: Mapping[str, Any], kind: str, workers: int) -> tuple[int, list[Any]]:
     """This rank's data-parallel coordinate, and the batches of its loader."""
     parallel, _ = made(world_size, wish, 2)
@@ -160,7 +156,6 @@ def parts_read(rank: int, world_size: int, wish: Mapping[str, Any], kind: str, w
     return parallel.rank_mesh.sample_ranks.coordinate, found
 
 
-@captured_by_first_rank
 def refusals(rank: int, world_size: int, wish: Mapping[str, Any]) -> dict[str, str]:
     """The messages of loaders that some or all ranks cannot use."""
     parallel, _ = made(world_size, wish, 2)
@@ -186,7 +181,6 @@ def refusals(rank: int, world_size: int, wish: Mapping[str, Any]) -> dict[str, s
     return found
 
 
-@captured_by_first_rank
 def not_maskable(rank: int, world_size: int, wish: Mapping[str, Any]) -> dict[str, str]:
     """A model without targets to ignore: which epochs can end."""
     parallel, _ = made(world_size, wish, 4, masked=False)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from shared_captures import captured_by_first_rank
 
 from autopar.api import parallelize
 
@@ -78,7 +77,6 @@ def peak_of(action: Callable[[], Any]) -> tuple[int, Any]:
     return max(peak, _anonymous_bytes()) - begin, result
 
 
-@captured_by_first_rank
 def peaks(rank: int, world_size: int, wish: Mapping[str, Any], width: int, folder: str, target: str) -> dict[str, int]:
     """The rise of memory in each call, and the bytes of this rank's part. "sent" is an import of rank 0's model."""
     ids = torch.arange(2 * LENGTH).reshape(2, LENGTH)

@@ -15,7 +15,6 @@ from data_models import rows, tokens
 from data_ranks import LENGTH, made, own_rows
 from integration_models import Wanted, built
 from integration_ranks import model_of
-from shared_captures import captured_by_first_rank
 
 from autopar.api import parallelize
 from autopar.ir.degrees import degrees_from
@@ -128,7 +127,6 @@ def groups_of_order(rank: int, wish: Mapping[str, Any]) -> dict[str, Any]:
     return found | {"at": at}
 
 
-@captured_by_first_rank
 def with_dropout(rank: int, world_size: int, wish: Mapping[str, Any], local: int) -> dict[str, torch.Tensor]:
     """This rank's gradients of one step with dropout, by name; the same draws whatever the plan's stages."""
     parallel, _ = made(world_size, wish, local, dropout=0.4)

@@ -9,7 +9,6 @@ from unittest import mock
 import torch
 from data_models import rows
 from data_ranks import LENGTH, made, own_rows
-from shared_captures import captured_by_first_rank
 
 import autopar
 from autopar.errors import AutoparError
@@ -26,7 +25,6 @@ def message(call: Callable[[], Any]) -> str:
     return ""
 
 
-@captured_by_first_rank
 def trained(rank: int, world_size: int, wish: Mapping[str, Any], folder: str, starts: Any) -> list[float]:
     """The losses of steps; each start goes from a step to before another, with a short batch at odd steps."""
     os.environ["TOKEN"] = SECRET
@@ -46,7 +44,6 @@ def trained(rank: int, world_size: int, wish: Mapping[str, Any], folder: str, st
     return found
 
 
-@captured_by_first_rank
 def refusals(rank: int, world_size: int, wish: Mapping[str, Any], folder: str) -> dict[str, str]:
     """The messages of wrong calls, which all ranks get; the next right call works."""
     parallel, _ = made(world_size, wish, 2)
@@ -67,7 +64,6 @@ def refusals(rank: int, world_size: int, wish: Mapping[str, Any], folder: str) -
     return found
 
 
-@captured_by_first_rank
 def on_a_full_disk(rank: int, world_size: int, wish: Mapping[str, Any], folder: str) -> tuple[list[str], str]:
     """The messages of two steps of which the first cannot be written, and of the end."""
     parallel, _ = made(world_size, wish, 2)
@@ -85,7 +81,6 @@ def another_model(rank: int, world_size: int, wish: Mapping[str, Any], folder: s
     return message(lambda: autopar.Run(folder, parallel))
 
 
-@captured_by_first_rank
 def with_tensorboard(rank: int, world_size: int, wish: Mapping[str, Any], folder: str) -> str:
     parallel, _ = made(world_size, wish, 2)
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from packed_models import phi3
 from routed_models import example
+from shared_captures import CAPTURE, capturing
 from torch import nn
 from torch.nn import functional as F
 
@@ -133,7 +134,7 @@ def weights(rank: int, world_size: int, name: str, wish: Mapping[str, Any], who:
 def exports(rank: int, world_size: int, plan: Mapping[str, Any] | None) -> list[int]:
     """How often a rank traces the model: for `parallelize`, for a batch of another length, and for eval mode."""
     model, inputs = model_on("phi3", 1)
-    with mock.patch.object(torch.export, "export", wraps=torch.export.export) as export:
+    with capturing(CAPTURE), mock.patch.object(torch.export, "export", wraps=torch.export.export) as export:
         counts, cluster = [0], f"{world_size}xcpu"
         parallel = parallelize(model, cluster, example_inputs=inputs, plan=plan)
         counts.append(export.call_count)
