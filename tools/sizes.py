@@ -121,10 +121,8 @@ def code_lines(path: Path) -> int:
     """Lines that are not blank, no comment, no docstring and no import."""
     text, apart = path.read_text(), set[int]()
     for node in ast.walk(ast.parse(text)):
-        is_text = (
-            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-        )
-        if is_text or isinstance(node, ast.Import | ast.ImportFrom):
+        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and type(node.value.value) is str
+        if isinstance(node, ast.Import | ast.ImportFrom) or (isinstance(node, ast.Expr) and is_text):
             apart.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     lines = ((number, line.strip()) for number, line in enumerate(text.splitlines(), 1))
     return sum(bool(line) and not line.startswith("#") and number not in apart for number, line in lines)
@@ -140,11 +138,10 @@ def names() -> dict[str, int]:
             targets += [t.id for t in node.targets if isinstance(t, ast.Name)] if isinstance(node, ast.Assign) else []
             for name in targets:
                 homes[name].add(path)
-        for node in ast.walk(tree):
-            participles += isinstance(node, ast.ClassDef) and PARTICIPLE.match(node.name) is not None
-            is_binding = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-            name = node.id if is_binding else node.arg if isinstance(node, ast.arg) else ""
-            vague += name in VAGUE
+        for part in ast.walk(tree):
+            participles += isinstance(part, ast.ClassDef) and PARTICIPLE.match(part.name) is not None
+            vague += isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store) and part.id in VAGUE
+            vague += isinstance(part, ast.arg) and part.arg in VAGUE
     public = sum(len(files) > 1 for name, files in homes.items() if not name.startswith("_") and name != "main")
     return {"public names with two homes": public, "classes that are participles": participles, "vague bindings": vague}
 
