@@ -46,7 +46,7 @@ from autopar.planning.fixed import (
 from autopar.planning.options import PlanOptions
 from autopar.planning.precision import in_precision_of
 from autopar.planning.search import captured_as_asked, search_captured
-from autopar.runtime.distributed.broadcast import agreed, run_on_first_rank
+from autopar.runtime.distributed.broadcast import agreed, broadcast_object, run_on_first_rank
 from autopar.runtime.model.compiled import CompiledProgram
 from autopar.runtime.model.module import ParallelModel
 from autopar.runtime.model.original_model import OriginalModel
@@ -133,7 +133,7 @@ def parallelize(
     asked = _asked(job, precision, global_batch, fix or {}, forbid or {}, objective)
     decide = partial(_decide, job, plan, asked, derived=example_inputs is None)
     program, ours = _from_first_rank(decide, job.capture_for)
-    origin = OriginalModel(model, without_weights, loss_fn, program.reads)
+    origin = _same_settings(OriginalModel(model, without_weights, loss_fn, program.reads))
     source = agreed(lambda: parameter_source(model, state=state, seed=seed, dtype=None))
     held = sent_buffers(program, source) if sent else own_buffers(program, source, on_meta=on_meta)
     buffers = _first_of(held, parameter_source(without_weights, seed=seed))
@@ -356,6 +356,24 @@ def _from_first_rank(
     if written is None:
         return agreed(lambda: _same_as(plan, *here or [capture(plan)])), plan
     return here[0] if here else from_bytes(written), plan
+
+
+def _same_settings(origin: OriginalModel) -> OriginalModel:
+    """The model, whose attributes are constants of rank 0's program. Collective. Raises `InputError` if they differ."""
+    here, first, rank = origin.settings, broadcast_object(origin.settings), dist.get_rank()
+    places = {str(rank), os.environ.get("LOCAL_RANK")}  # a number that names this rank's device is no constant
+    differing = [name for name, text in first.items() if here.get(name, text) != text]
+    differing = [name for name in differing if first[name] != "0" or here[name] not in places]
+
+    def check() -> None:
+        for name in differing:
+            raise InputError(
+                f"rank {rank} built another model than rank 0: attribute {name!r} is {here[name]} there, and "
+                f"{first[name]} on rank 0; build the same on all ranks"
+            )
+
+    agreed(check)
+    return origin
 
 
 def _same_as(plan: Plan, program: Program) -> Program:

@@ -148,8 +148,8 @@ def names() -> dict[str, int]:
 
 def prose() -> dict[str, int]:
     """Sentences of pages and docstrings that are too long, and words of a hundred sentences."""
-    texts = [re.sub(r"```.*?```", "", path.read_text(), flags=re.S) for path in (ROOT / "docs").glob("*.md")]
-    texts += [(ROOT / "README.md").read_text()]
+    pages = (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
+    texts = [re.sub(r"```.*?```", "", path.read_text(), flags=re.S) for path in pages]
     for path in sources(*GROUPS["product"]):
         places = (ast.Module, ast.ClassDef, ast.FunctionDef)
         texts += [ast.get_docstring(n) or "" for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, places)]

@@ -168,11 +168,17 @@ def extreme_of(program: Program, decision: str) -> Extreme | None:
         name = operator_name(node)
         if name in _LARGEST | _LEAST:
             return None if prod(shape(node)) > 1 else max if rises == (name in _LARGEST) else min
-        if name not in _RISING | _FALLING or len(node.all_input_nodes) > 1:
+        if name not in _RISING | _FALLING or len(node.all_input_nodes) > 1 or _loses_signs(node, name):
             return None
         rises ^= name in _FALLING
         node = node.args[0]
     return None
+
+
+def _loses_signs(node: Any, name: str) -> bool:
+    """Whether a cast or negation takes numbers below zero for others: it neither rises nor falls."""
+    before, after = node.all_input_nodes[0].meta["info"].dtype, node.meta["info"].dtype
+    return name in SAME_ELEMENTS | {"logical_not"} and before.is_signed and not after.is_signed
 
 
 def _added_to(program: Program, block: Block, call: CallSite) -> set[str]:

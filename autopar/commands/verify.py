@@ -37,6 +37,7 @@ from autopar.runtime.verify.reference import (
     Steps,
     check_reference,
     constants_of,
+    decides_alone,
     reference_steps,
 )
 from autopar.runtime.verify.shared_draws import draws_anything
@@ -163,7 +164,7 @@ def verify(
         tolerance = TOLERANCES[dtype] if not is_bounded(decided.degrees) else DIRECT_TOLERANCES[precision or ""]
         noise = noise_of(checked, source, data, decided.degrees, reference, example)
         quantities, notes = compare_with_noise(reference, found, tolerance, noise)
-    notes += captured_notes + notes_on_inputs(checked, constants)
+    notes += captured_notes + notes_on_inputs(checked, constants) + _note_on_outputs(checked, decided.degrees)
     if draws:
         notes += ("both sides drew the same random numbers, and the unmodified model was not compared",)
     if was_quietened:
@@ -191,6 +192,11 @@ def _reference_steps(
     except Exception:
         module_steps(model, program, source, data, degrees, example)
         raise
+
+
+def _note_on_outputs(program: Program, degrees: Degrees) -> tuple[str, ...]:
+    why = "outputs were not compared, because one micro-batch alone may take another branch than its step"
+    return () if not program.outputs or decides_alone(program, degrees) else (why,)
 
 
 def on_ranks(

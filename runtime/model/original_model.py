@@ -11,6 +11,7 @@ import gc
 import inspect
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import finalize, ref
@@ -72,6 +73,16 @@ class OriginalModel:
             for name in (read.removeprefix(kind) for read in reads if read.startswith(kind)):
                 before = part.values.get(name, _constant(getattr(type(owner), name, None)))
                 self._watched.setdefault(index, {}).setdefault(name, before)
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The numbers, texts and flags that captures read, by the attribute's name. Names of devices are left out."""
+        return {
+            f"{self._parts[index].path}.{name}".lstrip("."): repr(value)
+            for index, constants in self._watched.items()
+            for name, value in constants.items()
+            if isinstance(value, PLAIN) and not (isinstance(value, str) and _is_device(value))
+        }
 
     def attached(self, parallel: _Model, optimizer: torch.optim.Optimizer | None) -> _Model:
         """The model that is trained instead, in the module's mode. It takes over the parameters of `optimizer`."""
@@ -206,6 +217,12 @@ def _reference(value: Any) -> Any:
         return ref(value)
     except TypeError:  # None, or an object without weak references
         return lambda: value
+
+
+def _is_device(text: str) -> bool:
+    with suppress(RuntimeError):
+        return bool(torch.device(text))
+    return False
 
 
 def _constant(value: object, depth: int = 3) -> object:

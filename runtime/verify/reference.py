@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.capture.micro_batches import Extreme, extreme_of
 from autopar.errors import InputError
 from autopar.ir.degrees import Degrees
 from autopar.ir.precision import stored_dtype
@@ -176,8 +177,15 @@ def reference_steps(
 
 
 def decides_alone(program: Program, degrees: Degrees) -> bool:
-    """Whether every micro-batch of a step, run without the others, takes the branch of the step."""
-    return degrees.num_micro_batches == 1 or not program.decisions
+    """Whether every micro-batch of a step, run without the others, takes the branch of the step.
+
+    No micro-batch has a true element if the step has none, and all have only such elements if the step has.
+    """
+    shared: dict[Extreme | None, bool] = {max: False, min: True}
+    decisions = [decision for decision in program.decisions if decision.inputs]
+    extremes = [extreme_of(program, decision.name) for decision in decisions]
+    is_alone = degrees.num_micro_batches == 1 or degrees.per_micro_batch
+    return is_alone or all(shared.get(e, d.value) is d.value for e, d in zip(extremes, decisions, strict=True))
 
 
 def no_gradient(program: Program) -> InputError:

@@ -152,6 +152,9 @@ def test_other_buffers_may_not(how: str) -> None:
         (lambda n, mask: n.max() + 1 > 3, max),
         (lambda n, mask: n.amin().to(torch.float64) <= 3, max),
         (lambda n, mask: n.max() == 3, None),
+        (lambda n, mask: n.max().bool(), None),
+        (lambda n, mask: n.min().logical_not(), None),
+        (lambda n, mask: mask.any().long() < 1, min),
         (lambda n, mask: 3 - n.max(), None),
     ),
 )

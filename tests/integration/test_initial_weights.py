@@ -60,6 +60,7 @@ def test_rank_0_alone_captures(plan: dict[str, Any] | None, four_ranks: Ranks) -
 REFUSALS = {
     "another dtype": "InputError: rank 1 built another model than rank 0: 'scale' is bfloat16 []",
     "another tie": "InputError: rank 1 built another model than rank 0: 'head.weight' is float32 [24, 12] there, and",
+    "another number": "InputError: rank 1 built another model than rank 0: attribute '0.scale' is 2.0 there",
     "not on rank 0": "InputError: ranks 1, 2, 3 of 4 hold weights, and rank 0 holds none",
     "a state that does not fit": "InputError: the state does not fit the model",
     "two values of one parameter": "InputError: embedding.weight and head.weight are one parameter",

@@ -51,6 +51,15 @@ def test_a_number_that_the_example_inputs_decide(wish: dict[str, Any], two_ranks
     verified("lengths", two_ranks, wish, specialise=True)
 
 
+@pytest.mark.parametrize("name", ("padded_with_output", "whole_with_output"))
+def test_outputs_are_compared_where_every_micro_batch_takes_the_branch_alone(name: str, two_ranks: Ranks) -> None:
+    report = verified(name, two_ranks, {"dp": 1, "tp": 2, "accumulate": 2}, specialise=True)
+    is_said = any(note.startswith("outputs were not compared") for note in report.notes)
+    assert is_said == (name == "padded_with_output")
+    outputs = next(q for q in report.quantities if q.name == "outputs")
+    assert (outputs.where == "embedded") != is_said, outputs
+
+
 def test_without_the_option_a_branch_is_refused(two_ranks: Ranks) -> None:
     with pytest.raises(CaptureError, match=r"models.py:\d+: `if padding.any\(\):` reads True.*specialise=True"):
         verify("input_factories:padded", world_size=2, degrees=TP, ranks=two_ranks)

@@ -32,14 +32,15 @@ from autopar.capture.record.schema import (
     StateRecord,
 )
 from autopar.capture.shared_axes import axes_of
+from autopar.errors import CaptureError
 from autopar.files.strict_model import StrictModel
 from autopar.ir.program import Block, CallSite, Constants, InputInfo, Program, StateInfo
 
 _R = TypeVar("_R", bound=StrictModel)
 
 
-class Unexplained(Exception):
-    """Two captures differ, and no form in their sizes explains the difference."""
+class Unexplained(CaptureError):
+    """Two captures differ, and no form in their sizes explains the difference, or a record cannot hold the program."""
 
 
 def record_of(twice: Twice) -> ProgramRecord:
@@ -160,7 +161,9 @@ class _Writer:
         ours, theirs = ((n.name, n.target, len(n.args), list(n.kwargs)) for n in (node, twin))
         _same(where, ours, theirs)
         if str(node.target) not in overloads_of(node.target):
-            raise Unexplained(f"{where} is not a registered operator of PyTorch")
+            raise Unexplained(
+                f"{where} is not a registered operator of PyTorch; register it with torch.library.custom_op"
+            )
         return NodeRecord(
             name=node.name,
             target=str(node.target),

@@ -76,6 +76,21 @@ def padded() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return built_deciding(PaddedIfNeeded).float(), tokens_and_padding(padded=(3,))
 
 
+class WithOutput(PaddedIfNeeded):
+    """Returns the embedded tokens beside the loss."""
+
+    def forward(self, tokens: torch.Tensor, padding: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        return {"loss": super().forward(tokens, padding), "embedded": self.embed(tokens).tanh()}
+
+
+def padded_with_output() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    return built_deciding(WithOutput).float(), tokens_and_padding(padded=(3,))
+
+
+def whole_with_output() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    return built_deciding(WithOutput).float(), tokens_and_padding(padded=())
+
+
 def lengths() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return built_deciding(Lengths), of_lengths(4, 3, 9, 2)
 

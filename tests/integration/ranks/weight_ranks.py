@@ -157,6 +157,20 @@ class Deciding(nn.Module):
         return (self.layer(x) if self.sign > 0 else x).square().mean()
 
 
+class Scaled(nn.Module):
+    """A number of the model is a constant of its program."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x) * self.scale
+        return x.square().mean()
+
+
 def refused(rank: int, world_size: int, what: str) -> str:
     """What a rank says about weights that cannot be used."""
     model, inputs = model_on("kept", 1 if rank == 0 else None)
@@ -171,6 +185,8 @@ def refused(rank: int, world_size: int, what: str) -> str:
         state = {"embedding.weight": torch.zeros(3)} if rank == 0 else None
     elif what == "two values of one parameter":  # is seen when the parameter is read
         state = None if rank else dict(model.state_dict()) | {"head.weight": torch.zeros(VOCABULARY, WIDTH)}
+    elif what == "another number":
+        model, inputs = nn.Sequential(Scaled(1.0 + rank)), {"input": torch.ones(ROWS, 4)}
     elif what == "a branch on a buffer":
         model, inputs = nn.Sequential(Deciding()).to("meta"), {"input": torch.ones(ROWS, 4)}
     try:
