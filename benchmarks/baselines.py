@@ -40,7 +40,7 @@ NUMBERS = (
     *("moe_experts", "moe_topk", "gpu_mem_gb", "num_gpus", "gpus_per_node", "tp", "pp", "vpp", "cp", "ep", "dp"),
     *("zero", "micro_batch", "global_batch", "grad_accum", "sp", "gated_mlp"),
 )
-WORDS = ("gpu_type", "precision", "recompute", "attn_impl", "framework", "inter_link")
+WORDS = ("gpu_type", "precision", "recompute", "attention", "engine", "inter_link")
 
 Predictor = Callable[[Sequence["Run"], Sequence["Run"]], list[float]]
 

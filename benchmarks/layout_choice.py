@@ -20,7 +20,7 @@ import numpy as np
 from baselines import RUNS, Run, boosted_trees, folds, timed_runs
 
 from autopar.cost_model.published.estimate import estimate_rows
-from autopar.cost_model.published.ranking import WORK, RankedGroup, Timed, ranked_groups
+from autopar.cost_model.published.ranking import WORK, RankedGroup, RowTimes, ranked_groups
 from autopar.cost_model.published.row import Row, RowEstimate, read_rows
 
 SWEEP = Path(__file__).parent / "data" / "sweep_vtrain_single_a100.csv"
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def grouped(runs: Sequence[Run], seconds: Seconds) -> tuple[RankedGroup, ...]:
-    return ranked_groups(Timed(row=r.row, measured_s=r.seconds, predicted_s=seconds[r.row.id]) for r in runs)
+    return ranked_groups(RowTimes(row=r.row, measured_s=r.seconds, predicted_s=seconds[r.row.id]) for r in runs)
 
 
 def show(name: str, way: str, draws: Sequence[Iterable[RankedGroup]]) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost_model.published.estimate import estimate_rows
-from autopar.cost_model.published.ranking import Timed, same_work
+from autopar.cost_model.published.ranking import RowTimes, same_work
 from autopar.cost_model.published.row import Row, RowEstimate, read_rows
 from autopar.cost_model.published.validation import compared_rows, predict
 from autopar.search.measured.belief import NOTABLE, OWN, Belief, belief, worth_measuring
@@ -33,7 +33,7 @@ FILES = {"published runs": "published_runs.csv", "vTrain's sweep": "sweep_vtrain
 AFTER = (1, 2, 3, 5)
 DRAWS = 200
 LEVELS = {"none": 1.0, "selective": 2.0, "full": 4.0}
-Order = Callable[[Belief, Sequence[Timed], random.Random], int]
+Order = Callable[[Belief, Sequence[RowTimes], random.Random], int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,24 +50,24 @@ def degrees_of(row: Row) -> list[float]:
     return [*(float(one or 1) for one in counts), LEVELS[row.recompute or "none"]]
 
 
-def by_prediction(found: Belief, layouts: Sequence[Timed], _: random.Random) -> int:
+def by_prediction(found: Belief, layouts: Sequence[RowTimes], _: random.Random) -> int:
     left = np.flatnonzero(~found.is_measured).tolist()
     return int(min(left, key=lambda at: layouts[at].predicted_s))
 
 
-def by_belief(found: Belief, _: Sequence[Timed], __: random.Random) -> int:
+def by_belief(found: Belief, _: Sequence[RowTimes], __: random.Random) -> int:
     assert found.next_plan is not None
     return found.next_plan
 
 
-def at_random(found: Belief, _: Sequence[Timed], generator: random.Random) -> int:
+def at_random(found: Belief, _: Sequence[RowTimes], generator: random.Random) -> int:
     return int(generator.choice(np.flatnonzero(~found.is_measured).tolist()))
 
 
 ORDERS: Mapping[str, Order] = {"predicted": by_prediction, "believed": by_belief, "random": at_random}
 
 
-def replay(layouts: Sequence[Timed], order: Order, *, seed: int = 0, own: float = OWN) -> Replayed:
+def replay(layouts: Sequence[RowTimes], order: Order, *, seed: int = 0, own: float = OWN) -> Replayed:
     """All trials of a group."""
     predicted = [one.predicted_s for one in layouts]
     degrees: NDArray[np.float64] = np.array([degrees_of(one.row) for one in layouts])
@@ -84,11 +84,11 @@ def replay(layouts: Sequence[Timed], order: Order, *, seed: int = 0, own: float 
     return Replayed(regrets=tuple(regrets), stopped=stopped or len(layouts))
 
 
-def groups_of(file: str) -> list[list[Timed]]:
+def groups_of(file: str) -> list[list[RowTimes]]:
     """The layouts of a file with a measured and a predicted time, by work."""
     compared = compared_rows(rows := read_rows(DATA / file), predict(rows, estimate_rows))
     timed = [
-        Timed(row=one.row, measured_s=one.time.seconds, predicted_s=one.estimate.seconds)
+        RowTimes(row=one.row, measured_s=one.time.seconds, predicted_s=one.estimate.seconds)
         for one in compared
         if one.time is not None and isinstance(one.estimate, RowEstimate)
     ]
@@ -109,7 +109,7 @@ class Summary:
     right: float  # part of the groups in which the rule stopped within 2 % of the best
 
 
-def summary(name: str, order: str, groups: Sequence[Sequence[Timed]], own: float = OWN) -> Summary:
+def summary(name: str, order: str, groups: Sequence[Sequence[RowTimes]], own: float = OWN) -> Summary:
     """The trials of one order, the median of draws if it is random."""
     draws = DRAWS if order == "random" else 1
     every = [[replay(group, ORDERS[order], seed=seed, own=own) for seed in range(draws)] for group in groups]

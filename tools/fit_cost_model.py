@@ -252,7 +252,7 @@ def leave_sources_out(rows: Sequence[Row], *, rounds: int) -> None:
 
 def leave_engines_out(rows: Sequence[Row], *, rounds: int) -> None:
     """Every engine predicted by a fit on the others: with its mechanisms, and as a framework that is not known."""
-    whole, hidden = runs(rows), runs([replace(row, framework=None) for row in rows])
+    whole, hidden = runs(rows), runs([replace(row, engine=None) for row in rows])
     known, guessed = (np.full(len(whole.rows), np.nan) for _ in range(2))
     for fold, world in _worlds(whole, folds(whole.rows, group=engine, elsewhere=()), rounds):
         known[list(fold.test)] = whole.predict(world)[list(fold.test)]

@@ -1,7 +1,4 @@
-"""Bandwidth of a link from free text: python tools/link_text.py RUNS.csv --out NEW.csv
-
-`autopar validate` reads the bandwidth between hosts from the column `inter_gb_per_s`. This tool writes that column of
-the texts of `inter_link`, such as "8x HDR InfiniBand 200Gb/s per node". It prints what is not clear.
+"""Bandwidth of a link from free text, such as "8x HDR InfiniBand 200Gb/s per node" (`published_columns.py`).
 
 The grammar of a text, its parts in any order, with or without spaces::
 
@@ -20,16 +17,10 @@ One text may state a bandwidth in several ways. If they differ, or a figure is o
 and `LinkReading.warning` says why.
 """
 
-import argparse
-import csv
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
-from pathlib import Path
-
-from autopar.cost_model.published.machine import devices_per_host_of, preset_of
-from autopar.cost_model.published.row import read_row_file
 
 # One letter per kind of token, so that the rules below are regular expressions over kinds.
 RATE, GENERATION, COUNT, COUNT_AFTER, NUMBER, WORD_NUMBER, SIZE = "R", "G", "C", "A", "N", "U", "Z"
@@ -225,28 +216,3 @@ def _reading(tokens: Sequence[_Token], kinds: str, match: re.Match[str], devices
     has_count = any(one.kind in (COUNT, COUNT_AFTER) for one in own)
     is_of_host = has_count or rate > _FASTEST_PORT
     return rate * count / (devices_per_host if is_of_host else 1), has_count
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("runs", type=Path, help="CSV file with the columns of benchmarks/data and the text inter_link")
-    parser.add_argument("--out", type=Path, required=True, help="the file to write, with the column inter_gb_per_s")
-    chosen = parser.parse_args()
-    known, unclear = dict[str, str](), set[str]()
-    for row in read_row_file(chosen.runs).rows:
-        devices = row.gpus_per_node or devices_per_host_of(row, preset_of(row.gpu_type or ""))
-        found = read_link(row.inter_link, devices)
-        known[row.id] = "" if found.bytes_per_s is None else f"{found.bytes_per_s / 1e9:.12g}"
-        unclear |= {f"{row.inter_link!r} {found.warning}"} if found.warning else set()
-    with chosen.runs.open(newline="") as file:
-        header, *lines = csv.reader(file)
-    at, identity = header.index("inter_link") + 1, header.index("id")
-    with chosen.out.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([*header[:at], "inter_gb_per_s", *header[at:]])
-        writer.writerows([*cells[:at], known.get(cells[identity].strip(), ""), *cells[at:]] for cells in lines)
-    print(*sorted(unclear), sep="\n")
-
-
-if __name__ == "__main__":
-    main()

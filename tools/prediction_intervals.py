@@ -29,7 +29,7 @@ from autopar.cost_model.interval import COVERED, ORDER, SITUATIONS
 from autopar.cost_model.machine.profile import DeviceProfile
 from autopar.cost_model.published.estimate import RowGroup, estimate_rows
 from autopar.cost_model.published.measurement import measured_bytes
-from autopar.cost_model.published.ranking import Timed, same_work
+from autopar.cost_model.published.ranking import RowTimes, same_work
 from autopar.cost_model.published.row import Row, RowEstimate, read_rows
 from autopar.cost_model.published.validation import compared_rows, predict
 from autopar.files.atomic import write_text
@@ -141,7 +141,7 @@ def _of_order() -> list[Residual]:
     for path in (DATA, SWEEP):
         compared = compared_rows(rows := read_rows(path), predict(rows, estimate_rows))
         timed = [
-            Timed(row=one.row, measured_s=one.time.seconds, predicted_s=one.estimate.seconds)
+            RowTimes(row=one.row, measured_s=one.time.seconds, predicted_s=one.estimate.seconds)
             for one in compared
             if one.time is not None and isinstance(one.estimate, RowEstimate)
         ]
@@ -158,7 +158,7 @@ def _of_order() -> list[Residual]:
 def _of_memory(rows: Sequence[Row]) -> dict[str, list[Residual]]:
     found: dict[str, list[Residual]] = {name: [] for name in SITUATIONS}  # measured steps say nothing of memory
     known = [row for row in rows if measured_bytes(row) is not None]
-    for kind, given in (("known", known), ("guessed", [replace(row, framework=None) for row in known])):
+    for kind, given in (("known", known), ("guessed", [replace(row, engine=None) for row in known])):
         for row, one in zip(known, estimate_rows([row.without_result() for row in given]), strict=True):
             if isinstance(one, RowEstimate):
                 name = f"{kind} engine{EXPERTS if row.moe_experts else ''}"

@@ -21,10 +21,10 @@ from prediction_intervals import coverage, residuals
 
 from autopar.cost_model.published.row import Estimator, Row, RowEstimate, read_rows
 from autopar.cost_model.published.validation import (
-    Compared,
     Errors,
     Measures,
     Ranking,
+    RowComparison,
     compared_rows,
     errors,
     measures,
@@ -93,7 +93,7 @@ def page(
     return "\n".join(text)
 
 
-def _overall(core: Sequence[Compared], everything: Sequence[Compared], sweep: Sequence[Compared]) -> str:
+def _overall(core: Sequence[RowComparison], everything: Sequence[RowComparison], sweep: Sequence[RowComparison]) -> str:
     dense = [one for one in core if not one.row.moe_experts]
     named = {
         "tier core": core,
@@ -141,7 +141,7 @@ def _unseen(estimator: Estimator) -> str:
     )
 
 
-def _by(title: str, parts: Mapping[str, Sequence[Compared]]) -> str:
+def _by(title: str, parts: Mapping[str, Sequence[RowComparison]]) -> str:
     header = ("", "rows", "modelled", "state enough", "timed", *ERRORS, "memory rows", "median", "bias")
     lines = []
     for name, part in parts.items():
@@ -152,7 +152,7 @@ def _by(title: str, parts: Mapping[str, Sequence[Compared]]) -> str:
     return f"{title}\n\n{_table(header, lines)}"
 
 
-def _ranking(everything: Sequence[Compared], sweep: Sequence[Compared]) -> str:
+def _ranking(everything: Sequence[RowComparison], sweep: Sequence[RowComparison]) -> str:
     found = validation_of(everything)
     header = ("", "groups", "layouts", "rank correlation, median group", "worst tenth", "regret, median group", "p90")
     lines = [
@@ -176,7 +176,7 @@ def _ranking(everything: Sequence[Compared], sweep: Sequence[Compared]) -> str:
     )
 
 
-def _left_out(core: Sequence[Compared], left_out: Mapping[str, float] | None) -> str:
+def _left_out(core: Sequence[RowComparison], left_out: Mapping[str, float] | None) -> str:
     title = "## With the source left out\n"
     if left_out is None:
         return f"{title}\nNo predictions were given.\n"
@@ -184,7 +184,7 @@ def _left_out(core: Sequence[Compared], left_out: Mapping[str, float] | None) ->
     rows = [one.row for one in timed]
     header = ("source", "timed", *ERRORS)
 
-    def of(chosen: Sequence[Compared]) -> Errors:
+    def of(chosen: Sequence[RowComparison]) -> Errors:
         return errors(left_out[c.row.id] / c.time.seconds - 1 for c in chosen if c.time and c.row.id in left_out)
 
     parts = {fold.group: [timed[i] for i in fold.test] for fold in folds(rows)}
@@ -202,17 +202,17 @@ def _left_out(core: Sequence[Compared], left_out: Mapping[str, float] | None) ->
     )
 
 
-def _engine_left_out(core: Sequence[Compared]) -> str:
+def _engine_left_out(core: Sequence[RowComparison]) -> str:
     """Errors and coverage of the predictions without the engine's runs."""
     with ENGINE_LEFT_OUT.open(encoding="utf-8") as file:
         found = {line["id"]: line for line in csv.DictReader(file)}
     timed = [one for one in core if one.time is not None and one.row.id in found]
     header = ("engine", "timed", *ERRORS, "as an unknown framework", "p90")
 
-    def of(chosen: Sequence[Compared], column: str) -> Errors:
+    def of(chosen: Sequence[RowComparison], column: str) -> Errors:
         return errors(float(found[c.row.id][column]) / c.time.seconds - 1 for c in chosen if c.time)
 
-    parts: dict[str, list[Compared]] = {}
+    parts: dict[str, list[RowComparison]] = {}
     for one in timed:
         parts.setdefault(engine(one.row), []).append(one)
     every = {
@@ -245,7 +245,7 @@ def _engine_left_out(core: Sequence[Compared]) -> str:
     )
 
 
-def _baselines(core: Sequence[Compared], left_out: Mapping[str, float] | None) -> str:
+def _baselines(core: Sequence[RowComparison], left_out: Mapping[str, float] | None) -> str:
     """Simpler predictors on the rows that all of them know."""
     module: Any = _benchmark("baselines")
     estimated = {c.row.id: c.estimate.seconds for c in core if isinstance(c.estimate, RowEstimate)}
@@ -286,11 +286,11 @@ def _iteration_times(estimator: Estimator) -> str:
     )
 
 
-def _memory(everything: Sequence[Compared]) -> str:
+def _memory(everything: Sequence[RowComparison]) -> str:
     oom = measures(everything).oom
     ran_out = [one for one in everything if one.row.outcome == "oom"]
     missed = [f"`{o.row.id}`" for o in ran_out if isinstance(o.estimate, RowEstimate) and o.estimate.fits]
-    kinds: dict[str, list[Compared]] = {}
+    kinds: dict[str, list[RowComparison]] = {}
     for one in everything:
         if one.memory_error is not None:
             kinds.setdefault((one.row.mem_kind or "").partition(";")[0], []).append(one)
@@ -304,7 +304,7 @@ def _memory(everything: Sequence[Compared]) -> str:
     )
 
 
-def _not_modelled(everything: Sequence[Compared]) -> str:
+def _not_modelled(everything: Sequence[RowComparison]) -> str:
     found: dict[str, list[str]] = {}
     for one in validation_of(everything).unmodelled:
         found.setdefault(one.reason, []).append(one.id)

@@ -16,7 +16,7 @@ from autopar.files.atomic import write_text
 from autopar.report.validate_report import percent, reasons, signed, validation_page, warnings
 
 if TYPE_CHECKING:
-    from autopar.cost_model.published.row import Row, RowEstimate, RowFile, Unmodelled
+    from autopar.cost_model.published.row import NoEstimate, Row, RowEstimate, RowFile
     from autopar.cost_model.published.validation import By, Measures, Validation
 
 _TIERS = ("core", "all")
@@ -92,7 +92,7 @@ def validate(
             console().print(f"written to {path}")
 
 
-def predictions_csv(estimates: "Sequence[RowEstimate | Unmodelled]") -> str:
+def predictions_csv(estimates: "Sequence[RowEstimate | NoEstimate]") -> str:
     """``id,seconds,peak_bytes,fits`` of the modelled rows. `fits` is empty if the device's memory is unknown."""
     from autopar.cost_model.published.row import RowEstimate
 

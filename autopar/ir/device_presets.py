@@ -125,7 +125,7 @@ def device_names() -> tuple[str, ...]:
 
 def device_preset(name: str) -> DevicePreset:
     """The preset of that name or alias, case ignored. Raises ClusterError naming the nearest."""
-    found = _preset_named(name.lower().replace("_", "-"))
+    found = _preset_named(name.lower().replace("_", "-").replace(" ", "-"))
     if found is None:
         raise ClusterError(f"unknown device {name[:80]!r}; {did_you_mean(name, device_names())}")
     return found

@@ -1,4 +1,4 @@
-"""Measured steps of one's own correct the device profile, before a plan is priced or searched.
+"""StepTime steps of one's own correct the device profile, before a plan is priced or searched.
 
 A measured step of the same device, precision and engine says how much longer steps take than predicted. The constants
 of computing, and of the links of each tier, are scaled by what such steps say of them
@@ -26,13 +26,13 @@ from autopar.cost_model.machine.fitted_constants import mechanisms
 from autopar.cost_model.machine.profile import DeviceProfile
 from autopar.cost_model.machine.profile_io import load_profile
 from autopar.cost_model.published.estimate import RowGroup, prepare
-from autopar.cost_model.published.machine import engine_of, preset_of
+from autopar.cost_model.published.machine import engine_of
 from autopar.cost_model.published.measurement import measured_seconds
 from autopar.cost_model.published.row import Row, read_row_file
-from autopar.cost_model.published.words import precision_of_text
 from autopar.errors import ClusterError, InputError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees, degrees_from
+from autopar.ir.device_presets import device_preset
 from autopar.search.space.subcluster import device_counts, part_of
 
 _NAMES = {
@@ -64,15 +64,15 @@ def corrected_by_steps(
     machine = cluster_machine(cluster, engine, mechanisms(), precision=precision, profile=profile)
     rows = read_row_file(path).rows
     device = machine.device.name
-    mine = [row for row in rows if _device(row) == device and precision_of_text(row.precision)[0] == precision]
+    mine = [row for row in rows if _device(row) == device and row.precision == precision]
     mine = [row for row in mine if engine_of(row).name == engine.name]
     usual = machine.profile.at_power_of(machine.device)
     steps = _steps(mine, usual)
     if not steps:
-        there = sorted({f"{_device(r)}, {precision_of_text(r.precision)[0]}, {engine_of(r).name}" for r in rows})
+        there = sorted({f"{_device(r)}, {r.precision}, {engine_of(r).name}" for r in rows})
         raise InputError(
             f"{path} has no measured step of device {device}, precision {precision} and engine {engine.name}; its rows "
-            f"are of: {'; '.join(there[:5])}. Name them in the columns gpu_type, precision and framework, and give "
+            f"are of: {'; '.join(there[:5])}. Name them in the columns gpu_type, precision and engine, and give "
             "step_time_s or tokens_per_s_per_gpu"
         )
     found = term_factors([one.ratio for one in steps], np.stack([one.parts for one in steps]))
@@ -157,7 +157,7 @@ def profile_for(
 
 def _device(row: Row) -> str:
     try:
-        return preset_of(row.gpu_type or "").name
+        return device_preset(row.gpu_type or "").name
     except ClusterError:
         return row.gpu_type or "not stated"
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from autopar.report.numbers import capped
 
 if TYPE_CHECKING:
-    from autopar.cost_model.published.validation import Compared, Validation
+    from autopar.cost_model.published.validation import RowComparison, Validation
 
 MAX_DOTS = 1_500
 _MAX_ROWS = 100
@@ -97,7 +97,7 @@ def short_name(name: str | None) -> str:
     return capped(name or "(not stated)", _MAX_NAME_CHARS)
 
 
-def _picture(timed: Sequence[Compared], worst: Sequence[Compared]) -> dict[str, Any]:
+def _picture(timed: Sequence[RowComparison], worst: Sequence[RowComparison]) -> dict[str, Any]:
     """Dots, ticks and the band of the picture in SVG units."""
     first = worst[: MAX_DOTS // 3]
     others = worst[len(first) :]
@@ -111,7 +111,7 @@ def _picture(timed: Sequence[Compared], worst: Sequence[Compared]) -> dict[str, 
     def place(exponent: float) -> float:
         return (exponent - low) / (high - low) * (SIZE - 2 * MARGIN)
 
-    def dot(c: Compared) -> Dot:
+    def dot(c: RowComparison) -> Dot:
         measured, predicted = _seconds(c)
         source = c.row.source_key or ""
         label = (
@@ -133,7 +133,7 @@ def _picture(timed: Sequence[Compared], worst: Sequence[Compared]) -> dict[str, 
     }
 
 
-def _seconds(c: Compared) -> tuple[float, float]:
+def _seconds(c: RowComparison) -> tuple[float, float]:
     assert c.time is not None and c.time_error is not None
     return c.time.seconds, c.time.seconds * (1 + c.time_error)
 

@@ -2,14 +2,13 @@
 
 A mechanism is a word out of a short list, never a factor. A word costs the same in every engine
 (`autopar.cost_model.machine.fitted_constants`). Planning uses the engine `autopar`. `autopar validate` takes the engine
-from a row's framework. This module does not import torch.
+that a row names. This module does not import torch.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import re
 from contextlib import AbstractContextManager
 from importlib import resources
 from pathlib import Path
@@ -120,15 +119,21 @@ def engines() -> dict[str, Engine]:
 
 
 @functools.cache
+def engine_names() -> tuple[str, ...]:
+    with _folder() as folder:
+        return tuple(sorted(path.stem for path in folder.glob("*.yaml")))
+
+
+@functools.cache
 def engine_named(name: str) -> Engine:
     """The engine of that name, or of the framework. For an unknown name raises InputError, which names the nearest."""
+    if name not in engine_names():
+        of_framework = [e for e in engines().values() if name.lower() in (word.lower() for word in e.frameworks)]
+        if not of_framework:
+            raise InputError(f"unknown engine {name[:80]!r}; {did_you_mean(name, engine_names())}")
+        return max(of_framework, key=lambda engine: engine.last_year)
     with _folder() as folder:
-        paths = {path.stem: path for path in Path(folder).glob("*.yaml")}
-        if name not in paths:
-            if (known := engine_of_framework(name)) is not None:
-                return known
-            raise InputError(f"unknown engine {name[:80]!r}; {did_you_mean(name, tuple(sorted(paths)))}")
-        engine, problems = read_named(Engine, paths[name])
+        engine, problems = read_named(Engine, folder / f"{name}.yaml")
     if engine is None or problems:
         raise InputError("the engine profiles are malformed", problems)
     return engine
@@ -147,42 +152,3 @@ def with_sums_in(engine: Engine, reduce_dtype: str | None, stored_bytes: int) ->
         return engine
     size = stored_bytes if reduce_dtype is None else 4 if reduce_dtype == MASTER else 2
     return engine.model_copy(update={"gradient_bytes": size, "shard_gradient_bytes": size})
-
-
-def engine_of_framework(framework: str | None, source: str | None = None) -> Engine | None:
-    """The engine of a published row's framework, or None if no profile names the framework.
-
-    A name may stand anywhere in the text. Case and marks between words do not count. The longest name decides. If
-    several profiles have it, the year decides: the first year in `framework`, else in `source`. Without a year, the
-    newest profile is the answer.
-    """
-    text = " ".join(_WORDS.findall((framework or "").lower()))
-    matches = [
-        (len(name), engine)
-        for engine in engines().values()
-        for name in engine.frameworks
-        if _pattern(name).search(text)
-    ]
-    if not matches:
-        return None
-    longest = max(length for length, _ in matches)
-    alike = [engine for length, engine in matches if length == longest]
-    year = _year_of(framework) or _year_of(source) or math.inf
-    return min(alike, key=lambda engine: (engine.last_year < year, abs(engine.last_year - year), engine.name))
-
-
-_WORDS = re.compile(r"[a-z]+|[0-9]+")
-_YEAR = re.compile(
-    r"arxiv[: ]*(?P<short>[0-9]{2})(?:0[1-9]|1[0-2])\.[0-9]{4,5}|\b(?P<long>20[12][0-9])\b", re.IGNORECASE
-)
-
-
-@functools.cache
-def _pattern(name: str) -> re.Pattern[str]:
-    return re.compile(r"\b" + " ?".join(_WORDS.findall(name.lower())) + r"\b")
-
-
-def _year_of(text: str | None) -> int | None:
-    """The first year in a text."""
-    found = _YEAR.search(text or "")
-    return None if found is None else int(found["long"] or f"20{found['short']}")

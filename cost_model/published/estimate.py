@@ -9,7 +9,7 @@ default. Sequence parallelism is on if the framework has it and tp > 1. Recomput
 least that fits the device. Near the limit it is not known which level fits: there the prediction is their mean.
 """
 
-import re
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
@@ -33,9 +33,8 @@ from autopar.cost_model.published.families import (
     with_chosen_parameters,
     with_expert_ranks,
 )
-from autopar.cost_model.published.machine import engine_of, link_warning, preset_of, row_machine
-from autopar.cost_model.published.row import Row, RowEstimate, Unmodelled
-from autopar.cost_model.published.words import attention_of_text, precision_of_text
+from autopar.cost_model.published.machine import engine_of, row_machine
+from autopar.cost_model.published.row import NoEstimate, Row, RowEstimate
 from autopar.cost_model.step.experts import with_experts
 from autopar.cost_model.step.layouts import RECOMPUTE, Layouts, Shape, layouts_from
 from autopar.cost_model.step.offload import host_assumption
@@ -109,22 +108,22 @@ class RowGroup:
         )
 
 
-def estimate_rows(rows: Sequence[Row]) -> list[RowEstimate | Unmodelled]:
+def estimate_rows(rows: Sequence[Row]) -> list[RowEstimate | NoEstimate]:
     """One estimate, or the reason why there is none, for every row, in their order."""
     groups, unmodelled = prepare(rows)
-    found: dict[int, RowEstimate | Unmodelled] = dict(unmodelled)
+    found: dict[int, RowEstimate | NoEstimate] = dict(unmodelled)
     for group in groups:
         found |= dict(zip(group.indices, _estimates(group), strict=True))
     return [found[index] for index in range(len(rows))]
 
 
-def prepare(rows: Sequence[Row]) -> tuple[list[RowGroup], dict[int, Unmodelled]]:
+def prepare(rows: Sequence[Row]) -> tuple[list[RowGroup], dict[int, NoEstimate]]:
     """The rows by group, and the rows that cannot be modelled."""
-    unmodelled: dict[int, Unmodelled] = {}
+    unmodelled: dict[int, NoEstimate] = {}
     groups: dict[Any, list[tuple[int, _Case]]] = {}
     for index, row in enumerate(rows):
         case = _case(row)
-        if isinstance(case, Unmodelled):
+        if isinstance(case, NoEstimate):
             unmodelled[index] = case
             continue
         machine = case.machine
@@ -137,10 +136,10 @@ def prepare(rows: Sequence[Row]) -> tuple[list[RowGroup], dict[int, Unmodelled]]
     return [_prepare(members) for members in groups.values()], unmodelled
 
 
-def _case(row: Row) -> _Case | Unmodelled:
+def _case(row: Row) -> _Case | NoEstimate:
     missing = [name for name in row.not_stated() if name not in ("micro_batch", "global_batch")]
     if missing:
-        return Unmodelled(id=row.id, reason=f"does not state {', '.join(missing)}")
+        return NoEstimate(id=row.id, reason=f"does not state {', '.join(missing)}")
     engine, warnings = engine_of(row), list[str]()
     if row.recompute_modules and row.recompute is None:
         row = replace(row, recompute="selective")
@@ -150,27 +149,19 @@ def _case(row: Row) -> _Case | Unmodelled:
         row = replace(row, recompute="full")
         warnings.append("recompute is not stated; it is full by default in this framework")
     if engine.name == NEUTRAL:
-        named = f"framework {row.framework[:60]!r} is not known" if row.framework else "no framework is stated"
-        warnings.append(f"{named}; the neutral engine is used")
-    precision, unknown = precision_of_text(row.precision)
-    attention = attention_of_text(row.attn_impl, engine)
-    engine = engine.model_copy(update={"attention_kernel": attention.kernel})
-    if row.recompute_modules and row.recompute == "selective":
-        engine = engine.model_copy(update={"selective": list(row.recompute_modules)})
-    row = replace(row, precision=precision)
+        warnings.append("no engine is stated; the neutral engine is used")
     try:
         machine = row_machine(row, engine, mechanisms())
     except ClusterError as error:
-        return Unmodelled(id=row.id, reason=str(error))
+        return NoEstimate(id=row.id, reason=str(error))
     batch = row.global_batch or int(_dp(row) * (row.micro_batch or 1) * (row.grad_accum or 1) * _default_count(row))
-    link = link_warning(row, preset_of(row.gpu_type or ""))
     return _Case(
         row=row,
         machine=machine,
         family=family_name(row),
-        fused=attention.fused,
+        fused=engine.attention == "fused",
         global_batch=batch,
-        warnings=(*warnings, *filter(None, (unknown, host_assumption(machine), link))),
+        warnings=(*warnings, *filter(None, (host_assumption(machine),))),
     )
 
 
@@ -288,7 +279,7 @@ def _layouts(cases: Sequence[_Case], engine: Engine) -> Layouts:
     def recompute(row: Row) -> int:
         return RECOMPUTE.index(row.recompute) if row.recompute in RECOMPUTE else 0
 
-    dp = np.array([_dp(case.row) for case in cases])
+    dp, cp = np.array([_dp(case.row) for case in cases]), _array(cases, lambda row: row.cp or 1)
     micro_batch = _array(cases, lambda row: row.micro_batch or 1)
     batch = np.array([float(case.global_batch) for case in cases])
     return layouts_from(  # in Megatron's order of ranks; no column states it
@@ -296,12 +287,12 @@ def _layouts(cases: Sequence[_Case], engine: Engine) -> Layouts:
         sequence_parallel=_array(cases, sequence_parallel),
         pp=_array(cases, lambda row: row.pp or 1),
         virtual=_array(cases, virtual),
-        cp=_array(cases, lambda row: row.cp or 1),
+        cp=cp,
         ep=_array(cases, lambda row: row.ep or 1),
         etp=_array(cases, _etp),
         dp=dp,
-        shard=np.array([_shard(case.row, engine, d) for case, d in zip(cases, dp, strict=True)]),
-        zero=_array(cases, lambda row: _zero(row, engine)),
+        shard=np.minimum(dp * cp, _array(cases, lambda row: row.shard_ranks or math.inf)),
+        zero=_array(cases, lambda row: engine.unstated_zero if row.zero is None else row.zero),
         micro_batch=micro_batch,
         micro_batches=np.maximum(batch / (dp * micro_batch), 1.0),
         recompute=_array(cases, recompute),
@@ -311,27 +302,3 @@ def _layouts(cases: Sequence[_Case], engine: Engine) -> Layouts:
 def _etp(row: Row) -> int:
     """Tensor ranks that split each expert: one unless stated. A dense model has no experts."""
     return min(row.etp or 1, row.tp or 1) if row.moe_experts else row.tp or 1
-
-
-def _zero(row: Row, engine: Engine) -> int:
-    if row.zero is not None:
-        return row.zero
-    if "distributed" in (row.optimizer or "").lower():
-        return 1
-    return engine.unstated_zero
-
-
-_GROUP = re.compile(r"groups of (\d+)|FSDP=(\d+)")
-
-
-def _shard(row: Row, engine: Engine, dp: float) -> float:
-    """Ranks over which ZeRO divides state: `dp`·cp, or fewer if the row says so."""
-    ranks, detail = dp * (row.cp or 1), row.zero_detail or ""
-    stated = _GROUP.search(detail)
-    if stated and stated[1]:
-        return max(1.0, min(ranks, float(stated[1])))
-    if stated:
-        return min(ranks, float(stated[2]))
-    if "within node" in detail:
-        return min(ranks, float(row.gpus_per_node or 8))
-    return ranks

@@ -16,56 +16,22 @@ from autopar.ir.arrays import Floats
 from autopar.ir.sharding import owned_by
 
 WINDOW = "swa"  # of `attention_type`: sliding windows that are shorter than the sequence
-IN_PIECES = "torch"  # of `attn_impl`: scores, softmax and values by operators of their own
 LATENT = "mla"  # of `attention_type`
-# beginnings of model names, lower case, longest first, for architectures with equal columns
-_NAMED = (
-    ("gpt-neox", "gpt-neox"),
-    ("nemotron", "nemotron"),
-    ("mixtral", "mixtral"),
-    ("mistral", "mistral"),
-    ("falcon", "falcon"),
-    ("pythia", "pythia"),
-    ("qwen3", "qwen3"),
-    ("phi-3", "phi3"),
-    ("gemma", "gemma2"),
-    ("qwen", "qwen2"),
-    ("mpt", "mpt"),
-    ("opt", "opt"),
-)
-_NOT_GATED = ("mpt", "nemotron", "opt", "gpt-neox", "pythia", "falcon")
 
 
 def family_name(row: Row) -> str:
-    """The family of a row's architecture: by its columns, then by its model's name."""
-    named = next((name for start, name in _NAMED if (row.model or "").lower().startswith(start)), None)
-    heads, keys = row.n_heads, row.n_kv_heads or row.n_heads
-    if row.moe_experts:
-        return _of_experts(row, named)
-    if named == "falcon" and not row.gated_mlp:  # one key head came with one norm of a layer, several with two
-        return "falcon-mqa" if keys == 1 else named
-    if named == "mpt" and IN_PIECES in (row.attn_impl or "").lower():
-        return "mpt-torch"
-    if named is None or (named in _NOT_GATED) == bool(row.gated_mlp):
-        named = "llama" if row.gated_mlp else "gpt2" if keys == heads else "nemotron"
-    return _shipped(named, equal=keys == heads, window=row.attention_type == WINDOW)
-
-
-def _of_experts(row: Row, named: str | None) -> str:
-    if row.attention_type == LATENT:
+    """The family that a row names, or the usual one of its columns, in the variant of its heads and windows."""
+    keys = row.n_kv_heads or row.n_heads
+    if row.moe_experts and row.attention_type == LATENT:
         return "deepseek-v3"
-    if row.moe_shared_ffn:
-        return _shipped("qwen2-moe", equal=(row.n_kv_heads or row.n_heads) == row.n_heads, window=False)
-    return "qwen3-moe" if named == "qwen3" else "mixtral"
-
-
-def _shipped(name: str, *, equal: bool, window: bool) -> str:
-    """The shipped variant of a family: `equal` has as many key heads as heads, `window` has sliding windows."""
-    for variant in (f"{name}-mha-window" if equal and window else "", f"{name}-window" if window else "",
-                    f"{name}-mha" if equal else ""):  # fmt: skip
-        if variant in expressions.family_names():
-            return variant
-    return name
+    if row.moe_experts:
+        usual = "qwen2-moe" if row.moe_shared_ffn else "mixtral"
+    else:
+        usual = "llama" if row.gated_mlp else "gpt2" if keys == row.n_heads else "nemotron"
+    name = row.family or usual
+    end = "-mha" if keys == row.n_heads else ""
+    variants = (f"{name}{end}-window", f"{name}-window") if row.attention_type == WINDOW else ()
+    return next((one for one in (*variants, f"{name}{end}") if one in expressions.family_names()), name)
 
 
 @cache

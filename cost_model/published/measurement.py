@@ -9,8 +9,8 @@ FLOP are counted as the source counted them (`tflops_kind`):
     model      forward and backward
     hardware   model FLOP and recomputation: of all layers (full), or of the attention core (selective)
 
-The text also says how attention was counted: whole, or half because of the causal mask. A formula with ``1+s/6h``
-counts it whole. If the text says neither, attention is counted whole and the time is ambiguous.
+`tflops_attention` says how attention was counted: whole (1), or half (0.5) because of the causal mask. If it is not
+stated, attention is counted whole and the time is ambiguous.
 
 With l layers, hidden size h, ffn width 4h and V words, Narayanan
 et al. (SC'21, appendix) give
@@ -26,7 +26,6 @@ llm-foundry and internevo. For bigscience_tr3m the second time is 14 % too long,
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from autopar.cost_model.published.row import Row
@@ -36,15 +35,10 @@ from autopar.cost_model.work.block_work import PASSES
 # largest figures of nvidia-smi rows (79 of an 80 GB device, 30 of 32) are the devices' sizes in GiB.
 BYTES_PER_GB = 2**30
 NOTABLE = 0.02  # of a step time
-_WHOLE = re.compile(
-    r"(?:full|whole|dense) attention|attention (?:in full|whole)|non-?causal|not halved|s/6h|(?:96|72) ?\*?bsl|palm",
-    re.IGNORECASE,
-)
-_HALF = re.compile(r"causal|halved?|triang|half", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class StepTime:
     """A measured step time and how it follows from the row.
 
     An ambiguous time is `least_seconds` if its source counted attention half, and `seconds` if it counted it whole.
@@ -60,7 +54,7 @@ class Measured:
         return self.least_seconds is not None and self.least_seconds < (1 - NOTABLE) * self.seconds
 
 
-def measured_seconds(row: Row, *, global_batch: int | None = None) -> Measured | None:
+def measured_seconds(row: Row, *, global_batch: int | None = None) -> StepTime | None:
     """The step time of a row that ran, or None if the row states no time and no throughput.
 
     `global_batch` is the assumed number of sequences for a row that does not state it. A row that ran out of memory has
@@ -69,31 +63,23 @@ def measured_seconds(row: Row, *, global_batch: int | None = None) -> Measured |
     if row.outcome == "oom":
         return None
     if row.step_time_s is not None:
-        return Measured(seconds=row.step_time_s, derivation="stated")
+        return StepTime(seconds=row.step_time_s, derivation="stated")
     if row.step_time_derived_s is not None:
-        return Measured(seconds=row.step_time_derived_s, derivation=row.step_time_derivation or "derived by the source")
+        return StepTime(seconds=row.step_time_derived_s, derivation=row.step_time_derivation or "derived by the source")
     batch = row.global_batch or global_batch
     if batch is None or row.seq_len is None or row.num_gpus is None:
         return None
     if row.tokens_per_s_per_gpu is not None:
         seconds = batch * row.seq_len / (row.tokens_per_s_per_gpu * row.num_gpus)
-        return Measured(seconds=seconds, derivation="tokens of a step / tokens/s")
+        return StepTime(seconds=seconds, derivation="tokens of a step / tokens/s")
     if row.samples_per_s is not None:
-        return Measured(seconds=batch / row.samples_per_s, derivation="sequences of a step / samples/s")
+        return StepTime(seconds=batch / row.samples_per_s, derivation="sequences of a step / samples/s")
     return _from_flops(row, batch)
 
 
 def measured_bytes(row: Row) -> float | None:
     """Peak memory of the fullest device of a row that ran."""
     return None if row.peak_mem_gb is None or row.outcome == "oom" else row.peak_mem_gb * BYTES_PER_GB
-
-
-def attention_part(kind: str | None) -> float | None:
-    """The part of attention's FLOP that a source counted, 1 or 0.5; None if its text does not say."""
-    text = kind or ""
-    if _WHOLE.search(text):
-        return 1.0
-    return 0.5 if _HALF.search(text) else None
 
 
 def model_flops(row: Row, batch: int, *, attention: float = 1.0) -> float | None:
@@ -116,18 +102,17 @@ def hardware_flops(row: Row, batch: int, *, attention: float = 1.0) -> float | N
     return PASSES * (products + core + logits) + again
 
 
-def _from_flops(row: Row, batch: int) -> Measured | None:
+def _from_flops(row: Row, batch: int) -> StepTime | None:
     """The time of the FLOP of a step at the stated rate of one device."""
-    kind = row.tflops_kind or ""
-    if row.tflops_per_gpu is None or not kind.startswith(("model", "hardware")):
+    if row.tflops_per_gpu is None or row.tflops_kind is None:
         return None
-    name, flops_of = ("model", model_flops) if kind.startswith("model") else ("hardware", hardware_flops)
-    part, derivation = attention_part(kind), f"{name} FLOP / TFLOP/s"
+    flops_of = model_flops if row.tflops_kind == "model" else hardware_flops
+    part, derivation = row.tflops_attention, f"{row.tflops_kind} FLOP / TFLOP/s"
     flops, least = (flops_of(row, batch, attention=counted) for counted in ((part or 1.0), 0.5))
     if flops is None or least is None:
         return None
     rate = row.tflops_per_gpu * 1e12 * (row.num_gpus or 1)
-    return Measured(
+    return StepTime(
         seconds=flops / rate,
         derivation=derivation if part else f"{derivation}, attention counted whole, which is not stated",
         least_seconds=None if part else least / rate,

@@ -28,7 +28,7 @@ _LAYOUT = ("tp", "sp", "pp", "vpp", "cp", "ep", "etp", "dp", "zero", "zero_detai
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timed:
+class RowTimes:
     """A row that was measured and predicted, in seconds."""
 
     row: Row
@@ -48,14 +48,14 @@ class RankedGroup:
     measured_best: str
 
 
-def ranked_groups(timed: Iterable[Timed]) -> tuple[RankedGroup, ...]:
+def ranked_groups(timed: Iterable[RowTimes]) -> tuple[RankedGroup, ...]:
     """Every group of at least `MIN_LAYOUTS` layouts of the same work, in the order of their first rows."""
     return tuple(_ranked(layouts) for layouts in same_work(timed))
 
 
-def same_work(timed: Iterable[Timed]) -> list[list[Timed]]:
+def same_work(timed: Iterable[RowTimes]) -> list[list[RowTimes]]:
     """Groups of at least `MIN_LAYOUTS` layouts of the same work, each layout once."""
-    works: dict[tuple[object, ...], list[Timed]] = {}
+    works: dict[tuple[object, ...], list[RowTimes]] = {}
     for one in timed:
         works.setdefault(_values(one.row, WORK), []).append(one)
     merged = [_merged(group) for group in works.values()]
@@ -83,12 +83,12 @@ def _ranks(values: Sequence[float]) -> list[float]:
     return ranks
 
 
-def _merged(group: Sequence[Timed]) -> list[Timed]:
-    layouts: dict[tuple[object, ...], list[Timed]] = {}
+def _merged(group: Sequence[RowTimes]) -> list[RowTimes]:
+    layouts: dict[tuple[object, ...], list[RowTimes]] = {}
     for one in group:
         layouts.setdefault(_values(one.row, _LAYOUT), []).append(one)
     return [
-        Timed(
+        RowTimes(
             row=same[0].row,
             measured_s=median(one.measured_s for one in same),
             predicted_s=median(one.predicted_s for one in same),
@@ -97,7 +97,7 @@ def _merged(group: Sequence[Timed]) -> list[Timed]:
     ]
 
 
-def _ranked(layouts: Sequence[Timed]) -> RankedGroup:
+def _ranked(layouts: Sequence[RowTimes]) -> RankedGroup:
     fastest = min(one.predicted_s for one in layouts)
     chosen = max((one for one in layouts if one.predicted_s == fastest), key=lambda one: one.measured_s)
     best = min(layouts, key=lambda one: one.measured_s)

@@ -18,7 +18,8 @@ from math import isfinite
 from typing import Any, get_args
 
 from autopar.cost_model.interval import Interval, Situation, interval_of
-from autopar.cost_model.machine.engine import Module
+from autopar.cost_model.machine.engine import Engine, Module, engine_names
+from autopar.cost_model.work.block_work import family_names
 from autopar.errors import InputError, Problem, did_you_mean
 from autopar.files.strict_text import read_text
 
@@ -32,7 +33,19 @@ NEEDED = (
     *("tp", "pp", "micro_batch", "global_batch", "precision"),
 )
 MAY_LACK = ("id", "micro_batch", "global_batch")  # a row is named by its line, and batches are assumed
-_WORDS = {"recompute": ("none", "selective", "full"), "outcome": ("ok", "oom")}
+PRECISIONS = ("bf16", "fp16", "fp8", "mxfp8", "nvfp4", "mxfp4", "fp32")
+# mechanisms of the engine that a row states, by the name of the field
+ENGINE_COLUMNS = ("attention", "attention_kernel", "pointwise", "dispatch", "tensor_overlap", "loss", "offload")
+CONVERT = "python tools/published_columns.py RUNS.csv --out NEW.csv"
+_WORDS: Mapping[str, tuple[str, ...]] = {
+    "recompute": ("none", "selective", "full"),
+    "outcome": ("ok", "oom"),
+    "tflops_kind": ("model", "hardware"),
+    "precision": PRECISIONS,
+    "family": family_names(),
+    "engine": engine_names(),
+    **{name: get_args(Engine.model_fields[name].annotation) for name in ENGINE_COLUMNS},
+}
 _FROM_ZERO = ("moe_shared_ffn", "moe_layers", "zero")
 _MODULES = get_args(Module)
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -48,6 +61,7 @@ class Row:
     tier: str | None = None
     group: str | None = None
     model: str | None = None
+    family: str | None = None
     n_params: int | None = None
     layers: int | None = None
     hidden: int | None = None
@@ -82,6 +96,7 @@ class Row:
     dp: int | None = None
     zero: int | None = None
     zero_detail: str | None = None
+    shard_ranks: int | None = None
     micro_batch: int | None = None
     global_batch: int | None = None
     grad_accum: int | None = None
@@ -92,10 +107,19 @@ class Row:
     optimizer: str | None = None
     attn_impl: str | None = None
     framework: str | None = None
+    engine: str | None = None
+    attention: str | None = None
+    attention_kernel: str | None = None
+    pointwise: str | None = None
+    dispatch: str | None = None
+    tensor_overlap: str | None = None
+    loss: str | None = None
+    offload: str | None = None
     outcome: str | None = None
     step_time_s: float | None = None
     tflops_per_gpu: float | None = None
     tflops_kind: str | None = None
+    tflops_attention: float | None = None
     tokens_per_s_per_gpu: float | None = None
     samples_per_s: float | None = None
     mfu_pct: float | None = None
@@ -152,18 +176,18 @@ class RowEstimate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unmodelled:
+class NoEstimate:
     """A row without a prediction, and the reason."""
 
     id: str
     reason: str
 
 
-Estimator = Callable[[Sequence[Row]], Sequence[RowEstimate | Unmodelled]]
+Estimator = Callable[[Sequence[Row]], Sequence[RowEstimate | NoEstimate]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeftOut:
+class RejectedRow:
     """A row that cannot be used. `id` is ``line 7`` if the row has none; the path of a problem is its column."""
 
     id: str
@@ -180,7 +204,7 @@ class RowFile:
     """The usable rows of a file, the rows left out, and the columns that nothing reads."""
 
     rows: tuple[Row, ...]
-    left_out: tuple[LeftOut, ...] = ()
+    left_out: tuple[RejectedRow, ...] = ()
     unknown_columns: tuple[str, ...] = ()
 
 
@@ -200,7 +224,7 @@ def read_row_file(path: str | os.PathLike[str], *, is_strict: bool = False) -> R
     unknown = tuple(dict.fromkeys(name for name in header if name not in _PARSERS))
     read = [(place, name, _PARSERS[name]) for place, name in enumerate(header) if name in _PARSERS]
     at = header.index("id") if "id" in header else None
-    left_out: list[LeftOut] = []
+    left_out: list[RejectedRow] = []
     seen: dict[str, int] = {}
     rows: list[Row] = []
     for number, cells in lines:
@@ -218,7 +242,7 @@ def read_row_file(path: str | os.PathLike[str], *, is_strict: bool = False) -> R
             elif seen.setdefault(row_id, number) != number:
                 problems.append(Problem(path="", rule=f"lines {seen[row_id]} and {number} have the same id"))
         if problems:
-            left_out.append(LeftOut(id=row_id, problems=tuple(problems)))
+            left_out.append(RejectedRow(id=row_id, problems=tuple(problems)))
         else:
             rows.append(Row(**values | {"id": row_id}))  # type: ignore[arg-type]  # a column's parser gives its type
     if left_out and (is_strict or not rows):
@@ -276,6 +300,9 @@ def _check_header(path: str | os.PathLike[str], header: Sequence[str], *, is_str
     ]
     missing = [name for name in NEEDED if name not in header and (is_strict or name not in MAY_LACK)]
     problems += [Problem(path=name, rule="is a needed column, and missing") for name in missing]
+    if "framework" in header and "engine" not in header:
+        rule = "is text that is not read; the column engine has the name of an engine"
+        problems.append(Problem(path="framework", rule=rule, suggestion=CONVERT))
     if problems or (unknown and is_strict):
         problems = unknown + problems
         raise InputError(f"the header of {path} cannot be used", problems)
@@ -296,12 +323,10 @@ def _word(valid: tuple[str, ...], cell: str) -> str:
 
 
 def _modules(cell: str) -> tuple[str, ...]:
-    """Names of modules, with any marks between them."""
-    found = tuple(dict.fromkeys(re.findall(r"\w+", cell.lower())))
-    unknown = next((name for name in found if name not in _MODULES), None)
-    if unknown is not None or not found:
+    modules = tuple(dict.fromkeys(re.findall(r"\w+", cell.lower())))
+    if not modules or not set(modules) <= set(_MODULES):
         raise ValueError(f"must be names out of {', '.join(_MODULES)}, with spaces or commas between them, or empty")
-    return found
+    return modules
 
 
 def _truth(cell: str) -> bool:

@@ -16,9 +16,9 @@ from math import isfinite
 from statistics import fmean, median
 from typing import Any, Literal
 
-from autopar.cost_model.published.measurement import Measured, measured_bytes, measured_seconds
-from autopar.cost_model.published.ranking import RankedGroup, Timed, ranked_groups
-from autopar.cost_model.published.row import Estimator, Row, RowEstimate, Unmodelled
+from autopar.cost_model.published.measurement import StepTime, measured_bytes, measured_seconds
+from autopar.cost_model.published.ranking import RankedGroup, RowTimes, ranked_groups
+from autopar.cost_model.published.row import Estimator, NoEstimate, Row, RowEstimate
 from autopar.errors import AutoparError
 
 By = Literal["source_key", "gpu_type", "group"]
@@ -27,25 +27,25 @@ NOT_STATED = "(not stated)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
+class RowComparison:
     """A row beside its prediction; a value that was not measured is None."""
 
     row: Row
-    estimate: RowEstimate | Unmodelled
-    time: Measured | None
+    estimate: RowEstimate | NoEstimate
+    time: StepTime | None
     memory_bytes: float | None
 
     @property
     def time_error(self) -> float | None:
         """predicted / measured - 1 of the step time."""
-        if self.time is None or isinstance(self.estimate, Unmodelled):
+        if self.time is None or isinstance(self.estimate, NoEstimate):
             return None
         return self.estimate.seconds / self.time.seconds - 1
 
     @property
     def memory_error(self) -> float | None:
         """predicted / measured - 1 of the peak memory."""
-        if self.memory_bytes is None or isinstance(self.estimate, Unmodelled):
+        if self.memory_bytes is None or isinstance(self.estimate, NoEstimate):
             return None
         return self.estimate.peak_bytes / self.memory_bytes - 1
 
@@ -120,7 +120,7 @@ class Measures:
 class Validation:
     """Predictions of rows beside their measurements; `groups` are the ranked ones."""
 
-    compared: tuple[Compared, ...]
+    compared: tuple[RowComparison, ...]
     overall: Measures
     by_column: By
     by: Mapping[str, Measures]
@@ -128,8 +128,8 @@ class Validation:
     groups: tuple[RankedGroup, ...]
 
     @property
-    def unmodelled(self) -> tuple[Unmodelled, ...]:
-        return tuple(c.estimate for c in self.compared if isinstance(c.estimate, Unmodelled))
+    def unmodelled(self) -> tuple[NoEstimate, ...]:
+        return tuple(c.estimate for c in self.compared if isinstance(c.estimate, NoEstimate))
 
     @property
     def warnings(self) -> tuple[tuple[str, str], ...]:
@@ -155,7 +155,7 @@ def validate_rows(rows: Sequence[Row], estimator: Estimator, *, by: By = "source
     return validation_of(compared_rows(rows, predict(rows, estimator)), by=by)
 
 
-def predict(rows: Sequence[Row], estimator: Estimator) -> list[RowEstimate | Unmodelled]:
+def predict(rows: Sequence[Row], estimator: Estimator) -> list[RowEstimate | NoEstimate]:
     """One estimate per row, in their order. Raises `AutoparError` if an estimate is of another row or no number."""
     estimates = list(estimator([row.without_result() for row in rows]))
     if [e.id for e in estimates] != [row.id for row in rows]:
@@ -166,10 +166,10 @@ def predict(rows: Sequence[Row], estimator: Estimator) -> list[RowEstimate | Unm
     return estimates
 
 
-def compared_rows(rows: Sequence[Row], estimates: Sequence[RowEstimate | Unmodelled]) -> tuple[Compared, ...]:
+def compared_rows(rows: Sequence[Row], estimates: Sequence[RowEstimate | NoEstimate]) -> tuple[RowComparison, ...]:
     """Rows beside the estimates of the same rows."""
     return tuple(
-        Compared(
+        RowComparison(
             row=row,
             estimate=estimate,
             time=measured_seconds(row, global_batch=getattr(estimate, "global_batch", None)),
@@ -179,7 +179,7 @@ def compared_rows(rows: Sequence[Row], estimates: Sequence[RowEstimate | Unmodel
     )
 
 
-def validation_of(compared: Sequence[Compared], *, by: By = "source_key") -> Validation:
+def validation_of(compared: Sequence[RowComparison], *, by: By = "source_key") -> Validation:
     """All measures, over everything and per value of a column."""
     parts = split_by(compared, by)
     sources = split_by(compared, "source_key").values()
@@ -196,15 +196,15 @@ def validation_of(compared: Sequence[Compared], *, by: By = "source_key") -> Val
     )
 
 
-def split_by(compared: Iterable[Compared], column: By) -> dict[str, list[Compared]]:
+def split_by(compared: Iterable[RowComparison], column: By) -> dict[str, list[RowComparison]]:
     """The rows per value of a column, sorted by it."""
-    found: dict[str, list[Compared]] = {}
+    found: dict[str, list[RowComparison]] = {}
     for one in compared:
         found.setdefault(getattr(one.row, column) or NOT_STATED, []).append(one)
     return dict(sorted(found.items()))
 
 
-def measures(compared: Sequence[Compared]) -> Measures:
+def measures(compared: Sequence[RowComparison]) -> Measures:
     """The figures of one set of rows."""
     modelled = [c for c in compared if isinstance(c.estimate, RowEstimate)]
     stated = [c for c in compared if not c.row.not_stated()]
@@ -261,15 +261,15 @@ def _ranking(groups: Sequence[RankedGroup]) -> Ranking:
     )
 
 
-def _timed(compared: Iterable[Compared]) -> list[Timed]:
+def _timed(compared: Iterable[RowComparison]) -> list[RowTimes]:
     return [
-        Timed(row=c.row, measured_s=c.time.seconds, predicted_s=c.estimate.seconds)
+        RowTimes(row=c.row, measured_s=c.time.seconds, predicted_s=c.estimate.seconds)
         for c in compared
         if c.time is not None and isinstance(c.estimate, RowEstimate)
     ]
 
 
-def _oom(modelled: Iterable[Compared]) -> Oom:
+def _oom(modelled: Iterable[RowComparison]) -> Oom:
     known = [(c.row.outcome, c.estimate.fits) for c in modelled if isinstance(c.estimate, RowEstimate)]
     known = [(outcome, fits) for outcome, fits in known if outcome is not None and fits is not None]
     return Oom(
@@ -280,7 +280,9 @@ def _oom(modelled: Iterable[Compared]) -> Oom:
     )
 
 
-def _mean_of_medians(sources: Iterable[Sequence[Compared]], error: Callable[[Compared], float | None]) -> float | None:
+def _mean_of_medians(
+    sources: Iterable[Sequence[RowComparison]], error: Callable[[RowComparison], float | None]
+) -> float | None:
     medians = [errors(error(c) for c in source).median for source in sources]
     known = [value for value in medians if value is not None]
     return fmean(known) if known else None

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from run import autopar, json_of, refused
 
-from autopar.cost_model.published.row import COLUMNS, Row, RowEstimate, Unmodelled, read_rows
+from autopar.cost_model.published.row import COLUMNS, NoEstimate, Row, RowEstimate, read_rows
 from autopar.cost_model.published.validation import validate_rows
 from autopar.report.validate_report import validation_page
 
@@ -23,11 +23,11 @@ SWEEP = DATA / "sweep_vtrain_single_a100.csv"
 VOID = ("meta", "link", "br", "img", "input", "rect", "circle", "line", "path", "polygon")
 
 
-def estimate_rows(rows: Sequence[Row]) -> list[RowEstimate | Unmodelled]:
+def estimate_rows(rows: Sequence[Row]) -> list[RowEstimate | NoEstimate]:
     """Every row in a second and half its device's memory; experts are not modelled."""
     assert all(row.step_time_s is None and row.outcome is None and row.peak_mem_gb is None for row in rows)
     return [
-        Unmodelled(id=row.id, reason="experts | are <not> known")
+        NoEstimate(id=row.id, reason="experts | are <not> known")
         if row.moe_experts
         else RowEstimate(
             id=row.id,
@@ -187,7 +187,7 @@ def test_many_reasons_are_counted(tmp_path: Path) -> None:
 
 
 def test_warnings_are_shown_by_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def with_warnings(rows: Sequence[Row]) -> list[RowEstimate | Unmodelled]:
+    def with_warnings(rows: Sequence[Row]) -> list[RowEstimate | NoEstimate]:
         found = estimate_rows(rows)
         return [replace(one, warnings=("<b>x</b>",)) if isinstance(one, RowEstimate) else one for one in found]
 
@@ -256,9 +256,9 @@ def test_hostile_names(tmp_path: Path) -> None:
         for i, row in enumerate(read_rows(RUNS)[:12])
     ]
 
-    def estimate(asked: Sequence[Row]) -> list[RowEstimate | Unmodelled]:
+    def estimate(asked: Sequence[Row]) -> list[RowEstimate | NoEstimate]:
         found = estimate_rows(asked)
-        return [Unmodelled(id=found[0].id, reason=attack), *found[1:]]
+        return [NoEstimate(id=found[0].id, reason=attack), *found[1:]]
 
     text = validation_page(validate_rows(rows, estimate), title=attack, subtitle=attack)
     page = Page(text)

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from autopar.cost_model.published.families import IN_PIECES, LATENT, WINDOW
-from autopar.cost_model.published.row import Row, Unmodelled
+from autopar.cost_model.published.families import LATENT, WINDOW
+from autopar.cost_model.published.row import NoEstimate, Row
 from autopar.presets.models import model_presets
 
 _NAMES: Mapping[str, tuple[str, ...]] = {
@@ -21,39 +21,39 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "moe_ffn_hidden": ("moe_intermediate_size",),
     "moe_shared_ffn": ("shared_expert_intermediate_size",),
 }
-# decoders whose blocks rows have a family for: the name that tells it, and whether the feed-forward layer is gated
+# decoders whose blocks rows have a family for: the family, and whether the feed-forward layer is gated
 _DECODERS: Mapping[str, tuple[str, bool]] = {
-    "gpt2": ("GPT-2", False),
-    "opt": ("OPT", False),
-    "gpt_neox": ("GPT-NeoX", False),
-    "falcon": ("Falcon", False),
-    "mpt": ("MPT", False),
-    "llama": ("Llama", True),
-    "mistral": ("Mistral", True),
-    "mixtral": ("Mixtral", True),
-    "qwen2": ("Qwen2", True),
-    "qwen3": ("Qwen3", True),
-    "qwen2_moe": ("Qwen2-MoE", True),
-    "qwen3_moe": ("Qwen3-MoE", True),
-    "gemma2": ("Gemma 2", True),
-    "phi3": ("Phi-3", True),
-    "nemotron": ("Nemotron", False),
-    "deepseek_v3": ("DeepSeek-V3", True),
+    "gpt2": ("gpt2", False),
+    "opt": ("opt", False),
+    "gpt_neox": ("gpt-neox", False),
+    "falcon": ("falcon", False),
+    "mpt": ("mpt-torch", False),
+    "llama": ("llama", True),
+    "mistral": ("mistral", True),
+    "mixtral": ("mixtral", True),
+    "qwen2": ("qwen2", True),
+    "qwen3": ("qwen3", True),
+    "qwen2_moe": ("qwen2-moe", True),
+    "qwen3_moe": ("qwen3-moe", True),
+    "gemma2": ("gemma2", True),
+    "phi3": ("phi3", True),
+    "nemotron": ("nemotron", False),
+    "deepseek_v3": ("deepseek-v3", True),
 }
 
 # GPT-NeoX-20B and Pythia differ in how they write gelu: other operators where each is a kernel
-_NEOX_ACTIVATIONS = {"gelu_fast": "GPT-NeoX", "gelu": "Pythia", None: "Pythia"}
+_NEOX_ACTIVATIONS = {"gelu_fast": "gpt-neox", "gelu": "pythia", None: "pythia"}
 _EVERY_LAYER = ("mistral", "mixtral", "phi3")  # where a config that has a window slides it in all layers
 
 
-def row_of_config(config: Mapping[str, Any], row_id: str, **columns: Any) -> Row | Unmodelled:
-    """A row with a config's architecture and the given columns; what columns cannot say is `Unmodelled`, with why."""
+def row_of_config(config: Mapping[str, Any], row_id: str, **columns: Any) -> Row | NoEstimate:
+    """A row with a config's architecture and the given columns; what columns cannot say is `NoEstimate`, with why."""
     kind = str(config.get("model_type"))
     if kind not in _DECODERS:
-        return Unmodelled(id=row_id, reason=f"no family of decoder blocks is of model_type {kind}")
+        return NoEstimate(id=row_id, reason=f"no family of decoder blocks is of model_type {kind}")
     reason = _beyond_columns(kind, config, columns.get("seq_len"))
     if reason:
-        return Unmodelled(id=row_id, reason=reason)
+        return NoEstimate(id=row_id, reason=reason)
     found = {
         column: next((config[name] for name in names if config.get(name) is not None), None)
         for column, names in _NAMES.items()
@@ -63,16 +63,14 @@ def row_of_config(config: Mapping[str, Any], row_id: str, **columns: Any) -> Row
     if kind == "gpt_neox":
         name = _NEOX_ACTIVATIONS[config.get("hidden_act")]
     if kind == "falcon" and config.get("multi_query") and not config.get("new_decoder_architecture"):
-        found["n_kv_heads"] = 1
-    if kind == "mpt":
-        found["attn_impl"] = IN_PIECES  # as transformers has it
+        name, found["n_kv_heads"] = "falcon-mqa", 1
     if kind == "deepseek_v3":
         found["attention_type"] = LATENT
     if _slides(kind, config, columns.get("seq_len")):
         found["attention_type"] = WINDOW
     if found["moe_experts"] and not found["moe_ffn_hidden"]:
         found["moe_ffn_hidden"] = found["ffn_hidden"]
-    return Row(id=row_id, model=name, gated_mlp=is_gated, **{**found, **columns})
+    return Row(id=row_id, family=name, gated_mlp=is_gated, **{**found, **columns})
 
 
 def _slides(kind: str, config: Mapping[str, Any], sequence: int | None) -> bool:

@@ -23,10 +23,10 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.planning.measured import corrected_by_steps, profile_for
 
 SIZES: dict[str, Any] = {
-    "model": "Llama 3.1 8B", "layers": 32, "hidden": 4096, "ffn_hidden": 14336, "n_heads": 32, "n_kv_heads": 8,
+    "layers": 32, "hidden": 4096, "ffn_hidden": 14336, "n_heads": 32, "n_kv_heads": 8,
     "vocab": 128256, "gated_mlp": True, "seq_len": 4096, "gpu_type": "H100-SXM", "num_gpus": 8, "gpus_per_node": 8,
     "tp": 2, "pp": 1, "dp": 4, "zero": 3, "micro_batch": 1, "global_batch": 16, "precision": "bf16",
-    "framework": "autopar", "recompute": "none",
+    "engine": "autopar", "recompute": "none",
 }  # fmt: skip
 CLUSTER, ENGINE = ClusterSpec.preset("8xh100"), engine_named("autopar")
 
@@ -106,7 +106,7 @@ def test_a_device_with_a_power_of_its_own_is_corrected_too(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     "changes",
-    [{"gpu_type": "A100-80"}, {"precision": "fp16"}, {"framework": "torchtitan"}, {"step_time_s": ""}],
+    [{"gpu_type": "A100-80"}, {"precision": "fp16"}, {"engine": "fsdp"}, {"step_time_s": ""}],
     ids=str,
 )
 def test_other_steps_do_not_count(changes: dict[str, Any], tmp_path: Path) -> None:

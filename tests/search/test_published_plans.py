@@ -63,7 +63,7 @@ class Published:
         """What rows share that have the same space."""
         v, row = self.values, self.row
         model = (row.model, row.layers, row.hidden, row.ffn_hidden, row.n_heads, row.n_kv_heads, row.vocab, row.seq_len)
-        machine = (row.gpu_type, row.num_gpus, row.precision, row.framework, row.inter_link, row.attn_impl)
+        machine = (row.gpu_type, row.num_gpus, row.precision, row.engine, row.inter_link, row.attention)
         kept = (v["cp"], v["ep"], v["sequence_parallel"] if v["tp"] > 1 else None, v["recompute"])
         return (*model, row.moe_experts, *machine, self.global_batch, *kept)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.cost_model.machine.engine import Engine, engine_named, engine_of_framework, engines
+from autopar.cost_model.machine.engine import Engine, engine_named, engines
 from autopar.errors import InputError
 from autopar.files.strict_model import validate
 from autopar.files.strict_yaml import read_yaml
@@ -28,33 +28,8 @@ def test_no_framework_stands_twice_for_a_year() -> None:
     assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize(
-    "framework, name",
-    [
-        ("NeMo/Megatron-Core", "megatron"),
-        ("NeMo/Megatron-Core (MLPerf)", "megatron-mlperf"),
-        ("Megatron-LM 2021", "megatron-2021"),
-        ("Megatron-LM 2022", "megatron-2022"),
-        ("MegatronLM (fork of 2023)", "megatron-2022"),
-        ("NVIDIA Megatron LM", "megatron"),
-        ("Megatron-DeepSpeed style", "megatron-deepspeed"),
-        ("DeepSpeed", "deepspeed-zero3"),
-        ("torchtitan FSDP2", "fsdp"),
-        ("MaxText (JAX)", "jax"),
-        ("our trainer on torchtitan", "fsdp"),
-        ("litgpt", "fsdp"),
-    ],
-)
-def test_the_longest_name_decides(framework: str, name: str) -> None:
-    found = engine_of_framework(framework)
-    assert found is not None
-    assert found.name == name
-
-
-def test_unknown_framework_has_none() -> None:
-    assert engine_of_framework("something else") is None
-    assert engine_of_framework("NeMoTron's successor") is None  # a part of a word is no name
-    assert engine_of_framework(None) is None
+def test_a_framework_is_a_name_of_its_newest_engine() -> None:
+    assert [engine_named(name).name for name in ("Megatron-LM", "torchtitan", "MaxText")] == ["megatron", "fsdp", "jax"]
 
 
 def test_unknown_name_says_the_nearest() -> None:

@@ -11,13 +11,12 @@ from autopar.cost_model.machine.presets import shipped_profiles
 from autopar.cost_model.machine.profile import MOST
 from autopar.cost_model.published.machine import (
     engine_of,
-    link_warning,
     memory_bytes_of,
-    preset_of,
     row_machine,
 )
 from autopar.cost_model.published.row import Row
 from autopar.errors import ClusterError
+from autopar.ir.device_presets import device_preset
 
 
 @pytest.mark.parametrize(
@@ -33,17 +32,17 @@ from autopar.errors import ClusterError
     ],
 )
 def test_device(name: str, preset: str) -> None:
-    assert preset_of(name).name == preset
+    assert device_preset(name).name == preset
 
 
 @pytest.mark.parametrize(("stated_gb", "gigabytes"), [(None, 84.94), (80, 84.94), (64, 64)])
 def test_memory_is_what_torch_reports_of_the_size_that_is_stated(stated_gb: float | None, gigabytes: float) -> None:
-    assert memory_bytes_of(preset_of("H100-SXM"), stated_gb) == pytest.approx(gigabytes * 1e9)
+    assert memory_bytes_of(device_preset("H100-SXM"), stated_gb) == pytest.approx(gigabytes * 1e9)
 
 
 def test_unknown_device_is_refused_by_name() -> None:
     with pytest.raises(ClusterError, match="TPUv4"):
-        preset_of("TPUv4")
+        device_preset("TPUv4")
 
 
 @pytest.mark.parametrize("stated, gigabytes", [(50.0, 50.0), (6.25, 6.25), (None, 25.0)])
@@ -51,14 +50,6 @@ def test_links_between_hosts_are_stated_or_the_preset_s(stated: float | None, gi
     row = Row(id="r", gpu_type="A100-80", gpus_per_node=8, inter_gb_per_s=stated)
     usual = machine_of(replace(row, inter_gb_per_s=None)).links.inter_host_bytes_per_s
     assert machine_of(row).links.inter_host_bytes_per_s == pytest.approx(usual * gigabytes / 25)
-
-
-@pytest.mark.parametrize("text, is_warned", [("8x 200Gb/s", True), ("single node", False), (None, False)])
-def test_a_bandwidth_in_a_text_is_a_warning(text: str | None, is_warned: bool) -> None:
-    row = Row(id="r", gpu_type="A100-80", gpus_per_node=8, inter_link=text)
-    warning = "is text, inter_gb_per_s has the bandwidth; the preset's 25 GB/s per device are used"
-    assert link_warning(row, preset_of("A100-80")) == (f"inter_link {text!r} {warning}" if is_warned else None)
-    assert link_warning(replace(row, inter_gb_per_s=25.0), preset_of("A100-80")) is None
 
 
 def machine_of(row: Row) -> Machine:
@@ -79,24 +70,18 @@ def test_switches_are_the_preset_s(device: str, is_switched: bool) -> None:
 @pytest.mark.parametrize(("device", "faster"), [("H100-SXM", True), ("A100-80", False)])
 def test_kernels_for_a_device_are_its_profile_s(device: str, faster: bool) -> None:
     """TransformerEngine prefers cuDNN's attention on Hopper and later, FlashAttention 2 before."""
-    row = Row(id="r", gpu_type=device, framework="Megatron-Core")
+    row = Row(id="r", gpu_type=device, engine="megatron")
     native = machine_of(row).speeds.attention.forward
-    second = machine_of(replace(row, framework="torchtitan"))
+    second = machine_of(replace(row, engine="fsdp"))
     assert (native > second.speeds.attention.forward) == faster
 
 
-@pytest.mark.parametrize("framework", [None, "", "a framework of our own"])
-def test_a_framework_that_is_not_known_is_neutral_at_every_degree(framework: str | None) -> None:
-    for pp in (1, 4):
-        assert engine_of(Row(id="r", gpu_type="A100-80", pp=pp, framework=framework)).name == "neutral"
-
-
-def test_the_year_of_the_source_decides_between_profiles_of_one_framework() -> None:
-    row = Row(id="r", gpu_type="A100-80", framework="Megatron-LM")
-    assert engine_of(row).name == "megatron"
-    assert engine_of(replace(row, source="arXiv 2205.05198")).name == "megatron-2022"
-    assert engine_of(replace(row, source="SC 2021")).name == "megatron-2021"
-    assert engine_of(replace(row, source="SC 2021", framework="Megatron-LM (2025)")).name == "megatron"
+def test_a_row_states_mechanisms_beside_its_engine() -> None:
+    row = Row(id="r", gpu_type="A100-80")
+    assert engine_of(row).name == "neutral"
+    engine = engine_of(replace(row, engine="fsdp", attention="materialised", offload="optimizer"))
+    assert (engine.name, engine.attention, engine.offload) == ("fsdp", "materialised", "optimizer")
+    assert engine.pointwise == engine_of(replace(row, engine="fsdp")).pointwise
 
 
 @pytest.mark.parametrize(
@@ -142,7 +127,7 @@ def test_devices_share_the_profile_of_their_family(device: str, profile: str) ->
     ],
 )
 def test_products_and_attention_follow_the_power_within_a_generation(device: str, part: float) -> None:
-    machine = machine_of(Row(id="r", gpu_type=device, precision="bf16", framework="torchtitan"))
+    machine = machine_of(Row(id="r", gpu_type=device, precision="bf16", engine="fsdp"))
     profile, speeds = machine.profile, machine.speeds
     assert speeds.product_flops_per_s == pytest.approx(
         part * profile.efficiency_of("bfloat16") * machine.peak_flops_per_s, rel=1e-3
@@ -152,7 +137,7 @@ def test_products_and_attention_follow_the_power_within_a_generation(device: str
 
 def test_no_device_reaches_more_than_most_of_its_peak_by_power() -> None:
     """An H20 has 400 W for the units of a seventh of an H100. Its peak is the limit, not its power."""
-    machine = machine_of(Row(id="r", gpu_type="H20", precision="bf16", framework="torchtitan"))
+    machine = machine_of(Row(id="r", gpu_type="H20", precision="bf16", engine="fsdp"))
     assert machine.speeds.product_flops_per_s == pytest.approx(MOST * machine.peak_flops_per_s)
 
 

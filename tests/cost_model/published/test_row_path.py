@@ -20,7 +20,7 @@ from autopar.cost_model.machine.engine import Engine, engine_named
 from autopar.cost_model.machine.fitted_constants import mechanisms
 from autopar.cost_model.pricing import Question, family_at, layout_of
 from autopar.cost_model.published.estimate import estimate_rows, prepare
-from autopar.cost_model.published.row import Row, RowEstimate, Unmodelled
+from autopar.cost_model.published.row import NoEstimate, Row, RowEstimate
 from autopar.cost_model.work.block_work import Family
 from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.ir.cluster import ClusterSpec
@@ -37,7 +37,6 @@ POSITIONS = ("n_positions",)  # of a learned table: rows take the sequence for i
 SEQUENCE = 2048
 # a table as long as the sequence: MPT's biases of positions hide the sequence of inputs that are as long as they
 SHORTER = {"mpt-7b": 1024}
-FRAMEWORKS = {"autopar": "autopar", "megatron": "Megatron-Core"}
 LAYOUTS = (("autopar", 1), ("autopar", 2), ("megatron", 1), ("megatron", 2))  # engines and tensor degrees
 # A row has the labels of its family's shipped blocks. Over data-parallel ranks the labeller decides otherwise for this
 # mixture's sizes: every rank runs the operators of experts whole, and not on partial values.
@@ -74,7 +73,7 @@ def row_like(config: Mapping[str, Any], works: ProgramWorks, engine: Engine, tp:
     found = row_of_config(
         config, "row", seq_len=works.sequence, gpu_type="h100-sxm", num_gpus=2 * tp, tp=tp, etp=tp, sp=tp > 1, pp=1,
         dp=2, zero=1, micro_batch=2, global_batch=4, recompute="none", precision="bf16",
-        framework=FRAMEWORKS[engine.name],
+        engine=engine.name,
     )  # fmt: skip
     assert isinstance(found, Row)
     return found
@@ -167,7 +166,7 @@ def test_every_decoder_is_a_row() -> None:
 )
 def test_what_columns_do_not_say_has_a_reason(name: str, changes: dict[str, Any], reason: str) -> None:
     found = row_of_config({**config_of(name), **changes}, name, seq_len=SEQUENCE)
-    assert isinstance(found, Unmodelled)
+    assert isinstance(found, NoEstimate)
     assert reason in found.reason
 
 

@@ -10,8 +10,8 @@ import numpy
 import pytest
 from script import script
 
-from autopar.cost_model.published.ranking import Timed, ranked_groups, spearman
-from autopar.cost_model.published.row import RESULT_COLUMNS, Estimator, Row, RowEstimate, Unmodelled, read_rows
+from autopar.cost_model.published.ranking import RowTimes, ranked_groups, spearman
+from autopar.cost_model.published.row import RESULT_COLUMNS, Estimator, NoEstimate, Row, RowEstimate, read_rows
 from autopar.cost_model.published.validation import errors, predict, quantile, validate_rows
 from autopar.errors import AutoparError
 
@@ -42,12 +42,12 @@ def stand_in(
 ) -> Estimator:
     """An estimator that says these figures in the order of the rows; None is a row that it does not model."""
 
-    def estimate(rows: Sequence[Row]) -> list[RowEstimate | Unmodelled]:
+    def estimate(rows: Sequence[Row]) -> list[RowEstimate | NoEstimate]:
         assert all(getattr(row, name) is None for row in rows for name in RESULT_COLUMNS)
-        found: list[RowEstimate | Unmodelled] = []
+        found: list[RowEstimate | NoEstimate] = []
         for i, (row, value) in enumerate(zip(rows, seconds, strict=True)):
             if value is None:
-                found.append(Unmodelled(id=row.id, reason="not today"))
+                found.append(NoEstimate(id=row.id, reason="not today"))
                 continue
             peak, fit = (peaks[i] if peaks else 1.0), (fits[i] if fits else None)
             found.append(RowEstimate(id=row.id, seconds=value, peak_bytes=peak, fits=fit, parts={}))
@@ -159,10 +159,10 @@ def test_spearman_with_ties_is_the_correlation_of_mean_ranks() -> None:
     assert spearman([1.0, 1.0, 1.0], [1.0, 2.0, 3.0]) == 0.0
 
 
-def timed(measured_s: Sequence[float], predicted_s: Sequence[float], **columns: object) -> list[Timed]:
+def timed(measured_s: Sequence[float], predicted_s: Sequence[float], **columns: object) -> list[RowTimes]:
     rows = numbered(len(measured_s), **columns)
     return [
-        Timed(row=row, measured_s=m, predicted_s=p) for row, m, p in zip(rows, measured_s, predicted_s, strict=True)
+        RowTimes(row=row, measured_s=m, predicted_s=p) for row, m, p in zip(rows, measured_s, predicted_s, strict=True)
     ]
 
 

@@ -54,8 +54,8 @@ MIXTRAL = Row(
     global_batch=256,
     recompute="none",
     precision="bf16",
-    framework="NeMo/Megatron-Core",
-    attn_impl="flash",
+    engine="megatron",
+    attention="fused",
 )
 EXPERTS, CHOICES, WIDTH = 8, 2, 4096
 LAYOUT = layouts_from(

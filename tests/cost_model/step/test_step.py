@@ -30,8 +30,8 @@ GPT = Row(
     global_batch=512,
     recompute="full",
     precision="bf16",
-    framework="Megatron-LM 2021",
-    attn_impl="unfused",
+    engine="megatron-2021",
+    attention="materialised",
 )
 
 
@@ -41,10 +41,10 @@ def estimate(**changes: Any) -> RowEstimate:
     return found
 
 
-@pytest.mark.parametrize("framework", ["Megatron-LM 2021", "NeMo/Megatron-Core", "torchtitan FSDP2", "llm-foundry"])
+@pytest.mark.parametrize("engine", ["megatron-2021", "megatron", "fsdp", "llm-foundry"])
 @pytest.mark.parametrize("zero, pp", [(0, 4), (1, 4), (3, 1)])
-def test_parts_add_up(framework: str, zero: int, pp: int) -> None:
-    found = estimate(framework=framework, zero=zero, pp=pp, dp=64 // pp)
+def test_parts_add_up(engine: str, zero: int, pp: int) -> None:
+    found = estimate(engine=engine, zero=zero, pp=pp, dp=64 // pp)
     assert sum(found.parts.values()) == pytest.approx(found.seconds, rel=1e-9)
     assert all(part >= 0 for part in found.parts.values())
 
@@ -58,11 +58,10 @@ def test_more_work_takes_longer() -> None:
 
 
 def test_faster_machines_take_less() -> None:
-    base = estimate(framework="NeMo/Megatron-Core", attn_impl="flash")
-    assert estimate(framework="NeMo/Megatron-Core", attn_impl="flash", gpu_type="H100-SXM").seconds < base.seconds
+    base = estimate(engine="megatron", attention="fused")
+    assert estimate(engine="megatron", attention="fused", gpu_type="H100-SXM").seconds < base.seconds
     slow, fast = (
-        estimate(inter_gb_per_s=rate / 64, tp=1, pp=1, dp=512, zero=3, framework="torchtitan FSDP2").seconds
-        for rate in (100, 1600)
+        estimate(inter_gb_per_s=rate / 64, tp=1, pp=1, dp=512, zero=3, engine="fsdp").seconds for rate in (100, 1600)
     )
     assert fast < slow
 
@@ -92,8 +91,7 @@ def test_tensor_parallelism_over_hosts_is_dearer() -> None:
 
 def test_memory_falls_with_splitting() -> None:
     rows = [
-        {"tp": 1, "pp": 1, "dp": 512, "zero": zero, "framework": "torchtitan FSDP2", "attn_impl": "flash"}
-        for zero in (0, 1, 2, 3)
+        {"tp": 1, "pp": 1, "dp": 512, "zero": zero, "engine": "fsdp", "attention": "fused"} for zero in (0, 1, 2, 3)
     ]
     peaks = [estimate(**row).peak_bytes for row in rows]
     assert peaks == sorted(peaks, reverse=True)
@@ -119,7 +117,7 @@ def test_many_rows_at_once_are_priced_as_one_by_one() -> None:
 
 def test_a_mechanism_costs_what_it_says() -> None:
     """Without what it hides, a step of the engine that hides tensor collectives is longer by that."""
-    row = replace(GPT, framework="NeMo/Megatron-Core", attn_impl="flash", sp=True)
+    row = replace(GPT, engine="megatron", attention="fused", sp=True)
     (group,), _ = prepare([row])
     constants = mechanisms()
     assert engine_named("megatron").tensor_overlap == "pipelined"

@@ -1,0 +1,202 @@
+"""Words of frameworks, precisions, attention kernels and options in free text."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from autopar.cost_model.machine.engine import Engine, engine_named
+
+sys.path.append(str(Path(__file__).parents[1] / "tools"))
+published_columns = importlib.import_module("published_columns")
+engine_of_framework = published_columns.engine_of_framework
+
+
+def engine_with_options(engine: Engine, text: str, attention: str = "") -> Engine:
+    return engine.model_copy(update=published_columns.options_of(engine, text, attention))
+
+
+@pytest.mark.parametrize(
+    ("text", "precision"),
+    [
+        ("bf16", "bf16"),
+        ("BF16 mixed precision", "bf16"),
+        ("bfloat16", "bf16"),
+        ("FP16 (AMP)", "fp16"),
+        ("half", "fp16"),
+        ("FP8 (E4M3, delayed scaling)", "fp8"),
+        ("MXFP8", "mxfp8"),
+        ("NVFP4", "nvfp4"),
+        ("fp4", "mxfp4"),
+        ("float32", "fp32"),
+        ("posit16", ""),
+    ],
+)
+def test_precisions(text: str, precision: str) -> None:
+    assert published_columns.precision_of(text) == precision
+
+
+@pytest.mark.parametrize(
+    ("text", "fused", "kernel"),
+    [
+        ("FlashAttention-3", True, "native"),
+        ("flash attention v2", True, "second"),
+        ("FA2", True, "second"),
+        ("cuDNN fused attention", True, "native"),
+        ("Transformer Engine", True, "native"),
+        ("flash (SDPA)", True, "second"),
+        ("flash/triton (MPT, ALiBi)", True, "first"),
+        ("xformers memory efficient", True, "first"),
+        ("flash", True, "second"),  # the engine's
+        ("unfused (fused softmax)", False, "second"),
+        ("standard PyTorch, no flash", False, "second"),
+        ("eager", False, "second"),
+        ("", True, "second"),
+    ],
+)
+def test_attention(text: str, fused: bool, kernel: str) -> None:
+    engine = engine_with_options(engine_named("neutral"), "", text)
+    assert (engine.attention == "fused", engine.attention_kernel) == (fused, kernel)
+
+
+def test_what_a_text_leaves_open_is_the_engine_s() -> None:
+    assert published_columns.options_of(engine_named("internevo"), "", "flash") == {}
+    assert published_columns.options_of(engine_named("megatron-2021"), "", "") == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "pointwise", "dispatch", "tensor_overlap"),
+    [
+        ("torchtitan", "fused", "lean", "none"),
+        ("torchtitan, torch.compile", "fused", "lean", "none"),
+        ("torchtitan (eager)", "eager", "eager", "none"),
+        ("torchtitan without torch.compile", "eager", "eager", "none"),
+        ("torchtitan, compile=False", "eager", "eager", "none"),
+        ("torchtitan, not compiled", "eager", "eager", "none"),
+        ("torchtitan, AsyncTP", "fused", "lean", "pipelined"),
+        ("torchtitan, async TP, no compile", "eager", "eager", "pipelined"),
+        ("torchtitan, asynchronous tensor parallelism", "fused", "lean", "pipelined"),
+        ("torchtitan, no async TP", "fused", "lean", "none"),
+    ],
+)
+def test_options_of_a_framework(text: str, pointwise: str, dispatch: str, tensor_overlap: str) -> None:
+    engine = engine_with_options(engine_named("fsdp"), text)
+    assert (engine.pointwise, engine.dispatch, engine.tensor_overlap) == (pointwise, dispatch, tensor_overlap)
+
+
+def test_options_of_a_framework_that_is_not_known() -> None:
+    neutral = engine_named("neutral")
+    assert engine_with_options(neutral, "our own trainer, torch.compile").pointwise == "fused"
+    assert engine_with_options(neutral, "our own trainer") == neutral
+
+
+@pytest.mark.parametrize(("text", "overlap"), [("--tp-comm-overlap", "pipelined"), ("no TP comm overlap", "none")])
+def test_the_option_of_megatron(text: str, overlap: str) -> None:
+    assert engine_with_options(engine_named("megatron"), f"Megatron-LM {text}").tensor_overlap == overlap
+
+
+def test_a_compiled_block_does_not_slow_a_recorded_graph() -> None:
+    assert engine_with_options(engine_named("jax"), "MaxText, compiled by XLA").dispatch == "graph"
+
+
+@pytest.mark.parametrize(
+    ("text", "offload"),
+    [
+        ("DeepSpeed ZeRO-Offload", "optimizer"),
+        ("ZeRO-2, CPU Adam", "optimizer"),
+        ("Megatron, --optimizer-cpu-offload", "optimizer"),
+        ("offload_optimizer: cpu", "optimizer"),
+        ("optimizer states on the host", "optimizer"),
+        ("ZeRO-Infinity", "parameters"),
+        ("FSDP2 with parameter offload", "parameters"),
+        ("offload_param=cpu, offload_optimizer=cpu", "parameters"),
+        ("activation offloading", "activations"),
+        ("optimizer offload and activation offload", "optimizer+activations"),
+        ("no CPU offload", "none"),
+        ("offload=none", "none"),
+        ("FSDP2", "none"),
+    ],
+)
+def test_values_on_the_host(text: str, offload: str) -> None:
+    assert engine_with_options(engine_named("fsdp"), text).offload == offload
+
+
+# ---- engines and families ----
+
+
+@pytest.mark.parametrize(
+    "framework, name",
+    [
+        ("NeMo/Megatron-Core", "megatron"),
+        ("NeMo/Megatron-Core (MLPerf)", "megatron-mlperf"),
+        ("Megatron-LM 2021", "megatron-2021"),
+        ("Megatron-LM 2022", "megatron-2022"),
+        ("MegatronLM (fork of 2023)", "megatron-2022"),
+        ("NVIDIA Megatron LM", "megatron"),
+        ("Megatron-DeepSpeed style", "megatron-deepspeed"),
+        ("DeepSpeed", "deepspeed-zero3"),
+        ("torchtitan FSDP2", "fsdp"),
+        ("MaxText (JAX)", "jax"),
+        ("our trainer on torchtitan", "fsdp"),
+        ("litgpt", "fsdp"),
+    ],
+)
+def test_the_longest_name_decides(framework: str, name: str) -> None:
+    found = engine_of_framework(framework)
+    assert found is not None
+    assert found.name == name
+
+
+def test_unknown_framework_has_none() -> None:
+    assert engine_of_framework("something else") is None
+    assert engine_of_framework("NeMoTron's successor") is None  # a part of a word is no name
+
+
+def test_the_year_of_the_source_decides_between_engines_of_one_framework() -> None:
+    years = (("Megatron-LM", "arXiv 2205.05198"), ("Megatron-LM", "SC 2021"), ("Megatron-LM (2025)", "SC 2021"))
+    assert [engine_of_framework(*texts).name for texts in years] == ["megatron-2022", "megatron-2021", "megatron"]
+
+
+@pytest.mark.parametrize(
+    "columns, family",
+    [
+        ({"model": "Llama 3.1 8B", "gated_mlp": "true"}, ""),
+        ({"model": "Qwen3 30B-A3B", "gated_mlp": "true", "moe_experts": "128"}, "qwen3-moe"),
+        ({"model": "Phi-3-mini", "gated_mlp": "true"}, "phi3"),
+        ({"model": "Falcon-7B", "n_kv_heads": "1"}, "falcon-mqa"),
+        ({"model": "Falcon-40B"}, "falcon"),
+        ({"model": "MPT-7B"}, "mpt"),
+        ({"model": "MPT-7B", "attn_impl": "torch"}, "mpt-torch"),
+    ],
+)
+def test_families_by_name(columns: dict[str, str], family: str) -> None:
+    assert published_columns.strict_cells(columns)[0]["family"] == family
+
+
+@pytest.mark.parametrize(
+    ("detail", "ranks"),
+    [("sharded within groups of 8", "8"), ("FSDP=32, DP=2", "32"), ("HSDP (shard within node)", "4"), ("FSDP2", "")],
+)
+def test_ranks_that_divide_state(detail: str, ranks: str) -> None:
+    assert published_columns.strict_cells({"zero_detail": detail, "gpus_per_node": "4"})[0]["shard_ranks"] == ranks
+
+
+@pytest.mark.parametrize(
+    ("kind", "word", "part"),
+    [
+        ("model", "model", None),
+        ("hardware (incl. full recomputation)", "hardware", None),
+        ("model (full attention)", "model", "1"),
+        ("model, non-causal", "model", "1"),
+        ("hardware (incl. recompute, 96Bslh^2 formula)", "hardware", "1"),
+        ("model, 72BSlh^2(1+s/6h+V/12lh)", "model", "1"),
+        ("model (PaLM appendix B)", "model", "1"),
+        ("model (causal attention counted)", "model", "0.5"),
+        ("model, attention halved", "model", "0.5"),
+        ("as reported", "", None),
+    ],
+)
+def test_what_a_source_counted(kind: str, word: str, part: str | None) -> None:
+    cells, _ = published_columns.strict_cells({"tflops_kind": kind})
+    assert (cells["tflops_kind"], cells.get("tflops_attention")) == (word, part)

@@ -1,0 +1,188 @@
+"""Strict columns of published runs from what a source wrote: python tools/published_columns.py RUNS.csv --out NEW.csv
+
+`autopar validate` reads words and units (benchmarks/data/README.md). This tool writes them of the texts `inter_link`,
+`framework`, `attn_impl`, `zero_detail`, `optimizer`, `precision`, `tflops_kind` and of names in `model`. A stated cell
+stays. The tool prints what is not clear.
+"""
+
+import argparse
+import csv
+import math
+import re
+from pathlib import Path
+
+from link_text import read_link
+
+from autopar.cost_model.machine.engine import NEUTRAL, Engine, engine_named, engines
+from autopar.cost_model.published.machine import devices_per_host_of
+from autopar.cost_model.published.row import PRECISIONS, Row
+from autopar.ir.device_presets import device_preset
+
+# Pattern and precision, the first match counts. Case does not count.
+_PRECISIONS = (
+    (r"nv-?fp4", "nvfp4"),
+    (r"mx-?fp4|\bfp4|float4|4[ -]?bit", "mxfp4"),
+    (r"mx-?fp8", "mxfp8"),
+    (r"fp8|float8|e4m3|e5m2|8[ -]?bit float", "fp8"),
+    (r"bf-?16|bfloat16", "bf16"),
+    (r"fp-?16|float16|\bhalf\b|\bamp\b", "fp16"),
+    (r"fp-?32|float32|\bsingle\b", "fp32"),
+)
+_WORDS = re.compile(r"[a-z]+|[0-9]+")
+_YEAR = re.compile(r"arxiv[: ]*([0-9]{2})(?:0[1-9]|1[0-2])\.[0-9]{4,5}|\b(20[12][0-9])\b", re.IGNORECASE)
+
+_NO_COMPILE = r"\beager\b|\b(?:no|not|without)[ -](?:torch[. -]?)?compil|compile ?[:=]? ?(?:no|off|false)\b"
+_OVERLAP = r"(?:async(?:hronous)?[ -]?(?:tp\b|tensor)|\b(?:tp|tensor)[ -](?:comm[a-z]*[ -])?overlap|userbuffers)"
+_GRAPHS = r"full[ -]iteration (?:cuda )?graph|cuda[ -]?graphs?\b"
+_LINEAR_LOSS = r"linear[ -]?cross[ -]?entropy|liger|cut[ -]?cross[ -]?entropy"
+_ON_HOST = (
+    (
+        "parameters",
+        r"zero-?infinity|offload\w*[ _:=-]*(?:the )?(?:param|weight)|(?:param\w*|weights?)[ _-]*(?:cpu )?offload",
+    ),
+    (
+        "optimizer",
+        r"zero-?offload|cpu[ _-]?(?:adam|offload)|(?:optimi[sz]er|adam|states?)[ _-]*(?:cpu )?offload|"
+        r"offload\w*[ _:=-]*(?:the )?optim|optimi[sz]er (?:states? )?on (?:the )?(?:host|cpu)",
+    ),
+    ("activations", r"activation\w*[ _-]*(?:cpu )?offload|offload\w*[ _:=-]*(?:the )?activ"),
+)
+_NOT_ON_HOST = r"\b(?:no|not|without)[ _-](?:\w+[ _-])?offload|offload\w*[ ]?[:=][ ]?(?:none|no|false|off)\b"
+_IN_PIECES = r"unfused|not fused|\b(?:no|without) (?:flash|fused)|eager|\bmath\b|materiali[sz]ed|\bnaive\b"
+_VERSION = r"(?:flash[ -]?att(?:ention|n)?|flash|fa)[ -]?v?"
+_KERNELS = (
+    (rf"cudnn|{_VERSION}[34]\b|transformer[ -]?engine|\bte\b|\baiter\b|\bck\b", "native"),
+    (rf"{_VERSION}2\b|\bsdpa\b", "second"),
+    (rf"{_VERSION}1\b|triton|xformers", "first"),
+)
+_WHOLE = (
+    r"(?:full|whole|dense) attention|attention (?:in full|whole)|non-?causal|not halved|s/6h|(?:96|72) ?\*?bsl|palm"
+)
+# beginnings of model names, longest first, for architectures with equal columns
+_FAMILIES = {
+    "gpt-neox": "gpt-neox", "nemotron": "nemotron", "mixtral": "mixtral", "mistral": "mistral", "falcon": "falcon",
+    "pythia": "pythia", "qwen3": "qwen3", "phi-3": "phi3", "gemma": "gemma2", "qwen": "qwen2", "mpt": "mpt",
+    "opt": "opt",
+}  # fmt: skip
+_NOT_GATED = ("mpt", "nemotron", "opt", "gpt-neox", "pythia", "falcon")
+
+
+def precision_of(text: str) -> str:
+    """A word of `PRECISIONS`, or nothing."""
+    if text in PRECISIONS:
+        return text
+    return next((word for pattern, word in _PRECISIONS if re.search(pattern, text, re.IGNORECASE)), "")
+
+
+def engine_of_framework(framework: str, source: str = "") -> Engine | None:
+    """The engine that a text names: by the longest name, then by the first year in `framework`, else in `source`."""
+    text = " ".join(_WORDS.findall(framework.lower()))
+    matches = [
+        (len(name), engine)
+        for engine in engines().values()
+        for name in engine.frameworks
+        if re.search(r"\b" + " ?".join(_WORDS.findall(name.lower())) + r"\b", text)
+    ]
+    year = math.inf
+    if stated := _YEAR.search(framework) or _YEAR.search(source):
+        year = int(stated[2] or f"20{stated[1]}")
+    longest = max((length for length, _ in matches), default=0)
+    ages = [(e.last_year < year, abs(e.last_year - year), e.name) for length, e in matches if length == longest]
+    return engine_named(min(ages)[-1]) if ages else None
+
+
+def options_of(engine: Engine, text: str, attention: str) -> dict[str, str]:
+    """The columns of `ENGINE_COLUMNS` that texts state and the engine does not have."""
+    words, found = text.lower(), dict[str, str]()
+    if re.search(_NO_COMPILE, words):
+        found = {"pointwise": "eager", "dispatch": "eager", "loss": "eager"}
+    elif re.search(r"compile|inductor", words):
+        found = {"pointwise": "fused", "dispatch": "lean" if engine.dispatch == "eager" else engine.dispatch}
+    if re.search(_OVERLAP, words):
+        found["tensor_overlap"] = "none" if re.search(rf"\b(?:no|not|without) {_OVERLAP}", words) else "pipelined"
+    if re.search(_GRAPHS, words) and not re.search(rf"\b(?:no|not|without|partial|some) (?:{_GRAPHS})", words):
+        found["dispatch"] = "graph"
+    if re.search(_LINEAR_LOSS, words):
+        found["loss"] = "linear"
+    on_host = [] if re.search(_NOT_ON_HOST, words) else [part for part, at in _ON_HOST if re.search(at, words)]
+    if on_host:  # parameters include the optimizer
+        found["offload"] = "+".join(part for part in on_host if part != "optimizer" or "parameters" not in on_host)
+    if attention:
+        found["attention"] = "materialised" if re.search(_IN_PIECES, attention.lower()) else "fused"
+        kernels = (word for pattern, word in _KERNELS if re.search(pattern, attention.lower()))
+        found["attention_kernel"] = next(kernels, engine.attention_kernel)
+    return {name: word for name, word in found.items() if word != getattr(engine, name)}
+
+
+def family_of(cells: dict[str, str]) -> str:
+    """The family that a model's name tells, or nothing where the other columns tell it."""
+    starts = (family for start, family in _FAMILIES.items() if cells["model"].lower().startswith(start))
+    name, is_gated = next(starts, ""), cells["gated_mlp"].lower() == "true"
+    if cells["moe_experts"]:
+        return (
+            "qwen3-moe" if name == "qwen3" and not (cells["moe_shared_ffn"] or cells["attention_type"] == "mla") else ""
+        )
+    if not name or (name in _NOT_GATED) == is_gated:
+        return ""
+    if name == "mpt" and "torch" in cells["attn_impl"].lower():
+        return "mpt-torch"
+    return "falcon-mqa" if name == "falcon" and cells["n_kv_heads"] == "1" else name
+
+
+def shard_ranks_of(detail: str, devices_per_host: str) -> str:
+    """The ranks that ZeRO divides state over, or nothing where a text does not say."""
+    if stated := re.search(r"groups of (\d+)|FSDP=(\d+)", detail):
+        return stated[1] or stated[2]
+    return (devices_per_host or "8") if "within node" in detail else ""
+
+
+def strict_cells(old: dict[str, str]) -> tuple[dict[str, str], list[str]]:
+    """The cells that `autopar validate` reads beside those of a row, and what is not clear in its texts."""
+    cells = dict.fromkeys(Row.__slots__, "") | old
+    unclear, texts = list[str](), "; ".join(filter(None, (cells[n] for n in ("framework", "zero_detail", "optimizer"))))
+    engine = engine_of_framework(cells["framework"], cells["source"])
+    if cells["framework"] and engine is None:
+        unclear.append(f"framework {cells['framework']!r} is not known")
+    found = options_of(engine or engine_named(NEUTRAL), texts, cells["attn_impl"])
+    found |= {"engine": engine.name if engine else "", "family": family_of(cells)}
+    found |= {"precision": precision_of(cells["precision"])}
+    if cells["precision"] and not found["precision"]:
+        unclear.append(f"precision {cells['precision']!r} is not known")
+    found["zero"] = cells["zero"] or ("1" if "distributed" in cells["optimizer"].lower() else "")
+    found["shard_ranks"] = shard_ranks_of(cells["zero_detail"], cells["gpus_per_node"])
+    kind = cells["tflops_kind"]
+    found["tflops_kind"] = next((word for word in ("model", "hardware") if kind.startswith(word)), "")
+    if re.search(_WHOLE, kind, re.IGNORECASE):
+        found["tflops_attention"] = "1"
+    elif re.search(r"causal|halved?|triang|half", kind, re.IGNORECASE):
+        found["tflops_attention"] = "0.5"
+    if cells["inter_link"] and not cells["inter_gb_per_s"]:
+        preset, stated = device_preset(cells["gpu_type"]), float(cells["gpus_per_node"] or 0)
+        link = read_link(cells["inter_link"], stated or devices_per_host_of(preset, None))
+        found["inter_gb_per_s"] = "" if link.bytes_per_s is None else f"{link.bytes_per_s / 1e9:.12g}"
+        unclear += [f"{cells['inter_link']!r} {link.warning}"] if link.warning else []
+    return {name: cells[name] if old.get(name) and name not in ("precision", "tflops_kind") else cell
+            for name, cell in found.items()}, unclear  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("runs", type=Path, help="CSV file with texts in the columns of benchmarks/data")
+    parser.add_argument("--out", type=Path, required=True, help="the file to write")
+    chosen = parser.parse_args()
+    with chosen.runs.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    read = [strict_cells(cells) for cells in rows]
+    stated = {name for cells, _ in read for name, cell in cells.items() if cell} | {"engine"} | set(rows[0])
+    with chosen.out.open("w", newline="") as file:
+        names = [name for name in Row.__slots__ if name in stated] + [
+            name for name in rows[0] if name not in Row.__slots__
+        ]
+        writer = csv.DictWriter(file, names, lineterminator="\n", extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(old | cells for old, (cells, _) in zip(rows, read, strict=True))
+    print(*sorted({text for _, unclear in read for text in unclear}), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
