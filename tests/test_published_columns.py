@@ -1,16 +1,48 @@
 """Words of frameworks, precisions, attention kernels and options in free text."""
 
+import csv
 import importlib
+import re
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from autopar.cost_model.machine.engine import Engine, engine_named
+from autopar.cost_model.published.row import read_rows
 
-sys.path.append(str(Path(__file__).parents[1] / "tools"))
+ROOT = Path(__file__).parents[1]
+RUNS = ROOT / "benchmarks" / "data" / "published_runs.csv"
+sys.path.append(str(ROOT / "tools"))
 published_columns = importlib.import_module("published_columns")
-engine_of_framework = published_columns.engine_of_framework
+engine_of_framework, link_gb_per_s = published_columns.engine_of_framework, published_columns.link_gb_per_s
+
+# Text of `inter_link`, devices of a host, rows, and GB/s of one device as they were read by eye.
+BETWEEN_HOSTS = [
+    (None, None, 1, None),
+    (None, 8, 108, None),
+    ("single node", 8, 65, None),
+    ("OCI RDMA (RoCE)", 8, 2, None),
+    ("400Gb/s per node", 8, 4, 6.25),
+    ("800Gb/s per node", 8, 4, 12.5),
+    ("4x 100Gb/s RoCE per node", 8, 54, 6.25),
+    ("4x Omni-Path 100Gb/s per node", 8, 113, 6.25),
+    ("4x HDR InfiniBand (ConnectX-6) per node", 8, 1, 12.5),
+    ("Omni-Path 100Gb/s (Jean Zay V100 partition)", 4, 27, 12.5),
+    ("simulator config: 800Gb/s per node", 8, 109, 12.5),
+    ("8x HDR InfiniBand 200Gb/s per node", 8, 22, 25.0),
+    ("RoCE 1600Gb/s per node", 8, 139, 25.0),
+    ("8x NDR InfiniBand 400Gb/s per node", 8, 15, 50.0),
+    ("RDMA 400Gb/s per GPU", 8, 33, 50.0),
+    ("RDMA CX-7 400Gb/s per GPU", 8, 2, 50.0),
+    ("NDR InfiniBand 400Gb/s per GPU (standard DGX H100 spec)", 8, 145, 50.0),
+    ("NDR InfiniBand 400Gb/s per GPU (standard DGX B200 spec)", 8, 1, 50.0),
+    ("NVIDIA GB200 NVL72 reference architecture (400Gb/s per GPU std)", 4, 33, 50.0),
+]
 
 
 def engine_with_options(engine: Engine, text: str, attention: str = "") -> Engine:
@@ -200,3 +232,47 @@ def test_ranks_that_divide_state(detail: str, ranks: str) -> None:
 def test_what_a_source_counted(kind: str, word: str, part: str | None) -> None:
     cells, _ = published_columns.strict_cells({"tflops_kind": kind})
     assert (cells["tflops_kind"], cells.get("tflops_attention")) == (word, part)
+
+
+# ---- links and files ----
+
+
+def test_every_link_of_the_collection() -> None:
+    rows = Counter((row.inter_link, row.gpus_per_node, row.inter_gb_per_s) for row in read_rows(RUNS))
+    assert rows == Counter({(text, devices, stated): count for text, devices, count, stated in BETWEEN_HOSTS})
+    read = [link_gb_per_s(text or "", devices or 8) for text, devices, _, _ in BETWEEN_HOSTS]
+    assert [rate for rate, _ in read] == [stated for _, _, _, stated in BETWEEN_HOSTS]
+    unclear = [text for (text, *_), (_, doubt) in zip(BETWEEN_HOSTS, read, strict=True) if doubt]
+    assert unclear == ["Omni-Path 100Gb/s (Jean Zay V100 partition)"]
+
+
+def test_the_documentation_reads_these_texts() -> None:
+    page = (ROOT / "docs" / "cli.md").read_text()
+    lines = page.partition("read as, GB/s per device |\n|---|---|\n")[2].partition("\n\n")[0].splitlines()
+    assert len(lines) == 4
+    for line in lines:
+        texts, result = line.strip("|").split("|")
+        expected = float(result.partition(",")[0]) if result.strip()[0].isdigit() else None
+        for text in re.findall("`([^`]+)`", texts):
+            rate, doubt = link_gb_per_s(text, 8)
+            assert (rate, bool(doubt)) == (expected, "with a warning" in result), text
+
+
+@given(st.text(alphabet="1248 0.,xX×/()-GTMgbBps" + "perGPUnodeNDRHDRNICeach", max_size=60))
+def test_no_link_ends_in_an_exception(text: str) -> None:
+    rate, _ = link_gb_per_s(text, 8)
+    assert rate is None or 0 < rate < float("inf")
+
+
+def test_a_file_gets_the_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """The columns of the collection are what the tool writes."""
+    rows = list(csv.DictReader(RUNS.open(newline="")))
+    written = ("inter_gb_per_s", "engine", "pointwise", "dispatch", "tensor_overlap", "family", "shard_ranks")
+    with (tmp_path / "old.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, [name for name in rows[0] if name not in written], extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+    monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "old.csv"), "--out", str(tmp_path / "new.csv")])
+    published_columns.main()
+    assert (tmp_path / "new.csv").read_text() == RUNS.read_text()
+    assert "'Omni-Path 100Gb/s (Jean Zay V100 partition)' does not say" in capsys.readouterr().out

@@ -11,12 +11,16 @@ import math
 import re
 from pathlib import Path
 
-from link_text import read_link
-
 from autopar.cost_model.machine.engine import NEUTRAL, Engine, engine_named, engines
-from autopar.cost_model.published.machine import devices_per_host_of
-from autopar.cost_model.published.row import PRECISIONS, Row
+from autopar.cost_model.published.row import COLUMNS, PRECISIONS
 from autopar.ir.device_presets import device_preset
+
+# a count of ports, a rate, and what it is of: "8x NDR InfiniBand 400Gb/s per node"
+_LINK = re.compile(
+    r"(?:(\d+) ?[x×] ?[^,;\d]*)?(?<![\d.])(\d+(?:\.\d+)?) ?([GT])(b|B)(?:/s|ps|it/s)\b(?:[^,;]*?\bper (\w+))?"
+)
+_PORT_GBIT = {"EDR": 100, "HDR": 200, "NDR": 400, "XDR": 800}  # InfiniBand Trade Association, 4 lanes
+_DEVICES, _HOSTS = ("gpu", "device", "rank"), ("node", "host", "server", "instance")
 
 # Pattern and precision, the first match counts. Case does not count.
 _PRECISIONS = (
@@ -92,7 +96,7 @@ def engine_of_framework(framework: str, source: str = "") -> Engine | None:
 
 
 def options_of(engine: Engine, text: str, attention: str) -> dict[str, str]:
-    """The columns of `ENGINE_COLUMNS` that texts state and the engine does not have."""
+    """The columns of mechanisms that texts state and the engine does not have."""
     words, found = text.lower(), dict[str, str]()
     if re.search(_NO_COMPILE, words):
         found = {"pointwise": "eager", "dispatch": "eager", "loss": "eager"}
@@ -136,9 +140,27 @@ def shard_ranks_of(detail: str, devices_per_host: str) -> str:
     return (devices_per_host or "8") if "within node" in detail else ""
 
 
+def link_gb_per_s(text: str, devices_per_host: float) -> tuple[float | None, str]:
+    """GB/s of one device in one direction, and what is not clear. Ports without more words are of a host."""
+    if not re.search("[GT]b", text):
+        text = re.sub(rf"\b({'|'.join(_PORT_GBIT)})\b", lambda name: f"{_PORT_GBIT[name[1]]}Gb/s", text)
+    rates = _LINK.findall(text)
+    if len(rates) != 1:
+        return None, "does not state one bandwidth" if re.search(r"\d", text) else ""
+    count, number, prefix, unit, scope = rates[0]
+    rate = float(number) * (1e3 if prefix == "T" else 1) / (8 if unit == "b" else 1) * float(count or 1)
+    of = scope.lower().removesuffix("s")
+    if not 0 < rate < math.inf or of not in ("", *_DEVICES, *_HOSTS):
+        return None, "states a figure that cannot be read"
+    gb_per_s = rate / devices_per_host if of in _HOSTS or (count and not of) else rate
+    if of or count:
+        return gb_per_s, ""
+    return gb_per_s, f"does not say per port, device or host; read as {gb_per_s:g} GB/s per device"
+
+
 def strict_cells(old: dict[str, str]) -> tuple[dict[str, str], list[str]]:
     """The cells that `autopar validate` reads beside those of a row, and what is not clear in its texts."""
-    cells = dict.fromkeys(Row.__slots__, "") | old
+    cells = dict.fromkeys(COLUMNS, "") | old
     unclear, texts = list[str](), "; ".join(filter(None, (cells[n] for n in ("framework", "zero_detail", "optimizer"))))
     engine = engine_of_framework(cells["framework"], cells["source"])
     if cells["framework"] and engine is None:
@@ -157,10 +179,10 @@ def strict_cells(old: dict[str, str]) -> tuple[dict[str, str], list[str]]:
     elif re.search(r"causal|halved?|triang|half", kind, re.IGNORECASE):
         found["tflops_attention"] = "0.5"
     if cells["inter_link"] and not cells["inter_gb_per_s"]:
-        preset, stated = device_preset(cells["gpu_type"]), float(cells["gpus_per_node"] or 0)
-        link = read_link(cells["inter_link"], stated or devices_per_host_of(preset, None))
-        found["inter_gb_per_s"] = "" if link.bytes_per_s is None else f"{link.bytes_per_s / 1e9:.12g}"
-        unclear += [f"{cells['inter_link']!r} {link.warning}"] if link.warning else []
+        devices = float(cells["gpus_per_node"] or device_preset(cells["gpu_type"]).devices_per_host.value)
+        rate, doubt = link_gb_per_s(cells["inter_link"], devices)
+        found["inter_gb_per_s"] = "" if rate is None else f"{rate:.12g}"
+        unclear += [f"{cells['inter_link']!r} {doubt}"] if doubt else []
     return {name: cells[name] if old.get(name) and name not in ("precision", "tflops_kind") else cell
             for name, cell in found.items()}, unclear  # fmt: skip
 
@@ -175,9 +197,7 @@ def main() -> None:
     read = [strict_cells(cells) for cells in rows]
     stated = {name for cells, _ in read for name, cell in cells.items() if cell} | {"engine"} | set(rows[0])
     with chosen.out.open("w", newline="") as file:
-        names = [name for name in Row.__slots__ if name in stated] + [
-            name for name in rows[0] if name not in Row.__slots__
-        ]
+        names = [*(name for name in COLUMNS if name in stated), *(name for name in rows[0] if name not in COLUMNS)]
         writer = csv.DictWriter(file, names, lineterminator="\n", extrasaction="ignore")
         writer.writeheader()
         writer.writerows(old | cells for old, (cells, _) in zip(rows, read, strict=True))

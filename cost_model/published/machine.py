@@ -22,10 +22,10 @@ def memory_bytes_of(preset: DevicePreset, stated_gb: float | None) -> float:
     return stated_gb * 1e9
 
 
-def devices_per_host_of(preset: DevicePreset, stated: int | None) -> float:
-    """Devices of a host. An NVLink domain is a host; the preset knows it if a source gives the devices of a tray."""
+def devices_per_host_of(row: Row, preset: DevicePreset) -> float:
+    """Devices of a host. An NVLink domain is a host; the preset knows it if a row gives the devices of a tray."""
     domain = preset.devices_per_host.value if "nvl" in preset.description.lower() else 0
-    return max(float(stated or 0), domain) or preset.devices_per_host.value
+    return max(float(row.gpus_per_node or 0), domain) or preset.devices_per_host.value
 
 
 def engine_of(row: Row) -> Engine:
@@ -57,7 +57,7 @@ def row_machine(row: Row, engine: Engine, mechanisms: Mechanisms, *, profile: De
             found,
             in_host=link_of_preset(preset.in_host),
             inter_host=replace(link_of_preset(preset.inter_host), bytes_per_s=between),
-            devices_per_host=devices_per_host_of(preset, row.gpus_per_node),
+            devices_per_host=devices_per_host_of(row, preset),
         ),
         memory_bytes=memory_bytes_of(preset, row.gpu_mem_gb),
         peak_flops_per_s=speeds.peak_flops_per_s,
