@@ -234,6 +234,16 @@ def test_what_a_source_counted(kind: str, word: str, part: str | None) -> None:
     assert (cells["tflops_kind"], cells.get("tflops_attention")) == (word, part)
 
 
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [("H100-SXM", "H100-SXM"), ("A100-80", "A100-80"), ("MI325X-Platinum", "mi325x"), ("TPUv4", ""), ("", "")],
+)
+def test_devices(text: str, name: str) -> None:
+    cells, unclear = published_columns.strict_cells({"gpu_type": text, "inter_link": "8x 200Gb/s"})
+    assert (cells["gpu_type"], cells["inter_gb_per_s"]) == (name, "25")
+    assert unclear == (["device 'TPUv4' is not known"] if text == "TPUv4" else [])
+
+
 # ---- links and files ----
 
 

@@ -6,6 +6,7 @@ stays. The tool prints what is not clear.
 """
 
 import argparse
+import contextlib
 import csv
 import math
 import re
@@ -13,7 +14,8 @@ from pathlib import Path
 
 from autopar.cost_model.machine.engine import NEUTRAL, Engine, engine_named, engines
 from autopar.cost_model.published.row import COLUMNS, PRECISIONS
-from autopar.ir.device_presets import device_preset
+from autopar.errors import ClusterError
+from autopar.ir.device_presets import device_preset, device_presets
 
 # a count of ports, a rate, and what it is of: "8x NDR InfiniBand 400Gb/s per node"
 _LINK = re.compile(
@@ -76,6 +78,15 @@ def precision_of(text: str) -> str:
     if text in PRECISIONS:
         return text
     return next((word for pattern, word in _PRECISIONS if re.search(pattern, text, re.IGNORECASE)), "")
+
+
+def gpu_type_of(text: str) -> str:
+    """A text that names a preset, or the last preset whose name begins with the same letters and number, or nothing."""
+    with contextlib.suppress(ClusterError):
+        return text if device_preset(text) else ""
+    begin = re.match(r"[a-z]+[0-9]+[a-z]?", text.lower())
+    names = sorted(name for name in device_presets() if begin and re.split(r"[-.]", name)[0] == begin[0])
+    return names[-1] if names else ""
 
 
 def engine_of_framework(framework: str, source: str = "") -> Engine | None:
@@ -172,19 +183,24 @@ def strict_cells(old: dict[str, str]) -> tuple[dict[str, str], list[str]]:
         unclear.append(f"precision {cells['precision']!r} is not known")
     found["zero"] = cells["zero"] or ("1" if "distributed" in cells["optimizer"].lower() else "")
     found["shard_ranks"] = shard_ranks_of(cells["zero_detail"], cells["gpus_per_node"])
-    kind = cells["tflops_kind"]
+    found["gpu_type"], kind = gpu_type_of(cells["gpu_type"]), cells["tflops_kind"]
+    if cells["gpu_type"] and not found["gpu_type"]:
+        unclear.append(f"device {cells['gpu_type']!r} is not known")
     found["tflops_kind"] = next((word for word in ("model", "hardware") if kind.startswith(word)), "")
     if re.search(_WHOLE, kind, re.IGNORECASE):
         found["tflops_attention"] = "1"
     elif re.search(r"causal|halved?|triang|half", kind, re.IGNORECASE):
         found["tflops_attention"] = "0.5"
     if cells["inter_link"] and not cells["inter_gb_per_s"]:
-        devices = float(cells["gpus_per_node"] or device_preset(cells["gpu_type"]).devices_per_host.value)
+        devices = device_preset(found["gpu_type"] or "a100").devices_per_host.value
+        with contextlib.suppress(ValueError):
+            devices = float(cells["gpus_per_node"])
         rate, doubt = link_gb_per_s(cells["inter_link"], devices)
         found["inter_gb_per_s"] = "" if rate is None else f"{rate:.12g}"
         unclear += [f"{cells['inter_link']!r} {doubt}"] if doubt else []
-    return {name: cells[name] if old.get(name) and name not in ("precision", "tflops_kind") else cell
-            for name, cell in found.items()}, unclear  # fmt: skip
+    read_again = ("precision", "tflops_kind", "gpu_type")
+    kept = {name: old[name] for name in found if old.get(name) and name not in read_again}
+    return found | kept, unclear
 
 
 def main() -> None:
@@ -193,11 +209,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the file to write")
     chosen = parser.parse_args()
     with chosen.runs.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+        reader = csv.DictReader(file)
+        rows, header = list(reader), reader.fieldnames or []
     read = [strict_cells(cells) for cells in rows]
-    stated = {name for cells, _ in read for name, cell in cells.items() if cell} | {"engine"} | set(rows[0])
+    stated = {name for cells, _ in read for name, cell in cells.items() if cell} | {"engine", *header}
     with chosen.out.open("w", newline="") as file:
-        names = [*(name for name in COLUMNS if name in stated), *(name for name in rows[0] if name not in COLUMNS)]
+        names = [*(name for name in COLUMNS if name in stated), *(name for name in header if name not in COLUMNS)]
         writer = csv.DictWriter(file, names, lineterminator="\n", extrasaction="ignore")
         writer.writeheader()
         writer.writerows(old | cells for old, (cells, _) in zip(rows, read, strict=True))

@@ -1,4 +1,4 @@
-"""StepTime steps of one's own correct the device profile, before a plan is priced or searched.
+"""Measured steps of one's own correct the device profile, before a plan is priced or searched.
 
 A measured step of the same device, precision and engine says how much longer steps take than predicted. The constants
 of computing, and of the links of each tier, are scaled by what such steps say of them

@@ -10,6 +10,7 @@ least that fits the device. Near the limit it is not known which level fits: the
 """
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
@@ -148,6 +149,8 @@ def _case(row: Row) -> _Case | NoEstimate:
     if row.recompute is None and engine.unstated_recompute == "full":
         row = replace(row, recompute="full")
         warnings.append("recompute is not stated; it is full by default in this framework")
+    if row.inter_gb_per_s is None and re.search(r"\d", row.inter_link or ""):
+        warnings.append(f"inter_link {row.inter_link!r} is text, inter_gb_per_s is empty; the preset's is used")
     if engine.name == NEUTRAL:
         warnings.append("no engine is stated; the neutral engine is used")
     try:

@@ -36,6 +36,7 @@ MAY_LACK = ("id", "micro_batch", "global_batch")  # a row is named by its line, 
 PRECISIONS = ("bf16", "fp16", "fp8", "mxfp8", "nvfp4", "mxfp4", "fp32")
 # mechanisms of the engine that a row states, by the name of the field
 ENGINE_COLUMNS = ("attention", "attention_kernel", "pointwise", "dispatch", "tensor_overlap", "loss", "offload")
+TEXTS = ("framework", "attn_impl", "zero_detail", "optimizer", "inter_link")  # as sources write, and not read
 CONVERT = "python tools/published_columns.py RUNS.csv --out NEW.csv"
 _WORDS: Mapping[str, tuple[str, ...]] = {
     "recompute": ("none", "selective", "full"),
@@ -263,7 +264,8 @@ def _parsed(
         try:
             values[name] = parse(cell) if cell else None
         except ValueError as error:
-            problems.append(Problem(path=name, rule=str(error), value=cell))
+            convert = CONVERT if name in ("precision", "tflops_kind") else None
+            problems.append(Problem(path=name, rule=str(error), value=cell, suggestion=convert))
     return values, problems
 
 
@@ -300,9 +302,9 @@ def _check_header(path: str | os.PathLike[str], header: Sequence[str], *, is_str
     ]
     missing = [name for name in NEEDED if name not in header and (is_strict or name not in MAY_LACK)]
     problems += [Problem(path=name, rule="is a needed column, and missing") for name in missing]
-    if "framework" in header and "engine" not in header:
-        rule = "is text that is not read; the column engine has the name of an engine"
-        problems.append(Problem(path="framework", rule=rule, suggestion=CONVERT))
+    if "engine" not in header:
+        rule = "is text that is not read; the column engine, empty or the name of an engine, shows a converted file"
+        problems += [Problem(path=name, rule=rule, suggestion=CONVERT) for name in TEXTS if name in header]
     if problems or (unknown and is_strict):
         problems = unknown + problems
         raise InputError(f"the header of {path} cannot be used", problems)

@@ -1,5 +1,7 @@
 """`autopar estimate`: its output, and the options that it refuses before a model is built."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -103,10 +105,14 @@ def test_measured_steps_correct_the_profile(tmp_path: Path) -> None:
         "id,layers,hidden,ffn_hidden,n_heads,n_kv_heads,vocab,gated_mlp,seq_len,gpu_type,num_gpus,tp,pp,micro_batch,"
         "global_batch,precision,framework,step_time_s"
     )
-    (tmp_path / "runs.csv").write_text(
-        f"{names}\nmine,2,4096,14336,32,8,128256,true,4096,H100,8,1,1,1,8,bf16,autopar,9\n"
+    (tmp_path / "old.csv").write_text(
+        f"{names}\nmine,2,4096,14336,32,8,128256,true,4096,H100,8,1,1,1,8,BF16 mixed,autopar,9\n"
     )
     asked = ("estimate", "llama3-8b", "-c", "8xh100", *SMALL, "--zero", "3")
+    advice = refused(*asked, "--measured", str(tmp_path / "old.csv")).partition("(python ")[2].partition(")")[0]
+    old, new = str(tmp_path / "old.csv"), str(tmp_path / "runs.csv")
+    command = advice.replace("RUNS.csv", old).replace("NEW.csv", new).split()
+    subprocess.run([sys.executable, *command], check=True, cwd=Path(__file__).parents[2])
     plain, measured = json_of(*asked), json_of(*asked, "--measured", str(tmp_path / "runs.csv"))
     assert measured["step_s"] > 1.5 * plain["step_s"]
     assert any("mine +" in one for one in measured["assumptions"])

@@ -106,6 +106,13 @@ def test_a_guessed_engine_is_said() -> None:
     assert unstated.warnings[0] == "no engine is stated; the neutral engine is used"
 
 
+def test_a_bandwidth_that_only_a_text_states_is_said() -> None:
+    for text, warnings in (("8x 200Gb/s", 1), ("single node", 0)):
+        (row,) = estimate_rows([replace(LLAMA, inter_link=text, inter_gb_per_s=None)])
+        assert isinstance(row, RowEstimate)
+        assert [text in one and "inter_gb_per_s" in one for one in row.warnings] == [True] * warnings
+
+
 def test_selective_recomputation_frees_the_scores_of_attention() -> None:
     """A layer with a heads and s tokens saves 5·a·s² bytes of scores (Korthikanti et al. 2022, equation 1)."""
     gpt = {"gated_mlp": False, "n_kv_heads": 32, "engine": "megatron-2022", "seq_len": 2048}

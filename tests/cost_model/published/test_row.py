@@ -19,10 +19,12 @@ from autopar.cost_model.published.measurement import (
 )
 from autopar.cost_model.published.row import (
     COLUMNS,
+    CONVERT,
     MAX_FILE_BYTES,
     MAY_LACK,
     NEEDED,
     RESULT_COLUMNS,
+    TEXTS,
     Row,
     read_row_file,
     read_rows,
@@ -217,13 +219,18 @@ def test_ids_and_batches_may_lack(tmp_path: Path) -> None:
     assert "did you mean 'hidden'?" in str(error.value)
 
 
-def test_text_of_a_framework_names_the_command_that_converts_it(tmp_path: Path) -> None:
-    path = write(tmp_path / "runs.csv", GOOD | {"framework": "Megatron-LM 2021"})
-    with pytest.raises(InputError, match=r"framework: is text that is not read.*tools/published_columns\.py"):
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_text_names_the_command_that_converts_it(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "runs.csv", GOOD | {name: "Megatron-LM 2021"})
+    with pytest.raises(InputError, match=rf"{name}: is text that is not read.*{CONVERT}"):
         read_row_file(path)
-    assert (
-        read_rows(write(path, GOOD | {"framework": "Megatron-LM 2021", "engine": "megatron"}))[0].engine == "megatron"
-    )
+    assert read_rows(write(path, GOOD | {name: "Megatron-LM 2021", "engine": "megatron"}))[0].engine == "megatron"
+
+
+@pytest.mark.parametrize(("name", "text"), [("precision", "BF16 mixed"), ("tflops_kind", "model, causal")])
+def test_a_text_where_a_word_belongs_names_the_command_too(name: str, text: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=rf"a, {name}: must be one of .*{CONVERT}"):
+        read_row_file(write(tmp_path / "runs.csv", GOOD | {name: text}))
 
 
 def test_repeated_column(tmp_path: Path) -> None:
