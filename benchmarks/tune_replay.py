@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 
 from autopar.cost_model.published.estimate import estimate_rows
 from autopar.cost_model.published.ranking import RowTimes, same_work
-from autopar.cost_model.published.row import Row, RowEstimate, read_rows
-from autopar.cost_model.published.validation import compared_rows, predict
+from autopar.cost_model.published.row import Row, read_rows
+from autopar.cost_model.published.validation import compared_rows, timed_rows
 from autopar.search.measured.belief import NOTABLE, OWN, Belief, belief, worth_measuring
 
 DATA = Path(__file__).parent / "data"
@@ -86,13 +86,7 @@ def replay(layouts: Sequence[RowTimes], order: Order, *, seed: int = 0, own: flo
 
 def groups_of(file: str) -> list[list[RowTimes]]:
     """The layouts of a file with a measured and a predicted time, by work."""
-    compared = compared_rows(rows := read_rows(DATA / file), predict(rows, estimate_rows))
-    timed = [
-        RowTimes(row=one.row, measured_s=one.time.seconds, predicted_s=one.estimate.seconds)
-        for one in compared
-        if one.time is not None and isinstance(one.estimate, RowEstimate)
-    ]
-    return same_work(timed)
+    return same_work(timed_rows(compared_rows(read_rows(DATA / file), estimate_rows)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,9 +29,9 @@ from autopar.cost_model.interval import COVERED, ORDER, SITUATIONS
 from autopar.cost_model.machine.profile import DeviceProfile
 from autopar.cost_model.published.estimate import RowGroup, estimate_rows
 from autopar.cost_model.published.measurement import measured_bytes
-from autopar.cost_model.published.ranking import RowTimes, same_work
+from autopar.cost_model.published.ranking import same_work
 from autopar.cost_model.published.row import Row, RowEstimate, read_rows
-from autopar.cost_model.published.validation import compared_rows, predict
+from autopar.cost_model.published.validation import compared_rows, timed_rows
 from autopar.files.atomic import write_text
 
 SWEEP = ROOT / "benchmarks" / "data" / "sweep_vtrain_single_a100.csv"
@@ -139,13 +139,7 @@ def _of_order() -> list[Residual]:
     """
     found = []
     for path in (DATA, SWEEP):
-        compared = compared_rows(rows := read_rows(path), predict(rows, estimate_rows))
-        timed = [
-            RowTimes(row=one.row, measured_s=one.time.seconds, predicted_s=one.estimate.seconds)
-            for one in compared
-            if one.time is not None and isinstance(one.estimate, RowEstimate)
-        ]
-        for layouts in same_work(timed):
+        for layouts in same_work(timed_rows(compared_rows(read_rows(path), estimate_rows))):
             best = min(layouts, key=lambda one: one.predicted_s)
             name = best.row.id
             for one in layouts:

@@ -19,7 +19,7 @@ from typing import Any
 from leave_one_out import engine, folds
 from prediction_intervals import coverage, residuals
 
-from autopar.cost_model.published.row import Estimator, Row, RowEstimate, read_rows
+from autopar.cost_model.published.row import Estimator, Row, read_rows
 from autopar.cost_model.published.validation import (
     Errors,
     Measures,
@@ -28,7 +28,6 @@ from autopar.cost_model.published.validation import (
     compared_rows,
     errors,
     measures,
-    predict,
     split_by,
     validation_of,
 )
@@ -68,12 +67,11 @@ def page(
     """The whole page."""
     rows = read_rows(RUNS)
     start = time.process_time()
-    estimates = predict(rows, estimator)
+    everything = compared_rows(rows, estimator)
     seconds = time.process_time() - start
-    everything = compared_rows(rows, estimates)
     core = [one for one in everything if one.row.tier == "core"]
     swept = read_rows(SWEEP)
-    sweep = compared_rows(swept, predict(swept, estimator))
+    sweep = compared_rows(swept, estimator)
     text = [
         INTRODUCTION,
         f"Written by `python tools/validation_page.py` on {today.isoformat()}. Predicting the {len(rows)} rows took\n"
@@ -113,7 +111,7 @@ def _overall(core: Sequence[RowComparison], everything: Sequence[RowComparison],
 
 def _unseen(estimator: Estimator) -> str:
     rows = read_rows(UNSEEN)
-    compared = compared_rows(rows, predict(rows, estimator))
+    compared = compared_rows(rows, estimator)
     parts = {
         **split_by(compared, "source_key"),
         "all, dense": [one for one in compared if not one.row.moe_experts],
@@ -122,7 +120,7 @@ def _unseen(estimator: Estimator) -> str:
     }
     header, lines = ("", "timed", *ERRORS, "inside", "fits"), []
     for name, part in parts.items():
-        timed = [(one.time.seconds, one.estimate) for one in part if one.time and isinstance(one.estimate, RowEstimate)]
+        timed = [(one.time.seconds, one.predicted) for one in part if one.time and one.predicted]
         inside = sum(made.interval_s.low <= seconds <= made.interval_s.high for seconds, made in timed)
         fits = sum(made.fits is True for _, made in timed)
         lines.append((name, *_errors(measures(part).step_time), f"{inside} of {len(timed)}", f"{fits} of {len(timed)}"))
@@ -248,7 +246,7 @@ def _engine_left_out(core: Sequence[RowComparison]) -> str:
 def _baselines(core: Sequence[RowComparison], left_out: Mapping[str, float] | None) -> str:
     """Simpler predictors on the rows that all of them know."""
     module: Any = _benchmark("baselines")
-    estimated = {c.row.id: c.estimate.seconds for c in core if isinstance(c.estimate, RowEstimate)}
+    estimated = {c.row.id: c.predicted.seconds for c in core if c.predicted}
     lines: list[tuple[object, ...]] = []
     for kind, chosen in (("", core), (", dense", [c for c in core if not c.row.moe_experts])):
         runs = module.timed_runs([c.row for c in chosen])
@@ -272,7 +270,7 @@ def _baselines(core: Sequence[RowComparison], left_out: Mapping[str, float] | No
 
 def _iteration_times(estimator: Estimator) -> str:
     rows: list[Row] = _benchmark("iteration_times").iteration_times()
-    compared = compared_rows(rows, predict(rows, estimator))
+    compared = compared_rows(rows, estimator)
     lines = [
         (c.row.model, c.row.num_gpus, c.row.recompute, f"{c.time.seconds:.2f}", _signed(c.time_error))
         for c in compared
@@ -289,7 +287,7 @@ def _iteration_times(estimator: Estimator) -> str:
 def _memory(everything: Sequence[RowComparison]) -> str:
     oom = measures(everything).oom
     ran_out = [one for one in everything if one.row.outcome == "oom"]
-    missed = [f"`{o.row.id}`" for o in ran_out if isinstance(o.estimate, RowEstimate) and o.estimate.fits]
+    missed = [f"`{o.row.id}`" for o in ran_out if o.predicted and o.predicted.fits]
     kinds: dict[str, list[RowComparison]] = {}
     for one in everything:
         if one.memory_error is not None:

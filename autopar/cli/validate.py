@@ -16,7 +16,7 @@ from autopar.files.atomic import write_text
 from autopar.report.validate_report import percent, reasons, signed, validation_page, warnings
 
 if TYPE_CHECKING:
-    from autopar.cost_model.published.row import NoEstimate, Row, RowEstimate, RowFile
+    from autopar.cost_model.published.row import Row, RowFile
     from autopar.cost_model.published.validation import By, Measures, Validation
 
 _TIERS = ("core", "all")
@@ -64,7 +64,7 @@ def validate(
         raise InputError(f"--tier {tier!r} is not known; {did_you_mean(tier, _TIERS)}")
     _check_targets(runs, out, report)
     from autopar.cost_model.published.row import read_row_file
-    from autopar.cost_model.published.validation import compared_rows, predict, validation_of
+    from autopar.cost_model.published.validation import validate_rows
 
     with progress(f"reading {runs}") as on_progress:
         file = read_row_file(runs, is_strict=strict)
@@ -72,15 +72,14 @@ def validate(
         on_progress(f"predicting {len(rows)} rows")
         from autopar.cost_model.published.estimate import estimate_rows
 
-        estimates = predict(rows, estimate_rows)
-    found = validation_of(compared_rows(rows, estimates), by=column)
+        found = validate_rows(rows, estimate_rows, by=column)
     if report is not None:
         left_out = f", {len(file.left_out)} more left out" if file.left_out else ""
         subtitle = f"{len(rows)} rows of tier {tier}{left_out}; autopar validate"
         page = validation_page(found, title=runs.name, subtitle=subtitle)
         write_text(report, page)
     if out is not None:
-        write_text(out, predictions_csv(estimates))
+        write_text(out, predictions_csv(found))
     if as_json:
         left = [{"id": one.id, "reason": one.reason} for one in file.left_out]
         print_json(found.to_dict() | {"left_out": left, "unknown_columns": list(file.unknown_columns)})
@@ -92,15 +91,13 @@ def validate(
             console().print(f"written to {path}")
 
 
-def predictions_csv(estimates: "Sequence[RowEstimate | NoEstimate]") -> str:
+def predictions_csv(found: "Validation") -> str:
     """``id,seconds,peak_bytes,fits`` of the modelled rows. `fits` is empty if the device's memory is unknown."""
-    from autopar.cost_model.published.row import RowEstimate
-
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(("id", "seconds", "peak_bytes", "fits"))
-    for one in estimates:
-        if isinstance(one, RowEstimate):
+    for one in (compared.predicted for compared in found.compared):
+        if one is not None:
             fits = "" if one.fits is None else str(one.fits).lower()
             writer.writerow((one.id, repr(float(one.seconds)), round(one.peak_bytes), fits))
     return text.getvalue()

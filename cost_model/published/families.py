@@ -1,6 +1,6 @@
 """The family of captured blocks that a published row's architecture belongs to, and the sizes to evaluate it at."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -11,7 +11,7 @@ from autopar.cost_model.published.row import Row
 from autopar.cost_model.step.experts import has_experts, is_expert_product
 from autopar.cost_model.step.layouts import Layouts, Shape
 from autopar.cost_model.work import block_work as expressions
-from autopar.cost_model.work.block_work import SYMBOLS, Family
+from autopar.cost_model.work.block_work import Family
 from autopar.ir.arrays import Floats
 from autopar.ir.sharding import owned_by
 
@@ -123,19 +123,17 @@ def numbers_of(row: Row) -> dict[str, float]:
     return {name: float(value or 0) for name, value in numbers.items()}
 
 
-def numbers_at(numbers: Mapping[str, Any], layouts: Layouts, names: Collection[str] = tuple(SYMBOLS)) -> dict[str, Any]:
-    """The numbers `names` of a model (`numbers_of`), or of one model per layout, that a rank of the layouts has."""
-    keys = numbers["s"]
-    found = {name: numbers[name] for name in names if name in numbers}
-    of_layouts: dict[str, Callable[[], Any]] = {
-        "b": lambda: layouts.micro_batch,
-        "t": lambda: layouts.tp,
-        "d": lambda: layouts.dp,
-        "S": lambda: keys,
-        "s": lambda: keys / layouts.cp,
-        "g": lambda: np.maximum(numbers["g"], layouts.tp),  # fewer key heads than ranks are held several times
+def numbers_at(numbers: Mapping[str, Any], layouts: Layouts) -> dict[str, Any]:
+    """The numbers of a model (`numbers_of`), or of one model per layout, that a rank of the layouts has."""
+    return {
+        **numbers,
+        "b": layouts.micro_batch,
+        "t": layouts.tp,
+        "d": layouts.dp,
+        "S": numbers["s"],
+        "s": numbers["s"] / layouts.cp,
+        "g": np.maximum(numbers["g"], layouts.tp),  # fewer key heads than ranks are held several times
     }
-    return found | {name: value() for name, value in of_layouts.items() if name in names}
 
 
 def shape_of_rows(rows: Sequence[Row]) -> Shape:

@@ -36,30 +36,19 @@ class RowComparison:
     memory_bytes: float | None
 
     @property
+    def predicted(self) -> RowEstimate | None:
+        """The estimate of a modelled row."""
+        return self.estimate if isinstance(self.estimate, RowEstimate) else None
+
+    @property
     def time_error(self) -> float | None:
         """predicted / measured - 1 of the step time."""
-        if self.time is None or isinstance(self.estimate, NoEstimate):
-            return None
-        return self.estimate.seconds / self.time.seconds - 1
+        return self.predicted.seconds / self.time.seconds - 1 if self.predicted and self.time else None
 
     @property
     def memory_error(self) -> float | None:
         """predicted / measured - 1 of the peak memory."""
-        if self.memory_bytes is None or isinstance(self.estimate, NoEstimate):
-            return None
-        return self.estimate.peak_bytes / self.memory_bytes - 1
-
-    @property
-    def is_time_inside(self) -> bool:
-        """Whether the measured step time is in the interval of the prediction."""
-        known = self.time is not None and isinstance(self.estimate, RowEstimate)
-        return known and self.estimate.interval_s.holds(self.time.seconds)  # type: ignore[union-attr]
-
-    @property
-    def is_memory_inside(self) -> bool:
-        """Whether the measured memory is in the interval of the prediction."""
-        known = self.memory_bytes is not None and isinstance(self.estimate, RowEstimate)
-        return known and self.estimate.interval_bytes.holds(self.memory_bytes)  # type: ignore[union-attr, arg-type]
+        return self.predicted.peak_bytes / self.memory_bytes - 1 if self.predicted and self.memory_bytes else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,8 +123,7 @@ class Validation:
     @property
     def warnings(self) -> tuple[tuple[str, str], ...]:
         """Id and text of each warning, in the rows' order."""
-        modelled = (c.estimate for c in self.compared if isinstance(c.estimate, RowEstimate))
-        return tuple((one.id, text) for one in modelled for text in one.warnings)
+        return tuple((c.row.id, text) for c in self.compared if c.predicted for text in c.predicted.warnings)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; errors as fractions."""
@@ -150,24 +138,17 @@ class Validation:
         }
 
 
-def validate_rows(rows: Sequence[Row], estimator: Estimator, *, by: By = "source_key") -> Validation:
-    """Predict every row without its result, and compare. `estimator` never sees a measured value."""
-    return validation_of(compared_rows(rows, predict(rows, estimator)), by=by)
+def compared_rows(rows: Sequence[Row], estimator: Estimator) -> tuple[RowComparison, ...]:
+    """Predict every row without its result, and put the estimate beside it. `estimator` never sees a measured value.
 
-
-def predict(rows: Sequence[Row], estimator: Estimator) -> list[RowEstimate | NoEstimate]:
-    """One estimate per row, in their order. Raises `AutoparError` if an estimate is of another row or no number."""
+    Raises `AutoparError` if an estimate is of another row or no number.
+    """
     estimates = list(estimator([row.without_result() for row in rows]))
     if [e.id for e in estimates] != [row.id for row in rows]:
         raise AutoparError(f"{len(rows)} rows were given and {len(estimates)} estimates of other rows came back")
     for one in estimates:
         if isinstance(one, RowEstimate) and not (one.seconds > 0 and isfinite(one.seconds + one.peak_bytes)):
             raise AutoparError(f"{one.id} was predicted to take {one.seconds} s and {one.peak_bytes} bytes")
-    return estimates
-
-
-def compared_rows(rows: Sequence[Row], estimates: Sequence[RowEstimate | NoEstimate]) -> tuple[RowComparison, ...]:
-    """Rows beside the estimates of the same rows."""
     return tuple(
         RowComparison(
             row=row,
@@ -177,6 +158,11 @@ def compared_rows(rows: Sequence[Row], estimates: Sequence[RowEstimate | NoEstim
         )
         for row, estimate in zip(rows, estimates, strict=True)
     )
+
+
+def validate_rows(rows: Sequence[Row], estimator: Estimator, *, by: By = "source_key") -> Validation:
+    """Predict rows, and measure the errors."""
+    return validation_of(compared_rows(rows, estimator), by=by)
 
 
 def validation_of(compared: Sequence[RowComparison], *, by: By = "source_key") -> Validation:
@@ -192,7 +178,7 @@ def validation_of(compared: Sequence[RowComparison], *, by: By = "source_key") -
             "step_time": _mean_of_medians(sources, lambda c: c.time_error),
             "memory": _mean_of_medians(sources, lambda c: c.memory_error),
         },
-        groups=ranked_groups(_timed(compared)),
+        groups=ranked_groups(timed_rows(compared)),
     )
 
 
@@ -206,18 +192,19 @@ def split_by(compared: Iterable[RowComparison], column: By) -> dict[str, list[Ro
 
 def measures(compared: Sequence[RowComparison]) -> Measures:
     """The figures of one set of rows."""
-    modelled = [c for c in compared if isinstance(c.estimate, RowEstimate)]
+    predicted = [(c, c.predicted) for c in compared if c.predicted]
+    modelled = [c for c, _ in predicted]
     stated = [c for c in compared if not c.row.not_stated()]
     return Measures(
         rows=len(compared),
         modelled=len(modelled),
         stated=len(stated),
-        stated_modelled=sum(isinstance(c.estimate, RowEstimate) for c in stated),
+        stated_modelled=sum(c.predicted is not None for c in stated),
         step_time=errors(c.time_error for c in modelled),
         memory=errors(c.memory_error for c in modelled),
-        time_inside=sum(c.is_time_inside for c in modelled),
-        memory_inside=sum(c.is_memory_inside for c in modelled),
-        ranking=_ranking(ranked_groups(_timed(compared))),
+        time_inside=sum(c.time is not None and e.interval_s.holds(c.time.seconds) for c, e in predicted),
+        memory_inside=sum(e.interval_bytes.holds(c.memory_bytes) for c, e in predicted if c.memory_bytes is not None),
+        ranking=_ranking(ranked_groups(timed_rows(compared))),
         oom=_oom(modelled),
     )
 
@@ -261,16 +248,17 @@ def _ranking(groups: Sequence[RankedGroup]) -> Ranking:
     )
 
 
-def _timed(compared: Iterable[RowComparison]) -> list[RowTimes]:
+def timed_rows(compared: Iterable[RowComparison]) -> list[RowTimes]:
+    """The rows with a measured and a predicted time."""
     return [
-        RowTimes(row=c.row, measured_s=c.time.seconds, predicted_s=c.estimate.seconds)
+        RowTimes(row=c.row, measured_s=c.time.seconds, predicted_s=c.predicted.seconds)
         for c in compared
-        if c.time is not None and isinstance(c.estimate, RowEstimate)
+        if c.time and c.predicted
     ]
 
 
 def _oom(modelled: Iterable[RowComparison]) -> Oom:
-    known = [(c.row.outcome, c.estimate.fits) for c in modelled if isinstance(c.estimate, RowEstimate)]
+    known = [(c.row.outcome, c.predicted.fits) for c in modelled if c.predicted]
     known = [(outcome, fits) for outcome, fits in known if outcome is not None and fits is not None]
     return Oom(
         oom_rows=sum(outcome == "oom" for outcome, _ in known),

@@ -10,7 +10,7 @@ from autopar.cost_model import interval
 from autopar.cost_model.interval import FIGURES, Situation, interval_of, likely_slower
 from autopar.cost_model.published.estimate import estimate_rows
 from autopar.cost_model.published.row import RowEstimate, read_rows
-from autopar.cost_model.published.validation import compared_rows, measures, predict
+from autopar.cost_model.published.validation import compared_rows, measures
 from autopar.errors import InputError
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "data" / "published_runs.csv"
@@ -43,7 +43,7 @@ def test_it_scales_with_the_value() -> None:
 def test_most_published_runs_are_inside(figure: str) -> None:
     """The shipped constants know these runs, so that more than four of five are inside their step times."""
     rows = [row for row in read_rows(DATA) if row.tier == "core"]
-    found = measures(compared_rows(rows, predict(rows, estimate_rows)))
+    found = measures(compared_rows(rows, estimate_rows))
     inside, count = {
         "time": (found.time_inside, found.step_time.n),
         "memory": (found.memory_inside, found.memory.n),

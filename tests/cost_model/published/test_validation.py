@@ -12,7 +12,7 @@ from script import script
 
 from autopar.cost_model.published.ranking import RowTimes, ranked_groups, spearman
 from autopar.cost_model.published.row import RESULT_COLUMNS, Estimator, NoEstimate, Row, RowEstimate, read_rows
-from autopar.cost_model.published.validation import errors, predict, quantile, validate_rows
+from autopar.cost_model.published.validation import compared_rows, errors, quantile, validate_rows
 from autopar.errors import AutoparError
 
 RUNS = Path(__file__).resolve().parents[3] / "benchmarks" / "data" / "published_runs.csv"
@@ -123,12 +123,12 @@ def test_rows_that_ran_out_of_memory_have_no_error() -> None:
 def test_estimator_must_answer_what_it_is_asked() -> None:
     rows = numbered(2)
     with pytest.raises(AutoparError, match="2 rows were given"):
-        predict(rows, lambda asked: stand_in([1.0, 2.0])(asked)[:1])
+        compared_rows(rows, lambda asked: stand_in([1.0, 2.0])(asked)[:1])
     with pytest.raises(AutoparError, match="2 rows were given"):
-        predict(rows, lambda asked: list(reversed(stand_in([1.0, 2.0])(asked))))
+        compared_rows(rows, lambda asked: list(reversed(stand_in([1.0, 2.0])(asked))))
     for wrong in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(AutoparError, match="row1 was predicted"):
-            predict(rows, stand_in([1.0, wrong]))
+            compared_rows(rows, stand_in([1.0, wrong]))
 
 
 def test_assumed_batch_is_used_on_both_sides() -> None:
