@@ -20,6 +20,7 @@ from autopar.runtime.verify.error_metrics import (
     NOISE_FACTOR,
     TOLERANCES,
     UNJUDGED,
+    Measured,
     Quantity,
     Tensors,
     is_open,
@@ -146,14 +147,24 @@ def merge_stages(parts: Sequence[Steps]) -> Steps:
     return found
 
 
-def compare_steps(
-    reference: Steps, found: Steps, tolerance: float, moved: Sequence[Steps] = (), *, prefix: str = ""
-) -> tuple[tuple[Quantity, ...], tuple[str, ...]]:
-    """Quantities by the error measure, and notes. `moved` are runs in which only rounding is different.
+def quantities_of(
+    reference: Steps,
+    found: Steps,
+    moved: Sequence[Steps],
+    judge: Callable[[str, Mapping[str, Measured], Tensors], Quantity],
+    dtype: torch.dtype | None = None,
+) -> tuple[tuple[Quantity, ...], int]:
+    """All quantities, and how many elements of weights were compared by the reach of AdamW.
 
-    The names of the quantities begin with `prefix`.
+    `moved` are runs in which only rounding is different. `judge` gets the name of a quantity, the errors of its
+    tensors, and the reference.
     """
     reach = 2 * LEARNING_RATE * len(reference.losses)
+
+    def compared(name: str, values: Callable[[Steps], Tensors], reach: float = 0.0) -> Quantity:
+        exact, runs = values(reference), [values(run) for run in moved]
+        return judge(name, measured(values(found), exact, runs, dtype=dtype, reach=reach), exact)
+
     weights, by_reach = measured_weights(
         found.weights,
         reference.weights,
@@ -162,42 +173,43 @@ def compare_steps(
         [run.gradients for run in moved],
         reach=reach,
     )
-
-    def compared(name: str, values: Callable[[Steps], Tensors], reach: float = 0.0) -> Quantity:
-        runs = [values(run) for run in moved]
-        return worst(f"{prefix}{name}", measured(values(found), values(reference), runs, reach=reach), tolerance)
-
     quantities = [
         compared("loss", lambda steps: _numbered(steps.losses)),
         compared("outputs", lambda steps: steps.outputs),
         compared("gradients", lambda steps: steps.gradients),
         compared("clip norm", lambda steps: _numbered(steps.norms)),
-        worst(f"{prefix}parameters after AdamW", weights, tolerance),
+        judge("parameters after AdamW", weights, reference.weights),
         compared(EXAMPLE, lambda steps: steps.example),
     ]
     if found.buffers:  # buffers of the state dict
         held = found.buffers.keys()
         changed = lambda steps: {name: value for name, value in steps.buffers.items() if name in held}  # noqa: E731
         quantities.append(compared("buffers changed in forward", changed, reach))
-    notes = tuple(notes_on_noise(quantities))
-    if by_reach:
-        notes += (f"{by_reach:,} {prefix}weights have a gradient that is only rounding, and were compared by lr·steps",)
-    return tuple(quantities), notes
+    return tuple(quantities), by_reach
+
+
+def note_on_reach(by_reach: int, prefix: str = "") -> tuple[str, ...]:
+    """A sentence about weights that were compared by the reach of AdamW."""
+    what = f"{by_reach:,} {prefix}weights have a gradient that is only rounding, and were compared by lr·steps"
+    return (what,) if by_reach else ()
 
 
 def compare_with_noise(
     reference: Steps, found: Steps, tolerance: float, noise: Noise, *, prefix: str = ""
 ) -> tuple[tuple[Quantity, ...], tuple[str, ...]]:
-    """`compare_steps` with measured noise. Noise is measured only if a tensor is above the tolerance."""
-    return noise.verdict(
-        lambda moved: compare_steps(reference, found, tolerance, moved, prefix=prefix),
-        lambda found, runs: may_be_noise(found[0], runs),
+    """Quantities by the error measure, and notes. Noise is measured only if a tensor is above the tolerance.
+
+    The names of the quantities begin with `prefix`. More noise judges no tensor that cannot be judged.
+    """
+    quantities, by_reach = noise.verdict(
+        lambda moved: quantities_of(
+            reference, found, moved, lambda name, errors, _: worst(f"{prefix}{name}", errors, tolerance)
+        ),
+        lambda judged, num_runs: is_open(
+            [(q.max_error, q.limit) for q in judged[0] if q.outcome == DIFFERENT], num_runs
+        ),
     )
-
-
-def may_be_noise(quantities: Iterable[Quantity], num_runs: int) -> bool:
-    """Whether another noise run can change the verdict. More noise judges no tensor."""
-    return is_open([(q.max_error, q.limit) for q in quantities if q.outcome == DIFFERENT], num_runs)
+    return quantities, (*notes_on_noise(quantities), *note_on_reach(by_reach, prefix))
 
 
 def notes_on_noise(quantities: Iterable[Quantity]) -> Iterator[str]:
