@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cli.options.checks import problems_of_ranks, problems_of_target, refuse_options
-from autopar.cli.options.model_argument import Json
+from autopar.cli.options import Json, option, problems_of_ranks, problems_of_target, refuse_options
 from autopar.cli.output import console, print_json, progress_bar, table
 from autopar.errors import Problem
 from autopar.ir.explanation import readable_seconds
@@ -20,9 +19,7 @@ MAX_MINUTES = 120.0
 
 
 def calibrate(
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Write the profile to this file (YAML).", show_default=False)
-    ] = None,
+    out: Annotated[Path | None, option("Write the profile to this file (YAML).", "--out", "-o")] = None,
     ranks: Annotated[
         int | None,
         typer.Option("--ranks", "-n", help="Start this many CPU ranks on this machine, and measure their links too."),

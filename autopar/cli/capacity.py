@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cli.options.model_argument import Json
+from autopar.cli.options import Json, argument, option
 from autopar.cli.output import console, print_json, table
 from autopar.errors import InputError
 from autopar.ir.explanation import readable_bytes
@@ -20,17 +20,13 @@ COUNTS = "1,8,64,512,4096"
 
 
 def capacity(
-    device: Annotated[
-        str, typer.Argument(metavar="DEVICE", help="A device preset: h100-sxm, a100-80gb, ...", show_default=False)
-    ],
+    device: Annotated[str, argument("DEVICE", "A device preset: h100-sxm, a100-80gb, ...")],
     devices: Annotated[str, typer.Option(help="Numbers of devices, with commas between them.")] = COUNTS,
     seq_len: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 4096,
     engine: Annotated[
         str, typer.Option(help="Framework whose training state is counted: autopar, megatron, fsdp, ...")
     ] = "autopar",
-    chart: Annotated[
-        Path | None, typer.Option(help="Write the table as a picture (.svg or .png).", show_default=False)
-    ] = None,
+    chart: Annotated[Path | None, option("Write the table as a picture (.svg or .png).")] = None,
     as_json: Json = False,
 ) -> None:
     """Show the largest model that fits on 1, 8, 64, ... devices of one kind.

@@ -1,6 +1,6 @@
 """`autopar clusters`: the devices that a cluster may be made of."""
 
-from autopar.cli.options.model_argument import Json
+from autopar.cli.options import Json
 from autopar.cli.output import console, print_json, table
 from autopar.ir.device_presets import DevicePreset, device_presets
 

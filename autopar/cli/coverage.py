@@ -3,10 +3,8 @@
 from math import prod
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from autopar.cli.options.model_argument import Hidden, Json, Layers, ModelArgument, Specialise
-from autopar.cli.output import console, print_json, progress, table
+from autopar.cli.options import Hidden, Json, Layers, ModelArgument, Specialise, option
+from autopar.cli.output import console, print_ends, print_json, progress, table
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.explanation import readable_bytes, readable_seconds
 from autopar.models.load import is_factory, resolve_model
@@ -23,11 +21,10 @@ def coverage(
     options: PlanOptions,
     cluster: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "<n>x<device> such as 8xh100, a YAML file, or detect. (default: as many H100 as the degrees need)",
             "--cluster",
             "-c",
-            help="<n>x<device> such as 8xh100, a YAML file, or detect. (default: as many H100 as the degrees need)",
-            show_default=False,
         ),
     ] = None,
     layers: Layers = None,
@@ -41,31 +38,30 @@ def coverage(
 
     Example: autopar coverage llama3-8b --tp 8
     """
-    asked = options.given()
-    wanted = prod(asked.get(name, 1) for name in ("tp", "cp", "dp", "dp_replicate"))
+    given = options.given()
+    wanted = prod(given.get(name, 1) for name in ("tp", "cp", "dp", "dp_replicate"))
     spec = ClusterSpec.parse(cluster or f"{wanted}x{DEFAULT_DEVICE}")
     degrees = options.degrees(spec.num_devices)
     with progress(f"building {model}") as on_progress:
         batch = None if is_factory(model) else degrees.local_batch
-        found = resolve_model(model, layers=layers, hidden=hidden, seq_len=options.seq_len, batch=batch)
+        built = resolve_model(model, layers=layers, hidden=hidden, seq_len=options.seq_len, batch=batch)
         on_progress("capturing and choosing labels")
         from autopar.planning.fixed import coverage as run
 
         covered = run(
-            found.model,
+            built.model,
             spec,
-            example_inputs=found.example_inputs,
+            example_inputs=built.example_inputs,
             plan=options.wish(),
             global_batch=options.global_batch,
-            loss_fn=found.loss_fn,
+            loss_fn=built.loss_fn,
             specialise=specialise,
         )
     if as_json:
-        print_json({"model": found.name, "cluster": spec.name, **covered.to_dict()})
+        print_json({"model": built.name, "cluster": spec.name, **covered.to_dict()})
         return
-    _show(found.name, spec, covered)
-    for note in (*found.notes, *(f"assumed: {assumption}" for assumption in spec.assumptions)):
-        console().print(note)
+    _show(built.name, spec, covered)
+    print_ends([*built.notes, *(f"assumed: {assumption}" for assumption in spec.assumptions)])
 
 
 def _show(name: str, cluster: ClusterSpec, covered: "Coverage") -> None:
@@ -80,36 +76,20 @@ def _show(name: str, cluster: ClusterSpec, covered: "Coverage") -> None:
         out.print(f"{dim} splits {flops:.1%} of FLOP and {moved:.1%} of bytes moved")
     out.print()
     columns = ("operator", "calls", "without rule", "GFLOP", *(f"split on {dim}" for dim in dims))
-    rows = [
-        (
-            o.operator,
-            str(o.num_calls),
-            str(o.num_without_rule or ""),
-            f"{o.flops / 1e9:,.1f}" if o.flops else "",
-            *(_part(o.split_flops[d], o.flops) if o.flops else _part(o.split_bytes[d], o.num_bytes) for d in dims),
-        )
-        for o in sorted(covered.operators, key=lambda o: (-o.flops, -o.num_bytes))
-    ]
+    rows = []
+    for o in sorted(covered.operators, key=lambda o: (-o.flops, -o.num_bytes)):
+        split, whole = (o.split_flops, o.flops) if o.flops else (o.split_bytes, o.num_bytes)
+        parts = [f"{split[dim] / whole:.1%}" if whole else "" for dim in dims]
+        work = f"{o.flops / 1e9:,.1f}" if o.flops else ""
+        rows.append((o.operator, str(o.num_calls), str(o.num_without_rule or ""), work, *parts))
     out.print(table(columns, rows, right=columns[1:]))
     if not covered.whole:
         out.print("\nEvery operator with notable work is split.")
         return
     out.print(f"\nOperators that stay whole (one rank computes {readable_seconds(covered.seconds)} in a step)")
     columns = ("whole on", "operator", "where", "times", "rule", "time", "memory")
-    rows = [
-        (
-            w.mesh_dim,
-            w.operator,
-            w.where,
-            str(w.num_calls),
-            "yes" if w.has_rule else "no",
-            readable_seconds(w.seconds),
-            readable_bytes(w.kept_bytes),
-        )
-        for w in covered.whole
-    ]
+    rows = []
+    for w in covered.whole:
+        price = (readable_seconds(w.seconds), readable_bytes(w.kept_bytes))
+        rows.append((w.mesh_dim, w.operator, w.where, str(w.num_calls), "yes" if w.has_rule else "no", *price))
     out.print(table(columns, rows, right=("times", "time", "memory")))
-
-
-def _part(split: float, whole: float) -> str:
-    return f"{split / whole:.1%}" if whole else ""

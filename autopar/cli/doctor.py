@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cli.options.checks import problems_of_ranks, refuse_options
-from autopar.cli.options.model_argument import Json
-from autopar.cli.output import console, print_json, progress, table
+from autopar.cli.options import Json, option, problems_of_ranks, refuse_options
+from autopar.cli.output import console, print_ends, print_json, print_verdict, progress, table
 from autopar.errors import Problem
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.explanation import readable_seconds
@@ -21,7 +20,7 @@ _FAILED = 1
 def doctor(
     ranks: Annotated[
         int | None,
-        typer.Option("--ranks", "-n", help="Start this many CPU ranks on this machine.", show_default=False),
+        option("Start this many CPU ranks on this machine.", "--ranks", "-n"),
     ] = None,
     cluster: Annotated[
         str | None,
@@ -55,60 +54,49 @@ def doctor(
         if ranks is not None:
             on_progress(f"{ranks} ranks at work")
             spec = None if cluster is None else ClusterSpec.parse(cluster)
-            found = examine_here(ranks, spec, timeout_s=timeout)
+            diagnosis = examine_here(ranks, spec, timeout_s=timeout)
         else:
-            found = examine(ClusterSpec.parse(cluster or "detect"), timeout_s=timeout, on_progress=on_progress)
+            diagnosis = examine(ClusterSpec.parse(cluster or "detect"), timeout_s=timeout, on_progress=on_progress)
             leave()
     if os.environ.get("RANK", "0") == "0":
         if as_json:
-            print_json(found.to_dict())
+            print_json(diagnosis.to_dict())
         else:
-            _show(found)
-    if not found.passed:
+            _show(diagnosis)
+    if not diagnosis.passed:
         raise typer.Exit(_FAILED)
 
 
-def _show(found: "Diagnosis") -> None:
+def _show(diagnosis: "Diagnosis") -> None:
     out = console()
-    number = len(found.ranks)
-    out.print(f"{number} rank{'s' * (number > 1)} of {found.cluster}, {found.backend}\n", style="bold")
+    number = len(diagnosis.ranks)
+    out.print(f"{number} rank{'s' * (number > 1)} of {diagnosis.cluster}, {diagnosis.backend}\n", style="bold")
     columns = ("compared with one rank", "worst", "allowed", "", "worst place, or number compared")
-    rows = [
-        (
-            check.name,
-            "no number" if check.error is None else f"{check.error:.1e}",
-            f"{check.tolerance:.0e}",
-            "ok" if check.passed else "WRONG",
-            f"rank {check.rank}: {check.where}" if check.error != 0 else f"{check.num_compared} comparisons",
-        )
-        for check in found.checks
-    ]
+    rows = []
+    for check in diagnosis.checks:
+        error = "no number" if check.error is None else f"{check.error:.1e}"
+        where = f"rank {check.rank}: {check.where}" if check.error != 0 else f"{check.num_compared} comparisons"
+        rows.append((check.name, error, f"{check.tolerance:.0e}", "ok" if check.passed else "WRONG", where))
     out.print(table(columns, rows, right=columns[1:3]))
     out.print()
-    _show_figures(found)
-    for rank, parts in found.slow_ranks.items():
-        where = f"rank {rank} ({found.ranks[rank].device} on {found.ranks[rank].host})"
-        what = ", ".join(f"{name} {1 - part:.0%} under the median" for name, part in parts.items())
-        out.print(f"slow: {where}: {what}", style="yellow")
-    for note in found.notes:
-        out.print(f"note: {note}")
-    failed = [f"{c.name} on rank {c.rank}" for c in found.checks if not c.passed]
-    verdict = f"FAILED: {', '.join(failed)}" if failed else "passed: these ranks compute the same as one rank"
-    out.print(verdict, style="bold red" if failed else "bold green")
-
-
-def _show_figures(found: "Diagnosis") -> None:
-    columns = ("measured", "median of ranks", "worst", "on rank", "cluster says", "reached")
-    rows = []
-    for figure in found.figures:
-        rank, worst = figure.worst
-        cells = [figure.name, _figure(figure.middle, figure.unit), _figure(worst, figure.unit), str(rank)]
-        promised = figure.promised
+    headings = ("measured", "median of ranks", "worst", "on rank", "cluster says", "reached")
+    figures = []
+    for figure in diagnosis.figures:
+        (rank, worst), promised = figure.worst, figure.promised
+        says = reached = ""
         if promised is not None:
             part = promised / figure.middle if figure.unit == "s" else figure.middle / promised
-            cells += [_figure(promised, figure.unit), f"{part:.0%}"]
-        rows.append((*cells, "", "")[: len(columns)])
-    console().print(table(columns, rows, right=columns[1:]))
+            says, reached = _figure(promised, figure.unit), f"{part:.0%}"
+        middle, slowest = _figure(figure.middle, figure.unit), _figure(worst, figure.unit)
+        figures.append((figure.name, middle, slowest, str(rank), says, reached))
+    out.print(table(headings, figures, right=headings[1:]))
+    for rank, parts in diagnosis.slow_ranks.items():
+        where = f"rank {rank} ({diagnosis.ranks[rank].device} on {diagnosis.ranks[rank].host})"
+        what = ", ".join(f"{name} {1 - part:.0%} under the median" for name, part in parts.items())
+        out.print(f"slow: {where}: {what}", style="yellow")
+    print_ends([f"note: {note}" for note in diagnosis.notes])
+    failed = [f"{c.name} on rank {c.rank}" for c in diagnosis.checks if not c.passed]
+    print_verdict(failed, "these ranks compute the same as one rank")
 
 
 def _figure(value: float, unit: str) -> str:

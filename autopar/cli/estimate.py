@@ -1,17 +1,27 @@
 """`autopar estimate`: step time, throughput, utilisation and peak memory of a plan, each with its parts."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.cli.options.checks import naming, refuse_options
-from autopar.cli.options.model_argument import ClusterOption, Hidden, Json, Layers, ModelArgument, Specialise
-from autopar.cli.options.search_options import Measured, Profile
-from autopar.cli.output import console, print_json, progress, table
-from autopar.cli.results.estimate_trace import Correct, Trace, check_trace_options, compared, show_trace, trace_to_dict
+from autopar.cli.options import (
+    ClusterOption,
+    Hidden,
+    Json,
+    Layers,
+    Measured,
+    ModelArgument,
+    Profile,
+    Specialise,
+    naming,
+    option,
+    problems_of_target,
+    refuse_options,
+)
+from autopar.cli.output import console, print_ends, print_json, progress, table
 from autopar.cost_model.machine.fitted_constants import usable_in_words
 from autopar.cost_model.parts import MEMORY
 from autopar.errors import InputError, Problem
@@ -25,17 +35,23 @@ from autopar.presets.models import model_names
 from autopar.search.result.format import plan_in_words
 
 if TYPE_CHECKING:
-    from autopar.cost_model.estimate import Estimate, RunCost
+    from autopar.cost_model.estimate import Estimate
+    from autopar.cost_model.fit.predicted_vs_measured import Comparison
     from autopar.cost_model.machine.engine import Engine
     from autopar.cost_model.machine.profile import DeviceProfile
 
-ExactMemory = Annotated[
+_ExactMemory = Annotated[
     bool,
     typer.Option(
         "--exact-memory",
         help="Count the tensors of a rank under autopar's engine instead of using formulas. Takes seconds more.",
     ),
 ]
+_Tokens = Annotated[float | None, option("Tokens of the whole run, such as 15e12. Adds days, money, energy.")]
+_Grams = Annotated[float | None, option("Grams of CO2 per kWh of electricity, with --tokens. Adds CO2.")]
+_Trace = Annotated[Path | None, option("Compare with this measured step of the same plan (see `autopar trace`).")]
+_Correct = Annotated[Path | None, option("With --trace: write the profile, corrected by the trace, to this file.")]
+CORRECTED, MAX_NAME = "-corrected", 60
 
 
 def estimate(
@@ -47,17 +63,11 @@ def estimate(
     ] = "autopar",
     profile: Profile = None,
     measured: Measured = None,
-    tokens: Annotated[
-        float | None,
-        typer.Option(help="Tokens of the whole run, such as 15e12. Adds days, money, energy.", show_default=False),
-    ] = None,
-    grams_co2_per_kwh: Annotated[
-        float | None,
-        typer.Option(help="Grams of CO2 per kWh of electricity, with --tokens. Adds CO2.", show_default=False),
-    ] = None,
-    exact_memory: ExactMemory = False,
-    trace: Trace = None,
-    correct: Correct = None,
+    tokens: _Tokens = None,
+    grams_co2_per_kwh: _Grams = None,
+    exact_memory: _ExactMemory = False,
+    trace: _Trace = None,
+    correct: _Correct = None,
     layers: Layers = None,
     hidden: Hidden = None,
     specialise: Specialise = False,
@@ -70,9 +80,9 @@ def estimate(
 
     Example: autopar estimate llama3-8b -c 64xh100 --seq-len 8192 --global-batch 128 --tp 2 --zero 1 --tokens 15e12
     """
-    recorded = check_trace_options(trace, correct, engine)
+    recorded = _checked_trace(trace, correct, engine)
     precision = options.precision
-    spec, found_engine, found_profile, wanted = _inputs(
+    spec, known_engine, known_profile, wanted = _inputs(
         cluster, engine, (profile, measured), precision, tokens, grams_co2_per_kwh
     )
     given = model
@@ -80,40 +90,41 @@ def estimate(
     degrees = options.degrees(spec.num_devices) if plan is None else plan.degrees
     seq_len = options.seq_len if plan is None else plan.sequence
     with naming(None if plan is None else given), progress(f"building {model}") as on_progress:
-        own = is_factory(model)
-        batch, seq_len, dtype = (None, options.seq_len, None) if own else (degrees.local_batch, seq_len, "float32")
-        found = resolve_model(model, layers=layers, hidden=hidden, seq_len=seq_len, batch=batch, dtype=dtype)
+        is_own = is_factory(model)
+        batch, seq_len, dtype = (None, options.seq_len, None) if is_own else (degrees.local_batch, seq_len, "float32")
+        built = resolve_model(model, layers=layers, hidden=hidden, seq_len=seq_len, batch=batch, dtype=dtype)
         from autopar.planning.estimate import estimate as run
         from autopar.planning.measured import is_trace
 
-        made = run(
-            found.model,
+        price = run(
+            built.model,
             spec,
             plan or {name: value for name, value in options.wish().items() if name != "precision"},
-            example_inputs=found.example_inputs,
-            loss_fn=found.loss_fn,
+            example_inputs=built.example_inputs,
+            loss_fn=built.loss_fn,
             specialise=specialise,
             global_batch=options.global_batch,
-            engine=found_engine,
-            profile=found_profile,
+            engine=known_engine,
+            profile=known_profile,
             measured=measured if is_trace(measured) else None,
-            precision=wanted if precision is not None or not (own or plan) else None,
+            precision=wanted if precision is not None or not (is_own or plan) else None,
             tokens=tokens,
             grams_co2_per_kwh=grams_co2_per_kwh,
             exact_memory=exact_memory,
-            name=found.name,
-            on_progress=lambda text: on_progress(f"{found.name}: {text}"),
+            name=built.name,
+            on_progress=lambda text: on_progress(f"{built.name}: {text}"),
         )
-    with nullcontext() if trace is None else values_of(trace, "trace a step of this plan"):
-        beside = compared(made, recorded, correct, found_profile, spec)
+    comparison = None
+    if trace is not None and recorded is not None:
+        with values_of(trace, "trace a step of this plan"):
+            comparison = _compared(price, recorded, correct, known_profile, spec)
     if as_json:
-        print_json(made.to_dict() | ({"trace": trace_to_dict(beside, correct)} if beside is not None else {}))
+        print_json(price.to_dict() | ({} if comparison is None else {"trace": _trace_to_dict(comparison, correct)}))
         return
-    _show(made)
-    if beside is not None and trace is not None:
-        show_trace(beside, trace, correct)
-    for note in found.notes:
-        console().print(note)
+    _show(price)
+    if comparison is not None and trace is not None:
+        _show_trace(comparison, trace, correct)
+    print_ends(built.notes)
 
 
 def _model_and_plan(model: str, options: PlanOptions) -> tuple[str, Plan | None]:
@@ -160,60 +171,75 @@ def _inputs(
     if precision is not None and precision not in PRECISIONS:
         problems.append(Problem(path="--precision", value=precision, rule=f"must be one of {', '.join(PRECISIONS)}"))
     refuse_options(problems)
-    found = engine_named(engine)
+    framework = engine_named(engine)
     spec = ClusterSpec.parse(cluster)
     wanted = precision or default_precision(spec)
-    own = profile_for(*profile, spec, wanted, found)
-    machine = cluster_machine(spec, found, mechanisms(), precision=wanted, profile=own)
-    return spec, found, machine.profile, wanted
+    corrected = profile_for(*profile, spec, wanted, framework)
+    machine = cluster_machine(spec, framework, mechanisms(), precision=wanted, profile=corrected)
+    return spec, framework, machine.profile, wanted
 
 
 # ---- printing ----
 
 
-def _show(made: "Estimate") -> None:
-    out = console()
-    title = f"{made.model} ({readable_count(made.num_parameters)} parameters) on {made.cluster}"
-    out.print(f"{title}: {plan_in_words(made.degrees)}", style="bold")
-    has_tokens = made.sequence > 1  # a model without a sequence dimension has samples
+def _show(price: "Estimate") -> None:
+    out, step_s = console(), price.step_s
+    title = f"{price.model} ({readable_count(price.num_parameters)} parameters) on {price.cluster}"
+    out.print(f"{title}: {plan_in_words(price.degrees)}", style="bold")
+    has_tokens = price.sequence > 1  # a model without a sequence dimension has samples
     rate = "tokens/s" if has_tokens else "samples/s"
-    of_tokens = f"sequences of {made.sequence:,} tokens" if has_tokens else "samples"
-    size = f"{made.global_batch:,} {of_tokens} a step"
-    out.print(f"{size}; engine {made.engine}, {made.precision}, profile {made.profile}\n")
+    of_tokens = f"sequences of {price.sequence:,} tokens" if has_tokens else "samples"
+    size = f"{price.global_batch:,} {of_tokens} a step"
+    out.print(f"{size}; engine {price.engine}, {price.precision}, profile {price.profile}\n")
+    peak = f"{readable_bytes(price.peak_bytes)} of {readable_bytes(price.device_bytes)}"
     rows = [
-        ("step", f"{readable_seconds(made.step_s)} ({_between(made.step_interval_s, readable_seconds)})"),
-        (rate, readable_rate(made.tokens_per_s)),
-        (f"{rate} of a device", readable_rate(made.tokens_per_s_per_device)),
-        ("TFLOP/s of a device", readable_rate(made.tflops_per_device)),
-        ("MFU, HFU", f"{made.mfu:.1%}, {made.hfu:.1%}"),
-        (
-            "peak memory",
-            f"{readable_bytes(made.peak_bytes)} of {readable_bytes(made.device_bytes)} "
-            f"({_between(made.peak_interval_bytes, readable_bytes)})",
-        ),
-        ("without the cache", readable_bytes(made.peak_bytes - made.memory_bytes[MEMORY["cache"]])),
+        ("step", f"{readable_seconds(step_s)} ({_between(price.step_interval_s, readable_seconds)})"),
+        (rate, readable_rate(price.tokens_per_s)),
+        (f"{rate} of a device", readable_rate(price.tokens_per_s_per_device)),
+        ("TFLOP/s of a device", readable_rate(price.tflops_per_device)),
+        ("MFU, HFU", f"{price.mfu:.1%}, {price.hfu:.1%}"),
+        ("peak memory", f"{peak} ({_between(price.peak_interval_bytes, readable_bytes)})"),
+        ("without the cache", readable_bytes(price.peak_bytes - price.memory_bytes[MEMORY["cache"]])),
     ]
-    if made.host_bytes:
-        rows.append(("host memory of a device", readable_bytes(made.host_bytes)))
-    if made.num_devices > made.least_devices:
-        devices = f"{made.least_devices} device{'s' if made.least_devices > 1 else ''}"
-        rows.append(("scaling efficiency", f"{made.scaling_efficiency:.1%} of {devices}"))
+    if price.host_bytes:
+        rows.append(("host memory of a device", readable_bytes(price.host_bytes)))
+    if price.num_devices > price.least_devices:
+        devices = f"{price.least_devices} device{'s' if price.least_devices > 1 else ''}"
+        rows.append(("scaling efficiency", f"{price.scaling_efficiency:.1%} of {devices}"))
     out.print(table(("", ""), rows))
-    if not made.fits:
-        text = f"does not fit: {usable_in_words(made.device_bytes)}; `autopar plan` searches a plan that fits"
+    if not price.fits:
+        text = f"does not fit: {usable_in_words(price.device_bytes)}; `autopar plan` searches a plan that fits"
         out.print(text, style="bold red")
+    least = 1e-9 * step_s  # less is the rounding of a part that is 0
+    times = [
+        *((what, "", s, 0.0) for what, s in price.compute_s.items()),
+        *((c.what, c.mesh_dim, c.exposed_s, c.hidden_s) for c in price.collectives),
+        *((what, "", s, 0.0) for what, s in price.other_s.items()),
+    ]
+    spent = [
+        (what, dim, readable_seconds(s), _part(s, step_s), readable_seconds(hidden) if hidden > least else "")
+        for what, dim, s, hidden in times
+        if max(s, hidden) > least
+    ]
     out.print()
-    out.print(_time_table(made))
+    out.print(
+        table(("time of a step", "mesh", "seconds", "part", "hidden"), spent, right=("seconds", "part", "hidden"))
+    )
     out.print()
-    memory = [(what, readable_bytes(size), _part(size, made.peak_bytes)) for what, size in made.memory_bytes.items()]
+    memory = [(what, readable_bytes(size), _part(size, price.peak_bytes)) for what, size in price.memory_bytes.items()]
     out.print(table(("memory of the fullest rank", "", "part"), [row for row in memory if row[2]], right=("", "part")))
-    if made.run is not None:
+    if price.run is not None:
+        run = price.run
+        figures = {
+            "tokens": run.tokens, "steps": run.steps, "days": run.days, "device hours": run.device_hours,
+            "US dollars": run.price_usd, "kWh of the devices": run.energy_kwh, "kg of CO2": run.co2_kg,
+        }  # fmt: skip
+        texts = [(n, f"{v:,.{2 if n == 'days' else 0}f}") for n, v in figures.items() if v is not None]
         out.print()
-        out.print(table(("whole run", ""), _run_rows(made.run), right=("",)))
-    for only in made.formula_only:
-        out.print(f"formula only: {only}", style="yellow")
-    for assumption in made.assumptions:
-        out.print(f"assumed: {assumption}")
+        out.print(table(("whole run", ""), texts, right=("",)))
+    for feature in price.formula_only:
+        out.print(f"formula only: {feature}", style="yellow")
+    print_ends([f"assumed: {assumption}" for assumption in price.assumptions])
 
 
 def _between(bounds: tuple[float, float], readable: Callable[[float], str]) -> str:
@@ -221,44 +247,83 @@ def _between(bounds: tuple[float, float], readable: Callable[[float], str]) -> s
     return f"80% interval {readable(bounds[0])} to {readable(bounds[1])}"
 
 
-def _time_table(made: "Estimate") -> object:
-    least = 1e-9 * made.step_s  # less is the rounding of a part that is 0
-    rows = [
-        (what, "", readable_seconds(s), _part(s, made.step_s), "") for what, s in made.compute_s.items() if s > least
-    ]
-    rows += [
-        (
-            one.what,
-            one.mesh_dim,
-            readable_seconds(one.exposed_s),
-            _part(one.exposed_s, made.step_s),
-            readable_seconds(one.hidden_s) if one.hidden_s > least else "",
-        )
-        for one in made.collectives
-        if one.exposed_s > least or one.hidden_s > least
-    ]
-    rows += [
-        (what, "", readable_seconds(s), _part(s, made.step_s), "") for what, s in made.other_s.items() if s > least
-    ]
-    columns = ("time of a step", "mesh", "seconds", "part", "hidden")
-    return table(columns, rows, right=("seconds", "part", "hidden"))
-
-
-def _run_rows(run: "RunCost") -> list[tuple[str, str]]:
-    rows = [
-        ("tokens", f"{run.tokens:,.0f}"),
-        ("steps", f"{run.steps:,.0f}"),
-        ("days", f"{run.days:,.2f}"),
-        ("device hours", f"{run.device_hours:,.0f}"),
-    ]
-    if run.price_usd is not None:
-        rows.append(("US dollars", f"{run.price_usd:,.0f}"))
-    if run.energy_kwh is not None:
-        rows.append(("kWh of the devices", f"{run.energy_kwh:,.0f}"))
-    if run.co2_kg is not None:
-        rows.append(("kg of CO2", f"{run.co2_kg:,.0f}"))
-    return rows
-
-
 def _part(value: float, whole: float) -> str:
     return f"{value / whole:.1%}" if value else ""
+
+
+# ---- the trace of a step ----
+
+
+def _checked_trace(trace: Path | None, correct: Path | None, engine: str) -> dict[str, Any] | None:
+    """The trace's content, read before a model is built; everything wrong with the options at once."""
+    problems = []
+    if trace is None and correct is not None:
+        problems.append(Problem(path="--correct", rule="needs a measured step", suggestion="add --trace FILE"))
+    if trace is not None and engine != "autopar":
+        rule = "a trace is of autopar's engine, so the estimate must be of this engine too"
+        problems.append(Problem(path="--trace", value=engine, rule=rule, suggestion="leave out --engine"))
+    refuse_options(problems + problems_of_target("--correct", correct))
+    if trace is None:
+        return None
+    from autopar.cost_model.fit.profile_parts import WRITTEN_BY, measured_parts, read_trace
+
+    with values_of(trace, WRITTEN_BY):
+        content = read_trace(trace)
+        measured_parts(content)
+    return dict(content)
+
+
+def _compared(
+    price: "Estimate",
+    trace: dict[str, Any],
+    correct: Path | None,
+    profile: "DeviceProfile",
+    cluster: ClusterSpec,
+) -> "Comparison":
+    """The estimate beside the trace. With `correct` the profile is written there, with the constants
+    behind the terms that are off scaled, under a name of its own."""
+    from autopar.cost_model.fit.predicted_vs_measured import BAND, corrected
+    from autopar.cost_model.fit.profile_comparison import compare_trace, tiers_of
+    from autopar.cost_model.machine.profile_io import dump_profile
+
+    comparison = compare_trace(price, trace, band=BAND)
+    if correct is not None:
+        new = corrected(profile, comparison, tiers=tiers_of(cluster, price.degrees))
+        name = profile.name.removesuffix(CORRECTED)[: MAX_NAME - len(CORRECTED)] + CORRECTED
+        dump_profile(replace(new, name=name), correct)
+    return comparison
+
+
+def _trace_to_dict(comparison: "Comparison", correct: Path | None) -> dict[str, Any]:
+    return {
+        "band": comparison.band,
+        "predicted_s": comparison.total.predicted_s,
+        "measured_s": comparison.total.measured_s,
+        "terms": [asdict(term) for term in comparison.terms],
+        "outside": [term.name for term in comparison.outside],
+        "corrected": None if correct is None else str(correct),
+    }
+
+
+def _show_trace(comparison: "Comparison", trace: Path, correct: Path | None) -> None:
+    from autopar.cost_model.fit.profile_comparison import sentence
+
+    out = console()
+    off = {term.name for term in comparison.outside}
+    rows = [
+        (
+            term.name,
+            readable_seconds(term.predicted_s),
+            readable_seconds(term.measured_s),
+            f"{term.predicted_s / term.measured_s:.2f}" if term.measured_s else "",
+            "off" if term.name in off else "",
+        )
+        for term in (*comparison.terms, comparison.total)
+    ]
+    columns = (f"beside {trace.name}", "predicted", "measured", "ratio", "")
+    out.print()
+    out.print(table(columns, rows, right=columns[1:4]))
+    out.print(sentence(comparison))
+    out.print("the optimizer is no part of a trace, and not compared")
+    if correct is not None:
+        out.print(f"corrected profile written to {correct}; estimate again with --profile {correct}")

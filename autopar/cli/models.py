@@ -1,6 +1,6 @@
 """`autopar models`: the model presets."""
 
-from autopar.cli.options.model_argument import Json
+from autopar.cli.options import Json
 from autopar.cli.output import console, print_json, table
 from autopar.presets.models import model_presets
 

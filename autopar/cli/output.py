@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from contextvars import ContextVar
+from pathlib import Path
 from textwrap import wrap
 from typing import Any, TextIO
 
@@ -105,40 +106,34 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Seque
 
     The first column names the row. On a narrow terminal the widest texts stand below their row, then the last numbers.
     """
+    screen_width = console().width
     widths = [max(cell_len(cell) for cell in column) for column in zip(columns, *rows, strict=True)]
-    below: list[int] = []
-    kept = list(range(len(columns)))
-    while sum(widths[at] + _GAP for at in kept) - _GAP > console().width and len(kept) > 1:
-        widest = max(kept[1:], key=lambda at: (columns[at] not in right, at if columns[at] in right else widths[at]))
-        kept.remove(widest)
+    beside, below = list(range(len(columns))), list[int]()
+    while sum(widths[at] + _GAP for at in beside) - _GAP > screen_width and len(beside) > 1:
+        widest = max(beside[1:], key=lambda at: (columns[at] not in right, at if columns[at] in right else widths[at]))
+        beside.remove(widest)
         below.append(widest)
     if not below:
-        return _table(columns, rows, right)
-    lines = [Text(_row(columns, widths, kept, columns, right), style="bold")]
+        grid = Table(box=None, show_header=any(columns), header_style="bold", pad_edge=False, padding=(0, _GAP, 0, 0))
+        for column in columns:
+            grid.add_column(Text(column), justify="right" if column in right else "left", overflow="fold")
+        for row in rows:
+            grid.add_row(*map(Text, row))
+        return grid
+
+    def line(cells: Sequence[str]) -> str:
+        spaces = {at: " " * (widths[at] - cell_len(cells[at])) for at in beside}
+        padded = (spaces[at] + cells[at] if columns[at] in right else cells[at] + spaces[at] for at in beside)
+        return (" " * _GAP).join(padded).rstrip()
+
+    lines = [Text(line(columns), style="bold")]
     for row in rows:
-        lines.append(Text(_row(row, widths, kept, columns, right)))
+        lines.append(Text(line(row)))
         more = [(columns[at], row[at]) for at in sorted(below) if row[at]]
         numbers = ", ".join(f"{name} {cell}" for name, cell in more if name in right)
         for text in (numbers, *(f"{name}: {cell}" if name else cell for name, cell in more if name not in right)):
-            lines += [Text(f"{'':{2 * _GAP}}{part}") for part in wrap(text, max(_LEAST, console().width - 2 * _GAP))]
+            lines += [Text(f"{'':{2 * _GAP}}{part}") for part in wrap(text, max(_LEAST, screen_width - 2 * _GAP))]
     return Group(*lines)
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]) -> Table:
-    made = Table(box=None, show_header=any(columns), header_style="bold", pad_edge=False, padding=(0, _GAP, 0, 0))
-    for column in columns:
-        made.add_column(Text(column), justify="right" if column in right else "left", overflow="fold")
-    for row in rows:
-        made.add_row(*(Text(cell) for cell in row))
-    return made
-
-
-def _row(
-    cells: Sequence[str], widths: Sequence[int], kept: Sequence[int], columns: Sequence[str], right: Sequence[str]
-) -> str:
-    """Some cells of a row, each as wide as its column."""
-    padded = [(cells[at], " " * (widths[at] - cell_len(cells[at])), columns[at] in right) for at in kept]
-    return (" " * _GAP).join(space + cell if is_right else cell + space for cell, space, is_right in padded).rstrip()
 
 
 def print_sections(sections: Sequence[Section], out: Console) -> None:
@@ -150,6 +145,18 @@ def print_sections(sections: Sequence[Section], out: Console) -> None:
         if section.rows:
             out.print(table(section.columns, section.rows, right=("copies", "calls", "times")))
         out.print()
+
+
+def print_ends(notes: Sequence[str], *written: Path | None) -> None:
+    """The last lines of a command: notes, and the files that it wrote."""
+    for line in (*notes, *(f"written to {path}" for path in written if path is not None)):
+        console().print(line)
+
+
+def print_verdict(failed: Sequence[str], passed: str) -> None:
+    """Whether checks passed, or the names of those that failed."""
+    verdict = f"FAILED: {', '.join(failed)}" if failed else f"passed: {passed}"
+    console().print(verdict, style="bold red" if failed else "bold green")
 
 
 @contextmanager

@@ -1,42 +1,60 @@
 """`autopar plan`: capture a model without memory, search how to split it, say why, and write the plan."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import Annotated
 
 from autopar.cache.captures import CapturedModel, captured_model
 from autopar.cache.store import cache_folder
-from autopar.cli.options.model_argument import ClusterOption, Hidden, Json, Layers, ModelArgument, Specialise
-from autopar.cli.options.plan_options import default_global_batch, values_by_word
-from autopar.cli.options.search_options import (
+from autopar.cli.options import (
+    SEARCH,
+    ClusterOption,
     Fix,
     Forbid,
+    Hidden,
+    Json,
+    Layers,
     Measured,
+    ModelArgument,
     Objective,
     Profile,
     Seed,
-    Study,
-    Timeout,
-    Top,
-    Trials,
+    Specialise,
+    default_global_batch,
+    option,
+    values_by_word,
 )
-from autopar.cli.output import console, print_json, print_sections, progress
-from autopar.cli.results.plan_result import result_sections
+from autopar.cli.output import console, print_ends, print_json, print_sections, progress
+from autopar.cost_model.machine.fitted_constants import usable_in_words
 from autopar.errors import InfeasibleError
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.explanation import sections
-from autopar.ir.plan import Plan
+from autopar.ir.explanation import Section, readable_bytes, readable_rate, readable_seconds, sections
 from autopar.models.load import is_factory
 from autopar.planning.options import TOP, TRIALS, PlanOptions
-from autopar.search.result.format import nothing_fits
+from autopar.search.result.format import nothing_fits, plan_in_words, readable_value, what_does_not_fit
+from autopar.search.result.result import Contender, SearchResult
 
-if TYPE_CHECKING:
-    from autopar.search.result.result import SearchResult
+MOST_MEASURED = 2  # plans beside the best plan
+_Top = Annotated[int, option("Number of other plans to show. (default: 5)", panel=SEARCH)]
+_Trials = Annotated[
+    int,
+    option(f"Variations of stage cuts to try. If there are more, Optuna chooses. (default: {TRIALS})", panel=SEARCH),
+]
+_Timeout = Annotated[
+    float | None,
+    option("Seconds after which the search ends with the best plan so far and its gap. (default: none)", panel=SEARCH),
+]
+_Study = Annotated[
+    str | None,
+    option(
+        "Keep the search's prices and Optuna's trials in this .log file, .db file or database URL. Later searches and "
+        "other processes continue it. (default: none)",
+        panel=SEARCH,
+    ),
+]
 
 
 def plan(
@@ -46,23 +64,18 @@ def plan(
     objective: Objective = "time",
     fix: Fix = None,
     forbid: Forbid = None,
-    top: Top = TOP,
-    trials: Trials = TRIALS,
-    timeout: Timeout = None,
+    top: _Top = TOP,
+    trials: _Trials = TRIALS,
+    timeout: _Timeout = None,
     seed: Seed = 0,
-    study: Study = None,
+    study: _Study = None,
     profile: Profile = None,
     measured: Measured = None,
     layers: Layers = None,
     hidden: Hidden = None,
     specialise: Specialise = False,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Write the plan to this file (JSON).", show_default=False)
-    ] = None,
-    report: Annotated[
-        Path | None,
-        typer.Option(help="Write a page about the search to this file (HTML).", show_default=False),
-    ] = None,
+    out: Annotated[Path | None, option("Write the plan to this file (JSON).", "--out", "-o")] = None,
+    report: Annotated[Path | None, option("Write a page about the search to this file (HTML).")] = None,
     as_json: Json = False,
 ) -> None:
     """Find the fastest split of MODEL over a cluster, and explain it. Needs no GPU and no memory for the weights.
@@ -77,13 +90,13 @@ def plan(
     from autopar.planning.measured import profile_for
 
     spec = ClusterSpec.parse(cluster)
-    options = replace(options, fix=values_by_word("--fix", fix or ()), forbid=values_by_word("--forbid", forbid or ()))
+    options = replace(options, fix=values_by_word("--fix", fix), forbid=values_by_word("--forbid", forbid))
     wanted = checked_precision(options.precision, spec)
     options.check()
     is_own = is_factory(model)
     # on CPUs a preset computes in the float32 in which it is built
     is_named = options.precision is not None or (not is_own and wanted != "fp32")
-    asked = replace(
+    request = replace(
         options,
         global_batch=options.global_batch or default_global_batch(options, spec.num_devices, None),
         objective=objective,
@@ -96,35 +109,32 @@ def plan(
         profile=profile_for(profile, measured, spec, wanted),
         precision=wanted if is_named else None,
     )
-    asked.check_search(spec.num_devices)  # before the model is captured, which takes longer
+    request.check_search(spec.num_devices)  # before the model is captured, which takes longer
     with progress(f"capturing {model}") as on_progress:
         capture = partial(
             captured_model, model, folder=cache_folder(), specialise=specialise, cluster=spec, layers=layers,
             hidden=hidden, seq_len=options.seq_len, dtype=None if is_own else "float32",
-            staged=asked.is_staged,
+            staged=request.is_staged,
         )  # fmt: skip
-        found = _best(partial(_captured_and_searched, capture, spec, options, measured, on_progress), asked, spec)
-    if out is not None and found.plan is not None:
-        found.plan.save(out)
+        search = partial(_captured_and_searched, capture, spec, options, measured, on_progress)
+        result = search(request)
+        if request.precision == "fp32":
+            from autopar.planning.precision import with_bf16_beside
+
+            result = with_bf16_beside(result, request, spec, search)
+    if out is not None and result.plan is not None:
+        result.plan.save(out)
     if report is not None:
         from autopar.report.write import write_report
 
-        write_report(found, report)
+        write_report(result, report)
     if as_json:
-        print_json(found.to_dict())
-    if found.plan is None:
-        raise InfeasibleError(nothing_fits(found))
+        print_json(result.to_dict())
+    if result.plan is None:
+        raise InfeasibleError(nothing_fits(result))
     if not as_json:
-        _show(found, found.plan, [path for path in (out, report) if path is not None])
-
-
-def _best(search: "Callable[[PlanOptions], SearchResult]", asked: PlanOptions, cluster: ClusterSpec) -> "SearchResult":
-    found = search(asked)
-    if asked.precision != "fp32":
-        return found
-    from autopar.planning.precision import with_bf16_beside
-
-    return with_bf16_beside(found, asked, cluster, search)
+        print_sections([*result_sections(result), *sections(result.plan)], console())
+        print_ends([f"assumed: {assumption}" for assumption in result.assumptions], out, report)
 
 
 def _captured_and_searched(
@@ -133,66 +143,131 @@ def _captured_and_searched(
     options: PlanOptions,
     measured: Path | None,
     on_progress: Callable[[str], None],
-    asked: PlanOptions,
-) -> "SearchResult":
+    request: PlanOptions,
+) -> SearchResult:
+    from autopar.planning.measured import is_trace
+
     started = time.monotonic()
-    captured = capture(precision=asked.precision)
-    own = replace(asked, precision=asked.precision or captured.precision)
+    captured = capture(precision=request.precision)
+    narrowed = replace(request, precision=request.precision or captured.precision)
     if options.global_batch is None and captured.local_batch is not None:
-        own = replace(own, global_batch=default_global_batch(options, cluster.num_devices, captured.local_batch))
+        batch = default_global_batch(options, cluster.num_devices, captured.local_batch)
+        narrowed = replace(narrowed, global_batch=batch)
     capture_s = time.monotonic() - started
-    if own.timeout_s is not None:  # a capture counts too
-        own = replace(own, timeout_s=max(0.0, own.timeout_s - capture_s))
-    found = _searched(captured, cluster, _with_trace(own, measured, captured, cluster, on_progress), on_progress)
-    return replace(
-        found, notes=(*found.notes, *captured.notes, *overtime(asked, capture_s, time.monotonic() - started))
-    )
+    if narrowed.timeout_s is not None:  # a capture counts too
+        narrowed = replace(narrowed, timeout_s=max(0.0, narrowed.timeout_s - capture_s))
+    if is_trace(measured):
+        from autopar.planning.search import with_trace
+
+        narrowed = with_trace(narrowed, measured, captured.capture, cluster, on_progress)
+    if captured.local_batch is None:  # searches of models that autopar builds itself are kept, as their captures are
+        from autopar.cache.plans import kept_search
+
+        result = kept_search(cache_folder(), captured, cluster, narrowed, on_progress=on_progress)
+    else:
+        from autopar.planning.search import search_captured
+
+        result = search_captured(captured.capture, cluster, narrowed, name=captured.name, on_progress=on_progress)
+    late = overtime(request, capture_s, time.monotonic() - started)
+    return replace(result, notes=(*result.notes, *captured.notes, *late))
 
 
-def overtime(asked: PlanOptions, capture_s: float, all_s: float) -> Iterator[str]:
+def overtime(request: PlanOptions, capture_s: float, all_s: float) -> Iterator[str]:
     """What took longer than the limit: nothing ends a capture, nor the prices without which there is no plan."""
-    if asked.timeout_s is not None and all_s > asked.timeout_s + 1:
+    if request.timeout_s is not None and all_s > request.timeout_s + 1:
         yield (
-            f"{all_s:.0f} s instead of {asked.timeout_s:g} s: {capture_s:.0f} s to build and capture the model, "
+            f"{all_s:.0f} s instead of {request.timeout_s:g} s: {capture_s:.0f} s to build and capture the model, "
             f"{all_s - capture_s:.0f} s to choose labels and to price the shown plans"
         )
 
 
-def _with_trace(
-    asked: PlanOptions,
-    measured: Path | None,
-    captured: CapturedModel,
-    cluster: ClusterSpec,
-    on_progress: Callable[[str], None],
-) -> PlanOptions:
-    """The request with its profile corrected, if the measured steps are a trace."""
-    from autopar.planning.measured import is_trace
-
-    if not is_trace(measured):
-        return asked
-    from autopar.planning.search import with_trace
-
-    return with_trace(asked, measured, captured.capture, cluster, on_progress)
+def result_sections(result: SearchResult) -> list[Section]:
+    """The best plan, the next plans with reasons, and the candidates that were ruled out."""
+    return [_best(result), _others(result), _not_possible(result)]
 
 
-def _show(found: "SearchResult", decided: Plan, written: Sequence[Path]) -> None:
-    stdout = console()
-    print_sections(result_sections(found), stdout)
-    print_sections(sections(decided), stdout)
-    for assumption in found.assumptions:
-        stdout.print(f"assumed: {assumption}")
-    for path in written:
-        stdout.print(f"written to {path}")
+def _best(result: SearchResult) -> Section:
+    best = result.best
+    assert best is not None
+    has_tokens = result.sequence > 1  # a model without a sequence dimension has samples
+    of_a_step = f"{result.global_batch:,} " + (f"sequences of {result.sequence:,} tokens" if has_tokens else "samples")
+    unit, per_s = "tokens" if has_tokens else "samples", result.global_batch * result.sequence / best.step_s
+    lines = [
+        plan_in_words(best.degrees),
+        *([] if result.unit == "s" else [f"{result.objective} {readable_value(best.value, result.unit)}"]),
+        f"{readable_seconds(best.step_s)} a step of {of_a_step}: {readable_rate(per_s)} {unit}/s, "
+        f"{readable_rate(per_s / best.num_devices)} of a device",
+        f"{readable_bytes(best.needed_bytes)} of {readable_bytes(result.device_bytes)} on the fullest device",
+        usable_in_words(result.device_bytes),
+    ]
+    if result.step_interval_s is not None and result.needed_interval_bytes is not None:
+        step = " to ".join(map(readable_seconds, result.step_interval_s))
+        needed = " to ".join(map(readable_bytes, result.needed_interval_bytes))
+        lines.append(f"in 4 of 5 published runs a measurement was in the interval: {step} a step, {needed}")
+    lines += [
+        _proof(result),
+        *(note for note in result.notes if result.plan is None or note not in result.plan.notes),
+        f"engine {result.engine}, profile {result.profile}; searched in {result.seconds:.1f} s",
+    ]
+    some = "" if best.num_devices == result.num_devices else f"{best.num_devices:,} of "
+    where = f"{some}{result.num_devices:,} device{'s' * (result.num_devices > 1)}, {result.precision}"
+    title = f"{result.model} on {result.cluster}, {where}: the best of {result.counted.candidates:,} candidates"
+    return Section(title=title, lines=tuple(lines))
 
 
-def _searched(
-    captured: CapturedModel, cluster: ClusterSpec, asked: PlanOptions, on_progress: Callable[[str], None]
-) -> "SearchResult":
-    """Searches of models that autopar builds itself are kept, as their captures are."""
-    if captured.local_batch is None:
-        from autopar.cache.plans import kept_search
+def _proof(result: SearchResult) -> str:
+    priced = f"{result.counted.priced:,} priced exactly"
+    if result.bound is None and result.best is not None and result.best.degrees.get("loss_chunks", 1) > 1:
+        return "no candidate fits with whole logits; with the loss in chunks this plan does"
+    if result.bound is None:
+        return f"no candidate fits; with refined stages this plan does ({result.refined:,} variations tried)"
+    if result.saved_by_own_stages:
+        saved = f"{result.saved_by_own_stages:.1%}"
+        return f"proven: before refining, no candidate is better ({priced}); refining its stages saves {saved}"
+    if result.is_proven:
+        return f"proven: no candidate is better ({priced}, lower bounds rule out the rest)"
+    if not result.bound:
+        return f"not proven: the time ended before all plans had a lower bound ({priced})"
+    bound = readable_value(result.bound, result.unit)
+    return f"not proven: a candidate may be up to {result.gap:.1%} better ({priced}, no lower bound below {bound})"
 
-        return kept_search(cache_folder(), captured, cluster, asked, on_progress=on_progress)
-    from autopar.planning.search import search_captured
 
-    return search_captured(captured.capture, cluster, asked, name=captured.name, on_progress=on_progress)
+def _others(result: SearchResult) -> Section:
+    shown = {}  # by the plan in words: how much more than the best plan, the plan with its name, the reason
+    for plan in sorted((*result.baselines, *result.others), key=lambda plan: plan.value):
+        words = plan_in_words(plan.degrees)
+        if plan.name and result.best is not None and plan.degrees == result.best.degrees and plan.fits:
+            shown[words] = ("best", f"{plan.name} is the best plan", "")
+        elif words not in shown:
+            named = f"{plan.name}: {words}" if plan.name else words
+            shown[words] = (_more(result, plan), named, "; ".join(filter(None, (_value(result, plan), plan.reason))))
+    width = max((len(more) for more, _, _ in shown.values()), default=0)
+    lines = []
+    for more, named, reason in shown.values():
+        lines += [f"{more:>{width}}  {named}", *([f"{'':{width}}    {reason}"] if reason else [])]
+    if count := len(result.like_best):
+        lines.append(
+            f"a measurement may put the next {'plan' if count == 1 else f'{count} plans'} before the best plan; "
+            f"measure the best plan and the next {min(count, MOST_MEASURED)}"
+        )
+    title = "Next plans, and plans that people choose by hand"
+    return Section(title=title, lines=tuple(lines or ["no other plan was priced"]))
+
+
+def _more(result: SearchResult, plan: Contender) -> str:
+    """How much larger a plan's value is than the best value."""
+    if not plan.fits or result.best is None:
+        return "too big"
+    more = plan.value / result.best.value - 1
+    return f"+{more:,.1%}" if more >= 0.0005 else "<0.1%"
+
+
+def _value(result: SearchResult, plan: Contender) -> str:
+    step = readable_seconds(plan.step_s)
+    return step if result.unit == "s" else f"{readable_value(plan.value, result.unit)}, {step} a step"
+
+
+def _not_possible(result: SearchResult) -> Section:
+    counted = result.counted
+    lines = [what_does_not_fit(counted), *(f"{degrees}: {why}" for degrees, why in counted.refused.items())]
+    return Section(title="Candidates that were ruled out", lines=tuple(lines))

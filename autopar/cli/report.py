@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
+from autopar.cli.options import argument, option
 from autopar.cli.output import console
 from autopar.errors import InputError
 from autopar.files.strict_text import values_of
@@ -15,19 +14,16 @@ AGAIN = "write it again with the command that made it"
 def report(
     source: Annotated[
         str,
-        typer.Argument(
-            metavar="RESULT",
-            help="A file with the output of `autopar plan --json` or `autopar tune --json`, a study (file or database "
+        argument(
+            "RESULT",
+            "A file with the output of `autopar plan --json` or `autopar tune --json`, a study (file or database "
             "URL), a plan file, or the directory of a run.",
-            show_default=False,
         ),
     ],
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Write the page to this file (HTML).", show_default=False)
-    ] = None,
+    out: Annotated[Path | None, option("Write the page to this file (HTML).", "--out", "-o")] = None,
     perfetto: Annotated[
         Path | None,
-        typer.Option(help="Write the predicted time line to this file, for ui.perfetto.dev.", show_default=False),
+        option("Write the predicted time line to this file, for ui.perfetto.dev."),
     ] = None,
 ) -> None:
     """Write a page about a search, a plan or a training run.
@@ -42,10 +38,10 @@ def report(
     from autopar.report.write import read_source, write_report, write_trace
 
     with values_of(source, AGAIN):
-        found = read_source(source)
+        result = read_source(source)
     if out is None and perfetto is None:
         raise InputError("nothing to write; give --out report.html, --perfetto trace.json or both")
     with values_of(source, AGAIN):
-        sizes = {path: write(found, path) for path, write in ((out, write_report), (perfetto, write_trace)) if path}
+        sizes = {path: write(result, path) for path, write in ((out, write_report), (perfetto, write_trace)) if path}
     for path, size in sizes.items():
         console().print(f"written to {path} ({size / 1000:,.0f} kB)")

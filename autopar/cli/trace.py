@@ -6,9 +6,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cli.options.checks import naming
-from autopar.cli.options.model_argument import Hidden, Json, Layers, ModelArgument, Specialise
-from autopar.cli.options.small_model import LocalBatch, WorldSize, check_numbers, wish_and_sizes
+from autopar.cli.options import (
+    Hidden,
+    Json,
+    Layers,
+    LocalBatch,
+    ModelArgument,
+    Specialise,
+    WorldSize,
+    check_numbers,
+    naming,
+    option,
+    wish_and_sizes,
+)
 from autopar.cli.output import console, print_json, progress, table
 from autopar.ir.explanation import sizes_in_words
 from autopar.planning.options import PlanOptions
@@ -23,7 +33,7 @@ def trace(
     world_size: WorldSize,
     options: PlanOptions,
     out: Annotated[Path, typer.Option("--out", "-o", help="Write the trace to this file.")] = Path("trace.json"),
-    plan: Annotated[Path | None, typer.Option(help="Plan file to run.", show_default=False)] = None,
+    plan: Annotated[Path | None, option("Plan file to run.")] = None,
     layers: Layers = None,
     hidden: Hidden = None,
     specialise: Specialise = False,

@@ -7,11 +7,25 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cli.options.checks import problems_of_target, refuse_options
-from autopar.cli.options.model_argument import ClusterOption, Hidden, Json, Layers, Specialise
-from autopar.cli.options.plan_options import default_global_batch, values_by_word
-from autopar.cli.options.search_options import Fix, Forbid, Objective, Profile, Seed
-from autopar.cli.output import console, print_json, progress, table
+from autopar.cli.options import (
+    ClusterOption,
+    Fix,
+    Forbid,
+    Hidden,
+    Json,
+    Layers,
+    Objective,
+    Profile,
+    Seed,
+    Specialise,
+    argument,
+    default_global_batch,
+    option,
+    problems_of_target,
+    refuse_options,
+    values_by_word,
+)
+from autopar.cli.output import console, print_ends, print_json, progress, table
 from autopar.errors import InputError, Problem
 from autopar.files.atomic import write_text
 from autopar.ir.cluster import ClusterSpec
@@ -27,17 +41,15 @@ if TYPE_CHECKING:
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?) ?(s|m|min|h)?")
 _SECONDS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
-_STATES = {"complete": "", "pruned": "slower", "failed": "failed"}
 _BATCH = 2  # sequences of the example inputs; plans have their own
 
 
 _Model = Annotated[
     str,
-    typer.Argument(
-        metavar="MODEL",
-        help="A preset, a config.json or package.module:factory, as for `autopar plan`; or a training script such as "
+    argument(
+        "MODEL",
+        "A preset, a config.json or package.module:factory, as for `autopar plan`; or a training script such as "
         "train.py, which runs until it calls autopar.parallelize. Arguments of the script follow in the same text.",
-        show_default=False,
     ),
 ]
 
@@ -54,10 +66,9 @@ def tune(
     forbid: Forbid = None,
     study: Annotated[
         str | None,
-        typer.Option(
-            help="Keep the trials in this .log file, .db file or database URL. A later run continues it, and several "
-            "runs share it.",
-            show_default=False,
+        option(
+            "Keep the trials in this .log file, .db file or database URL. A later run continues it, and several "
+            "runs share it."
         ),
     ] = None,
     profile: Profile = None,
@@ -68,15 +79,12 @@ def tune(
     layers: Layers = None,
     hidden: Hidden = None,
     specialise: Specialise = False,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Write the best plan to this file (JSON).", show_default=False)
-    ] = None,
+    out: Annotated[Path | None, option("Write the best plan to this file (JSON).", "--out", "-o")] = None,
     profile_out: Annotated[
         Path | None,
-        typer.Option(
-            help="Write the profile, corrected by the trials, to this file (YAML). (default: beside a cluster file, "
-            "which then names it)",
-            show_default=False,
+        option(
+            "Write the profile, corrected by the trials, to this file (YAML). (default: beside a cluster file, "
+            "which then names it)"
         ),
     ] = None,
     as_json: Json = False,
@@ -98,7 +106,7 @@ def tune(
     asked = replace(
         options,
         global_batch=options.global_batch or default_global_batch(options, spec.num_devices, None),
-        objective=objective, fix=values_by_word("--fix", fix or ()), forbid=values_by_word("--forbid", forbid or ()),
+        objective=objective, fix=values_by_word("--fix", fix), forbid=values_by_word("--forbid", forbid),
         seed=seed,
     )  # fmt: skip
     with progress(f"building {model}") as on_progress:
@@ -108,15 +116,15 @@ def tune(
         result = tune_asked(
             lambda: _given(model, layers, hidden, options.seq_len, specialise=specialise), spec, asked, limits,
             study=study, profile=profile, calibrate=calibrate, on_progress=on_progress,
-            on_trial=(lambda one: None) if as_json else _show_trial,
+            on_trial=(lambda trial: None) if as_json else _show_trial,
         )  # fmt: skip
     if out is not None and result.plan is not None:
         result.plan.save(out)
-    kept = _keep_profile(result, cluster, profile_out)
+    profiles = _keep_profile(result, cluster, profile_out)
     if as_json:
         print_json(result.to_dict())
     else:
-        _show(result, [path for path in (out, *kept) if path is not None])
+        _show(result, [out, *profiles])
     if result.best is None:
         raise typer.Exit(1)
 
@@ -130,29 +138,29 @@ def _given(model: str, layers: int | None, hidden: int | None, seq_len: int | No
         refused = [name for name, value in sizes.items() if value is not None]
         if refused:
             raise InputError(f"{', '.join(refused)}: a script decides its own sizes; change {model} instead")
-        found = given_by_script(model)
-        return replace(found, specialise=specialise or found.specialise)
-    own = is_factory(model)
-    batch, dtype = (None, None) if own else (_BATCH, "float32")
+        given = given_by_script(model)
+        return replace(given, specialise=specialise or given.specialise)
+    is_own = is_factory(model)
+    batch, dtype = (None, None) if is_own else (_BATCH, "float32")
     built = resolve_model(model, layers=layers, hidden=hidden, seq_len=seq_len, batch=batch, dtype=dtype)
     return Given(
         model=built.model,
         example_inputs=built.example_inputs,
         loss_fn=built.loss_fn,
         name=built.name,
-        origin=model if own else "",
+        origin=model if is_own else "",
         specialise=specialise,
         notes=built.notes,
     )
 
 
-def _seconds(option: str, text: str, problems: list[Problem]) -> float:
+def _seconds(name: str, text: str, problems: list[Problem]) -> float:
     """The seconds of a text such as 90s, 10m or 2h; a bare number is seconds. Adds a problem for another text."""
-    found = _DURATION.fullmatch(text.strip().lower())
-    if found is None or not float(found[1]):
-        problems.append(Problem(path=option, value=text, rule="must be a time above 0, such as 90s, 10m or 2h"))
+    match = _DURATION.fullmatch(text.strip().lower())
+    if match is None or not float(match[1]):
+        problems.append(Problem(path=name, value=text, rule="must be a time above 0, such as 90s, 10m or 2h"))
         return 0.0
-    return float(found[1]) * _SECONDS[found[2] or "s"]
+    return float(match[1]) * _SECONDS[match[2] or "s"]
 
 
 def _keep_profile(result: "TuneResult", cluster: str, out: Path | None) -> list[Path]:
@@ -172,54 +180,43 @@ def _keep_profile(result: "TuneResult", cluster: str, out: Path | None) -> list[
     return [path, file]
 
 
-def _between(spread: "Spread") -> str:
-    """An interval in words; empty if there were too few steps."""
-    if spread.low == 0:
+def _measured(seconds: "Spread | None") -> str:
+    """The median, and its interval if there were steps enough."""
+    if seconds is None:
         return ""
-    return f" ({readable_seconds(spread.low)} to {readable_seconds(spread.high)})"
+    between = "" if seconds.low == 0 else f" ({readable_seconds(seconds.low)} to {readable_seconds(seconds.high)})"
+    return f"{readable_seconds(seconds.median)}{between}"
 
 
-def _show_trial(one: "Tried") -> None:
-    out, outcome = console(), one.outcome
-    what = f"trial {one.number + 1}: {plan_in_words(one.candidate.degrees)}"
+def _show_trial(trial: "Tried") -> None:
+    out, outcome = console(), trial.outcome
+    what = f"trial {trial.number + 1}: {plan_in_words(trial.candidate.degrees)}"
     if outcome.seconds is None:
         first = (outcome.message.splitlines() or [""])[0]
         out.print(f"{what}: failed ({outcome.reason}): {first}", style="yellow")
         return
     more = ", surely slower than the best" if outcome.state == "pruned" else ""
-    seconds = f"{readable_seconds(outcome.seconds.median)}{_between(outcome.seconds)}"
-    out.print(f"{what}: {seconds}, predicted {readable_seconds(one.candidate.predicted_s)}{more}")
+    predicted = readable_seconds(trial.candidate.predicted_s)
+    out.print(f"{what}: {_measured(outcome.seconds)}, predicted {predicted}{more}")
 
 
-def _show(result: "TuneResult", written: list[Path]) -> None:
+def _show(result: "TuneResult", written: list[Path | None]) -> None:
     from autopar.report.tuning.words import best_in_words, gain_in_words
 
     out = console()
     rows = []
-    for at, one in enumerate(result.tried):
-        seconds, peak = one.outcome.seconds, one.outcome.peak_bytes
-        rows.append(
-            (
-                plan_in_words(one.candidate.degrees),
-                readable_seconds(one.candidate.predicted_s),
-                "" if seconds is None else f"{readable_seconds(seconds.median)}{_between(seconds)}",
-                readable_bytes(one.candidate.needed_bytes),
-                "" if peak is None else readable_bytes(peak),
-                "best"
-                if at == result.best
-                else one.outcome.reason or ("slower" if one.outcome.state == "pruned" else ""),
-            )
-        )
+    for at, trial in enumerate(result.tried):
+        plan, outcome = trial.candidate, trial.outcome
+        figures = (readable_seconds(plan.predicted_s), _measured(outcome.seconds), readable_bytes(plan.needed_bytes))
+        peak = "" if outcome.peak_bytes is None else readable_bytes(outcome.peak_bytes)
+        ending = "best" if at == result.best else outcome.reason or "slower" * (outcome.state == "pruned")
+        rows.append((plan_in_words(plan.degrees), *figures, peak, ending))
     columns = ("plan", "predicted", "measured (95 % interval)", "memory", "measured", "")
     out.print()
     out.print(table(columns, rows, right=columns[1:5]))
     for name, factor in result.factors.items():
-        term = name.replace("_", " ")
-        out.print(f"{term}: {factor:.2f} times the predicted time")
+        out.print(f"{name.replace('_', ' ')}: {factor:.2f} times the predicted time")
     settled = "settled by measurement" if result.is_settled else "not settled"
     out.print(f"no plan ran: {result.why}" if result.best is None else best_in_words(result))
     out.print(f"{settled}: {result.why}. {gain_in_words(result)}")
-    for note in result.notes:
-        out.print(f"note: {note}")
-    for path in written:
-        out.print(f"written to {path}")
+    print_ends([f"note: {note}" for note in result.notes], *written)

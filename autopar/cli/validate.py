@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cli.options.checks import problems_of_target, refuse_options
-from autopar.cli.options.model_argument import Json
+from autopar.cli.options import Json, argument, option, problems_of_target, refuse_options
 from autopar.cli.output import console, print_json, progress, table
 from autopar.errors import InputError, did_you_mean, nearest
 from autopar.files.atomic import write_text
@@ -27,11 +26,7 @@ MAX_REASONS = 20
 def validate(
     runs: Annotated[
         Path,
-        typer.Argument(
-            metavar="RUNS.csv",
-            help="CSV file with the columns of benchmarks/data/README.md, or vTrain's sweep.",
-            show_default=False,
-        ),
+        argument("RUNS.csv", "CSV file with the columns of benchmarks/data/README.md, or vTrain's sweep."),
     ],
     tier: Annotated[str, typer.Option(help="Rows to predict: core (rows whose tier is core) or all.")] = "all",
     by: Annotated[
@@ -39,13 +34,9 @@ def validate(
     ] = "source_key",
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="Write id,seconds,peak_bytes,fits of every predicted row to this file (CSV).", show_default=False
-        ),
+        option("Write id,seconds,peak_bytes,fits of every predicted row to this file (CSV)."),
     ] = None,
-    report: Annotated[
-        Path | None, typer.Option(help="Write a picture and tables to this file (HTML).", show_default=False)
-    ] = None,
+    report: Annotated[Path | None, option("Write a picture and tables to this file (HTML).")] = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Refuse the file if a row cannot be used or a column is unknown.")
     ] = False,
@@ -125,9 +116,9 @@ def _of_tier(runs: Path, rows: "Sequence[Row]", tier: str) -> "list[Row]":
 def _check_targets(runs: Path, out: Path | None, report: Path | None) -> None:
     """Refuse before any work what cannot be written in the end."""
     refuse_options([*problems_of_target("--out", out), *problems_of_target("--report", report)])
-    for option, path in (("--out", out), ("--report", report)):
+    for name, path in (("--out", out), ("--report", report)):
         if path is not None and path.exists() and runs.exists() and path.samefile(runs):
-            raise InputError(f"{option} {path} is the file of the runs: name another")
+            raise InputError(f"{name} {path} is the file of the runs: name another")
     if out is not None and report is not None and out.absolute() == report.absolute():
         raise InputError(f"--out and --report both name {out}: name two files")
 

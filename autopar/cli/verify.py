@@ -5,10 +5,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.cli.options.checks import naming
-from autopar.cli.options.model_argument import Hidden, Json, Layers, ModelArgument, Specialise
-from autopar.cli.options.small_model import LocalBatch, WorldSize, check_numbers, wish_and_sizes
-from autopar.cli.output import console, print_json, progress, table
+from autopar.cli.options import (
+    Hidden,
+    Json,
+    Layers,
+    LocalBatch,
+    ModelArgument,
+    Specialise,
+    WorldSize,
+    check_numbers,
+    naming,
+    option,
+    wish_and_sizes,
+)
+from autopar.cli.output import console, print_ends, print_json, print_verdict, progress, table
 from autopar.commands.next_step import VerifyCommand, next_after_difference, suggesting_next_step
 from autopar.ir.explanation import sizes_in_words
 from autopar.planning.options import PlanOptions
@@ -26,7 +36,7 @@ def verify(
     options: PlanOptions,
     plan: Annotated[
         Path | None,
-        typer.Option(help="Plan file to verify. It holds all degrees: give none beside it.", show_default=False),
+        option("Plan file to verify. It holds all degrees: give none beside it."),
     ] = None,
     layers: Layers = None,
     hidden: Hidden = None,
@@ -84,10 +94,7 @@ def _show(report: "Report", model: str, sizes: dict[str, Any]) -> None:
     columns = ("compared with one device", "worst error", "limit", "", "place of the worst error")
     rows = [(q.name, f"{q.max_error:.1e}", f"{q.limit:.0e}", _VERDICTS[q.outcome], q.where) for q in report.quantities]
     out.print(table(columns, rows, right=columns[1:3]))
-    for note in report.notes:
-        out.print(f"note: {note}")
-    failed = [
-        q.name if q.outcome == "different" else f"{q.name} ({q.outcome})" for q in report.quantities if not q.passed
-    ]
-    verdict = f"FAILED: {', '.join(failed)}" if failed else "passed: the parallel steps equal the single-device steps"
-    out.print(verdict, style="bold red" if failed else "bold green")
+    print_ends([f"note: {note}" for note in report.notes])
+    bad = [q for q in report.quantities if not q.passed]
+    failed = [q.name if q.outcome == "different" else f"{q.name} ({q.outcome})" for q in bad]
+    print_verdict(failed, "the parallel steps equal the single-device steps")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from parsed import parsed
 
-from autopar.cli.results.plan_result import result_sections
+from autopar.cli.plan import result_sections
 from autopar.report.page import html_report
 from autopar.report.page_tools import script_json
 from autopar.report.plan_page import plan_report

@@ -1,1 +1,0 @@
-"""What commands print beside their options, and what they write with it."""
