@@ -35,8 +35,8 @@ from autopar.errors import InputError, Problem
 from autopar.ir.arrays import Floats
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
-from autopar.ir.explanation import readable_bytes
 from autopar.ir.optimizers import DEFAULT_OPTIMIZER, assumption_of
+from autopar.words.numbers import readable_bytes
 
 if TYPE_CHECKING:
     from autopar.cost_model.work.program_costs import ProgramWorks

@@ -43,13 +43,13 @@ def circles(imports: Mapping[str, set[str]]) -> list[str]:
 
 
 def vocabulary_imports(imports: Mapping[str, set[str]]) -> list[str]:
-    """`autopar.ir` imports nothing of ours but itself, `autopar.files` and `autopar.errors`."""
+    """`autopar.ir` imports nothing of ours but itself, `autopar.files`, `autopar.words` and `autopar.errors`."""
     edges = ((importer, used) for importer in sorted(imports) for used in sorted(imports[importer]))
     return [
-        f"{importer} imports {used}; the vocabulary may import autopar.files and autopar.errors only"
+        f"{importer} imports {used}; the vocabulary may import autopar.files, autopar.words and autopar.errors only"
         for importer, used in edges
         if f"{importer}.".startswith("autopar.ir.")
-        and not f"{used}.".startswith(("autopar.ir.", "autopar.files.", "autopar.errors."))
+        and not f"{used}.".startswith(("autopar.ir.", "autopar.files.", "autopar.words.", "autopar.errors."))
     ]
 
 

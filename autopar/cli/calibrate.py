@@ -9,7 +9,7 @@ import typer
 from autopar.cli.options import Json, option, problems_of_ranks, problems_of_target, refuse_options
 from autopar.cli.output import console, print_json, progress_bar, table
 from autopar.errors import Problem
-from autopar.ir.explanation import readable_seconds
+from autopar.words.numbers import readable_seconds
 
 if TYPE_CHECKING:
     from autopar.commands.calibrate import Calibration

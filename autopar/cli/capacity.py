@@ -9,7 +9,7 @@ import typer
 from autopar.cli.options import Json, argument, option
 from autopar.cli.output import console, print_json, table
 from autopar.errors import InputError
-from autopar.ir.explanation import readable_bytes
+from autopar.words.numbers import readable_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

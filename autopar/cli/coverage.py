@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 from autopar.cli.options import Hidden, Json, Layers, ModelArgument, Specialise, option
 from autopar.cli.output import console, print_ends, print_json, progress, table
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.explanation import readable_bytes, readable_seconds
 from autopar.models.load import is_factory, resolve_model
 from autopar.planning.options import PlanOptions
+from autopar.words.numbers import readable_bytes, readable_seconds
 
 if TYPE_CHECKING:
     from autopar.cost_model.work.coverage import Coverage

@@ -9,7 +9,7 @@ from autopar.cli.options import Json, option, problems_of_ranks, refuse_options
 from autopar.cli.output import console, print_ends, print_json, print_verdict, progress, table
 from autopar.errors import Problem
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.explanation import readable_seconds
+from autopar.words.numbers import readable_seconds
 
 if TYPE_CHECKING:
     from autopar.commands.diagnosis import Diagnosis

@@ -27,12 +27,12 @@ from autopar.cost_model.parts import MEMORY
 from autopar.errors import InputError, Problem
 from autopar.files.strict_text import read_text, values_of
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.explanation import readable_bytes, readable_count, readable_rate, readable_seconds
 from autopar.ir.plan import MAX_PLAN_BYTES, Plan
 from autopar.models.load import is_factory, resolve_model
 from autopar.planning.options import PlanOptions
 from autopar.presets.models import model_names
 from autopar.search.result.format import plan_in_words
+from autopar.words.numbers import readable_bytes, readable_count, readable_rate, readable_seconds
 
 if TYPE_CHECKING:
     from autopar.cost_model.estimate import Estimate

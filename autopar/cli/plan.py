@@ -31,11 +31,12 @@ from autopar.cli.output import console, print_ends, print_json, print_sections, 
 from autopar.cost_model.machine.fitted_constants import usable_in_words
 from autopar.errors import InfeasibleError
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.explanation import Section, readable_bytes, readable_rate, readable_seconds, sections
+from autopar.ir.explanation import Section, sections
 from autopar.models.load import is_factory
 from autopar.planning.options import TOP, TRIALS, PlanOptions
 from autopar.search.result.format import nothing_fits, plan_in_words, readable_value, what_does_not_fit
 from autopar.search.result.result import Contender, SearchResult
+from autopar.words.numbers import readable_bytes, readable_rate, readable_seconds
 
 MOST_MEASURED = 2  # plans beside the best plan
 _Top = Annotated[int, option("Number of other plans to show. (default: 5)", panel=SEARCH)]

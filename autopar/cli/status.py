@@ -109,7 +109,7 @@ def _lines(now: "RunStatus") -> list[str]:
 
 
 def _figures(now: "RunStatus") -> list[tuple[str, str, str]]:
-    from autopar.report.numbers import amount, percent, readable_bytes, readable_seconds
+    from autopar.words.numbers import amount, percent, readable_bytes, readable_seconds
 
     wanted, on_gpu = now.predicted, now.device_type == "cuda"
 

@@ -29,10 +29,10 @@ from autopar.cli.output import console, print_ends, print_json, progress, table
 from autopar.errors import InputError, Problem
 from autopar.files.atomic import write_text
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.explanation import readable_bytes, readable_seconds
 from autopar.models.load import is_factory, resolve_model
 from autopar.planning.options import PlanOptions
 from autopar.search.result.format import plan_in_words
+from autopar.words.numbers import readable_bytes, readable_seconds
 
 if TYPE_CHECKING:
     from autopar.commands.given import Given
@@ -201,7 +201,7 @@ def _show_trial(trial: "Tried") -> None:
 
 
 def _show(result: "TuneResult", written: list[Path | None]) -> None:
-    from autopar.report.tuning.words import best_in_words, gain_in_words
+    from autopar.report.tuning import best_in_words, gain_in_words
 
     out = console()
     rows = []

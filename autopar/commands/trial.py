@@ -19,7 +19,6 @@ from autopar.capture.record.read import BadRecord
 from autopar.commands.given import given_by_script, is_script
 from autopar.cost_model.machine.fitted_constants import usable_bytes
 from autopar.errors import InputError
-from autopar.ir.explanation import readable_bytes
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.models.load import is_factory, resolve_model
@@ -30,6 +29,7 @@ from autopar.runtime.recording.run import peak_bytes
 from autopar.runtime.verify.random_batches import random_batches
 from autopar.runtime.verify.reference import constants_of, scaler_of, step_with
 from autopar.runtime.verify.verify import this_ranks_part
+from autopar.words.numbers import readable_bytes
 
 SCALE = 0.02  # of random weights
 _PATTERN = 2**20  # random numbers that fill larger tensors again and again

@@ -10,6 +10,7 @@ from autopar.ir.rank_order import ORDERS
 from autopar.ir.schedules.registry import actions
 from autopar.ir.sharding import Mesh
 from autopar.ir.summary import BlockSummary, Summary
+from autopar.words.numbers import readable_bytes, readable_seconds
 
 _VERBS = {"all_reduce": "all-reduce", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
 _VERBS |= {"all_to_all": "all-to-all", "exchange": "exchange", "shift": "shift"}
@@ -294,41 +295,6 @@ def _bare(plan: Explained) -> list[str]:
         whole = sum(all(label in ("I", "R") for label in labels) for labels in block.labels.values())
         lines.append(f"{block.name}: {len(block.labels)} operators, {len(block.labels) - whole} split")
     return lines
-
-
-def readable_bytes(count: float) -> str:
-    """Decimal units, three digits: ``37 GB``."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 999.5:
-            return f"{_digits(count)} {unit}"
-        count /= 1000
-    return f"{_digits(count)} TB"
-
-
-def readable_rate(count_per_s: float) -> str:
-    """A whole number from 100, three digits below: ``3,308,731`` and ``2.83``."""
-    return f"{count_per_s:,.0f}" if count_per_s >= 99.95 else f"{count_per_s:.3g}"
-
-
-def readable_count(count: float) -> str:
-    """Three digits: ``8.03 billion``."""
-    for unit in ("", " thousand", " million"):
-        if count < 999.5:
-            return f"{_digits(count)}{unit}"
-        count /= 1000
-    return f"{_digits(count)} billion"
-
-
-def readable_seconds(seconds: float) -> str:
-    """Three digits of s, ms or µs: ``3.4 ms``."""
-    for unit, factor in (("s", 1.0), ("ms", 1e3)):
-        if seconds * factor >= 0.9995:
-            return f"{_digits(seconds * factor)} {unit}"
-    return f"{_digits(seconds * 1e6)} µs"
-
-
-def _digits(value: float) -> str:
-    return f"{value:.3g}" if value < 999.5 else f"{value:.0f}"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -16,12 +16,12 @@ from autopar.capture.passes.autocast import ambient_autocast
 from autopar.cost_model.machine.cluster import default_precision
 from autopar.errors import CaptureError, InputError, PlanError
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.explanation import readable_bytes, readable_seconds
 from autopar.ir.program import Program
 from autopar.planning.options import PlanOptions
 from autopar.rules.rule import TensorInfo
 from autopar.search.result.format import plan_in_words
 from autopar.search.result.result import SearchResult
+from autopar.words.numbers import readable_bytes, readable_seconds
 
 _T = TypeVar("_T")
 _CHOSEN = "the float32 model computes in bf16, with float32 parameters and optimizer state; fp32 turns this off"

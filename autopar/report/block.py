@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from autopar.report.numbers import capped
 from autopar.report.svg import short, tag
 from autopar.search.result.report_data import BlockGraph, GraphEdge
+from autopar.words.numbers import capped
 
 BOX, HIGH, ROW, COLUMN, LANE = 190.0, 38.0, 70.0, 236.0, 14.0
 MOST_CHARS = 30  # of a box

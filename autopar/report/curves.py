@@ -6,11 +6,11 @@ from math import log2
 
 from markupsafe import Markup
 
-from autopar.report.numbers import amount, readable_seconds, ticks
 from autopar.report.svg import SIDE, Plot, Tick, dots, grid, line, tag
 from autopar.search.result.format import readable_value
 from autopar.search.result.report_data import Curve, CurvePoint
 from autopar.search.result.result import SearchResult, Trial
+from autopar.words.numbers import amount, readable_seconds, ticks
 
 MARGIN = 60.0  # plot units left and right of the first and the last point
 

@@ -2,11 +2,10 @@
 
 from typing import Any
 
-from autopar._version import __version__
 from autopar.cost_model.machine.fitted_constants import FREE
 from autopar.report.block import drawing
 from autopar.report.curves import history, panels
-from autopar.report.page_tools import environment, script_json
+from autopar.report.page_tools import render
 from autopar.report.parts import Bar, bytes_bar, bytes_key, seconds_bar, seconds_key
 from autopar.report.scatter import scatter
 from autopar.report.timeline import lanes
@@ -28,24 +27,20 @@ def html_report(found: SearchResult) -> str:
         data["candidates"] = {"rows": chart.rows, "schedules": chart.schedules, "fewer": chart.has_fewer}
     if timeline is not None:
         data["timeline"] = {"rows": timeline.rows, "ranks": timeline.num_ranks, "kinds": dict(timeline.kinds)}
-    return (
-        environment()
-        .get_template("search.html.jinja")
-        .render(
-            found=found,
-            plans=_plans(found),
-            ranks=None if found.details is None else _ranks(found, found.details),
-            chart=chart,
-            timeline=timeline,
-            terms=_terms(found),
-            closest=_closest(found),
-            full=1 - FREE,
-            panels=panels(found),
-            trials=history(found, MOST_TRIALS),
-            drawing=None if found.block is None else drawing(found.block),
-            data=script_json(data),
-            version=__version__,
-        )
+    return render(
+        "search.html.jinja",
+        found=found,
+        plans=_plans(found),
+        ranks=None if found.details is None else _ranks(found, found.details),
+        chart=chart,
+        timeline=timeline,
+        terms=_terms(found),
+        closest=_closest(found),
+        full=1 - FREE,
+        panels=panels(found),
+        trials=history(found, MOST_TRIALS),
+        drawing=None if found.block is None else drawing(found.block),
+        data=data,
     )
 
 

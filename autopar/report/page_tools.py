@@ -12,8 +12,10 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
-from autopar.report import numbers, words
+from autopar._version import __version__
+from autopar.report import words
 from autopar.search.result.format import plan_in_words, readable_value
+from autopar.words import numbers
 
 
 def script_json(data: Any) -> Markup:
@@ -47,3 +49,8 @@ def environment() -> Environment:
     }
     made.globals |= {"words": words, "style": Markup(load("style.css")), "script": Markup(load("script.js"))}
     return made
+
+
+def render(template: str, data: Any = None, **values: Any) -> str:
+    """A page. `data` is what its script reads."""
+    return environment().get_template(template).render(data=script_json(data or {}), version=__version__, **values)

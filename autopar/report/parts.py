@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from autopar.cost_model.parts import MEMORY
-from autopar.report.numbers import percent, readable_bytes, readable_seconds
 from autopar.report.svg import SIDE, line, short, tag
 from autopar.search.result.report_data import WAITING
 from autopar.search.result.result import PARTS
+from autopar.words.numbers import percent, readable_bytes, readable_seconds
 
 # computing in blue, communication in orange and red, the rest in green and grey; told apart without red and green too
 SECONDS_COLOURS: Mapping[str, str] = {

@@ -3,34 +3,28 @@
 from math import prod
 from typing import Any
 
-from autopar._version import __version__
 from autopar.ir.explanation import sections, sizes_in_words
 from autopar.ir.plan import Plan
 from autopar.ir.summary import StageSummary
-from autopar.report.numbers import amount, readable_bytes, readable_seconds
-from autopar.report.page_tools import environment, script_json
+from autopar.report.page_tools import render
 from autopar.report.parts import Bar
 from autopar.report.svg import SIDE, short, tag
+from autopar.words.numbers import amount, readable_bytes, readable_seconds
 
 
 def plan_report(plan: Plan) -> str:
     """The page of a plan."""
     degrees = plan.to_dict()["degrees"]
     stages = () if plan.summary is None else plan.summary.stages
-    return (
-        environment()
-        .get_template("plan.html.jinja")
-        .render(
-            plan=plan,
-            degrees={name: value for name, value in degrees.items() if value is not None} | {"regather": plan.regather},
-            sizes=sizes_in_words(plan),
-            batch=_batch(plan),
-            stages=_stage_bars(stages),
-            parameters=_num_parameters(plan),
-            sections=[section for section in sections(plan, with_order=False) if section.lines or section.rows],
-            data=script_json({}),
-            version=__version__,
-        )
+    return render(
+        "plan.html.jinja",
+        plan=plan,
+        degrees={name: value for name, value in degrees.items() if value is not None} | {"regather": plan.regather},
+        sizes=sizes_in_words(plan),
+        batch=_batch(plan),
+        stages=_stage_bars(stages),
+        parameters=_num_parameters(plan),
+        sections=[section for section in sections(plan, with_order=False) if section.lines or section.rows],
     )
 
 

@@ -5,12 +5,11 @@ from collections.abc import Sequence
 
 from markupsafe import Markup
 
-from autopar._version import __version__
-from autopar.report.numbers import amount, ticks
-from autopar.report.page_tools import environment, script_json
+from autopar.report.page_tools import render
 from autopar.report.svg import SIDE, Plot, Tick, grid, line
 from autopar.runs.record import read_info, read_metrics
 from autopar.runs.status import curve, run_status, steps_of
+from autopar.words.numbers import amount, ticks
 
 _MARGIN = 20.0  # plot units beside the curve
 _METRICS = (
@@ -28,16 +27,11 @@ def run_report(path: str) -> str:
     info, metrics, now = read_info(path), read_metrics(path), run_status(path)
     lines = [one for one in metrics.lines if not one.skipped]
     plots = [(title, _plot(title, steps_of(lines, name))) for name, title in _METRICS]
-    return (
-        environment()
-        .get_template("run.html.jinja")
-        .render(
-            run=now,
-            info=info,
-            plots=[(title, plot) for title, plot in plots if plot is not None],
-            data=script_json({}),
-            version=__version__,
-        )
+    return render(
+        "run.html.jinja",
+        run=now,
+        info=info,
+        plots=[(title, plot) for title, plot in plots if plot is not None],
     )
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from markupsafe import Markup
 
-from autopar.report.numbers import tick_seconds, ticks
 from autopar.report.svg import SIDE, Plot, Tick, dots, grid, line, tag
 from autopar.search.result.result import SearchResult
+from autopar.words.numbers import tick_seconds, ticks
 
 BEYOND = 6.0  # times the best step: slower candidates are counted, not drawn
 _NEAR = 0.35  # of a device's memory: where all need less, its line is left out

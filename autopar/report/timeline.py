@@ -6,9 +6,9 @@ from typing import Any
 
 from markupsafe import Markup
 
-from autopar.report.numbers import readable_seconds, tick_seconds, ticks
 from autopar.report.svg import SIDE, Plot, Tick, boxes, line
 from autopar.search.result.report_data import Timeline
+from autopar.words.numbers import readable_seconds, tick_seconds, ticks
 
 MOST_DRAWN = 2400  # passes: more would make the page large and the boxes invisible
 KINDS = {

@@ -11,7 +11,7 @@ from importlib import resources
 from math import ceil, floor, log10
 from typing import TYPE_CHECKING, Any
 
-from autopar.report.numbers import capped
+from autopar.words.numbers import capped
 
 if TYPE_CHECKING:
     from autopar.cost_model.published.validation import RowComparison, Validation

@@ -8,9 +8,10 @@ from autopar.ir.explanation import recomputation_of
 from autopar.ir.offload import NO_OFFLOAD, offload_in_words
 from autopar.ir.rank_order import ORDERS
 from autopar.ir.schedules.registry import DEFAULT_SCHEDULE
-from autopar.report.numbers import amount, capped, percent, readable_bytes, readable_seconds
+from autopar.search.measured.result import TuneResult
 from autopar.search.result.format import plan_in_words, readable_value
 from autopar.search.result.result import Contender, SearchResult
+from autopar.words.numbers import amount, capped, percent, readable_bytes, readable_seconds
 
 
 def degrees_in_words(degrees: Mapping[str, Any]) -> str:
@@ -58,29 +59,34 @@ def _degree_words(d: Mapping[str, Any]) -> Iterator[str]:
         yield offload_in_words(d["offload"])
 
 
-_BEST_AS = {"time": "runs fastest as", "cost": "costs least as", "energy": "takes least energy as"}
+_BEST_AS = {"cost": "costs least as", "energy": "takes least energy as", "memory": "needs least memory as"}
 
 
 def plan_sentence(found: SearchResult) -> str:
     """The plan, its throughput and its utilisation in one sentence."""
     assert found.best is not None
-    best = found.best
-    has_tokens = found.sequence > 1  # a model without a sequence dimension has samples
-    of_a_step = f"{found.global_batch:,} " + (f"sequences of {found.sequence:,} tokens" if has_tokens else "samples")
-    rate = amount(found.global_batch * found.sequence / best.step_s, "tokens/s" if has_tokens else "samples/s")
-    devices = f"{best.num_devices:,} {'of ' if best.num_devices < found.num_devices else ''}"
-    devices += f"{found.num_devices:,} devices" if best.num_devices < found.num_devices else "devices"
+    best, devices = found.best, f"{found.num_devices:,} devices"
+    if best.num_devices < found.num_devices:
+        devices = f"{best.num_devices:,} of {devices}"
+    spent = f" and {readable_value(best.value, found.unit)}" if found.objective in ("cost", "energy") else ""
+    # a model without a sequence dimension has samples
+    rate = amount(found.global_batch * found.sequence / best.step_s, "tokens/s" if found.sequence > 1 else "samples/s")
     return (
-        f"On {devices} {capped(found.model)} {_BEST_AS.get(found.objective, 'needs least memory as')} "
-        f"{degrees_in_words(best.degrees)}. A step of {of_a_step} "
-        f"takes {readable_seconds(best.step_s)}{_worth(found, best)}, that is {rate}, and its "
+        f"{step_sentence(found, best.degrees, devices, 'A step', best.step_s, spent)}, that is {rate}, and its "
         f"fullest rank needs {readable_bytes(best.needed_bytes)} of {readable_bytes(found.device_bytes)}."
     )
 
 
-def _worth(found: SearchResult, one: Contender) -> str:
-    """The cost of a plan, if the objective is neither seconds nor bytes."""
-    return f" and {readable_value(one.value, found.unit)}" if found.objective in ("cost", "energy") else ""
+def step_sentence(
+    found: SearchResult | TuneResult, degrees: Mapping[str, Any], devices: str, step: str, step_s: float, spent: str
+) -> str:
+    """The best plan on its devices, and the time of its step, which ends the text. `spent` is its cost or energy."""
+    batch = f"{found.global_batch:,} "
+    batch += f"sequences of {found.sequence:,} tokens" if found.sequence > 1 else "samples"
+    return (
+        f"On {devices} {capped(found.model)} {_BEST_AS.get(found.objective, 'runs fastest as')} "
+        f"{degrees_in_words(degrees)}. {step} of {batch} takes {readable_seconds(step_s)}{spent}"
+    )
 
 
 def why_best(found: SearchResult) -> list[str]:

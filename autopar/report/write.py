@@ -12,8 +12,7 @@ from autopar.report.page import html_report
 from autopar.report.perfetto import perfetto_trace
 from autopar.report.plan_page import plan_report
 from autopar.report.run_page import run_report
-from autopar.report.tuning.page import tuning_report
-from autopar.report.tuning.read import tuning_from
+from autopar.report.tuning import tuning_from, tuning_report
 from autopar.runs.record import read_info
 from autopar.search.driver.study import is_study, kept_result
 from autopar.search.measured.result import KIND as TUNING

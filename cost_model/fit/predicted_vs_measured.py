@@ -12,7 +12,7 @@ from autopar.cost_model.fit.log_least_squares import rounded, rounded_s
 from autopar.cost_model.machine.profile import CallCost, DeviceProfile, LinkProfile
 from autopar.errors import InputError, Problem
 from autopar.ir.cluster import Tier
-from autopar.ir.explanation import readable_seconds
+from autopar.words.numbers import readable_seconds
 
 BAND = 0.1  # of the measured time: predictions within it are right
 _NOTABLE = 0.01  # of the measured step: a term that is off by less is not reported

@@ -15,7 +15,7 @@ from typing import Any
 
 from autopar.errors import InputError
 from autopar.files.strict_yaml import read_yaml
-from autopar.ir.explanation import readable_bytes
+from autopar.words.numbers import readable_bytes
 
 FREE = 0.08  # part of a device's memory that a plan leaves free, for fragmentation and for errors of the prediction
 

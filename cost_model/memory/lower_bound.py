@@ -18,7 +18,6 @@ from autopar.cost_model.work.operator_cost import is_view
 from autopar.errors import InfeasibleError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
-from autopar.ir.explanation import readable_bytes
 from autopar.ir.offload import ACTIVATIONS, NO_OFFLOAD, OPTIMIZER, PARAMETERS
 from autopar.ir.optimizers import OwnPart, optimizer_named
 from autopar.ir.plan import BlockLabels
@@ -28,6 +27,7 @@ from autopar.ir.sharding import Type
 from autopar.ir.stages import needed_results, stages_of
 from autopar.lowering.loss_region import region_of_block
 from autopar.rules.variants import by_label, variants
+from autopar.words.numbers import readable_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

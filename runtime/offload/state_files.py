@@ -21,8 +21,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import InputError, RuntimeInputError
-from autopar.ir.explanation import readable_bytes
 from autopar.runtime.parameters.user_view import parts_of
+from autopar.words.numbers import readable_bytes
 
 SMALLEST_BYTES = 4096  # a page; smaller tensors, such as numbers of steps, stay in memory
 _ALIGNED = 64

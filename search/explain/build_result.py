@@ -10,7 +10,6 @@ from autopar.cost_model.step.offload import host_assumption
 from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.errors import AutoparError
 from autopar.ir.degrees import Degrees
-from autopar.ir.explanation import readable_bytes
 from autopar.ir.program import Program
 from autopar.search.bounds.lower_bounds import Machinery
 from autopar.search.driver.alternatives import next_plans
@@ -22,6 +21,7 @@ from autopar.search.pricing.exact import Priced, priced
 from autopar.search.pricing.objective import parts_of, why_worse
 from autopar.search.result.result import Contender, SearchResult, degrees_in_plain
 from autopar.search.space.candidates import Split
+from autopar.words.numbers import readable_bytes
 
 Hold = Callable[[int, int], bool]  # whether the labels of one tensor degree are legal for another one
 

@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.cost_model.machine.fitted_constants import usable_in_words
 from autopar.cost_model.parts import MEMORY
-from autopar.ir.explanation import readable_bytes, readable_seconds, recomputation_of
+from autopar.ir.explanation import recomputation_of
 from autopar.ir.offload import NO_OFFLOAD, offload_in_words
 from autopar.ir.rank_order import ORDERS
+from autopar.words.numbers import readable_bytes, readable_seconds
 
 if TYPE_CHECKING:
     from autopar.search.result.result import Counted, SearchResult
@@ -42,8 +43,7 @@ def _mesh(degrees: Mapping[str, Any]) -> str:
     shard, replicate = degrees.get("dp_shard", 1), degrees.get("dp_replicate", 1)
     named = [f"{name} {degrees[name]}" for name in ("pp", "tp", "cp") if degrees.get(name, 1) > 1]
     if shard * replicate > 1:
-        held = f"dp {shard}" if replicate == 1 else f"dp {shard} sharded × {replicate} replicas"
-        named.append(held)
+        named.append(f"dp {shard}" if replicate == 1 else f"dp {shard} sharded × {replicate} replicas")
     if shard * replicate * degrees.get("cp", 1) > 1:
         named[-1] += f" ZeRO-{degrees.get('zero', 3)}"
     if degrees.get("ep", 1) > 1:

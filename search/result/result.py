@@ -12,8 +12,8 @@ from autopar.cost_model.parts import COLLECTIVES, COMPUTE, MEMORY, OTHER
 from autopar.errors import InputError, PlanError, Problem
 from autopar.files.plain_data import content_of, read_plain
 from autopar.ir.degrees import Degrees, degrees_from
-from autopar.ir.explanation import readable_seconds
 from autopar.search.result.report_data import BlockGraph, Curve, Details, Points
+from autopar.words.numbers import readable_seconds
 
 if TYPE_CHECKING:
     from autopar.ir.plan import Plan

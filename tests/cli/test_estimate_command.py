@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from run import autopar, json_of, refused
 
-from autopar.ir.explanation import readable_bytes
+from autopar.words.numbers import readable_bytes
 
 SMALL = ("--layers", "2", "--hidden", "64", "--seq-len", "64")
 

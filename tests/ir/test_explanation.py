@@ -4,15 +4,9 @@ from typing import Any
 
 import pytest
 
-from autopar.ir.explanation import (
-    readable_bytes,
-    readable_count,
-    readable_rate,
-    readable_seconds,
-    recomputation_in_words,
-    recomputation_of,
-)
+from autopar.ir.explanation import recomputation_in_words, recomputation_of
 from autopar.ir.sharding import common_cuts
+from autopar.words.numbers import readable_bytes, readable_count, readable_rate, readable_seconds
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,7 @@ import pytest
 from parsed import Page, parsed
 
 from autopar.errors import InputError
-from autopar.report.tuning.page import tuning_report
-from autopar.report.tuning.read import tuning_from
-from autopar.report.tuning.words import best_in_words, gain_in_words
+from autopar.report.tuning import best_in_words, gain_in_words, tuning_from, tuning_report
 from autopar.report.write import read_source, write_report, write_trace
 from autopar.search.measured.result import Left, Tried, TuneResult
 from autopar.search.measured.rounds import Spread
@@ -97,16 +95,16 @@ def test_every_part_is_on_the_page() -> None:
         "llama3-8b runs fastest as data parallel 8 with ZeRO 1, micro-batch 2",
         "A measured step of 16 sequences of 4,096 tokens takes 543 ms, that is 121 k tokens/s",
         "not settled 5 trials are done",
-        "5 of 8 2 failed; in 93.0 s",
+        "5 of 8 2 failed; in 93 s",
         "measured; 95 % interval 530 ms to 551 ms; predicted 520 ms",
-        "measured; predicted 30.0 GB",
+        "measured; predicted 30 GB",
         "one more trial would save 1.2 % on average; chance of at most 25 %",
         "Predicted against measured step time",
-        "520 ms 543 ms 530 ms to 551 ms 1.04 30.0 GB 28.4 GB best",
+        "520 ms 543 ms 530 ms to 551 ms 1.04 30 GB 28.4 GB best",
         "computing × 1.07",
         "links inside a host × 1.32",
         "rack 2 × 1.00",
-        "tp 4 × dp 2 ZeRO-2, micro-batch 2 × 1 550 ms 571 ms 30.0 GB 21 %",
+        "tp 4 × dp 2 ZeRO-2, micro-batch 2 × 1 550 ms 571 ms 30 GB 21 %",
         f"cannot run: {ROOM}",
         "2 plans were not measured. With a chance of at most 25 % one of them is more than 2 % faster. "
         "One more trial would save 1.2 % of the step on average.",

@@ -1,4 +1,4 @@
-"""Numbers as a report prints them: three digits, units, and ticks of axes."""
+"""Numbers in words: three digits, units, and ticks of axes."""
 
 from math import floor, log10
 
@@ -6,38 +6,40 @@ MAX_NAME_CHARS = 120
 _PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
-def readable_seconds(seconds: float) -> str:
-    """Three digits of s, ms or µs.
-
-    >>> readable_seconds(3.7), readable_seconds(0.0034), readable_seconds(1234.5), readable_seconds(0.0)
-    ('3.70 s', '3.40 ms', '1234 s', '0 s')
-    """
-    if seconds == 0:
-        return "0 s"
-    for unit, factor in (("s", 1.0), ("ms", 1e3)):
-        if seconds * factor >= 0.9995:
-            return f"{_three(seconds * factor)} {unit}"
-    return f"{_three(seconds * 1e6)} µs"
-
-
 def readable_bytes(count: float) -> str:
-    """Three digits and a decimal unit.
-
-    >>> readable_bytes(37e9), readable_bytes(999.9e6), readable_bytes(12)
-    ('37.0 GB', '1.00 GB', '12.0 bytes')
-    """
+    """Decimal units: ``37 GB``."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if count < 999.5:
-            return f"{_three(count)} {unit}"
+            return f"{digits(count)} {unit}"
         count /= 1000
-    return f"{_three(count)} TB"
+    return f"{digits(count)} TB"
 
 
-def _three(value: float) -> str:
-    """Three digits, zeros at the end among them."""
-    if value >= 99.95:
-        return f"{value:.0f}"
-    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+def readable_seconds(seconds: float) -> str:
+    """Seconds as s, ms or µs: ``3.4 ms``."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3)):
+        if seconds * factor >= 0.9995:
+            return f"{digits(seconds * factor)} {unit}"
+    return f"{digits(seconds * 1e6)} µs"
+
+
+def readable_rate(count_per_s: float) -> str:
+    """A whole number from 100, three digits below: ``3,308,731`` and ``2.83``."""
+    return f"{count_per_s:,.0f}" if count_per_s >= 99.95 else f"{count_per_s:.3g}"
+
+
+def readable_count(count: float) -> str:
+    """``8.03 billion``."""
+    for unit in ("", " thousand", " million"):
+        if count < 999.5:
+            return f"{digits(count)}{unit}"
+        count /= 1000
+    return f"{digits(count)} billion"
+
+
+def digits(value: float) -> str:
+    """Three digits, without zeros at the end; a larger number is whole."""
+    return f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}"
 
 
 def amount(value: float, unit: str = "") -> str:
@@ -50,21 +52,15 @@ def amount(value: float, unit: str = "") -> str:
     for factor, prefix in _PREFIXES:
         if abs(value) >= factor:
             gap = "" if is_of_unit else " " if unit else ""
-            return f"{_digits(value / factor)} {prefix}{gap}{unit}".rstrip()
-    return f"{_digits(value)} {unit}".rstrip()
-
-
-def _digits(value: float) -> str:
-    if value == int(value) and abs(value) < 1000:
-        return str(int(value))
-    return f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}"
+            return f"{digits(value / factor)} {prefix}{gap}{unit}".rstrip()
+    return f"{digits(value)} {unit}".rstrip()
 
 
 def quantity(value: float, unit: str) -> str:
     """A number in its unit, seconds and bytes in the prefix that fits.
 
     >>> quantity(0.0034, "s"), quantity(14930558976.0, "bytes"), quantity(16.0, "")
-    ('3.40 ms', '14.9 GB', '16')
+    ('3.4 ms', '14.9 GB', '16')
     """
     if unit == "s":
         return readable_seconds(value)

@@ -1,0 +1,319 @@
+"""The result of a measured search: read from data, in sentences, and as a page with a picture.
+
+The picture has predicted against measured step times, and the believed times of plans that were not measured. Both axes
+have the same logarithmic range. A failed trial has no time and lies on the lower edge.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from math import isfinite, log10
+from typing import Any, get_args
+
+from markupsafe import Markup
+
+from autopar.cost_model.machine.profile import DeviceProfile
+from autopar.errors import InputError, Problem
+from autopar.files.plain_data import content_of, read_plain
+from autopar.ir.plan import Plan
+from autopar.report.page_tools import render
+from autopar.report.scatter import time_ticks
+from autopar.report.svg import SIDE, Plot, Tick, dots, grid, line
+from autopar.report.words import degrees_in_words, step_sentence
+from autopar.search.measured.belief import NOTABLE
+from autopar.search.measured.result import KIND, VERSION, Left, Tried, TuneResult
+from autopar.search.measured.rounds import Spread
+from autopar.search.measured.tuning import Candidate, Outcome, Reason, State
+from autopar.search.result.format import plan_in_words
+from autopar.search.result.result import ON_FEWER_DEVICES, UNITS
+from autopar.words.numbers import amount, capped, percent, readable_bytes, readable_seconds, tick_seconds, ticks
+
+_NOT_READ = ("step_s", "tokens_per_s", "profile")  # they follow from the rest, or only their name is written
+_ABOVE_0 = "must be above 0"
+MOST_CHARS = 300  # of a message
+_REASONS = {
+    "oom": "out of memory",
+    "error": "failed",
+    "timeout": "ended as hanging",
+    "killed": "a rank was killed",
+    "interrupted": "interrupted",
+}
+_TERMS = {"compute": "computing", "in_host": "links inside a host", "inter_host": "links between hosts"}
+_EDGE = 0.985 * SIDE  # where failed trials lie
+_NARROW = 0.7  # decades: on a narrower range the ticks are round numbers at equal distances
+
+
+# ---- read ----
+
+
+def tuning_from(data: Any, source: str = "tuning result") -> TuneResult:
+    """The inverse of `TuneResult.to_dict`, without the profile. The data has only the name of the profile."""
+    content = content_of(data, KIND, VERSION, source, command="tune", again="tune again")
+    problems: list[Problem] = []
+    readers: Mapping[Any, Callable[[Any], Any]] = {
+        Plan: lambda plan: Plan.from_dict(plan, f"{source}: plan"),
+        DeviceProfile: lambda profile: profile,
+        Outcome: lambda outcome: outcome,  # read below, where its place is known
+    }
+    given = {name: value for name, value in content.items() if name not in _NOT_READ}
+    found: TuneResult | None = read_plain(TuneResult, given, problems, readers=readers)
+    if found is not None and not problems:
+        outcomes = [_outcome(one.outcome, problems, f"tried[{at}].outcome") for at, one in enumerate(found.tried)]
+        tried = [replace(one, outcome=outcome) for one, outcome in zip(found.tried, outcomes, strict=True) if outcome]
+        found = replace(found, tried=tuple(tried))
+        if not problems:
+            _check(found, problems)
+    if found is None or problems:
+        raise InputError(f"{source} cannot be used", problems)
+    return found
+
+
+def _outcome(data: Any, problems: list[Problem], path: str) -> Outcome | None:
+    """An outcome. None if it cannot be read."""
+
+    def named(choices: Any, name: str) -> Callable[[Any], Any]:
+        def read(value: Any) -> Any:
+            if value not in get_args(choices):
+                rule = f"must be one of {', '.join(filter(None, get_args(choices)))}"
+                problems.append(Problem(path=f"{path}.{name}", rule=rule, value="null" if value is None else value))
+            return value
+
+        return read
+
+    def spread(value: Any) -> Any:
+        is_bounded = not isinstance(value, Mapping) or "low" in value or "high" in value
+        shown = value if is_bounded else {"low": 0.0, "high": 0.0, **value}
+        read: Spread | None = read_plain(Spread, shown, problems, path=f"{path}.seconds")
+        return read if read is None or is_bounded else replace(read, high=float("inf"))
+
+    readers = {State: named(State, "state"), Reason: named(Reason, "reason"), Spread: spread}
+    found: Outcome | None = read_plain(Outcome, data, problems, path=path, readers=readers)
+    return found
+
+
+def _check(found: TuneResult, problems: list[Problem]) -> None:
+    """Add what types do not say: a page divides by seconds, puts them on a logarithmic scale, and words the degrees."""
+    if found.best is not None and not (
+        0 <= found.best < len(found.tried) and found.tried[found.best].outcome.is_measured
+    ):
+        problems.append(Problem(path="best", rule="must be the position of a measured trial", value=found.best))
+    for at, one in enumerate(found.tried):
+        _check_candidate(one.candidate, problems, f"tried[{at}].candidate")
+        seconds = one.outcome.seconds
+        if seconds is not None and not (seconds.median > 0 and 0 <= seconds.low <= seconds.median <= seconds.high):
+            rule = "must have 0 < median, and low ≤ median ≤ high"
+            problems.append(Problem(path=f"tried[{at}].outcome.seconds", rule=rule))
+    for at, left in enumerate(found.left):
+        _check_candidate(left.candidate, problems, f"left[{at}].candidate")
+        if left.believed_s <= 0:
+            problems.append(Problem(path=f"left[{at}].believed_s", rule=_ABOVE_0, value=left.believed_s))
+
+
+def _check_candidate(one: Candidate, problems: list[Problem], path: str) -> None:
+    if one.predicted_s <= 0:
+        problems.append(Problem(path=f"{path}.predicted_s", rule=_ABOVE_0, value=one.predicted_s))
+    try:
+        plan_in_words(one.degrees), degrees_in_words(one.degrees)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        problems.append(Problem(path=f"{path}.degrees", rule="must be the degrees of a plan"))
+
+
+# ---- sentences ----
+
+
+def best_in_words(found: TuneResult) -> str:
+    """The best plan in words, and its measured step. Empty if no trial ran."""
+    if found.best is None or found.step_s is None or found.tokens_per_s is None:
+        return ""
+    best, spent = found.tried[found.best].candidate, ""
+    if found.objective in ON_FEWER_DEVICES:
+        spent = f" and {found.step_s * best.per_second:.3g} {UNITS[found.objective]}"
+    devices = f"{best.num_devices:,} device{'s' * (best.num_devices != 1)}"
+    rate = amount(found.tokens_per_s, unit_of(found))
+    return f"{step_sentence(found, best.degrees, devices, 'A measured step', found.step_s, spent)}, that is {rate}."
+
+
+def gain_in_words(found: TuneResult) -> str:
+    """The probable gain of measuring on, in sentences."""
+    count = num_open(found)
+    if not count:
+        return "Every plan was tried or cannot run, so measuring on gains nothing."
+    plans = f"{count:,} plan{'s were' if count > 1 else ' was'} not measured"
+    if found.best is None:
+        return f"No trial ran, so nothing is known of the gain. {plans}."
+    which = "one of them" if count > 1 else "it"
+    chance = f"With a chance of at most {percent(found.chance_left)} {which} is more than {percent(NOTABLE)} faster."
+    gain = f"One more trial would save {percent(found.gain_left, 1)} of the step on average"
+    if found.is_settled:
+        return f"{plans}. {chance} {gain}, so measuring on would hardly pay."
+    return f"{plans}. {chance} {gain}. Give more --trials or a larger --budget to measure on."
+
+
+def num_open(found: TuneResult) -> int:
+    """The number of plans that were not measured and may run."""
+    return sum(not one.why for one in found.left)
+
+
+def unit_of(found: TuneResult) -> str:
+    """The unit of speed. A model without a sequence dimension has samples."""
+    return "tokens/s" if found.sequence > 1 else "samples/s"
+
+
+# ---- the page ----
+
+
+def tuning_report(found: TuneResult) -> str:
+    """The page of a measured search."""
+    best = None if found.best is None else found.tried[found.best]
+    states = [trial.outcome.state for trial in found.tried]
+    return render(
+        "tuning.html.jinja",
+        found=found,
+        best=best,
+        sentence=best_in_words(found),
+        within="" if best is None or best.outcome.seconds is None else interval(best.outcome.seconds),
+        unit=unit_of(found),
+        picture=tuning_scatter(found),
+        trials=[_trial_row(found, at, trial) for at, trial in enumerate(found.tried)],
+        states=states,
+        failed=states.count("failed"),
+        num_open=num_open(found),
+        learnt=_learnt(found),
+        left=[_left_row(left) for left in found.left],
+        gain=gain_in_words(found),
+        notable=percent(NOTABLE),
+    )
+
+
+def _trial_row(found: TuneResult, at: int, trial: Tried) -> dict[str, Any]:
+    seconds, peak, predicted = trial.outcome.seconds, trial.outcome.peak_bytes, trial.candidate.predicted_s
+    measured = ("", "", "")
+    if seconds is not None:
+        ratio = f"{seconds.median / predicted:.2f}"
+        measured = (readable_seconds(seconds.median), interval(seconds) or "too few steps", ratio)
+    memory = (readable_bytes(trial.candidate.needed_bytes), "" if peak is None else readable_bytes(peak))
+    return {
+        "number": trial.number + 1,
+        "plan": plan_in_words(trial.candidate.degrees),
+        "figures": (readable_seconds(predicted), *measured, *memory),
+        "ending": "best" if at == found.best else _ending(trial),
+    }
+
+
+def _ending(one: Tried) -> str:
+    """How a trial ended."""
+    if one.outcome.state == "complete":
+        return "measured"
+    if one.outcome.state == "pruned":
+        return f"ended after {one.outcome.steps} steps: surely slower than the best plan"
+    reason = _REASONS.get(one.outcome.reason, one.outcome.reason or "failed")
+    first = (one.outcome.message.strip().splitlines() or [""])[0]
+    return f"{reason}: {capped(first, MOST_CHARS)}" if first else reason
+
+
+def _learnt(found: TuneResult) -> list[tuple[str, str]]:
+    """The factor on each term. Empty if nothing was measured."""
+    if found.best is None:
+        return []
+    return [
+        (_TERMS.get(name, capped(name.replace("_", " "))), f"× {value:.2f}") for name, value in found.factors.items()
+    ]
+
+
+def _left_row(one: Left) -> tuple[str, ...]:
+    return (
+        plan_in_words(one.candidate.degrees),
+        readable_seconds(one.candidate.predicted_s),
+        readable_seconds(one.believed_s),
+        readable_bytes(one.candidate.needed_bytes),
+        "" if one.why else percent(one.chance),
+        f"cannot run: {capped(one.why, MOST_CHARS)}" if one.why else "",
+    )
+
+
+# ---- the picture ----
+
+
+def tuning_scatter(found: TuneResult) -> Plot | None:
+    """The picture. None if there is no plan."""
+    values = _values(found)
+    if not values:
+        return None
+    low, high = log10(min(values)), log10(max(values))
+    pad = 0.05 * (high - low + 0.1)
+    low, high = low - pad, high + pad
+
+    def at(seconds: float) -> float:
+        return (log10(seconds) - low) / (high - low) * SIDE
+
+    x_ticks = _ticks(low, high)
+    y_ticks = [replace(one, at=SIDE - one.at) for one in x_ticks]
+    content = [grid(x_ticks, y_ticks), line([(0, SIDE), (SIDE, 0)], class_="limit")]
+    for left in found.left:
+        place, says = (at(left.candidate.predicted_s), SIDE - at(left.believed_s)), _left_tip(left)
+        rim = "left dot" if not left.why else "left out dot"
+        content += [dots([place], class_=rim, data_t=says), dots([place], class_="hole dot", data_t=says)]
+    best = None if found.best is None else found.tried[found.best]
+    for one in (*(each for each in found.tried if each is not best), *([best] if best else [])):
+        x, seconds, says = at(one.candidate.predicted_s), one.outcome.seconds, _trial_tip(one)
+        if seconds is None:
+            content.append(dots([(x, _EDGE)], class_="failed dot", data_t=says))
+            continue
+        if _is_bounded(seconds):
+            ends = [(x, SIDE - at(seconds.low)), (x, SIDE - at(seconds.high))]
+            content.append(line(ends, class_="interval", data_t=says))
+        name = "best dot" if one is best else "pruned dot" if one.outcome.state == "pruned" else "own dot"
+        content.append(dots([(x, SIDE - at(seconds.median))], class_=name, data_t=says))
+    return Plot(
+        content=Markup("").join(content),
+        x_ticks=tuple(x_ticks),
+        y_ticks=tuple(y_ticks),
+        x_title="predicted step time (logarithmic)",
+        y_title="measured or believed step time (logarithmic)",
+        says=f"predicted against measured step time of {len(found.tried)} plans that were tried, and the believed step "
+        f"time of {len(found.left)} others",
+    )
+
+
+def interval(seconds: Spread) -> str:
+    """The interval in words; empty if there were too few steps."""
+    return f"{readable_seconds(seconds.low)} to {readable_seconds(seconds.high)}" if _is_bounded(seconds) else ""
+
+
+def _is_bounded(seconds: Spread) -> bool:
+    return seconds.low > 0 and isfinite(seconds.high)
+
+
+def _values(found: TuneResult) -> list[float]:
+    """All seconds that the picture shows."""
+    values = [seconds for left in found.left for seconds in (left.candidate.predicted_s, left.believed_s)]
+    for one in found.tried:
+        values.append(one.candidate.predicted_s)
+        if (seconds := one.outcome.seconds) is not None:
+            values += [seconds.median, *((seconds.low, seconds.high) if _is_bounded(seconds) else ())]
+    return values
+
+
+def _ticks(low: float, high: float) -> list[Tick]:
+    """Of the horizontal axis."""
+    if high - low >= _NARROW:
+        return time_ticks(low, high)
+    return [
+        Tick(at=(log10(value) - low) / (high - low) * SIDE, text=tick_seconds(value), is_minor=number % 2 == 1)
+        for number, value in enumerate(ticks(10.0**low, 10.0**high, 7))
+    ]
+
+
+def _trial_tip(one: Tried) -> str:
+    outcome, what = one.outcome, f"trial {one.number + 1}: {plan_in_words(one.candidate.degrees)}"
+    predicted = f"predicted {readable_seconds(one.candidate.predicted_s)}"
+    if outcome.seconds is None:
+        return f"{what}\n{predicted}, failed"
+    within = interval(outcome.seconds)
+    measured = f"measured {readable_seconds(outcome.seconds.median)}{f' ({within})' if within else ''}"
+    slower = "\nsurely slower than the best plan" if outcome.state == "pruned" else ""
+    return f"{what}\n{predicted}, {measured}{slower}"
+
+
+def _left_tip(one: Left) -> str:
+    times = f"predicted {readable_seconds(one.candidate.predicted_s)}, believed {readable_seconds(one.believed_s)}"
+    return f"not measured: {plan_in_words(one.candidate.degrees)}\n{times}{', cannot run' if one.why else ''}"

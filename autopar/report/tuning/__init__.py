@@ -1,1 +1,0 @@
-"""A measured search as a page."""
