@@ -255,7 +255,7 @@ def _part(value: float, whole: float) -> str:
 
 
 def _checked_trace(trace: Path | None, correct: Path | None, engine: str) -> dict[str, Any] | None:
-    """The trace's content, read before a model is built; everything wrong with the options at once."""
+    """The trace's content. All options are checked before a model is built."""
     problems = []
     if trace is None and correct is not None:
         problems.append(Problem(path="--correct", rule="needs a measured step", suggestion="add --trace FILE"))
@@ -280,8 +280,7 @@ def _compared(
     profile: "DeviceProfile",
     cluster: ClusterSpec,
 ) -> "Comparison":
-    """The estimate beside the trace. With `correct` the profile is written there, with the constants
-    behind the terms that are off scaled, under a name of its own."""
+    """The estimate beside the trace. With `correct`, a profile with scaled constants is written there."""
     from autopar.cost_model.fit.predicted_vs_measured import BAND, corrected
     from autopar.cost_model.fit.profile_comparison import compare_trace, tiers_of
     from autopar.cost_model.machine.profile_io import dump_profile

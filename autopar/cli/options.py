@@ -163,7 +163,7 @@ def _value(text: str) -> int | str | bool:
 
 
 def check_numbers(**numbers: int | None) -> None:
-    """Raise `InputError` naming every option that is below 1, and more ranks than one machine is asked to run."""
+    """Raise `InputError` for options below 1, and for too many ranks."""
     problems = [
         Problem(path="--" + name.replace("_", "-"), value=value, rule="must be at least 1")
         for name, value in numbers.items()

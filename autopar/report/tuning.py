@@ -91,7 +91,7 @@ def _outcome(data: Any, problems: list[Problem], path: str) -> Outcome | None:
 
 
 def _check(found: TuneResult, problems: list[Problem]) -> None:
-    """Add what types do not say: a page divides by seconds, puts them on a logarithmic scale, and words the degrees."""
+    """Add what types do not say: seconds are above 0, and degrees have words."""
     if found.best is not None and not (
         0 <= found.best < len(found.tried) and found.tried[found.best].outcome.is_measured
     ):

@@ -1,1 +1,1 @@
-"""Numbers and tables in words, as every command, message, plan and page shows them. It imports nothing of ours."""
+"""Numbers in words, as every command, plan and page shows them. It imports nothing of ours."""
