@@ -4,6 +4,7 @@ import ast
 import doctest
 import importlib
 import inspect
+import re
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,8 @@ from autopar import testing
 ROOT = Path(autopar.__file__).parents[1]
 PACKAGES = {"autopar": "autopar"} | {name: f"autopar.{name}" for name in ("search", "cost_model", "runtime")}
 CLASSES = ("ParallelModel", "ParallelLoader", "GradScaler", "Run", "SearchResult", "TuneResult", "Plan", "ClusterSpec")
+# Our own rooms call these methods, and no page for users shows them. A line is enough.
+INTERNAL = "code_modules|exchange|own_buffers|stage_modules|stages_in|stored_parameters|link|place_of|tier"
 NO_SECTIONS = ("__version__", "AutoparError", "Estimate")  # values without arguments or methods of their own
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | doctest.IGNORE_EXCEPTION_DETAIL
 
@@ -38,7 +41,7 @@ def public_methods(name: str) -> Iterator[tuple[str, Any]]:
         method = inspect.getattr_static(kind, attribute)
         function = getattr(method, "__func__", method)
         is_ours = (getattr(function, "__module__", None) or "").startswith("autopar.")
-        if not attribute.startswith("_") and inspect.isfunction(function) and is_ours:
+        if not re.fullmatch(rf"_.*|{INTERNAL}", attribute) and inspect.isfunction(function) and is_ours:
             yield f"{name}.{attribute}", function
 
 
@@ -89,6 +92,11 @@ def test_every_public_name_has_its_sections() -> None:
         missing |= {prop: ["a docstring"] for prop, value in properties(name) if not inspect.getdoc(value)}
     missing |= {name: ["a docstring"] for name in NO_SECTIONS[1:] if not inspect.getdoc(getattr(autopar, name))}
     assert missing == {}, "\n".join(f"{name} lacks {', '.join(what)}" for name, what in missing.items())
+
+
+def test_no_page_shows_an_internal_method() -> None:
+    for page in [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", *(ROOT / "examples").rglob("*.py")]:
+        assert not re.search(rf"\.({INTERNAL})\(", page.read_text()), page
 
 
 @pytest.fixture(scope="module")

@@ -336,21 +336,7 @@ class ClusterSpec:
         return None if any(p is None for p, _ in powers) else sum(p * n for p, n in powers if p is not None)
 
     def place_of(self, rank: int) -> tuple[HostGroup, int]:
-        """Find the host of a rank.
-
-        Args:
-            rank: The rank, from 0.
-
-        Returns:
-            The rank's group, and the number of its host in the whole cluster.
-
-        Raises:
-            IndexError: The cluster has no such rank.
-
-        Example:
-            >>> autopar.ClusterSpec.preset("16xh100").place_of(9)[1]
-            1
-        """
+        """The group of a rank, and the number of its host in the whole cluster. Raises IndexError for no such rank."""
         first_rank = first_host = 0
         for group in self.groups:
             if 0 <= rank - first_rank < group.num_devices:
@@ -360,22 +346,7 @@ class ClusterSpec:
         raise IndexError(f"rank {rank} of a cluster of {self.num_devices} devices")
 
     def tier(self, rank: int, other: int) -> Tier:
-        """Name the tier of links between two ranks.
-
-        Args:
-            rank: The first rank.
-            other: The second rank.
-
-        Returns:
-            ``in_host``, ``inter_host`` or ``spine``.
-
-        Raises:
-            IndexError: The cluster has no such rank.
-
-        Example:
-            >>> autopar.ClusterSpec.preset("16xh100").tier(0, 8)
-            'inter_host'
-        """
+        """The tier of links between two ranks. Raises IndexError for no such rank."""
         host, other_host = self.place_of(rank)[1], self.place_of(other)[1]
         if host == other_host:
             return "in_host"
@@ -384,22 +355,7 @@ class ClusterSpec:
         return "spine"
 
     def link(self, rank: int, other: int) -> Link:
-        """Find the link between two ranks.
-
-        Args:
-            rank: The first rank.
-            other: Another rank.
-
-        Returns:
-            The link: bytes/s for each direction, and seconds of latency.
-
-        Raises:
-            IndexError: The cluster has no such rank.
-
-        Example:
-            >>> autopar.ClusterSpec.preset("8xh100").link(0, 1).latency_s < 1e-4
-            True
-        """
+        """The link between two ranks. Raises IndexError for no such rank."""
         tier = self.tier(rank, other)
         found = self.place_of(rank)[0].in_host if tier == "in_host" else getattr(self, tier)
         assert isinstance(found, Link), f"no {tier} link between ranks {rank} and {other}"

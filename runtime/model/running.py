@@ -92,34 +92,11 @@ class RunningModel(ShardedModel):
         self._pipelines = WeakKeyDictionary[CompiledProgram, dict[bool, Pipeline]]()
 
     def code_modules(self, *, outputs: bool) -> list[fx.GraphModule]:
-        """Give the generated code of every distinct block, as modules.
-
-        Args:
-            outputs: Whether the code keeps all outputs of the model, as `evaluate` does. The code of a training step
-                computes the loss only.
-
-        Returns:
-            One module for each distinct block of the plan, in the plan's order.
-
-        Example:
-            >>> len(parallel.code_modules(outputs=False)) == len(parallel.plan.blocks)
-            True
-        """
+        """The generated code of every distinct block; with `outputs` it keeps all outputs of the model."""
         return self._shapes.base.code_modules(outputs=outputs)
 
     def exchange(self, row: Sequence[int]) -> list[list[int]]:
-        """Give the integers of all ranks, sent over gloo on the host. Collective.
-
-        Args:
-            row: This rank's integers, at most 7 + 2 × inputs.
-
-        Returns:
-            The rows of all ranks, padded with zeros.
-
-        Example:
-            >>> parallel.exchange([7])[0][0]
-            7
-        """
+        """The integers of all ranks, at most 7 + 2 × inputs of each, padded with zeros. Collective."""
         return self._preflight.exchange(row)
 
     # Optimizers.

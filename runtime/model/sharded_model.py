@@ -114,15 +114,7 @@ class ShardedModel(nn.Module):
         return made
 
     def stage_modules(self) -> dict[int, StageModule]:
-        """Give this rank's pipeline stages.
-
-        Returns:
-            The stage modules by stage number; stage 0 alone without a pipeline.
-
-        Example:
-            >>> list(parallel.stage_modules())
-            [0]
-        """
+        """This rank's pipeline stages by number; stage 0 alone without a pipeline."""
         found: dict[int, StageModule] = {}
         for module in self.stages.values():
             assert isinstance(module, StageModule)
@@ -130,18 +122,7 @@ class ShardedModel(nn.Module):
         return found
 
     def stages_in(self, compiled: CompiledProgram) -> tuple[Stage, ...]:
-        """Cut a compiled program into its pipeline stages.
-
-        Args:
-            compiled: A program that was compiled for one input shape and mode.
-
-        Returns:
-            The stages in order; one stage without a pipeline.
-
-        Example:
-            >>> len(parallel.stages_in(parallel.base))
-            1
-        """
+        """The pipeline stages of a program that was compiled for one input shape and mode, in order."""
         if compiled not in self._stages_of:
             self._stages_of[compiled] = stages_of(compiled.program, compiled.plan.cuts, compiled.plan.recomputed)
         return self._stages_of[compiled]
@@ -208,17 +189,9 @@ class ShardedModel(nn.Module):
                 yield name, getattr(owners[name], attribute(name))
 
     def stored_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Iterate over this rank's parameters as they are stored.
+        """This rank's parameters as they are stored, by the program's names.
 
-        An unequal packing, such as queries, keys and values of different sizes in one projection, has one parameter
-        for each part, named after its rows: ``qkv_proj.weight[0:3072]``.
-
-        Yields:
-            Pairs of the program's name and parameter.
-
-        Example:
-            >>> [name for name, _ in parallel.stored_parameters()]
-            ['0.weight', '0.bias', '2.weight', '2.bias']
+        Each part of an unequal packing is a parameter, named after its rows: ``qkv_proj.weight[0:3072]``.
         """
         for name, parameter in self._computed():
             yield name, parameter if self._on_host is None else self._on_host.of(name, parameter)
@@ -284,16 +257,9 @@ class ShardedModel(nn.Module):
         return destination
 
     def own_buffers(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
-        """Iterate over the buffers that are state: persistent ones, and others that the forward pass changes.
+        """The first name of each buffer that is state, its value, and whether a state dict holds it.
 
-        A stage that changes a buffer has its new value. The other stages leave it out.
-
-        Yields:
-            The buffer's first name, its value, and whether a state dict holds it.
-
-        Example:
-            >>> list(parallel.own_buffers())
-            []
+        The forward pass may change a buffer. Only the stage that changes it yields it.
         """
         changed = stage_of_buffers(self.program, self.stages_in(self.base))
         for first, info in self.program.buffers.items():

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from work import lines_run
@@ -86,22 +87,8 @@ def test_result_is_taken_away(rows: list[Row]) -> None:
 
 def test_only_needed_columns(tmp_path: Path) -> None:
     (row,) = read_rows(write(tmp_path / "runs.csv", GOOD))
-    assert row == Row(
-        id="a",
-        layers=2,
-        hidden=64,
-        ffn_hidden=256,
-        n_heads=4,
-        vocab=512,
-        seq_len=128,
-        gpu_type="A100-80",
-        num_gpus=8,
-        tp=1,
-        pp=1,
-        micro_batch=2,
-        global_batch=16,
-        precision="bf16",
-    )
+    values: list[Any] = ["a", 2, 64, 256, 4, 512, 128, "A100-80", 8, 1, 1, 2, 16, "bf16"]
+    assert row == Row(**dict(zip(NEEDED, values, strict=True)))
     assert row.not_stated() == ()
 
 
