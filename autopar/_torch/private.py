@@ -38,11 +38,6 @@ pytree = _pytree
 IncompatibleKeys = _IncompatibleKeys
 
 
-def operator_parts(value: Any) -> tuple[str, str, str] | None:
-    """The namespace, name and overload under which `torch.ops` has an operator. None for any other value."""
-    return (value.namespace, value._opname, value._overloadname) if isinstance(value, OpOverload) else None
-
-
 def overloads_of(value: Any) -> dict[str, OpOverload]:
     """The overloads of an operator by name. Empty for a value that is no operator.
 

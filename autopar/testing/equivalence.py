@@ -183,7 +183,7 @@ def run_labels(run: SingleDeviceRun, labels: Sequence[BlockLabels], mesh: Mesh, 
     )
 
 
-def compare_runs(run: SingleDeviceRun, outcome: Outcome, mesh: Mesh, tolerance: float = TOLERANCE) -> Equivalence:
+def compare_runs(run: SingleDeviceRun, outcome: Outcome, mesh: Mesh) -> Equivalence:
     """The errors of loss, outputs, every gradient, new values of buffers, and copies that must be equal.
 
     Noise is measured only if a tensor is above the tolerance.
@@ -199,14 +199,14 @@ def compare_runs(run: SingleDeviceRun, outcome: Outcome, mesh: Mesh, tolerance: 
             errors |= {name: Measured(error=inf) for name in found[kind] if name not in own}
         return errors
 
-    errors = run.noise.verdict(compare, lambda errors, num_runs: may_change(errors.values(), tolerance, num_runs))
+    errors = run.noise.verdict(compare, lambda errors, num_runs: may_change(errors.values(), TOLERANCE, num_runs))
     values = {name: inf if m.error != m.error else m.error for name, m in errors.items()}
     return Equivalence(
         mesh=mesh.as_dict(),
         errors={"loss": values.pop("loss"), "equal copies": outcome.disagreement, **values},
-        tolerance=tolerance,
-        limits={name: m.limit(tolerance) for name, m in errors.items() if m.limit(tolerance) > tolerance},
-        unjudged={name: m.noise for name, m in errors.items() if m.outcome(tolerance) == UNJUDGED},
+        tolerance=TOLERANCE,
+        limits={name: m.limit(TOLERANCE) for name, m in errors.items() if m.limit(TOLERANCE) > TOLERANCE},
+        unjudged={name: m.noise for name, m in errors.items() if m.outcome(TOLERANCE) == UNJUDGED},
     )
 
 
