@@ -1,6 +1,6 @@
 """`autopar checkpoint`: the checkpoints of a folder, and whether their files are as they were saved."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,10 +21,10 @@ class _Row:
     step: int
     folder: str
     is_latest: bool
-    num_bytes: int
-    saved_at: str
-    plan: str
-    problems: list[str]
+    num_bytes: int = 0
+    saved_at: str = ""
+    plan: str = ""
+    problems: list[str] = field(default_factory=list)
 
 
 def checkpoint(
@@ -45,7 +45,7 @@ def checkpoint(
     latest = latest_folder(path)
     rows = [_row(one, one == latest, verify) for one in complete_steps(path).values()]
     if as_json:
-        print_json([{name: getattr(row, name) for name in _Row.__slots__} for row in rows])
+        print_json([asdict(row) for row in rows])
     elif not rows:
         console().print(f"{path} holds no checkpoint")
     else:
@@ -69,26 +69,16 @@ def checkpoint(
 def _row(folder: "StepFolder", is_latest: bool, hashes: bool) -> _Row:
     from autopar.runtime.checkpoint.manifest import file_problems, read_manifest
 
-    name = folder.path.name
+    row = _Row(step=folder.step, folder=folder.path.name, is_latest=is_latest)
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:
-        return _Row(
-            step=folder.step,
-            folder=name,
-            is_latest=is_latest,
-            num_bytes=0,
-            saved_at="",
-            plan="",
-            problems=[str(error)],
-        )
-    found = file_problems(folder.path, manifest, manifest.files, hashes=hashes)
-    return _Row(
-        step=folder.step,
-        folder=name,
-        is_latest=is_latest,
+        return replace(row, problems=[str(error)])
+    problems = file_problems(folder.path, manifest, manifest.files, hashes=hashes)
+    return replace(
+        row,
         num_bytes=manifest.num_bytes,
         saved_at=manifest.saved_at,
         plan=manifest.made_by.get("plan", ""),
-        problems=[f"{one.path}: {one.rule}" for one in found],
+        problems=[f"{problem.path}: {problem.rule}" for problem in problems],
     )

@@ -12,6 +12,7 @@ from autopar.cli.options import Json, argument
 from autopar.cli.output import console, print_json, table
 from autopar.errors import InputError
 from autopar.files.strict_text import values_of
+from autopar.words.numbers import amount, duration, percent, readable_bytes, readable_seconds
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -109,8 +110,6 @@ def _lines(now: "RunStatus") -> list[str]:
 
 
 def _figures(now: "RunStatus") -> list[tuple[str, str, str]]:
-    from autopar.words.numbers import amount, percent, readable_bytes, readable_seconds
-
     wanted, on_gpu = now.predicted, now.device_type == "cuda"
 
     def share(part: float) -> str:
@@ -141,19 +140,3 @@ def _figures(now: "RunStatus") -> list[tuple[str, str, str]]:
 
 def _text(value: float | None, text: Callable[[float], str]) -> str:
     return "-" if value is None else text(value)
-
-
-def duration(seconds: float) -> str:
-    """A time for people.
-
-    >>> duration(8.3), duration(200), duration(7260), duration(200_000)
-    ('8 s', '3 min 20 s', '2 h 1 min', '2 d 7 h')
-    """
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    if whole < 86400:
-        return f"{whole // 3600} h {whole % 3600 // 60} min"
-    return f"{whole // 86400} d {whole % 86400 // 3600} h"

@@ -56,8 +56,7 @@ def trace(
     check_numbers(world_size=world_size, batch=batch)
     wish, sizes = wish_and_sizes(model, world_size, options, plan, layers=layers, hidden=hidden, batch=batch)
     with naming(plan), progress("importing torch") as on_progress:
-        from autopar.commands.profile import trace_model
-        from autopar.commands.verify import Job
+        from autopar.commands.verify import Job, trace_model
 
         job = Job(spec=model, dtype=dtype, seed=seed, specialise=specialise, **sizes)
         decided, times = trace_model(job, out, world_size=world_size, degrees=wish, plan=plan, on_progress=on_progress)

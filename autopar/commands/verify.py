@@ -1,5 +1,10 @@
-"""`verify`: start ranks, run the same seeded steps on one device and in parallel, compare everything."""
+"""`verify`: start ranks, run the same seeded steps on one device and in parallel, compare everything.
 
+`trace_model` starts the same ranks, runs a few steps of a model under a plan, and keeps one of them as a trace.
+"""
+
+import json
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -23,8 +28,10 @@ from autopar.models.load import ResolvedModel, in_storage, is_factory, resolve_m
 from autopar.planning.fixed import capture_for, check_plan, label_plan, wished_program
 from autopar.runtime.codegen.passes.attention_dropout import without_attention_dropout
 from autopar.runtime.distributed.launch import Ranks
+from autopar.runtime.model.module import ParallelModel
 from autopar.runtime.parameters.materialise import parameter_source, seeded
 from autopar.runtime.parameters.state_loading import model_tensors
+from autopar.runtime.profile.chrome_trace import TrackTime, check_writable, track_times
 from autopar.runtime.verify.error_metrics import TOLERANCES, Quantity
 from autopar.runtime.verify.float64_program import default_dtype, promoted
 from autopar.runtime.verify.noise import Change, Noise, samples_of
@@ -48,6 +55,7 @@ from autopar.runtime.verify.verify import (
     in_dtype,
     merge_stages,
     parallel_steps,
+    this_ranks_part,
 )
 
 _Progress = Callable[[str], None]
@@ -379,3 +387,41 @@ def noise_of(
             return reference_steps(program, change.source(source, dtype), changed, degrees, own)
 
     return Noise(run, reference, 0 if draws_anything(program) else samples_of(program, data[0], count))
+
+
+# ---- a trace of one step ----
+
+
+def trace_model(
+    job: Job,
+    path: str | os.PathLike[str],
+    *,
+    world_size: int,
+    degrees: Mapping[str, Any] | None = None,
+    plan: Path | str | None = None,
+    on_progress: _Progress = lambda text: None,
+) -> tuple[Plan, list[TrackTime]]:
+    """Write a trace of one step on `world_size` gloo ranks of this machine; returns the plan and the trace's tracks.
+
+    Raises `InputError` or `PlanError` on bad input before any rank starts, and `RankError` where a rank fails.
+    """
+    check_writable(path)
+    check_dtype(job.dtype)
+    model, program, decided = decide(job, world_size, degrees, plan, on_progress)
+    on_progress(f"three steps on {world_size} ranks")
+    with Ranks(world_size, checked=False) as world:
+        target, given = "autopar.commands.verify:traced_on_rank", values_that_decide(program, tensors_of(model))
+        world.run(target, job, decided, to_bytes(program), given, str(Path(path).absolute()))
+    return decided, track_times(json.loads(Path(path).read_text()))
+
+
+def traced_on_rank(
+    rank: int, job: Job, plan: Plan, program_bytes: bytes, given: Mapping[str, torch.Tensor], path: str
+) -> None:
+    """The work of one rank."""
+    model, program = built_on_rank(job, plan, program_bytes)
+    source = parameter_source(model.model, seed=job.seed)
+    parallel = ParallelModel(program, plan, source, torch.device("cpu"), seed=job.seed)
+    (batch,) = random_batches(program, plan.degrees, 1, job.seed, given, constants_of(program, source))
+    own = this_ranks_part(program, batch, plan.degrees, parallel.rank_mesh.sample_ranks.coordinate)
+    parallel.trace(path, structured(model, own))

@@ -11,9 +11,8 @@ from autopar.files.atomic import write_text
 from autopar.files.plain_data import read_plain
 from autopar.files.strict_text import read_json
 from autopar.ir.degrees import Degrees, degrees_from
-from autopar.ir.explanation import as_text
+from autopar.ir.explanation import Prediction, Summary, as_text
 from autopar.ir.sharding import Mesh, Type
-from autopar.ir.summary import Prediction, Summary
 
 _VERSION = 1
 MAX_PLAN_BYTES = 64 * 1024 * 1024

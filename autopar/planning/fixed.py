@@ -23,13 +23,13 @@ from autopar.cost_model.work.program_costs import ProgramWorks, dtype_of, merged
 from autopar.errors import InfeasibleError, PlanError, did_you_mean
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
+from autopar.ir.explanation import Prediction
 from autopar.ir.plan import Plan
 from autopar.ir.program import Decision, Program
 from autopar.ir.schedules.registry import schedule_problems
 from autopar.ir.sharding import Dims, I, Type
 from autopar.ir.stages import check_stages, stages_of
 from autopar.ir.storage import Storage
-from autopar.ir.summary import Prediction
 from autopar.lowering.loss_region import why_whole
 from autopar.memo import Memo
 from autopar.planning.degrees import resolve_degrees

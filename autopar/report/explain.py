@@ -12,12 +12,7 @@ from autopar.cost_model.work.block_work import PASSES, VARIANTS, evaluate, sizes
 from autopar.cost_model.work.coverage import whole_on_every_rank, works_of
 from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import Plan
-from autopar.ir.program import Program
-from autopar.ir.sharding import Dims, Type, owned_by, shares_parameter
-from autopar.ir.stages import main_calls, stages_of
-from autopar.ir.storage import boundary_types
-from autopar.ir.summary import (
+from autopar.ir.explanation import (
     BlockSummary,
     ParameterSummary,
     SelectiveSummary,
@@ -26,6 +21,11 @@ from autopar.ir.summary import (
     Traffic,
     WithoutRule,
 )
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
+from autopar.ir.sharding import Dims, Type, owned_by, shares_parameter
+from autopar.ir.stages import main_calls, stages_of
+from autopar.ir.storage import boundary_types
 from autopar.lowering.collectives import collectives_of
 
 _FEATURES = {("linear", 0): "column-parallel", ("linear", 1): "row-parallel", ("embedding", 0): "vocabulary-parallel"}

@@ -3,9 +3,8 @@
 from math import prod
 from typing import Any
 
-from autopar.ir.explanation import sections, sizes_in_words
+from autopar.ir.explanation import StageSummary, sections, sizes_in_words
 from autopar.ir.plan import Plan
-from autopar.ir.summary import StageSummary
 from autopar.report.page_tools import render
 from autopar.report.parts import Bar
 from autopar.report.svg import SIDE, short, tag

@@ -20,7 +20,7 @@ from typing import Any
 from autopar.errors import InputError, Problem
 from autopar.files.plain_data import read_plain
 from autopar.files.strict_text import read_json
-from autopar.ir.summary import Prediction
+from autopar.ir.explanation import Prediction
 
 RUN_FILE, METRICS_FILE, CHECKPOINTS = "run.json", "metrics.jsonl", "checkpoints"
 KIND, VERSION = "autopar run", 2

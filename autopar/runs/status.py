@@ -13,7 +13,7 @@ from typing import Any
 
 from autopar.files.lock import LOCK, STALE_S, Holder, is_alive, read_holder
 from autopar.files.strict_text import read_text
-from autopar.ir.summary import Prediction
+from autopar.ir.explanation import Prediction
 from autopar.runs.record import CHECKPOINTS, END, START, Line, Metrics, RunInfo, read_info, read_metrics
 
 RECENT = 20  # rates are medians of so many lines

@@ -23,6 +23,22 @@ def readable_seconds(seconds: float) -> str:
     return f"{digits(seconds * 1e6)} µs"
 
 
+def duration(seconds: float) -> str:
+    """A time for people.
+
+    >>> duration(8.3), duration(200), duration(7260), duration(200_000)
+    ('8 s', '3 min 20 s', '2 h 1 min', '2 d 7 h')
+    """
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
 def readable_rate(count_per_s: float) -> str:
     """A whole number from 100, three digits below: ``3,308,731`` and ``2.83``."""
     return f"{count_per_s:,.0f}" if count_per_s >= 99.95 else f"{count_per_s:.3g}"

@@ -25,7 +25,7 @@ from autopar.cost_model.machine.profile_io import load_profile
 from autopar.errors import AutoparError
 from autopar.files.strict_text import values_of
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.summary import Prediction
+from autopar.ir.explanation import Prediction
 from autopar.runs.record import METRICS_FILE, RUN_FILE
 from autopar.search.driver.study import keep_result, study_place
 from autopar.search.measured.result import Left, Tried, TuneResult

@@ -3,7 +3,7 @@
 import pytest
 from run import refused
 
-from autopar.commands.next_step import VerifyCommand, next_after_refusal
+from autopar.cli.verify import VerifyCommand, next_after_refusal
 from autopar.errors import AutoparError, CaptureError, InputError, PlanError, RankError
 
 

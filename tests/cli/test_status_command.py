@@ -7,7 +7,7 @@ import pytest
 from run import autopar, json_of, refused
 from written_runs import end, line, start, write
 
-from autopar.ir.summary import Prediction
+from autopar.ir.explanation import Prediction
 from autopar.runs.record import Event, Line
 
 PREDICTED = Prediction(

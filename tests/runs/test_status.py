@@ -8,7 +8,7 @@ import pytest
 from written_runs import NOW_S, end, line, start, write
 
 from autopar.files.lock import LOCK, take_lock
-from autopar.ir.summary import Prediction
+from autopar.ir.explanation import Prediction
 from autopar.runs.record import CHECKPOINTS
 from autopar.runs.status import run_status, sparkline
 
