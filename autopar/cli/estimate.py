@@ -31,7 +31,7 @@ from autopar.ir.plan import MAX_PLAN_BYTES, Plan
 from autopar.models.load import is_factory, resolve_model
 from autopar.planning.options import PlanOptions
 from autopar.presets.models import model_names
-from autopar.search.result.format import plan_in_words
+from autopar.search.result.format import plan_in_words, step_in_words
 from autopar.words.numbers import readable_bytes, readable_count, readable_rate, readable_seconds
 
 if TYPE_CHECKING:
@@ -186,11 +186,8 @@ def _show(price: "Estimate") -> None:
     out, step_s = console(), price.step_s
     title = f"{price.model} ({readable_count(price.num_parameters)} parameters) on {price.cluster}"
     out.print(f"{title}: {plan_in_words(price.degrees)}", style="bold")
-    has_tokens = price.sequence > 1  # a model without a sequence dimension has samples
-    rate = "tokens/s" if has_tokens else "samples/s"
-    of_tokens = f"sequences of {price.sequence:,} tokens" if has_tokens else "samples"
-    size = f"{price.global_batch:,} {of_tokens} a step"
-    out.print(f"{size}; engine {price.engine}, {price.precision}, profile {price.profile}\n")
+    size, rate = step_in_words(price.global_batch, price.sequence)
+    out.print(f"{size} a step; engine {price.engine}, {price.precision}, profile {price.profile}\n")
     peak = f"{readable_bytes(price.peak_bytes)} of {readable_bytes(price.device_bytes)}"
     rows = [
         ("step", f"{readable_seconds(step_s)} ({_between(price.step_interval_s, readable_seconds)})"),

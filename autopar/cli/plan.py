@@ -34,7 +34,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.explanation import Section, sections
 from autopar.models.load import is_factory
 from autopar.planning.options import TOP, TRIALS, PlanOptions
-from autopar.search.result.format import nothing_fits, plan_in_words, readable_value, what_does_not_fit
+from autopar.search.result.format import nothing_fits, plan_in_words, readable_value, step_in_words, what_does_not_fit
 from autopar.search.result.result import Contender, SearchResult
 from autopar.words.numbers import readable_bytes, readable_rate, readable_seconds
 
@@ -190,13 +190,12 @@ def result_sections(result: SearchResult) -> list[Section]:
 def _best(result: SearchResult) -> Section:
     best = result.best
     assert best is not None
-    has_tokens = result.sequence > 1  # a model without a sequence dimension has samples
-    of_a_step = f"{result.global_batch:,} " + (f"sequences of {result.sequence:,} tokens" if has_tokens else "samples")
-    unit, per_s = "tokens" if has_tokens else "samples", result.global_batch * result.sequence / best.step_s
+    of_a_step, rate = step_in_words(result.global_batch, result.sequence)
+    per_s = result.global_batch * result.sequence / best.step_s
     lines = [
         plan_in_words(best.degrees),
         *([] if result.unit == "s" else [f"{result.objective} {readable_value(best.value, result.unit)}"]),
-        f"{readable_seconds(best.step_s)} a step of {of_a_step}: {readable_rate(per_s)} {unit}/s, "
+        f"{readable_seconds(best.step_s)} a step of {of_a_step}: {readable_rate(per_s)} {rate}, "
         f"{readable_rate(per_s / best.num_devices)} of a device",
         f"{readable_bytes(best.needed_bytes)} of {readable_bytes(result.device_bytes)} on the fullest device",
         usable_in_words(result.device_bytes),

@@ -23,7 +23,7 @@ from autopar.search.measured.belief import NOTABLE
 from autopar.search.measured.result import KIND, VERSION, Left, Tried, TuneResult
 from autopar.search.measured.rounds import Spread
 from autopar.search.measured.tuning import Candidate, Outcome, Reason, State
-from autopar.search.result.format import plan_in_words
+from autopar.search.result.format import plan_in_words, step_in_words
 from autopar.search.result.result import ON_FEWER_DEVICES, UNITS
 from autopar.words.numbers import amount, capped, percent, readable_bytes, readable_seconds, tick_seconds, ticks
 
@@ -128,7 +128,7 @@ def best_in_words(found: TuneResult) -> str:
     if found.objective in ON_FEWER_DEVICES:
         spent = f" and {found.step_s * best.per_second:.3g} {UNITS[found.objective]}"
     devices = f"{best.num_devices:,} device{'s' * (best.num_devices != 1)}"
-    rate = amount(found.tokens_per_s, unit_of(found))
+    rate = amount(found.tokens_per_s, step_in_words(found.global_batch, found.sequence)[1])
     return f"{step_sentence(found, best.degrees, devices, 'A measured step', found.step_s, spent)}, that is {rate}."
 
 
@@ -153,11 +153,6 @@ def num_open(found: TuneResult) -> int:
     return sum(not one.why for one in found.left)
 
 
-def unit_of(found: TuneResult) -> str:
-    """The unit of speed. A model without a sequence dimension has samples."""
-    return "tokens/s" if found.sequence > 1 else "samples/s"
-
-
 # ---- the page ----
 
 
@@ -171,7 +166,7 @@ def tuning_report(found: TuneResult) -> str:
         best=best,
         sentence=best_in_words(found),
         within="" if best is None or best.outcome.seconds is None else interval(best.outcome.seconds),
-        unit=unit_of(found),
+        unit=step_in_words(found.global_batch, found.sequence)[1],
         picture=tuning_scatter(found),
         trials=[_trial_row(found, at, trial) for at, trial in enumerate(found.tried)],
         states=states,

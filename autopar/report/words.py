@@ -9,7 +9,7 @@ from autopar.ir.offload import NO_OFFLOAD, offload_in_words
 from autopar.ir.rank_order import ORDERS
 from autopar.ir.schedules.registry import DEFAULT_SCHEDULE
 from autopar.search.measured.result import TuneResult
-from autopar.search.result.format import plan_in_words, readable_value
+from autopar.search.result.format import plan_in_words, readable_value, step_in_words
 from autopar.search.result.result import Contender, SearchResult
 from autopar.words.numbers import amount, capped, percent, readable_bytes, readable_seconds
 
@@ -69,8 +69,8 @@ def plan_sentence(found: SearchResult) -> str:
     if best.num_devices < found.num_devices:
         devices = f"{best.num_devices:,} of {devices}"
     spent = f" and {readable_value(best.value, found.unit)}" if found.objective in ("cost", "energy") else ""
-    # a model without a sequence dimension has samples
-    rate = amount(found.global_batch * found.sequence / best.step_s, "tokens/s" if found.sequence > 1 else "samples/s")
+    unit = step_in_words(found.global_batch, found.sequence)[1]
+    rate = amount(found.global_batch * found.sequence / best.step_s, unit)
     return (
         f"{step_sentence(found, best.degrees, devices, 'A step', best.step_s, spent)}, that is {rate}, and its "
         f"fullest rank needs {readable_bytes(best.needed_bytes)} of {readable_bytes(found.device_bytes)}."
@@ -81,8 +81,7 @@ def step_sentence(
     found: SearchResult | TuneResult, degrees: Mapping[str, Any], devices: str, step: str, step_s: float, spent: str
 ) -> str:
     """The best plan on its devices, and the time of its step, which ends the text. `spent` is its cost or energy."""
-    batch = f"{found.global_batch:,} "
-    batch += f"sequences of {found.sequence:,} tokens" if found.sequence > 1 else "samples"
+    batch, _ = step_in_words(found.global_batch, found.sequence)
     return (
         f"On {devices} {capped(found.model)} {_BEST_AS.get(found.objective, 'runs fastest as')} "
         f"{degrees_in_words(degrees)}. {step} of {batch} takes {readable_seconds(step_s)}{spent}"

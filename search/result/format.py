@@ -56,6 +56,16 @@ def _batch(degrees: Mapping[str, Any]) -> str:
     return f"micro-batch {degrees.get('micro_batch') or 1} × {count}"
 
 
+def step_in_words(global_batch: int, sequence: int) -> tuple[str, str]:
+    """The batch of a step, and the unit of speed. A model without a sequence dimension has samples.
+
+    >>> step_in_words(128, 4096), step_in_words(64, 1)
+    (('128 sequences of 4,096 tokens', 'tokens/s'), ('64 samples', 'samples/s'))
+    """
+    what, unit = (f"sequences of {sequence:,} tokens", "tokens/s") if sequence > 1 else ("samples", "samples/s")
+    return f"{global_batch:,} {what}", unit
+
+
 def readable_value(value: float, unit: str) -> str:
     """A value of an objective, three digits.
 
