@@ -19,12 +19,11 @@ from autopar._torch import private
 from autopar._version import public_version
 from autopar.cache.store import cache_folder
 from autopar.cache.tuned import TUNED, tuned_plans
-from autopar.capture.export.export import Inputs, LossFunction, input_names, inputs_of_shapes, inputs_of_values
+from autopar.capture.export.export import Inputs, LossFunction, inputs_of_shapes, inputs_of_values
 from autopar.capture.passes.autocast import ambient_autocast, autocast_as
-from autopar.capture.precision import checked_precision
-from autopar.capture.program import batch_and_sequence
 from autopar.capture.record.file import from_bytes, to_bytes
 from autopar.capture.record.write import Unexplained
+from autopar.capture.request import Request, checked_precision
 from autopar.capture.weightless import weightless
 from autopar.errors import ClusterError, InputError, PlanError
 from autopar.ir.cluster import ClusterSpec
@@ -125,11 +124,11 @@ def parallelize(
     _refuse_hooks(model)
     device = start_process_group(cluster)
     inputs = example_inputs if example_inputs is not None else derived_inputs(model)
-    sent = first_rank_sends(model, agreed(lambda: input_names(model, inputs, loss_fn)), has_state=state is not None)
+    request = Request.of(model, inputs, loss_fn, specialise=specialise)
+    sent = first_rank_sends(model, agreed(lambda: request.named_inputs), has_state=state is not None)
     on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     without_weights = weightless(model)
-    captured = without_weights if on_meta else model
-    job = _Job(model=captured, cluster=cluster, inputs=inputs, loss_fn=loss_fn, specialise=specialise)
+    job = _Job(request=replace(request, model=without_weights) if on_meta else request, cluster=cluster)
     asked = _asked(job, precision, global_batch, fix or {}, forbid or {}, objective)
     decide = partial(_decide, job, plan, asked, derived=example_inputs is None)
     program, ours = _from_first_rank(decide, job.capture_for)
@@ -219,24 +218,21 @@ def derived_inputs(model: nn.Module) -> Inputs:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _Job:
-    """What a plan is for: `inputs` are of one rank in one step, or give the shapes."""
+    """What a plan is for: inputs are of one rank in one step, or give the shapes."""
 
-    model: nn.Module
+    request: Request
     cluster: ClusterSpec
-    inputs: Inputs
-    loss_fn: LossFunction | None
-    specialise: bool
 
     @property
     def name(self) -> str:
-        return type(self.model).__name__
+        return type(self.request.model).__name__
 
     @property
     def local_batch(self) -> int:
-        return batch_and_sequence(input_names(self.model, self.inputs, self.loss_fn))[0]
+        return self.request.sizes[0]
 
     def capture_for(self, plan: Plan) -> Program:
-        return capture_for(self.model, self.inputs, plan.degrees, self.loss_fn, specialise=self.specialise)
+        return capture_for(self.request, plan.degrees)
 
 
 def _asked(
@@ -273,13 +269,10 @@ def _decide(job: _Job, plan: PlanLike, asked: PlanOptions, *, derived: bool) -> 
 
     def captured(precision: str | None) -> tuple[Degrees, Program]:
         words = {**asked.wish(), **wish, "precision": precision}
-        return wished_program(
-            job.model, job.inputs, words, job.cluster.num_devices, asked.local_batch, job.loss_fn,
-            global_batch=asked.global_batch, specialise=job.specialise,
-        )  # fmt: skip
+        return wished_program(job.request, words, job.cluster.num_devices, asked.local_batch, asked.global_batch)
 
     (degrees, program), _, notes = in_precision_of(
-        asked.precision, job.model, job.cluster, captured, lambda found: found[1]
+        asked.precision, job.request.model, job.cluster, captured, lambda found: found[1]
     )
     _say((*notes, *(note for note in program.notes if note.startswith(ONE_MICRO_BATCH))))
     decided = label_plan(program, job.cluster, degrees, job.name)
@@ -300,9 +293,7 @@ def _say(notes: Sequence[str]) -> None:
 
 def _searched(job: _Job, asked: PlanOptions) -> tuple[Program, Plan]:
     """The best plan and its program."""
-    captured, own, notes = captured_as_asked(
-        job.model, job.inputs, job.loss_fn, job.cluster, asked, specialise=job.specialise
-    )
+    captured, own, notes = captured_as_asked(job.request, job.cluster, asked)
     _say(notes)
     found = search_captured(captured, job.cluster, own, name=job.name, on_progress=lambda _: None)
     if found.plan is None:
@@ -386,39 +377,37 @@ def _same_as(plan: Plan, program: Program) -> Program:
 
 def _replan(origin: OriginalModel, job: _Job, program: Program, plan: Plan) -> Replan:
     """Captures the model, of which it holds no weights, for another batch or in eval mode, cut into the same stages."""
-    model, loss_fn, around = origin.weightless, job.loss_fn, ambient_autocast()
+    model, asked, around = origin.weightless, job.request, ambient_autocast()
     placed = stages_by_parameter(program, stages_of(program, plan.cuts, plan.recomputed))
     names = [info.name for info in program.inputs]
-    decides = job.specialise or any(decision.inputs for decision in program.decisions)
+    decides = asked.reading.specialise or any(decision.inputs for decision in program.decisions)
 
     def replan(wanted: Wanted, base: CompiledProgram, held: Mapping[str, Storage]) -> tuple[Program, Plan]:
-        given, rows = job.inputs, 1
+        given, rows = asked.inputs, 1
         if {info.name for info in wanted.batch.form.inputs} != {*names}:
             order = [*dict.fromkeys(name.partition(".")[0] for name in names)]
             at = {name: index for index, name in enumerate(order)}
             given = dict(sorted(dict(wanted.batch.given).items(), key=lambda one: (at.get(one[0], len(at)), one[0])))
         if decides:  # the values of all ranks
-            example = inputs_of_values(model, given, wanted.whole(base.mesh.sample_ranks.group), loss_fn)
+            example = inputs_of_values(model, given, wanted.whole(base.mesh.sample_ranks.group), asked.loss_fn)
             rows = base.mesh.sample_ranks.degree
         else:
-            example = inputs_of_shapes(model, given, wanted.sizes, loss_fn)
-        local_batch, _ = batch_and_sequence(input_names(model, example, loss_fn))
-        own = replace(plan.degrees, micro_batch=local_batch // rows, accumulate=1, micro_batches=1)
+            example = inputs_of_shapes(model, given, wanted.sizes, asked.loss_fn)
+        reading = replace(asked.reading, buffers=base.buffers, decided=wanted.decided)
+        again = replace(asked, model=model, inputs=example, training=wanted.training, reading=reading)
+        own = replace(plan.degrees, micro_batch=again.sizes[0] // rows, accumulate=1, micro_batches=1)
 
         def capture() -> Program:
             with autocast_as(around):
-                return capture_for(
-                    model, example, own, loss_fn,
-                    training=wanted.training, specialise=job.specialise, buffers=base.buffers, decided=wanted.decided,
-                )  # fmt: skip
+                return capture_for(again, own)
 
         def decide() -> tuple[Program, Plan]:
-            again = capture()
-            return again, label_plan(again, job.cluster, own, type(model).__name__, held=held, stage_of=placed)
+            found = capture()
+            return found, label_plan(found, job.cluster, own, type(model).__name__, held=held, stage_of=placed)
 
-        again, decided = _from_first_rank(decide, lambda _: capture())
-        origin.watch(again.reads)
-        return again, decided
+        found, decided = _from_first_rank(decide, lambda _: capture())
+        origin.watch(found.reads)
+        return found, decided
 
     return replan
 

@@ -14,6 +14,7 @@ import time
 def measure(preset: str, tp: int) -> None:
     """Print one row: layers, distinct blocks, seconds of each phase, peak memory of the process."""
     from autopar.capture.analysis import analyse
+    from autopar.capture.request import Request
     from autopar.ir.cluster import ClusterSpec
     from autopar.ir.degrees import Degrees
     from autopar.models.load import resolve_model
@@ -23,7 +24,7 @@ def measure(preset: str, tp: int) -> None:
     model = resolve_model(preset)
     degrees = Degrees(tp=tp, micro_batch=2)
     start = time.perf_counter()
-    program = capture_for(model.model, model.example_inputs, degrees)
+    program = capture_for(Request.of(model.model, model.example_inputs), degrees)
     captured = time.perf_counter()
     analysis = analyse(program, degrees.mesh)
     analysed = time.perf_counter()

@@ -11,6 +11,7 @@ import sys
 import time
 
 import autopar
+from autopar.capture.request import Request
 from autopar.ir.cluster import ClusterSpec
 from autopar.models.load import resolve_model
 from autopar.planning.degrees import resolve_degrees
@@ -26,7 +27,7 @@ def main(preset: str = "llama3-405b", cluster: str = "16384xh100") -> None:
     degrees = resolve_degrees(wish, spec.num_devices)
     start = time.perf_counter()
     found = resolve_model(preset, seq_len=8192, batch=degrees.num_micro_batches, dtype="bfloat16")
-    program = capture_for(found.model, found.example_inputs, degrees)
+    program = capture_for(Request.of(found.model, found.example_inputs), degrees)
     print(f"{preset}: built and captured in {time.perf_counter() - start:.1f} s")
     seconds = []
     for _ in range(REPEATS + 1):

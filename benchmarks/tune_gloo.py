@@ -26,6 +26,7 @@ import numpy as np
 import optuna
 import torch
 
+from autopar.capture.request import Request
 from autopar.commands.calibrate import calibrate
 from autopar.commands.given import Given
 from autopar.commands.trial_world import ROUNDS, WARM_UP, World
@@ -89,7 +90,7 @@ def swept(name: str, model: torch.nn.Module, profile: DeviceProfile, most: int) 
     """Measure `most` plans that may be measured, in turns. All their ranks are in memory at once."""
     ids = torch.zeros(2, TOKENS, dtype=torch.long)
     cluster = ClusterSpec.preset(f"{RANKS}xcpu")
-    given = Given(model=model, example_inputs={"input_ids": ids, "labels": ids}, loss_fn=None, name=name)
+    given = Given(request=Request.of(model, {"input_ids": ids, "labels": ids}), name=name)
     asked = PlanOptions(global_batch=BATCH, top=19)
     subject, asked = subject_of(given, cluster, asked, lambda _: None)
     opened = opened_study(subject, asked, None, GivenProfile(of=profile, calibrate=False), lambda _: None)

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from autopar.capture.request import Request
 from autopar.cost_model.work.block_work import ROLES, VARIANTS, BlockWork, Family, to_json
 from autopar.cost_model.work.export import block_works
 from autopar.cost_model.work.operator_cost import EXPERT_PRODUCTS
@@ -358,7 +359,7 @@ def captured(capture: Capture, dp: int = 1) -> Program:
     """The captured model of a family, at the micro-batch of all data-parallel ranks."""
     ids = torch.empty(capture.size("b"), capture.size("s"), dtype=torch.long, device="meta")
     degrees = Degrees(tp=capture.tp, dp_shard=dp, micro_batch=capture.size("b"))
-    return capture_for(model_of(capture), {"input_ids": ids, "labels": ids.clone()}, degrees)
+    return capture_for(Request.of(model_of(capture), {"input_ids": ids, "labels": ids.clone()}), degrees)
 
 
 def exported(name: str, *, over_data: bool = False) -> Family[Polynomial]:

@@ -146,6 +146,7 @@ def _built(entry: Entry, device: str = "meta") -> Built:
 
 def _captured(entry: Entry, built: Built) -> Any:
     """The program of the first attempt that is not refused. Raises the error of the last attempt."""
+    from autopar.capture.request import Request
     from autopar.errors import CaptureError
     from autopar.ir.degrees import Degrees
     from autopar.planning.fixed import capture_for
@@ -153,7 +154,7 @@ def _captured(entry: Entry, built: Built) -> Any:
     refused: CaptureError | None = None
     for (model, inputs, loss_fn), specialise in _attempts(entry, built):
         try:
-            return capture_for(model.train(), inputs, Degrees(), loss_fn, specialise=specialise)
+            return capture_for(Request.of(model.train(), inputs, loss_fn, specialise=specialise), Degrees())
         except CaptureError as error:
             refused = error
     assert refused is not None

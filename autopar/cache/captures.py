@@ -20,6 +20,7 @@ from autopar.models.load import checked_dtype, config_named, is_factory, resolve
 
 if TYPE_CHECKING:
     from autopar.capture.record.captured import Capture
+    from autopar.capture.request import Request
     from autopar.ir.cluster import ClusterSpec
     from autopar.ir.program import Program
     from autopar.models.load import ResolvedModel
@@ -70,13 +71,19 @@ def captured_model(
     others have numbered layers. Other arguments and errors are those of `autopar.models.load.resolve_model` and
     `autopar.capture.any_size.capture`.
     """
+
+    def asked_of(found: ResolvedModel) -> Request:
+        from autopar.capture.request import Request
+
+        return Request.of(found.model, found.example_inputs, found.loss_fn, training=training, specialise=specialise)
+
     if is_factory(spec):
         found = resolve_model(spec, layers=layers, hidden=hidden, seq_len=seq_len, dtype=dtype)
 
+        request = replace(asked_of(found), staged=staged)
+
         def capture(precision: str | None) -> CapturedModel:
-            return _captured_now(
-                found, None, training=training, specialise=specialise, precision=precision, staged=staged
-            )
+            return _captured_now(found, request.computing_in(precision), None)
 
         from autopar.planning.fixed import program_for
         from autopar.planning.labels import LABELLED
@@ -91,12 +98,9 @@ def captured_model(
         return resolve_model(spec, layers=layers, hidden=hidden, seq_len=seq_len, batch=batch, dtype=dtype)
 
     def again(batch: int) -> Program:
-        from autopar.capture.program import capture_program
+        from autopar.capture.program import capture_twice
 
-        found = build(batch)
-        return capture_program(
-            found.model, found.example_inputs, training=training, specialise=specialise, precision=precision
-        )
+        return capture_twice(asked_of(build(batch)).computing_in(precision)).program
 
     config, name, _ = config_named(spec)
     asked = {
@@ -122,41 +126,21 @@ def captured_model(
 
             return CapturedModel(name=name, digest=header.sha256, read=kept, local_batch=None, notes=header.notes)
     built = build(CAPTURED_BATCH)
-    made = _captured_now(built, CAPTURED_BATCH, training=training, specialise=specialise, precision=precision)
+    made = _captured_now(built, asked_of(built).computing_in(precision), CAPTURED_BATCH)
     if file is not None and made.capture.record is not None:
         about = {"model": name, **{k: str(v) for k, v in asked.items() if v is not None}}
         _keep(made, file, about, notes.append)
     return replace(made, notes=(*made.notes, *notes))
 
 
-def _captured_now(
-    found: ResolvedModel,
-    batch: int | None,
-    *,
-    training: bool,
-    specialise: bool,
-    precision: str | None,
-    staged: bool = False,
-) -> CapturedModel:
+def _captured_now(found: ResolvedModel, request: Request, batch: int | None) -> CapturedModel:
     from autopar.capture.any_size import capture
-    from autopar.capture.export.export import input_names
-    from autopar.capture.program import batch_and_sequence
     from autopar.capture.record.file import digest_of
 
-    local_batch, _ = batch_and_sequence(input_names(found.model, found.example_inputs, found.loss_fn))
-    made = capture(
-        found.model,
-        found.example_inputs,
-        batch=batch,
-        loss_fn=found.loss_fn,
-        training=training,
-        specialise=specialise,
-        precision=precision,
-        staged=staged,
-    )
+    made = capture(request, batch)
     from_factory = found.kind == "factory"
     digest = None if from_factory or made.record is None else digest_of(made.record)
-    own = local_batch if from_factory else None
+    own = request.sizes[0] if from_factory else None
     return CapturedModel(name=found.name, digest=digest, read=lambda: made, local_batch=own, notes=found.notes)
 
 

@@ -9,59 +9,25 @@ if a capture at the other sizes would give another graph.
 
 import contextlib
 
-from torch import nn
-
-from autopar.capture.export.data_reads import Reading
-from autopar.capture.export.export import Inputs, LossFunction
-from autopar.capture.precision import in_precision, inputs_in_precision, products_of
-from autopar.capture.program import (
-    NO_SECOND_CAPTURE,
-    CaptureRequest,
-    Twice,
-    batch_and_sequence,
-    capture_twice,
-    with_same_sequence,
-)
+from autopar.capture.program import NO_SECOND_CAPTURE, Twice, capture_twice, with_same_sequence
 from autopar.capture.record.captured import Capture
 from autopar.capture.record.read import OtherGraph, program_at, with_one_sequence
 from autopar.capture.record.schema import ProgramRecord
 from autopar.capture.record.write import Unexplained, record_of
+from autopar.capture.request import Request
 from autopar.errors import CaptureError
 from autopar.ir.program import Program
 
 FEWEST = 2  # sequences of a capture; one has no batch dimension that differs from a broadcast one
 
 
-def capture(
-    model: nn.Module,
-    example_inputs: Inputs,
-    *,
-    batch: int | None = None,
-    loss_fn: LossFunction | None = None,
-    training: bool = True,
-    specialise: bool = False,
-    precision: str | None = None,
-    staged: bool = False,
-) -> Capture:
-    """Capture a model for any batch size, with the arguments and errors of `capture_program`.
+def capture(asked: Request, batch: int | None = None) -> Capture:
+    """Capture a model for any batch size, at `batch` sequences or at those of its inputs. One is captured as two.
 
-    The result keeps the model and its inputs, because some sizes need another capture. `staged` is of `CaptureRequest`.
+    The result keeps the model and its inputs, because some sizes need another capture. Errors are those of
+    `capture_program`.
     """
-    asked = CaptureRequest(
-        model=in_precision(model, precision),
-        inputs=inputs_in_precision(example_inputs, precision),
-        loss_fn=loss_fn,
-        training=training,
-        reading=Reading(specialise=specialise),
-        products=products_of(precision),
-        staged=staged,
-    )
-    return captured(asked, batch)
-
-
-def captured(asked: CaptureRequest, batch: int | None = None) -> Capture:
-    """The capture of a request at `batch` sequences, or at the request's own. One sequence is captured as two."""
-    own, _ = batch_and_sequence(asked.named_inputs) if asked.named_inputs else (None, None)
+    own, _ = asked.sizes if asked.named_inputs else (None, None)
     found = capture_twice(asked, max(FEWEST, batch or own or FEWEST))
     record, unknown = _recorded(found)
     if record is None and found.small is not None and found.sizes.sequence is not None:

@@ -3,16 +3,14 @@
 import contextlib
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx, nn
 
-from autopar._torch import private
 from autopar.capture.batch_powers import mark_batch_powers, mark_without_twin
-from autopar.capture.export import export
-from autopar.capture.export.data_reads import Reading, refuse_changing
-from autopar.capture.export.export import DECISION, Inputs, LossFunction, capture_flat, fixed_inputs, input_names
+from autopar.capture.export.data_reads import refuse_changing
+from autopar.capture.export.export import DECISION, Inputs, LossFunction, fixed_inputs
 from autopar.capture.flat_graph import Flat
 from autopar.capture.forms import Sizes
 from autopar.capture.layers import blocks as folding
@@ -32,7 +30,7 @@ from autopar.capture.passes.loss_terms import average_terms, numbers_as_terms
 from autopar.capture.passes.normalize import normalise, remove_dead
 from autopar.capture.passes.packings import split_packings
 from autopar.capture.passes.scaled_products import scale_products
-from autopar.capture.precision import checked_precision, in_precision, inputs_in_precision, products_of
+from autopar.capture.request import Request, batch_and_sequence, has_sequence, resized
 from autopar.capture.shared_axes import axes_of, with_note_on_axes
 from autopar.capture.state import buffers_of, parameters_of
 from autopar.capture.targets import agreed, judged
@@ -87,50 +85,8 @@ def capture_program(
         >>> [info.name for info in program.inputs]
         ['input', 'target']
     """
-    asked = CaptureRequest(
-        model=in_precision(private.unwrapped(model), checked_precision(precision)),
-        inputs=inputs_in_precision(example_inputs, precision),
-        loss_fn=loss_fn,
-        training=training,
-        reading=Reading(specialise=specialise),
-        products=products_of(precision),
-    )
-    return capture_twice(asked, batch).program
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class CaptureRequest:
-    """The arguments of `capture_program` except the batch."""
-
-    model: nn.Module
-    inputs: Inputs
-    loss_fn: LossFunction | None = None
-    training: bool = True
-    reading: Reading = field(default_factory=Reading)
-    products: str | None = None  # the format of linear layers of repeated blocks with operands of eight bits
-    staged: bool = False  # whether a model of one block is cut at its modules, so that it has pipeline stages
-
-    @property
-    def named_inputs(self) -> Mapping[str, torch.Tensor]:
-        return input_names(self.model, self.inputs, self.loss_fn)
-
-    def at(self, sizes: tuple[int, int | None], batch: int, sequence: int | None) -> "CaptureRequest":
-        """The request with inputs of `sizes` resized."""
-        given = self.inputs if self.reading.given is None else self.reading.given
-        inputs = export.resize_inputs(self.inputs, lambda t: _resized(t, sizes, batch, sequence))
-        return replace(self, inputs=inputs, reading=replace(self.reading, given=given))
-
-    def deciding_as(
-        self, captured: Flat | Program, *, may_fail: bool = True, own_sizes: bool = False
-    ) -> "CaptureRequest":
-        """The request of a capture that takes the decisions of another capture again, with `own_sizes` of tensors."""
-        answers = {decision.key: decision for decision in captured.decisions}
-        reading = replace(self.reading, answers=answers, explains=not may_fail, own_sizes=own_sizes)
-        return replace(self, reading=reading)
-
-    def flat(self) -> Flat:
-        """The graph that `torch.export` returns."""
-        return capture_flat(self.model, self.inputs, self.loss_fn, training=self.training, reading=self.reading)
+    asked = Request.of(model, example_inputs, loss_fn, training=training, specialise=specialise)
+    return capture_twice(asked.computing_in(precision), batch).program
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -151,7 +107,7 @@ class Twice:
     notes: tuple[str, ...]
 
 
-def capture_twice(asked: CaptureRequest, batch: int | None = None) -> Twice:
+def capture_twice(asked: Request, batch: int | None = None) -> Twice:
     """The capture of `capture_program`, and the second capture at small sizes."""
     named = asked.named_inputs
     if not named:
@@ -198,7 +154,7 @@ def capture_twice(asked: CaptureRequest, batch: int | None = None) -> Twice:
     )
 
 
-def with_same_sequence(twice: Twice, asked: CaptureRequest) -> Twice:
+def with_same_sequence(twice: Twice, asked: Request) -> Twice:
     """The first capture with a new second one, at the small batch and the first capture's sequence length."""
     named = asked.named_inputs
     sizes = batch_and_sequence(named)
@@ -219,26 +175,16 @@ def _inputs_at(
     return tuple(
         InputInfo(
             name=name,
-            shape=_resized(t, sizes, *at),
+            shape=resized(t, sizes, *at),
             dtype=t.dtype,
             batch_dim=0 if t.dim() and sizes[0] == t.shape[0] else None,
-            sequence_dim=1 if sequence_varies and _has_sequence(t, sizes) else None,
+            sequence_dim=1 if sequence_varies and has_sequence(t, sizes) else None,
         )
         for name, t in named.items()
     )
 
 
 NO_SECOND_CAPTURE = "a second capture at other sizes gave another graph, so the axes are not confirmed"
-
-
-def batch_and_sequence(named: Mapping[str, torch.Tensor]) -> tuple[int, int | None]:
-    """The batch size (dimension 0 of the first input) and sequence length (dimension 1 of tokens or embeddings)."""
-    first = next((t for t in named.values() if t.dim()), None)
-    if first is None:
-        raise CaptureError("example_inputs hold only scalars; the batch is read from dimension 0 of the first input")
-    tokens = [t for t in named.values() if t.dim() >= 2 and not t.dtype.is_floating_point]
-    tokens += [t for t in named.values() if t.dim() == 3]  # embedded tokens; the second capture shows if it varies
-    return int(first.shape[0]), int(tokens[0].shape[1]) if tokens else None
 
 
 def _small_sizes(
@@ -258,33 +204,7 @@ def _small_sizes(
     return small, next(n for n in free if n * batch != length * small and abs(length - n) != abs(batch - small))
 
 
-def _has_sequence(t: torch.Tensor, sizes: tuple[int, int | None]) -> bool:
-    return t.dim() >= 2 and t.shape[0] == sizes[0] and t.shape[1] == sizes[1]
-
-
-def _is_mask(t: torch.Tensor, sizes: tuple[int, int | None]) -> bool:
-    """Whether a tensor looks like a mask of queries and keys, such as that of packed documents.
-
-    As many sequences as tokens make ids look like a mask of two dimensions. They stay ids.
-    """
-    if t.dim() < 2 or (t.dim() == 2 and _has_sequence(t, sizes)):
-        return False
-    has_mask_shape = not t.dtype.is_floating_point or (t.dim() == 4 and t.shape[1] == 1)
-    return t.shape[-1] == t.shape[-2] == sizes[1] and has_mask_shape
-
-
-def _resized(t: torch.Tensor, sizes: tuple[int, int | None], batch: int, sequence: int | None) -> tuple[int, ...]:
-    shape = list(t.shape)
-    if _has_sequence(t, sizes) and sequence is not None:
-        shape[1] = sequence
-    if _is_mask(t, sizes) and sequence is not None:
-        shape[-2:] = sequence, sequence
-    if shape and shape[0] == sizes[0]:
-        shape[0] = batch
-    return tuple(shape)
-
-
-def _first_capture(asked: CaptureRequest) -> tuple[Flat, tuple[Stack, ...]]:
+def _first_capture(asked: Request) -> tuple[Flat, tuple[Stack, ...]]:
     """A capture of the whole model. If only some layers were exported for it, their stacks come with it."""
     model = asked.model
     stacks = watched_stacks(model, asked.inputs, asked.loss_fn, training=asked.training)
@@ -297,7 +217,7 @@ def _first_capture(asked: CaptureRequest) -> tuple[Flat, tuple[Stack, ...]]:
     return _captured(asked), ()
 
 
-def _captured(asked: CaptureRequest) -> Flat:
+def _captured(asked: Request) -> Flat:
     return _normalised(asked.model, asked.flat())
 
 
@@ -312,12 +232,12 @@ def _normalised(model: nn.Module, flat: Flat) -> Flat:
 
 
 def _small_capture(
-    asked: CaptureRequest,
+    asked: Request,
     sizes: tuple[int, int | None],
     small: tuple[int, int | None],
     flat: Flat,
     stacks: Sequence[Stack],
-    big: CaptureRequest,
+    big: Request,
 ) -> tuple[Flat | None, int | None]:
     """The second capture at small sizes, and its sequence length if the length may vary. None if the graph differs.
 
@@ -337,7 +257,7 @@ def _small_capture(
     return None, None
 
 
-def fold_program(asked: CaptureRequest, flat: Flat, inputs: tuple[InputInfo, ...], sizes: Sizes) -> Program:
+def fold_program(asked: Request, flat: Flat, inputs: tuple[InputInfo, ...], sizes: Sizes) -> Program:
     """The program of a normalised graph: its constants, denominator, blocks and axes."""
     kinds = {n: "state" if name in flat.updates else kind for n, (kind, name) in flat.placeholders.items()}
     (loss, *_) = (node for node, name in zip(output_nodes(flat.graph), flat.outputs, strict=False) if name == "loss")

@@ -131,6 +131,7 @@ def tune(
 
 def _given(model: str, layers: int | None, hidden: int | None, seq_len: int | None, *, specialise: bool) -> "Given":
     """The model that a text names, in float32 unless a factory or a script builds it."""
+    from autopar.capture.request import Request
     from autopar.commands.given import Given, given_by_script, is_script
 
     if is_script(model):
@@ -139,17 +140,16 @@ def _given(model: str, layers: int | None, hidden: int | None, seq_len: int | No
         if refused:
             raise InputError(f"{', '.join(refused)}: a script decides its own sizes; change {model} instead")
         given = given_by_script(model)
-        return replace(given, specialise=specialise or given.specialise)
+        reading = given.request.reading
+        reading = replace(reading, specialise=specialise or reading.specialise)
+        return replace(given, request=replace(given.request, reading=reading))
     is_own = is_factory(model)
     batch, dtype = (None, None) if is_own else (_BATCH, "float32")
     built = resolve_model(model, layers=layers, hidden=hidden, seq_len=seq_len, batch=batch, dtype=dtype)
     return Given(
-        model=built.model,
-        example_inputs=built.example_inputs,
-        loss_fn=built.loss_fn,
+        request=Request.of(built.model, built.example_inputs, built.loss_fn, specialise=specialise),
         name=built.name,
         origin=model if is_own else "",
-        specialise=specialise,
         notes=built.notes,
     )
 

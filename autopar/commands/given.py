@@ -17,6 +17,7 @@ from torch import nn
 
 from autopar.api import derived_inputs
 from autopar.capture.export.export import Inputs, LossFunction
+from autopar.capture.request import Request
 from autopar.errors import InputError
 
 _INSTEAD = "or name a function that returns (model, example_inputs), as package.module:factory"
@@ -24,17 +25,14 @@ _INSTEAD = "or name a function that returns (model, example_inputs), as package.
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Given:
-    """The model of a search, the inputs to capture it with, and messages for the user.
+    """The model of a search with its inputs, and messages for the user.
 
     `origin` is the module, factory or script that may register operators of its own.
     """
 
-    model: nn.Module
-    example_inputs: Inputs
-    loss_fn: LossFunction | None
+    request: Request
     name: str
     origin: str = ""
-    specialise: bool = False  # whether branches on inputs are captured as the example inputs take them
     precision: str | None = None  # that the script names
     notes: tuple[str, ...] = ()
 
@@ -71,12 +69,9 @@ def given_by_script(text: str) -> Given:
         inputs = derived_inputs(model) if example_inputs is None else example_inputs
         raise _Called(
             Given(
-                model=model,
-                example_inputs=inputs,
-                loss_fn=loss_fn,
+                request=Request.of(model, inputs, loss_fn, specialise=specialise),
                 name=type(model).__name__,
                 origin=text,
-                specialise=specialise,
                 precision=precision or (plan.get("precision") if isinstance(plan, dict) else None),
             )
         )

@@ -24,6 +24,7 @@ from torch import nn
 from autopar.cache.store import cache_folder
 from autopar.cache.tuned import keep_tuned
 from autopar.capture.export.export import Inputs, LossFunction
+from autopar.capture.request import Request
 from autopar.commands.given import Given
 from autopar.commands.trial import CROWDED
 from autopar.commands.trial_world import Incumbent, World, beside, is_crowded, measured
@@ -122,8 +123,8 @@ def tune(
         precision=precision,
     )  # fmt: skip
     given = Given(
-        model=model, example_inputs=example_inputs, loss_fn=loss_fn, name=name or type(model).__name__,
-        origin=type(model).__module__, specialise=specialise,
+        request=Request.of(model, example_inputs, loss_fn, specialise=specialise),
+        name=name or type(model).__name__, origin=type(model).__module__,
     )  # fmt: skip
     return tune_asked(
         lambda: given, spec, asked, Limits(trials=trials, budget_s=budget_s, trial_s=trial_s), study=study,

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-from autopar._torch import private
-from autopar.capture.export.export import input_names
 from autopar.capture.record.captured import Capture
 from autopar.capture.record.file import to_bytes
 from autopar.commands.calibrate import calibrate_cluster
@@ -95,16 +93,14 @@ def subject_of(
     given: Given, cluster: ClusterSpec, asked: PlanOptions, report: _Progress
 ) -> tuple[Subject, PlanOptions]:
     """A model captured in its precision, and the request with this precision."""
-    model = private.unwrapped(given.model)
-    captured, asked, notes = captured_as_asked(
-        model, given.example_inputs, given.loss_fn, cluster, asked, specialise=given.specialise
-    )
+    model = given.request.model
+    captured, asked, notes = captured_as_asked(given.request, cluster, asked)
     subject = Subject(
         captured=captured,
         cluster=cluster,
         labels=labels_for(captured, cluster, asked, report),
         source=parameter_source(model, state=None, seed=asked.seed, dtype=None),
-        inputs=input_names(model, given.example_inputs, given.loss_fn),
+        inputs=given.request.named_inputs,
         name=given.name,
         kind=type(model).__name__,
         origin=given.origin,

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from safetensors.torch import load, save
 
-from autopar.capture.program import batch_and_sequence
 from autopar.capture.record.file import from_bytes, to_bytes
+from autopar.capture.request import Request
 from autopar.commands.unmodified import against_module, module_steps, structured, tensors_of
 from autopar.errors import CaptureError, InputError, PlanError
 from autopar.ir.cluster import ClusterSpec
@@ -276,13 +276,12 @@ def decide(
     """The model of a job, its program, and the plan of a file or of degrees. Raises `PlanError` if it does not fit."""
     on_progress("capturing the model")
     model = resolve(job)
-    local_batch, _ = batch_and_sequence(tensors_of(model))
+    asked = Request.of(model.model, model.example_inputs, model.loss_fn, specialise=job.specialise)
+    local_batch, _ = asked.sizes
     if plan is not None:
         decided = Plan.load(plan)
         try:
-            program = capture_for(
-                model.model, model.example_inputs, decided.degrees, model.loss_fn, specialise=job.specialise
-            )
+            program = capture_for(asked, decided.degrees)
             check_plan(decided, program, world_size, None if job.batch is None else local_batch)
         except CaptureError as error:
             if error.option != "specialise":
@@ -294,10 +293,7 @@ def decide(
                 raise
             raise PlanError("; ".join([str(error), *model.notes])) from error
         return model, program, decided
-    wanted, program = wished_program(
-        model.model, model.example_inputs, degrees_from_wish(degrees), world_size, local_batch, model.loss_fn,
-        specialise=job.specialise,
-    )  # fmt: skip
+    wanted, program = wished_program(asked, degrees_from_wish(degrees), world_size, local_batch)
     on_progress("choosing labels")
     return model, program, label_plan(program, ClusterSpec.preset(f"{world_size}xcpu"), wanted, model.name)
 

@@ -9,15 +9,14 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
-from autopar._torch import private
 from autopar.capture.analysis import analyse
 from autopar.capture.any_size import capture
-from autopar.capture.export.export import Inputs, LossFunction, input_names
-from autopar.capture.program import batch_and_sequence
+from autopar.capture.export.export import Inputs, LossFunction
+from autopar.capture.request import Request
 from autopar.cost_model.estimate import Estimate, estimate_works
 from autopar.cost_model.exact_memory import fullest_rank, with_exact_memory
 from autopar.cost_model.fit.profile_parts import WRITTEN_BY, measured_parts, read_trace
@@ -111,11 +110,11 @@ def estimate(
         (4, True)
     """
     spec = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
-    model_or_program, report = _uncompiled(model_or_program), on_progress or (lambda _: None)
+    report = on_progress or (lambda _: None)
     given, precision = _with_precision(plan, precision)
     chosen = _checked_engine(engine, exact_memory)
-    asked = _Asked(given, example_inputs, loss_fn, spec.num_devices, global_batch, report, specialise)
-    (program, degrees), precision, notes = _captured(model_or_program, asked, precision, spec)
+    of = _subject(model_or_program, example_inputs, loss_fn, specialise=specialise)
+    (program, degrees), precision, notes = _captured(of, given, spec, global_batch, precision, report)
     report("choosing labels and pricing blocks")
     own_plan = given if isinstance(given, Plan) else None
 
@@ -124,12 +123,14 @@ def estimate(
         if not is_trace(measured):
             return found
         report("pricing the traced step")
-        at = _at_any_size(model_or_program, asked, degrees.precision)
+        at = _at_any_size(of, degrees.precision)
         return profile_by_trace(measured, at, spec, engine=chosen, precision=dtype, profile=found)
 
     priceable, question = _priced(program, spec, degrees, chosen, profile_in, precision, own_plan)
     report("pricing")
-    name = name or (own_plan.model if own_plan is not None else type(model_or_program).__name__)
+    name = name or (
+        own_plan.model if own_plan is not None else type(of if isinstance(of, Program) else of.model).__name__
+    )
     made = estimate_works(priceable.works, question, name=name, tokens=tokens, grams_co2_per_kwh=grams_co2_per_kwh)
     if exact_memory:
         report("counting the tensors of a rank")
@@ -165,14 +166,11 @@ def profile_by_trace(
     return corrected_by_trace(trace, made, part, usual, path)
 
 
-def _at_any_size(given: nn.Module | Program, asked: "_Asked", precision: str | None) -> Callable[[Degrees], Program]:
+def _at_any_size(of: Request | Program, precision: str | None) -> Callable[[Degrees], Program]:
     """The program of a module at any degrees. A program is of one global micro-batch."""
-    if isinstance(given, Program):
+    if isinstance(of, Program):
         raise InputError("a trace as measured step needs the model; give the module instead of its program")
-    assert asked.example_inputs is not None  # as `_program_and_degrees` checked
-    captured = capture(
-        given, asked.example_inputs, loss_fn=asked.loss_fn, specialise=asked.specialise, precision=precision
-    )
+    captured = capture(of.computing_in(precision))
     return lambda degrees: program_for(captured, degrees)
 
 
@@ -226,55 +224,44 @@ def _as_it_runs(
     return replace(priceable, degrees=own), replace(question, degrees=own)
 
 
-def _uncompiled(given: nn.Module | Program) -> nn.Module | Program:
-    return private.unwrapped(given) if isinstance(given, nn.Module) else given
-
-
-class _Asked(NamedTuple):
-    plan: Plan | Mapping[str, Any] | None
-    example_inputs: Inputs | None
-    loss_fn: LossFunction | None
-    num_ranks: int
-    global_batch: int | None
-    on_progress: Callable[[str], None]
-    specialise: bool
+def _subject(
+    given: nn.Module | Program, example_inputs: Inputs | None, loss_fn: LossFunction | None, *, specialise: bool
+) -> Request | Program:
+    """A module as a request for its program, or a program as it is."""
+    if isinstance(given, Program):
+        return given
+    if example_inputs is None:
+        raise InputError("a module needs example_inputs=..., a dict or tuple with the tensors of one rank's batch")
+    return Request.of(given, example_inputs, loss_fn, specialise=specialise)
 
 
 def _captured(
-    model_or_program: nn.Module | Program, asked: _Asked, precision: str | None, cluster: ClusterSpec
+    of: Request | Program,
+    plan: Plan | Mapping[str, Any] | None,
+    cluster: ClusterSpec,
+    global_batch: int | None,
+    precision: str | None,
+    on_progress: Callable[[str], None],
 ) -> tuple[tuple[Program, Degrees], str | None, tuple[str, ...]]:
-    """The program and degrees in their precision, this precision, and notes."""
-    return in_precision_of(
-        precision, model_or_program, None if isinstance(asked.plan, Plan) else cluster,
-        lambda own: _program_and_degrees(model_or_program, asked, own), lambda found: found[0],
-    )  # fmt: skip
+    """The program and the degrees of a plan or of wishes in their precision, this precision, and notes."""
+    world = cluster.num_devices
 
+    def captured(own: str | None) -> tuple[Program, Degrees]:
+        if isinstance(of, Program):
+            return of, plan.degrees if isinstance(plan, Plan) else _degrees_of(of, plan, world, global_batch)
+        on_progress("capturing")
+        if isinstance(plan, Plan):
+            return capture_for(of, plan.degrees), plan.degrees
+        degrees, program = wished_program(of, {**(plan or {}), "precision": own}, world, of.sizes[0], global_batch)
+        return program, degrees
 
-def _program_and_degrees(
-    model_or_program: nn.Module | Program, asked: _Asked, precision: str | None
-) -> tuple[Program, Degrees]:
-    """The captured program, and the degrees of a plan or of wishes. A program and a plan have a precision."""
-    given, world = asked.plan, asked.num_ranks
-    if isinstance(model_or_program, Program):
-        program = model_or_program
-        degrees = given.degrees if isinstance(given, Plan) else _degrees_of(program, given, world, asked.global_batch)
-    else:
-        if asked.example_inputs is None:
-            raise InputError("a module needs example_inputs=..., a dict or tuple with the tensors of one rank's batch")
-        local_batch, _ = batch_and_sequence(input_names(model_or_program, asked.example_inputs, asked.loss_fn))
-        asked.on_progress("capturing")
-        captured = model_or_program, asked.example_inputs
-        if isinstance(given, Plan):
-            degrees = given.degrees
-            program = capture_for(*captured, degrees, asked.loss_fn, specialise=asked.specialise)
-        else:
-            degrees, program = wished_program(
-                *captured, {**(given or {}), "precision": precision}, world, local_batch, asked.loss_fn,
-                global_batch=asked.global_batch, specialise=asked.specialise,
-            )  # fmt: skip
-    if isinstance(given, Plan):
-        check_plan(given, program, world)
-    return program, degrees
+    model = of if isinstance(of, Program) else of.model
+    found = in_precision_of(
+        precision, model, None if isinstance(plan, Plan) else cluster, captured, lambda found: found[0]
+    )
+    if isinstance(plan, Plan):
+        check_plan(plan, found[0][0], world)
+    return found
 
 
 def _checked_engine(engine: Engine | str, exact_memory: bool) -> Engine:

@@ -1,9 +1,8 @@
 """From a model, a cluster and wished degrees to a program and its plan."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from autopar._torch import private
 from autopar.capture.analysis import Analysis, analyse, refining
 from autopar.cost_model.estimate import estimate_works
 from autopar.cost_model.machine.engine import engine_named, with_sums_in
@@ -25,7 +23,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.explanation import Prediction
 from autopar.ir.plan import Plan
-from autopar.ir.program import Decision, Program
+from autopar.ir.program import Program
 from autopar.ir.schedules.registry import schedule_problems
 from autopar.ir.sharding import Dims, I, Type
 from autopar.ir.stages import check_stages, stages_of
@@ -44,6 +42,7 @@ from autopar.search.pricing.recomputed_values import values_to_recompute
 if TYPE_CHECKING:
     from autopar.capture.export.export import Inputs, LossFunction
     from autopar.capture.record.captured import Capture
+    from autopar.capture.request import Request
     from autopar.search.bounds.lower_bounds import Machinery
 
 ONE_MICRO_BATCH = "the pipeline has one micro-batch"  # a note begins with it
@@ -70,71 +69,41 @@ class _CoupledError(PlanError):
 
 
 def wished_program(
-    model: nn.Module,
-    example_inputs: "Inputs",
+    asked: "Request",
     wish: Mapping[str, Any] | None,
     world_size: int,
     local_batch: int | None,
-    loss_fn: "LossFunction | None" = None,
-    *,
     global_batch: int | None = None,
-    specialise: bool = False,
 ) -> tuple[Degrees, Program]:
     """Degrees as `resolve_degrees` gives them, and the program of `capture_for`.
 
     If samples are coupled, a pipeline whose wish names no micro-batches has one. A note of the program says so.
     """
-    capture = partial(capture_for, model, example_inputs, loss_fn=loss_fn, specialise=specialise)
     degrees = resolve_degrees(wish, world_size, local_batch, global_batch=global_batch)
     try:
-        return degrees, capture(degrees)
+        return degrees, capture_for(asked, degrees)
     except _CoupledError as error:
         named = any((wish or {}).get(name) is not None for name in ("micro_batch", "micro_batches", "accumulate"))
         if named or degrees.pp == 1 or schedule_problems(degrees.schedule, degrees.pp, degrees.virtual_stages, 1):
             raise
         why = str(error).split("; use")[0]
     degrees = resolve_degrees({**(wish or {}), "micro_batches": 1}, world_size, local_batch, global_batch=global_batch)
-    program = capture(degrees)
+    program = capture_for(asked, degrees)
     note = f"{ONE_MICRO_BATCH}, so one stage works at a time: {why}"
     return degrees, replace(program, notes=(*program.notes, note))
 
 
-def capture_for(
-    model: nn.Module,
-    example_inputs: "Inputs",
-    degrees: Degrees,
-    loss_fn: "LossFunction | None" = None,
-    *,
-    training: bool = True,
-    specialise: bool = False,
-    buffers: Callable[[str], "torch.Tensor"] | None = None,
-    decided: "Mapping[tuple[str, int], Decision] | None" = None,
-) -> Program:
-    """The program at the global micro-batch of `degrees`.
-
-    `buffers` gives the values that the model reads of buffers on meta, and `decided` what a whole step decides. With a
-    precision, parameters and floating inputs have its dtype.
+def capture_for(asked: "Request", degrees: Degrees) -> Program:
+    """The program at the global micro-batch and in the precision of `degrees`.
 
     Raises `PlanError` if accumulation would change the loss and `degrees` do not accept that.
     """
-    from autopar.capture.any_size import captured
-    from autopar.capture.export.data_reads import Reading
-    from autopar.capture.precision import in_precision, inputs_in_precision, products_of
-    from autopar.capture.program import CaptureRequest, batch_and_sequence, capture_twice
+    from autopar.capture.any_size import capture
+    from autopar.capture.program import capture_twice
 
-    asked = CaptureRequest(
-        model=in_precision(model, degrees.precision),
-        inputs=inputs_in_precision(example_inputs, degrees.precision),
-        loss_fn=loss_fn,
-        training=training,
-        reading=Reading(specialise=specialise, buffers=buffers, decided=decided or {}),
-        products=products_of(degrees.precision),
-        staged=degrees.pp > 1,
-    )
-    local_batch, _ = batch_and_sequence(asked.named_inputs)
-    batch = (degrees.micro_batch or local_batch) * degrees.dp
-    program = captured(asked).at(batch=1) if batch == 1 else capture_twice(asked, batch).program
-    return _splittable(program, degrees)
+    batch = (degrees.micro_batch or asked.sizes[0]) * degrees.dp
+    own = replace(asked.computing_in(degrees.precision), staged=degrees.pp > 1)
+    return _splittable(capture(own).at(batch=1) if batch == 1 else capture_twice(own, batch).program, degrees)
 
 
 def program_for(captured: "Capture", degrees: Degrees) -> Program:
@@ -396,22 +365,18 @@ def coverage(
         >>> 0.0 < report.split_flops("tp") <= 1.0
         True
     """
-    from autopar.capture.export.export import input_names
-    from autopar.capture.program import batch_and_sequence
+    from autopar.capture.request import Request
     from autopar.planning.precision import in_precision_of
 
     spec = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
-    model = private.unwrapped(model)
-    local_batch, _ = batch_and_sequence(input_names(model, example_inputs, loss_fn))
+    asked = Request.of(model, example_inputs, loss_fn, specialise=specialise)
 
     def captured(precision: str | None) -> tuple[Degrees, Program]:
-        return wished_program(
-            model, example_inputs, {**(plan or {}), "precision": precision}, spec.num_devices, local_batch, loss_fn,
-            global_batch=global_batch, specialise=specialise,
-        )  # fmt: skip
+        wish = {**(plan or {}), "precision": precision}
+        return wished_program(asked, wish, spec.num_devices, asked.sizes[0], global_batch)
 
     wanted = (plan or {}).get("precision")
-    (degrees, program), _, _ = in_precision_of(wanted, model, spec, captured, lambda found: found[1])
+    (degrees, program), _, _ = in_precision_of(wanted, asked.model, spec, captured, lambda found: found[1])
     degrees, analysis, found = choose_labels(program, spec, degrees)
     return coverage_of(program, analysis, found.blocks, degrees, spec)
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import nn
 
-from autopar._torch import private
 from autopar.capture.record.captured import Capture
 from autopar.cost_model.machine.cluster import precision_of
 from autopar.cost_model.machine.engine import DEFAULT, engine_named
@@ -68,6 +67,7 @@ from autopar.search.space.constraints import (
 
 if TYPE_CHECKING:
     from autopar.capture.export.export import Inputs, LossFunction
+    from autopar.capture.request import Request
 
 _MOST_PRICED = 400
 _ROUNDS = 4  # of prices of the next plans, after a search that ended early
@@ -141,6 +141,8 @@ def plan(
     >>> result.is_proven, result.plan.degrees.world_size
     (True, 4)
     """
+    from autopar.capture.request import Request
+
     spec = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
     asked = PlanOptions(
         global_batch=global_batch, local_batch=local_batch, objective=objective, fix=fix or {}, forbid=forbid or {},
@@ -149,45 +151,36 @@ def plan(
     )  # fmt: skip
     asked.check_search(spec.num_devices)
     (report := on_progress or (lambda _: None))("capturing")
-    model = private.unwrapped(model)
-
-    given = (model, example_inputs, loss_fn, spec)
-    search = partial(_captured_and_searched, given, measured, name or type(model).__name__, report, specialise)
+    request = Request.of(model, example_inputs, loss_fn, specialise=specialise)
+    name = name or type(request.model).__name__
+    search = partial(_captured_and_searched, request, spec, measured, name, report)
     return with_bf16_beside(search(asked), asked, spec, search)
 
 
 def _captured_and_searched(
-    given: "tuple[nn.Module, Inputs, LossFunction | None, ClusterSpec]",
+    request: "Request",
+    cluster: ClusterSpec,
     measured: str | Path | None,
     name: str,
     on_progress: Callable[[str], None],
-    specialise: bool,
     asked: PlanOptions,
 ) -> SearchResult:
-    captured, own, notes = captured_as_asked(*given, asked, specialise=specialise)
-    own = with_trace(own, measured, captured, given[3], on_progress)
-    found = search_captured(captured, given[3], own, name=name, on_progress=on_progress)
+    captured, own, notes = captured_as_asked(request, cluster, asked)
+    own = with_trace(own, measured, captured, cluster, on_progress)
+    found = search_captured(captured, cluster, own, name=name, on_progress=on_progress)
     return replace(found, notes=(*found.notes, *notes))
 
 
 def captured_as_asked(
-    model: nn.Module,
-    example_inputs: "Inputs",
-    loss_fn: "LossFunction | None",
-    cluster: ClusterSpec,
-    asked: PlanOptions,
-    *,
-    specialise: bool,
+    request: "Request", cluster: ClusterSpec, asked: PlanOptions
 ) -> tuple[Capture, PlanOptions, tuple[str, ...]]:
     """A model captured in its precision, the request with this precision, and notes for the user."""
     from autopar.capture.any_size import capture
 
+    staged = replace(request, staged=asked.is_staged)
     captured, precision, notes = in_precision_of(
-        asked.precision, model, cluster,
-        lambda precision: capture(
-            model, example_inputs, batch=LABELLED_DP, loss_fn=loss_fn, specialise=specialise, precision=precision,
-            staged=asked.is_staged,
-        ),
+        asked.precision, request.model, cluster,
+        lambda precision: capture(staged.computing_in(precision), LABELLED_DP),
         lambda captured: program_for(captured, LABELLED),
     )  # fmt: skip
     return captured, replace(asked, precision=precision), notes

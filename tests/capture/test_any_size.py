@@ -13,6 +13,7 @@ from torch import nn
 
 from autopar.capture.any_size import Capture, capture
 from autopar.capture.program import capture_program
+from autopar.capture.request import Request
 from autopar.cost_model.work.program_costs import program_works
 from autopar.errors import CaptureError, PlanError
 from autopar.ir.cluster import ClusterSpec
@@ -29,7 +30,7 @@ def alone(captured: Capture) -> Capture:
 
 
 def check(model: nn.Module, inputs: Any, batches: tuple[int, ...], sequence: int | None = None) -> Program:
-    captured = alone(capture(model, inputs))
+    captured = alone(capture(Request.of(model, inputs)))
     assert captured.unknown is None
     for batch in batches:
         found = captured.at(batch=batch, sequence=sequence)
@@ -70,7 +71,7 @@ def test_numbers_of_sizes(finish: Any) -> None:
 
 def test_what_sizes_do_not_explain_is_captured_again() -> None:
     model = OneLayer(lambda y: (y / 2 ** y.shape[0]).sum())
-    captured = capture(model, X)
+    captured = capture(Request.of(model, X))
     assert captured.record is None
     assert captured.unknown is not None and "the number" in captured.unknown
     assert differences(captured.at(batch=40), capture_program(model, X, batch=40)) == []
@@ -80,7 +81,7 @@ def test_what_sizes_do_not_explain_is_captured_again() -> None:
 
 def test_what_the_sequence_does_not_explain_leaves_the_batch() -> None:
     model = OneLayer(lambda y: (y / 2 ** y.shape[1]).sum())
-    captured = alone(capture(model, X))
+    captured = alone(capture(Request.of(model, X)))
     assert differences(captured.at(batch=9), capture_program(model, X, batch=9)) == []
     with pytest.raises(CaptureError, match=r"sequence 8.*not known"):
         captured.at(batch=9, sequence=8)
@@ -90,7 +91,7 @@ def test_what_the_sequence_does_not_explain_leaves_the_batch() -> None:
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_one_sequence(name: str, captured_at: int) -> None:
     """No axis shows the batch of one sequence. What is known of larger batches holds for it."""
-    captured = alone(capture(*getattr(tiny_models, name)(captured_at)))
+    captured = alone(capture(Request.of(*getattr(tiny_models, name)(captured_at))))
     one, larger = captured.at(batch=1), captured.at(batch=5)
     assert captured.has_one_sequence
     assert one.batch == 1 and not one.batch_axes and larger.batch_axes
@@ -99,7 +100,7 @@ def test_one_sequence(name: str, captured_at: int) -> None:
 
 
 def test_sequences_that_depend_on_each_other() -> None:
-    captured = capture(OneLayer(lambda y: (y * y.flip(0)).sum()), X)
+    captured = capture(Request.of(OneLayer(lambda y: (y * y.flip(0)).sum()), X))
     assert captured.has_one_sequence
     assert captured.at(batch=1).mixes_batch == captured.at(batch=4).mixes_batch is not None
 
@@ -114,7 +115,7 @@ def test_sequences_that_depend_on_each_other() -> None:
 )
 def test_one_sequence_that_is_not_known(finish: Any, says: str) -> None:
     """It may run alone after a capture of its own. In micro-batches it is refused."""
-    captured = capture(OneLayer(finish), X)
+    captured = capture(Request.of(OneLayer(finish), X))
     assert not captured.has_one_sequence
     with pytest.raises(CaptureError, match=says):
         alone(captured).at(batch=1)
@@ -126,16 +127,16 @@ def test_one_sequence_that_is_not_known(finish: Any, says: str) -> None:
 
 
 def test_one_sequence_of_one_token() -> None:
-    captured = alone(capture(*tiny_models.llama(2, sequence=1)))
+    captured = alone(capture(Request.of(*tiny_models.llama(2, sequence=1))))
     assert captured.has_one_sequence
     assert captured.at(batch=1).mixes_batch is None
-    longer = capture(*tiny_models.llama(2, sequence=8))
+    longer = capture(Request.of(*tiny_models.llama(2, sequence=8)))
     with pytest.raises(CaptureError, match="one element"):
         longer.at(batch=2, sequence=1)
 
 
 def test_a_sequence_beyond_those_captured_is_refused() -> None:
-    captured = capture(*tiny_models.llama(2, sequence=16))
+    captured = capture(Request.of(*tiny_models.llama(2, sequence=16)))
     with pytest.raises(CaptureError, match="sequences of 6 and 16"):
         captured.at(batch=4, sequence=32)
 
@@ -156,7 +157,7 @@ class Windowed(nn.Module):
 
 def test_a_window_that_matters_fixes_the_sequence() -> None:
     model, inputs = Windowed(), {"x": torch.zeros(2, 16, 4)}
-    captured = alone(capture(model, inputs))
+    captured = alone(capture(Request.of(model, inputs)))
     assert differences(captured.at(batch=5), capture_program(model, inputs, batch=5)) == []
     with pytest.raises(CaptureError, match="mask"):
         captured.at(batch=5, sequence=8)
@@ -168,7 +169,7 @@ def test_constants_that_are_equal_by_chance_are_captured_again() -> None:
         return (y * rows[:, None, None] * columns[:, None]).sum()
 
     model = OneLayer(finish)
-    captured = capture(model, X)
+    captured = capture(Request.of(model, X))
     assert differences(captured.at(batch=10), capture_program(model, X, batch=10)) == []
     with pytest.raises(CaptureError, match="two constants would be equal"):
         alone(captured).at(batch=10)
@@ -178,7 +179,7 @@ def test_labels_and_their_works_are_those_of_a_capture() -> None:
     model, inputs = tiny_models.llama(2)
     cluster, degrees = ClusterSpec.preset("4xh100"), Degrees(tp=2, dp_shard=2, micro_batch=4)
     found = []
-    for program in (alone(capture(model, inputs)).at(batch=8), capture_program(model, inputs, batch=8)):
+    for program in (alone(capture(Request.of(model, inputs))).at(batch=8), capture_program(model, inputs, batch=8)):
         decided, analysis, labels = choose_labels(program, cluster, degrees)
         works = program_works(program, analysis, labels.blocks, decided.mesh)
         found.append((labels.blocks, works.counts, repr(works.family)))

@@ -12,6 +12,7 @@ from torch.nn import functional
 from autopar.capture.any_size import capture
 from autopar.capture.micro_batches import extreme_of
 from autopar.capture.program import capture_program
+from autopar.capture.request import Request
 from autopar.ir.degrees import Degrees
 from autopar.ir.sharding import Mesh
 from autopar.runtime.parameters.materialise import parameter_source
@@ -53,7 +54,7 @@ class Halves(nn.Module):
 def test_a_number_that_equals_the_batch_by_chance_hides_no_coupling(batch: int) -> None:
     """The message names the operator that couples samples, and no operator before it."""
     x = torch.randn(6, 5, 4)
-    captured = capture(Halves(), {"x": x})
+    captured = capture(Request.of(Halves(), {"x": x}))
     for program in (capture_program(Halves(), {"x": x}, batch=batch), captured.at(batch=batch)):
         assert "reshape:0 (aten.reshape.default) needs all samples at once" in str(program.mixes_batch)
         assert program.ignored is None

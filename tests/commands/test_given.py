@@ -68,9 +68,10 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_arguments_of_the_call_are_taken(how: dict[str, str], tmp_path: Path) -> None:
     before, arguments = autopar.parallelize, list(sys.argv)
     found = given_by_script(f"{script(tmp_path, **how)} --width 8")
-    assert isinstance(found.model, nn.Linear) and found.model.in_features == 8 and found.name == "Model"
-    assert isinstance(found.example_inputs, tuple) and found.example_inputs[0].shape == (4, 8)
-    assert found.loss_fn is not None and float(found.loss_fn(torch.ones(2), torch.zeros(2))) == 1
+    asked = found.request
+    assert isinstance(asked.model, nn.Linear) and asked.model.in_features == 8 and found.name == "Model"
+    assert isinstance(asked.inputs, tuple) and asked.inputs[0].shape == (4, 8)
+    assert asked.loss_fn is not None and float(asked.loss_fn(torch.ones(2), torch.zeros(2))) == 1
     assert autopar.parallelize is before and sys.argv == arguments and str(tmp_path) not in sys.path
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from autopar.capture.request import Request
 from autopar.commands.given import Given
 from autopar.commands.tune_candidates import Subject, candidates_of, subject_of
 from autopar.cost_model.machine.fitted_constants import usable_bytes
@@ -35,7 +36,7 @@ REQUESTS = {
 @cache
 def given(name: str = "llama3-8b", layers: int = 3) -> Given:
     found = resolve_model(name, layers=layers, hidden=64, seq_len=32, batch=2, dtype="float32")
-    return Given(model=found.model, example_inputs=found.example_inputs, loss_fn=found.loss_fn, name=name)
+    return Given(request=Request.of(found.model, found.example_inputs, found.loss_fn), name=name)
 
 
 def request(**words: Any) -> PlanOptions:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.capture.request import Request
 from autopar.cost_model.machine.engine import Engine, Module, engine_named, engines
 from autopar.cost_model.published import estimate as published
 from autopar.cost_model.published.row import NoEstimate, Row, RowEstimate, read_rows
@@ -79,7 +80,7 @@ def program() -> Program:
     with torch.device("meta"):
         model, batch = Stack().to(torch.bfloat16), {"x": torch.empty(2, 16, 64, dtype=torch.bfloat16)}
     degrees: Degrees = resolve_degrees({"micro_batch": 2}, 8)
-    return capture_for(model, batch, degrees)
+    return capture_for(Request.of(model, batch), degrees)
 
 
 @every_engine

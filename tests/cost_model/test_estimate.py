@@ -13,6 +13,7 @@ from pytest import MonkeyPatch
 from torch import nn
 
 import autopar
+from autopar.capture.request import Request
 from autopar.cost_model.estimate import Estimate, run_cost
 from autopar.cost_model.machine.engine import engine_named
 from autopar.cost_model.machine.fitted_constants import mechanisms
@@ -54,7 +55,7 @@ def tokens(batch: int) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def program() -> Program:
     degrees = resolve_degrees({"micro_batch": 2}, 8)
-    return capture_for(llama(), tokens(2), degrees)
+    return capture_for(Request.of(llama(), tokens(2)), degrees)
 
 
 def priced(program: Program, plan: dict[str, Any], cluster: str = "8xh100", **options: Any) -> Estimate:

@@ -9,6 +9,7 @@ from torch import nn
 
 import autopar
 from autopar.capture.analysis import analyse
+from autopar.capture.request import Request
 from autopar.cost_model.dry_run.memory import memory_of
 from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.cost_model.dry_run.stage_run import run_stages
@@ -28,7 +29,7 @@ BATCH, STATE = 4, ("parameters", "gradients", "optimizer state")
 @pytest.fixture(scope="module")
 def program() -> Program:
     """A small Llama in float32, captured at four sequences over all data-parallel ranks."""
-    return capture_for(_llama(torch.float32), _tokens(), resolve_degrees({"micro_batch": BATCH}, 1))
+    return capture_for(Request.of(_llama(torch.float32), _tokens()), resolve_degrees({"micro_batch": BATCH}, 1))
 
 
 def _llama(dtype: torch.dtype) -> nn.Module:
@@ -107,7 +108,7 @@ def test_formulas_of_state_agree_in_every_precision(
     wish = {"dp": 2, "zero": zero, "micro_batch": 1, "accumulate": 2, "precision": precision, "offload": offload}
     wish = {word: value for word, value in wish.items() if value is not None}
     degrees = resolve_degrees(wish, 2)
-    program = capture_for(_llama(getattr(torch, dtype)), _tokens(), degrees)
+    program = capture_for(Request.of(_llama(getattr(torch, dtype)), _tokens()), degrees)
     exact = _exact(program, wish, "2xcpu").memory_bytes
     priced = autopar.estimate(program, "2xcpu", wish).memory_bytes
     names = STATE if zero == 3 else (*STATE, "gathered")

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.capture.request import Request
 from autopar.cost_model.estimate import Estimate
 from autopar.cost_model.parts import MEMORY, OTHER
 from autopar.ir.offload import OFFLOADS
@@ -27,7 +28,7 @@ def program() -> Program:
         made: nn.Module = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=8))
     ids = torch.empty(BATCH, 32, dtype=torch.long, device="meta")
     batch = {"input_ids": ids, "labels": ids.clone()}
-    return capture_for(made.train(), batch, resolve_degrees({"micro_batch": BATCH}, 1))
+    return capture_for(Request.of(made.train(), batch), resolve_degrees({"micro_batch": BATCH}, 1))
 
 
 def estimated(program: Program, cluster: str = "4xh100", *, exact: bool = False, **wish: Any) -> Estimate:

@@ -33,7 +33,7 @@ _open_worlds: dict[int, Ranks] = {}
 def worlds() -> Callable[[int], Ranks]:
     def of_size(size: int) -> Ranks:
         if size not in _open_worlds or not _open_worlds[size].is_open:
-            _open_worlds[size] = Ranks(size, timeout_s=100)
+            _open_worlds[size] = Ranks(size, timeout_s=600)
             _open_worlds[size].run("shared_captures:share", os.environ[FOLDER])
         return _open_worlds[size]
 

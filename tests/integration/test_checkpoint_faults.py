@@ -33,7 +33,7 @@ def test_a_killed_save(seed: int, worlds: Callable[[int], Ranks], tmp_path: Path
     """A rank is killed at a random point of a save. The checkpoint before is intact, and the next job goes on."""
     draw = random.Random(seed)
     who, at = draw.randrange(2), draw.random()
-    with Ranks(2, timeout_s=60) as ranks, pytest.raises(RankError, match="SIGKILL"):
+    with Ranks(2, timeout_s=600) as ranks, pytest.raises(RankError, match="SIGKILL"):
         ranks.run("checkpoint_fault_ranks:two_saves", str(tmp_path), who, at, seed % 2 == 1)
     for step, is_equal, later in worlds(2).run("checkpoint_fault_ranks:after_a_kill", str(tmp_path)):
         assert step in (1, 2) and is_equal and later == 3, (who, at, step)

@@ -25,7 +25,7 @@ def worlds() -> Iterator[Callable[[int], Ranks]]:
 
     def of_size(size: int) -> Ranks:
         if size not in made or not made[size].is_open:
-            made[size] = Ranks(size, timeout_s=100, checked=False)
+            made[size] = Ranks(size, timeout_s=600, checked=False)
         return made[size]
 
     yield of_size

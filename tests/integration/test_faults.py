@@ -90,7 +90,7 @@ def test_an_interrupted_run_ends_all_ranks(two_ranks: Ranks) -> None:
 )
 def test_nccl_ends_ranks_that_waited(after_s: float, who: int, cause: str) -> None:
     """Its watchdog aborts a process whose collective does not end in time: the rank that it waits for is the cause."""
-    with Ranks(2, timeout_s=60.0) as world:
+    with Ranks(2, timeout_s=600.0) as world:
         pids = world.run("integration_ranks:pid")
         world.timeout_s, world.device_type = 1.0, "cuda"  # gloo ranks that end as NCCL's do
         with pytest.raises(RankError, match=cause) as caught:

@@ -29,7 +29,7 @@ def test_losses_equal_the_single_device(world_size: int, tmp_path: Path) -> None
     if world_size == 1:
         forked.alone(script, [str(tmp_path), *arguments], tmp_path)
     elif world_size == 2:
-        code, output = torchrun.run(world_size, script.name, tmp_path, *arguments, timeout_s=160)
+        code, output = torchrun.run(world_size, script.name, tmp_path, *arguments)
         assert code == 0, output[-4000:]
     else:
         forked.run(script, [str(tmp_path), *arguments], tmp_path, world_size)

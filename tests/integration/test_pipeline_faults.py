@@ -58,7 +58,7 @@ def test_first_cause_and_stage_are_named(fault: str, says: tuple[str, ...], tmp_
 @pytest.mark.long
 def test_under_torchrun_waiting_ranks_name_whom_they_wait_for(tmp_path: Path) -> None:
     """Rank 3, of stage 1, sleeps: its peer of stage 1 is in a collective with it, stage 0 waits for messages."""
-    code, output = torchrun.run(4, "torchrun_hang.py", tmp_path, TIMEOUT_S, timeout_s=200)
+    code, output = torchrun.run(4, "torchrun_hang.py", tmp_path, TIMEOUT_S)
     assert code != 0 and (tmp_path / "when").exists(), output[-4000:]
     hung_at = float((tmp_path / "when").read_text())
     expected = {

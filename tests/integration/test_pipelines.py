@@ -222,5 +222,5 @@ def test_recomputation_draws_the_same_numbers(two_ranks: Ranks) -> None:
 
 
 def worlds_of_one(wish: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
-    with Ranks(1, timeout_s=100) as world:
+    with Ranks(1, timeout_s=600) as world:
         return world.run("pipeline_ranks:with_dropout", 1, {"tp": 1, "accumulate": wish["micro_batches"]}, 4)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from autopar.capture.request import Request
 from autopar.commands import verify as command
 from autopar.commands.unmodified import against_module
 from autopar.commands.verify import Job, verify
@@ -26,7 +27,7 @@ def test_a_model_that_float32_cannot_judge(two_ranks: Ranks) -> None:
 
 def test_a_capture_of_another_model_differs_there() -> None:
     model = command.resolve(Job(spec=SPEC, dtype="float64"))
-    program = in_dtype(capture_for(model.model, model.example_inputs, Degrees(micro_batch=4)), "float64")
+    program = in_dtype(capture_for(Request.of(model.model, model.example_inputs), Degrees(micro_batch=4)), "float64")
     source = parameter_source(model.model, state=None, seed=0, dtype=None)
     (batch,) = random_batches(program, Degrees(), 1, 0)
     reference = reference_steps(program, source, [batch], Degrees())

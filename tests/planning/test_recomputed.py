@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import autopar
+from autopar.capture.request import Request
 from autopar.cost_model.machine.fitted_constants import usable_bytes
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.program import Program
@@ -25,7 +26,7 @@ def llama() -> Program:
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=8))
     ids = torch.empty(4, 32, dtype=torch.long, device="meta")
     degrees = resolve_degrees({"micro_batch": 4}, 1)
-    return capture_for(model.train(), {"input_ids": ids, "labels": ids.clone()}, degrees)
+    return capture_for(Request.of(model.train(), {"input_ids": ids, "labels": ids.clone()}), degrees)
 
 
 @pytest.mark.parametrize("offload", ["none", "optimizer", "activations"])

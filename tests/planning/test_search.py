@@ -12,6 +12,7 @@ from searched_models import BATCH, LAYERS, model, small, tokens
 from torch import nn
 
 import autopar
+from autopar.capture.request import Request
 from autopar.cost_model.machine.fitted_constants import usable_bytes
 from autopar.errors import InputError, PlanError
 from autopar.ir.cluster import ClusterSpec
@@ -46,7 +47,7 @@ def test_the_plan_is_what_was_priced(found: SearchResult) -> None:
     assert degrees.world_size == 8
     assert degrees.dp * (degrees.micro_batch or 0) * degrees.num_micro_batches == BATCH
     assert degrees.pp in (1, 2)
-    program = capture_for(model(), tokens(), degrees)
+    program = capture_for(Request.of(model(), tokens()), degrees)
     check_plan(found.plan, program, 8)
     estimate = autopar.estimate(program, "8xh100", found.plan)
     assert estimate.step_s == pytest.approx(found.best.step_s, rel=0.02)
@@ -189,7 +190,7 @@ def test_a_model_without_numbers_has_stages_where_every_plan_has(narrow: Any, st
     inputs = {"x": torch.zeros(4, 8)}
     found = autopar.plan(ByName(), "2xcpu", example_inputs=inputs, global_batch=4, **narrow)
     assert found.plan is not None and found.plan.degrees.pp == stages
-    check_plan(found.plan, capture_for(ByName(), inputs, found.plan.degrees), 2)
+    check_plan(found.plan, capture_for(Request.of(ByName(), inputs), found.plan.degrees), 2)
 
 
 def test_a_study_keeps_the_trials(tmp_path: Path) -> None:
@@ -228,7 +229,7 @@ def test_the_cheapest_plan_runs_on_the_devices_that_it_uses() -> None:
     assert all(one.value >= found.best.value and one.reason for one in found.others)
     assert len({one.num_devices for one in found.others}) > 1
     estimate = autopar.estimate(
-        capture_for(model(), tokens(), found.plan.degrees), f"{found.best.num_devices}xh100", found.plan
+        capture_for(Request.of(model(), tokens()), found.plan.degrees), f"{found.best.num_devices}xh100", found.plan
     )
     assert estimate.step_s == pytest.approx(found.best.step_s, rel=0.02)
 

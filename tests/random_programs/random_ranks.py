@@ -4,6 +4,7 @@ import torch
 from program_source import Source
 
 from autopar.capture.record.file import from_bytes
+from autopar.capture.request import Request
 from autopar.ir.degrees import Degrees
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
@@ -19,7 +20,7 @@ def captured(source: Source, degrees: Degrees) -> Program:
     """The program at the global batch, captured from one rank's part of it."""
     model, inputs = source.build()
     own = {name: value[: source.batch // degrees.dp] for name, value in inputs.items()}
-    return capture_for(model, own, degrees)
+    return capture_for(Request.of(model, own), degrees)
 
 
 def one_step(rank: int, source: Source, plan: Plan, program_bytes: bytes) -> Step | None:

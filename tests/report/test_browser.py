@@ -106,7 +106,7 @@ def looked_at(folder: Path, pages: Mapping[str, str]) -> Looked:
         "--enable-logging=stderr", "--v=0", "--window-size=1500,1000", "--virtual-time-budget=8000", "--dump-dom",
         (folder / "frames.html").as_uri(),
     ]  # fmt: skip
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=150, env=os.environ | {"HOME": str(folder)})
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=600, env=os.environ | {"HOME": str(folder)})
     assert ran.returncode == 0, ran.stderr[-2000:]
     reader = _Found()
     reader.feed(ran.stdout)

@@ -12,6 +12,7 @@ from torch import nn
 
 from autopar.capture.any_size import capture
 from autopar.capture.program import capture_program
+from autopar.capture.request import Request
 from autopar.errors import InputError
 from autopar.ir.plan import Plan
 from autopar.planning.degrees import resolve_degrees
@@ -109,8 +110,8 @@ def test_the_layers_of_repeated_blocks_are_cast() -> None:
     assert len(scaled(capture_program(*example("gpt2"), precision="mxfp8"))) == 4  # with biases
     assert not scaled(capture_program(*example("llama"), precision="bf16"))
     model, inputs = example("llama")
-    assert capture(model, inputs, precision="fp8").at(batch=8).fingerprint != llama.fingerprint
-    assert scaled(capture(model, inputs, precision="fp8").at(batch=8)) == scaled(llama)
+    assert capture(Request.of(model, inputs).computing_in("fp8")).at(batch=8).fingerprint != llama.fingerprint
+    assert scaled(capture(Request.of(model, inputs).computing_in("fp8")).at(batch=8)) == scaled(llama)
 
 
 def test_sizes_that_a_kernel_does_not_take_stay_in_16_bits() -> None:

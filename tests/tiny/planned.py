@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import nn
 
+from autopar.capture.request import Request
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.plan import Plan
@@ -14,5 +15,5 @@ from autopar.planning.fixed import capture_for, label_plan
 def make_plan(
     model: nn.Module, cluster: ClusterSpec, example_inputs: Any, degrees: Degrees, *, name: str = ""
 ) -> tuple[Program, Plan]:
-    program = capture_for(model, example_inputs, degrees)
+    program = capture_for(Request.of(model, example_inputs), degrees)
     return program, label_plan(program, cluster, degrees, name or type(model).__name__)

@@ -95,11 +95,12 @@ def test_estimate(case: str) -> None:
 def test_program(case: str) -> None:
     """A model of the census, captured for any batch: its program at two batches, and its record."""
     from autopar.capture.any_size import capture
+    from autopar.capture.request import Request
 
     warnings.filterwarnings("ignore")
     with torch.device("meta"):
         model, inputs, loss_fn = next(e for e in entries() if e.name == case).build()
-    found = capture(model.to("meta").train(), inputs, loss_fn=loss_fn)
+    found = capture(Request.of(model.to("meta").train(), inputs, loss_fn))
     record = None if found.record is None else json.loads(found.record.model_dump_json())
     at = {str(batch): digest(found.at(batch=batch).fingerprint) for batch in ((4, 6) if record else (4,))}
     check("program", case, {"at": at, "record": brief(record, 2)})

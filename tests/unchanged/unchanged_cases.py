@@ -50,6 +50,7 @@ def built(family: str, precision: str | None) -> tuple[Any, Any]:
     from torch.utils import _pytree as pytree
     from zoo import FAMILIES
 
+    from autopar.capture.request import Request
     from autopar.ir.degrees import Degrees
     from autopar.planning.fixed import capture_for
     from autopar.runtime.parameters.materialise import parameter_source
@@ -59,7 +60,8 @@ def built(family: str, precision: str | None) -> tuple[Any, Any]:
         model = model.float()
         inputs = pytree.tree_map(lambda x: x.float() if x.is_floating_point() else x, inputs)
     degrees = Degrees(micro_batch=BATCH, precision=precision)
-    return captured_once((family, precision), lambda: capture_for(model, inputs, degrees)), parameter_source(model)
+    asked = Request.of(model, inputs)
+    return captured_once((family, precision), lambda: capture_for(asked, degrees)), parameter_source(model)
 
 
 def planned(case: str) -> Any:

@@ -20,6 +20,7 @@ from torch import nn
 
 from autopar.capture.any_size import capture
 from autopar.capture.program import capture_program
+from autopar.capture.request import Request
 from autopar.errors import CaptureError
 from autopar.runtime.codegen.execute import run_reference
 from autopar.runtime.parameters.packed import packed_source
@@ -179,7 +180,7 @@ def test_a_model_on_meta_decides_by_its_inputs() -> None:
 
 
 def test_a_captured_model_decides_alike_at_every_batch() -> None:
-    captured = capture(built(PaddedIfNeeded), tokens_and_padding(), specialise=True)
+    captured = capture(Request.of(built(PaddedIfNeeded), tokens_and_padding(), specialise=True))
     for batch in (4, 8, 12):
         assert [decision.value for decision in captured.at(batch=batch).decisions] == [True, True]
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from autopar.capture.program import capture_program
+from autopar.capture.request import Request
 from autopar.planning.degrees import resolve_degrees
 from autopar.planning.fixed import capture_for
 from autopar.runtime.codegen.execute import run_reference
@@ -182,7 +183,7 @@ class InTwoParts(nn.Module):
 def staged(model: nn.Module, **degrees: int) -> Any:
     """The program of a plan for two ranks."""
     wished = degrees or {"pp": 2}
-    return capture_for(model, {"x": torch.zeros(2, 4)}, resolve_degrees(wished, 2, 2))
+    return capture_for(Request.of(model, {"x": torch.zeros(2, 4)}), resolve_degrees(wished, 2, 2))
 
 
 def test_a_pipeline_cuts_a_model_without_numbered_modules_at_its_modules() -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from autopar.capture.any_size import capture
 from autopar.capture.layers import fewer_layers
+from autopar.capture.request import Request
 from autopar.models.load import resolve_model
 
 X = {"x": torch.zeros(4, 10, 6)}
@@ -93,10 +94,10 @@ def with_values(kind: type[Layer], name: str, values: list[Any]) -> Callable[[Ca
 
 def check(model: nn.Module, inputs: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch, batch: int | None = 7) -> Any:
     """The capture with fewer layers, which is the one with all of them."""
-    found = capture(model, inputs, batch=batch)
+    found = capture(Request.of(model, inputs), batch)
     with monkeypatch.context() as patched:
         patched.setattr(fewer_layers, "repeated_layers", lambda model, flat: ())
-        whole = capture(model, inputs, batch=batch)
+        whole = capture(Request.of(model, inputs), batch)
     assert found.unknown == whole.unknown
     assert found.record == whole.record
     if batch is not None:
@@ -124,7 +125,7 @@ def test_layers_that_are_captured_again(
     layers: Any, finish: Any, calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Model(layers) if finish is None else Model(layers, finish)
-    capture(model, X)
+    capture(Request.of(model, X))
     assert model.calls.numbers == calls
     assert [name for name, _ in model.layers.named_children()] == [str(n) for n in range(len(model.layers))]
     check(model, X, monkeypatch)
@@ -156,5 +157,5 @@ def test_presets(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_failed_capture_puts_layers_back() -> None:
     model = Model(equal(5), lambda model, xs: xs[len(model.layers)].sum() + model.layers[4].up.weight.sum())
-    captured = capture(model, X)
+    captured = capture(Request.of(model, X))
     assert captured.record is not None and len(model.layers) == 5

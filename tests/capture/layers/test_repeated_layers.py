@@ -13,6 +13,7 @@ from autopar.capture import program as tracing
 from autopar.capture.any_size import capture
 from autopar.capture.layers.fewer_layers import Stack
 from autopar.capture.layers.watched_layers import watched_stacks
+from autopar.capture.request import Request
 from autopar.models.load import resolve_model
 
 Finish = Callable[["Model", list[torch.Tensor]], torch.Tensor]
@@ -95,10 +96,10 @@ def written(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
 
 
 def check(model: nn.Module, example: Any, monkeypatch: pytest.MonkeyPatch, batch: int = 7) -> None:
-    found = capture(model, example, batch=batch)
+    found = capture(Request.of(model, example), batch)
     with monkeypatch.context() as patched:
         patched.setattr(tracing, "watched_stacks", lambda *_, **__: ())
-        whole = capture(model, example, batch=batch)
+        whole = capture(Request.of(model, example), batch)
     assert found.unknown == whole.unknown
     assert found.record == whole.record and whole.record is not None
     assert differences(found.at(batch=batch), whole.at(batch=batch)) == []

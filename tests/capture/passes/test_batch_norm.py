@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from autopar.capture.program import capture_program
+from autopar.capture.request import Request
 from autopar.errors import PlanError
 from autopar.ir.degrees import Degrees
 from autopar.planning.fixed import capture_for
@@ -90,4 +91,4 @@ def test_evaluation_uses_what_was_recorded(norm: str) -> None:
 def test_accumulation_is_refused() -> None:
     model, x = prepared("batch", views=False)
     with pytest.raises(PlanError, match=r"accumulate = 2 would change the loss: .*norm"):
-        capture_for(model, {"x": x}, Degrees(accumulate=2, micro_batch=2))
+        capture_for(Request.of(model, {"x": x}), Degrees(accumulate=2, micro_batch=2))

@@ -11,6 +11,7 @@ from usual_losses import BATCH, EQUAL, REFUSED, usual_batch, usual_model
 
 from autopar.capture.any_size import capture
 from autopar.capture.program import capture_program
+from autopar.capture.request import Request
 from autopar.ir.degrees import Degrees
 from autopar.ir.sharding import Mesh
 from autopar.runtime.parameters.materialise import parameter_source
@@ -66,7 +67,7 @@ def test_ranks_have_it_too(name: str) -> None:
 @pytest.mark.parametrize("name", ["masked, a mean over a mean", "clipped policy, whitened advantages (PPO)"])
 def test_the_record_of_a_capture_has_the_totals(name: str) -> None:
     """A program at another batch size is written from the record, and is the program of a capture at that size."""
-    found = capture(usual_model(name), usual_batch())
+    found = capture(Request.of(usual_model(name), usual_batch()))
     assert found.record is not None, found.unknown
     written, captured = found.at(batch=6), capture_program(usual_model(name), usual_batch(), batch=6)
     assert written.fingerprint == captured.fingerprint

@@ -14,6 +14,7 @@ from torch import nn
 from autopar.capture.any_size import Capture, capture
 from autopar.capture.program import capture_program
 from autopar.capture.record.file import capture_text, open_capture
+from autopar.capture.request import Request
 from autopar.errors import CaptureError, InputError
 
 
@@ -42,14 +43,14 @@ MODELS: dict[str, Any] = {
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
     path = tmp_path / "capture.json"
-    path.write_text(capture_text(capture(*tiny_models.mlp(2)), about={"model": "mlp"}, notes=("a note",)))
+    path.write_text(capture_text(capture(Request.of(*tiny_models.mlp(2))), about={"model": "mlp"}, notes=("a note",)))
     return path
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_read_is_what_was_written(name: str, tmp_path: Path) -> None:
     model, inputs = MODELS[name]()
-    made = capture(model, inputs)
+    made = capture(Request.of(model, inputs))
     path = tmp_path / "capture.json"
     path.write_text(capture_text(made, about={}))
     read = open_capture(path)[1]()

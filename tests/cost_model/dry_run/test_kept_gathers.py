@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from autopar.capture.request import Request
 from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.cost_model.dry_run.stage_run import StageRun, run_stage
 from autopar.cost_model.work.block_work import evaluate
@@ -31,7 +32,7 @@ PLANS: tuple[tuple[str, dict[str, Any]], ...] = (
 def labelled(model: str, wish: tuple[tuple[str, Any], ...]) -> tuple[Any, ...]:
     degrees = Degrees(micro_batch=2, sequence_parallel=True, **dict(wish))
     resolved = resolve_model(model, layers=3, hidden=64, seq_len=16, batch=2, dtype="float32")
-    program = capture_for(resolved.model, resolved.example_inputs, degrees)
+    program = capture_for(Request.of(resolved.model, resolved.example_inputs), degrees)
     return program, choose_labels(program, CLUSTER, degrees)
 
 

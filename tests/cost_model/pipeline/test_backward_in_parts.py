@@ -9,6 +9,7 @@ from suites import long
 pytest.importorskip("transformers")
 
 from autopar.capture.analysis import analyse
+from autopar.capture.request import Request
 from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.cost_model.dry_run.stage_run import run_stage
 from autopar.ir.cluster import ClusterSpec
@@ -36,7 +37,7 @@ def recomputing(plan: Plan) -> Plan:
 def test_sends_once(model: str, wish: dict[str, Any], regather: bool) -> None:
     degrees = Degrees(**{"pp": 2, "tp": 2, "micro_batches": 2, "micro_batch": 2, "sequence_parallel": True, **wish})
     resolved = resolve_model(model, layers=6, hidden=64, seq_len=16, batch=2, dtype="float32")
-    program = capture_for(resolved.model, resolved.example_inputs, degrees)
+    program = capture_for(Request.of(resolved.model, resolved.example_inputs), degrees)
     plan = replace(label_plan(program, CLUSTER, degrees, model), regather=regather)
     setting = RankView(program, analyse(program, plan.mesh), plan, 2)  # of the last pipeline rank
     in_parts = [stage for stage in setting.own_stages if setting.splits_backward(stage)]

@@ -15,6 +15,7 @@ import pytest
 from config_rows import decoders, row_of_config
 from suites import thinned
 
+from autopar.capture.request import Request
 from autopar.cost_model.estimate import estimate_works
 from autopar.cost_model.machine.engine import Engine, engine_named
 from autopar.cost_model.machine.fitted_constants import mechanisms
@@ -57,7 +58,9 @@ def captured(name: str, folder: Path, layers: int) -> tuple[Program, dict[str, A
     positions = (value for key, value in config_of(name).items() if key in POSITIONS)
     length = min([SHORTER.get(name, SEQUENCE), *positions])
     found = resolve_model(str(folder), seq_len=length, batch=2, dtype="bfloat16")
-    program = capture_for(found.model, found.example_inputs, resolve_degrees({"dp": 2, "micro_batch": 2}, 2))
+    program = capture_for(
+        Request.of(found.model, found.example_inputs), resolve_degrees({"dp": 2, "micro_batch": 2}, 2)
+    )
     return program, {**(found.config or {}), **config_of(name)}
 
 

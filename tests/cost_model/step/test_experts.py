@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import autopar
+from autopar.capture.request import Request
 from autopar.cost_model.machine.cluster import cluster_machine
 from autopar.cost_model.machine.engine import engine_named
 from autopar.cost_model.machine.fitted_constants import mechanisms
@@ -197,7 +198,7 @@ def test_an_imbalance_below_one_is_refused(tmp_path: Path) -> None:
 def test_estimates_print_what_they_assume() -> None:
     pytest.importorskip("transformers")
     model = resolve_model("mixtral-8x7b", layers=1, hidden=64, seq_len=16)
-    program = capture_for(model.model, model.example_inputs, Degrees(micro_batch=2))
+    program = capture_for(Request.of(model.model, model.example_inputs), Degrees(micro_batch=2))
     ways = ({}, {"ep": 2, "dispatch": "exchange"})
     alone, split = (autopar.estimate(program, "2xh100", {"micro_batch": 1, "zero": 1, **way}) for way in ways)
     assert not any("expert" in one for one in alone.assumptions)

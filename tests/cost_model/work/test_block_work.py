@@ -94,4 +94,4 @@ def test_values_need_neither_torch_nor_sympy() -> None:
         "import sys; from autopar.cost_model.work.block_work import evaluate, family, SYMBOLS; "
         "evaluate(family('llama'), dict.fromkeys(SYMBOLS, 2.0)); assert not {'torch', 'sympy'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)

@@ -16,6 +16,7 @@ from exported_blocks import tool, totals
 from torch import fx, nn
 
 from autopar._torch.private import fake_tensors
+from autopar.capture.request import Request
 from autopar.cost_model.published.families import family_name, numbers_of
 from autopar.cost_model.published.row import Row
 from autopar.cost_model.work.block_work import evaluate, family, free_symbols, to_json
@@ -57,7 +58,7 @@ class Pruned(nn.Module):
 
 def test_a_product_of_size_zero_computes_nothing() -> None:
     degrees = Degrees(micro_batch=2, dp_shard=2)
-    program = capture_for(Pruned(), {"x": torch.randn(2, 4), "target": torch.randn(2, 4)}, degrees)
+    program = capture_for(Request.of(Pruned(), {"x": torch.randn(2, 4), "target": torch.randn(2, 4)}), degrees)
     degrees, analysis, labelling = choose_labels(program, ClusterSpec.preset("8xa100-80gb"), degrees)
     works = block_works(program, analysis, labelling.blocks, degrees.mesh)
     assert sum(len(work.products) for work in works) == 2
@@ -108,7 +109,7 @@ def captured(name: str) -> Program:
     with torch.device("meta"):
         model: nn.Module = transformers.AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16).train()
     ids = torch.empty(BATCH, SEQUENCE, dtype=torch.long, device="meta")
-    return capture_for(model, {"input_ids": ids, "labels": ids.clone()}, Degrees(tp=4, micro_batch=BATCH))
+    return capture_for(Request.of(model, {"input_ids": ids, "labels": ids.clone()}), Degrees(tp=4, micro_batch=BATCH))
 
 
 def works_of(name: str, tp: int, is_sequence_parallel: bool) -> tuple[Any, ...]:
@@ -175,7 +176,7 @@ def test_any_captured_model(name: str, hidden: int, plan: dict[str, Any]) -> Non
     """Encoders, encoder-decoders and images too: symbols for batch, sequence and degrees, numbers for the rest."""
     resolved = resolve_model(name, layers=2, hidden=hidden, seq_len=None if name.startswith("vit") else 16, batch=2)
     degrees = Degrees(micro_batch=2, **plan)
-    program = capture_for(resolved.model, resolved.example_inputs, degrees)
+    program = capture_for(Request.of(resolved.model, resolved.example_inputs), degrees)
     degrees, analysis, labelling = choose_labels(program, ClusterSpec.preset("8xa100-80gb"), degrees)
     numbers = {"b": 2, "s": 16, "S": 16, "t": degrees.tp, "d": degrees.dp, **degrees.mesh.as_dict()}
     works = block_works(program, analysis, labelling.blocks, degrees.mesh)

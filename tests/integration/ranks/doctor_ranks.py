@@ -22,7 +22,7 @@ def with_fault(rank: int, num_ranks: int, who: int, fault: str) -> Diagnosis:
     if rank == who:
         plant(fault)
     try:
-        return examine(ClusterSpec.preset(f"{num_ranks}xcpu"), timeout_s=90)
+        return examine(ClusterSpec.preset(f"{num_ranks}xcpu"), timeout_s=600)
     finally:
         MeshDim.start_all_gather = gather  # type: ignore[method-assign]
         for name, value in kept.items():

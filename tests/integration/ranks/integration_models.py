@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from shared_captures import captured_once
 
+from autopar.capture.request import Request
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.plan import Plan
@@ -47,7 +48,9 @@ def _built(wanted: Wanted, degrees: Degrees) -> tuple[Program, Callable[[str], t
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         found = resolve_model(wanted.spec, batch=batch, dtype="float32", **sizes)
-    program = captured_once((wanted, degrees), lambda: capture_for(found.model, found.example_inputs, degrees))
+    program = captured_once(
+        (wanted, degrees), lambda: capture_for(Request.of(found.model, found.example_inputs), degrees)
+    )
     source = parameter_source(found.model)
     return (promoted(program) if wanted.float64 else program), source
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
+HANG_S = 600.0
 
 
 def start(world_size: int, script: str, folder: Path, *arguments: object) -> subprocess.Popen[str]:
@@ -24,7 +25,7 @@ def start(world_size: int, script: str, folder: Path, *arguments: object) -> sub
     )
 
 
-def run(world_size: int, script: str, folder: Path, *arguments: object, timeout_s: float) -> tuple[int, str]:
+def run(world_size: int, script: str, folder: Path, *arguments: object, timeout_s: float = HANG_S) -> tuple[int, str]:
     """Exit status and output."""
     process = start(world_size, script, folder, *arguments)
     try:

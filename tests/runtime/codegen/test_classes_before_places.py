@@ -6,6 +6,7 @@ from equivalence import case_of, check, check_random
 from tiny_models import randomise
 from torch import nn
 
+from autopar.capture.request import Request
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.sharding import Mesh
@@ -45,6 +46,6 @@ def test_equal_to_one_device(mesh: Mesh) -> None:
 def test_its_price_is_in_the_plan() -> None:
     inputs = {"x": torch.zeros(4, PLACES, 6), "target": torch.zeros(4, PLACES, dtype=torch.long)}
     degrees = Degrees(tp=2, micro_batch=4)
-    program = capture_for(PlacesModel(), inputs, degrees)
+    program = capture_for(Request.of(PlacesModel(), inputs), degrees)
     plan = label_plan(program, ClusterSpec.preset("2xcpu"), degrees, "places")
     assert "all-reduce" in plan.explain()

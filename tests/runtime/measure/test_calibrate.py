@@ -176,7 +176,7 @@ def test_every_collective_runs_on_ranks() -> None:
         Stage(name="overlap", works=tuple(overlap_works()), groups=four),
         Stage(name="memory", works=tuple(device_works("cpu", ("float32",))["memory"][:2])),
     ]
-    with Ranks(4, timeout_s=120, checked=False) as world:
+    with Ranks(4, timeout_s=600, checked=False) as world:
         for stage in todo:
             found = world.run("autopar.commands.calibrate:measured_on_rank", stage, BUDGET_S)
             assert len(found) == 4

@@ -12,6 +12,7 @@ from input_models import Logits, OfDataclass, Unknown, WithFlags, built, cases, 
 from autopar.api import parallelize
 from autopar.capture.any_size import capture
 from autopar.capture.program import capture_program
+from autopar.capture.request import Request
 from autopar.errors import CaptureError, InputError, RuntimeInputError
 from autopar.runtime.model.inputs import read_batch, rows_of_rank
 from autopar.testing import check_equivalence
@@ -119,5 +120,5 @@ def test_several_losses_without_a_sum_name_the_sum() -> None:
 
 def test_constants_are_in_the_program_of_every_size() -> None:
     kind, inputs, _ = cases()["flags"]
-    captured = capture(built(kind), inputs)
+    captured = capture(Request.of(built(kind), inputs))
     assert captured.at(batch=8).fixed == {"scale": "2.0", "mask": "None", "mode": "'sum'"}

@@ -13,6 +13,7 @@ from searched_models import BATCH, model, small, tokens
 from suites import thinned
 
 import autopar
+from autopar.capture.request import Request
 from autopar.cost_model.work.program_costs import ProgramWorks, program_works
 from autopar.errors import InputError
 from autopar.ir.cluster import ClusterSpec
@@ -128,7 +129,9 @@ def test_a_user_requires_and_forbids_chunks() -> None:
             model(), "4xh100", example_inputs=tokens(), global_batch=BATCH, fix={"loss_chunks": asked, "pp": 1}
         )
         assert found.plan is not None and found.plan.degrees.loss_chunks == asked
-        estimate = autopar.estimate(capture_for(model(), tokens(), found.plan.degrees), "4xh100", found.plan)
+        estimate = autopar.estimate(
+            capture_for(Request.of(model(), tokens()), found.plan.degrees), "4xh100", found.plan
+        )
         assert found.best is not None
         assert estimate.step_s == pytest.approx(found.best.step_s, rel=0.02)
     with pytest.raises(InputError, match="loss_chunks"):

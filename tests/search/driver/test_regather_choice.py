@@ -15,6 +15,7 @@ from searched_models import BATCH, model, small, tokens
 from suites import thinned
 
 import autopar
+from autopar.capture.request import Request
 from autopar.cost_model.parts import MEMORY
 from autopar.cost_model.work.program_costs import ProgramWorks, program_works
 from autopar.errors import InputError
@@ -161,7 +162,7 @@ def test_a_plan_says_whether_values_are_kept(tmp_path: Path) -> None:
     assert again.best.step_s > found.best.step_s
     assert again.best.needed_bytes < found.best.needed_bytes
     assert again.is_proven and found.is_proven
-    estimated = [autopar.estimate(capture_for(model(), tokens(), one.degrees), "4xh100", one)
+    estimated = [autopar.estimate(capture_for(Request.of(model(), tokens()), one.degrees), "4xh100", one)
                  for one in (found.plan, again.plan)]  # fmt: skip
     ratio = found.best.step_s / again.best.step_s
     assert estimated[0].step_s / estimated[1].step_s == pytest.approx(ratio, rel=2e-3)

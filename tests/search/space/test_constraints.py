@@ -6,6 +6,7 @@ import pytest
 from searched_models import BATCH, model, small, tokens
 
 from autopar.capture.any_size import Capture, capture
+from autopar.capture.request import Request
 from autopar.cost_model.machine.fitted_constants import usable_bytes
 from autopar.errors import InputError, PlanError
 from autopar.ir.cluster import ClusterSpec
@@ -19,7 +20,7 @@ ROOMY = small(80e9)
 
 @pytest.fixture(scope="module")
 def captured() -> Capture:
-    return capture(model(), tokens(), batch=LABELLED_DP)
+    return capture(Request.of(model(), tokens()), LABELLED_DP)
 
 
 def searched(captured: Capture, cluster: ClusterSpec = ROOMY, **fix: Any) -> SearchResult:

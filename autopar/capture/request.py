@@ -1,0 +1,187 @@
+"""`Request`: a model with its inputs and its loss, and how it is captured. It is built once, where a call begins.
+
+Under a precision the parameters have its dtype, and everything else is as it is. Casts that the model writes itself,
+such as a norm in float32, stay in the captured graph. Buffers keep their dtype, as they do under FSDP2's mixed
+precision.
+"""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from autopar._torch import private
+from autopar._torch.private import pytree
+from autopar.capture.export.data_reads import Reading
+from autopar.capture.export.export import Inputs, LossFunction, capture_flat, input_names, resize_inputs
+from autopar.capture.flat_graph import Flat
+from autopar.capture.weightless import plain_tensors
+from autopar.errors import CaptureError, InputError
+from autopar.ir.precision import EIGHT_BITS, PRECISIONS, compute_dtype
+from autopar.ir.program import Program
+from autopar.rules.scaled_product import check_torchao
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Request:
+    """What is captured.
+
+    `inputs` are a dict of tensors by name, or a tuple. `loss_fn` is a function of (output, target), None if the model
+    returns its loss. `products` is the format of linear layers of repeated blocks with operands of eight bits. A
+    `staged` model of one block is cut at its modules, so that it has pipeline stages.
+    """
+
+    model: nn.Module
+    inputs: Inputs
+    loss_fn: LossFunction | None = None
+    training: bool = True
+    reading: Reading = field(default_factory=Reading)
+    products: str | None = None
+    staged: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        inputs: Inputs,
+        loss_fn: LossFunction | None = None,
+        *,
+        training: bool = True,
+        specialise: bool = False,
+    ) -> "Request":
+        """The request for a user's model. With `specialise`, the inputs decide branches."""
+        reading = Reading(specialise=specialise)
+        return cls(model=private.unwrapped(model), inputs=inputs, loss_fn=loss_fn, training=training, reading=reading)
+
+    @property
+    def named_inputs(self) -> Mapping[str, torch.Tensor]:
+        return input_names(self.model, self.inputs, self.loss_fn)
+
+    @property
+    def sizes(self) -> tuple[int, int | None]:
+        """The batch size, and the sequence length where there is one."""
+        return batch_and_sequence(self.named_inputs)
+
+    def computing_in(self, precision: str | None) -> "Request":
+        """The request with parameters and floating inputs in the dtype of a precision. None leaves them as written."""
+        if precision is None:
+            return self
+        checked_precision(precision)
+        return replace(
+            self,
+            model=in_precision(self.model, precision),
+            inputs=_inputs_in(compute_dtype(precision), self.inputs),
+            products=products_of(precision),
+        )
+
+    def at(self, sizes: tuple[int, int | None], batch: int, sequence: int | None) -> "Request":
+        """The request with inputs of `sizes` resized."""
+        given = self.inputs if self.reading.given is None else self.reading.given
+        inputs = resize_inputs(self.inputs, lambda t: resized(t, sizes, batch, sequence))
+        return replace(self, inputs=inputs, reading=replace(self.reading, given=given))
+
+    def deciding_as(self, captured: Flat | Program, *, may_fail: bool = True, own_sizes: bool = False) -> "Request":
+        """The request of a capture that takes the decisions of another capture again, with `own_sizes` of tensors."""
+        answers = {decision.key: decision for decision in captured.decisions}
+        reading = replace(self.reading, answers=answers, explains=not may_fail, own_sizes=own_sizes)
+        return replace(self, reading=reading)
+
+    def flat(self) -> Flat:
+        """The graph that `torch.export` returns."""
+        return capture_flat(self.model, self.inputs, self.loss_fn, training=self.training, reading=self.reading)
+
+
+def checked_precision(precision: str | None) -> str | None:
+    """A precision that parameters can have. Raises InputError for another one."""
+    if precision is not None and precision not in PRECISIONS:
+        raise InputError(f"precision {precision!r} is unknown; use {', '.join(PRECISIONS)}, or leave it out")
+    return precision
+
+
+def products_of(precision: str | None) -> str | None:
+    """The format of linear layers under a precision with operands of eight bits; None under another one.
+
+    Raises InputError if torchao is missing.
+    """
+    if precision not in EIGHT_BITS:
+        return None
+    check_torchao(precision)
+    return precision
+
+
+def in_precision(model: nn.Module, precision: str | None) -> nn.Module:
+    """A copy of a model with floating-point parameters in the dtype of a precision. Their values are undefined.
+
+    The model itself is returned without a precision, and if its parameters have the dtype already. Buffers and tied
+    parameters are shared as in the model.
+
+    Raises InputError if the model cannot be copied.
+    """
+    if precision is None:
+        return model
+    dtype = compute_dtype(precision)
+    odd = next((name for name, p in model.named_parameters() if p.is_complex()), None)
+    if odd is not None:
+        raise InputError(
+            f"parameter {odd!r} is complex, and precision {precision!r} would drop its imaginary part; leave the "
+            "precision out, or store the parameter as real numbers"
+        )
+    others = [p for p in model.parameters() if p.is_floating_point() and p.dtype != dtype]
+    if not others:
+        return model
+    computed = (tensor for tensor in plain_tensors(model) if not tensor.is_leaf)  # such as the weight of a weight norm
+    memo: dict[int, object] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers(), *computed)}
+    for parameter in others:  # deepcopy takes the entry of an object's id instead of a copy
+        value = nn.Parameter(torch.empty_like(parameter, dtype=dtype), requires_grad=parameter.requires_grad)
+        vars(value).update(vars(parameter))
+        memo[id(parameter)] = value
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:  # a user's attribute may raise anything
+        raise InputError(
+            f"precision {precision!r} needs a copy of the model with {dtype} parameters, and the copy fails: "
+            f"{type(error).__name__}: {error}; convert the model with model.to({dtype}) and leave the precision out"
+        ) from error
+
+
+def _inputs_in(dtype: torch.dtype, inputs: Inputs) -> Inputs:
+    found: Inputs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, inputs)
+    return found
+
+
+def batch_and_sequence(named: Mapping[str, torch.Tensor]) -> tuple[int, int | None]:
+    """The batch size (dimension 0 of the first input) and sequence length (dimension 1 of tokens or embeddings)."""
+    first = next((t for t in named.values() if t.dim()), None)
+    if first is None:
+        raise CaptureError("example_inputs hold only scalars; the batch is read from dimension 0 of the first input")
+    tokens = [t for t in named.values() if t.dim() >= 2 and not t.dtype.is_floating_point]
+    tokens += [t for t in named.values() if t.dim() == 3]  # embedded tokens; the second capture shows if it varies
+    return int(first.shape[0]), int(tokens[0].shape[1]) if tokens else None
+
+
+def has_sequence(t: torch.Tensor, sizes: tuple[int, int | None]) -> bool:
+    return t.dim() >= 2 and t.shape[0] == sizes[0] and t.shape[1] == sizes[1]
+
+
+def _is_mask(t: torch.Tensor, sizes: tuple[int, int | None]) -> bool:
+    """Whether a tensor looks like a mask of queries and keys, such as that of packed documents.
+
+    As many sequences as tokens make ids look like a mask of two dimensions. They stay ids.
+    """
+    if t.dim() < 2 or (t.dim() == 2 and has_sequence(t, sizes)):
+        return False
+    has_mask_shape = not t.dtype.is_floating_point or (t.dim() == 4 and t.shape[1] == 1)
+    return t.shape[-1] == t.shape[-2] == sizes[1] and has_mask_shape
+
+
+def resized(t: torch.Tensor, sizes: tuple[int, int | None], batch: int, sequence: int | None) -> tuple[int, ...]:
+    shape = list(t.shape)
+    if has_sequence(t, sizes) and sequence is not None:
+        shape[1] = sequence
+    if _is_mask(t, sizes) and sequence is not None:
+        shape[-2:] = sequence, sequence
+    if shape and shape[0] == sizes[0]:
+        shape[0] = batch
+    return tuple(shape)
