@@ -44,7 +44,7 @@ from autopar.planning.fixed import (
 )
 from autopar.planning.options import PlanOptions
 from autopar.planning.precision import in_precision_of
-from autopar.planning.search import captured_as_asked, search_captured
+from autopar.planning.search import captured_as_asked, labels_for, search_captured
 from autopar.runtime.distributed.broadcast import agreed, broadcast_object, run_on_first_rank
 from autopar.runtime.model.compiled import CompiledProgram
 from autopar.runtime.model.module import ParallelModel
@@ -124,7 +124,7 @@ def parallelize(
     _refuse_hooks(model)
     device = start_process_group(cluster)
     inputs = example_inputs if example_inputs is not None else derived_inputs(model)
-    request = Request.of(model, inputs, loss_fn, specialise=specialise)
+    request = replace(Request.of(model, inputs, loss_fn, specialise=specialise), folder=cache_folder())
     sent = first_rank_sends(model, agreed(lambda: request.named_inputs), has_state=state is not None)
     on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     without_weights = weightless(model)
@@ -295,7 +295,9 @@ def _searched(job: _Job, asked: PlanOptions) -> tuple[Program, Plan]:
     """The best plan and its program."""
     captured, own, notes = captured_as_asked(job.request, job.cluster, asked)
     _say(notes)
-    found = search_captured(captured, job.cluster, own, name=job.name, on_progress=lambda _: None)
+    report, folder = (lambda _: None), job.request.folder and job.request.folder / "labels"
+    labels = labels_for(captured, job.cluster, own, report, folder)
+    found = search_captured(captured, job.cluster, own, name=job.name, on_progress=report, labels=labels)
     if found.plan is None:
         raise PlanError(nothing_fits(found))
     if found.plan.degrees.world_size != job.cluster.num_devices:

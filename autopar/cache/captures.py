@@ -112,7 +112,7 @@ def captured_model(
         "specialise": specialise,
         "precision": precision,
     }
-    file = None if folder is None else kept_file(folder, "capture", config, asked, CAPTURED_BATCH, _versions())
+    file = None if folder is None else kept_file(folder, "capture", config, asked, CAPTURED_BATCH, capture_versions())
     notes: list[str] = []
     if file is not None and file.path.is_file():
         from autopar.capture.record.file import open_capture
@@ -148,12 +148,13 @@ def _keep(made: CapturedModel, file: KeptFile, about: dict[str, str], on_note: C
     from autopar.capture.record.file import capture_text
 
     try:
-        text = capture_text(made.capture, about=about | _versions(), notes=made.notes)
+        text = capture_text(made.capture, about=about | capture_versions(), notes=made.notes)
     except InputError as error:
         on_note(str(error))
     else:
         file.write(text, on_note)
 
 
-def _versions() -> dict[str, str]:
+def capture_versions() -> dict[str, str]:
+    """The versions on which a kept capture depends."""
     return {"autopar": __version__} | versions(_LIBRARIES, _CAPTURING)

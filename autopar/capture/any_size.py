@@ -21,23 +21,23 @@ from autopar.ir.program import Program
 FEWEST = 2  # sequences of a capture; one has no batch dimension that differs from a broadcast one
 
 
-def capture(asked: Request, batch: int | None = None) -> Capture:
+def capture(request: Request, batch: int | None = None) -> Capture:
     """Capture a model for any batch size, at `batch` sequences or at those of its inputs. One is captured as two.
 
     The result keeps the model and its inputs, because some sizes need another capture. Errors are those of
     `capture_program`.
     """
-    own, _ = asked.sizes if asked.named_inputs else (None, None)
-    found = capture_twice(asked, max(FEWEST, batch or own or FEWEST))
+    own, _ = request.sizes if request.named_inputs else (None, None)
+    found = capture_twice(request, max(FEWEST, batch or own or FEWEST))
     record, unknown = _recorded(found)
     if record is None and found.small is not None and found.sizes.sequence is not None:
         with contextlib.suppress(CaptureError):  # forms in the batch alone may succeed
-            record, _ = _recorded(with_same_sequence(found, asked))
+            record, _ = _recorded(with_same_sequence(found, request))
     known = {found.sizes.batch: found.program}
 
     def again(size: int) -> Program:
         if size not in known:
-            known[size] = capture_twice(asked, size).program
+            known[size] = capture_twice(request, size).program
         return known[size]
 
     return Capture(record=record, unknown=unknown, again=again, sequence=found.program.sequence)

@@ -30,7 +30,7 @@ from autopar.capture.passes.loss_terms import average_terms, numbers_as_terms
 from autopar.capture.passes.normalize import normalise, remove_dead
 from autopar.capture.passes.packings import split_packings
 from autopar.capture.passes.scaled_products import scale_products
-from autopar.capture.request import Request, batch_and_sequence, has_sequence, resized
+from autopar.capture.request import Request, batch_and_sequence, has_sequence, shape_at
 from autopar.capture.shared_axes import axes_of, with_note_on_axes
 from autopar.capture.state import buffers_of, parameters_of
 from autopar.capture.targets import agreed, judged
@@ -85,8 +85,8 @@ def capture_program(
         >>> [info.name for info in program.inputs]
         ['input', 'target']
     """
-    asked = Request.of(model, example_inputs, loss_fn, training=training, specialise=specialise)
-    return capture_twice(asked.computing_in(precision), batch).program
+    request = Request.of(model, example_inputs, loss_fn, training=training, specialise=specialise)
+    return capture_twice(request.computing_in(precision), batch).program
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -107,19 +107,19 @@ class Twice:
     notes: tuple[str, ...]
 
 
-def capture_twice(asked: Request, batch: int | None = None) -> Twice:
+def capture_twice(request: Request, batch: int | None = None) -> Twice:
     """The capture of `capture_program`, and the second capture at small sizes."""
-    named = asked.named_inputs
+    named = request.named_inputs
     if not named:
         raise CaptureError("example_inputs hold no tensor; pass the tensors of one batch, as a dict or a tuple")
     sizes = batch_and_sequence(named)
     first = (batch or sizes[0], sizes[1])
-    if first[0] < sizes[0] and asked.reading.specialise and asked.reading.answers is None:
-        asked = asked.deciding_as(asked.flat(), may_fail=False, own_sizes=True)  # fewer rows may decide otherwise
-    big = asked.at(sizes, *first)
+    if first[0] < sizes[0] and request.reading.specialise and request.reading.answers is None:
+        request = request.deciding_as(request.flat(), may_fail=False, own_sizes=True)  # fewer rows may decide otherwise
+    big = request.at(sizes, *first)
     flat, stacks = _first_capture(big)
     wanted = _small_sizes(named, sizes, first[0])
-    small, length = _small_capture(asked, sizes, wanted, flat, stacks, big)
+    small, length = _small_capture(request, sizes, wanted, flat, stacks, big)
     sequence_varies = length is not None
     found = Sizes(batch=first[0], sequence=first[1] if sequence_varies else None)
     others = Sizes(batch=wanted[0], sequence=length)
@@ -134,13 +134,13 @@ def capture_twice(asked: Request, batch: int | None = None) -> Twice:
         for graph in (flat.graph, small.graph):
             remove_dead(graph)
     masks_remain = any(attention_mask(node) is not None for node in flat.graph.nodes)
-    program = fold_program(asked, flat, _inputs_at(named, sizes, first, sequence_varies), found)
+    program = fold_program(request, flat, _inputs_at(named, sizes, first, sequence_varies), found)
     notes, twin = program.notes, None
     if small is None:
         program = replace(program, notes=(*notes, NO_SECOND_CAPTURE))
     else:
         at = wanted[0], others.sequence or first[1]
-        twin = fold_program(asked, small, _inputs_at(named, sizes, at, sequence_varies), others)
+        twin = fold_program(request, small, _inputs_at(named, sizes, at, sequence_varies), others)
         program = with_note_on_axes(program, [axes_of(block) for block in twin.blocks])
         program, twin = agreed(program, twin)
     return Twice(
@@ -154,16 +154,16 @@ def capture_twice(asked: Request, batch: int | None = None) -> Twice:
     )
 
 
-def with_same_sequence(twice: Twice, asked: Request) -> Twice:
+def with_same_sequence(twice: Twice, request: Request) -> Twice:
     """The first capture with a new second one, at the small batch and the first capture's sequence length."""
-    named = asked.named_inputs
+    named = request.named_inputs
     sizes = batch_and_sequence(named)
     at = twice.small_sizes.batch, twice.sizes.sequence
-    flat, _ = _first_capture(asked.at(sizes, *at).deciding_as(twice.program))
+    flat, _ = _first_capture(request.at(sizes, *at).deciding_as(twice.program))
     make_causal(flat.graph, twice.causal)  # the small masks have shown which are causal
     remove_dead(flat.graph)
     others = Sizes(batch=at[0], sequence=at[1])
-    third = fold_program(asked, flat, _inputs_at(named, sizes, at, sequence_varies=True), others)
+    third = fold_program(request, flat, _inputs_at(named, sizes, at, sequence_varies=True), others)
     program, small = agreed(twice.program, third)
     return replace(twice, program=program, small=small, small_sizes=others)
 
@@ -175,7 +175,7 @@ def _inputs_at(
     return tuple(
         InputInfo(
             name=name,
-            shape=resized(t, sizes, *at),
+            shape=shape_at(t, sizes, *at),
             dtype=t.dtype,
             batch_dim=0 if t.dim() and sizes[0] == t.shape[0] else None,
             sequence_dim=1 if sequence_varies and has_sequence(t, sizes) else None,
@@ -204,21 +204,21 @@ def _small_sizes(
     return small, next(n for n in free if n * batch != length * small and abs(length - n) != abs(batch - small))
 
 
-def _first_capture(asked: Request) -> tuple[Flat, tuple[Stack, ...]]:
+def _first_capture(request: Request) -> tuple[Flat, tuple[Stack, ...]]:
     """A capture of the whole model. If only some layers were exported for it, their stacks come with it."""
-    model = asked.model
-    stacks = watched_stacks(model, asked.inputs, asked.loss_fn, training=asked.training)
+    model = request.model
+    stacks = watched_stacks(model, request.inputs, request.loss_fn, training=request.training)
     if stacks:
         flat = None
         with contextlib.suppress(CaptureError), without_layers(model, stacks):
-            flat = with_all_layers(asked.flat(), stacks)
+            flat = with_all_layers(request.flat(), stacks)
         if flat is not None:
             return _normalised(model, flat), stacks
-    return _captured(asked), ()
+    return _captured(request), ()
 
 
-def _captured(asked: Request) -> Flat:
-    return _normalised(asked.model, asked.flat())
+def _captured(request: Request) -> Flat:
+    return _normalised(request.model, request.flat())
 
 
 def _normalised(model: nn.Module, flat: Flat) -> Flat:
@@ -232,7 +232,7 @@ def _normalised(model: nn.Module, flat: Flat) -> Flat:
 
 
 def _small_capture(
-    asked: Request,
+    request: Request,
     sizes: tuple[int, int | None],
     small: tuple[int, int | None],
     flat: Flat,
@@ -243,12 +243,12 @@ def _small_capture(
 
     A scan in chunks has other operators at a short length than at a long one, so half the length is tried too.
     """
-    asked, big = asked.deciding_as(flat), big.deciding_as(flat)
-    stacks = stacks or layers_to_take_out(asked.model, flat, lambda: _captured(big))
+    request, big = request.deciding_as(flat), big.deciding_as(flat)
+    stacks = stacks or layers_to_take_out(request.model, flat, lambda: _captured(big))
     for sequence in dict.fromkeys((small[1], (sizes[1] or 0) // 2 or None, sizes[1])):
-        again = functools.partial(_captured, asked.at(sizes, small[0], sequence))
+        again = functools.partial(_captured, request.at(sizes, small[0], sequence))
         try:
-            other = with_fewer_layers(asked.model, flat, stacks, again) or again()
+            other = with_fewer_layers(request.model, flat, stacks, again) or again()
         except CaptureError:
             continue
         same_graph = [n.target for n in other.graph.nodes] == [n.target for n in flat.graph.nodes]
@@ -257,7 +257,7 @@ def _small_capture(
     return None, None
 
 
-def fold_program(asked: Request, flat: Flat, inputs: tuple[InputInfo, ...], sizes: Sizes) -> Program:
+def fold_program(request: Request, flat: Flat, inputs: tuple[InputInfo, ...], sizes: Sizes) -> Program:
     """The program of a normalised graph: its constants, denominator, blocks and axes."""
     kinds = {n: "state" if name in flat.updates else kind for n, (kind, name) in flat.placeholders.items()}
     (loss, *_) = (node for node, name in zip(output_nodes(flat.graph), flat.outputs, strict=False) if name == "loss")
@@ -281,17 +281,17 @@ def fold_program(asked: Request, flat: Flat, inputs: tuple[InputInfo, ...], size
     totals = {total for level in sums.levels for total in level}
     needed_elsewhere = set(main).intersection(closure(every, without=totals))
     kept_main = [n for n in main if n in needed_elsewhere]
-    segments = folding.cut_into_segments(kept_main, of_kind["parameter"] if asked.staged else None)
+    segments = folding.cut_into_segments(kept_main, of_kind["parameter"] if request.staged else None)
     in_main = set(main)
     kept = {*updates.values(), *(results[name] for name in results if name.startswith(DECISION))}
     leaves = [n for n in constants if n in kept or not in_main.isdisjoint(n.users)]
     for i, node in enumerate(leaves):
         names[node] = f"constant_{i}"
     distinct, calls = _fold_with_denominators(segments, role_of, names, set(every), sums.levels)
-    if asked.products is not None:
-        distinct = _with_scaled_products(distinct, calls, asked.products)
+    if request.products is not None:
+        distinct = _with_scaled_products(distinct, calls, request.products)
     constant_graph = constants_graph(flat, leaves, [names[n] for n in leaves])
-    parameters = parameters_of(asked.model, flat.parts)
+    parameters = parameters_of(request.model, flat.parts)
     used = {a for c in calls for a in c.arguments if isinstance(a, str)}
     program = Program(
         blocks=distinct,
@@ -315,9 +315,9 @@ def fold_program(asked: Request, flat: Flat, inputs: tuple[InputInfo, ...], size
         ),
         batch=sizes.batch,
         sequence=sizes.sequence,
-        buffers=buffers_of(asked.model),
+        buffers=buffers_of(request.model),
         updates={name: names[node] for name, node in updates.items()},
-        fixed=fixed_inputs(asked.model, asked.inputs, asked.loss_fn),
+        fixed=fixed_inputs(request.model, request.inputs, request.loss_fn),
     )
     return judged(program)
 

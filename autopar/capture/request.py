@@ -8,6 +8,7 @@ precision.
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -28,8 +29,8 @@ from autopar.rules.scaled_product import check_torchao
 class Request:
     """What is captured.
 
-    `inputs` are a dict of tensors by name, or a tuple. `loss_fn` is a function of (output, target), None if the model
-    returns its loss. `products` is the format of linear layers of repeated blocks with operands of eight bits. A
+    The inputs are a dict of tensors by name, or a tuple. The loss function takes (output, target); it is None if the
+    model returns its loss. `products` is the format of linear layers of repeated blocks with operands of eight bits. A
     `staged` model of one block is cut at its modules, so that it has pipeline stages.
     """
 
@@ -40,6 +41,7 @@ class Request:
     reading: Reading = field(default_factory=Reading)
     products: str | None = None
     staged: bool = False
+    folder: Path | None = None  # where captures are kept for the next time
 
     @classmethod
     def of(
@@ -79,7 +81,7 @@ class Request:
     def at(self, sizes: tuple[int, int | None], batch: int, sequence: int | None) -> "Request":
         """The request with inputs of `sizes` resized."""
         given = self.inputs if self.reading.given is None else self.reading.given
-        inputs = resize_inputs(self.inputs, lambda t: resized(t, sizes, batch, sequence))
+        inputs = resize_inputs(self.inputs, lambda t: shape_at(t, sizes, batch, sequence))
         return replace(self, inputs=inputs, reading=replace(self.reading, given=given))
 
     def deciding_as(self, captured: Flat | Program, *, may_fail: bool = True, own_sizes: bool = False) -> "Request":
@@ -147,8 +149,8 @@ def in_precision(model: nn.Module, precision: str | None) -> nn.Module:
 
 
 def _inputs_in(dtype: torch.dtype, inputs: Inputs) -> Inputs:
-    found: Inputs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, inputs)
-    return found
+    cast: Inputs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, inputs)
+    return cast
 
 
 def batch_and_sequence(named: Mapping[str, torch.Tensor]) -> tuple[int, int | None]:
@@ -176,7 +178,7 @@ def _is_mask(t: torch.Tensor, sizes: tuple[int, int | None]) -> bool:
     return t.shape[-1] == t.shape[-2] == sizes[1] and has_mask_shape
 
 
-def resized(t: torch.Tensor, sizes: tuple[int, int | None], batch: int, sequence: int | None) -> tuple[int, ...]:
+def shape_at(t: torch.Tensor, sizes: tuple[int, int | None], batch: int, sequence: int | None) -> tuple[int, ...]:
     shape = list(t.shape)
     if has_sequence(t, sizes) and sequence is not None:
         shape[1] = sequence

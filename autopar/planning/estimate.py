@@ -128,9 +128,7 @@ def estimate(
 
     priceable, question = _priced(program, spec, degrees, chosen, profile_in, precision, own_plan)
     report("pricing")
-    name = name or (
-        own_plan.model if own_plan is not None else type(of if isinstance(of, Program) else of.model).__name__
-    )
+    name = name or (own_plan.model if own_plan is not None else type(getattr(of, "model", of)).__name__)
     made = estimate_works(priceable.works, question, name=name, tokens=tokens, grams_co2_per_kwh=grams_co2_per_kwh)
     if exact_memory:
         report("counting the tensors of a rank")

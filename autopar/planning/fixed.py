@@ -98,12 +98,11 @@ def capture_for(asked: "Request", degrees: Degrees) -> Program:
 
     Raises `PlanError` if accumulation would change the loss and `degrees` do not accept that.
     """
-    from autopar.capture.any_size import capture
-    from autopar.capture.program import capture_twice
+    from autopar.cache.programs import kept_program
 
     batch = (degrees.micro_batch or asked.sizes[0]) * degrees.dp
     own = replace(asked.computing_in(degrees.precision), staged=degrees.pp > 1)
-    return _splittable(capture(own).at(batch=1) if batch == 1 else capture_twice(own, batch).program, degrees)
+    return _splittable(kept_program(own, batch), degrees)
 
 
 def program_for(captured: "Capture", degrees: Degrees) -> Program:

@@ -32,6 +32,7 @@ from autopar.planning.measured import is_trace, profile_for
 from autopar.planning.options import TOP, TRIALS, PlanOptions
 from autopar.planning.precision import in_precision_of, with_bf16_beside
 from autopar.planning.study_question import question_of
+from autopar.rules.registry import has_rules_of_users
 from autopar.search.bounds.lower_bounds import Machinery
 from autopar.search.driver.alternatives import next_plans
 from autopar.search.driver.branch_and_bound import Exact, Proof
@@ -152,7 +153,6 @@ def plan(
     asked.check_search(spec.num_devices)
     (report := on_progress or (lambda _: None))("capturing")
     request = Request.of(model, example_inputs, loss_fn, specialise=specialise)
-    name = name or type(request.model).__name__
     search = partial(_captured_and_searched, request, spec, measured, name, report)
     return with_bf16_beside(search(asked), asked, spec, search)
 
@@ -167,6 +167,7 @@ def _captured_and_searched(
 ) -> SearchResult:
     captured, own, notes = captured_as_asked(request, cluster, asked)
     own = with_trace(own, measured, captured, cluster, on_progress)
+    name = name or type(request.model).__name__
     found = search_captured(captured, cluster, own, name=name, on_progress=on_progress)
     return replace(found, notes=(*found.notes, *notes))
 
@@ -175,12 +176,12 @@ def captured_as_asked(
     request: "Request", cluster: ClusterSpec, asked: PlanOptions
 ) -> tuple[Capture, PlanOptions, tuple[str, ...]]:
     """A model captured in its precision, the request with this precision, and notes for the user."""
-    from autopar.capture.any_size import capture
+    from autopar.cache.programs import kept_capture
 
     staged = replace(request, staged=asked.is_staged)
     captured, precision, notes = in_precision_of(
         asked.precision, request.model, cluster,
-        lambda precision: capture(staged.computing_in(precision), LABELLED_DP),
+        lambda precision: kept_capture(staged.computing_in(precision), LABELLED_DP),
         lambda captured: program_for(captured, LABELLED),
     )  # fmt: skip
     return captured, replace(asked, precision=precision), notes
@@ -298,8 +299,9 @@ def labels_for(
     on_progress: Callable[[str], None],
     folder: Path | None = None,
 ) -> SearchLabels:
-    """The labels of a search, each chosen at its first use and kept in `folder`."""
+    """The labels of a search, each chosen at its first use and kept in `folder`, unless a user has rules of his own."""
     fix, _ = asked.narrowing()
+    folder = None if has_rules_of_users() else folder
     return SearchLabels(
         program_for(captured, LABELLED), cluster, _fixed(fix, "sequence_parallel"),
         regather=_fixed(fix, "regather") is not False, loss_chunks=_fixed(fix, "loss_chunks") or 1,

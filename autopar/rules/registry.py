@@ -18,6 +18,7 @@ from autopar.rules.singular import even_factors
 
 RuleFunction = Callable[[Call], Rule]
 _RULES: dict[Any, RuleFunction] = {}
+_OF_USERS: set[Any] = set()  # operators whose rules users have registered
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,12 @@ def register_rule(
         raise RuleError(
             f"operator {overload} already has a rule{shown}; an operator has one rule, so leave this one out"
         )
+    _OF_USERS.add(overload)
+
+
+def has_rules_of_users() -> bool:
+    """Whether a user has registered a rule, so that labels depend on code that autopar does not know."""
+    return bool(_OF_USERS)
 
 
 def operator_of(target: Any) -> Any:

@@ -39,9 +39,9 @@ def test_other_sizes_are_other_captures(tmp_path: Path) -> None:
 
 
 def test_other_versions_are_other_captures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture_cache, "_versions", lambda: {"torch": "0"})
+    monkeypatch.setattr(capture_cache, "capture_versions", lambda: {"torch": "0"})
     gpt2(tmp_path)
-    monkeypatch.setattr(capture_cache, "_versions", lambda: {"torch": "1"})
+    monkeypatch.setattr(capture_cache, "capture_versions", lambda: {"torch": "1"})
     gpt2(tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
 

@@ -1,5 +1,6 @@
 """Functions of ranks in tests of initial weights: `Ranks.run("weight_ranks:name", ...)`."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
@@ -131,10 +132,11 @@ def weights(rank: int, world_size: int, name: str, wish: Mapping[str, Any], who:
     }
 
 
-def exports(rank: int, world_size: int, plan: Mapping[str, Any] | None) -> list[int]:
+def exports(rank: int, world_size: int, plan: Mapping[str, Any] | None, folder: str) -> list[int]:
     """How often a rank traces the model: for `parallelize`, for a batch of another length, and for eval mode."""
     model, inputs = model_on("phi3", 1)
-    with capturing(CAPTURE), mock.patch.object(torch.export, "export", wraps=torch.export.export) as export:
+    kept = mock.patch.dict(os.environ, {"AUTOPAR_CACHE_DIR": folder})
+    with kept, capturing(CAPTURE), mock.patch.object(torch.export, "export", wraps=torch.export.export) as export:
         counts, cluster = [0], f"{world_size}xcpu"
         parallel = parallelize(model, cluster, example_inputs=inputs, plan=plan)
         counts.append(export.call_count)

@@ -1,0 +1,117 @@
+"""The hash of what a capture depends on: equal in every process, another for each change that a capture can see."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import reachable_model as own
+import reachable_settings as settings
+import torch
+from torch import nn
+
+from autopar.cache.reachable import request_digest
+from autopar.capture.request import Request
+
+TESTS = Path(__file__).parents[1]
+X = {"x": torch.ones(4, 8)}
+
+
+def digest(model: nn.Module, **how: Any) -> str | None:
+    return request_digest(Request.of(model, X, **how))
+
+
+def put(holder: Any, name: str, value: Any) -> Callable[[nn.Module, pytest.MonkeyPatch], None]:
+    return lambda model, patch: patch.setattr(holder, name, value)
+
+
+def of_model(change: Callable[[Any], Any]) -> Callable[[nn.Module, pytest.MonkeyPatch], None]:
+    def changed(model: nn.Module, patch: pytest.MonkeyPatch) -> None:
+        change(model)
+
+    return changed
+
+
+CHANGES: dict[str, Callable[[Any, pytest.MonkeyPatch], None]] = {
+    "a global": put(own, "SCALE", 3.0),
+    "a global of a module that it imports": put(settings, "FACTOR", 4),
+    "a function that a function calls": put(own, "helper", lambda x: x),
+    "a function of a package": put(torch.nn.functional, "leaky_relu", lambda x, negative_slope: x),
+    "a method of a package's class": put(nn.Linear, "forward", lambda self, x: x),
+    "the environment": lambda model, patch: patch.setenv("REACHABLE_DEPTH", "2"),
+    "a buffer": of_model(lambda m: m.shift.fill_(5)),
+    "a number in a list": of_model(lambda m: m.sizes.append(3)),
+    "an argument of a partial function": of_model(lambda m: m.act.keywords.update(negative_slope=0.2)),
+    "an attribute of a configuration": of_model(lambda m: setattr(m.conf, "width", 9)),
+    "what a closure holds": of_model(lambda m: setattr(m, "late", own.scaled_by(3))),
+    "a slot": of_model(lambda m: setattr(m.bound, "low", -2)),
+    "eval mode": of_model(lambda m: m.eval()),
+    "a hook": of_model(lambda m: m.register_forward_hook(lambda *_: None)),
+    "a shape": of_model(lambda m: setattr(m, "layer", nn.Linear(8, 4))),
+    "a dtype": of_model(lambda m: m.bfloat16()),
+    "what trains": of_model(lambda m: m.layer.bias.requires_grad_(False)),
+    "a tied weight": of_model(lambda m: setattr(m.other, "weight", m.layer.weight)),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_change_gives_another_hash(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = own.Model()
+    before = digest(model)
+    assert before is not None and before == digest(own.Model())
+    CHANGES[what](model, monkeypatch)
+    assert digest(model) not in (None, before)
+
+
+def test_the_request_and_torch_count() -> None:
+    model = own.Model()
+    requests = [
+        Request.of(model, X),
+        Request.of(model, {"x": torch.ones(5, 8)}),
+        Request.of(model, {"x": torch.ones(4, 8).double()}),
+        Request.of(model, {"x": X["x"], "deep": True}),
+        Request.of(model, X, training=False),
+        Request.of(model, X, specialise=True),
+        Request.of(model, X, partial(own.loss, weight=2)),
+        Request.of(model, X, partial(own.loss, weight=3)),
+    ]
+    found = [request_digest(one) for one in requests]
+    with torch.autocast("cpu", torch.bfloat16):
+        found.append(digest(model))
+    assert None not in found and len(set(found)) == len(found)
+
+
+def test_values_of_weights_and_inputs_do_not_count() -> None:
+    model = own.Model()
+    before = digest(model)
+    with torch.no_grad():
+        model.layer.weight.add_(1)
+    assert digest(model) == before == request_digest(Request.of(model, {"x": torch.randn(4, 8)}))
+
+
+def test_it_is_equal_in_every_process() -> None:
+    """Hashes of texts and ids of objects differ from process to process."""
+    script = "import reachable_model as one; print(*one.digests())"
+    found = set()
+    for seed in ("1", "2"):
+        paths = os.pathsep.join([str(TESTS / "tiny"), str(TESTS.parent)])
+        env = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": paths}
+        run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=env)
+        found.add(run.stdout.split("\n")[-2])
+    assert len(found) == 1 and "None" not in found.pop()
+
+
+def test_a_value_that_hides_its_content_is_not_known() -> None:
+    class Hidden:
+        __slots__ = ()
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            raise TypeError
+
+    model = own.Model()
+    model.hidden = Hidden()
+    assert digest(model) is None

@@ -1,0 +1,3 @@
+"""A module of settings, as a training script imports one."""
+
+FACTOR = 3
