@@ -13,8 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autopar._version import __version__
-from autopar.cache.store import KeptFile, kept_file, versions
+from autopar.cache.store import KeptFile, capture_versions, kept_file
 from autopar.errors import InputError
 from autopar.models.load import checked_dtype, config_named, is_factory, resolve_model
 
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
 
 # A prime that few dimensions have, so that no other dimension equals the batch by chance.
 CAPTURED_BATCH = 7
-_CAPTURING = ("_torch", "capture", "presets", "models", "rules/operators.py")  # its source decides a capture
-_LIBRARIES = ("torch", "transformers")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -153,8 +150,3 @@ def _keep(made: CapturedModel, file: KeptFile, about: dict[str, str], on_note: C
         on_note(str(error))
     else:
         file.write(text, on_note)
-
-
-def capture_versions() -> dict[str, str]:
-    """The versions on which a kept capture depends."""
-    return {"autopar": __version__} | versions(_LIBRARIES, _CAPTURING)

@@ -12,9 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from autopar.cache.captures import capture_versions
 from autopar.cache.reachable import request_digest
-from autopar.cache.store import KeptFile, kept_file
+from autopar.cache.store import KeptFile, capture_versions, kept_file
 from autopar.capture import program as exact
 from autopar.capture.any_size import capture
 from autopar.capture.record.captured import Capture

@@ -21,10 +21,13 @@ from importlib import metadata, resources
 from pathlib import Path
 from typing import Any, TypeVar
 
+from autopar._version import __version__
 from autopar.errors import InputError
 from autopar.files.atomic import write_text
 
 MOST_BYTES = 1_000_000_000  # of one folder
+_CAPTURING = ("_torch", "capture", "presets", "models", "rules/operators.py")  # its source decides a capture
+_LIBRARIES = ("torch", "transformers")  # that a capture depends on
 SEARCHING = ("torch", "numpy", "optuna", "highspy", "sympy")  # libraries that labels and searches depend on
 _SOURCE = (".py", ".yaml", ".json")
 
@@ -87,6 +90,11 @@ def drop_oldest(folder: Path, most_bytes: int) -> None:
             return
         Path(file).unlink(missing_ok=True)
         total -= size
+
+
+def capture_versions() -> dict[str, str]:
+    """The versions on which a kept capture depends."""
+    return {"autopar": __version__} | versions(_LIBRARIES, _CAPTURING)
 
 
 @cache
