@@ -15,7 +15,8 @@ import os
 import sys
 import sysconfig
 import types
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,11 @@ _ATOMS = (
     type(None), bool, int, float, complex, str, bytes, type(...), range, slice,
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
 )  # fmt: skip
-_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_INSTALLED = (
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    *(path for path in sys.path if path.endswith(("site-packages", "dist-packages"))),  # such as the user's
+)
+_HEAP_TYPE = 1 << 9  # a flag of classes that are no static ones of C
 _OWN = str(Path(__file__).parents[1])  # autopar's source is a part of the version of what is kept
 _NAMED = ("torch._ops", "torch._C")  # operators and such, which hold caches
 _UNREAD = frozenset(["__dict__", "__weakref__", "__doc__", "__annotations__", "__module__", "_abc_impl"])
@@ -48,7 +53,8 @@ def request_digest(request: Request) -> str | None:
     shapes = [(tuple(v.shape), v.dtype, v.requires_grad) if isinstance(v, torch.Tensor) else v for v in leaves]
     walk = _Walk()
     try:
-        walk.add([torch.__version__, torch.get_default_dtype(), str(ambient_autocast()), str(form), shapes])
+        walk.add([torch.__version__, torch.get_default_dtype(), torch.get_default_device(), str(ambient_autocast())])
+        walk.add([str(form), shapes])
         walk.add([request.training, request.products, request.staged, request.reading.specialise])
         walk.add([request.model, request.loss_fn])
         for name, module in sorted(sys.modules.items()):
@@ -84,11 +90,12 @@ class _Walk:
             self._tensor(value)
         elif isinstance(value, (set, frozenset)):
             self._all(sorted(map(repr, value)) if all(type(item) in _ATOMS for item in value) else value)
-        elif isinstance(value, Mapping) and kind.__module__ in ("builtins", "collections"):
+        elif isinstance(value, (dict, types.MappingProxyType)):
             self._all(part for item in value.items() for part in item)
-        elif isinstance(value, (list, tuple)):
+            self._attributes(value)
+        elif isinstance(value, (list, tuple, deque)):
             self._all(value)
-            self._object(value)
+            self._attributes(value)
         elif isinstance(value, types.FunctionType):
             self._function(value)
         elif isinstance(value, types.MethodType):
@@ -123,10 +130,8 @@ class _Walk:
         self._bytes += value.numel() * value.element_size()
         if value.layout != torch.strided or value.is_quantized or self._bytes > MOST_TENSOR_BYTES:
             raise _UnknownError(type(value))
-        if (
-            value.requires_grad and value.grad_fn is not None
-        ):  # computed of weights, such as the weight of a weight norm
-            return
+        if value.requires_grad and value.grad_fn is not None:
+            return  # computed of weights, such as the weight of a weight norm
         self.text.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
     def _function(self, function: types.FunctionType) -> None:
@@ -177,8 +182,8 @@ class _Walk:
     def _module(self, name: str) -> None:
         """The version of an installed module and of its package, and its numbers, which settings change."""
         module = sys.modules.get(name)
-        if module is None or id(module) in self._seen:
-            return
+        if module is None or id(module) in self._seen or not _is_library(name):
+            return self._write(name)
         self._seen[id(module)] = len(self._seen), module
         self._write(name, _stamp(getattr(module, "__file__", None)))
         for key, value in sorted(vars(module).items()):
@@ -190,25 +195,33 @@ class _Walk:
         self._write(getattr(package, "__version__", ""), _stamp(getattr(package, "__file__", None)))
 
     def _object(self, value: Any) -> None:
-        """An object: its class, its attributes, or what a copy of it would be made of."""
+        """An object: its attributes, and what a copy is made of where C code holds the content."""
+        kind = type(value)
+        has_attributes = self._attributes(value)
+        base = next(base for base in kind.__mro__ if not base.__flags__ & _HEAP_TYPE)
+        if has_attributes and base in (object, type):
+            return
+        try:
+            parts = value.__reduce_ex__(4)
+        except Exception:
+            if not has_attributes and not _is_library(kind.__module__):
+                raise _UnknownError(kind) from None
+            return  # such as a lock or a generator
+        self._all((parts,) if isinstance(parts, str) else [list(x) if hasattr(x, "__next__") else x for x in parts])
+
+    def _attributes(self, value: Any) -> bool:
+        """The class of an object and its attributes. Whether it can have any."""
         kind = type(value)
         self.add(kind)
         held = getattr(value, "__dict__", None)
-        slots = [name for base in kind.__mro__ for name in _slots(base)]
-        if held is not None:
+        if held is not None and kind is not types.MappingProxyType:
             is_library = _is_library(kind.__module__)
             self.add({name: v for name, v in held.items() if not (is_library and _is_hash(name, v))})
+        slots = [name for base in kind.__mro__ for name in _slots(base)]
         for name in slots:
             if hasattr(value, name):
                 self._all((name, getattr(value, name)))
-        if held is None and not slots and not isinstance(value, (list, tuple)):
-            try:
-                parts = value.__reduce_ex__(4)
-            except Exception:
-                if not _is_library(kind.__module__):
-                    raise _UnknownError(kind) from None
-                return  # such as a lock or a generator
-            self._all((parts,) if isinstance(parts, str) else [list(x) if hasattr(x, "__next__") else x for x in parts])
+        return held is not None or bool(slots)
 
 
 def _codes(code: types.CodeType) -> Iterable[types.CodeType]:
@@ -233,7 +246,9 @@ def _is_hash(name: str, value: object) -> bool:
 def _slots(base: type) -> tuple[str, ...]:
     slots = vars(base).get("__slots__", ())
     names = (slots,) if isinstance(slots, str) else tuple(slots)
-    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+    names = tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+    prefix = f"_{base.__name__.lstrip('_')}"  # as Python mangles private names
+    return tuple(prefix + name if name.startswith("__") and not name.endswith("__") else name for name in names)
 
 
 @cache

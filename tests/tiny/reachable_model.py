@@ -1,10 +1,12 @@
 """A model that reaches values in every way that `autopar.cache.reachable` follows."""
 
 import os
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import reachable_settings
 import torch
 from torch import nn
@@ -20,10 +22,21 @@ class Conf:
 
 
 class Bound:
-    __slots__ = ("low",)
+    __slots__ = ("__high", "low")
 
     def __init__(self) -> None:
-        self.low = -1
+        self.low, self.__high = -1, 1
+
+    def rise(self) -> None:
+        self.__high += 1
+
+
+class Options(dict[str, int]):
+    """A dictionary of an own class, as many configurations are."""
+
+
+class Queue(deque[int]):
+    """A container of C with attributes."""
 
 
 def helper(x: torch.Tensor) -> torch.Tensor:
@@ -43,6 +56,7 @@ class Model(nn.Module):
         super().__init__()
         self.layer, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
         self.conf, self.bound, self.sizes, self.late = Conf(), Bound(), [1, 2], scaled_by(2)
+        self.options, self.queue, self.array = Options(depth=1), Queue([1]), np.ones(3)
         self.act = partial(functional.leaky_relu, negative_slope=0.1)
         self.register_buffer("shift", torch.ones(8))
 
