@@ -33,7 +33,7 @@ def start(plan: str, peer: bool) -> None:
 
     ended("torch")
     if not peer:
-        import autopar
+        from autopar import parallelize
     ended("autopar")
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -56,7 +56,7 @@ def start(plan: str, peer: bool) -> None:
         model(**batch).loss.backward()
     else:
         wish = json.loads(plan)
-        parallel = autopar.parallelize(model, f"{RANKS}xcpu", example_inputs=batch, plan=wish or None)
+        parallel = parallelize(model, f"{RANKS}xcpu", example_inputs=batch, plan=wish or None)
         ended("parallelize")
         parallel.forward_backward(batch)
     ended("first step")
@@ -94,7 +94,8 @@ def main() -> None:
     print(f"{'seconds':12}", *(f"{name:>8}" for name in rounds), f"{'second / FSDP2':>15}")
     for part in PARTS:
         first, second, peer = (statistics.median(one[part] for one in found) for found in rounds.values())
-        print(f"{part:12} {first:8.2f} {second:8.2f} {peer:8.2f} {second / peer:15.2f}")
+        ratio = f"{second / peer:15.2f}" if peer > 0.01 else f"{'-':>15}"
+        print(f"{part:12} {first:8.2f} {second:8.2f} {peer:8.2f} {ratio}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""ZeRO as FSDP2 settings over segments (design section 5).
+"""ZeRO as FSDP2 settings over segments.
 
 | stage | mechanism                                                  | volume per step, P parameters, n micro-batches |
 |-------|------------------------------------------------------------|--------------------------------------|
