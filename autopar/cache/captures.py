@@ -1,8 +1,8 @@
 """Captures of the models that autopar builds itself, presets and transformers configs, kept by `autopar.cache.store`.
 
 A capture depends on the config, on its number of layers and width if they were changed, on dtype, sequence length and
-mode, and on the versions of the capturing code, torch and transformers. A model that a user's function builds is never
-kept, since its code may change.
+mode, and on the versions of the capturing code, torch and transformers. The model that a user's function builds is kept
+by `programs`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def captured_model(
     if is_factory(spec):
         found = resolve_model(spec, layers=layers, hidden=hidden, seq_len=seq_len, dtype=dtype)
 
-        request = replace(asked_of(found), staged=staged)
+        request = replace(asked_of(found), staged=staged, folder=folder)
 
         def capture(precision: str | None) -> CapturedModel:
             return _captured_now(found, request.computing_in(precision), None)
@@ -131,10 +131,10 @@ def captured_model(
 
 
 def _captured_now(found: ResolvedModel, request: Request, batch: int | None) -> CapturedModel:
-    from autopar.capture.any_size import capture
+    from autopar.cache.programs import kept_capture
     from autopar.capture.record.file import digest_of
 
-    made = capture(request, batch)
+    made = kept_capture(request, batch)
     from_factory = found.kind == "factory"
     digest = None if from_factory or made.record is None else digest_of(made.record)
     own = request.sizes[0] if from_factory else None

@@ -5,12 +5,12 @@ A program whose branches the inputs decided is not kept, and neither is that of 
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from autopar.cache.reachable import request_digest
 from autopar.cache.store import KeptFile, capture_versions, kept_file
@@ -33,11 +33,11 @@ def kept_program(request: Request, batch: int) -> Program:
     def captured() -> Program:
         return capture(request).at(batch=1) if batch == 1 else exact.capture_twice(request, batch).program
 
-    return _kept(request, batch, "program", _read_program, _program_text, captured, lambda program: program)
+    return _kept(request, batch, "program", _read_program, _program_text, captured, lambda program: program.decisions)
 
 
-def kept_capture(request: Request, batch: int) -> Capture:
-    """The capture of a request for any batch, captured at `batch` or read."""
+def kept_capture(request: Request, batch: int | None) -> Capture:
+    """The capture of a request for any batch, captured at `batch` or at that of its inputs, or read."""
 
     def read(path: Path) -> Capture:
         captured: Capture = open_capture(path)[1]()
@@ -47,18 +47,18 @@ def kept_capture(request: Request, batch: int) -> Capture:
         return capture(request, batch)
 
     text = partial(capture_text, about={})
-    kept: Capture = _kept(request, batch, "capture", read, text, make, lambda captured: captured.at(batch=batch))
+    kept: Capture = _kept(request, batch, "capture", read, text, make, _decisions)
     return kept
 
 
 def _kept(
     request: Request,
-    batch: int,
+    batch: int | None,
     what: str,
     read: Callable[[Path], _T],
     text: Callable[[_T], str],
     make: Callable[[], _T],
-    program_in: Callable[[_T], Program],
+    decisions: Callable[[_T], Iterable[Any]],
 ) -> _T:
     file = _file(request, batch, what)
     if file is None:
@@ -67,19 +67,23 @@ def _kept(
     if kept is not None:
         return kept
     captured = make()
-    if _file(request, batch, what) == file and not any(each.inputs for each in program_in(captured).decisions):
+    if _file(request, batch, what) == file and not any(each.inputs for each in decisions(captured)):
         with suppress(Unexplained, InputError):  # no record can hold it
             file.write(text(captured), logger.warning)
     return captured
 
 
-def _file(request: Request, batch: int, what: str) -> KeptFile | None:
+def _file(request: Request, batch: int | None, what: str) -> KeptFile | None:
     """Where the capture of a request is kept. None if nothing is kept, or what it depends on is not known."""
     reading = request.reading
     if request.folder is None or reading.answers is not None or reading.buffers is not None or reading.decided:
         return None
     digest = request_digest(request)
     return None if digest is None else kept_file(request.folder / "own", what, digest, batch, capture_versions())
+
+
+def _decisions(captured: Capture) -> Iterable[Any]:
+    return () if captured.record is None else captured.record.decisions
 
 
 def _program_text(program: Program) -> str:

@@ -5,12 +5,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from autopar.cache import captures as capture_cache
 from autopar.cache.captures import CapturedModel, captured_model
 from autopar.cache.store import cache_folder
+from autopar.capture import any_size, program
 from autopar.errors import InputError
 
 SMALL = {"layers": 2, "hidden": 64, "seq_len": 16}
@@ -96,13 +98,23 @@ def make():
 """
 
 
-def test_a_factory_is_never_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "own_factory.py").write_text(FACTORY)
+def test_a_factory_is_kept_until_its_code_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it kept has the program and captures other sizes. The search of a factory's model is not kept."""
     monkeypatch.syspath_prepend(tmp_path)
-    folder = tmp_path / "captures"
-    found = captured_model("own_factory:make", folder=folder)
-    assert found.local_batch == 3
-    assert not folder.exists()
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    captures = mock.Mock(wraps=program.capture_twice)
+    monkeypatch.setattr(any_size, "capture_twice", captures)
+
+    def fingerprint(text: str) -> str:
+        (tmp_path / "own_factory.py").write_text(text)
+        sys.modules.pop("own_factory", None)
+        found = captured_model("own_factory:make", folder=tmp_path / "captures")
+        assert (found.local_batch, found.digest) == (3, None)
+        return found.capture.at(batch=6).fingerprint
+
+    first = fingerprint(FACTORY)
+    assert fingerprint(FACTORY) == first and captures.call_count == 1
+    assert fingerprint(FACTORY.replace(".sum()", ".sum() * 2")) != first and captures.call_count == 2
 
 
 def test_errors_are_those_of_the_model(tmp_path: Path) -> None:
