@@ -19,11 +19,10 @@ from autopar._torch import private
 from autopar._version import public_version
 from autopar.cache.store import cache_folder
 from autopar.cache.tuned import TUNED, tuned_plans
-from autopar.capture.export.export import Inputs, LossFunction, inputs_of_shapes, inputs_of_values
 from autopar.capture.passes.autocast import ambient_autocast, autocast_as
 from autopar.capture.record.file import from_bytes, to_bytes
 from autopar.capture.record.write import Unexplained
-from autopar.capture.request import Request, checked_precision
+from autopar.capture.request import Inputs, LossFunction, Request, checked_precision
 from autopar.capture.weightless import weightless
 from autopar.errors import ClusterError, InputError, PlanError
 from autopar.ir.cluster import ClusterSpec
@@ -385,23 +384,23 @@ def _replan(origin: OriginalModel, job: _Job, program: Program, plan: Plan) -> R
     decides = asked.reading.specialise or any(decision.inputs for decision in program.decisions)
 
     def replan(wanted: Wanted, base: CompiledProgram, held: Mapping[str, Storage]) -> tuple[Program, Plan]:
-        given, rows = asked.inputs, 1
+        reading, rows = replace(asked.reading, buffers=base.buffers, decided=wanted.decided), 1
+        request = replace(asked, model=model, training=wanted.training, reading=reading)
         if {info.name for info in wanted.batch.form.inputs} != {*names}:
             order = [*dict.fromkeys(name.partition(".")[0] for name in names)]
             at = {name: index for index, name in enumerate(order)}
-            given = dict(sorted(dict(wanted.batch.given).items(), key=lambda one: (at.get(one[0], len(at)), one[0])))
+            items = sorted(dict(wanted.batch.given).items(), key=lambda item: (at.get(item[0], len(at)), item[0]))
+            request = replace(request, inputs=dict(items))
         if decides:  # the values of all ranks
-            example = inputs_of_values(model, given, wanted.whole(base.mesh.sample_ranks.group), asked.loss_fn)
+            request = request.with_values(wanted.whole(base.mesh.sample_ranks.group))
             rows = base.mesh.sample_ranks.degree
         else:
-            example = inputs_of_shapes(model, given, wanted.sizes, asked.loss_fn)
-        reading = replace(asked.reading, buffers=base.buffers, decided=wanted.decided)
-        again = replace(asked, model=model, inputs=example, training=wanted.training, reading=reading)
-        own = replace(plan.degrees, micro_batch=again.sizes[0] // rows, accumulate=1, micro_batches=1)
+            request = request.with_shapes(wanted.sizes)
+        own = replace(plan.degrees, micro_batch=request.sizes[0] // rows, accumulate=1, micro_batches=1)
 
         def capture() -> Program:
             with autocast_as(around):
-                return capture_for(again, own)
+                return capture_for(request, own)
 
         def decide() -> tuple[Program, Plan]:
             found = capture()

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.export.loss_arguments import named_outputs
+from autopar.capture.loss_arguments import named_outputs
+from autopar.capture.request import Request
 from autopar.ir.sharding import Mesh
 from autopar.runtime.verify.error_metrics import Tensors, measured
 from autopar.runtime.verify.noise import MAX_RUNS, Change, Noise
@@ -105,7 +106,7 @@ def ratios(found: Tensors, reference: Tensors, moved: Sequence[Tensors], toleran
 
 
 def of_split(model: nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[dict[int, float], Steps]:
-    run = run_model(model, inputs)
+    run = run_model(Request.of(model, inputs))
     reference = Steps([run.loss], [], dict(run.gradients), dict(run.outputs), {}, dict(run.updates))
     moved, worst = [values(m) for m in every_run(run.noise)], dict.fromkeys(COUNTS, 0.0)
     for seed, mesh in enumerate(MESHES):

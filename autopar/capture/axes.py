@@ -6,9 +6,12 @@ sides to their common cut points, so a variable ends as an ordered product of *a
 product. Broadcasting, ``unsqueeze`` and ``keepdim`` then need no special case.
 """
 
+import hashlib
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from math import prod
 
+from autopar.ir.program import Block, Program
 from autopar.ir.sharding import common_cuts
 
 Variable = int
@@ -101,3 +104,24 @@ class Axes:
                 start += 1
             if len(parts) > 1 and covered == self._size[atom] and self._children[self.root(atom)] is None:
                 self.split(atom, parts)
+
+
+def with_note_on_axes(program: Program, axes: Sequence[str]) -> Program:
+    """The program, with a note if its blocks share other axes than `axes`, the `axes_of` blocks at other sizes."""
+    differing = [b.name for b, other in zip(program.blocks, axes, strict=False) if axes_of(b) != other]
+    if not differing and len(program.blocks) == len(axes):
+        return program
+    note = (
+        f"axes of {differing or 'the blocks'} depend on the captured sizes, because some dimensions are equal by chance"
+    )
+    return replace(program, notes=(*program.notes, note))
+
+
+def axes_of(block: Block) -> str:
+    """The hash of the axes that a block's dimensions share, without sizes. Axes are numbered by first appearance."""
+    numbers: dict[int, int] = {}
+    pattern = [
+        (name, [[numbers.setdefault(a, len(numbers)) for a in dim] for dim in dims.axes])
+        for name, dims in block.dims.items()
+    ]
+    return hashlib.sha256(repr(pattern).encode()).hexdigest()

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx, nn
 
+from autopar.capture.axes import axes_of, with_note_on_axes
 from autopar.capture.batch_powers import mark_batch_powers, mark_without_twin
 from autopar.capture.export.data_reads import refuse_changing
-from autopar.capture.export.export import DECISION, Inputs, LossFunction, fixed_inputs
+from autopar.capture.export.export import DECISION, capture_flat
 from autopar.capture.flat_graph import Flat
 from autopar.capture.forms import Sizes
 from autopar.capture.layers import blocks as folding
@@ -30,8 +31,7 @@ from autopar.capture.passes.loss_terms import average_terms, numbers_as_terms
 from autopar.capture.passes.normalize import normalise, remove_dead
 from autopar.capture.passes.packings import split_packings
 from autopar.capture.passes.scaled_products import scale_products
-from autopar.capture.request import Request, batch_and_sequence, has_sequence, shape_at
-from autopar.capture.shared_axes import axes_of, with_note_on_axes
+from autopar.capture.request import Inputs, LossFunction, Request, batch_and_sequence, has_sequence, shape_at
 from autopar.capture.state import buffers_of, parameters_of
 from autopar.capture.targets import agreed, judged
 from autopar.errors import CaptureError
@@ -115,7 +115,9 @@ def capture_twice(request: Request, batch: int | None = None) -> Twice:
     sizes = batch_and_sequence(named)
     first = (batch or sizes[0], sizes[1])
     if first[0] < sizes[0] and request.reading.specialise and request.reading.answers is None:
-        request = request.deciding_as(request.flat(), may_fail=False, own_sizes=True)  # fewer rows may decide otherwise
+        request = request.deciding_as(
+            capture_flat(request), may_fail=False, own_sizes=True
+        )  # fewer rows may decide otherwise
     big = request.at(sizes, *first)
     flat, stacks = _first_capture(big)
     wanted = _small_sizes(named, sizes, first[0])
@@ -207,18 +209,18 @@ def _small_sizes(
 def _first_capture(request: Request) -> tuple[Flat, tuple[Stack, ...]]:
     """A capture of the whole model. If only some layers were exported for it, their stacks come with it."""
     model = request.model
-    stacks = watched_stacks(model, request.inputs, request.loss_fn, training=request.training)
+    stacks = watched_stacks(request)
     if stacks:
         flat = None
         with contextlib.suppress(CaptureError), without_layers(model, stacks):
-            flat = with_all_layers(request.flat(), stacks)
+            flat = with_all_layers(capture_flat(request), stacks)
         if flat is not None:
             return _normalised(model, flat), stacks
     return _captured(request), ()
 
 
 def _captured(request: Request) -> Flat:
-    return _normalised(request.model, request.flat())
+    return _normalised(request.model, capture_flat(request))
 
 
 def _normalised(model: nn.Module, flat: Flat) -> Flat:
@@ -317,7 +319,7 @@ def fold_program(request: Request, flat: Flat, inputs: tuple[InputInfo, ...], si
         sequence=sizes.sequence,
         buffers=buffers_of(request.model),
         updates={name: names[node] for name, node in updates.items()},
-        fixed=fixed_inputs(request.model, request.inputs, request.loss_fn),
+        fixed=request.fixed_inputs,
     )
     return judged(program)
 

@@ -6,23 +6,42 @@ precision.
 """
 
 import copy
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from autopar._torch import private
 from autopar._torch.private import pytree
-from autopar.capture.export.data_reads import Reading
-from autopar.capture.export.export import Inputs, LossFunction, capture_flat, input_names, resize_inputs
 from autopar.capture.flat_graph import Flat
+from autopar.capture.input_leaves import fixed_leaves, named_leaves
+from autopar.capture.loss_arguments import names_of_loss, num_of_loss
 from autopar.capture.weightless import plain_tensors
 from autopar.errors import CaptureError, InputError
 from autopar.ir.precision import EIGHT_BITS, PRECISIONS, compute_dtype
-from autopar.ir.program import Program
+from autopar.ir.program import Decision, Program
 from autopar.rules.scaled_product import check_torchao
+
+Inputs = Mapping[str, Any] | Sequence[Any]
+LossFunction = Callable[..., torch.Tensor]  # of (output, target), as torch's losses are, or of other arguments
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Reading:
+    """The values that a model may read while it is captured."""
+
+    specialise: bool = False  # values that inputs decide may be read
+    answers: Mapping[tuple[str, int], Decision] | None = None  # decisions of an earlier capture, to be taken again
+    own_sizes: bool = False  # a size of a tensor is no answer: it counts elements, and other inputs have others
+    given: Any = None  # the user's own inputs, if the capture runs at other sizes
+    buffers: Callable[[str], torch.Tensor] | None = None  # values of buffers of a model on meta
+    decided: Mapping[tuple[str, int], Decision] = field(default_factory=dict)  # what the batch of a step decides
+    explains: bool = True  # a failed capture looks for the cause
+    assumes: bool = True  # a test for no rows finds some; the caller tries whether this is right
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -58,8 +77,38 @@ class Request:
         return cls(model=private.unwrapped(model), inputs=inputs, loss_fn=loss_fn, training=training, reading=reading)
 
     @property
-    def named_inputs(self) -> Mapping[str, torch.Tensor]:
-        return input_names(self.model, self.inputs, self.loss_fn)
+    def named_inputs(self) -> dict[str, torch.Tensor]:
+        """The tensor inputs by name: their keywords, or the argument names of `forward` for positional inputs.
+
+        A tensor in a nested input has its path as name. With a `loss_fn`, the last positional input is the target.
+        """
+        return {name: leaf for name, leaf in self._leaves().items() if isinstance(leaf, torch.Tensor)}
+
+    @property
+    def fixed_inputs(self) -> dict[str, str]:
+        """The inputs that are no tensors, as text."""
+        return fixed_leaves(self._leaves())
+
+    def _leaves(self) -> dict[str, Any]:
+        args, kwargs = split_inputs(self.inputs)
+        signature = list(inspect.signature(self.model.forward).parameters)
+        positional = args[: len(args) - num_of_loss(self.loss_fn)]
+        named = {
+            signature[i] if i < len(signature) else f"args_{i}": value for i, value in enumerate(positional)
+        } | kwargs
+        for name, value in zip(names_of_loss(self.loss_fn), args[len(positional) :], strict=False):
+            named[name if name not in named else f"loss_{name}"] = value
+        return named_leaves(named)
+
+    def with_shapes(self, sizes: Mapping[str, tuple[int, ...]]) -> "Request":
+        """The request with every tensor input in the shape given for its name."""
+        names = iter(self.named_inputs)  # in the order of the tensors
+        return replace(self, inputs=resize_inputs(self.inputs, lambda _: sizes[next(names)]))
+
+    def with_values(self, values: Mapping[str, torch.Tensor]) -> "Request":
+        """The request with every tensor input replaced by the value of its name."""
+        names = iter(self.named_inputs)  # in the order of the tensors
+        return replace(self, inputs=pytree.tree_map_only(torch.Tensor, lambda _: values[next(names)], self.inputs))
 
     @property
     def sizes(self) -> tuple[int, int | None]:
@@ -89,10 +138,6 @@ class Request:
         answers = {decision.key: decision for decision in captured.decisions}
         reading = replace(self.reading, answers=answers, explains=not may_fail, own_sizes=own_sizes)
         return replace(self, reading=reading)
-
-    def flat(self) -> Flat:
-        """The graph that `torch.export` returns."""
-        return capture_flat(self.model, self.inputs, self.loss_fn, training=self.training, reading=self.reading)
 
 
 def checked_precision(precision: str | None) -> str | None:
@@ -187,3 +232,28 @@ def shape_at(t: torch.Tensor, sizes: tuple[int, int | None], batch: int, sequenc
     if shape and shape[0] == sizes[0]:
         shape[0] = batch
     return tuple(shape)
+
+
+def split_inputs(example_inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and keyword arguments of a call with these inputs."""
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    return tuple(example_inputs), {}
+
+
+def resize_inputs(example_inputs: Inputs, resize: Callable[[torch.Tensor], tuple[int, ...]]) -> Inputs:
+    """The example inputs with every tensor in the shape `resize(tensor)`: its elements are cut, or repeat."""
+    inputs: Inputs = pytree.tree_map_only(torch.Tensor, lambda leaf: resized(leaf, resize(leaf)), example_inputs)
+    return inputs
+
+
+def resized(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor in another shape: its elements are cut, or repeat."""
+    if not tensor.numel():
+        return torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
+    found = tensor.detach()
+    for dim, (old, new) in enumerate(zip(tensor.shape, shape, strict=True)):
+        if new > old:
+            found = torch.cat([found] * -(-new // old), dim)
+        found = found.narrow(dim, 0, new)
+    return found.clone(memory_format=torch.contiguous_format)

@@ -16,8 +16,7 @@ from unittest.mock import patch
 from torch import nn
 
 from autopar.api import derived_inputs
-from autopar.capture.export.export import Inputs, LossFunction
-from autopar.capture.request import Request
+from autopar.capture.request import Inputs, LossFunction, Request
 from autopar.errors import InputError
 
 _INSTEAD = "or name a function that returns (model, example_inputs), as package.module:factory"

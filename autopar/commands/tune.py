@@ -23,8 +23,7 @@ from torch import nn
 
 from autopar.cache.store import cache_folder
 from autopar.cache.tuned import keep_tuned
-from autopar.capture.export.export import Inputs, LossFunction
-from autopar.capture.request import Request
+from autopar.capture.request import Inputs, LossFunction, Request
 from autopar.commands.given import Given
 from autopar.commands.trial import CROWDED
 from autopar.commands.trial_world import Incumbent, World, beside, is_crowded, measured

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.export.export import Inputs, input_names, inputs_of_values, outputs_of
+from autopar.capture.export.export import outputs_of
 from autopar.capture.export.own_changes import as_it_was, assigned_in_place
+from autopar.capture.request import Inputs, Request
 from autopar.errors import InputError
 from autopar.ir.degrees import Degrees
 from autopar.ir.precision import like_kind
@@ -29,14 +30,19 @@ from autopar.runtime.verify.reference import LEARNING_RATE, MAX_NORM, Batch, Sou
 from autopar.runtime.verify.verify import compare_with_noise
 
 
+def request_of(model: ResolvedModel, *, specialise: bool = False) -> Request:
+    """The request for the program of a model that a text names."""
+    return Request.of(model.model, model.example_inputs, model.loss_fn, specialise=specialise)
+
+
 def tensors_of(model: ResolvedModel) -> dict[str, torch.Tensor]:
     """The tensors of the example inputs by name."""
-    return input_names(model.model, model.example_inputs, model.loss_fn)
+    return request_of(model).named_inputs
 
 
 def structured(model: ResolvedModel, batch: Batch) -> Inputs:
     """A batch of tensors by name, in the structure of the example inputs and with their values that are no tensors."""
-    return inputs_of_values(model.model, model.example_inputs, batch, model.loss_fn)
+    return request_of(model).with_values(batch).inputs
 
 
 def against_module(

@@ -17,8 +17,7 @@ import torch
 from safetensors.torch import load, save
 
 from autopar.capture.record.file import from_bytes, to_bytes
-from autopar.capture.request import Request
-from autopar.commands.unmodified import against_module, module_steps, structured, tensors_of
+from autopar.commands.unmodified import against_module, module_steps, request_of, structured, tensors_of
 from autopar.errors import CaptureError, InputError, PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees, degrees_from
@@ -276,7 +275,7 @@ def decide(
     """The model of a job, its program, and the plan of a file or of degrees. Raises `PlanError` if it does not fit."""
     on_progress("capturing the model")
     model = resolve(job)
-    asked = Request.of(model.model, model.example_inputs, model.loss_fn, specialise=job.specialise)
+    asked = request_of(model, specialise=job.specialise)
     local_batch, _ = asked.sizes
     if plan is not None:
         decided = Plan.load(plan)

@@ -15,8 +15,7 @@ from torch import nn
 
 from autopar.capture.analysis import analyse
 from autopar.capture.any_size import capture
-from autopar.capture.export.export import Inputs, LossFunction
-from autopar.capture.request import Request
+from autopar.capture.request import Inputs, LossFunction, Request
 from autopar.cost_model.estimate import Estimate, estimate_works
 from autopar.cost_model.exact_memory import fullest_rank, with_exact_memory
 from autopar.cost_model.fit.profile_parts import WRITTEN_BY, measured_parts, read_trace

@@ -40,9 +40,8 @@ from autopar.search.pricing.cuts import call_seconds, choose_cuts, cuts_like
 from autopar.search.pricing.recomputed_values import values_to_recompute
 
 if TYPE_CHECKING:
-    from autopar.capture.export.export import Inputs, LossFunction
     from autopar.capture.record.captured import Capture
-    from autopar.capture.request import Request
+    from autopar.capture.request import Inputs, LossFunction, Request
     from autopar.search.bounds.lower_bounds import Machinery
 
 ONE_MICRO_BATCH = "the pipeline has one micro-batch"  # a note begins with it

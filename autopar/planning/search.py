@@ -67,8 +67,7 @@ from autopar.search.space.constraints import (
 )
 
 if TYPE_CHECKING:
-    from autopar.capture.export.export import Inputs, LossFunction
-    from autopar.capture.request import Request
+    from autopar.capture.request import Inputs, LossFunction, Request
 
 _MOST_PRICED = 400
 _ROUNDS = 4  # of prices of the next plans, after a search that ended early

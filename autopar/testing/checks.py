@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from autopar.capture.export.export import Inputs, LossFunction
+from autopar.capture.request import Inputs, LossFunction, Request
 from autopar.errors import InputError, VerificationError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
@@ -60,7 +60,7 @@ def check_equivalence(
     for name, degree in (("tp", tp), ("dp", dp)):
         if isinstance(degree, bool) or not isinstance(degree, int) or degree < 1:
             raise InputError(f"{name} must be a whole number of at least 1, got {degree!r}")
-    run = run_model(model, example_inputs, loss_fn, specialise=specialise)
+    run = run_model(Request.of(model, example_inputs, loss_fn, specialise=specialise))
     asked = Degrees(tp=tp, dp_shard=dp, sequence_parallel=sequence_parallel)
     degrees, _, found = choose_labels(run.program, ClusterSpec.preset(_CLUSTER), asked)
     outcome = run_labels(run, found.blocks, degrees.mesh, regather=True)

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar._torch import private
 from autopar.capture.analysis import Analysis, analyse
-from autopar.capture.export.export import Inputs, LossFunction, input_names
-from autopar.capture.program import capture_program
+from autopar.capture.program import capture_twice
+from autopar.capture.request import Request
 from autopar.errors import InputError
 from autopar.ir.plan import BlockLabels
 from autopar.ir.precision import as_float64, like_kind
@@ -116,18 +115,16 @@ class Equivalence:
         )
 
 
-def run_model(
-    model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | None = None, *, specialise: bool = False
-) -> SingleDeviceRun:
+def run_model(request: Request) -> SingleDeviceRun:
     """Capture a model, and run it in float64 on one device. Dropout of fused attention is off.
 
     Raises `InputError` if the model is on meta, and `CaptureError` if it cannot be captured.
     """
-    model = private.unwrapped(model)
+    model = request.model
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise InputError("the model is on meta, so it has no weights to compute with; build it on CPU")
-    program = in_dtype(capture_program(model, example_inputs, loss_fn=loss_fn, specialise=specialise), "float64")
-    return run_program(program, model, input_names(model, example_inputs, loss_fn))
+    program = in_dtype(capture_twice(request).program, "float64")
+    return run_program(program, model, request.named_inputs)
 
 
 def run_program(program: Program, model: nn.Module, inputs: Mapping[str, Any]) -> SingleDeviceRun:

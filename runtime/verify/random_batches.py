@@ -7,9 +7,9 @@ import torch
 from torch import fx
 
 from autopar._torch.operators import aten
-from autopar.capture.export.export import resized
 from autopar.capture.input_ranges import input_ranges
 from autopar.capture.nodes import operator_name, shape
+from autopar.capture.request import resized
 from autopar.capture.value_range import ValueRange
 from autopar.ir.degrees import Degrees
 from autopar.ir.program import InputInfo, Program

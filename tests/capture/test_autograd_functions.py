@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from autopar.capture.program import capture_program
+from autopar.capture.request import Request
 from autopar.errors import CaptureError
 from autopar.testing.equivalence import run_model
 
@@ -96,7 +97,7 @@ def test_hooks_on_a_module_and_on_a_parameter_are_refused() -> None:
 def gradients_of(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[Any, Any]:
     """The gradients of a captured model, and of the model itself, in float64."""
     model = model.double()
-    found = run_model(model, inputs).gradients
+    found = run_model(Request.of(model, inputs)).gradients
     model(*inputs).backward()
     return found, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 

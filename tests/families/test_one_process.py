@@ -12,7 +12,7 @@ import zoo
 from equivalence import Case, case_of, check, labelled
 from floored_error import floored_error, rms
 
-from autopar.capture.export.loss_arguments import named_outputs
+from autopar.capture.loss_arguments import named_outputs
 from autopar.cost_model.work.coverage import coverage
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees

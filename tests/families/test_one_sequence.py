@@ -14,7 +14,7 @@ from equivalence import Case, check, labelled
 from floored_error import floored_error, rms
 
 from autopar.capture.any_size import capture
-from autopar.capture.export.loss_arguments import named_outputs
+from autopar.capture.loss_arguments import named_outputs
 from autopar.capture.request import Request
 from autopar.ir.degrees import Degrees
 from autopar.runtime.parameters.packed import join_packed

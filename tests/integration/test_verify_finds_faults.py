@@ -10,7 +10,7 @@ import torch
 from shared_captures import CAPTURE, capturing
 from torch import fx
 
-from autopar.capture import request as capture
+from autopar.capture import program as capture
 from autopar.commands.verify import verify
 from autopar.planning import fixed
 from autopar.runtime.distributed.launch import Ranks

@@ -10,7 +10,7 @@ from floored_error import floored_error, rms
 from program_source import Source
 from random_labels import random_labels
 
-from autopar.capture.export.loss_arguments import named_outputs
+from autopar.capture.loss_arguments import named_outputs
 from autopar.errors import PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees

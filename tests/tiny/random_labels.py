@@ -7,7 +7,7 @@ from functools import partial
 from torch import nn
 
 from autopar.capture.analysis import Analysis
-from autopar.capture.export.export import Inputs, LossFunction
+from autopar.capture.request import Inputs, LossFunction, Request
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Block, Program
 from autopar.ir.sharding import Dims, I, Mesh, R, S, Type
@@ -186,7 +186,7 @@ def check_random_labels(
     loss_fn: LossFunction | None = None,
 ) -> list[Equivalence]:
     """A model with drawn labels equals one device. `tp` and `dp` are mesh dimensions that may split any axis."""
-    run = run_model(model, inputs, loss_fn)
+    run = run_model(Request.of(model, inputs, loss_fn))
     # an axis belongs to one mesh dimension, so a dimension of one rank would leave axes whole
     mesh = Mesh.of(**{name: degree for name, degree in (("dp", dp), ("tp", tp)) if degree > 1})
     drawn = {seed: random_labels(run.program, run.analysis(mesh), mesh, seed) for seed in seeds}

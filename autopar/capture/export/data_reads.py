@@ -11,7 +11,6 @@ import inspect
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -31,6 +30,7 @@ from autopar.capture.export.known_values import RANDOM_NUMBERS, Known, KnownValu
 from autopar.capture.export.row_tests import answer_of, before_views, counted_mask, tested_mask
 from autopar.capture.export.source_lines import SourceLine, line_that_runs
 from autopar.capture.nodes import operator_name
+from autopar.capture.request import Reading
 from autopar.errors import CaptureError, short_repr
 from autopar.ir.program import Decision
 
@@ -82,20 +82,6 @@ _UNCHANGED = (
     f"feature_redraw_interval=None); otherwise {REMEDY}"
 )
 _CHANCE = "or turn this draw off in the configuration, such as layerdrop=0"
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Reading:
-    """The values that a model may read while it is captured."""
-
-    specialise: bool = False  # values that inputs decide may be read
-    answers: Mapping[tuple[str, int], Decision] | None = None  # decisions of an earlier capture, to be taken again
-    own_sizes: bool = False  # a size of a tensor is no answer: it counts elements, and other inputs have others
-    given: Any = None  # the user's own inputs, if the capture runs at other sizes
-    buffers: Callable[[str], Tensor] | None = None  # values of buffers of a model on meta
-    decided: Mapping[tuple[str, int], Decision] = field(default_factory=dict)  # what the batch of a step decides
-    explains: bool = True  # a failed capture looks for the cause
-    assumes: bool = True  # a test for no rows finds some; the caller tries whether this is right
 
 
 class DataReads(TorchFunctionMode):

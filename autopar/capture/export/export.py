@@ -6,10 +6,9 @@ node. One output is the loss.
 
 import contextlib
 import gc
-import inspect
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,35 +22,25 @@ from autopar._torch.private import pytree
 from autopar.capture.export.assertions import unchecked_distributions
 from autopar.capture.export.autograd_functions import own_gradients
 from autopar.capture.export.chosen_rows import chosen_of, counted_lengths
-from autopar.capture.export.data_reads import DataReads, Reading
+from autopar.capture.export.data_reads import DataReads
 from autopar.capture.export.failure import OneDevice, capture_error, not_captured
 from autopar.capture.export.flexible_attention import flexible_attention
 from autopar.capture.export.foreign_draws import drawn_so_far, refuse_foreign_draws
 from autopar.capture.export.index_lists import ListsAsSlices
-from autopar.capture.export.loss_arguments import (
-    arguments_of_loss,
-    check_loss_fn,
-    is_loss,
-    named_outputs,
-    names_of_loss,
-    num_of_loss,
-    with_loss,
-)
 from autopar.capture.export.module_conversions import converted_alike
 from autopar.capture.export.own_changes import as_it_was, assigned_in_place, attributes_read, unchanged, without_caches
 from autopar.capture.export.row_tests import TEST, Graph, difference
 from autopar.capture.export.unusable import refuse_unusable
 from autopar.capture.export.without_data import device_of_regions, on_device_without_data
 from autopar.capture.flat_graph import Flat, all_outputs, constants_of, order_outputs, output_names, placeholders_of
-from autopar.capture.input_leaves import fixed_leaves, named_leaves
+from autopar.capture.loss_arguments import arguments_of_loss, check_loss_fn, is_loss, named_outputs, with_loss
 from autopar.capture.passes.autocast import Autocast, ambient_autocast, autocast_as
 from autopar.capture.passes.in_place import change_views_by_copies, needs_decomposition
 from autopar.capture.passes.normalize import detach_regions
+from autopar.capture.request import Inputs, LossFunction, Reading, Request, split_inputs
 from autopar.errors import CaptureError
 from autopar.ir.program import Decision
 
-Inputs = Mapping[str, Any] | Sequence[Any]
-LossFunction = Callable[..., torch.Tensor]  # of (output, target), as torch's losses are, or of other arguments
 DECISION = "decision "  # an output with this prefix is a value that the model read
 
 
@@ -172,102 +161,26 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def split_inputs(example_inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and keyword arguments of a call with these inputs."""
-    if isinstance(example_inputs, Mapping):
-        return (), dict(example_inputs)
-    return tuple(example_inputs), {}
-
-
-def input_names(
-    model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | None = None
-) -> dict[str, torch.Tensor]:
-    """The tensor inputs by name: their keywords, or the argument names of `forward` for positional inputs.
-
-    A tensor in a nested input has its path as name. With a `loss_fn`, the last positional input is the target.
-    """
-    leaves = input_leaves(model, example_inputs, loss_fn)
-    return {name: leaf for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
-
-
-def input_leaves(model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | None = None) -> dict[str, Any]:
-    """The tensor inputs as in `input_names`, and the inputs that are no tensors."""
-    args, kwargs = split_inputs(example_inputs)
-    signature = list(inspect.signature(model.forward).parameters)
-    own = args[: len(args) - num_of_loss(loss_fn)]
-    named = {signature[i] if i < len(signature) else f"args_{i}": value for i, value in enumerate(own)} | kwargs
-    for name, value in zip(names_of_loss(loss_fn), args[len(own) :], strict=False):
-        named[name if name not in named else f"loss_{name}"] = value
-    return named_leaves(named)
-
-
-def fixed_inputs(model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | None = None) -> dict[str, str]:
-    """The inputs that are no tensors, as text."""
-    return fixed_leaves(input_leaves(model, example_inputs, loss_fn))
-
-
-def inputs_of_shapes(
-    model: nn.Module, example_inputs: Inputs, sizes: Mapping[str, tuple[int, ...]], loss_fn: LossFunction | None = None
-) -> Inputs:
-    """The example inputs with every tensor in the shape given for its name."""
-    names = iter(input_names(model, example_inputs, loss_fn))  # in the order of the tensors
-    return resize_inputs(example_inputs, lambda _: sizes[next(names)])
-
-
-def resize_inputs(example_inputs: Inputs, resize: Callable[[torch.Tensor], tuple[int, ...]]) -> Inputs:
-    """The example inputs with every tensor in the shape `resize(tensor)`: its elements are cut, or repeat."""
-    inputs: Inputs = pytree.tree_map_only(torch.Tensor, lambda leaf: resized(leaf, resize(leaf)), example_inputs)
-    return inputs
-
-
-def inputs_of_values(
-    model: nn.Module, example_inputs: Inputs, values: Mapping[str, torch.Tensor], loss_fn: LossFunction | None = None
-) -> Inputs:
-    """The example inputs with every tensor replaced by the value of its name."""
-    names = iter(input_names(model, example_inputs, loss_fn))  # in the order of the tensors
-    inputs: Inputs = pytree.tree_map_only(torch.Tensor, lambda _: values[next(names)], example_inputs)
-    return inputs
-
-
-def resized(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor in another shape: its elements are cut, or repeat."""
-    if not tensor.numel():
-        return torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
-    found = tensor.detach()
-    for dim, (old, new) in enumerate(zip(tensor.shape, shape, strict=True)):
-        if new > old:
-            found = torch.cat([found] * -(-new // old), dim)
-        found = found.narrow(dim, 0, new)
-    return found.clone(memory_format=torch.contiguous_format)
-
-
-def capture_flat(
-    model: nn.Module,
-    example_inputs: Inputs,
-    loss_fn: LossFunction | None = None,
-    *,
-    training: bool = True,
-    reading: Reading | None = None,
-) -> Flat:
-    """Trace a model in training or evaluation mode at the given input shapes.
+def capture_flat(request: Request) -> Flat:
+    """Trace the model of a request at the shapes of its inputs.
 
     Raises `CaptureError` with the module and source line if the model cannot be exported.
     """
-    reading, tests = reading or Reading(), list[str]()
+    model, tests = request.model, list[str]()
     try:
-        exported, traced = _exported(model, example_inputs, loss_fn, training, reading, tests=tests)
-        differs = _difference(model, example_inputs, loss_fn, exported, training) if tests else None
+        exported, traced = _exported(request, tests=tests)
+        differs = _difference(request, exported) if tests else None
     except Exception:
         if not tests:
             raise
         differs = "the model fails in this branch"
     if differs:
-        return _without_tests(model, example_inputs, loss_fn, training, reading, differs)
-    placeholders = placeholders_of(model, exported, tuple(input_names(model, example_inputs, loss_fn)))
+        return _without_tests(request, differs)
+    placeholders = placeholders_of(model, exported, tuple(request.named_inputs))
     refuse_unusable(
         exported.graph_module.graph,
         placeholders,
-        lambda: _exported(model, example_inputs, loss_fn, training, reading, lines=True)[0].graph_module.graph,
+        lambda: _exported(request, lines=True)[0].graph_module.graph,
     )
     changeable = {node: name for node, (kind, name) in placeholders.items() if kind in ("buffer", "input")}
     if needs_decomposition(exported.graph_module, changeable):
@@ -279,7 +192,7 @@ def capture_flat(
                 exported = exported.run_decompositions({})
             except Exception as error:
                 raise not_captured(error, model) from error
-        placeholders = placeholders_of(model, exported, tuple(input_names(model, example_inputs, loss_fn)))
+        placeholders = placeholders_of(model, exported, tuple(request.named_inputs))
     module = exported.graph_module
     for node in module.graph.nodes:  # torch.export leaves dead nodes that are no users of their operands
         for operand in node.all_input_nodes:
@@ -310,62 +223,45 @@ def capture_flat(
     )
 
 
-def _without_tests(
-    model: nn.Module,
-    example_inputs: Inputs,
-    loss_fn: LossFunction | None,
-    training: bool,
-    reading: Reading,
-    differs: str,
-) -> Flat:
+def _without_tests(request: Request, differs: str) -> Flat:
     """The capture of a model whose tests for no rows are not answered. The error says what `differs`."""
     try:
-        return capture_flat(model, example_inputs, loss_fn, training=training, reading=replace(reading, assumes=False))
+        return capture_flat(replace(request, reading=replace(request.reading, assumes=False)))
     except CaptureError as error:
         raise CaptureError(
             f"{error}\nThe branch for some rows was tried with none: {differs}.", option=error.option
         ) from error
 
 
-def _difference(
-    model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | None, exported: Any, training: bool
-) -> str | None:
+def _difference(request: Request, exported: Any) -> str | None:
     """What differs between a model and its graph if tests for no rows find none."""
-    inputs = input_names(model, example_inputs, loss_fn)
+    model, inputs = request.model, tuple(request.named_inputs)
 
     def run(copied: nn.Module, given: Any) -> Mapping[str, torch.Tensor]:
-        with _in_mode(copied, training), warnings.catch_warnings():
+        with _in_mode(copied, request.training), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return outputs_of(copied, given, loss_fn)
+            return outputs_of(copied, given, request.loss_fn)
 
     graph = Graph(
         module=exported.graph_module,
-        placeholders=(placeholders := placeholders_of(model, exported, tuple(inputs))),
+        placeholders=(placeholders := placeholders_of(model, exported, inputs)),
         constants=constants_of(exported),
         outputs=tuple(all_outputs(exported, placeholders)),
     )
-    return difference(model, example_inputs, tuple(inputs), graph, run)
+    return difference(model, request.inputs, inputs, graph, run)
 
 
-def _exported(
-    model: nn.Module,
-    example_inputs: Inputs,
-    loss_fn: LossFunction | None,
-    training: bool,
-    reading: Reading,
-    *,
-    lines: bool = False,
-    tests: list[str] | None = None,
-) -> tuple[Any, _Traced]:
+def _exported(request: Request, *, lines: bool = False, tests: list[str] | None = None) -> tuple[Any, _Traced]:
     """The exported program, and the values that the model read. `tests` gets the lines that test for no rows.
 
     With `lines`, nodes have their stack traces, and the export takes twice as long.
     """
-    if loss_fn is not None:
-        check_loss_fn(model, loss_fn, *split_inputs(example_inputs))
+    model, inputs = request.model, request.inputs
+    if request.loss_fn is not None:
+        check_loss_fn(model, request.loss_fn, *split_inputs(inputs))
     tests = [] if tests is None else tests
     try:
-        return _export(model, example_inputs, example_inputs, loss_fn, training, reading, lines, tests)
+        return _export(request, model, inputs, lines, tests)
     except CaptureError:
         raise
     except Exception as error:
@@ -373,30 +269,29 @@ def _exported(
     on_meta = all(parameter.is_meta for parameter in model.parameters())
     if on_meta:  # meta activations cannot meet inputs on a device
         try:
-            found = _export(model, _on_meta(example_inputs), example_inputs, loss_fn, training, reading, lines, tests)
+            found = _export(request, model, _on_meta(inputs), lines, tests)
             device_type = device_of_regions(found[0].graph_module)
             if device_type is None:
                 return found
-            copied, inputs = on_device_without_data(model, example_inputs, device_type)
-            return _export(copied, inputs, example_inputs, loss_fn, training, reading, lines, tests)
+            return _export(request, *on_device_without_data(model, inputs, device_type), lines, tests)
         except CaptureError:
             raise
         except Exception as error:
             failed = error
-    if not reading.explains:
+    if not request.reading.explains:
         raise CaptureError("the model cannot be captured at other sizes") from failed
-    given = example_inputs if reading.given is None else reading.given
+    given = request if request.reading.given is None else replace(request, inputs=request.reading.given)
 
     def run(inputs: Inputs) -> None:
         inputs = _on_meta(inputs) if on_meta else inputs
         args, kwargs = split_inputs(pytree.tree_map_only(torch.Tensor, torch.clone, inputs))
-        with _in_mode(model, training):
-            _Outputs(model, loss_fn)(*args, **kwargs)
+        with _in_mode(model, request.training):
+            _Outputs(model, request.loss_fn)(*args, **kwargs)
 
     calls = OneDevice(
-        run=partial(run, given),
-        run_resized=partial(run, example_inputs),
-        resized=_resizing(input_names(model, given, loss_fn), input_names(model, example_inputs, loss_fn)),
+        run=partial(run, given.inputs),
+        run_resized=partial(run, inputs),
+        resized=_resizing(given.named_inputs, request.named_inputs),
     )
     raise capture_error(failed, model, calls, on_meta=on_meta) from failed
 
@@ -415,53 +310,43 @@ def _resizing(given: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tenso
     )
 
 
-def run_on_meta(
-    model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | None = None, *, training: bool = True
-) -> None:
+def run_on_meta(request: Request) -> None:
     """Call a model on meta tensors as an export does. Raises any exception of the model."""
-    args, kwargs = split_inputs(_on_meta(example_inputs))
-    with _in_mode(model, training), warnings.catch_warnings(), ListsAsSlices(), as_exported(), _no_collection():
+    args, kwargs = split_inputs(_on_meta(request.inputs))
+    in_mode = _in_mode(request.model, request.training)
+    with in_mode, warnings.catch_warnings(), ListsAsSlices(), as_exported(), _no_collection():
         warnings.simplefilter("ignore")
-        _Outputs(model, loss_fn)(*args, **kwargs)
+        _Outputs(request.model, request.loss_fn)(*args, **kwargs)
 
 
-def _export(
-    model: nn.Module,
-    example_inputs: Inputs,
-    values: Inputs,
-    loss_fn: LossFunction | None,
-    training: bool,
-    reading: Reading,
-    lines: bool,
-    tests: list[str],
-) -> tuple[Any, _Traced]:
-    """The exported program, and the values that the model read."""
-    args, kwargs = split_inputs(example_inputs)
-    named = tuple(input_names(model, values, loss_fn))
-    tensors = tuple(leaf for leaf in pytree.tree_leaves(split_inputs(values)) if isinstance(leaf, torch.Tensor))
+def _export(request: Request, model: nn.Module, inputs: Inputs, lines: bool, tests: list[str]) -> tuple[Any, _Traced]:
+    """The exported program, and the values that the model read. `model` and `inputs` may be copies elsewhere."""
+    args, kwargs = split_inputs(inputs)
+    values = split_inputs(request.inputs)
+    tensors = tuple(leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor))
     around = ambient_autocast()
-    traced = _Traced(reading, named, tensors, tuple(kwargs), around, tests)
+    traced = _Traced(request.reading, tuple(request.named_inputs), tensors, tuple(kwargs), around, tests)
     with ExitStack() as stack:
         stack.enter_context(autocast_as(around, enabled=False))  # a region inside the trace is in the exported graph
-        stack.enter_context(_in_mode(model, training))
+        stack.enter_context(_in_mode(model, request.training))
         stack.enter_context(_without_log_of_failures())
         stack.enter_context(warnings.catch_warnings())
         speed = contextlib.nullcontext() if lines else quick_export()
         replaced = unchecked_distributions(), flex_attention_by(flexible_attention)
-        gradients = own_gradients(model, training=training)
+        gradients = own_gradients(model, training=request.training)
         for context in (ListsAsSlices(), speed, _no_collection(), ctc_loss_traced(), *replaced, gradients):
             stack.enter_context(context)
         warnings.simplefilter("ignore")
 
         def export() -> Any:
-            return torch.export.export(_Outputs(model, loss_fn, traced=traced), args, kwargs, strict=False)
+            return torch.export.export(_Outputs(model, request.loss_fn, traced=traced), args, kwargs, strict=False)
 
         before, exported = drawn_so_far(), export()
-        if training:
+        if request.training:
             refuse_foreign_draws(model, before, export)
     return exported, traced
 
 
-def _on_meta(example_inputs: Inputs) -> Inputs:
-    moved: Inputs = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to("meta"), example_inputs)
+def _on_meta(inputs: Inputs) -> Inputs:
+    moved: Inputs = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to("meta"), inputs)
     return moved

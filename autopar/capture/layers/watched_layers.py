@@ -18,8 +18,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from autopar.capture.export.export import Inputs, LossFunction, input_names, run_on_meta
+from autopar.capture.export.export import run_on_meta
 from autopar.capture.layers.fewer_layers import Layer, Stack, alike, without_layers
+from autopar.capture.request import Request
 
 Calls = Mapping[Layer | None, Sequence[str]]  # the calls in each layer; None has the calls in no layer
 _PLAIN = (type(None), type(...), bool, int, float, complex, str, torch.Size, torch.dtype, torch.device, torch.layout)
@@ -29,19 +30,18 @@ class _Unknown(Exception):
     """The calls of two runs cannot be compared: an argument has no text form, or layers are called out of order."""
 
 
-def watched_stacks(
-    model: nn.Module, example_inputs: Inputs, loss_fn: LossFunction | None, *, training: bool
-) -> tuple[Stack, ...]:
+def watched_stacks(request: Request) -> tuple[Stack, ...]:
     """The stacks for which an export needs less than half of the layers. Empty unless the model is on meta."""
+    model = request.model
     tensors = [*model.parameters(), *model.buffers()]
     lengths = _stacks(model)
     if not lengths or not tensors or not all(tensor.is_meta for tensor in tensors):
         return ()
 
     def calls() -> Calls:
-        watch = _Watch(model, input_names(model, example_inputs, loss_fn), _stacks(model, lengths))
+        watch = _Watch(model, request.named_inputs, _stacks(model, lengths))
         with watch.layers(), watch:
-            run_on_meta(model, example_inputs, loss_fn, training=training)
+            run_on_meta(request)
         return watch.calls
 
     try:

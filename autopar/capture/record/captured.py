@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from autopar.capture.axes import with_note_on_axes
 from autopar.capture.forms import Sizes
 from autopar.capture.record.read import OtherGraph, program_at
 from autopar.capture.record.schema import ProgramRecord
-from autopar.capture.shared_axes import with_note_on_axes
 from autopar.errors import CaptureError
 from autopar.ir.program import Program
 

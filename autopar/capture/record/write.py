@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from autopar._torch.private import overloads_of
+from autopar.capture.axes import axes_of
 from autopar.capture.forms import Form, Sizes, Term, float_form_of, form_of
 from autopar.capture.nodes import output_nodes
 from autopar.capture.program import Twice
@@ -31,7 +32,6 @@ from autopar.capture.record.schema import (
     SizesRecord,
     StateRecord,
 )
-from autopar.capture.shared_axes import axes_of
 from autopar.errors import CaptureError
 from autopar.files.strict_model import StrictModel
 from autopar.ir.program import Block, CallSite, Constants, InputInfo, Program, StateInfo

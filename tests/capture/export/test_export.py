@@ -9,9 +9,10 @@ import torch
 from one_layer import OneLayer
 from torch import nn
 
-from autopar.capture.export.export import capture_flat, input_names
-from autopar.capture.export.loss_arguments import named_outputs
+from autopar.capture.export.export import capture_flat
+from autopar.capture.loss_arguments import named_outputs
 from autopar.capture.program import capture_program
+from autopar.capture.request import Request
 from autopar.errors import CaptureError
 from autopar.testing import check_equivalence
 
@@ -72,7 +73,7 @@ def test_the_model_is_left_as_it_was() -> None:
 
 def test_positional_inputs_are_named_by_forward() -> None:
     model, inputs = tiny_models.mlp(2)
-    assert list(input_names(model, tuple(inputs.values()))) == ["x", "target"]
+    assert list(Request.of(model, tuple(inputs.values())).named_inputs) == ["x", "target"]
     by_name, by_position = capture_program(model, inputs), capture_program(model, tuple(inputs.values()))
     assert by_name.fingerprint == by_position.fingerprint
 
@@ -122,7 +123,7 @@ def test_a_loss_may_have_one_element_in_a_dimension(wrap: Callable[[torch.Tensor
 
 def test_placeholders_know_what_they_are() -> None:
     model, inputs = tiny_models.mlp(2)
-    flat = capture_flat(model, inputs)
+    flat = capture_flat(Request.of(model, inputs))
     assert ("parameter", "up.weight") in flat.placeholders.values()
     assert ("input", "target") in flat.placeholders.values()
     assert flat.outputs[0] == "loss" or "loss" in flat.outputs

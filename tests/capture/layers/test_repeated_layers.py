@@ -77,7 +77,7 @@ def inputs(device: str = "meta") -> dict[str, torch.Tensor]:
 
 
 def stacks_of(model: nn.Module, device: str = "meta") -> tuple[Stack, ...]:
-    return watched_stacks(model, inputs(device), None, training=True)
+    return watched_stacks(Request.of(model, inputs(device)))
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from suites import thinned
 from torch import nn
 
 import autopar.capture.passes
+from autopar.capture.request import Request
 from autopar.testing.equivalence import run_model
 
 PASSES = Path(autopar.capture.passes.__path__[0])
@@ -119,7 +120,7 @@ def test_an_option_has_the_value_that_the_model_gives(name: str) -> None:
     torch.manual_seed(0)
     batch = torch.randn(4, 6, 8, dtype=torch.float64), torch.randint(5, (4, 3))
     model = Calling(CALLS[name]).double()
-    found = run_model(model, batch)
+    found = run_model(Request.of(model, batch))
     loss = model(*batch)
     loss.backward()
     torch.testing.assert_close(found.loss.detach(), loss.detach())
