@@ -61,6 +61,7 @@ def start(plan: str, peer: bool) -> None:
         parallel.forward_backward(batch)
     ended("first step")
     Path(os.environ["START_OUT"], os.environ["RANK"]).write_text(json.dumps(seconds))
+    dist.barrier()  # no rank ends while another one still sends
     dist.destroy_process_group()
 
 
