@@ -63,7 +63,7 @@ def evaluated(parallel: autopar.ParallelModel, loader: Any) -> float:
 
 def main() -> None:
     text = Path(sys.argv[1]).read_bytes()
-    cut = len(text) * 9 // 10
+    cut = len(text) * 4 // 5
     training, held_out = Windows(text[:cut]), Windows(text[cut:])
 
     shapes = {name: value[None] for name, value in training[0].items()}
