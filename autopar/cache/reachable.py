@@ -61,7 +61,7 @@ def request_digest(request: Request) -> str | None:
             file = getattr(module, "__file__", None)
             if isinstance(file, str) and file.endswith(".py") and not _is_library(name) and os.path.isfile(file):
                 walk.add([name, Path(file).read_bytes()])
-    except (_UnknownError, RecursionError, OSError):
+    except Exception:  # `_UnknownError`, or whatever an object of the user raises when it is read
         return None
     return walk.text.hexdigest()
 

@@ -120,3 +120,15 @@ def test_a_value_that_hides_its_content_is_not_known() -> None:
     model = own.Model()
     model.hidden = Hidden()
     assert digest(model) is None
+
+
+def test_an_object_that_raises_when_it_is_read_is_not_known() -> None:
+    class Closed:
+        __slots__ = ("handle",)
+
+        def __getattribute__(self, name: str) -> Any:
+            raise RuntimeError("the file is closed")
+
+    model = own.Model()
+    model.sizes.append(Closed())
+    assert digest(model) is None
