@@ -13,7 +13,7 @@ trial.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from itertools import product
+from itertools import islice, product
 from typing import TYPE_CHECKING, Any
 
 from autopar.search.driver.study import CUTS, StudyPlace, importance
@@ -190,12 +190,21 @@ class _Refining:
         self.mine.add(trial.number)
         wanted = self.variation(trial.params)
         told = self._told(wanted)
-        if told is None:
+        if told is not None:
+            self.enqueue_untried()
+        else:
             one = self.price(self.index(wanted[0]), wanted[1])
             self.own[trial.number] = one
             told = (self.value(one), one.needed_bytes - self.capacity_bytes)
         trial.set_constraint(MISSING, told[1])
         self.study.tell(trial, told[0])
+
+    def enqueue_untried(self) -> None:
+        """Try next what no trial has, because the sampler repeats itself."""
+        trials = self.study.get_trials(deepcopy=False)
+        tried = {self.variation(trial.params) for trial in trials if trial.params.keys() == self.space.keys()}
+        untried = (variation for start in self.starts for variation in start.variations if variation not in tried)
+        self.enqueue({variation: "enumerated" for variation in islice(untried, 1)}, is_shared=True)
 
     def variation(self, params: Mapping[str, Any]) -> Variation:
         """The variation of a trial. A candidate that is not varied has no moved blocks."""
