@@ -204,7 +204,7 @@ class _Refining:
         trials = self.study.get_trials(deepcopy=False)
         tried = {self.variation(trial.params) for trial in trials if trial.params.keys() == self.space.keys()}
         untried = (variation for start in self.starts for variation in start.variations if variation not in tried)
-        self.enqueue({variation: "enumerated" for variation in islice(untried, 1)}, is_shared=True)
+        self.enqueue(dict.fromkeys(islice(untried, 1), "enumerated"), is_shared=True)
 
     def variation(self, params: Mapping[str, Any]) -> Variation:
         """The variation of a trial. A candidate that is not varied has no moved blocks."""
