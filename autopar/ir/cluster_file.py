@@ -27,7 +27,6 @@ _GbPerS = Annotated[float, Field(gt=0, le=1e7, allow_inf_nan=False)]
 _Us = Annotated[float, Field(gt=0, le=1e7, allow_inf_nan=False)]
 _Money = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
 _Watts = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
-_Sentence = Annotated[str, Field(max_length=1000)]
 _Text = Annotated[str, Field(min_length=1, max_length=200)]
 MAX_HOSTS = 100_000
 MAX_DEVICES_PER_HOST = 1_024

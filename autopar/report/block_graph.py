@@ -29,9 +29,9 @@ MOST_WORDS = 4  # operators of a group that are named
 MOST_NODES = 120  # of a drawing that can be read
 
 
-def block_graph(program: Program, plan: Plan, analysis: Analysis | None = None) -> BlockGraph | None:
+def block_graph(program: Program, plan: Plan) -> BlockGraph | None:
     """The block that is called most, of those the one with most operators; None where it is too large to be read."""
-    found = analysis or analyse(program, plan.mesh)
+    found = analyse(program, plan.mesh)
     calls = [len(program.uses_of_block(i)) for i in range(len(program.blocks))]
     index = max(range(len(calls)), key=lambda i: (calls[i], len(found.bounds[i])))
     drawn = _Drawing(program, plan, found, index)

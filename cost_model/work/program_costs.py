@@ -112,7 +112,6 @@ def program_works(
     labels: Sequence[BlockLabels],
     mesh: Mesh,
     *,
-    name: str = "",
     regather: bool = True,
     loss_chunks: int = 1,
 ) -> ProgramWorks:
@@ -123,7 +122,7 @@ def program_works(
     from autopar.cost_model.work.export import block_works  # not needed if works are cached
 
     works = block_works(program, analysis, labels, mesh, regather=regather, loss_chunks=loss_chunks)
-    return merged_works(program, works, labels, mesh, name=name, regather=regather, loss_chunks=loss_chunks)
+    return merged_works(program, works, labels, mesh, regather=regather, loss_chunks=loss_chunks)
 
 
 def merged_works(
@@ -132,7 +131,6 @@ def merged_works(
     labels: Sequence[BlockLabels],
     mesh: Mesh,
     *,
-    name: str = "",
     regather: bool = True,
     loss_chunks: int = 1,
     optimizers: Mapping[str, OptimizerFigures] | None = None,
@@ -154,7 +152,7 @@ def merged_works(
     if any(work.selected is not None for work in merged.values()):
         merged = {role: work if role in _ENDS else _with_selected(work) for role, work in merged.items()}
     family = Family(
-        name=name or "captured",
+        name="captured",
         source=_source(program, mesh),
         blocks=tuple((renamed[role], tuple((v, work) for v in VARIANTS)) for role, work in merged.items()),
     )

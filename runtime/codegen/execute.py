@@ -98,16 +98,15 @@ def run_reference(
     parameters: Mapping[str, torch.Tensor],
     inputs: Mapping[str, torch.Tensor],
     buffers: Mapping[str, torch.Tensor],
-    device: str = "cpu",
     streams: Streams | None = None,
 ) -> dict[str, Any]:
-    """All values of the captured program on one device; the loss is `values[program.loss]`.
+    """All values of the captured program on the CPU; the loss is `values[program.loss]`.
 
     New values of buffers are under the names in `program.updates`. Random operators draw from `streams`, if given.
     """
-    modules = captured_modules(program, device, streams)
+    modules = captured_modules(program, streams=streams)
     state = {name: buffers[name] for name in program.updates}
-    values: dict[str, Any] = {**parameters, **state, **inputs, **constant_values(program.constants, buffers, device)}
+    values: dict[str, Any] = {**parameters, **state, **inputs, **constant_values(program.constants, buffers, "cpu")}
 
     def function_of(index: int, call: CallSite) -> BlockFunction:
         if streams is not None:

@@ -12,7 +12,6 @@ from autopar.ir.program import InputInfo, Program
 
 _MISSING = object()
 _MAX_CHARS = 80  # of a value in a message
-_Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

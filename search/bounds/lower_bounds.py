@@ -126,7 +126,7 @@ class Screened:
         return self.pipeline, self.selective_pipeline, self.recomputed_pipeline
 
 
-def layouts_of(found: Candidates, *, sequence_parallel: bool, recompute: int = 0) -> Layouts:
+def layouts_of(found: Candidates, *, sequence_parallel: bool) -> Layouts:
     """The candidates as layouts of the cost model."""
     return layouts_from(
         tp=found.tp,
@@ -140,7 +140,7 @@ def layouts_of(found: Candidates, *, sequence_parallel: bool, recompute: int = 0
         zero=found.zero,
         micro_batch=found.micro_batch,
         micro_batches=found.micro_batches,
-        recompute=recompute,
+        recompute=0,
         order=found.order,
     )
 

@@ -9,7 +9,7 @@ Each change gives two figures.
             of the plan's own tensor degree.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -60,7 +60,7 @@ class _Changed:
     sequence: int
 
 
-def what_if(base: Base, factors: Sequence[float] = FACTORS) -> tuple[Curve, ...]:
+def what_if(base: Base) -> tuple[Curve, ...]:
     """A curve for each thing that can be changed."""
     of_plan = "the plan's tensor and pipeline degrees, micro-batch, schedule and ZeRO stage"
     one_host = base.part.cluster.num_hosts == 1
@@ -77,7 +77,7 @@ def what_if(base: Base, factors: Sequence[float] = FACTORS) -> tuple[Curve, ...]
     )
     found = []
     for name, unit, held, change in curves:
-        points = tuple(_point(base, factor, one) for factor in factors if (one := change(base, factor)) is not None)
+        points = tuple(_point(base, factor, one) for factor in FACTORS if (one := change(base, factor)) is not None)
         if len(points) > 1:
             found.append(Curve(name=name, unit=unit, held=held, points=points))
     return tuple(found)
