@@ -75,7 +75,7 @@ def replay(layouts: Sequence[RowTimes], order: Order, *, seed: int = 0, own: flo
     measured: dict[int, float] = {}
     regrets, stopped = [], None
     while len(measured) < len(layouts):
-        found = belief(predicted, degrees, measured, own=own)
+        found = belief(predicted, degrees, measured, own_s=own)
         if measured and stopped is None and not worth_measuring(found):
             stopped = len(measured)
         at = order(found, layouts, generator)

@@ -53,18 +53,18 @@ class Pipelines:
 def held_by_end(runs: Pipelines, blocks: Floats, *, is_last: bool) -> Floats:
     """What the first or the last rank holds. It has so many `blocks`."""
 
-    def held(kind: Schedule, p: Any, v: Any, n: Any, first: Any, last: Any, least: Any, own: Any) -> Floats:
+    def held(kind: Schedule, p: Any, v: Any, n: Any, first: Any, last: Any, least: Any, blocks: Any) -> Floats:
         run: dict[str, Any] = {"pp": p, "virtual_stages": v, "micro_batches": n, "rank": p - 1 if is_last else 0 * p}
         live = kind.most_in_flight(**run)
         if kind.placement == "v":
-            found = live * (least if is_last else np.minimum(first, last))
+            held_blocks = live * (least if is_last else np.minimum(first, last))
         else:
             warm, in_round = kind.warm_up_passes(**run), round_size(p, n)
             rounds, rest = np.divmod(warm, in_round * v)
             of_end = rounds * in_round + np.clip(rest - (v - 1 if is_last else 0) * in_round, 0, in_round)
             end = last if is_last else first
-            found = np.maximum(of_end * end + (warm - of_end) * least, live * np.minimum(end, least))
-        return np.asarray(np.where(v == 1, live * own, np.minimum(found, live / v * own)))
+            held_blocks = np.maximum(of_end * end + (warm - of_end) * least, live * np.minimum(end, least))
+        return np.asarray(np.where(v == 1, live * blocks, np.minimum(held_blocks, live / v * blocks)))
 
     return _by_schedule(runs, held, runs.first, runs.last, runs.least, blocks)
 
@@ -82,29 +82,29 @@ def held_by_full(runs: Pipelines, total: Floats) -> Floats:
     ranks = np.ceil((total - runs.pp * (blocks - 1)) / np.maximum(runs.stages * most - blocks + 1, 1))
     latest = runs.pp - np.clip(ranks, 1, runs.pp)
 
-    def held(kind: Schedule, p: Any, v: Any, n: Any, low: Any, high: Any, own: Any, at: Any) -> Floats:
+    def held(kind: Schedule, p: Any, v: Any, n: Any, low: Any, high: Any, blocks: Any, at: Any) -> Floats:
         run: dict[str, Any] = {"pp": p, "virtual_stages": v, "micro_batches": n}
         live = np.minimum(kind.most_in_flight(**run, rank=0 * p), kind.most_in_flight(**run, rank=at))
         # all blocks beyond the fewest are in the last stages of the rank, which hold fewer micro-batches
-        full, rest = np.divmod(np.maximum(own - v * low, 0.0), np.maximum(high - low, 1.0))
-        found = live * np.where(full >= v, high, low)
+        full, rest = np.divmod(np.maximum(blocks - v * low, 0.0), np.maximum(high - low, 1.0))
+        held_blocks = live * np.where(full >= v, high, low)
         if kind.placement != "v":
             warm, in_round = kind.warm_up_passes(**run, rank=at), round_size(p, n)
             rounds, begun = np.divmod(warm, in_round * v)
             of_full = rounds * in_round * full + np.clip(begun - (v - full) * in_round, 0, full * in_round)
             of_next = rounds * in_round + np.clip(begun - (v - full - 1) * in_round, 0, in_round)
-            found = np.maximum(found, warm * low + of_full * (high - low) + of_next * rest)
-        return np.asarray(np.where(v == 1, live * own, np.minimum(found, live / v * own)))
+            held_blocks = np.maximum(held_blocks, warm * low + of_full * (high - low) + of_next * rest)
+        return np.asarray(np.where(v == 1, live * blocks, np.minimum(held_blocks, live / v * blocks)))
 
     return _by_schedule(runs, held, least, most, blocks, latest)
 
 
 def _by_schedule(runs: Pipelines, held: Callable[..., Floats], *columns: Floats) -> Floats:
     """Call `held` once for every schedule, with the ranks, stages, micro-batches and other columns of its pipelines."""
-    found = np.zeros(runs.schedule.shape)
+    blocks = np.zeros(runs.schedule.shape)
     every = (runs.pp, runs.stages, runs.micro_batches, *columns)
     for position in np.unique(runs.schedule):
         mine = runs.schedule == position
         kind = SCHEDULES[SCHEDULE_NAMES[position]]
-        found[mine] = held(kind, *(np.broadcast_to(one, mine.shape)[mine] for one in every))
-    return found
+        blocks[mine] = held(kind, *(np.broadcast_to(column, mine.shape)[mine] for column in every))
+    return blocks

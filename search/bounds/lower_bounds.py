@@ -57,11 +57,11 @@ class Machinery:
 
     def allows(self, works: ProgramWorks, layouts: Layouts) -> NDArray[np.bool_]:
         """Whether the host has room for what is kept there."""
-        found, engine = np.ones(layouts.tp.shape, dtype=bool), self.machine.engine
+        mask, engine = np.ones(layouts.tp.shape, dtype=bool), self.machine.engine
         if engine.offload != NO_OFFLOAD:
             held = host_bytes(engine, shape_of_works(works), works.num_parameters, self._saved(works, layouts), layouts)
-            found = found & can_offload(engine, layouts) & (held <= host_of(self.machine).memory_bytes)
-        return np.asarray(found)
+            mask = mask & can_offload(engine, layouts) & (held <= host_of(self.machine).memory_bytes)
+        return np.asarray(mask)
 
     def _saved(self, works: ProgramWorks, layouts: Layouts) -> Floats | float:
         """Bytes that a mean block saves of a micro-batch, if they go to the host.
@@ -126,22 +126,22 @@ class Screened:
         return self.pipeline, self.selective_pipeline, self.recomputed_pipeline
 
 
-def layouts_of(found: Candidates, *, sequence_parallel: bool) -> Layouts:
+def layouts_of(candidates: Candidates, *, sequence_parallel: bool) -> Layouts:
     """The candidates as layouts of the cost model."""
     return layouts_from(
-        tp=found.tp,
+        tp=candidates.tp,
         sequence_parallel=sequence_parallel,
-        pp=found.pp,
-        virtual=found.virtual,
-        cp=found.cp,
-        ep=found.ep,
-        dp=found.dp,
-        shard=found.dp_shard * found.cp,
-        zero=found.zero,
-        micro_batch=found.micro_batch,
-        micro_batches=found.micro_batches,
+        pp=candidates.pp,
+        virtual=candidates.virtual,
+        cp=candidates.cp,
+        ep=candidates.ep,
+        dp=candidates.dp,
+        shard=candidates.dp_shard * candidates.cp,
+        zero=candidates.zero,
+        micro_batch=candidates.micro_batch,
+        micro_batches=candidates.micro_batches,
         recompute=0,
-        order=found.order,
+        order=candidates.order,
     )
 
 
@@ -154,23 +154,23 @@ def basis_of(works: ProgramWorks, on: Machinery) -> Basis:
     )
 
 
-def screen(works: ProgramWorks, found: Candidates, on: Machinery, *, logits: bool = True) -> Screened:
+def screen(works: ProgramWorks, rows: Candidates, on: Machinery, *, logits: bool = True) -> Screened:
     """Price candidates under the labels of `works`.
 
     Labels of a mesh with one tensor dimension serve any tensor degree. Candidates are priced in parts whose arrays stay
     in the processor's cache. Without `logits`, the logits take no memory.
     """
-    if len(found) <= _PART:
-        return _screen(works, found, on, logits)
-    parts = [_screen(works, found.at(slice(at, at + _PART)), on, logits) for at in range(0, len(found), _PART)]
-    return Screened(**{name: np.concatenate([getattr(one, name) for one in parts]) for name in Screened.__slots__})
+    if len(rows) <= _PART:
+        return _screen(works, rows, on, logits)
+    parts = [_screen(works, rows.at(slice(at, at + _PART)), on, logits) for at in range(0, len(rows), _PART)]
+    return Screened(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in Screened.__slots__})
 
 
-def _screen(works: ProgramWorks, found: Candidates, on: Machinery, logits: bool) -> Screened:
-    layouts = layouts_of(found, sequence_parallel=works.sequence_parallel)
+def _screen(works: ProgramWorks, candidates: Candidates, on: Machinery, logits: bool) -> Screened:
+    layouts = layouts_of(candidates, sequence_parallel=works.sequence_parallel)
     basis, model = basis_of(works, on), model_of_program(works)
     run = Run(
-        schedule=found.schedule,
+        schedule=candidates.schedule,
         pp=layouts.pp,
         virtual=layouts.virtual,
         micro_batches=layouts.micro_batches,
@@ -183,35 +183,35 @@ def _screen(works: ProgramWorks, found: Candidates, on: Machinery, logits: bool)
     if not logits:
         blocks_save = replace(blocks_save, logits=np.zeros(1))
     names = {*model.block_fields, "pp", "virtual"}
-    alike = distinct([numbered(np.broadcast_to(getattr(layouts, name), layouts.pp.shape)) for name in names])
+    groups = distinct([numbered(np.broadcast_to(getattr(layouts, name), layouts.pp.shape)) for name in names])
     waits = 0.0 if on.machine.engine.messages == "overlapped" else 1.0
-    bound = lower_bound(run, waits=waits, found=cuts, alike=alike)
+    bound = lower_bound(run, waits=waits, used=cuts, groups=groups)
     levels = (0, 1, 2) if works.has_selected else (0, 2)
     priced = [
-        assembled(basis, replace(layouts, recompute=np.full(len(found), float(level))), prices, bound)
+        assembled(basis, replace(layouts, recompute=np.full(len(candidates), float(level))), prices, bound)
         for level in levels
     ]
     steps = [priced[0], priced[-2], priced[-1]]  # without chosen operators, level 1 is level 0
     memory = memory_bounds(
-        found.schedule,
+        candidates.schedule,
         model.parameters(layouts),
         blocks_save,
         saved_least,
         layouts,
         memory_of,
         cuts[0],
-        distinct([alike, numbered(found.schedule), numbered(layouts.micro_batches)]),
+        distinct([groups, numbered(candidates.schedule), numbered(layouts.micro_batches)]),
         capacity_bytes=on.capacity_bytes,
         has_selective=works.has_selected,
     )
     least = np.broadcast_to(memory.level, layouts.pp.shape)
     level = _of_whole_blocks(least, run)
     if isinstance(on.recompute_blocks, tuple):  # the memory of these stages is known when they are priced
-        level = np.zeros(len(found))
+        level = np.zeros(len(candidates))
     elif on.recompute_blocks is not None:
         part = np.minimum(on.recompute_blocks * run.pp * run.virtual / run.blocks, 1.0)
-        asked = part if on.most_level == 1 else np.where(part > 0, 1 + part, 0.0)
-        level = np.where(least <= asked * (1 + _ROUNDING), asked, NO_LEVEL)
+        wanted = part if on.most_level == 1 else np.where(part > 0, 1 + part, 0.0)
+        level = np.where(least <= wanted * (1 + _ROUNDING), wanted, NO_LEVEL)
     if on.cuts is not None:  # nothing is known of their memory before they are priced
         level = np.where(np.isfinite(level) & (level <= on.most_level), level, 0.0)
     mixed = sum(part * step.seconds for part, step in zip(level_weights(level), steps, strict=True))
@@ -224,7 +224,7 @@ def _screen(works: ProgramWorks, found: Candidates, on: Machinery, logits: bool)
     can = (level <= on.most_level) & legal
     least_s = np.minimum.reduce(np.broadcast_arrays(*(step.seconds for step in steps)))
     if on.cuts is not None:  # the bounds assume the cuts that make the slowest stage fastest
-        mixed, least_s = np.zeros(len(found)), np.zeros(len(found))
+        mixed, least_s = np.zeros(len(candidates)), np.zeros(len(candidates))
     return Screened(
         seconds=np.where(can, mixed, np.inf),
         recomputed_seconds=np.where(can, steps[2].seconds, np.inf),
@@ -253,8 +253,8 @@ def _least_of_stages(steps: Sequence[Assembled]) -> Floats:
 def pipeline_seconds(step: StepSeconds) -> Floats:
     """The pipeline's part of a step: passes, messages and waiting, with stragglers, without the end of the step."""
     before = step.seconds - step.parts["stragglers"]
-    found = before - sum(step.parts[name] for name in BEHIND_PIPELINE)
-    return np.asarray(found * step.seconds / before)
+    pipeline = before - sum(step.parts[name] for name in BEHIND_PIPELINE)
+    return np.asarray(pipeline * step.seconds / before)
 
 
 def _of_pipeline(basis: Basis, step: Assembled) -> Floats:
@@ -279,11 +279,11 @@ def _prices(
     blocks, bare = model.blocks(few), model.parameters(places)
     if "ep" in model.block_fields:
         blocks = with_experts(blocks, few, basis.machine.mechanisms)
-    found = {role: block_prices(basis, blocks, few, role) for role in roles}
+    passes = {role: block_prices(basis, blocks, few, role) for role in roles}
 
     def end(role: str) -> Passes:
-        one = end_passes(basis, blocks, few, role)
-        return replace(one.at(of_blocks.index), weight=spread(np.asarray(one.weight), of_blocks.index))
+        passes = end_passes(basis, blocks, few, role)
+        return replace(passes.at(of_blocks.index), weight=spread(np.asarray(passes.weight), of_blocks.index))
 
     known: list[tuple[Floats, DataPrices]] = []  # levels of recomputation have the same blocks
 
@@ -300,7 +300,7 @@ def _prices(
         return data_prices(basis, model.parameters(at), at, per_rank[rows]).at(each.index)
 
     prices = StepPrices(
-        blocks={role: one.at(of_blocks.index, with_parts=False) for role, one in found.items()},
+        blocks={role: passes.at(of_blocks.index, with_parts=False) for role, passes in passes.items()},
         first=end("first"),
         last=end("last"),
         gathers={role: gather_prices(basis, bare, places, role).at(of_ranks.index) for role in roles},

@@ -104,7 +104,7 @@ def memory_bounds(
     layouts: Layouts,
     basis: MemoryBasis,
     cuts: EvenCuts,
-    alike: Distinct,
+    peers: Distinct,
     *,
     capacity_bytes: float,
     has_selective: bool,
@@ -112,14 +112,14 @@ def memory_bounds(
     """Memory bounds of candidates. With `has_selective` blocks can be recomputed selectively.
 
     `schedule` holds positions in `SCHEDULE_NAMES`. `parameters` has the numbers of the blocks' parameters. The block
-    that saves least saves `least_saved`. Candidates with the same number in `alike` have the same pipeline. A rank may
+    that saves least saves `least_saved`. Candidates with the same number in `groups` have the same pipeline. A rank may
     use `capacity_bytes`.
     """
     shape, engine, saved = basis.shape, basis.engine, blocks_save.saved
     if not has_selective:  # the selective level is no recomputation
         saved = replace(saved, selective=saved.none, again=np.zeros(1))
         least_saved = replace(least_saved, selective=least_saved.none, again=np.zeros(1))
-    runs = Pipelines.of(schedule, layouts, cuts, alike.rows)
+    runs = Pipelines.of(schedule, layouts, cuts, peers.rows)
     owned = [_own(schedule, layouts, cuts, is_last) for is_last in (False, True)]
     # a rank without a repeated block recomputes nothing, and may be the fullest
     has_blocks = (owned[0][0] > 0) & (owned[1][0] > 0)
@@ -127,43 +127,43 @@ def memory_bounds(
     def rank(blocks: Floats, ends: tuple[Any, Any], held: Floats, saved: SavedBytes) -> _Rank:
         parts = _state(parameters, shape, layouts, engine, blocks, ends)
         parts["logits"] = np.where(ends[1], blocks_save.logits, 0.0)
-        held = held if alike.index is None else held[alike.index]
+        held = held if peers.index is None else held[peers.index]
         held = np.where(layouts.pp > 1, held, blocks)
         before = saved.always  # a block's tensors before they are moved to the host
         room = parts["logits"] * gone_logits(shape, engine)
-        always, again, whole = (
-            np.where(has_blocks, np.maximum(one - room, 0.0), 0.0)
-            for one in (before, np.maximum(saved.again, before), np.maximum(saved.whole, before))
+        always, recomputed, whole = (
+            np.where(has_blocks, np.maximum(room_of - room, 0.0), 0.0)
+            for room_of in (before, np.maximum(saved.again, before), np.maximum(saved.whole, before))
         )
-        every, made = np.asarray(sum(parts.values())), makes_gradients(layouts, engine)
+        every, has_gradients = np.asarray(sum(parts.values())), makes_gradients(layouts, engine)
         return _Rank(
             parts=parts,
-            state=basis.reserve_bytes + every - np.where(made, parts["gradients"], 0.0) + always,
-            at_end=np.where(made, basis.reserve_bytes + every - parts["logits"], 0.0),
+            state=basis.reserve_bytes + every - np.where(has_gradients, parts["gradients"], 0.0) + always,
+            at_end=np.where(has_gradients, basis.reserve_bytes + every - parts["logits"], 0.0),
             saved=(held * saved.none, held * saved.selective, held * saved.full),
-            working=(again - always, whole - always),
+            working=(recomputed - always, whole - always),
         )
 
     total = _counted(parameters, shape, layouts)
     first, last = (
-        rank(blocks, ends, held_by_end(runs, spread(blocks, alike.rows), is_last=is_last), saved)
+        rank(blocks, ends, held_by_end(runs, spread(blocks, peers.rows), is_last=is_last), saved)
         for is_last, (blocks, ends) in zip((False, True), owned, strict=True)
     )
-    full = rank(np.ceil(total / layouts.pp), (False, False), held_by_full(runs, spread(total, alike.rows)), least_saved)
+    full = rank(np.ceil(total / layouts.pp), (False, False), held_by_full(runs, spread(total, peers.rows)), least_saved)
     ranks = (first, last, full)
-    without, recomputed = ([one.bytes(level) for one in ranks] for level in (0, 2))
-    again = _most(recomputed) < _most(without)
+    without, recomputed = ([rank.bytes(level) for rank in ranks] for level in (0, 2))
+    is_full = _most(recomputed) < _most(without)
     mean_selective, mean_full = _mean_shares(capacity_bytes, first, last)
     return MemoryBounds(
         without=_most(without),
         recomputed=_most(recomputed),
-        state=_of_most(without, [np.maximum(one.state, one.at_end) for one in ranks]),
-        level=_most([_level(capacity_bytes, one) for one in ranks]),
+        state=_of_most(without, [np.maximum(rank.state, rank.at_end) for rank in ranks]),
+        level=_most([_level(capacity_bytes, rank) for rank in ranks]),
         mean_selective=mean_selective,
         mean_full=mean_full,
         largest=_of_most(
             [np.minimum(*each) for each in zip(without, recomputed, strict=True)],
-            [_largest(one, again) for one in ranks],
+            [_largest(rank, is_full) for rank in ranks],
         ),
     )
 
@@ -183,8 +183,8 @@ def _counted(parameters: Family[Any], shape: Shape, layouts: Layouts) -> Floats:
     each = {role: block_parameters(parameters, layouts, role).whole for role in repeated_roles(shape)}
     mean = sum((share * each[role] for role, share in repeated_roles(shape).items()), np.zeros(1))
     of_role = dict(shape.counts)
-    found = (np.where(one >= mean * (1 - _ROUNDING), of_role[role], 0.0) for role, one in each.items())
-    return np.asarray(sum(found, np.zeros(1)))
+    counts = (np.where(count >= mean * (1 - _ROUNDING), of_role[role], 0.0) for role, count in each.items())
+    return np.asarray(sum(counts, np.zeros(1)))
 
 
 def _own(
@@ -204,10 +204,10 @@ def _own(
     return np.where(alone, cuts.first, blocks), (alone | has_first, alone | (is_v == has_first))
 
 
-def _largest(rank: "_Rank", again: NDArray[np.bool_]) -> Floats:
-    """The position of a rank's largest part in `PARTS`. The blocks are recomputed fully where `again` says so."""
+def _largest(rank: "_Rank", is_full: NDArray[np.bool_]) -> Floats:
+    """The position of a rank's largest part in `PARTS`. The blocks are recomputed fully where `is_full` says so."""
     none, _, full = rank.saved
-    parts = {**rank.parts, "activations": np.where(again, full + rank.working[1], none)}
+    parts = {**rank.parts, "activations": np.where(is_full, full + rank.working[1], none)}
     every = np.stack(np.broadcast_arrays(*(parts[name] for name in PARTS)))
     return np.asarray(np.argmax(every, axis=0), float)
 
@@ -236,15 +236,15 @@ def _level(capacity: float, rank: "_Rank") -> Floats:
         return np.asarray(np.maximum((rank.state + before + more - capacity) / np.maximum(before - after, 1e-9), 1e-9))
 
     first, second = part(none, selective, rank.working[0]), part(selective, full, rank.working[1])
-    found = np.where(rank.state + none <= capacity, 0.0, np.where(first <= 1, first, 1 + second))
-    return np.where(rank.at_end > capacity, NEVER, found)
+    level = np.where(rank.state + none <= capacity, 0.0, np.where(first <= 1, first, 1 + second))
+    return np.where(rank.at_end > capacity, NEVER, level)
 
 
 def _mean_shares(capacity: float, first: "_Rank", last: "_Rank") -> tuple[Floats, Floats]:
     """The mean fractions to recompute selectively and fully over all ranks, between the first one and the last."""
-    found = []
+    level_parts = []
     for part in MEAN_OF:
         level = np.minimum(_level(capacity, first.between(last, part)), 1 + MOST_SHARE)
-        found.append(np.stack(np.broadcast_arrays(*level_weights(level)[1:])))
-    mean = np.mean(np.broadcast_arrays(*found), axis=0)
+        level_parts.append(np.stack(np.broadcast_arrays(*level_weights(level)[1:])))
+    mean = np.mean(np.broadcast_arrays(*level_parts), axis=0)
     return mean[0], mean[1]

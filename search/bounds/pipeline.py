@@ -69,34 +69,34 @@ class _Path:
 
 
 def lower_bound(
-    run: Run, *, waits: float, found: list[EvenCuts] | None = None, alike: Distinct | None = None
+    run: Run, *, waits: float, used: list[EvenCuts] | None = None, groups: Distinct | None = None
 ) -> Pipeline:
     """A pipeline for `autopar.cost_model.step.step.step_seconds` that is never longer than the pipeline that runs.
 
     A rank waits for the fraction `waits` of the seconds of each message. It is 0 if messages are sent beside passes.
-    The cuts that the bound assumes are appended to `found`. Candidates with the same number in `alike` have the same
+    The cuts that the bound assumes are appended to `used`. Candidates with the same number in `groups` have the same
     stages and, with several of them, the same passes.
     """
 
     def bounded(passes: Mapping[str, Passes], message: Floats) -> Pipelined:
         block = _mean([(count / run.blocks, passes[role]) for role, count in run.counts])
         ends = [_mean([(1.0, passes[end])] if end in passes else []) for end in ("first", "last")]
-        sums = [one[0] + one[1] for one in (block, *ends)]
-        cuts = _cuts(run, sums, alike)
-        if found is not None:
-            found.append(cuts)
+        sums = [passes[0] + passes[1] for passes in (block, *ends)]
+        cuts = _cuts(run, sums, groups)
+        if used is not None:
+            used.append(cuts)
         return _longest(run, cuts, block, ends, waits * np.asarray(message))
 
     return bounded
 
 
-def _cuts(run: Run, sums: Sequence[Floats], alike: Distinct | None) -> EvenCuts:
+def _cuts(run: Run, sums: Sequence[Floats], groups: Distinct | None) -> EvenCuts:
     """The cuts of all candidates, computed once for candidates that are alike."""
     blocks, stages = np.asarray(run.blocks), run.pp * run.virtual
-    if alike is None or alike.index is None:
+    if groups is None or groups.index is None:
         return even_cuts(blocks, stages, *sums)
-    rows, index = alike.rows, alike.index
-    few = even_cuts(blocks, stages[rows], *(spread(one, rows) for one in sums))
+    rows, index = groups.rows, groups.index
+    few = even_cuts(blocks, stages[rows], *(spread(seconds, rows) for seconds in sums))
     alone = blocks * sums[0] + sums[1] + sums[2]  # one stage: a micro-batch of it may differ between its candidates
     return EvenCuts(
         first=few.first[index],
@@ -110,7 +110,7 @@ def _cuts(run: Run, sums: Sequence[Floats], alike: Distinct | None) -> EvenCuts:
 def _mean(shares: Sequence[tuple[float, Passes]]) -> list[Floats]:
     """Forward, backward and weight seconds."""
     names = ("forward", "backward", "weight")
-    return [np.asarray(sum((w * np.asarray(getattr(one, name)) for w, one in shares), np.zeros(1))) for name in names]
+    return [np.asarray(sum((w * np.asarray(getattr(cost, name)) for w, cost in shares), np.zeros(1))) for name in names]
 
 
 def _longest(
@@ -179,8 +179,8 @@ def _paths(
     p, v, none = run.pp, run.virtual, np.zeros(1)
     is_v, splits = IS_V[run.schedule], SPLITS_BACKWARD[run.schedule]
 
-    def path(blocks: Floats, own: Sequence[Any], head: Floats, tail: Floats) -> _Path:
-        forward, backward = (blocks * block[i] + sum(ends[e][i] * has for e, has in enumerate(own)) for i in (0, 1))
+    def path(blocks: Floats, has: Sequence[Any], head: Floats, tail: Floats) -> _Path:
+        forward, backward = (blocks * block[i] + sum(ends[e][i] * has for e, has in enumerate(has)) for i in (0, 1))
         return _Path(forward=forward, backward=backward, blocks=blocks, head=head, tail=tail)
 
     # of the stages before the last rank's first one

@@ -37,12 +37,12 @@ def even_cuts(blocks: Floats, stages: Floats, block_s: Floats, first_s: Floats, 
     best: list[Floats] = []
     for i in _NEAR:
         for j in _NEAR:
-            one = _cut(blocks, stages, block, first, last, near[0] + i, near[1] + j)
+            cut = _cut(blocks, stages, block, first, last, near[0] + i, near[1] + j)
             if not best:
-                best = one
+                best = cut
                 continue
-            better = (one[0] < best[0]) | ((one[0] == best[0]) & (one[1] < best[1]))
-            best = [np.where(better, new, old) for new, old in zip(one, best, strict=True)]
+            better = (cut[0] < best[0]) | ((cut[0] == best[0]) & (cut[1] < best[1]))
+            best = [np.where(better, new, old) for new, old in zip(cut, best, strict=True)]
     whole = stages <= 1
     alone = [blocks * block + first + last, np.zeros(blocks.shape), blocks, blocks, blocks, blocks]
     largest, _, *counts = (np.where(whole, a, b) for a, b in zip(alone, best, strict=True))

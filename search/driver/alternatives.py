@@ -23,51 +23,51 @@ ALIKE = (*DEGREES, "micro_batch")
 _Key = tuple[int, ...]
 
 
-def next_plans(found: Searched, top: int, *, alike: bool) -> list[tuple[int, Priced]]:
+def next_plans(search: Searched, top: int, *, alike: bool) -> list[tuple[int, Priced]]:
     """At most `top` plans beside the best plan, the best first.
 
     They have other degrees. With `alike` plans of the same degrees and another micro-batch fill them up.
     """
-    together = found.together
+    together = search.together
     following = partial(
-        next_best, found, together.priced, top, prefetch=lambda likely: together.price([(i, AS_IT_IS) for i in likely])
+        next_best, search, together.priced, top, prefetch=lambda likely: together.price([(i, AS_IT_IS) for i in likely])
     )
     plans = following()
     if not alike or len(plans) == top:
         return plans
     told = {index for index, _ in plans}
-    more = [one for one in following(columns=ALIKE) if one[0] not in told]
-    return sorted([*plans, *more[: top - len(plans)]], key=lambda one: found.goal.value(one[1]))
+    more = [plan for plan in following(columns=ALIKE) if plan[0] not in told]
+    return sorted([*plans, *more[: top - len(plans)]], key=lambda plan: search.goal.value(plan[1]))
 
 
 def next_best(
-    found: Searched,
+    search: Searched,
     price: Callable[[int], Priced],
     top: int,
     prefetch: Callable[[Sequence[int]], None] = lambda _: None,
     columns: Sequence[str] = DEGREES,
 ) -> list[tuple[int, Priced]]:
     """At most `top` candidates that fit, the best first, without the combination of the best plan."""
-    c, goal, classes, seconds = found.candidates, found.goal, found.classes, raised_seconds(found)
+    c, goal, classes, seconds = search.candidates, search.goal, search.classes, raised_seconds(search)
     chosen: dict[_Key, tuple[float, int, Priced]] = {}
     values_of = [getattr(c, name) for name in columns]
 
     def key(index: int) -> _Key:
         return tuple(int(values[index]) for values in values_of)
 
-    def take(index: int, one: Priced) -> None:
-        value = goal.value(one)
-        if one.fits and (key(index) not in chosen or value < chosen[key(index)][0]):
-            chosen[key(index)] = (value, index, one)
+    def take(index: int, plan: Priced) -> None:
+        value = goal.value(plan)
+        if plan.fits and (key(index) not in chosen or value < chosen[key(index)][0]):
+            chosen[key(index)] = (value, index, plan)
 
-    known = {**found.together.found, **{(index, AS_IT_IS): one for index, one in found.exact.items()}}
-    for (index, _), one in known.items():
-        take(index, one)
-    is_open = c.of(*found.labelled)
+    known = {**search.together.found, **{(index, AS_IT_IS): plan for index, plan in search.exact.items()}}
+    for (index, _), plan in known.items():
+        take(index, plan)
+    is_open = c.of(*search.labelled)
     is_open[[index for index, cut in known if cut == AS_IT_IS]] = False
     left = MORE * top
     while left > 0:
-        values = np.where(is_open, goal.bounds(c, replace(found.screened, seconds=seconds)), np.inf)
+        values = np.where(is_open, goal.bounds(c, replace(search.screened, seconds=seconds)), np.inf)
         following = _first_below(values, classes, chosen, key, top)[:left]
         if not following:
             break
@@ -75,12 +75,12 @@ def next_best(
         for index in following:
             exact = price(index)
             take(index, exact)
-            raise_alike(found, seconds, index, exact)
+            raise_alike(search, seconds, index, exact)
         is_open[following] = False
         left -= len(following)
-    order = [(index, one) for _, index, one in sorted(chosen.values(), key=lambda each: each[0])]
-    best = None if found.best is None else _in_columns(found.best.degrees, columns)
-    return [(index, one) for index, one in order if _in_columns(one.degrees, columns) != best][:top]
+    order = [(index, plan) for _, index, plan in sorted(chosen.values(), key=lambda each: each[0])]
+    best = None if search.best is None else _in_columns(search.best.degrees, columns)
+    return [(index, plan) for index, plan in order if _in_columns(plan.degrees, columns) != best][:top]
 
 
 def _in_columns(degrees: Degrees, columns: Sequence[str]) -> list[Any]:
@@ -102,31 +102,31 @@ def _first_below(
     told = sorted(value for value, _, _ in chosen.values())
     last = told[top] if len(told) > top else np.inf
     below = np.flatnonzero(values < last)
-    found: dict[_Key, int] = {}
+    first: dict[_Key, int] = {}
     for index in below[np.argsort(values[below], kind="stable")].tolist():
-        own = key(index)
-        if own in found or (own in chosen and values[index] >= chosen[own][0]):
+        key_of = key(index)
+        if key_of in first or (key_of in chosen and values[index] >= chosen[key_of][0]):
             continue
-        if classes[index] not in classes[list(found.values())]:
-            found[own] = index
-            if len(found) == top:
+        if classes[index] not in classes[list(first.values())]:
+            first[key_of] = index
+            if len(first) == top:
                 break
-    return list(found.values())
+    return list(first.values())
 
 
-def raised_seconds(found: Searched) -> NDArray[np.float64]:
+def raised_seconds(search: Searched) -> NDArray[np.float64]:
     """Bounds in seconds, raised by the exact prices of candidates with the same pipeline."""
-    seconds = found.screened.seconds.copy()
-    for index, one in found.exact.items():
-        raise_alike(found, seconds, index, one)
+    seconds = search.screened.seconds.copy()
+    for index, plan in search.exact.items():
+        raise_alike(search, seconds, index, plan)
     return seconds
 
 
-def raise_alike(found: Searched, seconds: NDArray[np.float64], index: int, one: Priced) -> None:
+def raise_alike(search: Searched, seconds: NDArray[np.float64], index: int, plan: Priced) -> None:
     """Raise, in place, the `seconds` of the candidates that have the pipeline of a priced candidate."""
-    bounds = found.screened.seconds
-    if one.fits and np.isfinite(bounds[index]):
-        alike = found.members.like(index)
-        alike = alike[np.isfinite(seconds[alike])]
-        more = added_seconds(found.screened, index, one, alike)
-        seconds[alike] = np.maximum(seconds[alike], bounds[alike] + more)
+    bounds = search.screened.seconds
+    if plan.fits and np.isfinite(bounds[index]):
+        peers = search.members.like(index)
+        peers = peers[np.isfinite(seconds[peers])]
+        more = added_seconds(search.screened, index, plan, peers)
+        seconds[peers] = np.maximum(seconds[peers], bounds[peers] + more)

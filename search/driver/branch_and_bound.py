@@ -36,8 +36,8 @@ class Proof:
     @property
     def best(self) -> Exact | None:
         """The first of the smallest prices. None if no candidate fits."""
-        found = [one for one in self.priced if np.isfinite(one.value)]
-        return min(found, key=lambda one: one.value) if found else None
+        priced = [plan for plan in self.priced if np.isfinite(plan.value)]
+        return min(priced, key=lambda plan: plan.value) if priced else None
 
     @property
     def gap(self) -> float:
@@ -67,7 +67,7 @@ def best_first(
     bound. `prefetch` gets candidates that are likely to be priced next, because prices together are cheaper.
     """
     open_ = _Open(bounds, classes)
-    found: list[Exact] = []
+    priced: list[Exact] = []
     best = np.inf
     is_told = np.zeros(len(bounds), dtype=bool)
     is_told[list(first)] = True
@@ -80,28 +80,28 @@ def best_first(
             is_told[[*likely, index]] = True
             prefetch(likely)
         value = price(index)
-        found.append(Exact(index=index, value=value))
+        priced.append(Exact(index=index, value=value))
         open_.close(index)
         if np.isfinite(value):
             if value < best:
                 best = value
                 open_.keep_below(best)
-            alike = open_.alike(index)
-            more = max(0.0, value - bounds[index]) if added is None else added(index, open_.index[alike])
-            open_.raise_to(alike, bounds[open_.index[alike]] + more * (1 - ROUNDING))
+            peers = open_.alike(index)
+            more = max(0.0, value - bounds[index]) if added is None else added(index, open_.index[peers])
+            open_.raise_to(peers, bounds[open_.index[peers]] + more * (1 - ROUNDING))
 
     for index in dict.fromkeys(first):
-        if np.isfinite(bounds[index]) and len(found) < most:
+        if np.isfinite(bounds[index]) and len(priced) < most:
             take(index)
-    while len(found) < most and (should_continue() or not np.isfinite(best)):
+    while len(priced) < most and (should_continue() or not np.isfinite(best)):
         index, bound = open_.smallest(ties)
         if bound >= best * (1 - ROUNDING) or not np.isfinite(bound):
-            return Proof(priced=tuple(found), bound=best, is_proven=True)
+            return Proof(priced=tuple(priced), bound=best, is_proven=True)
         on_bound(best, bound)
         take(index)
     remaining = open_.smallest(None)[1]
     proven = remaining >= best * (1 - ROUNDING)
-    return Proof(priced=tuple(found), bound=min(best, remaining), is_proven=bool(proven))
+    return Proof(priced=tuple(priced), bound=min(best, remaining), is_proven=bool(proven))
 
 
 class _Open:
@@ -133,8 +133,8 @@ class _Open:
             return -1, np.inf
         place = int(np.argmin(self.left))
         if ties is not None and np.isfinite(self.left[place]):
-            alike = np.flatnonzero(self.left <= self.left[place])
-            place = int(alike[np.argmin(ties[self.index[alike]])])
+            tied = np.flatnonzero(self.left <= self.left[place])
+            place = int(tied[np.argmin(ties[self.index[tied]])])
         return int(self.index[place]), float(self.left[place])
 
     def likely(self, is_told: NDArray[np.bool_], best: float) -> list[int]:

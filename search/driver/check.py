@@ -25,19 +25,19 @@ DECIDED = ("pp", "tp", "cp", "ep", "dp_shard", "dp_replicate", "zero", "micro_ba
            "schedule", "virtual_stages", "recompute", "recompute_blocks", "selective_blocks", "order")  # fmt: skip
 
 
-def check_result(found: Searched, plan: Plan, works: ProgramWorks, constraints: Constraints) -> None:
+def check_result(search: Searched, plan: Plan, works: ProgramWorks, constraints: Constraints) -> None:
     """Raise `SearchError` with all errors of a search's best plan and of the `plan` made of it.
 
     `works` are the block costs under the labels of its tensor degree, with kept values if the plan keeps them.
     """
-    best = found.best
+    best = search.best
     assert best is not None
     problems = [*_degrees(best.degrees, constraints), *_cuts(best, works), *_plan(best, plan)]
     if plan.degrees.loss_chunks != works.loss_chunks:
         rule = f"is {works.loss_chunks} in the plan that was priced"
         problems.append(Problem(path="plan.degrees.loss_chunks", value=plan.degrees.loss_chunks, rule=rule))
     if not problems:  # only a legal plan has a price
-        problems = [*_price(best, works, found.goal.part(best)), *_proof(found, best)]
+        problems = [*_price(best, works, search.goal.part(best)), *_proof(search, best)]
     if problems:
         raise SearchError("the search found a plan that fails its own check", problems)
 
@@ -49,12 +49,12 @@ def _degrees(degrees: Degrees, constraints: Constraints) -> Iterator[Problem]:
         rule = f"pp · tp · cp · dp_shard · dp_replicate must be {' or '.join(map(str, allowed))} devices"
         yield Problem(path="degrees", value=used, rule=rule)
     of_rank = (degrees.micro_batch or 0) * degrees.micro_batches * degrees.accumulate
-    for name, asked, has in (
+    for name, wanted, has in (
         ("global_batch", constraints.global_batch, of_rank * degrees.dp_shard * degrees.dp_replicate),
         ("local_batch", constraints.local_batch, of_rank),
     ):
-        if asked is not None and has != asked:
-            yield Problem(path=name, value=has, rule=f"must be {asked} sequences")
+        if wanted is not None and has != wanted:
+            yield Problem(path=name, value=has, rule=f"must be {wanted} sequences")
     for name, legal in (
         ("tp", constraints.tensor_degrees),
         ("cp", constraints.context_degrees),
@@ -92,29 +92,29 @@ def _price(best: Priced, works: ProgramWorks, part: Part) -> Iterator[Problem]:
     pricing = pricing_of(works, best, part.cluster, part.on)
     layouts = layout_of(works, pricing.question)
     memory = pricing.memory(layouts)
-    again = {
+    recomputed = {
         "seconds": float(pricing.step(layouts).seconds.max()),
         "needed_bytes": sum(float(value.max()) for name, value in memory.parts.items() if name != "cache"),
     }
-    for name, value in again.items():
+    for name, value in recomputed.items():
         had = getattr(best, name)
         if not (isfinite(had) and had > 0 and isclose(had, value, rel_tol=_SAME)):
             yield Problem(path=name, value=had, rule=f"is {value!r} when counted again")
     capacity = part.on.capacity_bytes
-    if not best.fits or again["needed_bytes"] > capacity * (1 + _SAME):
-        rule = f"must fit: it is {again['needed_bytes']:.6g} of {capacity:.6g} bytes"
+    if not best.fits or recomputed["needed_bytes"] > capacity * (1 + _SAME):
+        rule = f"must fit: it is {recomputed['needed_bytes']:.6g} of {capacity:.6g} bytes"
         yield Problem(path="needed_bytes", value=best.needed_bytes, rule=rule)
 
 
-def _proof(found: Searched, best: Priced) -> Iterator[Problem]:
-    goal, proof = found.goal, found.proof
+def _proof(search: Searched, best: Priced) -> Iterator[Problem]:
+    goal, proof = search.goal, search.proof
     if proof.best is None:  # then only a trial with varied cuts can fit
-        if found.refined.best is None and found.chunked is None:
+        if search.refined.best is None and search.chunked is None:
             yield Problem(path="proof", rule="has no plan that fits")
         return
     if not proof.bound <= proof.best.value * (1 + _SAME):
         yield Problem(path="bound", value=proof.bound, rule=f"must not be above the best price, {proof.best.value!r}")
-    least = min((goal.value(one) for one in found.exact.values() if one.fits), default=float("inf"))
+    least = min((goal.value(plan) for plan in search.exact.values() if plan.fits), default=float("inf"))
     if goal.value(best) > least * (1 + _SAME):
         yield Problem(path="value", value=goal.value(best), rule=f"must be the least that was priced, {least!r}")
 

@@ -43,7 +43,7 @@ def chunks_of(sequence: int | None) -> int:
 
 
 def with_chunks(
-    found: Searched,
+    search: Searched,
     works_in_chunks: WorksInChunks,
     chunks: int,
     *,
@@ -54,16 +54,16 @@ def with_chunks(
 
     `chunks` is the largest number of chunks, a power of two.
     """
-    best, proof = None, found.proof
-    least = np.inf if found.best is None else found.goal.value(found.best)
-    could = _InChunks(found, works_in_chunks, LEAST_CHUNKS, least, _can_gain(found, least), logits=False)
+    best, proof = None, search.proof
+    least = np.inf if search.best is None else search.goal.value(search.best)
+    could = _InChunks(search, works_in_chunks, LEAST_CHUNKS, least, _can_gain(search, least), logits=False)
     can_gain = np.isfinite(could.bounds)
     while chunks >= LEAST_CHUNKS and np.any(can_gain):
-        choice = _InChunks(found, works_in_chunks, chunks, least, can_gain)
+        choice = _InChunks(search, works_in_chunks, chunks, least, can_gain)
         if np.any(np.isfinite(choice.bounds)):
-            own = best_first(
+            chunked = best_first(
                 choice.bounds,
-                found.classes,
+                search.classes,
                 choice.value,
                 most=most_exact if should_continue() else 0,
                 should_continue=should_continue,
@@ -72,13 +72,13 @@ def with_chunks(
             )
             better = choice.best()
             if better is not None:
-                best, least = better, found.goal.value(better)
-            bound = min(proof.bound, own.bound, least)
-            proof = replace(proof, bound=bound, is_proven=proof.is_proven and own.is_proven)
+                best, least = better, search.goal.value(better)
+            bound = min(proof.bound, chunked.bound, least)
+            proof = replace(proof, bound=bound, is_proven=proof.is_proven and chunked.is_proven)
         chunks //= 2
     if np.isfinite(least) and proof.bound >= least * (1 - ROUNDING):  # bounds of the searches before rule out the rest
         proof = replace(proof, is_proven=True)
-    return replace(found, chunked=best, proof=proof)
+    return replace(search, chunked=best, proof=proof)
 
 
 class _InChunks:
@@ -89,7 +89,7 @@ class _InChunks:
 
     def __init__(
         self,
-        found: Searched,
+        search: Searched,
         works_in_chunks: WorksInChunks,
         chunks: int,
         least: float,
@@ -97,13 +97,13 @@ class _InChunks:
         *,
         logits: bool = True,
     ) -> None:
-        self.found, self.goal, self.works_in_chunks, self.chunks = found, found.goal, works_in_chunks, chunks
+        self.found, self.goal, self.works_in_chunks, self.chunks = search, search.goal, works_in_chunks, chunks
         self.least, self.logits = least * (1 - ROUNDING), logits
         self.works: dict[Split, ProgramWorks] = {}
-        self.refused = set(found.refused)
-        self.together = Together(found.candidates, self.works, self.goal)
-        self.columns = {name: np.full(len(found.candidates), np.inf) for name in Screened.__slots__}
-        self.bounds = np.full(len(found.candidates), np.inf)
+        self.refused = set(search.refused)
+        self.together = Together(search.candidates, self.works, self.goal)
+        self.columns = {name: np.full(len(search.candidates), np.inf) for name in Screened.__slots__}
+        self.bounds = np.full(len(search.candidates), np.inf)
         self._screen(can_gain)
 
     def _screen(self, can_gain: NDArray[np.bool_]) -> None:
@@ -111,34 +111,34 @@ class _InChunks:
         c = self.found.candidates
         each = {split: c.among(split, can_gain) for split in c.splits() if split not in self.refused}
         each = {split: index for split, index in each.items() if len(index)}
-        own = [split for split in each if split in self.found.labelled]
-        self._put_all(each, {split: split for split in own})
-        firsts = {split: stand_in(split, self.found.labelled) for split in each if split not in own}
+        labelled = [split for split in each if split in self.found.labelled]
+        self._put_all(each, {split: split for split in labelled})
+        firsts = {split: stand_in(split, self.found.labelled) for split in each if split not in labelled}
         # as in the search, until a bound asks for the labels of a split
         self._put_all(each, {split: first for split, first in firsts.items() if first is not None})
-        asked = [split for split in firsts if np.any(np.isfinite(self.bounds[each[split]]))]
-        self._put_all(each, {split: split for split in asked})
+        wanted = [split for split in firsts if np.any(np.isfinite(self.bounds[each[split]]))]
+        self._put_all(each, {split: split for split in wanted})
         self.screened_values = self.bounds.copy()
         self._raise()
 
     def _raise(self) -> None:
         """Raise bounds by the exact prices of the search: in chunks, no pipeline of a class is faster."""
-        for index, one in self.found.exact.items():
-            alike = self.found.members.like(index)
-            alike = alike[np.isfinite(self.bounds[alike])]
-            if len(alike) and one.pipelines:
-                values = np.maximum(self.bounds[alike], self._raised(int(alike[0]), one, alike))
-                self.bounds[alike] = np.where(values < self.least, values, np.inf)
+        for index, plan in self.found.exact.items():
+            peers = self.found.members.like(index)
+            peers = peers[np.isfinite(self.bounds[peers])]
+            if len(peers) and plan.pipelines:
+                values = np.maximum(self.bounds[peers], self._raised(int(peers[0]), plan, peers))
+                self.bounds[peers] = np.where(values < self.least, values, np.inf)
 
     def _put_all(self, each: Mapping[Split, NDArray[np.intp]], labels: Mapping[Split, Split]) -> None:
         """Screen the candidates of splits with the block costs of the split that `labels` names for each."""
-        alike: dict[int, tuple[ProgramWorks, list[NDArray[np.intp]]]] = {}
+        groups: dict[int, tuple[ProgramWorks, list[NDArray[np.intp]]]] = {}
         for split, labelled in labels.items():
             self.bounds[each[split]] = np.inf
             if self._can_price(labelled):
                 works = self.works[labelled]
-                alike.setdefault(id(works), (works, []))[1].append(each[split])
-        for works, indices in alike.values():
+                groups.setdefault(id(works), (works, []))[1].append(each[split])
+        for works, indices in groups.values():
             self._put(np.sort(np.concatenate(indices)), works)
 
     def _put(self, index: NDArray[np.intp], works: ProgramWorks) -> None:
@@ -166,38 +166,38 @@ class _InChunks:
         self.together.price([(index, AS_IT_IS) for index in wanted if np.isfinite(self.bounds[index])])
 
     def value(self, index: int) -> float:
-        one = self.together.priced(index)
-        return self.goal.value(one) if one.fits else np.inf
+        plan = self.together.priced(index)
+        return self.goal.value(plan) if plan.fits else np.inf
 
-    def added(self, index: int, alike: NDArray[np.int64]) -> Floats:
+    def added(self, index: int, peers: NDArray[np.int64]) -> Floats:
         """The value that an exact price adds to the bounds of other candidates of its class."""
-        values = self._raised(index, self.together.priced(index), alike)
-        return np.asarray(np.maximum(values - self.bounds[alike], 0.0))
+        values = self._raised(index, self.together.priced(index), peers)
+        return np.asarray(np.maximum(values - self.bounds[peers], 0.0))
 
-    def _raised(self, index: int, one: Priced, alike: NDArray[np.int64]) -> Floats:
+    def _raised(self, index: int, plan: Priced, peers: NDArray[np.int64]) -> Floats:
         """Bounds of candidates whose pipelines are that of `index`, raised by a priced pipeline of this class."""
         screened = Screened(**self.columns)
-        values = self.screened_values[alike]
-        worth = values / np.maximum(screened.seconds[alike], 1e-300)  # of a second
-        return np.asarray(values + added_seconds(screened, index, one, alike) * worth)
+        values = self.screened_values[peers]
+        worth = values / np.maximum(screened.seconds[peers], 1e-300)  # of a second
+        return np.asarray(values + added_seconds(screened, index, plan, peers) * worth)
 
     def best(self) -> Priced | None:
         """The best fitting plan in chunks. None if it is not below the least value."""
-        fitting = [(self.goal.value(one), index) for (index, _), one in self.together.found.items() if one.fits]
+        fitting = [(self.goal.value(plan), index) for (index, _), plan in self.together.found.items() if plan.fits]
         if not fitting or min(fitting)[0] >= self.least:
             return None
-        one = self.together.priced(min(fitting)[1])
-        return replace(one, degrees=replace(one.degrees, loss_chunks=self.chunks))
+        plan = self.together.priced(min(fitting)[1])
+        return replace(plan, degrees=replace(plan.degrees, loss_chunks=self.chunks))
 
 
-def _can_gain(found: Searched, least: float) -> NDArray[np.bool_]:
+def _can_gain(search: Searched, least: float) -> NDArray[np.bool_]:
     """Candidates that recompute or do not fit, and whose pipeline and least step are faster than the best plan."""
-    c, screened, goal = found.candidates, found.screened, found.goal
+    c, screened, goal = search.candidates, search.screened, search.goal
     if goal.is_memory:
         return np.ones(len(c), dtype=bool)
     gains = screened.level > 0
-    for index, one in found.exact.items():
-        gains[index] |= not one.fits or one.degrees.recompute != "none"
+    for index, plan in search.exact.items():
+        gains[index] |= not plan.fits or plan.degrees.recompute != "none"
     for seconds in (screened.pipeline, screened.least_seconds):
         gains &= goal.bounds(c, replace(screened, seconds=seconds)) < least
     return gains

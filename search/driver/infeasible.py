@@ -46,38 +46,38 @@ class Asked:
     works_in_chunks: WorksInChunks | None = None
 
 
-def counted(found: Searched, capacity_bytes: float) -> Counted:
+def counted(search: Searched, capacity_bytes: float) -> Counted:
     """The number of candidates. Candidates that do not fit are also counted by the largest part of their memory."""
-    screened = found.screened
+    screened = search.screened
     without_room = ~screened.fits & np.isfinite(screened.state_bytes)  # without refused tensor degrees
     for_state = without_room & (screened.state_bytes > capacity_bytes)
     largest = screened.largest[without_room].astype(int)
     numbers = {name: int(np.sum(largest == position)) for position, name in enumerate(PARTS)}
     return Counted(
-        candidates=len(found.candidates),
+        candidates=len(search.candidates),
         no_room_for_state=int(np.sum(for_state)),
         no_room_for_activations=int(np.sum(without_room & ~for_state)),
-        largest={name: many for name, many in sorted(numbers.items(), key=lambda one: -one[1]) if many},
-        priced=len(found.exact),
-        refused={str(split): why for split, why in found.refused.items()},
+        largest={name: many for name, many in sorted(numbers.items(), key=lambda item: -item[1]) if many},
+        priced=len(search.exact),
+        refused={str(split): why for split, why in search.refused.items()},
     )
 
 
-def closest(asked: Asked, should_continue: Callable[[], bool] = lambda: True) -> Closest | None:
+def closest(query: Asked, should_continue: Callable[[], bool] = lambda: True) -> Closest | None:
     """The plan that needs the least memory of a device, the missing bytes, and the changes that would help.
 
     None if no candidate can be priced.
     """
-    on = asked.machinery(asked.cluster)
+    on = query.machinery(query.cluster)
     roomy = replace(on, machine=replace(on.machine, memory_bytes=inf))
-    least = _searched(asked, roomy, should_continue)
-    offloads = asked.constraints.offloads if on.machine.host is not None else ()
-    for offload in (value for value in offloads[-1:] if value not in asked.constraints.first_offloads):
-        more = _searched(asked, roomy.keeping(offload), should_continue)  # the value that leaves least on the device
+    least = _searched(query, roomy, should_continue)
+    offloads = query.constraints.offloads if on.machine.host is not None else ()
+    for offload in (value for value in offloads[-1:] if value not in query.constraints.first_offloads):
+        more = _searched(query, roomy.keeping(offload), should_continue)  # the value that leaves least on the device
         least = more if least is None or (more is not None and more.needed_bytes < least.needed_bytes) else least
     if least is None:
         return None
-    helps = list(_remedies(asked, should_continue))
+    helps = list(_remedies(query, should_continue))
     return Closest(
         degrees=degrees_in_plain(least.degrees, least.cuts, regather=least.regather),
         needed_bytes=least.needed_bytes,
@@ -87,112 +87,112 @@ def closest(asked: Asked, should_continue: Callable[[], bool] = lambda: True) ->
     )
 
 
-def _remedies(asked: Asked, should_continue: Callable[[], bool]) -> Iterator[str]:
+def _remedies(query: Asked, should_continue: Callable[[], bool]) -> Iterator[str]:
     """At most one remedy of each kind, the cheapest kind first."""
     kinds = (
         _per_micro_batch, _fewer_wishes, _recomputed, _in_chunks, _offloaded, _other_optimizer, _shorter, _more_devices,
     )  # fmt: skip
     for find in kinds:
-        found = find(asked, should_continue) if should_continue() else None
-        if found is not None:
-            yield found
+        remedy = find(query, should_continue) if should_continue() else None
+        if remedy is not None:
+            yield remedy
 
 
-def _per_micro_batch(asked: Asked, _: Callable[[], bool]) -> str | None:
-    if asked.constraints.accumulates:
+def _per_micro_batch(query: Asked, _: Callable[[], bool]) -> str | None:
+    if query.constraints.accumulates:
         return None
-    found = _fitting(replace(asked, constraints=replace(asked.constraints, accumulates=True)))
-    return None if found is None else f"with a loss for each micro-batch (per_micro_batch): {_words(found)}"
+    plan = _fitting(replace(query, constraints=replace(query.constraints, accumulates=True)))
+    return None if plan is None else f"with a loss for each micro-batch (per_micro_batch): {_words(plan)}"
 
 
-def _fewer_wishes(asked: Asked, should_continue: Callable[[], bool]) -> str | None:
-    for text, constraints in asked.constraints.without_one():
+def _fewer_wishes(query: Asked, should_continue: Callable[[], bool]) -> str | None:
+    for text, constraints in query.constraints.without_one():
         if not should_continue():
             return None
-        found = _fitting(replace(asked, constraints=constraints))
-        if found is not None:
-            return f"without {text}: {_words(found)}"
+        plan = _fitting(replace(query, constraints=constraints))
+        if plan is not None:
+            return f"without {text}: {_words(plan)}"
     return None
 
 
-def _recomputed(asked: Asked, _: Callable[[], bool]) -> str | None:
+def _recomputed(query: Asked, _: Callable[[], bool]) -> str | None:
     """More recomputation than the user asked for."""
-    if recompute_blocks_of(asked.constraints.fix) is None and most_level_of(asked.constraints.fix) == 2:
+    if recompute_blocks_of(query.constraints.fix) is None and most_level_of(query.constraints.fix) == 2:
         return None
 
     def free(cluster: ClusterSpec) -> Machinery:
-        return replace(asked.machinery(cluster), recompute_blocks=None, most_level=2)
+        return replace(query.machinery(cluster), recompute_blocks=None, most_level=2)
 
-    found = _fitting(_without_words(replace(asked, machinery=free), "recompute", "recompute_blocks"))
-    return None if found is None else f"with --recompute auto: {_words(found)}"
+    plan = _fitting(_without_words(replace(query, machinery=free), "recompute", "recompute_blocks"))
+    return None if plan is None else f"with --recompute auto: {_words(plan)}"
 
 
-def _in_chunks(asked: Asked, should_continue: Callable[[], bool]) -> str | None:
+def _in_chunks(query: Asked, should_continue: Callable[[], bool]) -> str | None:
     """More chunks of the loss than the user asked for. Without a wish the search has tried all numbers."""
-    (given,) = asked.constraints.fix.get("loss_chunks", (None,))
-    works_in_chunks, chunks = asked.works_in_chunks, 2
+    (given,) = query.constraints.fix.get("loss_chunks", (None,))
+    works_in_chunks, chunks = query.works_in_chunks, 2
     if given is None or works_in_chunks is None:
         return None
-    while chunks <= chunks_of(asked.works_of(1).sequence) and should_continue():
-        more = replace(asked, works_of=partial(works_in_chunks, chunks=chunks))
-        found = _fitting(_without_words(more, "loss_chunks")) if chunks > given else None
-        if found is not None:
-            return f"with --loss-chunks {chunks}: {_words(found)}"
+    while chunks <= chunks_of(query.works_of(1).sequence) and should_continue():
+        more = replace(query, works_of=partial(works_in_chunks, chunks=chunks))
+        plan = _fitting(_without_words(more, "loss_chunks")) if chunks > given else None
+        if plan is not None:
+            return f"with --loss-chunks {chunks}: {_words(plan)}"
         chunks *= 2
     return None
 
 
-def _without_words(asked: Asked, *words: str) -> Asked:
-    fixed = {word: values for word, values in asked.constraints.fix.items() if word not in words}
-    return replace(asked, constraints=replace(asked.constraints, fix=fixed))
+def _without_words(query: Asked, *words: str) -> Asked:
+    fixed = {word: values for word, values in query.constraints.fix.items() if word not in words}
+    return replace(query, constraints=replace(query.constraints, fix=fixed))
 
 
-def _offloaded(asked: Asked, should_continue: Callable[[], bool]) -> str | None:
+def _offloaded(query: Asked, should_continue: Callable[[], bool]) -> str | None:
     """Values of `offload` that the search did not try."""
-    tried = asked.constraints.first_offloads
-    if asked.machinery(asked.cluster).machine.host is not None:
-        tried = tuple(dict.fromkeys((*tried, *asked.constraints.offloads)))
+    tried = query.constraints.first_offloads
+    if query.machinery(query.cluster).machine.host is not None:
+        tried = tuple(dict.fromkeys((*tried, *query.constraints.offloads)))
     for offload in (value for value in OFFLOADS if value not in tried):
         if not should_continue():
             return None
-        found = _fitting(_keeping(asked, offload))
-        if found is not None:
-            return f"with --offload {offload}: {_words(found)}"
+        plan = _fitting(_keeping(query, offload))
+        if plan is not None:
+            return f"with --offload {offload}: {_words(plan)}"
     return None
 
 
-def _keeping(asked: Asked, offload: str) -> Asked:
+def _keeping(query: Asked, offload: str) -> Asked:
     def on_host(cluster: ClusterSpec) -> Machinery:
-        return asked.machinery(cluster).keeping(offload)
+        return query.machinery(cluster).keeping(offload)
 
-    return _without_words(replace(asked, machinery=on_host), "offload")
+    return _without_words(replace(query, machinery=on_host), "offload")
 
 
-def _other_optimizer(asked: Asked, should_continue: Callable[[], bool]) -> str | None:
+def _other_optimizer(query: Asked, should_continue: Callable[[], bool]) -> str | None:
     """The optimizer with the most state that a plan has room for, of the ones with less state than the plan's own."""
-    works = asked.works_of(1)
-    alone = asked.cluster.num_devices == 1
+    works = query.works_of(1)
+    alone = query.cluster.num_devices == 1
     known = {name: works.moment_bytes_of(name) for name in works.optimizers if alone or OPTIMIZERS[name].runs_split}
     sizes = {name: size for name, size in known.items() if size < works.moment_bytes}
-    for name in sorted(sizes, key=lambda one: -sizes[one]):
+    for name in sorted(sizes, key=lambda optimizer: -sizes[optimizer]):
         if not should_continue():
             return None
-        found = _fitting(replace(asked, works_of=_changed(asked.works_of, optimizer=name)))
-        if found is not None:
+        plan = _fitting(replace(query, works_of=_changed(query.works_of, optimizer=name)))
+        if plan is not None:
             return (
                 f"with --optimizer {name} ({sizes[name]:.3g} instead of {works.moment_bytes:.3g} bytes of state a "
-                f"parameter): {_words(found)}"
+                f"parameter): {_words(plan)}"
             )
     return None
 
 
-def _shorter(asked: Asked, should_continue: Callable[[], bool]) -> str | None:
-    tokens = asked.works_of(1).sequence
+def _shorter(query: Asked, should_continue: Callable[[], bool]) -> str | None:
+    tokens = query.works_of(1).sequence
     while tokens % 2 == 0 and tokens // 2 >= LEAST_TOKENS and should_continue():
         tokens //= 2
-        found = _fitting(replace(asked, works_of=_changed(asked.works_of, sequence=tokens)))
-        if found is not None:
-            return f"with sequences of {tokens:,} tokens: {_words(found)}"
+        plan = _fitting(replace(query, works_of=_changed(query.works_of, sequence=tokens)))
+        if plan is not None:
+            return f"with sequences of {tokens:,} tokens: {_words(plan)}"
     return None
 
 
@@ -203,30 +203,30 @@ def _changed(works_of: Works, **fields: Any) -> Works:
     return changed
 
 
-def _more_devices(asked: Asked, should_continue: Callable[[], bool]) -> str | None:
-    room, hosts, tried = _room(asked), _least_hosts(asked), 0
+def _more_devices(query: Asked, should_continue: Callable[[], bool]) -> str | None:
+    room, hosts, tried = _room(query), _least_hosts(query), 0
     while room > 0 and tried < MOST_TRIES and should_continue():
-        cluster = with_hosts(asked.cluster, hosts)
-        found = _fitting(
-            replace(asked, cluster=cluster, constraints=constraints_on(asked.constraints, cluster.num_devices))
+        cluster = with_hosts(query.cluster, hosts)
+        plan = _fitting(
+            replace(query, cluster=cluster, constraints=constraints_on(query.constraints, cluster.num_devices))
         )
-        if found is not None:
-            return f"on {cluster.num_devices:,} such devices: {_words(found)}"
+        if plan is not None:
+            return f"on {cluster.num_devices:,} such devices: {_words(plan)}"
         tried += 1
         hosts += 1 if tried < MOST_TRIES // 2 else max(1, hosts // 4)
     return None
 
 
-def _least_hosts(asked: Asked) -> int:
+def _least_hosts(query: Asked) -> int:
     """More hosts than the cluster has, with room for evenly divided parameters, gradients and optimizer state."""
-    state = asked.works_of(1).num_parameters * asked.machinery(asked.cluster).machine.engine.state_bytes
-    missing = state / max(_room(asked), 1.0) - asked.cluster.num_devices
-    return asked.cluster.num_hosts + max(1, ceil(missing / asked.cluster.groups[-1].devices_per_host))
+    state = query.works_of(1).num_parameters * query.machinery(query.cluster).machine.engine.state_bytes
+    missing = state / max(_room(query), 1.0) - query.cluster.num_devices
+    return query.cluster.num_hosts + max(1, ceil(missing / query.cluster.groups[-1].devices_per_host))
 
 
-def _room(asked: Asked) -> float:
+def _room(query: Asked) -> float:
     """Bytes of a device for the model."""
-    on = asked.machinery(asked.cluster)
+    on = query.machinery(query.cluster)
     return on.capacity_bytes - on.machine.reserve_bytes
 
 
@@ -238,18 +238,18 @@ def with_hosts(cluster: ClusterSpec, num_hosts: int) -> ClusterSpec:
     return replace(cluster, name=f"{num_hosts} hosts like {cluster.name}", groups=groups, inter_host=between)
 
 
-def _fitting(asked: Asked) -> Priced | None:
+def _fitting(query: Asked) -> Priced | None:
     """The first plan that fits."""
-    return _searched(asked, asked.machinery(asked.cluster), lambda: False)
+    return _searched(query, query.machinery(query.cluster), lambda: False)
 
 
-def _searched(asked: Asked, on: Machinery, should_continue: Callable[[], bool]) -> Priced | None:
-    goal = Goal(objective="memory", parts={asked.cluster.num_devices: Part(cluster=asked.cluster, on=on, weight=1.0)})
-    constraints = replace(asked.constraints, fewer_devices=())
+def _searched(query: Asked, on: Machinery, should_continue: Callable[[], bool]) -> Priced | None:
+    goal = Goal(objective="memory", parts={query.cluster.num_devices: Part(cluster=query.cluster, on=on, weight=1.0)})
+    constraints = replace(query.constraints, fewer_devices=())
     try:
         return search_degrees(
-            asked.works_of,
-            asked.cluster,
+            query.works_of,
+            query.cluster,
             constraints,
             on,
             most_exact=_MOST_PRICED,
@@ -260,5 +260,5 @@ def _searched(asked: Asked, on: Machinery, should_continue: Callable[[], bool]) 
         return None
 
 
-def _words(found: Priced) -> str:
-    return plan_in_words(degrees_in_plain(found.degrees, found.cuts, regather=found.regather))
+def _words(plan: Priced) -> str:
+    return plan_in_words(degrees_in_plain(plan.degrees, plan.cuts, regather=plan.regather))

@@ -36,32 +36,32 @@ def search_offloads(
     Without figures of the hosts, only the values that the user fixed are searched.
     """
     first = constraints.first_offloads
-    found = _best_of(search, goal, first, None, should_continue)
+    result = _best_of(search, goal, first, None, should_continue)
     rest = tuple(value for value in constraints.offloads if value not in first)
     knows_hosts = all(part.on.machine.host is not None for part in goal.parts.values())
-    if found.best is not None or not rest or not knows_hosts or not len(found.candidates):
-        return found
+    if result.best is not None or not rest or not knows_hosts or not len(result.candidates):
+        return result
     on_progress("no plan fits on the devices alone: searching plans with offload")
     # if the time is up, only the value that leaves least on the device
-    return _best_of(search, goal, rest if should_continue() else rest[-1:], found, should_continue)
+    return _best_of(search, goal, rest if should_continue() else rest[-1:], result, should_continue)
 
 
 def _best_of(
-    search: Search, goal: Goal, values: tuple[str, ...], found: Searched | None, should_continue: Callable[[], bool]
+    search: Search, goal: Goal, values: tuple[str, ...], result: Searched | None, should_continue: Callable[[], bool]
 ) -> Searched:
     """The best of several searches and of one before them. The proof holds for all of them."""
-    bound, proven = (np.inf, True) if found is None else (found.proof.bound, found.proof.is_proven)
+    bound, proven = (np.inf, True) if result is None else (result.proof.bound, result.proof.is_proven)
     for value in values or (NO_OFFLOAD,):
-        if found is not None and found.best is not None and not should_continue():
+        if result is not None and result.best is not None and not should_continue():
             proven = False
             break
-        best = None if found is None else found.best
-        below = np.inf if best is None or found is None else found.goal.value(best)
-        one = search(keeping(goal, value), below)
-        bound, proven = min(bound, one.proof.bound), proven and one.proof.is_proven
-        if found is None or one.best is not None:
-            found = one
-    assert found is not None
-    best = found.best
-    least = bound if best is None else min(bound, found.goal.value(best))
-    return replace(found, proof=replace(found.proof, bound=least, is_proven=proven))
+        best = None if result is None else result.best
+        below = np.inf if best is None or result is None else result.goal.value(best)
+        choice = search(keeping(goal, value), below)
+        bound, proven = min(bound, choice.proof.bound), proven and choice.proof.is_proven
+        if result is None or choice.best is not None:
+            result = choice
+    assert result is not None
+    best = result.best
+    least = bound if best is None else min(bound, result.goal.value(best))
+    return replace(result, proof=replace(result.proof, bound=least, is_proven=proven))

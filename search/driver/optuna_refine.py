@@ -53,7 +53,7 @@ class Start:
         """All variations. The candidate as it is comes first."""
         if not self.is_varied:
             return [(self.text, NONE)]
-        return [(self.text, moved) for moved in sorted(product(MOVES, MOVES), key=lambda one: one != NONE)]
+        return [(self.text, moved) for moved in sorted(product(MOVES, MOVES), key=lambda moves: moves != NONE)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +65,9 @@ class Refined:
     importance: Mapping[str, float] = field(default_factory=dict, hash=False)
 
 
-def seconds(one: "Priced") -> float:
+def seconds(plan: "Priced") -> float:
     """The objective unless another is given."""
-    return one.seconds
+    return plan.seconds
 
 
 def refine(
@@ -92,28 +92,28 @@ def refine(
     `index_of` finds the candidates that are not in `starts`. Raises `InputError` as `StudyPlace.opened` does.
     """
     study, choices = _study(place, starts)
-    found = _Refining(study, choices, starts, price, value, capacity_bytes, index_of)
-    every = [(one, variation) for one in starts for variation in one.variations]
+    refining = _Refining(study, choices, starts, price, value, capacity_bytes, index_of)
+    every = [(start, variation) for start in starts for variation in start.variations]
     all_are_tried = len(every) <= trials
-    sources = {(one.text, NONE): f"enqueued: {one.name}" for one in starts if one.name}
+    sources = {(start.text, NONE): f"enqueued: {start.name}" for start in starts if start.name}
     if all_are_tried:
-        prefetch([(one.index, moved) for one, (_, moved) in every])
+        prefetch([(start.index, moved) for start, (_, moved) in every])
         sources |= {variation: "enumerated" for _, variation in every if variation not in sources}
     if all_are_tried and place is None:
-        found.add(sources, should_continue)
-        return found.result()
-    found.enqueue(sources, is_shared=place is not None)
+        refining.add(sources, should_continue)
+        return refining.result()
+    refining.enqueue(sources, is_shared=place is not None)
     most = min(trials, len(every))
-    while should_continue() and not found.is_spent(most):
-        found.one_trial(seed, most)
-    return found.result()
+    while should_continue() and not refining.is_spent(most):
+        refining.one_trial(seed, most)
+    return refining.result()
 
 
 def _study(place: StudyPlace | None, starts: Sequence[Start]) -> "tuple[optuna.Study, list[str]]":
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    texts = [one.text for one in starts]
+    texts = [start.text for start in starts]
     return (optuna.create_study(), texts) if place is None else place.opened(texts, CUTS)
 
 
@@ -134,7 +134,7 @@ class _Refining:
 
         self.study, self.starts, self.price, self.value = study, starts, price, value
         self.capacity_bytes, self.index_of = capacity_bytes, index_of
-        self.start = {one.text: one for one in starts}
+        self.start = {start.text: start for start in starts}
         moves = IntDistribution(MOVES[0], MOVES[-1])
         self.space: dict[str, Any] = {
             "candidate": CategoricalDistribution(list(choices)),
@@ -142,7 +142,7 @@ class _Refining:
             "out_of_last": moves,
         }
         self.choices = set(choices)
-        self.before = {one.number for one in study.get_trials(deepcopy=False) if one.state.is_finished()}
+        self.before = {trial.number for trial in study.get_trials(deepcopy=False) if trial.state.is_finished()}
         self.own: dict[int, Priced] = {}
         self.mine: set[int] = set()
 
@@ -161,22 +161,22 @@ class _Refining:
         for number, (wanted, source) in enumerate(sources.items()):
             if not should_continue():
                 break
-            one = self.price(self.index(wanted[0]), wanted[1])
+            plan = self.price(self.index(wanted[0]), wanted[1])
             trial = optuna.trial.create_trial(
                 params=_params(wanted),
                 distributions=self.space,
-                value=self.value(one),
+                value=self.value(plan),
                 user_attrs={SOURCE: source},
-                constraints={MISSING: one.needed_bytes - self.capacity_bytes},
+                constraints={MISSING: plan.needed_bytes - self.capacity_bytes},
             )
             self.study.add_trial(trial)
-            self.own[number] = one
+            self.own[number] = plan
             self.mine.add(number)
 
     def is_spent(self, trials: int) -> bool:
         """Whether `trials` different variations have a value or are being priced. Samplers may repeat a variation."""
-        counted = [one for one in self.study.get_trials(deepcopy=False) if _counts(one)]
-        different = {self.variation(one.params) for one in counted if one.params.keys() == self.space.keys()}
+        counted = [trial for trial in self.study.get_trials(deepcopy=False) if _counts(trial)]
+        different = {self.variation(trial.params) for trial in counted if trial.params.keys() == self.space.keys()}
         return len(different) >= trials or len(counted) >= 2 * trials
 
     def one_trial(self, seed: int, trials: int) -> None:
@@ -193,9 +193,9 @@ class _Refining:
         if told is not None:
             self.enqueue_untried()
         else:
-            one = self.price(self.index(wanted[0]), wanted[1])
-            self.own[trial.number] = one
-            told = (self.value(one), one.needed_bytes - self.capacity_bytes)
+            plan = self.price(self.index(wanted[0]), wanted[1])
+            self.own[trial.number] = plan
+            told = (self.value(plan), plan.needed_bytes - self.capacity_bytes)
         trial.set_constraint(MISSING, told[1])
         self.study.tell(trial, told[0])
 
@@ -220,15 +220,15 @@ class _Refining:
 
     def _told(self, wanted: Variation) -> tuple[float, float] | None:
         """Value and missing bytes of a variation. None if no process has priced it."""
-        for one in self.study.get_trials(deepcopy=False):
-            if one.value is not None and self.variation(one.params) == wanted:
-                return one.value, one.constraints[MISSING]
+        for trial in self.study.get_trials(deepcopy=False):
+            if trial.value is not None and self.variation(trial.params) == wanted:
+                return trial.value, trial.constraints[MISSING]
         return None
 
     def result(self) -> Refined:
         told = self.study.get_trials(deepcopy=False)
-        fits = [one for one in told if one.value is not None and one.constraints.get(MISSING, 1.0) <= 0]
-        best = min(fits, key=lambda one: (one.value, one.number), default=None)
+        fits = [trial for trial in told if trial.value is not None and trial.constraints.get(MISSING, 1.0) <= 0]
+        best = min(fits, key=lambda trial: (trial.value, trial.number), default=None)
         priced = None
         if best is not None:
             text, moved = self.variation(best.params)
@@ -236,16 +236,16 @@ class _Refining:
         trials = tuple(self.row(one) for one in sorted(told, key=lambda one: one.number) if one.state.is_finished())
         return Refined(trials=trials, best=priced, importance=importance(self.study))
 
-    def row(self, one: "optuna.trial.FrozenTrial") -> Trial:
-        source = str(one.user_attrs.get(SOURCE, "sampled"))
-        if one.number not in self.mine:
-            source = "resumed" if one.number in self.before else "another process"
+    def row(self, trial: "optuna.trial.FrozenTrial") -> Trial:
+        source = str(trial.user_attrs.get(SOURCE, "sampled"))
+        if trial.number not in self.mine:
+            source = "resumed" if trial.number in self.before else "another process"
         return Trial(
-            number=one.number,
-            params=dict(one.params),
-            value=one.value,
-            missing_bytes=one.constraints.get(MISSING),
-            state=one.state.name.lower(),
+            number=trial.number,
+            params=dict(trial.params),
+            value=trial.value,
+            missing_bytes=trial.constraints.get(MISSING),
+            state=trial.state.name.lower(),
             source=source,
         )
 
@@ -255,11 +255,11 @@ def _params(wanted: Variation) -> dict[str, Any]:
     return {"candidate": text, "out_of_first": moved[0], "out_of_last": moved[1]}
 
 
-def _counts(one: "optuna.trial.FrozenTrial") -> bool:
+def _counts(trial: "optuna.trial.FrozenTrial") -> bool:
     """Whether a trial has a value, or a live process is pricing it."""
-    if one.value is not None:
+    if trial.value is not None:
         return True
-    if one.state.name != "RUNNING" or one.datetime_start is None:
+    if trial.state.name != "RUNNING" or trial.datetime_start is None:
         return False
-    now = datetime.now(UTC if one.datetime_start.tzinfo else None)
-    return abs((now - one.datetime_start).total_seconds()) < STALE_S
+    now = datetime.now(UTC if trial.datetime_start.tzinfo else None)
+    return abs((now - trial.datetime_start).total_seconds()) < STALE_S

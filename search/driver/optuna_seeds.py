@@ -21,7 +21,7 @@ BEST = "best of screening"
 
 
 def starts_of(
-    found: Candidates,
+    space: Candidates,
     bounds: NDArray[np.float64],
     values: Callable[[Sequence[int]], Sequence[float]],
     best: int,
@@ -35,26 +35,26 @@ def starts_of(
     recomputation by stage, the best first.
     """
     names = {best: BEST}
-    for one in baselines:
-        names.setdefault(one.index, one.name)
+    for baseline in baselines:
+        names.setdefault(baseline.index, baseline.name)
     most = values([best])[0] * (1 + NEARLY)
-    staged = (bounds <= most) & (found.pp > 1)
+    staged = (bounds <= most) & (space.pp > 1)
     near = np.flatnonzero(staged & (np.arange(len(bounds)) != best))
-    kinds = kinds_of(found)
+    kinds = kinds_of(space)
     by_bound = near[np.argsort(bounds[near], kind="stable")].tolist()
     likely = list(dict.fromkeys([*_first_of_kinds(kinds, by_bound), *_first_of_kinds(kinds, others)]))
     near_enough = sorted((value, index) for value, index in zip(values(likely), likely, strict=True) if value <= most)
-    varied = [*([best] if found.pp[best] > 1 else []), *_first_of_kinds(kinds, [index for _, index in near_enough])]
+    varied = [*([best] if space.pp[best] > 1 else []), *_first_of_kinds(kinds, [index for _, index in near_enough])]
     return [
-        Start(index=i, text=found.text(i), name=names.get(i, ""), is_varied=i in varied)
+        Start(index=i, text=space.text(i), name=names.get(i, ""), is_varied=i in varied)
         for i in dict.fromkeys([*names, *varied])
     ]
 
 
-def kinds_of(found: Candidates, columns: Sequence[str] = KIND) -> NDArray[np.int64]:
+def kinds_of(candidates: Candidates, columns: Sequence[str] = KIND) -> NDArray[np.int64]:
     """The kind of every candidate, as a number. Candidates of one kind are equal in all `columns`."""
-    kinds = distinct([numbered(getattr(found, name)) for name in columns]).index
-    return np.zeros(len(found), dtype=np.int64) if kinds is None else kinds
+    kinds = distinct([numbered(getattr(candidates, name)) for name in columns]).index
+    return np.zeros(len(candidates), dtype=np.int64) if kinds is None else kinds
 
 
 def _first_of_kinds(kinds: NDArray[np.int64], indices: Sequence[int]) -> list[int]:

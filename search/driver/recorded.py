@@ -40,18 +40,18 @@ PRICED, BOUND = "priced", "bound"  # sources of trials
 OFFLOAD, LEFT_OUT = "offload", "left_out"  # attributes of a trial and of the study
 
 
-def record(found: Searched, place: StudyPlace) -> Mapping[str, float]:
+def record(search: Searched, place: StudyPlace) -> Mapping[str, float]:
     """Write the trials of a search into its study, without those that it has already.
 
     Exact prices come before bounds, and small values before large ones, until the study has `MOST` trials. An attribute
     of the study counts the trials that are left out.
     """
-    if not len(found.candidates):
+    if not len(search.candidates):
         return {}
-    wanted = _trials(found)
+    wanted = _trials(search)
     with place.writing() as study:
-        known = {_key(one) for one in study.get_trials(deepcopy=False)} - {None}
-        new = [one for one in wanted if _key(one) not in known]
+        known = {_key(trial) for trial in study.get_trials(deepcopy=False)} - {None}
+        new = [trial for trial in wanted if _key(trial) not in known]
         by_rank = sorted(range(len(new)), key=lambda at: _rank(new[at]))
         room = max(0, MOST - len(known))
         for at in sorted(by_rank[:room]):
@@ -60,34 +60,34 @@ def record(found: Searched, place: StudyPlace) -> Mapping[str, float]:
         left_out = {source: sources.count(source) for source in (PRICED, BOUND)}
         if study.user_attrs.get(LEFT_OUT) != left_out:
             study.set_user_attr(LEFT_OUT, left_out)
-        complete = [one for one in study.get_trials(deepcopy=False) if one.state.name == "COMPLETE"]
+        complete = [trial for trial in study.get_trials(deepcopy=False) if trial.state.name == "COMPLETE"]
     return importance(study) if len(complete) >= FEWEST else {}
 
 
-def _trials(found: Searched) -> "list[FrozenTrial]":
+def _trials(search: Searched) -> "list[FrozenTrial]":
     """Exact prices in the order of the search, then bounds from the smallest on."""
     from optuna.trial import TrialState, create_trial
 
-    c, goal, combinations, space = found.candidates, found.goal, _combinations(found), _space(found.candidates)
+    c, goal, combinations, space = search.candidates, search.goal, _combinations(search), _space(search.candidates)
     any_part = next(iter(goal.parts.values()))
     shared: dict[str, Any] = {OFFLOAD: any_part.on.machine.engine.offload}
-    prices = _prices(found)
+    prices = _prices(search)
     trials = [
         create_trial(
-            params=_params(c, index) | {"recompute": one.degrees.recompute},
+            params=_params(c, index) | {"recompute": plan.degrees.recompute},
             distributions=space,
-            value=goal.value(one),
-            constraints={MISSING: one.needed_bytes - goal.part(one).on.capacity_bytes},
+            value=goal.value(plan),
+            constraints={MISSING: plan.needed_bytes - goal.part(plan).on.capacity_bytes},
             user_attrs=shared
             | {
                 SOURCE: PRICED,
-                "step_s": one.seconds,
-                "needed_bytes": one.needed_bytes,
-                "fits": one.fits,
+                "step_s": plan.seconds,
+                "needed_bytes": plan.needed_bytes,
+                "fits": plan.fits,
                 "best_bound": combinations.bound_beside(index),
             },
         )
-        for index, one in prices.items()
+        for index, plan in prices.items()
     ]
     for index, bound, count in combinations.without(prices):
         fits, params = bound < np.inf, _params(c, index)
@@ -104,10 +104,10 @@ def _trials(found: Searched) -> "list[FrozenTrial]":
     return trials
 
 
-def _prices(found: Searched) -> dict[int, Priced]:
+def _prices(search: Searched) -> dict[int, Priced]:
     """Exact prices of candidates as they are: those of the search in its order, then those of the next best plans."""
-    others = {index: one for (index, cut), one in found.together.found.items() if cut == AS_IT_IS}
-    return {**found.exact, **{index: one for index, one in others.items() if index not in found.exact}}
+    others = {index: plan for (index, cut), plan in search.together.found.items() if cut == AS_IT_IS}
+    return {**search.exact, **{index: plan for index, plan in others.items() if index not in search.exact}}
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -131,12 +131,12 @@ class _Combinations:
                 yield index, float(self.bounds[index]), int(self.counts[kind])
 
 
-def _combinations(found: Searched) -> _Combinations:
+def _combinations(search: Searched) -> _Combinations:
     """Bounds are those of the proof: screened, then raised by exact prices. Refused splits have none."""
-    c, screened = found.candidates, found.screened
-    bounds = found.goal.bounds(c, replace(screened, seconds=raised_seconds(found)))
+    c, screened = search.candidates, search.screened
+    bounds = search.goal.bounds(c, replace(screened, seconds=raised_seconds(search)))
     least_bytes = np.minimum(screened.without_bytes, screened.recomputed_bytes)
-    legal = np.flatnonzero(~c.of(*found.refused))
+    legal = np.flatnonzero(~c.of(*search.refused))
     order = legal[np.lexsort((least_bytes[legal], bounds[legal]))]
     kinds = kinds_of(c, COMBINATION)
     first = np.sort(np.unique(kinds[order], return_index=True)[1])
@@ -153,13 +153,13 @@ def _space(c: Candidates) -> "dict[str, BaseDistribution]":
     """The distributions of all degrees. They follow from the candidates, which all searches of a study share."""
     from optuna.distributions import CategoricalDistribution, IntDistribution
 
-    found: dict[str, BaseDistribution] = {"recompute": CategoricalDistribution(RECOMPUTE)}
+    distributions: dict[str, BaseDistribution] = {"recompute": CategoricalDistribution(RECOMPUTE)}
     for each in DIMENSIONS:
         most = each.most or int(np.max(_column(c, each)))
-        found[each.word] = (
+        distributions[each.word] = (
             CategoricalDistribution(each.names) if each.names else IntDistribution(each.least, most, log=each.least > 0)
         )
-    return found
+    return distributions
 
 
 def _column(c: Candidates, each: Dimension) -> NDArray[np.int64]:
@@ -167,15 +167,15 @@ def _column(c: Candidates, each: Dimension) -> NDArray[np.int64]:
     return column
 
 
-def _rank(one: "FrozenTrial") -> tuple[bool, bool, float]:
+def _rank(trial: "FrozenTrial") -> tuple[bool, bool, float]:
     """Exact prices first, plans that fit first, then by value or bound."""
-    value = one.intermediate_values.get(0, np.inf) if one.value is None else one.value
-    return one.user_attrs[SOURCE] == BOUND, not one.user_attrs["fits"], value
+    value = trial.intermediate_values.get(0, np.inf) if trial.value is None else trial.value
+    return trial.user_attrs[SOURCE] == BOUND, not trial.user_attrs["fits"], value
 
 
-def _key(one: "FrozenTrial") -> str | None:
+def _key(trial: "FrozenTrial") -> str | None:
     """The text of a trial's candidate or combination. None for trials that this module does not write."""
-    words = {PRICED: WORDS, BOUND: COMBINATION}.get(one.user_attrs.get(SOURCE, ""))
+    words = {PRICED: WORDS, BOUND: COMBINATION}.get(trial.user_attrs.get(SOURCE, ""))
     if words is None:
         return None
-    return json.dumps([one.user_attrs[SOURCE], one.user_attrs[OFFLOAD], *(one.params[word] for word in words)])
+    return json.dumps([trial.user_attrs[SOURCE], trial.user_attrs[OFFLOAD], *(trial.params[word] for word in words)])

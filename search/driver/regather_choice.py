@@ -45,19 +45,19 @@ MOST_VARIED = 4  # candidates whose cuts are moved
 
 
 def with_kept(
-    found: Searched, works_kept: Works, *, most_exact: int, should_continue: Callable[[], bool] = lambda: True
+    search: Searched, works_kept: Works, *, most_exact: int, should_continue: Callable[[], bool] = lambda: True
 ) -> Searched:
     """The search's result with the best plan that keeps gathered values, and with a bound of both kinds.
 
-    `works_kept` are the block costs with kept values, under the labels that `found` was priced with. If memory is the
+    `works_kept` are the block costs with kept values, under the labels that `search` was priced with. If memory is the
     objective, or if nothing fits, gathering again is the best.
     """
-    if found.proof.best is None or found.goal.is_memory:
-        return found
-    kept, own = _Kept(found, works_kept), found.proof
+    if search.proof.best is None or search.goal.is_memory:
+        return search
+    kept, old = _Kept(search, works_kept), search.proof
     proof = best_first(
         kept.bounds,
-        found.classes,
+        search.classes,
         kept.value,
         most=most_exact if should_continue() else 0,
         should_continue=should_continue,
@@ -65,36 +65,36 @@ def with_kept(
         added=kept.added,
     )
     kept.price_moved()
-    both = replace(own, bound=min(own.bound, proof.bound), is_proven=own.is_proven and proof.is_proven)
-    return replace(found, kept=kept.best, proof=both)
+    both = replace(old, bound=min(old.bound, proof.bound), is_proven=old.is_proven and proof.is_proven)
+    return replace(search, kept=kept.best, proof=both)
 
 
 class _Kept:
     """Candidates that may beat the best plan if they keep gathered values."""
 
-    def __init__(self, found: Searched, works_kept: Works) -> None:
-        assert found.best is not None
-        self.found, self.goal, self.works_kept = found, found.goal, works_kept
-        self.least = found.goal.value(found.best) * (1 - ROUNDING)
+    def __init__(self, search: Searched, works_kept: Works) -> None:
+        assert search.best is not None
+        self.found, self.goal, self.works_kept = search, search.goal, works_kept
+        self.least = search.goal.value(search.best) * (1 - ROUNDING)
         self.works: dict[Split, ProgramWorks] = {}
         self.refused: set[Split] = set()
-        self.together = Together(found.candidates, self.works, self.goal)
+        self.together = Together(search.candidates, self.works, self.goal)
         self.per_second = self.goal.bounds(
-            found.candidates, replace(found.screened, seconds=np.ones(len(found.candidates)))
+            search.candidates, replace(search.screened, seconds=np.ones(len(search.candidates)))
         )
         self.bounds = self._bounds()
 
     @property
     def best(self) -> Priced | None:
-        fitting = [one for one in self.together.found.values() if one.fits]
+        fitting = [plan for plan in self.together.found.values() if plan.fits]
         return min(fitting, key=self.goal.value, default=None)
 
     def _bounds(self) -> Floats:
         """Bounds with kept values. A bound that is not below the least value is infinite."""
         c = self.found.candidates
         bounds = self.goal.bounds(c, replace(self.found.screened, seconds=raised_seconds(self.found)))
-        for index, one in self.found.exact.items():
-            bounds[index] = self.goal.value(one) if one.fits else np.inf
+        for index, plan in self.found.exact.items():
+            bounds[index] = self.goal.value(plan) if plan.fits else np.inf
         bounds[c.of(Split(1))] = np.inf
         mine = np.flatnonzero(np.isfinite(bounds))
         if len(mine):
@@ -128,67 +128,67 @@ class _Kept:
 
     def price(self, wanted: Sequence[Varied]) -> None:
         """Price the wanted candidates whose split has labels."""
-        self.together.price([one for one in wanted if self._can_price(self.found.candidates.split(one[0]))])
+        self.together.price([varied for varied in wanted if self._can_price(self.found.candidates.split(varied[0]))])
 
     def value(self, index: int) -> float:
         self.price([(index, AS_IT_IS)])
-        one = self.together.found.get((index, AS_IT_IS))
-        return self.goal.value(one) if one is not None and one.fits else np.inf
+        plan = self.together.found.get((index, AS_IT_IS))
+        return self.goal.value(plan) if plan is not None and plan.fits else np.inf
 
-    def added(self, index: int, alike: NDArray[np.int64]) -> Floats:
+    def added(self, index: int, peers: NDArray[np.int64]) -> Floats:
         """The value that an exact price adds to the bounds of other candidates of its class.
 
         All of them have the same pipeline. The price shows by how much this pipeline is longer or shorter than
         screening says. Infinite if the new value is not below the least value.
         """
-        screened, one = self.found.screened, self.together.found[index, AS_IT_IS]
+        screened, plan = self.found.screened, self.together.found[index, AS_IT_IS]
         levels = [each[index] for each in screened.pipelines]
-        more = [pipeline - bound for pipeline, bound in zip(one.pipelines, levels, strict=False)]
+        more = [pipeline - bound for pipeline, bound in zip(plan.pipelines, levels, strict=False)]
         more += [NOTHING_KNOWN] * (len(levels) - len(more))
-        parts, known = level_weights(screened.level[alike]), self.bounds[alike]
-        seconds = screened.seconds[alike] + sum(part * each for part, each in zip(parts, more, strict=True))
-        values = seconds * self.per_second[alike]
+        parts, known = level_weights(screened.level[peers]), self.bounds[peers]
+        seconds = screened.seconds[peers] + sum(part * each for part, each in zip(parts, more, strict=True))
+        values = seconds * self.per_second[peers]
         return np.where(values < self.least, np.maximum(values - known, 0.0), np.inf)
 
     def price_moved(self) -> None:
         """Price the varied cuts of the best plan and, if the search has trials, of the few nearly best candidates."""
         c, before, best = self.found.candidates, self.found.together.found, replace(self.found, chunked=None).best
-        moved = [one for one, priced in before.items() if one[1] != AS_IT_IS and priced is best]
+        moved = [varied for varied, priced in before.items() if varied[1] != AS_IT_IS and priced is best]
         near = [
-            (self.goal.value(one), index)
-            for (index, _), one in self.together.found.items()
-            if one.fits and c.pp[index] > 1 and self.goal.value(one) < self.least * (1 + NEARLY)
+            (self.goal.value(plan), index)
+            for (index, _), plan in self.together.found.items()
+            if plan.fits and c.pp[index] > 1 and self.goal.value(plan) < self.least * (1 + NEARLY)
         ]
         if self.found.refined.trials:
             varied = [index for _, index in sorted(near)[:MOST_VARIED]]
             cuts = [Cut(first, last, by_stage=True) for first, last in product(MOVES, MOVES)]
             moved += [(index, cut) for index in varied for cut in cuts]
-        self.price([one for one in moved if c.split(one[0]) != Split(1)])
+        self.price([varied for varied in moved if c.split(varied[0]) != Split(1)])
 
 
-def most_saved(found: Searched, index: NDArray[np.int64]) -> Floats:
+def most_saved(search: Searched, index: NDArray[np.int64]) -> Floats:
     """The largest fraction of a step that each candidate can save by keeping gathered values."""
-    c, works = found.candidates.at(index), found.together.works
+    c, works = search.candidates.at(index), search.together.works
     columns = (c.tp, c.cp, c.ep, c.num_devices, c.micro_batch, c.dp, c.pp, c.order, np.isin(c.schedule, SPLITS))
     each = distinct([numbered(column) for column in columns])
     few = c.at(each.rows)
     saved = np.zeros(len(few))
-    for own, splits in sharing(few.splits(), lambda split: works_behind(split, works)):
-        for devices, part in found.goal.parts.items():
+    for shared, splits in sharing(few.splits(), lambda split: works_behind(split, works)):
+        for devices, part in search.goal.parts.items():
             mine = np.flatnonzero(few.of(*splits) & (few.num_devices == devices))
             if len(mine):
-                saved[mine] = _most_saved(own, few.at(mine), part.on)
+                saved[mine] = _most_saved(shared, few.at(mine), part.on)
     return np.broadcast_to(spread(saved, each.index), len(index))
 
 
-def _most_saved(works: ProgramWorks, found: Candidates, on: Machinery) -> Floats:
-    basis, layouts = basis_of(works, on), layouts_of(found, sequence_parallel=works.sequence_parallel)
-    again = family_at(works, layouts, on.machine.mechanisms)
-    kept = _without_second_gathers(again)
-    staged, splits = found.pp > 1, np.isin(found.schedule, SPLITS)
-    saved = np.zeros(len(found))
+def _most_saved(works: ProgramWorks, candidates: Candidates, on: Machinery) -> Floats:
+    basis, layouts = basis_of(works, on), layouts_of(candidates, sequence_parallel=works.sequence_parallel)
+    gathered = family_at(works, layouts, on.machine.mechanisms)
+    kept = _without_second_gathers(gathered)
+    staged, splits = candidates.pp > 1, np.isin(candidates.schedule, SPLITS)
+    saved = np.zeros(len(candidates))
     for role in (*repeated_roles(basis.shape), *_ENDS):
-        ours, theirs = _passes(basis, again, layouts, role), _passes(basis, kept, layouts, role)
+        ours, theirs = _passes(basis, gathered, layouts, role), _passes(basis, kept, layouts, role)
         least = ours.backward + np.where(staged, np.where(splits, -ours.weight, 0.0), ours.forward)
         less = ours.backward - theirs.backward
         saved = np.maximum(saved, np.where(less > 0, less / np.where(less > 0, least, 1.0), 0.0))

@@ -65,8 +65,8 @@ class Members:
 
     def like(self, index: int) -> NDArray[np.intp]:
         """The candidates of the class of one of them, in order."""
-        (order, begins), one = self._sorted, int(self.classes[index])
-        return order[begins[one] : begins[one + 1]]
+        (order, begins), number = self._sorted, int(self.classes[index])
+        return order[begins[number] : begins[number + 1]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,17 +99,17 @@ class Searched:
 
         It may be a candidate, a variation of its cuts, a plan that keeps gathered values, or one with a loss in chunks.
         """
-        found = None if self.proof.best is None else self.exact[self.proof.best.index]
-        for one in (self.refined.best, self.kept, self.chunked):
-            if found is None or (one is not None and self.goal.value(one) < self.goal.value(found)):
-                found = one
-        return found
+        best = None if self.proof.best is None else self.exact[self.proof.best.index]
+        for plan in (self.refined.best, self.kept, self.chunked):
+            if best is None or (plan is not None and self.goal.value(plan) < self.goal.value(best)):
+                best = plan
+        return best
 
     @property
     def index_of_best(self) -> int | None:
         """The candidate of the best plan. None if the plan has varied cuts or keeps gathered values."""
         best = self.best
-        return next((index for index, one in self.exact.items() if one is best), None)
+        return next((index for index, plan in self.exact.items() if plan is best), None)
 
 
 def search_degrees(
@@ -136,15 +136,15 @@ def search_degrees(
     """
     whole = Part(cluster=cluster, on=on, weight=1.0)
     goal = goal or Goal(objective="time", parts={cluster.num_devices: whole})
-    found = _Search(works_of, cluster, constraints, goal, below, labelled_as)
-    on_progress(f"{len(found.candidates):,} candidates")
+    search = _Search(works_of, cluster, constraints, goal, below, labelled_as)
+    on_progress(f"{len(search.candidates):,} candidates")
     while True:
-        proof = found.explore(most_exact, should_continue, on_progress)
-        open_split = found.open_split(proof)
+        proof = search.explore(most_exact, should_continue, on_progress)
+        open_split = search.open_split(proof)
         if open_split is None:
-            return found.result(proof, found.refined(proof, trials, seed, place, should_continue, on_progress))
+            return search.result(proof, search.refined(proof, trials, seed, place, should_continue, on_progress))
         on_progress(f"labels for {open_split}")
-        found.label(open_split)
+        search.label(open_split)
 
 
 def classes_of(c: Candidates, goal: Goal) -> NDArray[np.int64]:
@@ -155,21 +155,21 @@ def classes_of(c: Candidates, goal: Goal) -> NDArray[np.int64]:
     columns: Sequence[Any] = (
         c.num_devices, c.tp, c.cp, c.ep, c.pp, c.schedule, c.virtual, c.micro_batch, c.micro_batches, c.order,
     )  # fmt: skip
-    found = distinct([numbered(column) for column in (*columns, alone)]).index
-    return np.zeros(len(c), dtype=np.int64) if found is None else found
+    classes = distinct([numbered(column) for column in (*columns, alone)]).index
+    return np.zeros(len(c), dtype=np.int64) if classes is None else classes
 
 
-def added_seconds(screened: Screened, index: int, one: Priced, alike: NDArray[np.int64]) -> Floats:
+def added_seconds(screened: Screened, index: int, plan: Priced, peers: NDArray[np.int64]) -> Floats:
     """Seconds that the exact price of a candidate adds to the bounds of other candidates of its class.
 
     They are the exact time of its pipeline less the bound, at the recomputation of each candidate. State, gradient sums
     and the optimizer differ in a class.
     """
     bounds = [each[index] for each in screened.pipelines]
-    more = [max(0.0, pipeline - bound) for pipeline, bound in zip(one.pipelines, bounds, strict=False)]
-    parts = level_weights(screened.level[alike])
-    found = [part * seconds for part, seconds in zip(parts, more, strict=False)]
-    return np.asarray(sum(found, np.zeros(len(alike))))
+    more = [max(0.0, pipeline - bound) for pipeline, bound in zip(plan.pipelines, bounds, strict=False)]
+    parts = level_weights(screened.level[peers])
+    added = [part * seconds for part, seconds in zip(parts, more, strict=False)]
+    return np.asarray(sum(added, np.zeros(len(peers))))
 
 
 def stand_in(split: Split, labelled: Sequence[Split]) -> Split | None:
@@ -178,20 +178,20 @@ def stand_in(split: Split, labelled: Sequence[Split]) -> Split | None:
     It has no context ranks, and several tensor ranks if `split` has. It has the expert ranks of `split`, or none. It is
     the first such one of the `labelled` splits.
     """
-    alike = [one for one in labelled if one.cp == 1 and (one.tp > 1) == (split.tp > 1) and one.ep in (1, split.ep)]
-    return max(alike, key=lambda one: one.ep, default=None)
+    like = [s for s in labelled if s.cp == 1 and (s.tp > 1) == (split.tp > 1) and s.ep in (1, split.ep)]
+    return max(like, key=lambda s: s.ep, default=None)
 
 
 def sharing(
     splits: Iterable[Split], works_of: Callable[[Split], ProgramWorks | None]
 ) -> list[tuple[ProgramWorks, list[Split]]]:
     """Splits by the block costs that screen them. Splits without block costs are left out."""
-    found: dict[int, tuple[ProgramWorks, list[Split]]] = {}
+    groups: dict[int, tuple[ProgramWorks, list[Split]]] = {}
     for split in splits:
         works = works_of(split)
         if works is not None:
-            found.setdefault(id(works), (works, []))[1].append(split)
-    return list(found.values())
+            groups.setdefault(id(works), (works, []))[1].append(split)
+    return list(groups.values())
 
 
 def works_behind(split: Split, works: Mapping[Split, ProgramWorks]) -> ProgramWorks | None:
@@ -202,11 +202,11 @@ def works_behind(split: Split, works: Mapping[Split, ProgramWorks]) -> ProgramWo
 
 def _stand_ins(splits: Sequence[Split], labelled_as: Callable[[Split], Split]) -> list[Split]:
     """The smallest split of each kind that `stand_in` tells apart. Expert degrees with the same labels are one kind."""
-    found: dict[tuple[int, bool], Split] = {}
-    for split in sorted(splits, key=lambda one: (one.ep, one.tp)):
+    stand_ins: dict[tuple[int, bool], Split] = {}
+    for split in sorted(splits, key=lambda split: (split.ep, split.tp)):
         if split.cp == 1:
-            found.setdefault((labelled_as(split).ep, split.tp > 1), split)
-    return list(found.values())
+            stand_ins.setdefault((labelled_as(split).ep, split.tp > 1), split)
+    return list(stand_ins.values())
 
 
 class _Search:
@@ -257,26 +257,26 @@ class _Search:
     def _choose(self, split: Split) -> bool:
         """Choose labels for a split and for the splits that share them. False if there are none."""
         of = self.labelled_as(split)
-        alike = [other for other in self.unlabelled if self.labelled_as(other) == of]
-        self.unlabelled = [other for other in self.unlabelled if other not in alike]
-        own = self._places(alike)
-        self.needs_labels[own] = False
+        peers = [other for other in self.unlabelled if self.labelled_as(other) == of]
+        self.unlabelled = [other for other in self.unlabelled if other not in peers]
+        places = self._places(peers)
+        self.needs_labels[places] = False
         try:
-            self.works |= dict.fromkeys(alike, self.works_of(*split))
+            self.works |= dict.fromkeys(peers, self.works_of(*split))
         except AutoparError as error:
-            self.refused |= dict.fromkeys(alike, str(error))
-            self._put(own, None)
+            self.refused |= dict.fromkeys(peers, str(error))
+            self._put(places, None)
             return False
         return True
 
     def _screen(self, split: Split) -> None:
         """Screen the candidates that depend on the labels of a split: its own, and the candidates it stands in for."""
         works, labelled = self.works[split], tuple(self.works)
-        own = self._places([other for other in labelled if self.works[other] is works])
+        places = self._places([other for other in labelled if self.works[other] is works])
         if split.cp > 1 and stand_in(split, labelled) is not None:
-            own = own[self._is_open(own)]
+            places = places[self._is_open(places)]
         others = self._places([other for other in self.unlabelled if self._stands_in(works, other, labelled)])
-        wanted = np.sort(np.concatenate([own, others]))
+        wanted = np.sort(np.concatenate([places, others]))
         for on, mine in self.machinery:
             index = wanted[mine[wanted]]
             if len(index):
@@ -298,7 +298,7 @@ class _Search:
         They may become the best, or nearly the best, also if every stage recomputes its own number of blocks. Own
         labels of context ranks only make them slower.
         """
-        least = min(self.below, *(self.goal.value(one) for one in self.exact.values() if one.fits), np.inf)
+        least = min(self.below, *(self.goal.value(plan) for plan in self.exact.values() if plan.fits), np.inf)
         if not np.isfinite(least):
             return np.ones(len(index), dtype=bool)
         screened = Screened(**{name: column[index] for name, column in self.columns.items()})
@@ -335,14 +335,14 @@ class _Search:
                 return float(bounds[index])
             if index not in self.exact:
                 self.exact[index] = self.together.priced(index)
-            one = self.exact[index]
-            return self.goal.value(one) if one.fits else np.inf
+            plan = self.exact[index]
+            return self.goal.value(plan) if plan.fits else np.inf
 
         def on_bound(best: float, bound: float) -> None:
-            found = f"best {readable_value(best, self.goal.unit)}" if np.isfinite(best) else "none fits yet"
-            on_progress(f"{len(self.exact):,} plans priced: {found}, bound {readable_value(bound, self.goal.unit)}")
+            status = f"best {readable_value(best, self.goal.unit)}" if np.isfinite(best) else "none fits yet"
+            on_progress(f"{len(self.exact):,} plans priced: {status}, bound {readable_value(bound, self.goal.unit)}")
 
-        known = [*self.exact, *(one.index for one in self.baselines if not needs_labels[one.index])]
+        known = [*self.exact, *(baseline.index for baseline in self.baselines if not needs_labels[baseline.index])]
         return best_first(
             bounds,
             self.classes,
@@ -354,17 +354,17 @@ class _Search:
             prefetch=lambda likely: self.together.price(
                 [(i, AS_IT_IS) for i in likely if not needs_labels[i] and np.isfinite(bounds[i])]
             ),
-            added=lambda index, alike: self.added(bounds, index, alike),
+            added=lambda index, peers: self.added(bounds, index, peers),
             on_bound=on_bound,
         )
 
-    def added(self, bounds: Floats, index: int, alike: NDArray[np.int64]) -> Floats:
+    def added(self, bounds: Floats, index: int, peers: NDArray[np.int64]) -> Floats:
         """The value that an exact price adds to the bounds of other candidates of its class."""
         if index not in self.exact:
-            return np.zeros(len(alike))
+            return np.zeros(len(peers))
         screened = Screened(**self.columns)
-        worth = bounds[alike] / np.maximum(screened.seconds[alike], 1e-300)  # of a second
-        return np.asarray(added_seconds(screened, index, self.exact[index], alike) * worth)
+        worth = bounds[peers] / np.maximum(screened.seconds[peers], 1e-300)  # of a second
+        return np.asarray(added_seconds(screened, index, self.exact[index], peers) * worth)
 
     def bounds(self) -> Floats:
         """The smallest possible value of every candidate. It is infinite if it is not smaller than `below`."""
@@ -408,12 +408,12 @@ class _Search:
             values,
             best,
             others,
-            [one for one in self.baselines if can_be_priced[one.index]],
+            [baseline for baseline in self.baselines if can_be_priced[baseline.index]],
         )
-        if place is None and not any(one.is_varied for one in starts):
+        if place is None and not any(start.is_varied for start in starts):
             return Refined()
 
-        as_they_are = {one.index for one in starts if not one.is_varied}
+        as_they_are = {start.index for start in starts if not start.is_varied}
 
         def cut(index: int, moved: tuple[int, int]) -> Cut:
             return Cut(*moved, by_stage=index not in as_they_are)
@@ -439,14 +439,14 @@ class _Search:
         A priced candidate has its value, infinite if it does not fit.
         """
         bounds = self.bounds()
-        found = bounds.copy()
+        raised = bounds.copy()
         for index in self.exact:
-            alike = self.members.like(index)
-            alike = alike[np.isfinite(bounds[alike])]
-            found[alike] = np.maximum(found[alike], bounds[alike] + self.added(bounds, index, alike))
-        for index, one in self.exact.items():
-            found[index] = self.goal.value(one) if one.fits else np.inf
-        return found
+            peers = self.members.like(index)
+            peers = peers[np.isfinite(bounds[peers])]
+            raised[peers] = np.maximum(raised[peers], bounds[peers] + self.added(bounds, index, peers))
+        for index, plan in self.exact.items():
+            raised[index] = self.goal.value(plan) if plan.fits else np.inf
+        return raised
 
     def by_stage(self, can_be_priced: NDArray[np.bool_], best: float, should_continue: Callable[[], bool]) -> list[int]:
         """Candidates that may beat the best value, or fit, if every stage recomputes its own number of blocks.
@@ -459,7 +459,7 @@ class _Search:
             return []
         screened = Screened(**self.columns)
         recomputes = screened.level > 0
-        recomputes[[index for index, one in self.exact.items() if one.degrees.recompute != "none"]] = True
+        recomputes[[index for index, plan in self.exact.items() if plan.degrees.recompute != "none"]] = True
         mine = can_be_priced & recomputes & (self.candidates.pp > 1)
         if not np.any(mine):
             return []
@@ -468,10 +468,10 @@ class _Search:
         least = estimates * (1 - NEARLY)
 
         def price(index: int) -> float:
-            one = self.together.priced(index, BY_STAGE)
-            return self.goal.value(one) if one.fits else np.inf
+            plan = self.together.priced(index, BY_STAGE)
+            return self.goal.value(plan) if plan.fits else np.inf
 
-        found = best_first(
+        proof = best_first(
             np.where(least < min(best, self.below), least, np.inf),
             kinds_of(self.candidates, ("schedule",)),
             price,
@@ -480,8 +480,8 @@ class _Search:
             prefetch=lambda likely: self.together.price([(index, BY_STAGE) for index in likely]),
             added=lambda index, _: max(0.0, price(index) - float(estimates[index])),
         )
-        fitting = [one for one in found.priced if np.isfinite(one.value)]
-        return [one.index for one in sorted(fitting, key=lambda one: one.value)]
+        fitting = [price for price in proof.priced if np.isfinite(price.value)]
+        return [price.index for price in sorted(fitting, key=lambda price: price.value)]
 
     def result(self, proof: Proof, refined: Refined) -> Searched:
         return Searched(

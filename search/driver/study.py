@@ -65,7 +65,7 @@ class StudyPlace:
                 for word, value in self.question.items():
                     study.set_user_attr(word, value)
                 study.set_user_attr(CANDIDATES, list(candidates))
-        choices = [str(one) for one in self._checked(study)[CANDIDATES]]
+        choices = [str(text) for text in self._checked(study)[CANDIDATES]]
         return study if name == NAME else self._study(name), choices
 
     @contextmanager
@@ -105,14 +105,14 @@ class StudyPlace:
         return known
 
     def _refuse_another_question(self, known: Mapping[str, Any]) -> None:
-        found = []
+        wrong = []
         for name, value in self.question.items():
             if name not in known and CANDIDATES in known:
-                found.append(Problem(path=name, rule="the study was made without it", value=value))
+                wrong.append(Problem(path=name, rule="the study was made without it", value=value))
             elif name in known and known[name] != json.loads(json.dumps(value)):
-                found.append(Problem(path=name, rule=f"the study was made with {_short(known[name])}", value=value))
-        if found:
-            raise InputError(f"study {self.where} is of another search; repeat that search, or name a new file", found)
+                wrong.append(Problem(path=name, rule=f"the study was made with {_short(known[name])}", value=value))
+        if wrong:
+            raise InputError(f"study {self.where} is of another search; repeat that search, or name a new file", wrong)
 
 
 @contextmanager
@@ -251,7 +251,7 @@ def _set_up(where: str, name: str = NAME) -> "optuna.Study":
     import optuna
     from sqlalchemy.exc import IntegrityError, OperationalError
 
-    for again in range(TIMES):
+    for attempt in range(TIMES):
         try:
             storage = _storage(where)
             try:
@@ -259,7 +259,7 @@ def _set_up(where: str, name: str = NAME) -> "optuna.Study":
             except KeyError:
                 return optuna.create_study(storage=storage, study_name=name, load_if_exists=True)
         except (IntegrityError, OperationalError, optuna.exceptions.StorageInternalError):
-            if again == TIMES - 1:
+            if attempt == TIMES - 1:
                 raise
             time.sleep(0.1)
     raise AssertionError("not reached")
@@ -316,11 +316,11 @@ def _drop_partial_line(path: Path) -> None:
 
 def _settled(study: "optuna.Study") -> Mapping[str, Any]:
     """A study's attributes. If another process has just made the study, this waits until it has written them."""
-    made = bool(study.user_attrs)
-    until = time.monotonic() + (WAIT_S if made else 0.0)
-    while CANDIDATES not in (found := study.user_attrs) and time.monotonic() < until:
+    is_made = bool(study.user_attrs)
+    until = time.monotonic() + (WAIT_S if is_made else 0.0)
+    while CANDIDATES not in (attributes := study.user_attrs) and time.monotonic() < until:
         time.sleep(0.05)
-    return found
+    return attributes
 
 
 def importance(study: "optuna.Study") -> dict[str, float]:
@@ -332,8 +332,8 @@ def importance(study: "optuna.Study") -> dict[str, float]:
 
     with suppress(ValueError, RuntimeError), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # it warns if trials are alike and parameters decide equally
-        found = optuna.importance.get_param_importances(study)
-        return {name: float(value) for name, value in sorted(found.items())}
+        importances = optuna.importance.get_param_importances(study)
+        return {name: float(value) for name, value in sorted(importances.items())}
     return {}
 
 

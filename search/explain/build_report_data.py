@@ -78,7 +78,7 @@ def _ranks(pricing: Pricing, stages: Stages | None) -> Iterator[RankCost]:
         parts = _of_rank(step.parts, rank)
         yield RankCost(
             rank=rank,
-            stages=(0,) if stages is None else tuple(s for s, own in enumerate(stages.ranks) if own == rank),
+            stages=(0,) if stages is None else tuple(s for s, of_stage in enumerate(stages.ranks) if of_stage == rank),
             num_blocks=sum(bool(role) and role not in ENDS for role in roles),
             has_first="first" in roles,
             has_last="last" in roles,
@@ -104,20 +104,20 @@ def timeline_of(pricing: Pricing, stages: Stages, most: int = MOST_PASSES) -> Ti
     messages_are: Literal["overlapped", "blocking"] = (
         "overlapped" if pricing.question.engine.messages == "overlapped" else "blocking"
     )
-    found = simulate(orders, stage_seconds(forward, backward, weight, message), messages=messages_are)
-    passes = sorted(found.timeline(), key=lambda one: (one.start_s, one.rank))
-    messages = list(found.messages([0.0] * len(stages.roles), [0.0] * len(stages.roles)))
+    run = simulate(orders, stage_seconds(forward, backward, weight, message), messages=messages_are)
+    passes = sorted(run.timeline(), key=lambda event: (event.start_s, event.rank))
+    messages = list(run.messages([0.0] * len(stages.roles), [0.0] * len(stages.roles)))
     gap = None
     if len(passes) > most:
         gap = (passes[most // 2].start_s, passes[len(passes) - most // 2].start_s)
-        passes = [one for one in passes if _is_outside(one.start_s, gap)]
-        messages = [one for one in messages if _is_outside(one.start_s, gap)]
+        passes = [event for event in passes if _is_outside(event.start_s, gap)]
+        messages = [message for message in messages if _is_outside(message.start_s, gap)]
     return Timeline(
         num_ranks=stages.pp,
         num_stages=len(stages.roles),
         micro_batches=stages.micro_batches,
         runs=stages.runs,
-        seconds=found.step_s,
+        seconds=run.step_s,
         passes=tuple(
             (p.rank, p.action.kind, p.action.stage, p.action.micro_batch, _short(p.start_s), _short(p.end_s))
             for p in passes
@@ -125,14 +125,14 @@ def timeline_of(pricing: Pricing, stages: Stages, most: int = MOST_PASSES) -> Ti
         messages=tuple(
             (m.from_rank, m.to_rank, m.from_stage, m.micro_batch, _short(m.start_s), _short(m.end_s)) for m in messages
         ),
-        left_out=sum(map(len, found.orders)) - len(passes),
+        left_out=sum(map(len, run.orders)) - len(passes),
         gap=gap,
     )
 
 
 def _stage_seconds(pricing: Pricing, stages: Stages) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], float]:
-    found, message = pricing.mean_passes_and_message()
-    forward, backward, weight, _ = seconds_of_stages(stages, seconds_of_roles(found))
+    passes, message = pricing.mean_passes_and_message()
+    forward, backward, weight, _ = seconds_of_stages(stages, seconds_of_roles(passes))
     return forward, backward, weight, message
 
 
@@ -148,24 +148,24 @@ def _short(value: float) -> float:
 # ---- candidates ----
 
 
-def points_of(found: Searched, most: int = MOST_POINTS) -> Points:
+def points_of(search: Searched, most: int = MOST_POINTS) -> Points:
     """The candidates that fit, as points of a picture.
 
     All exactly priced candidates are shown. Screened candidates fill the remaining room, evenly from the fastest to the
     slowest; each is shown at the lower bound that the proof uses.
     """
-    screened, candidates = found.screened, found.candidates
-    seconds = raised_seconds(found)
+    screened, candidates = search.screened, search.candidates
+    seconds = raised_seconds(search)
     has_bound = np.isfinite(seconds)  # the other candidates may have a tensor degree without labels
-    level, whole, again = (x[has_bound] for x in (screened.level, screened.without_bytes, screened.recomputed_bytes))
+    level, whole, full = (x[has_bound] for x in (screened.level, screened.without_bytes, screened.recomputed_bytes))
     share = level / MOST_LEVEL
     needed = np.full(len(seconds), np.inf)
-    needed[has_bound] = (1 - share) * whole + share * again
-    needed = np.minimum(needed, _capacities(found))  # enough blocks are recomputed to fit
+    needed[has_bound] = (1 - share) * whole + share * full
+    needed = np.minimum(needed, _capacities(search))  # enough blocks are recomputed to fit
     is_exact = np.zeros(len(seconds), dtype=bool)
-    for index, one in found.exact.items():
-        seconds[index] = one.seconds if one.fits else np.inf
-        needed[index], is_exact[index] = one.needed_bytes, True
+    for index, plan in search.exact.items():
+        seconds[index] = plan.seconds if plan.fits else np.inf
+        needed[index], is_exact[index] = plan.needed_bytes, True
     fitting = np.flatnonzero(np.isfinite(seconds))
     must = fitting[is_exact[fitting]]
     others = np.setdiff1d(fitting, must)
@@ -187,9 +187,9 @@ def points_of(found: Searched, most: int = MOST_POINTS) -> Points:
     return Points(fitting=len(fitting), columns=columns)
 
 
-def _capacities(found: Searched) -> NDArray[np.float64]:
+def _capacities(search: Searched) -> NDArray[np.float64]:
     """The memory that a rank may use on the devices of each candidate."""
-    capacities = np.zeros(len(found.candidates))
-    for count, part in found.goal.parts.items():
-        capacities[found.candidates.num_devices == count] = part.on.capacity_bytes
+    capacities = np.zeros(len(search.candidates))
+    for count, part in search.goal.parts.items():
+        capacities[search.candidates.num_devices == count] = part.on.capacity_bytes
     return capacities

@@ -27,7 +27,7 @@ Hold = Callable[[int, int], bool]  # whether the labels of one tensor degree are
 
 
 def result_of(
-    found: Searched,
+    search: Searched,
     program: Program,
     works_of: Works,
     works_of_best: Works,
@@ -41,13 +41,13 @@ def result_of(
 
     `works_of_best` gives the block costs under the best plan's labels. `top` and `alike` are for `next_plans`.
     """
-    best, goal, whole = found.best, found.goal, found.goal.parts[max(found.goal.parts)]
+    best, goal, whole = search.best, search.goal, search.goal.parts[max(search.goal.parts)]
     on, cluster = whole.on, whole.cluster
     details = None
     if best is not None:
         part = goal.part(best)
         details = details_of(best, works_of_best(*Split.of(best.degrees)), part.cluster, part.on)
-    others = next_plans(found, top, alike=alike)
+    others = next_plans(search, top, alike=alike)
     situation = situation_of(on.machine, works_of(1))
     return SearchResult(
         model="",
@@ -61,19 +61,19 @@ def result_of(
         sequence=program.sequence or 1,
         global_batch=global_batch or (0 if best is None else best.degrees.global_batch),
         device_bytes=on.machine.memory_bytes,
-        best=None if best is None else _contender(found, found.index_of_best, best),
+        best=None if best is None else _contender(search, search.index_of_best, best),
         step_interval_s=None if best is None else interval_of(best.seconds, "time", situation).bounds,
         needed_interval_bytes=None if best is None else interval_of(best.needed_bytes, "memory", situation).bounds,
-        refined=len(found.refined.trials),
-        trials=found.refined.trials,
-        importance=found.refined.importance,
-        others=tuple(_contender(found, index, one) for index, one in others),
-        baselines=tuple(_contender(found, *one) for one in _priced_baselines(found, works_of, hold)),
-        bound=None if found.proof.best is None else found.proof.bound,
-        gap=found.proof.gap,
-        is_proven=found.proof.is_proven,
-        counted=counted(found, on.capacity_bytes),
-        front=front_of(found),
+        refined=len(search.refined.trials),
+        trials=search.refined.trials,
+        importance=search.refined.importance,
+        others=tuple(_contender(search, index, plan) for index, plan in others),
+        baselines=tuple(_contender(search, *baseline) for baseline in _priced_baselines(search, works_of, hold)),
+        bound=None if search.proof.best is None else search.proof.bound,
+        gap=search.proof.gap,
+        is_proven=search.proof.is_proven,
+        counted=counted(search, on.capacity_bytes),
+        front=front_of(search),
         closest=None,
         seconds=0.0,
         notes=program.notes,
@@ -83,7 +83,7 @@ def result_of(
             *_assumed(works_of(1), best, on),
         ),
         details=details,
-        points=points_of(found),
+        points=points_of(search),
     )
 
 
@@ -95,29 +95,29 @@ def _assumed(works: ProgramWorks, best: Priced | None, on: Machinery) -> Iterato
             yield said
 
 
-def _contender(found: Searched, index: int | None, one: Priced, borrowed: int = 0) -> Contender:
+def _contender(search: Searched, index: int | None, plan: Priced, borrowed: int = 0) -> Contender:
     """A priced plan beside the best plan. `borrowed` is the tensor degree of borrowed labels, 0 if they are its own."""
-    best, goal, reason = found.best, found.goal, ""
-    names = {baseline.index: baseline.name for baseline in found.baselines}
-    if not one.fits:
-        missing = one.needed_bytes - goal.part(one).on.capacity_bytes
+    best, goal, reason = search.best, search.goal, ""
+    names = {baseline.index: baseline.name for baseline in search.baselines}
+    if not plan.fits:
+        missing = plan.needed_bytes - goal.part(plan).on.capacity_bytes
         reason = f"does not fit: {readable_bytes(missing)} more than a device has"
-    elif best is not None and one is not best:
-        reason = why_worse(goal, best, one)
+    elif best is not None and plan is not best:
+        reason = why_worse(goal, best, plan)
     if borrowed:
         reason += f"; with the labels of tensor degree {borrowed}"
     return Contender(
-        degrees=degrees_in_plain(one.degrees, one.cuts, regather=one.regather),
-        step_s=one.seconds,
-        needed_bytes=one.needed_bytes,
-        fits=one.fits,
-        slower=0.0 if best is None else one.seconds / best.seconds - 1,
+        degrees=degrees_in_plain(plan.degrees, plan.cuts, regather=plan.regather),
+        step_s=plan.seconds,
+        needed_bytes=plan.needed_bytes,
+        fits=plan.fits,
+        slower=0.0 if best is None else plan.seconds / best.seconds - 1,
         reason=reason,
-        parts=parts_of(one.step.parts),
-        value=goal.value(one),
-        num_devices=one.degrees.world_size,
+        parts=parts_of(plan.step.parts),
+        value=goal.value(plan),
+        num_devices=plan.degrees.world_size,
         name="" if index is None else names.get(index, ""),
-        is_like_best=best is not None and one is not best and one.fits and _is_like(one.seconds, best.seconds),
+        is_like_best=best is not None and plan is not best and plan.fits and _is_like(plan.seconds, best.seconds),
     )
 
 
@@ -125,23 +125,23 @@ def _is_like(seconds: float, best_s: float) -> bool:
     return seconds < best_s * (1 + likely_slower())
 
 
-def _priced_baselines(found: Searched, works_of: Works, hold: Hold) -> Iterator[tuple[int, Priced, int]]:
+def _priced_baselines(search: Searched, works_of: Works, hold: Hold) -> Iterator[tuple[int, Priced, int]]:
     """The legal baselines by candidate, their prices, and the tensor degree of borrowed labels.
 
     A tensor degree whose bound is far from the best has no labels. Its baseline borrows the labels of another degree if
     they are legal; 0 means that nothing is borrowed. Baselines have no context ranks.
     """
-    first = min((split.tp for split in found.labelled if split.tp > 1 and split.cp == split.ep == 1), default=0)
-    for index in (baseline.index for baseline in found.baselines):
-        split = found.candidates.split(index)
-        if split in found.labelled:
-            yield index, found.together.priced(index), 0
-        elif split not in found.refused:
+    first = min((split.tp for split in search.labelled if split.tp > 1 and split.cp == split.ep == 1), default=0)
+    for index in (baseline.index for baseline in search.baselines):
+        split = search.candidates.split(index)
+        if split in search.labelled:
+            yield index, search.together.priced(index), 0
+        elif split not in search.refused:
             borrowed = first if first and hold(first, split.tp) else 0
             try:
                 works = works_of(borrowed or split.tp)
             except AutoparError:
                 continue
-            degrees = found.candidates.degrees(index)
-            part = found.goal.parts[degrees.world_size]
-            yield index, priced(works, degrees, part.on, least_memory=found.goal.is_memory), borrowed
+            degrees = search.candidates.degrees(index)
+            part = search.goal.parts[degrees.world_size]
+            yield index, priced(works, degrees, part.on, least_memory=search.goal.is_memory), borrowed

@@ -20,26 +20,26 @@ from autopar.search.result.result import Contender, degrees_in_plain
 MOST_BOUNDS = 60  # reported screened points of the front, spread evenly over it
 
 
-def front_of(found: Searched) -> tuple[Contender, ...]:
+def front_of(search: Searched) -> tuple[Contender, ...]:
     """The front, in the order of step times."""
-    goal = found.goal
-    fitting = {index: one for index, one in found.exact.items() if one.fits}
-    plans = [*fitting.values(), *(one for one in (found.refined.best, found.kept) if one is not None)]
-    best = found.best
+    goal = search.goal
+    fitting = {index: plan for index, plan in search.exact.items() if plan.fits}
+    plans = [*fitting.values(), *(plan for plan in (search.refined.best, search.kept) if plan is not None)]
+    best = search.best
     if best is None:
         return ()
-    own = np.array([[one.seconds, one.needed_bytes, one.degrees.world_size] for one in plans])
-    exact = [plans[i] for i in not_beaten(own)]
-    points, which = _bounds(found, list(found.exact))
-    told = np.array([[one.seconds, one.needed_bytes, one.degrees.world_size] for one in exact])
+    values = np.array([[plan.seconds, plan.needed_bytes, plan.degrees.world_size] for plan in plans])
+    exact = [plans[i] for i in not_beaten(values)]
+    points, which = _bounds(search, list(search.exact))
+    told = np.array([[plan.seconds, plan.needed_bytes, plan.degrees.world_size] for plan in exact])
     left = np.flatnonzero(~_beaten_by(points, told))
     kept = left[not_beaten(points[left])] if len(left) else left
     if len(kept) > MOST_BOUNDS:
         kept = kept[np.unique(np.linspace(0, len(kept) - 1, MOST_BOUNDS).round().astype(int))]
-    rows = [_of_plan(goal, one) for one in exact]
-    rows += [_of_bound(found, points[i], int(which[i])) for i in kept]
-    rows = [replace(one, slower=one.step_s / best.seconds - 1) for one in rows]
-    return tuple(sorted(rows, key=lambda one: (one.step_s, one.needed_bytes, one.num_devices)))
+    rows = [_of_plan(goal, plan) for plan in exact]
+    rows += [_of_bound(search, points[i], int(which[i])) for i in kept]
+    rows = [replace(row, slower=row.step_s / best.seconds - 1) for row in rows]
+    return tuple(sorted(rows, key=lambda row: (row.step_s, row.needed_bytes, row.num_devices)))
 
 
 def not_beaten(points: Floats) -> NDArray[np.int64]:
@@ -57,8 +57,8 @@ def not_beaten(points: Floats) -> NDArray[np.int64]:
         mine = mine[points[mine, 1] < least]
         mine = mine[~_beaten_by(points[mine], points[kept])] if kept else mine
         kept += mine.tolist()
-    found = np.array(kept, dtype=np.int64)
-    return found[np.argsort(points[found, 0], kind="stable")] if kept else found
+    indices = np.array(kept, dtype=np.int64)
+    return indices[np.argsort(points[indices, 0], kind="stable")] if kept else indices
 
 
 def _beaten_by(points: Floats, others: Floats) -> NDArray[np.bool_]:
@@ -66,16 +66,16 @@ def _beaten_by(points: Floats, others: Floats) -> NDArray[np.bool_]:
     left = np.arange(len(points))
     for other in others:
         left = left[np.any(points[left] < other, axis=1)]
-    found = np.ones(len(points), dtype=bool)
-    found[left] = False
-    return found
+    is_left = np.ones(len(points), dtype=bool)
+    is_left[left] = False
+    return is_left
 
 
-def _bounds(found: Searched, priced: Sequence[int]) -> tuple[Floats, NDArray[np.int64]]:
+def _bounds(search: Searched, priced: Sequence[int]) -> tuple[Floats, NDArray[np.int64]]:
     """Points of the screened candidates without an exact price, and the candidate of each point."""
-    screened, devices = found.screened, found.candidates.num_devices
+    screened, devices = search.screened, search.candidates.num_devices
     capacity = np.zeros(len(devices))
-    for count, part in found.goal.parts.items():
+    for count, part in search.goal.parts.items():
         capacity[devices == count] = part.on.capacity_bytes
     usable = screened.fits.copy()
     usable[priced] = False
@@ -89,24 +89,24 @@ def _bounds(found: Searched, priced: Sequence[int]) -> tuple[Floats, NDArray[np.
     return np.concatenate(rows), np.concatenate([some, every])
 
 
-def _of_plan(goal: Goal, one: Priced) -> Contender:
+def _of_plan(goal: Goal, plan: Priced) -> Contender:
     return Contender(
-        degrees=degrees_in_plain(one.degrees, one.cuts, regather=one.regather),
-        step_s=one.seconds,
-        needed_bytes=one.needed_bytes,
-        num_devices=one.degrees.world_size,
-        value=goal.value(one),
+        degrees=degrees_in_plain(plan.degrees, plan.cuts, regather=plan.regather),
+        step_s=plan.seconds,
+        needed_bytes=plan.needed_bytes,
+        num_devices=plan.degrees.world_size,
+        value=goal.value(plan),
     )
 
 
-def _of_bound(found: Searched, point: Floats, index: int) -> Contender:
+def _of_bound(search: Searched, point: Floats, index: int) -> Contender:
     step_s, needed = float(point[0]), float(point[1])
-    degrees = found.candidates.degrees(index, recompute=step_s > found.screened.seconds[index])
+    degrees = search.candidates.degrees(index, recompute=step_s > search.screened.seconds[index])
     return Contender(
         degrees=degrees_in_plain(degrees, ()),
         step_s=step_s,
         needed_bytes=needed,
         num_devices=degrees.world_size,
-        value=found.goal.value_of(step_s, needed, degrees),
+        value=search.goal.value_of(step_s, needed, degrees),
         is_exact=False,
     )

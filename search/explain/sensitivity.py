@@ -75,12 +75,12 @@ def what_if(base: Base) -> tuple[Curve, ...]:
         ("global batch", "sequences", f"{of_plan}, devices and sequence; the number of micro-batches follows", _batch),
         ("sequence length", "tokens", f"{of_plan}, devices, global batch and the search's labels", _sequence),
     )
-    found = []
+    result = []
     for name, unit, held, change in curves:
-        points = tuple(_point(base, factor, one) for factor in FACTORS if (one := change(base, factor)) is not None)
+        points = tuple(_point(base, factor, new) for factor in FACTORS if (new := change(base, factor)) is not None)
         if len(points) > 1:
-            found.append(Curve(name=name, unit=unit, held=held, points=points))
-    return tuple(found)
+            result.append(Curve(name=name, unit=unit, held=held, points=points))
+    return tuple(result)
 
 
 # ---- the changes ----
@@ -150,17 +150,17 @@ def _changed(
 
 def _point(base: Base, factor: float, changed: _Changed) -> CurvePoint:
     degrees = adapted(base.best.degrees, changed.cluster.num_devices, changed.global_batch)
-    one = base.best if factor == 1 else None
-    if degrees is not None and one is None:
+    plan = base.best if factor == 1 else None
+    if degrees is not None and plan is None:
         works = replace(base.works_of(*Split.of(degrees)), sequence=changed.sequence)
-        one = priced(works, degrees, changed.on, cut=BY_STAGE)
+        plan = priced(works, degrees, changed.on, cut=BY_STAGE)
     tokens, bound = float(changed.global_batch * changed.sequence), _bound(base, changed)
     return CurvePoint(
         factor=factor,
         value=changed.value,
-        step_s=None if one is None else one.seconds,
-        tokens_per_s=None if one is None else tokens / one.seconds,
-        fits=one is not None and one.fits,
+        step_s=None if plan is None else plan.seconds,
+        tokens_per_s=None if plan is None else tokens / plan.seconds,
+        fits=plan is not None and plan.fits,
         bound_s=bound,
         bound_tokens_per_s=None if bound is None else tokens / bound,
     )
@@ -223,12 +223,12 @@ def _labelled(base: Base) -> Iterator[tuple[Callable[[Split], bool], ProgramWork
     nothing in these costs.
     """
     yield lambda split: split.tp == 1, base.works_of(1)
-    own = base.best.degrees.tp
-    above = (own,) if own > 1 else tuple(tp for tp in base.constraints.tensor_degrees if tp > 1)
+    best_tp = base.best.degrees.tp
+    above = (best_tp,) if best_tp > 1 else tuple(tp for tp in base.constraints.tensor_degrees if tp > 1)
     for tp in above:
         try:
-            found = [works_of(tp) for works_of in base.every]
+            all_works = [works_of(tp) for works_of in base.every]
         except AutoparError:
             continue
-        yield from ((lambda split: split.tp > 1, works) for works in found)
+        yield from ((lambda split: split.tp > 1, works) for works in all_works)
         return

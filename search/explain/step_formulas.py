@@ -26,8 +26,8 @@ BACKWARD = 2  # products backward for one forward
 def terms_of(best: Priced, pricing: Pricing) -> Iterator[Term]:
     """The terms that are not zero, in the order of `autopar.search.result.result.PARTS`."""
     parts = {name: float(np.max(part)) for name, part in best.step.parts.items()}
-    found = _Terms(best, pricing, parts)
-    for term in (*found.blocks(), *found.pipeline(), *found.end_of_step()):
+    terms = _Terms(best, pricing, parts)
+    for term in (*terms.blocks(), *terms.pipeline(), *terms.end_of_step()):
         if term.seconds > 0:
             yield term
 
@@ -62,10 +62,10 @@ class _Terms:
         counts = [len(fully) + len(partly) for fully, partly in again_of]
         of_stages = zip(forward + backward, map(len, stages.repeated), counts, strict=True)
         of_ranks = np.zeros((stages.pp, 3))
-        for rank, own in zip(stages.ranks, of_stages, strict=True):
-            of_ranks[rank] += own
-        busy, blocks, again = of_ranks.mean(axis=0) if self.machine.ranks_per_core > 1 else max(of_ranks.tolist())
-        return busy, blocks, self.pricing.recomputed_share() if stages.full is None else again / max(blocks, 1)
+        for rank, seconds in zip(stages.ranks, of_stages, strict=True):
+            of_ranks[rank] += seconds
+        busy, blocks, more = of_ranks.mean(axis=0) if self.machine.ranks_per_core > 1 else max(of_ranks.tolist())
+        return busy, blocks, self.pricing.recomputed_share() if stages.full is None else more / max(blocks, 1)
 
     @property
     def n(self) -> Value:
@@ -129,10 +129,10 @@ class _Terms:
         family = self.pricing.family(layout_of(works, self.pricing.question))
         total = sum(count for _, count in works.counts)
         return (1 + BACKWARD) * sum(
-            count / total * float(np.max(one.flops))
+            count / total * float(np.max(product.flops))
             for role, count in works.counts
-            for one in family.block(role, "tp").products
-            if one.kind == kind
+            for product in family.block(role, "tp").products
+            if product.kind == kind
         )
 
     def _each_block(self, part: str, meaning: str, files: str) -> Term:
@@ -167,9 +167,9 @@ class _Terms:
         yield self.term(
             "bubble", "R * (T - m * u - w)", values, "cost_model/pipeline/simulator.py, autopar/ir/schedules"
         )
-        one = self.message_s or 1.0
-        sends = Value(symbol="k", meaning="exposed messages", value=self.parts["messages"] / one, unit="")
-        lasting = Value(symbol="q", meaning="one message", value=one, unit="s")
+        one_message_s = self.message_s or 1.0
+        sends = Value(symbol="k", meaning="exposed messages", value=self.parts["messages"] / one_message_s, unit="")
+        lasting = Value(symbol="q", meaning="one message", value=one_message_s, unit="s")
         yield self.term(
             "messages", "k * q", (sends, lasting), "cost_model/step/assembly.py, cost_model/machine/links.py"
         )

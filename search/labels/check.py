@@ -51,19 +51,19 @@ def _block(analysis: Analysis, block: Block, index: int, labels: BlockLabels, me
             problems.append(Problem(path=f"{where}, {key}", rule="needs one label per mesh dimension", value=chosen))
             continue
         axes: list[int] = []
-        found: list[Variant] = []
+        bound_variants: list[Variant] = []
         for degree, label in zip(mesh.degrees, chosen, strict=True):
             try:
                 variant = by_label(variants(bound, degree), label)
             except KeyError as error:
                 problems.append(Problem(path=f"{where}, {key}", rule=str(error.args[0])))
                 continue
-            found.append(variant)
+            bound_variants.append(variant)
             if variant.factor:
                 axes.append(bound.factors[variant.factor][variant.axis][0])
         if len(set(axes)) < len(axes):
             problems.append(Problem(path=f"{where}, {key}", rule="one axis is split twice", value=chosen))
-        if len(found) == len(chosen) and not rewrites_fit(bound, found, mesh.degrees):
+        if len(bound_variants) == len(chosen) and not rewrites_fit(bound, bound_variants, mesh.degrees):
             problems.append(Problem(path=f"{where}, {key}", rule="a rewrite needs a contiguous range", value=chosen))
     typed = {**labels.ports, **labels.results}
     names = [name for name, role in block.ports.items() if role != "scalar"] + list(block.outputs)
@@ -99,11 +99,11 @@ def _boundaries(program: Program, analysis: Analysis, labels: Sequence[BlockLabe
     problems: list[Problem] = []
     types: dict[str, _Types] = {}
 
-    def bind(name: str, found: Mapping[str, _Types], port: str, path: str) -> None:
-        own = found.get(port, ())
-        known = types.setdefault(name, own)
-        if known != own:
-            problems.append(Problem(path=f"{path}, {port}", rule=f"{name} is {known} elsewhere", value=own))
+    def bind(name: str, labels: Mapping[str, _Types], port: str, path: str) -> None:
+        port_types = labels.get(port, ())
+        known = types.setdefault(name, port_types)
+        if known != port_types:
+            problems.append(Problem(path=f"{path}, {port}", rule=f"{name} is {known} elsewhere", value=port_types))
 
     for call in program.calls:
         block, of_block = program.blocks[call.block], labels[call.block]

@@ -102,7 +102,7 @@ def boundary_of(program: Program, analysis: Analysis) -> Boundary:
     first: dict[NodeKey, str] = {}
     roles: dict[str, str] = {}
     infos = [{n.name: n.meta["info"] for n in b.graph.nodes if "info" in n.meta} for b in program.blocks]
-    made = {r for c in program.calls for r in c.results}
+    results = {r for c in program.calls for r in c.results}
     readers: Counter[tuple[int, str, str]] = Counter()
 
     def find(name: str) -> str:
@@ -137,7 +137,7 @@ def boundary_of(program: Program, analysis: Analysis) -> Boundary:
         classes[root] = BoundaryClass(
             name=root,
             members=tuple(members),
-            role="value" if not made.isdisjoint(members) else next(roles[m] for m in members if m in roles),
+            role="value" if not results.isdisjoint(members) else next(roles[m] for m in members if m in roles),
             dims=analysis.outer[members[0]],
             differentiable=any(info.differentiable for info in met),
             itemsize=met[0].dtype.itemsize,
@@ -167,8 +167,8 @@ def owned_axes(
     """The axes that mesh dimension `index` may split."""
     owned = owned_by(mesh.names[index])
     if splits_samples(mesh.names[index]):
-        own = frozenset(axis for axis in analysis.batch_axes if analysis.meant_for.get(axis, index) == index)
-        return own | (expert_axes(program, analysis) if owned == "experts" else frozenset())
+        batch = frozenset(axis for axis in analysis.batch_axes if analysis.meant_for.get(axis, index) == index)
+        return batch | (expert_axes(program, analysis) if owned == "experts" else frozenset())
     taken = analysis.batch_axes | {axis for axis, other in analysis.meant_for.items() if other != index}
     if owned == "parameters" and sequence is False:
         taken |= analysis.sequence_axes
@@ -200,8 +200,8 @@ def paddable_axes(program: Program, analysis: Analysis, degree: int) -> frozense
     for dims in {analysis.outer[name] for name in program.parameters}:
         for axes, sizes in zip(dims.axes, dims.sizes, strict=True):
             pairs.update(zip(axes, sizes, strict=True))
-    found = frozenset(axis for axis, size in pairs if is_paddable(size, degree))
-    return found - analysis.batch_axes - analysis.sequence_axes
+    axes_of = frozenset(axis for axis, size in pairs if is_paddable(size, degree))
+    return axes_of - analysis.batch_axes - analysis.sequence_axes
 
 
 def all_axes(analysis: Analysis) -> frozenset[int]:
@@ -213,20 +213,20 @@ def all_axes(analysis: Analysis) -> frozenset[int]:
 def residual_axes(analysis: Analysis, boundary: Boundary) -> set[int]:
     """Axes of the values between blocks, without batch and sequence."""
     crossing = [c for c in boundary.classes.values() if c.role == "value" and c.consumed]
-    found = {axis for c in crossing for dim in c.dims.axes for axis in dim}
-    return found - analysis.batch_axes - analysis.sequence_axes
+    axes_of = {axis for c in crossing for dim in c.dims.axes for axis in dim}
+    return axes_of - analysis.batch_axes - analysis.sequence_axes
 
 
 def split_axes(analysis: Analysis, boundary: Boundary, solved: Solved) -> set[int]:
     """Axes that a mesh dimension splits at any operator."""
-    found = set()
+    axes = set()
     for (block, node), variant in solved.variants.items():
         if variant.factor:
-            found.add(analysis.bounds[block][node].factors[variant.factor][variant.axis][0])
+            axes.add(analysis.bounds[block][node].factors[variant.factor][variant.axis][0])
     for name, chosen in solved.types.items():
         if chosen.kind == "S":
-            found.add(boundary.classes[name].dims.axes[chosen.dim][chosen.position])
-    return found
+            axes.add(boundary.classes[name].dims.axes[chosen.dim][chosen.position])
+    return axes
 
 
 def space_of(
@@ -252,7 +252,7 @@ def space_of(
     """
     paddable = paddable_axes(program, analysis, degree)
     ways = _ways(name, context)
-    found: dict[NodeKey, tuple[Variant, ...]] = {}
+    kept_variants: dict[NodeKey, tuple[Variant, ...]] = {}
     for i, bounds in enumerate(analysis.bounds):
         for node, bound in bounds.items():
             call = analysis.calls[i][node]
@@ -288,7 +288,7 @@ def space_of(
                 )
                 hint = f"leave {word} out, or take another degree"
                 raise PlanError("a way was asked for", [Problem(path=word, value=way, rule=rule, suggestion=hint)])
-            found[i, node] = tuple(kept)
+            kept_variants[i, node] = tuple(kept)
     types = {}
     for c in boundary.classes.values():
         fixed = frozenset(pinned[member][index] for member in c.members if member in pinned)
@@ -299,7 +299,7 @@ def space_of(
         name=name,
         degree=degree,
         axes=axes,
-        variants=found,
+        variants=kept_variants,
         types=types,
     )
 
@@ -369,8 +369,8 @@ def _types_of(
         yield from [*([I] if owned == "parameters" else []), R, *split]
     else:
         sequence = [t for t, axis in shards if axis in analysis.sequence_axes]
-        asked = (require_sequence and owned == "parameters") or owned == "sequence"
-        if asked and sequence and c.consumed and c.differentiable and not c.shared:
+        is_required = (require_sequence and owned == "parameters") or owned == "sequence"
+        if is_required and sequence and c.consumed and c.differentiable and not c.shared:
             yield from sequence
         else:
             yield from [I, *([R] if c.differentiable else []), *(t for t, _ in shards)]

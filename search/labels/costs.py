@@ -89,11 +89,11 @@ class DimProblem:
         types = {name: self.space.types[name][solution.choices[at]] for name, at in self.classes.items()}
         for (block, node), name in self.boundary.results.items():
             if self.boundary.classes[name].free:  # training drops it: no conversion, but never partial
-                made = chosen[block, node].output
-                types[name] = I if made.kind == "P" else made
+                made_type = chosen[block, node].output
+                types[name] = I if made_type.kind == "P" else made_type
         space = self.space
-        found = Solved(index=space.index, name=space.name, degree=space.degree, variants=chosen, types=types)
-        return found, solution
+        solved = Solved(index=space.index, name=space.name, degree=space.degree, variants=chosen, types=types)
+        return solved, solution
 
     def _undoes(self, index: int) -> bool:
         """Whether a gather along the batch undoes data parallelism. A block with experts may gather tokens for them."""
@@ -180,16 +180,16 @@ class DimProblem:
         """Seconds of what a rewrite sends in both passes. Computing hides `hidden_by` of messages beside it."""
         ring, degree = self.prices.ring, self.space.degree
         exposed = beside = 0.0
-        for one in messages:
-            whole, times = 0.0, one.per_rank * degree + one.more
-            for k in one.operands:
+        for exchange in messages:
+            whole, times = 0.0, exchange.per_rank * degree + exchange.more
+            for k in exchange.operands:
                 info = call.output if k < 0 else call.operands[k]
                 types = [(v.output if k < 0 else v.operands[k], d) for v, d in chosen if v is not variant]
-                item = max(info.dtype.itemsize, WIDTH_OF_SUMS if one.sums else 0)
+                item = max(info.dtype.itemsize, WIDTH_OF_SUMS if exchange.sums else 0)
                 whole += prod(info.shape) * item / prod(d for t, d in types if t.kind == "S")
-            seconds = ring.seconds(one.collective, whole / (2 if one.is_half else 1), latency=False)
-            seconds = times * (seconds + ring.latency_of(one.collective) * self.prices.latency_scale)
-            exposed, beside = (exposed, beside + seconds) if one.is_beside else (exposed + seconds, beside)
+            seconds = ring.seconds(exchange.collective, whole / (2 if exchange.is_half else 1), latency=False)
+            seconds = times * (seconds + ring.latency_of(exchange.collective) * self.prices.latency_scale)
+            exposed, beside = (exposed, beside + seconds) if exchange.is_beside else (exposed + seconds, beside)
         return exposed + max(0.0, beside - hidden_by * (degree - 1) / degree)
 
     # ---- values ----
@@ -212,8 +212,8 @@ class DimProblem:
                 uses.setdefault(name, []).append(_Use(self.classes[leaves_as], wanted, False))
         roles: dict[str, str] = dict(block.ports)
         roles |= dict.fromkeys(parameter_values(self.program, self.analysis, index), "parameter")
-        for name, found in uses.items():
-            self.values.append(self._value(index, name, roles.get(name, "value"), infos[name], found))
+        for name, value_uses in uses.items():
+            self.values.append(self._value(index, name, roles.get(name, "value"), infos[name], value_uses))
 
     def _source(self, index: int, name: str, flows: bool) -> tuple[int, list[Type]]:
         """The variable that makes a value, and the type of each of its choices."""
@@ -227,36 +227,36 @@ class DimProblem:
         """Conversions of one value, shared by all uses that want the same type, and the forms kept for backward."""
         calls = self.calls[index]
         whole = prod(info.shape) * info.dtype.itemsize * share_of(self.solved, self.boundary, (index, name))
-        source, made = self._source(index, name, info.differentiable)
+        source, start_types = self._source(index, name, info.differentiable)
         is_kept = any(use.kept for use in uses) and role not in ("parameter", "constant", "buffer")
-        types = tuple(dict.fromkeys((*made, *(t for use in uses for t in use.wanted), I)))
+        types = tuple(dict.fromkeys((*start_types, *(t for use in uses for t in use.wanted), I)))
         number = {t: k for k, t in enumerate(types)}
-        again = ("S", "R") if is_kept and self.regather else None
-        alike = self._conversions_of_neighbour(index, name)
+        gather = ("S", "R") if is_kept and self.regather else None
+        neighbours = self._conversions_of_neighbour(index, name)
         ragged = self.analysis.ragged[index].get(name, frozenset())
         is_order = self.analysis.orders[index].get(name) == name
         convert = np.full((len(types), len(types)), inf)
         np.fill_diagonal(convert, 0.0)
         costs: dict[tuple[str, str], float] = {}  # by kinds: which axis a shard is of makes no difference
-        for start in dict.fromkeys(made):
+        for start in dict.fromkeys(start_types):
             if role == "parameter" and start.kind == "S":
                 continue  # a tensor dimension moves activations; gathering parameters is ZeRO's way
             row = []
             for target in types:
                 kinds = start.kind, target.kind
                 if kinds not in costs and start != target:
-                    size = whole / alike.get(kinds, 1)
+                    size = whole / neighbours.get(kinds, 1)
                     cost = self._convert(*kinds, info.differentiable, role, size, self.undoes[index])
-                    cost -= SENT_TOGETHER * PER_COLLECTIVE * (kinds in alike)
-                    cost += self._saved(whole, start) * (kinds == again)
+                    cost -= SENT_TOGETHER * PER_COLLECTIVE * (kinds in neighbours)
+                    cost += self._saved(whole, start) * (kinds == gather)
                     costs[kinds] = calls * cost
                 is_banned = bool(ragged) and moves_along(start, target, ragged, is_order=is_order)
                 row.append(inf if is_banned else costs[kinds] if start != target else 0.0)
             convert[number[start]] = row
-        regathered = [[(start.kind, target.kind) == again for target in types] for start in types]
+        regathered = [[(start.kind, target.kind) == gather for target in types] for start in types]
         return Value(
             source=source,
-            made=_numbers(number, made),
+            made=_numbers(number, start_types),
             uses=tuple(
                 Use(variable=use.variable, wanted=_numbers(number, use.wanted), kept=use.kept and is_kept)
                 for use in uses
@@ -275,8 +275,8 @@ class DimProblem:
 
         Two equal conversions send as one. The second one adds the cost of the part that the first one leaves.
         """
-        alike = [s for s in self.solved if owned_by(s.name) == owned_by(self.space.name)]
-        before = next((s for s in alike if s.index == self.space.index - 1), None)
+        before_it = [s for s in self.solved if owned_by(s.name) == owned_by(self.space.name)]
+        before = next((s for s in before_it if s.index == self.space.index - 1), None)
         if before is None:
             return {}
         source = before.type_of(self.boundary, (index, name))
@@ -295,10 +295,10 @@ class DimProblem:
         self, source: Kind, target: Kind, differentiable: bool, role: str, whole: float, undoes: bool
     ) -> float:
         """Cost of one conversion in units. The sum of a parameter's gradient has no latency of its own."""
-        asked = source, target, differentiable, role, whole, undoes
-        if asked not in self.converted:
-            self.converted[asked] = self._converted(*asked)
-        return self.converted[asked]
+        key = source, target, differentiable, role, whole, undoes
+        if key not in self.converted:
+            self.converted[key] = self._converted(*key)
+        return self.converted[key]
 
     def _converted(
         self, source: Kind, target: Kind, differentiable: bool, role: str, whole: float, undoes: bool

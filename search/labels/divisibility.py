@@ -27,18 +27,18 @@ _MAX_NAMED = 3  # operators that a note lists
 
 def batch_problems(program: Program, mesh: Mesh) -> list[Problem]:
     """Inputs whose batch the data-parallel degree does not divide."""
-    found = []
+    problems = []
     degree = prod(n for name, n in zip(mesh.names, mesh.degrees, strict=True) if splits_samples(name))
     for size in sorted({i.shape[i.batch_dim] for i in program.inputs if i.batch_dim is not None}):
         if size % degree:
-            found.append(
+            problems.append(
                 Problem(
                     path="batch",
                     rule=f"{size} sequences are not divisible by dp={degree}",
                     suggestion=nearest_degrees(size, degree),
                 )
             )
-    return found
+    return problems
 
 
 def context_problems(program: Program, analysis: Analysis, mesh: Mesh, context: str | None) -> list[Problem]:
@@ -113,14 +113,14 @@ def nearest_degrees(size: int, degree: int, *, padded: bool = False) -> str:
 
 def indivisible(analysis: Analysis, solved: Solved, paddable: frozenset[int]) -> dict[int, list[NodeKey]]:
     """The axes that a relaxed labelling splits although neither the degree nor padding can, and their operators."""
-    found: dict[int, list[NodeKey]] = {}
+    nodes: dict[int, list[NodeKey]] = {}
     for (block, node), variant in solved.variants.items():
         if variant.factor:
             bound = analysis.bounds[block][node]
             axis, size = bound.factors[variant.factor][variant.axis]
             if size % solved.degree and not (axis in paddable and may_be_uneven(bound, variant.factor)):
-                found.setdefault(axis, []).append((block, node))
-    return found
+                nodes.setdefault(axis, []).append((block, node))
+    return nodes
 
 
 def uneven_types(boundary: Boundary, solved: Solved, paddable: frozenset[int]) -> bool:
@@ -300,13 +300,13 @@ def _unit(analysis: Analysis, axis: int) -> str:
 
 def _holder(program: Program, boundary: Boundary, axis: int) -> str:
     """The parameter that has the axis in the simplest product; the largest of those, a matrix before a vector."""
-    found = []
+    holders = []
     for c in boundary.classes.values():
         simplest = min((len(dim) for dim in c.dims.axes if axis in dim), default=None)
         if c.role == "parameter" and simplest is not None:
             elements = program.parameters[c.members[0]].num_elements
-            found.append((-len(c.dims.axes), simplest, -elements, c.members[0]))
-    return min(found)[-1] if found else ""
+            holders.append((-len(c.dims.axes), simplest, -elements, c.members[0]))
+    return min(holders)[-1] if holders else ""
 
 
 def kind_of_axis(analysis: Analysis, axis: int) -> str:

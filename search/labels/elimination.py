@@ -84,9 +84,9 @@ def eliminate(sizes: Sequence[int], tables: Sequence[Table], order: Sequence[int
     place = {variable: k for k, variable in enumerate(order)}
     waiting: list[list[Table]] = [[] for _ in order]
     for variables, table in tables:
-        found = [place[variable] for variable in variables]
-        axes = sorted(range(len(found)), key=found.__getitem__)
-        waiting[min(found)].append((tuple(found[axis] for axis in axes), table.transpose(axes)))
+        order_of = [place[variable] for variable in variables]
+        axes = sorted(range(len(order_of)), key=order_of.__getitem__)
+        waiting[min(order_of)].append((tuple(order_of[axis] for axis in axes), table.transpose(axes)))
     best: list[tuple[tuple[int, ...], IntArray]] = []
     objective = 0.0
     for k in range(len(order)):
@@ -123,17 +123,17 @@ def _whole_table(value: Value, scope: tuple[int, ...]) -> FloatArray:
     def along(variable: int, choices: IntArray) -> IntArray:
         return choices.reshape([-1 if other == variable else 1 for other in scope])
 
-    made = along(value.source, value.made)
+    start = along(value.source, value.made)
     wanted = [along(use.variable, use.wanted) for use in value.uses]
     if len(wanted) == 1:
-        total = value.convert[made, wanted[0]]
+        total = value.convert[start, wanted[0]]
     else:
         total = np.zeros([1] * len(scope))
         for t in _types_wanted(value):
             is_wanted = _any([each == t for each in wanted])
-            total = total + np.where(is_wanted, value.convert[made, t], 0.0)
+            total = total + np.where(is_wanted, value.convert[start, t], 0.0)
     forms = [
-        np.where(value.regathered[made, each], -1, value.forms[each])
+        np.where(value.regathered[start, each], -1, value.forms[each])
         for each, use in zip(wanted, value.uses, strict=True)
         if use.kept
     ]
@@ -143,10 +143,10 @@ def _whole_table(value: Value, scope: tuple[int, ...]) -> FloatArray:
 
 
 def _any(conditions: list[BoolArray]) -> BoolArray:
-    found = conditions[0]
+    any_of = conditions[0]
     for each in conditions[1:]:
-        found = found | each
-    return found
+        any_of = any_of | each
+    return any_of
 
 
 def _types_wanted(value: Value) -> list[int]:

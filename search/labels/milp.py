@@ -25,10 +25,10 @@ def solved(network: Network, time_limit_s: float) -> Solution | None:
         milp.equal(((column, 1.0) for column in columns), 1.0)
     for value in network.values:
         _add(milp, x, value)
-    found = milp.solve(time_limit_s)
-    if found is None:
+    solution = milp.solve(time_limit_s)
+    if solution is None:
         return None
-    values, objective, gap = found
+    values, objective, gap = solution
     choices = tuple(next(k for k, column in enumerate(columns) if values[column] > 0.5) for columns in x)
     return Solution(choices=choices, objective=objective, gap=gap)
 
@@ -60,5 +60,5 @@ def _add(milp: MixedProgram, x: list[list[int]], value: Value) -> None:
                 form = int(value.forms[t])
                 if form not in forms:
                     forms[form] = milp.continuous(float(value.keep[form]))
-                again = [(c, -1.0) for start, c in converted.items() if value.regathered[start, t]]
-                milp.at_most([*wanting, (forms[form], -1.0), *again], 0.0)
+                regathered = [(c, -1.0) for start, c in converted.items() if value.regathered[start, t]]
+                milp.at_most([*wanting, (forms[form], -1.0), *regathered], 0.0)

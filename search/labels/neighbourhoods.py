@@ -32,13 +32,13 @@ def improved(network: Network) -> Solution | None:
     sizes, tables = tables_of(network)
     forbidden = 1.0 + sum(float(np.abs(table[np.isfinite(table)]).max(initial=0.0)) for _, table in tables)
     softened = [(scope, np.where(np.isinf(table), forbidden, table)) for scope, table in tables]
-    own = [int(costs.argmin()) for costs in network.costs] + [0] * (len(sizes) - len(network.costs))
+    cheapest = [int(costs.argmin()) for costs in network.costs] + [0] * (len(sizes) - len(network.costs))
     rounds = _rounds_of(tuple(sizes), tuple(scope for scope, _ in tables))
     order, kept = rounds.at(0)
     others = [(scope, table) for scope, table in softened if kept.isdisjoint(scope)]
-    starts = (own, _best_beside(sizes, others, own, order, kept))
-    found = [_searched(sizes, softened, start, rounds) for start in starts]
-    choices = min(found, key=lambda choices: _cost(softened, choices))
+    starts = (cheapest, _best_beside(sizes, others, cheapest, order, kept))
+    results = [_searched(sizes, softened, start, rounds) for start in starts]
+    choices = min(results, key=lambda choices: _cost(softened, choices))
     objective = _cost(tables, choices)
     if objective == inf:
         return None
@@ -137,10 +137,10 @@ def _best_beside(
         if rest:
             parts.append((rest, table[tuple(choices[v] if v in kept else slice(None) for v in scope)]))
     best, _ = eliminate([sizes[variable] for variable in free], parts, [place[variable] for variable in order])
-    found = list(choices)
+    changed = list(choices)
     for variable, choice in zip(free, best, strict=True):
-        found[variable] = choice
-    return found
+        changed[variable] = choice
+    return changed
 
 
 def _cost(tables: Sequence[Table], choices: Sequence[int]) -> float:

@@ -56,15 +56,15 @@ class Network:
     @cached_property
     def digest(self) -> bytes:
         """The numbers of the network in few bytes."""
-        found = sha256()
+        digest = sha256()
         for costs in self.costs:
-            _add(found, costs)
+            _add(digest, costs)
         for value in self.values:
             arrays = (value.made, value.convert, value.forms, value.keep, value.regathered)
-            _add(found, np.array([value.source, len(value.uses)]), *arrays)
+            _add(digest, np.array([value.source, len(value.uses)]), *arrays)
             for use in value.uses:
-                _add(found, np.array([use.variable, use.kept]), use.wanted)
-        return found.digest()
+                _add(digest, np.array([use.variable, use.kept]), use.wanted)
+        return digest.digest()
 
     def __hash__(self) -> int:
         return hash(self.digest)
@@ -77,10 +77,10 @@ class Network:
         return sum(len(costs) for costs in self.costs)
 
 
-def _add(found: Any, *arrays: NDArray[Any]) -> None:
+def _add(digest: Any, *arrays: NDArray[Any]) -> None:
     for array in arrays:
-        found.update(repr(array.shape).encode())
-        found.update(array.tobytes())
+        digest.update(repr(array.shape).encode())
+        digest.update(array.tobytes())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -88,14 +88,14 @@ def label(
                 dispatch=degrees.dispatch, context=degrees.context,
             )  # fmt: skip
 
-        found, solution, size_of, verdict = _settled(turn, hidden_axes, memo, is_tensor)
+        choice, solution, size_of, verdict = _settled(turn, hidden_axes, memo, is_tensor)
         problems, notes, added_work = (
             problems + verdict.problems,
             notes + verdict.notes,
             added_work + verdict.added_work,
         )
-        notes += legal.padding_notes(program, analysis, boundary, found)
-        solved.append(found)
+        notes += legal.padding_notes(program, analysis, boundary, choice)
+        solved.append(choice)
         name = mesh.names[index]
         objective[name], size[name] = solution.objective, size_of
         gaps.append(solution.gap)
@@ -160,12 +160,12 @@ class _Turn:
     def settle(self, memo: Memo) -> _Settled:
         """The best legal labels, and their loss by axes that the degree does not divide."""
         program, analysis, boundary = self.program, self.analysis, self.boundary
-        found, solution, size = memo(_Turn.solve, self, True, memo)
-        relaxed = found
+        choice, solution, size = memo(_Turn.solve, self, True, memo)
+        relaxed = choice
         paddable = paddable_axes(program, analysis, self.degree)
         if legal.indivisible(analysis, relaxed, paddable) or legal.uneven_types(boundary, relaxed, paddable):
-            found, solution, size = memo(_Turn.solve, self, False, memo)
-        return found, solution, size, legal.judge(program, analysis, boundary, relaxed, found, paddable)
+            choice, solution, size = memo(_Turn.solve, self, False, memo)
+        return choice, solution, size, legal.judge(program, analysis, boundary, relaxed, choice, paddable)
 
     def solve(self, relaxed: bool, memo: Memo) -> _Found:
         """The best labels. Raises `InfeasibleError` if none are found in time."""
@@ -178,12 +178,12 @@ class _Turn:
             program, analysis, boundary, space, self.solved, self.prices,
             regather=self.regather, accumulate=self.accumulate,
         )  # fmt: skip
-        found = problem.solve(TIME_LIMIT_S, memo)
-        if found is None:
+        result = problem.solve(TIME_LIMIT_S, memo)
+        if result is None:
             raise InfeasibleError(
                 f"no labels for {self.name}={self.degree} within {TIME_LIMIT_S:g} s; use another degree"
             )
-        return *found, (problem.network.num_choices, len(problem.network.values))
+        return *result, (problem.network.num_choices, len(problem.network.values))
 
     def notes(self) -> list[str]:
         prices = self.prices

@@ -43,8 +43,8 @@ class Belief:
     @property
     def seconds(self) -> Floats:
         """The median of the belief, in seconds."""
-        found: Floats = np.exp(self.mean)
-        return found
+        seconds: Floats = np.exp(self.mean)
+        return seconds
 
     @property
     def best_s(self) -> float:
@@ -60,50 +60,50 @@ class Belief:
 
 
 def belief(
-    predicted_s: Sequence[float], degrees: NDArray[np.float64], measured_s: Mapping[int, float], *, own: float = OWN
+    predicted_s: Sequence[float], degrees: NDArray[np.float64], measured_s: Mapping[int, float], *, own_s: float = OWN
 ) -> Belief:
     """What is believed of plans after some measurements."""
     predicted = np.log(np.asarray(predicted_s, dtype=np.float64))
     known = sorted(measured_s)
     apart = np.log2(degrees)[:, None] - np.log2(degrees)[None]
     shared = COMMON**2 + ALIKE**2 * np.exp(-np.sum(apart**2, axis=-1) / (2 * REACH**2))
-    mean, variance = predicted.copy(), np.diag(shared) + own**2
+    mean, variance = predicted.copy(), np.diag(shared) + own_s**2
     is_measured = np.zeros(len(predicted), dtype=np.bool_)
     if known:
         off = np.array([log(measured_s[at]) - predicted[at] for at in known])
-        of_known = shared[np.ix_(known, known)] + own**2 * np.eye(len(known))
+        of_known = shared[np.ix_(known, known)] + own_s**2 * np.eye(len(known))
         gain = np.linalg.solve(of_known, shared[known])
         mean, variance = mean + gain.T @ off, variance - np.sum(shared[known] * gain, axis=0)
         mean[known], variance[known], is_measured[known] = predicted[known] + off, 0.0, True
     return Belief(mean=mean, deviation=np.sqrt(variance), is_measured=is_measured)
 
 
-def chances(found: Belief) -> Floats:
+def chances(beliefs: Belief) -> Floats:
     """For each plan, the chance that it is notably faster than the best measured plan. It is 0 for measured plans."""
-    goal = log(found.best_s * (1 - NOTABLE)) if np.isfinite(found.best_s) else np.inf
+    goal = log(beliefs.best_s * (1 - NOTABLE)) if np.isfinite(beliefs.best_s) else np.inf
     each = [
         0.0 if done else _normal.cdf((goal - mean) / deviation)
-        for mean, deviation, done in zip(found.mean, found.deviation, found.is_measured, strict=True)
+        for mean, deviation, done in zip(beliefs.mean, beliefs.deviation, beliefs.is_measured, strict=True)
     ]
     return np.array(each)
 
 
-def expected_gains(found: Belief) -> Floats:
+def expected_gains(beliefs: Belief) -> Floats:
     """For each plan, the expected part of the best measured seconds that measuring it saves (expected improvement).
 
     Jones, Schonlau, Welch 1998, "Efficient global optimization of expensive black-box functions", for a log-normal
     time. Gains of several plans do not add up, because only one of them will be the best.
     """
-    if not np.isfinite(found.best_s):
-        return np.where(found.is_measured, 0.0, 1.0)
-    gains = np.zeros(len(found.mean))
-    for at in np.flatnonzero(~found.is_measured):
-        mean, deviation = float(found.mean[at]) - log(found.best_s), float(found.deviation[at])
+    if not np.isfinite(beliefs.best_s):
+        return np.where(beliefs.is_measured, 0.0, 1.0)
+    gains = np.zeros(len(beliefs.mean))
+    for at in np.flatnonzero(~beliefs.is_measured):
+        mean, deviation = float(beliefs.mean[at]) - log(beliefs.best_s), float(beliefs.deviation[at])
         below = _normal.cdf(-mean / deviation)
         gains[at] = max(0.0, below - np.exp(mean + deviation**2 / 2) * _normal.cdf(-mean / deviation - deviation))
     return gains
 
 
-def worth_measuring(found: Belief) -> bool:
+def worth_measuring(beliefs: Belief) -> bool:
     """Whether some plan left may be notably faster. The sum of the chances bounds the chance of any (Boole)."""
-    return found.next_plan is not None and float(np.sum(chances(found))) >= DOUBT
+    return beliefs.next_plan is not None and float(np.sum(chances(beliefs))) >= DOUBT

@@ -105,7 +105,7 @@ class TuneResult:
                 {"number": one.number, "candidate": asdict(one.candidate), "outcome": outcome_to_dict(one.outcome)}
                 for one in self.tried
             ],
-            "left": [asdict(one) for one in self.left],
+            "left": [asdict(left) for left in self.left],
             "plan": None if self.plan is None else self.plan.to_dict(),
             "profile": None if self.profile is None else self.profile.name,
         }

@@ -36,10 +36,10 @@ def spread(values: Sequence[float]) -> Spread:
 
 def rank_of_interval(count: int) -> int | None:
     """The number of values outside each end of the interval. None if so few values give no interval."""
-    chance, found = 0.0, None
+    chance, rank = 0.0, None
     for outside in range((count + 1) // 2):
         chance += 2 * comb(count, outside) / 2**count
         if chance > 1 - CONFIDENCE:
             break
-        found = outside
-    return found
+        rank = outside
+    return rank

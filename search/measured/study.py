@@ -79,10 +79,10 @@ class TrialStudy:
         if place is None:
             self.study = optuna.create_study(study_name="autopar")
         else:
-            self.study, kept = place.opened([json.dumps(asdict(one)) for one in candidates])
+            self.study, kept = place.opened([json.dumps(asdict(plan)) for plan in candidates])
             with study_values(place.where):
                 self.candidates = tuple(_read(Candidate, json.loads(text)) for text in kept)
-        self._places = {_text(one.degrees): at for at, one in enumerate(self.candidates)}
+        self._places = {_text(plan.degrees): at for at, plan in enumerate(self.candidates)}
         self._claimed: dict[int, optuna.Trial] = {}
         if place is not None:
             with study_values(place.where):
@@ -90,13 +90,13 @@ class TrialStudy:
 
     def outcomes(self) -> dict[int, Outcome]:
         """The outcomes of all candidates that were tried, by any process. Trials that were given up do not count."""
-        found: dict[int, Outcome] = {}
+        outcomes: dict[int, Outcome] = {}
         for trial, at in self._trials():
             if _is_answer(trial):
-                found[at] = outcome_from(trial.user_attrs[OUTCOME])
+                outcomes[at] = outcome_from(trial.user_attrs[OUTCOME])
             elif not trial.state.is_finished() and (owner := _owner_of(trial)) is not None and not owner.is_alive:
                 self._tell(trial.number, "failed")
-        return found
+        return outcomes
 
     def numbers(self) -> dict[int, int]:
         """The numbers of the trials with an outcome, by the position of their candidates."""
@@ -108,14 +108,14 @@ class TrialStudy:
 
     def claim(self, at: int, *, within_s: float) -> Claim | None:
         """Queue a candidate and take a trial out of the queue: perhaps another one that another process has queued."""
-        one = self.candidates[at]
+        plan = self.candidates[at]
         about = {
-            DEGREES: _text(one.degrees),
-            "predicted_s": one.predicted_s,
-            "predicted_interval_s": interval_of(one.predicted_s, "time", Situation()).bounds,
-            "needed_bytes": one.needed_bytes,
+            DEGREES: _text(plan.degrees),
+            "predicted_s": plan.predicted_s,
+            "predicted_interval_s": interval_of(plan.predicted_s, "time", Situation()).bounds,
+            "needed_bytes": plan.needed_bytes,
         }
-        self.study.enqueue_trial(params_of(one.degrees), user_attrs=about)
+        self.study.enqueue_trial(params_of(plan.degrees), user_attrs=about)
         trial = self.study.ask(self.space())
         owner = Owner(host=platform.node(), pid=os.getpid(), until=time.time() + within_s)
         trial.set_user_attr(OWNER, asdict(owner))
@@ -130,12 +130,12 @@ class TrialStudy:
 
     def finish(self, claim: Claim, outcome: Outcome) -> None:
         """Write the outcome of a claimed trial."""
-        trial, one = self._claimed.pop(claim.number), self.candidates[claim.candidate]
+        trial, plan = self._claimed.pop(claim.number), self.candidates[claim.candidate]
         trial.set_user_attr(OUTCOME, outcome_to_dict(outcome))
         if outcome.seconds is not None and self.tokens:
             trial.set_user_attr("tokens_per_s", self.tokens / outcome.seconds.median)
         trial.set_constraint(MEMORY, 1.0 if outcome.reason == "oom" else -1.0)
-        value = value_of(one, outcome, self.objective) if outcome.is_measured else None
+        value = value_of(plan, outcome, self.objective) if outcome.is_measured else None
         if outcome.state == "pruned" and value is not None:
             trial.report(value, outcome.steps)
         self._tell(claim.number, outcome.state, value if outcome.state == "complete" else None)
@@ -149,33 +149,33 @@ class TrialStudy:
 
     def _trials(self) -> Iterator[tuple["optuna.trial.FrozenTrial", int]]:
         """The trials with the positions of their candidates, without repeated ones."""
-        for one in self.study.get_trials(deepcopy=False):
-            at = self._places.get(one.user_attrs.get(DEGREES, ""))
-            if at is not None and REPEATED not in one.user_attrs:
-                yield one, at
+        for trial in self.study.get_trials(deepcopy=False):
+            at = self._places.get(trial.user_attrs.get(DEGREES, ""))
+            if at is not None and REPEATED not in trial.user_attrs:
+                yield trial, at
 
     def space(self) -> dict[str, "optuna.distributions.BaseDistribution"]:
         """The values that each degree has among the candidates."""
         import optuna
 
-        found: dict[str, optuna.distributions.BaseDistribution] = {}
-        every = [params_of(one.degrees) for one in self.candidates]
-        for name in dict.fromkeys(name for one in every for name in one):
-            values = [one[name] for one in every if name in one]
+        distributions: dict[str, optuna.distributions.BaseDistribution] = {}
+        every = [params_of(candidate.degrees) for candidate in self.candidates]
+        for name in dict.fromkeys(name for params in every for name in params):
+            values = [params[name] for params in every if name in params]
             if all(type(value) is int for value in values):
-                found[name] = optuna.distributions.IntDistribution(min(values), max(values))
+                distributions[name] = optuna.distributions.IntDistribution(min(values), max(values))
             else:
-                found[name] = optuna.distributions.CategoricalDistribution(sorted(set(values), key=str))
-        return found
+                distributions[name] = optuna.distributions.CategoricalDistribution(sorted(set(values), key=str))
+        return distributions
 
 
 def _read(kind: type[_T], data: Any) -> _T:
     """A value of a study. Raises `ValueError` for data of another form."""
     problems: list[Problem] = []
-    found: _T = read_plain(kind, data, problems, readers={State: str, Reason: str})
+    value: _T = read_plain(kind, data, problems, readers={State: str, Reason: str})
     if problems:
         raise ValueError(str(problems[0]))
-    return found
+    return value
 
 
 def params_of(degrees: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,14 +188,14 @@ def _text(degrees: Mapping[str, Any]) -> str:
 
 
 def _owner_of(trial: "optuna.trial.FrozenTrial") -> Owner | None:
-    found = trial.user_attrs.get(OWNER)
-    return None if found is None else _read(Owner, found)
+    owner = trial.user_attrs.get(OWNER)
+    return None if owner is None else _read(Owner, owner)
 
 
 def _is_answer(trial: "optuna.trial.FrozenTrial") -> bool:
     """Whether a trial has ended with an outcome that counts."""
-    found = trial.user_attrs.get(OUTCOME)
-    return trial.state.is_finished() and found is not None and found["reason"] != "interrupted"
+    outcome = trial.user_attrs.get(OUTCOME)
+    return trial.state.is_finished() and outcome is not None and outcome["reason"] != "interrupted"
 
 
 def _is_running(trial: "optuna.trial.FrozenTrial") -> bool:
@@ -215,9 +215,9 @@ def outcome_to_dict(outcome: Outcome) -> dict[str, Any]:
 
 def outcome_from(data: Mapping[str, Any]) -> Outcome:
     """The inverse of `outcome_to_dict`."""
-    found, seconds = _read(Outcome, {**data, "seconds": None}), data["seconds"]
+    outcome, seconds = _read(Outcome, {**data, "seconds": None}), data["seconds"]
     if seconds is None:
-        return found
+        return outcome
     if "low" in seconds:
-        return replace(found, seconds=_read(Spread, seconds))
-    return replace(found, seconds=Spread(median=_read(float, seconds["median"]), low=0.0, high=float("inf")))
+        return replace(outcome, seconds=_read(Spread, seconds))
+    return replace(outcome, seconds=Spread(median=_read(float, seconds["median"]), low=0.0, high=float("inf")))

@@ -96,20 +96,20 @@ class Known:
 
 def known_after(candidates: Sequence[Candidate], outcomes: Mapping[int, Outcome]) -> Known:
     """What outcomes say of all candidates."""
-    names = list(dict.fromkeys(name for one in candidates for name in one.terms))
-    shares = np.array([[one.terms.get(name, 0.0) / one.predicted_s for name in names] for one in candidates])
-    measured = {at: one.seconds.median for at, one in outcomes.items() if one.seconds is not None}
-    predicted = np.array([one.predicted_s for one in candidates])
+    names = list(dict.fromkeys(name for plan in candidates for name in plan.terms))
+    shares = np.array([[plan.terms.get(name, 0.0) / plan.predicted_s for name in names] for plan in candidates])
+    measured = {at: run.seconds.median for at, run in outcomes.items() if run.seconds is not None}
+    predicted = np.array([plan.predicted_s for plan in candidates])
     factors = np.ones(len(names))
     if measured:
         at = sorted(measured)
         factors = term_factors([measured[i] / predicted[i] for i in at], shares[at])
     corrected = predicted * (1 + shares @ (factors - 1))
-    found = belief(corrected.tolist(), np.array([coordinates(one.degrees) for one in candidates]), measured)
+    known = belief(corrected.tolist(), np.array([coordinates(plan.degrees) for plan in candidates]), measured)
     return Known(
         factors=dict(zip(names, factors.tolist(), strict=True)),
         corrected_s=tuple(corrected.tolist()),
-        belief=found,
+        belief=known,
         ruled_out=_ruled_out(candidates, outcomes),
     )
 
@@ -149,7 +149,7 @@ def decide(
 
 def best_of(candidates: Sequence[Candidate], outcomes: Mapping[int, Outcome], objective: str = "time") -> int | None:
     """The best candidate that ran, by the objective. None if none ran."""
-    ran = [at for at, one in outcomes.items() if one.is_measured]
+    ran = [at for at, run in outcomes.items() if run.is_measured]
     return min(ran, key=lambda at: (value_of(candidates[at], outcomes[at], objective), at), default=None)
 
 
@@ -172,16 +172,16 @@ def coordinates(degrees: Mapping[str, Any]) -> list[float]:
 
 
 def _ruled_out(candidates: Sequence[Candidate], outcomes: Mapping[int, Outcome]) -> dict[int, str]:
-    found = {at: one.reason or one.state for at, one in outcomes.items() if not one.is_measured}
-    least = min((candidates[at].needed_bytes for at, one in outcomes.items() if one.reason == "oom"), default=np.inf)
+    out = {at: run.reason or run.state for at, run in outcomes.items() if not run.is_measured}
+    least = min((candidates[at].needed_bytes for at, run in outcomes.items() if run.reason == "oom"), default=np.inf)
     why = "a plan that is predicted to need no more memory ran out of memory"
-    return found | {at: why for at, one in enumerate(candidates) if at not in outcomes and one.needed_bytes >= least}
+    return out | {at: why for at, plan in enumerate(candidates) if at not in outcomes and plan.needed_bytes >= least}
 
 
 def _may_need_less(candidates: Sequence[Candidate], outcomes: Mapping[int, Outcome], left: Sequence[int]) -> bool:
     """Whether a plan that was not tried may need less memory than the best plan that ran."""
     best = min(
-        (value_of(candidates[at], one, "memory") for at, one in outcomes.items() if one.is_measured), default=np.inf
+        (value_of(candidates[at], run, "memory") for at, run in outcomes.items() if run.is_measured), default=np.inf
     )
     low, _ = interval_of(1.0, "memory", Situation()).bounds
     return min(candidates[at].needed_bytes for at in left) * low < best

@@ -38,11 +38,11 @@ class Together:
     def price(self, wanted: Sequence[Varied]) -> None:
         """Price several candidates. Candidates with the same labels and devices are priced together."""
         groups: dict[tuple[int, Split, bool], list[Varied]] = {}
-        for one in dict.fromkeys(wanted):
-            if one not in self.found:
-                c, index = self.candidates, one[0]
+        for varied in dict.fromkeys(wanted):
+            if varied not in self.found:
+                c, index = self.candidates, varied[0]
                 key = int(self.devices[index]), c.split(index), bool(c.pp[index] * c.virtual[index] > 1)
-                groups.setdefault(key, []).append(one)
+                groups.setdefault(key, []).append(varied)
         for (devices, split, _), group in groups.items():
             part, is_memory = self.goal.parts[devices], self.goal.is_memory
             mine, prepared = self.memo(

@@ -54,19 +54,19 @@ def seconds_of_calls(works: ProgramWorks, passes: Mapping[str, tuple[float, floa
 def cuts_at(program: Program, paths: Sequence[str]) -> tuple[int, ...]:
     """The cuts before the first call of each module path. Raises `PlanError` naming an unknown path."""
     calls = [program.calls[i] for i in main_calls(program)]
-    found = []
+    cuts = []
     for path in paths:
         at = next((k for k, call in enumerate(calls) if call.path == path or call.path.startswith(f"{path}.")), None)
         if at is None:
             known = sorted({call.path for call in calls})
             raise PlanError(f"cut_at {path!r}: no block of the model has this path; {did_you_mean(path, known)}")
-        found.append(at)
-    if any(b <= a for a, b in zip((0, *found), found, strict=False)):
+        cuts.append(at)
+    if any(b <= a for a, b in zip((0, *cuts), cuts, strict=False)):
         raise PlanError(
-            f"cut_at {', '.join(paths)}: these are calls {found} of the model; name them in the model's order, each "
+            f"cut_at {', '.join(paths)}: these are calls {cuts} of the model; name them in the model's order, each "
             "once, without the first call"
         )
-    return tuple(found)
+    return tuple(cuts)
 
 
 def cuts_like(program: Program, stage_of: Mapping[str, tuple[int, ...]], num_stages: int) -> tuple[int, ...]:
@@ -75,7 +75,7 @@ def cuts_like(program: Program, stage_of: Mapping[str, tuple[int, ...]], num_sta
     They are for a model captured again in eval mode or for another shape. A call without parameters stays with the call
     before it. Raises `PlanError` if the calls do not follow the stages.
     """
-    found, stage = [], 0
+    cuts, stage = [], 0
     for k, index in enumerate(main_calls(program)):
         held = [stage_of[str(a)] for a in program.calls[index].arguments if a in stage_of]
         common = set.intersection(*map(set, held)) if held else {stage}
@@ -86,11 +86,11 @@ def cuts_like(program: Program, stage_of: Mapping[str, tuple[int, ...]], num_sta
                 f"in this mode or shape {program.calls[index].path!r} of pipeline stage {stage} takes {names[0]!r}, "
                 f"which stage {stage_of[names[0]][0]} holds; run this mode or shape without a pipeline"
             )
-        found += [k] * (later[0] - stage)
+        cuts += [k] * (later[0] - stage)
         stage = later[0]
-    if len(found) != num_stages - 1:
+    if len(cuts) != num_stages - 1:
         raise PlanError(
-            f"in this mode or shape the model uses {len(found) + 1} of {num_stages} pipeline stages; run it without a "
+            f"in this mode or shape the model uses {len(cuts) + 1} of {num_stages} pipeline stages; run it without a "
             "pipeline"
         )
-    return tuple(found)
+    return tuple(cuts)

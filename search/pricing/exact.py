@@ -132,15 +132,15 @@ class Prepared:
 
     def _without_stages(self, index: Sequence[int]) -> "list[_Unpriced]":
         layouts, positions = self.shared.layouts.at(index), np.array(index)
-        found = []
+        levels = []
         for level in self.levels:
             again = replace(layouts, recompute=np.full(len(index), float(level)))
             parts = self.shared.unstaged_memory(again, positions).parts
             columns = [np.broadcast_to(part, len(index)).tolist() for part in parts.values()]
-            found.append([dict(zip(parts, row, strict=True)) for row in zip(*columns, strict=True)])
+            levels.append([dict(zip(parts, row, strict=True)) for row in zip(*columns, strict=True)])
         return [
             self._recomputing(i, self.degrees(i), (), None, parts)
-            for i, parts in zip(index, zip(*found, strict=True), strict=True)
+            for i, parts in zip(index, zip(*levels, strict=True), strict=True)
         ]
 
     def _with_stages(self, index: int, cut: Cut) -> "_Unpriced":
@@ -202,26 +202,26 @@ class Prepared:
                 stages = stages_at(self.works.calls, cuts, self.degrees(index))
                 held = self._held(index, stages)
 
-        def memory(again: Recomputed) -> StepMemory:
-            return held.memory(*held.first_blocks(again.full, again.selective))
+        def memory(blocks: Recomputed) -> StepMemory:
+            return held.memory(*held.first_blocks(blocks.full, blocks.selective))
 
         if isinstance(pinned := self.on.recompute_blocks, tuple):
             nothing = (0,) * len(pinned)
             is_selective = self.on.most_level == SELECTIVE
-            again = Recomputed(nothing, pinned) if is_selective else Recomputed(pinned, nothing)
+            blocks = Recomputed(nothing, pinned) if is_selective else Recomputed(pinned, nothing)
         else:
-            again = fewest_blocks(
-                stages, lambda one: memory(one).needed_bytes, capacity, self.levels, self.on.most_level
+            blocks = fewest_blocks(
+                stages, lambda blocks: memory(blocks).needed_bytes, capacity, self.levels, self.on.most_level
             )
-        found = memory(again)
-        needed, degrees = float(np.max(found.needed_bytes)), self.degrees(index)
+        sums = memory(blocks)
+        needed, degrees = float(np.max(sums.needed_bytes)), self.degrees(index)
         return _Unpriced(
             index=index,
-            degrees=recomputing(degrees, again.full, again.selective),
+            degrees=recomputing(degrees, blocks.full, blocks.selective),
             cuts=cuts,
-            stages=replace(stages, full=again.full, selective=again.selective),
+            stages=replace(stages, full=blocks.full, selective=blocks.selective),
             shares={NONE: 1.0},
-            memory=fullest(found),
+            memory=fullest(sums),
             needed_bytes=needed,
             fits=self._fits(index, needed),
         )
@@ -229,11 +229,11 @@ class Prepared:
     def _costs(self, index: int, cut: Cut) -> CallCosts:
         shared, row = self.shared, int(self.shared.row[index])
         state, saved = bytes_of_roles(shared.bytes_of_roles, row, shared.layouts.at([index]), shared.memory_basis)
-        again = [shared.selective_s[row] if self.works.has_selected else {}]
-        again.append({role: one for role, (one, _) in self._passes(index).items()})
+        recomputed = [shared.selective_s[row] if self.works.has_selected else {}]
+        recomputed.append({role: passes for role, (passes, _) in self._passes(index).items()})
         if not self.works.has_selected:
             saved[SELECTIVE] = saved[NONE]
-        return costs_of(self.works.calls, self._weights(index, cut), again, state, saved)
+        return costs_of(self.works.calls, self._weights(index, cut), recomputed, state, saved)
 
     def _recomputing(
         self,
@@ -329,24 +329,23 @@ class Prepared:
         layouts, blocks = self.shared.at(index, np.array([float(level) for _, level in ones]))
         stages, pipeline = [plans[k].stages for k, _ in ones], None
         if stages[0] is not None:
-            each = [one for one in stages if one is not None]
+            each = [stage for stage in stages if stage is not None]
             pipeline = pipelines_of(
                 each, self.on.machine.engine, self.on.machine.mechanisms.message_exposed, self.sharing, self.memo
             )
         steps = step_of(self.shared.basis, layouts, blocks, pipeline)
         of_pipelines = np.broadcast_to(pipeline_seconds(steps), len(ones)).tolist()
         for k, seconds in self._in_parts(plans).items():
-            of_pipelines[next(at for at, one in enumerate(ones) if one[0] == k)] = seconds
+            of_pipelines[next(at for at, pair in enumerate(ones) if pair[0] == k)] = seconds
         first = np.flatnonzero(np.diff([k for k, _ in ones], prepend=-1))
         rows = np.array([np.broadcast_to(row, len(ones)) for row in (steps.seconds, *_each(steps))])
         share = np.array([plans[k].shares.get(level, 0.0) for k, level in ones])
-        found = np.add.reduceat(rows * share, first, axis=1)
+        sums = np.add.reduceat(rows * share, first, axis=1)
         known = [dict[int, float]() for _ in plans]
         for (k, level), seconds in zip(ones, of_pipelines, strict=True):
             known[k][level] = seconds
         return [
-            (_step(steps, found[:, k : k + 1]), _by_level(known[k]) if plan.cuts else ())
-            for k, plan in enumerate(plans)
+            (_step(steps, sums[:, k : k + 1]), _by_level(known[k]) if plan.cuts else ()) for k, plan in enumerate(plans)
         ]
 
     def _levels(self, plan: "_Unpriced") -> tuple[int, ...]:
@@ -360,18 +359,18 @@ class Prepared:
 
         The search compares other candidates of the same class with these figures.
         """
-        found = {
+        stages = {
             k: replace(plan.stages, recomputes=False)
             for k, plan in enumerate(plans)
             if plan.stages is not None and plan.stages.recomputes and SCHEDULES[plan.stages.schedule].splits_backward
         }
-        if not found:
+        if not stages:
             return {}
-        layouts, blocks = self.shared.at(np.array([plans[k].index for k in found]), np.zeros(len(found)))
+        layouts, blocks = self.shared.at(np.array([plans[k].index for k in stages]), np.zeros(len(stages)))
         exposed = self.on.machine.mechanisms.message_exposed
-        pipeline = pipelines_of([*found.values()], self.on.machine.engine, exposed, self.sharing, self.memo)
+        pipeline = pipelines_of([*stages.values()], self.on.machine.engine, exposed, self.sharing, self.memo)
         seconds = pipeline_seconds(step_of(self.shared.basis, layouts, blocks, pipeline))
-        return dict(zip(found, np.broadcast_to(seconds, len(found)).tolist(), strict=True))
+        return dict(zip(stages, np.broadcast_to(seconds, len(stages)).tolist(), strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,12 +54,12 @@ class Goal:
     def is_memory(self) -> bool:
         return self.objective == "memory"
 
-    def part(self, one: Priced) -> Part:
-        return self.parts[one.degrees.world_size]
+    def part(self, plan: Priced) -> Part:
+        return self.parts[plan.degrees.world_size]
 
-    def value(self, one: Priced) -> float:
+    def value(self, plan: Priced) -> float:
         """The value of a priced plan, whether it fits or not."""
-        return self.value_of(one.seconds, one.needed_bytes, one.degrees)
+        return self.value_of(plan.seconds, plan.needed_bytes, plan.degrees)
 
     def value_of(self, step_s: float, needed_bytes: float, degrees: Degrees) -> float:
         """The value of a step of `degrees`."""
@@ -67,15 +67,15 @@ class Goal:
             return needed_bytes
         return step_s * self.parts[degrees.world_size].weight / (degrees.global_batch if self.per_sequence else 1)
 
-    def bounds(self, found: Candidates, screened: Screened) -> Floats:
+    def bounds(self, candidates: Candidates, screened: Screened) -> Floats:
         """A lower bound of every candidate's value; infinite if the candidate cannot fit."""
         if self.is_memory:
             least = np.minimum(screened.without_bytes, screened.recomputed_bytes)
             return np.where(screened.fits, least, np.inf)
-        weights = np.zeros(len(found))
+        weights = np.zeros(len(candidates))
         for count, part in self.parts.items():
-            weights[found.num_devices == count] = part.weight
-        sequences: Any = found.dp * found.micro_batch * found.micro_batches if self.per_sequence else 1
+            weights[candidates.num_devices == count] = part.weight
+        sequences: Any = candidates.dp * candidates.micro_batch * candidates.micro_batches if self.per_sequence else 1
         return np.asarray(screened.seconds * weights / sequences)
 
 
@@ -141,8 +141,8 @@ def why_worse(goal: Goal, best: Priced, other: Priced) -> str:
     ours, theirs = best.degrees.world_size, other.degrees.world_size
     if goal.is_memory:
         return why_fuller(parts_of(best.memory.parts), parts_of(other.memory.parts))
-    scale = [one.degrees.global_batch if goal.per_sequence else 1 for one in (best, other)]
-    seconds = [one.seconds / many for one, many in zip((best, other), scale, strict=True)]
+    scale = [plan.degrees.global_batch if goal.per_sequence else 1 for plan in (best, other)]
+    seconds = [plan.seconds / many for plan, many in zip((best, other), scale, strict=True)]
     if ours != theirs:
         per_second = goal.parts[theirs].weight / goal.parts[ours].weight
         return (
@@ -150,8 +150,8 @@ def why_worse(goal: Goal, best: Priced, other: Priced) -> str:
             f"and {seconds[1] / seconds[0]:.2f} times the time"
         )
     times = [
-        {name: value / many for name, value in parts_of(one.step.parts).items()}
-        for one, many in zip((best, other), scale, strict=True)
+        {name: value / many for name, value in parts_of(plan.step.parts).items()}
+        for plan, many in zip((best, other), scale, strict=True)
     ]
     return why_slower(times[0], times[1])
 

@@ -64,8 +64,8 @@ def cuts_by_stage(
     live, virtual, calls = live_micro_batches(stages), stages.virtual, works.calls
     is_block = np.array([bool(role) and role not in ENDS for role in calls])
     blocks, of_ends, of_blocks, saved = (
-        np.concatenate([[0.0], np.cumsum(one)])
-        for one in (is_block, costs.state_bytes * ~is_block, costs.state_bytes * is_block, costs.saved_bytes)
+        np.concatenate([[0.0], np.cumsum(column)])
+        for column in (is_block, costs.state_bytes * ~is_block, costs.state_bytes * is_block, costs.saved_bytes)
     )
     steps = _Steps.of(costs, is_block)
 
@@ -86,10 +86,10 @@ def cuts_by_stage(
         return max(float(sums[b] - sums[a] + more(at, np.array(a), np.array(b))) for at, (a, b) in bounds)
 
     parts, seconds = len(stages.roles), costs.seconds.tolist()
-    found = partition_with(seconds, parts, more, max(1, min(longest, len(calls))), can_be_alone=works.can_be_stage)
-    if found is None or slowest(found) > most:  # elements that do not fit elsewhere may make a part longer
-        found = partition_with(seconds, parts, more, len(calls), can_be_alone=works.can_be_stage)
-    return found
+    partition = partition_with(seconds, parts, more, max(1, min(longest, len(calls))), can_be_alone=works.can_be_stage)
+    if partition is None or slowest(partition) > most:  # elements that do not fit elsewhere may make a part longer
+        partition = partition_with(seconds, parts, more, len(calls), can_be_alone=works.can_be_stage)
+    return partition
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +103,9 @@ class _Steps:
 
     @staticmethod
     def of(costs: CallCosts, is_block: NDArray[np.bool_]) -> "_Steps":
-        selective_s, full_s = (float(np.mean(one[is_block])) for one in (costs.selective_s, costs.full_s))
+        selective_s, full_s = (float(np.mean(column[is_block])) for column in (costs.selective_s, costs.full_s))
         none, selective, full = (
-            float(np.mean(one[is_block])) for one in (costs.saved_bytes, costs.selective_bytes, costs.full_bytes)
+            float(np.mean(column[is_block])) for column in (costs.saved_bytes, costs.selective_bytes, costs.full_bytes)
         )
         working = float(np.max(costs.saved_bytes - costs.selective_bytes)), float(np.max(costs.saved_bytes))
         return _Steps((selective_s, full_s - selective_s), (none - selective, selective - full), working)
@@ -114,15 +114,15 @@ class _Steps:
         """Seconds of the fewest steps of so many blocks that free `excess` bytes. Infinite if there are none."""
         if not np.any(excess > 0):
             return np.zeros_like(excess)
-        saves = [max(live * one, 1e-9) for one in self.freed]
+        saves = [max(live * freed, 1e-9) for freed in self.freed]
         first = np.ceil((excess + self.working[0]) / saves[0])
-        found = np.where(excess > 0, first * self.seconds_of[0], 0.0)
+        count = np.where(excess > 0, first * self.seconds_of[0], 0.0)
         more = (excess > 0) & (first > blocks)
         if np.any(more):
             second = np.ceil((excess + self.working[1] - blocks * live * self.freed[0]) / saves[1])
             fully = blocks * self.seconds_of[0] + np.maximum(second, 1.0) * self.seconds_of[1]
-            found = np.where(more, np.where(second <= blocks, fully, np.inf), found)
-        return found
+            count = np.where(more, np.where(second <= blocks, fully, np.inf), count)
+        return count
 
 
 class Recomputed(NamedTuple):
@@ -166,11 +166,11 @@ def fewest_blocks(
 def _orders(stages: Stages) -> list[list[int]]:
     """For every rank, the order in which its stages recompute: most micro-batches first, equal ones in turns."""
     live, ranks = live_micro_batches(stages), stages.ranks
-    found: list[list[int]] = [[] for _ in range(stages.pp)]
-    every = [(-live[s], at, s) for s, own in enumerate(stages.repeated) for at in range(len(own))]
+    orders: list[list[int]] = [[] for _ in range(stages.pp)]
+    every = [(-live[s], at, s) for s, blocks in enumerate(stages.repeated) for at in range(len(blocks))]
     for _, _, stage in sorted(every):
-        found[ranks[stage]].append(stage)
-    return found
+        orders[ranks[stage]].append(stage)
+    return orders
 
 
 def _of_stages(

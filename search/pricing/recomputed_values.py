@@ -30,19 +30,19 @@ def values_to_recompute(
     makers = {result: call for call in program.calls for result in call.results}
     crossing = dict.fromkeys(value for stage in stages_of(program, cuts) for value in stage.sends)
     is_inside = np.asarray(degrees.pp * degrees.strides["pp"] <= machine.links.devices_per_host)
-    found: list[str] = []
+    values: list[str] = []
     for value in crossing:
         call = makers[value]
         block, calls = program.blocks[call.block], analysis.calls[call.block]
         output = block.outputs[call.results.index(value)]
         nodes = [node for node in ancestors(block, [output]) if node.op == "call_function"]
-        is_free = all(a in free or a in found for a in sources_of(program, call, (value,)))
+        is_free = all(a in free or a in values for a in sources_of(program, call, (value,)))
         if value == program.loss or output not in calls or not is_free or any(is_random(node) for node in nodes):
             continue
         seconds = sum(_kernel_seconds(node, analysis, call.block, machine) for node in nodes)
         if seconds <= float(machine.links.message_s(np.asarray(_bytes(calls[output].output)), is_inside)):
-            found.append(value)
-    return tuple(found)
+            values.append(value)
+    return tuple(values)
 
 
 def _kernel_seconds(node: fx.Node, analysis: Analysis, block: int, machine: Machine) -> float:

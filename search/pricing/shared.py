@@ -49,9 +49,9 @@ class SharedPrices:
         model, size = model_of_program(works), len(layouts.tp)
         names = dict.fromkeys((*model.block_fields, "ep"))
         columns = {name: numbered(getattr(layouts, name)) for name in {*names, *RANK_FIELDS}}
-        found = distinct([columns[name] for name in names])
-        self.row = np.zeros(size, dtype=np.intp) if found.index is None else found.index  # of a candidate's blocks
-        self.few = layouts.only(tuple(names), found.rows)
+        groups = distinct([columns[name] for name in names])
+        self.row = np.zeros(size, dtype=np.intp) if groups.index is None else groups.index  # of a candidate's blocks
+        self.few = layouts.only(tuple(names), groups.rows)
         of_ranks = distinct([columns[name] for name in RANK_FIELDS])
         self.place = np.zeros(size, dtype=np.intp) if of_ranks.index is None else of_ranks.index
         rows = of_ranks.rows
@@ -69,10 +69,10 @@ class SharedPrices:
         place, family = self.place[index], self._parameters(row)
         has_gathers, has_end_gathers = np.any(gathers_blocks(layouts)), np.any(layouts.zero >= 3)
         prices = StepPrices(
-            blocks={role: one.at(row) for role, one in self.blocks.items()},
+            blocks={role: passes.at(row) for role, passes in self.blocks.items()},
             first=first,
             last=last,
-            gathers={role: one.at(place) for role, one in self._gathers.items()} if has_gathers else {},
+            gathers={role: passes.at(place) for role, passes in self._gathers.items()} if has_gathers else {},
             end_gathers=spread(self._end_gathers, place) if has_end_gathers else np.zeros(1),
             data=lambda per_rank: data_prices(self.basis, family, layouts, per_rank),
         )
@@ -80,7 +80,7 @@ class SharedPrices:
 
     def unstaged_memory(self, layouts: Layouts, index: _Index) -> StepMemory:
         """Memory of the candidates without stages that have these layouts."""
-        first, last = (one.at(self.place[index]) for one in self._ends)
+        first, last = (rank.at(self.place[index]) for rank in self._ends)
         return memory_of_ends(layouts, self.memory_basis, self._bytes_of_blocks.at(self.row[index]), (first, last))
 
     @cached_property
@@ -97,19 +97,19 @@ class SharedPrices:
     def passes(self) -> list[dict[str, tuple[float, float]]]:
         """Seconds of one micro-batch in every role of a staged candidate, by its row: forward, and both passes."""
         size = len(self.few.tp)
-        found: list[dict[str, tuple[float, float]]] = [{} for _ in range(size)]
+        seconds_of: list[dict[str, tuple[float, float]]] = [{} for _ in range(size)]
         blocks = {role: Passes(forward=one.forward, backward=one.backward) for role, one in self.blocks.items()}
-        for role, one in (blocks | self.ends).items():
-            columns = (np.broadcast_to(values, size).tolist() for values in (one.forward, one.both))
-            for row, seconds in zip(found, zip(*columns, strict=True), strict=True):
+        for role, passes in (blocks | self.ends).items():
+            columns = (np.broadcast_to(values, size).tolist() for values in (passes.forward, passes.both))
+            for row, seconds in zip(seconds_of, zip(*columns, strict=True), strict=True):
                 row[role] = seconds
-        return found
+        return seconds_of
 
     @cached_property
     def selective_s(self) -> list[dict[str, float]]:
         """Seconds of selective recomputation of every repeated role, by a candidate's row."""
         size = len(self.few.tp)
-        columns = {role: np.broadcast_to(one.selective, size).tolist() for role, one in self.blocks.items()}
+        columns = {role: np.broadcast_to(passes.selective, size).tolist() for role, passes in self.blocks.items()}
         return [{role: seconds[row] for role, seconds in columns.items()} for row in range(size)]
 
     @cached_property

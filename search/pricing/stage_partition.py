@@ -63,8 +63,8 @@ def _longest(weights: Sequence[float], parts: int) -> int:
     sums = np.concatenate([[0.0], np.cumsum(above)])
     room = float(np.sum(above - weights))
     most = (sums[-1] / parts + above.max()) * (1 + 1e-9) + room
-    found = np.searchsorted(sums, sums + most, side="right") - 1 - np.arange(len(sums))
-    return max(1, min(int(found.max()), len(above)))
+    counts = np.searchsorted(sums, sums + most, side="right") - 1 - np.arange(len(sums))
+    return max(1, min(int(counts.max()), len(above)))
 
 
 def _starts(
@@ -78,11 +78,11 @@ def _starts(
     stops = np.arange(len(sums))
     begins = stops[:, None] - np.arange(longest, 0, -1)[None, :]  # [i, k]: where the k-th longest part before i begins
     inside = np.maximum(begins, 0)
-    own = part = sums[stops][:, None] - sums[inside]
-    own[(begins < 0) | (anchors[stops][:, None] <= anchors[inside])] = np.inf
+    part_s = part = sums[stops][:, None] - sums[inside]
+    part_s[(begins < 0) | (anchors[stops][:, None] <= anchors[inside])] = np.inf
     largest = np.where((stops <= longest) & (anchors > 0), sums, np.inf)
     largest = largest if more is None else largest + more(0, np.zeros_like(stops), stops)
-    squares, found, count = largest**2, np.zeros((parts - 1, len(sums)), dtype=np.int64), len(sums) - 1
+    squares, cuts, count = largest**2, np.zeros((parts - 1, len(sums)), dtype=np.int64), len(sums) - 1
     worst, even, firsts = np.empty_like(part), np.empty_like(part), stops * longest
     for position in range(1, parts):
         left = parts - 1 - position
@@ -90,7 +90,7 @@ def _starts(
         ends = slice(max(position + 1, count - longest * left), max(count - left, 0) + 1)
         froms, whole, of_part = inside[ends], worst[ends], part[ends]
         if more is not None:
-            of_part = own[ends] + more(position, froms, stops[ends, None])
+            of_part = part_s[ends] + more(position, froms, stops[ends, None])
         np.maximum(largest.take(froms, out=whole, mode="clip"), of_part, out=whole)
         best = whole.min(axis=1)
         sum_of = np.add(squares.take(froms, out=even[ends], mode="clip"), of_part**2, out=even[ends])
@@ -98,6 +98,6 @@ def _starts(
         at = sum_of.argmin(axis=1) + firsts[: len(best)]  # in the rows one after the other
         largest.fill(np.inf)
         squares.fill(np.inf)
-        found[position - 1, ends] = froms.take(at)
+        cuts[position - 1, ends] = froms.take(at)
         largest[ends], squares[ends] = best, sum_of.take(at)
-    return list(found) if np.isfinite(largest[-1]) else None
+    return list(cuts) if np.isfinite(largest[-1]) else None

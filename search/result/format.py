@@ -87,17 +87,17 @@ def readable_value(value: float, unit: str) -> str:
 
 def nothing_fits(found: "SearchResult") -> str:
     """The bytes that a device lacks for the closest plan, and the changes that would help."""
-    one = found.closest
-    if one is None:
+    plan = found.closest
+    if plan is None:
         return f"no plan fits: {what_does_not_fit(found.counted)}"
-    parts = sorted(one.parts.items(), key=lambda part: -part[1])[:3]
+    parts = sorted(plan.parts.items(), key=lambda part: -part[1])[:3]
     made_of = ", ".join(f"{MEMORY[name]} {readable_bytes(size)}" for name, size in parts)
     return (
         f"no plan fits: {what_does_not_fit(found.counted)}. "
-        f"The closest plan ({plan_in_words(one.degrees)}) needs {readable_bytes(one.needed_bytes)}: {made_of}. "
-        f"{readable_bytes(one.missing_bytes)} are missing on a device that has {readable_bytes(found.device_bytes)}, "
+        f"The closest plan ({plan_in_words(plan.degrees)}) needs {readable_bytes(plan.needed_bytes)}: {made_of}. "
+        f"{readable_bytes(plan.missing_bytes)} are missing on a device that has {readable_bytes(found.device_bytes)}, "
         f"because {usable_in_words(found.device_bytes)}. "
-        f"What would help: {one.remedy}"
+        f"What would help: {plan.remedy}"
     )
 
 

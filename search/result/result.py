@@ -143,7 +143,7 @@ class SearchResult:
     @property
     def like_best(self) -> tuple[Contender, ...]:
         """The next plans that cannot be told apart from the best plan without a measurement."""
-        return tuple(one for one in self.others if one.is_like_best)
+        return tuple(plan for plan in self.others if plan.is_like_best)
 
     @property
     def saved_by_own_stages(self) -> float:
@@ -197,28 +197,28 @@ class SearchResult:
         content = content_of(data, KIND, VERSION, source, command="plan", again="search again")
         problems: list[Problem] = []
         readers = {Plan: lambda plan: Plan.from_dict(plan, f"{source}: plan")}
-        found: SearchResult = read_plain(SearchResult, content, problems, readers=readers)
-        problems += [] if problems else _wrong_values(found)
+        result: SearchResult = read_plain(SearchResult, content, problems, readers=readers)
+        problems += [] if problems else _wrong_values(result)
         if problems:
             raise InputError(f"{source} cannot be used", problems)
-        return found
+        return result
 
 
-def _wrong_values(found: SearchResult) -> Iterator[Problem]:
+def _wrong_values(result: SearchResult) -> Iterator[Problem]:
     """What types do not say: degrees that a plan may have, numbers of devices, and columns of equal length."""
-    plans: dict[str, Contender | Closest | None] = {"best": found.best, "closest": found.closest}
+    plans: dict[str, Contender | Closest | None] = {"best": result.best, "closest": result.closest}
     for name in ("others", "baselines", "front"):
-        plans |= {f"{name}[{at}]": one for at, one in enumerate(getattr(found, name))}
-    for path, one in plans.items():
-        given = {} if one is None else {k: v for k, v in one.degrees.items() if k not in ("cuts", "regather")}
+        plans |= {f"{name}[{at}]": plan for at, plan in enumerate(getattr(result, name))}
+    for path, plan in plans.items():
+        given = {} if plan is None else {k: v for k, v in plan.degrees.items() if k not in ("cuts", "regather")}
         try:
             degrees_from(given)
         except PlanError as error:
             yield from (replace(problem, path=f"{path}.degrees.{problem.path}") for problem in error.problems)
-        if isinstance(one, Contender) and not 1 <= one.num_devices <= found.num_devices:
-            rule = f"must be from 1 to {found.num_devices}, the devices of the cluster"
-            yield Problem(path=f"{path}.num_devices", value=one.num_devices, rule=rule)
-    columns = {} if found.points is None else found.points.columns
+        if isinstance(plan, Contender) and not 1 <= plan.num_devices <= result.num_devices:
+            rule = f"must be from 1 to {result.num_devices}, the devices of the cluster"
+            yield Problem(path=f"{path}.num_devices", value=plan.num_devices, rule=rule)
+    columns = {} if result.points is None else result.points.columns
     for name, column in columns.items():
         kind: Any = str if name == "schedule" else int | float
         if len(column) != len(next(iter(columns.values()))) or not all(isinstance(value, kind) for value in column):
@@ -229,9 +229,9 @@ def _wrong_values(found: SearchResult) -> Iterator[Problem]:
 def _plain(value: Any) -> Any:
     """The value as `asdict` has it, with lists for tuples and without copies."""
     if isinstance(value, (tuple, list)):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     if isinstance(value, Mapping):
-        return {name: _plain(one) for name, one in value.items()}
+        return {name: _plain(item) for name, item in value.items()}
     if hasattr(value, "__dataclass_fields__"):
         return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
     return value
@@ -239,17 +239,17 @@ def _plain(value: Any) -> Any:
 
 def degrees_in_plain(degrees: Degrees, cuts: tuple[int, ...], *, regather: bool = True) -> dict[str, Any]:
     """Degrees as they stand in JSON. `regather` is only written if it is off, `loss_chunks` if it is on."""
-    found = {name: value for name, value in asdict(degrees).items() if value is not None}
+    plain = {name: value for name, value in asdict(degrees).items() if value is not None}
     if degrees.loss_chunks == 1:
-        del found["loss_chunks"]
-    return found | {"cuts": list(cuts)} | ({} if regather else {"regather": False})
+        del plain["loss_chunks"]
+    return plain | {"cuts": list(cuts)} | ({} if regather else {"regather": False})
 
 
 def why_slower(best: Mapping[str, float], other: Mapping[str, float]) -> str:
     """The part of a step that exceeds the best plan's by most seconds; nothing if no part does."""
     more = {name: other[name] - best.get(name, 0.0) for name in other}
-    name = max(more, key=lambda one: more[one])
-    less = min(more, key=lambda one: more[one])
+    name = max(more, key=lambda part: more[part])
+    less = min(more, key=lambda part: more[part])
     if more[name] <= 0:
         return ""
     text = f"{PARTS[name]}: {readable_seconds(more[name])} more"
@@ -259,5 +259,5 @@ def why_slower(best: Mapping[str, float], other: Mapping[str, float]) -> str:
 def why_fuller(best: Mapping[str, float], other: Mapping[str, float]) -> str:
     """The part of a rank's memory that exceeds the best plan's by most bytes."""
     more = {name: other.get(name, 0.0) - best.get(name, 0.0) for name in MEMORY if name != "cache"}
-    name = max(more, key=lambda one: more[one])
+    name = max(more, key=lambda part: more[part])
     return f"{MEMORY[name]}: {more[name] / 1e9:.2f} GB more"

@@ -24,24 +24,24 @@ class Baseline:
     index: int
 
 
-def baselines(found: Candidates, cluster: ClusterSpec) -> tuple[Baseline, ...]:
+def baselines(space: Candidates, cluster: ClusterSpec) -> tuple[Baseline, ...]:
     """The baselines that the space has, each with its smallest micro-batch."""
-    whole = (found.num_devices == cluster.num_devices) & (found.order == 0) & (found.cp == 1) & (found.ep == 1)
+    whole = (space.num_devices == cluster.num_devices) & (space.order == 0) & (space.cp == 1) & (space.ep == 1)
     per_host = min(group.devices_per_host for group in cluster.groups)
-    sharded = (found.dp_replicate == 1) & (found.pp == 1) & (found.zero == 3)
-    in_host = _largest_up_to(found.tp[whole], per_host)
-    is_default = found.schedule == SCHEDULE_NAMES.index(DEFAULT_SCHEDULE)
-    staged = (found.pp > 1) & is_default & (found.zero == 1) & (found.dp_replicate == 1)
+    sharded = (space.dp_replicate == 1) & (space.pp == 1) & (space.zero == 3)
+    in_host = _largest_up_to(space.tp[whole], per_host)
+    is_default = space.schedule == SCHEDULE_NAMES.index(DEFAULT_SCHEDULE)
+    staged = (space.pp > 1) & is_default & (space.zero == 1) & (space.dp_replicate == 1)
     wanted = {
-        "FSDP": sharded & (found.tp == 1),
-        "tensor parallelism in hosts + FSDP": sharded & (found.tp == in_host) & (found.tp > 1),
-        "Megatron 3-D": staged & (found.tp == in_host),
+        "FSDP": sharded & (space.tp == 1),
+        "tensor parallelism in hosts + FSDP": sharded & (space.tp == in_host) & (space.tp > 1),
+        "Megatron 3-D": staged & (space.tp == in_host),
     }
     rows = []
     for name, mask in wanted.items():
         index = np.flatnonzero(mask & whole)
         if len(index):
-            order = np.lexsort((found.micro_batch[index], found.pp[index]))
+            order = np.lexsort((space.micro_batch[index], space.pp[index]))
             rows.append(Baseline(name=name, index=int(index[order[0]])))
     return tuple(rows)
 

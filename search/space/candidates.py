@@ -86,12 +86,12 @@ class Candidates:
         if not len(self):
             return {}
         columns = (self.ep, self.cp, self.tp)
-        alike = distinct([numbered(column) for column in columns])
-        number = np.zeros(len(self), dtype=np.intp) if alike.index is None else alike.index
-        few = number.astype(np.uint16) if alike.count <= 1 << 16 else number  # sorted by their digits
+        kinds = distinct([numbered(column) for column in columns])
+        number = np.zeros(len(self), dtype=np.intp) if kinds.index is None else kinds.index
+        few = number.astype(np.uint16) if kinds.count <= 1 << 16 else number  # sorted by their digits
         groups = np.split(np.argsort(few, kind="stable"), np.cumsum(np.bincount(number))[:-1])
-        found = {self.split(int(group[0])): group for group in groups}
-        return {split: found[split] for split in sorted(found, key=lambda one: (one.ep, one.cp, one.tp))}
+        places = {self.split(int(group[0])): group for group in groups}
+        return {split: places[split] for split in sorted(places, key=lambda split: (split.ep, split.cp, split.tp))}
 
     def splits(self) -> list[Split]:
         """The different degrees that labels are chosen for, in order."""
@@ -103,16 +103,16 @@ class Candidates:
 
     def of(self, *splits: Split) -> NDArray[np.bool_]:
         """The candidates whose labels are chosen for one of several degrees."""
-        found = np.zeros(len(self), dtype=bool)
+        mask = np.zeros(len(self), dtype=bool)
         for split in splits:
             if split in self.places:
-                found[self.places[split]] = True
-        return found
+                mask[self.places[split]] = True
+        return mask
 
     def among(self, split: Split, mask: NDArray[np.bool_]) -> NDArray[np.intp]:
         """The candidates of a split that a mask has, in order."""
-        own = self.places.get(split, np.zeros(0, dtype=np.intp))
-        return own[mask[own]]
+        place = self.places.get(split, np.zeros(0, dtype=np.intp))
+        return place[mask[place]]
 
     def at(self, index: Any) -> "Candidates":
         """The candidates of an index array or mask."""
@@ -125,17 +125,17 @@ class Candidates:
 
     def index_of(self, text: str) -> int:
         """The candidate with this text. Raises `InputError` if there is none."""
-        found = next((index for index in range(len(self)) if self.text(index) == text), None)
-        if found is None:
+        place = next((index for index in range(len(self)) if self.text(index) == text), None)
+        if place is None:
             raise InputError(f"no candidate of this search is {text!r}; the study is of another search, name a new one")
-        return found
+        return place
 
     def degrees(self, index: int, *, recompute: bool = False) -> Degrees:
         """One candidate as a plan's degrees, recomputing in no block or in all of them."""
-        one = {each.name: int(getattr(self, each.name)[index]) for each in fields(self)}
+        row = {each.name: int(getattr(self, each.name)[index]) for each in fields(self)}
         given: dict[str, Any] = {"recompute": "full" if recompute else "none"}
-        for column, value in one.items():
-            given |= BY_COLUMN[column].fields_of_degrees(value, has_pipeline=one["pp"] > 1)
+        for column, value in row.items():
+            given |= BY_COLUMN[column].fields_of_degrees(value, has_pipeline=row["pp"] > 1)
         return Degrees(**given)
 
 
@@ -151,9 +151,9 @@ def candidates(constraints: Constraints) -> Candidates:
         beside = [rows[name] for name in dimension.beside]
         if not len(beside[0]):
             return Candidates(**{each.name: beside[0] for each in fields(Candidates)})
-        alike = distinct([numbered(column) for column in beside])
-        group = np.zeros(len(beside[0]), dtype=np.intp) if alike.index is None else alike.index
-        lists = [_allowed(dimension, constraints, one) for one in np.stack(beside, axis=1)[alike.rows].tolist()]
+        groups = distinct([numbered(column) for column in beside])
+        group = np.zeros(len(beside[0]), dtype=np.intp) if groups.index is None else groups.index
+        lists = [_allowed(dimension, constraints, row) for row in np.stack(beside, axis=1)[groups.rows].tolist()]
         sizes = np.array([len(values) for values in lists])
         begins, counts_of_rows = np.cumsum(sizes) - sizes, sizes[group]
         row = np.repeat(np.arange(len(group)), counts_of_rows)

@@ -281,7 +281,7 @@ def test_the_bound_of_searches_is_never_above_the_replay(schedule: str, waits: f
                     counts=(("layer", blocks),),
                 )
                 cuts: list[Any] = []
-                bound = lower_bound(run, waits=waits, found=cuts)(
+                bound = lower_bound(run, waits=waits, used=cuts)(
                     {"layer": passes(block), "first": passes(first), "last": passes(last)}, np.array([message])
                 )
                 counts = counts_of(cuts[0], p * v, blocks)
