@@ -62,12 +62,12 @@ def capacity(
     for what, value in (*(("number of devices", n) for n in devices), ("sequence", sequence)):
         if not 1 <= value <= _MAX_DEVICES:
             raise InputError(f"{what} {value:,} must be from 1 to {_MAX_DEVICES:,}")
-    found = []
+    rows = []
     for count in devices:
         for way in WAYS:
             plans = _plans(way, count, devices_per_host)
-            found.append(_largest(way, count, plans, memory_bytes, engine, sequence, reserve_bytes))
-    return found
+            rows.append(_largest(way, count, plans, memory_bytes, engine, sequence, reserve_bytes))
+    return rows
 
 
 def _plans(way: str, devices: int, devices_per_host: int) -> list[tuple[int, int, int, int]]:

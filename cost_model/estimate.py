@@ -261,15 +261,15 @@ def _collectives(step: StepSeconds) -> tuple[CollectiveSeconds, ...]:
 
 
 def _degrees(question: Question) -> dict[str, Any]:
-    found = {name: value for name, value in asdict(question.degrees).items() if value is not None}
-    return found | {"cuts": list(question.cuts)}
+    named = {name: value for name, value in asdict(question.degrees).items() if value is not None}
+    return named | {"cuts": list(question.cuts)}
 
 
 def _check(works: ProgramWorks, question: Question, tokens: float | None, grams: float | None) -> None:
     degrees, problems = question.degrees, []
-    devices, asked = question.cluster.num_devices, degrees.world_size
-    if asked != devices:
-        rule = f"pp × tp × dp × cp = {asked} must be the number of devices, {devices}"
+    devices, ranks = question.cluster.num_devices, degrees.world_size
+    if ranks != devices:
+        rule = f"pp × tp × dp × cp = {ranks} must be the number of devices, {devices}"
         problems.append(Problem(path="degrees", rule=rule))
     if works.sequence % degrees.cp:
         problems.append(

@@ -40,17 +40,17 @@ def fullest_rank(program: Program, analysis: Analysis, plan: Plan) -> RankMemory
             f"data-parallel ranks; it was captured at {program.batch}"
         )
     known: dict[object, StageRun] = {}
-    found = []
+    memories = []
     for index in range(degrees.pp):
         setting = RankView(program, analysis, plan, index * degrees.strides["pp"])
         runs = {}
         for stage in setting.own_stages:
             runs[stage.index] = known.setdefault(stage.index, run_stage(setting, stage))
-        found.append(memory_of(setting, runs))
-    return max(found, key=lambda one: one.total_bytes)
+        memories.append(memory_of(setting, runs))
+    return max(memories, key=lambda memory: memory.total_bytes)
 
 
-def with_exact_memory(made: Estimate, held: RankMemory) -> Estimate:
+def with_exact_memory(estimate: Estimate, held: RankMemory) -> Estimate:
     """The estimate with counted bytes. The reserve and the allocator's cache keep their assumed values."""
     parts = dict.fromkeys(MEMORY.values(), 0.0) | {
         MEMORY["parameters"]: float(held.parameter_bytes),
@@ -61,18 +61,18 @@ def with_exact_memory(made: Estimate, held: RankMemory) -> Estimate:
         BUFFERS: float(held.buffer_bytes),
         MEMORY["activations"]: float(held.saved_bytes),
         WORKSPACE: float(held.workspace_bytes),
-        MEMORY["reserve"]: made.memory_bytes[MEMORY["reserve"]],
+        MEMORY["reserve"]: estimate.memory_bytes[MEMORY["reserve"]],
     }
     needed = sum(parts.values())
-    parts[MEMORY["cache"]] = max(0.0, min(mechanisms().allocator_cache * needed, made.device_bytes - needed))
+    parts[MEMORY["cache"]] = max(0.0, min(mechanisms().allocator_cache * needed, estimate.device_bytes - needed))
     peak = sum(parts.values())
-    low, high = (peak * bound / made.peak_bytes for bound in made.peak_interval_bytes)
+    low, high = (peak * bound / estimate.peak_bytes for bound in estimate.peak_interval_bytes)
     return replace(
-        made,
+        estimate,
         memory_bytes=parts,
         peak_bytes=peak,
         peak_interval_bytes=(low, high),
-        fits=needed <= usable_bytes(made.device_bytes),
+        fits=needed <= usable_bytes(estimate.device_bytes),
         host_bytes=float(held.host_bytes),
-        assumptions=(*made.assumptions, KERNELS),
+        assumptions=(*estimate.assumptions, KERNELS),
     )

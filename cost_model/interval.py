@@ -50,8 +50,8 @@ class Situation:
     @property
     def name(self) -> str:
         """One of `SITUATIONS`."""
-        found = "measured step" if self.has_steps else "known engine" if self.is_engine_known else "guessed engine"
-        return f"{found}, experts" if self.has_experts else found
+        basis = "measured step" if self.has_steps else "known engine" if self.is_engine_known else "guessed engine"
+        return f"{basis}, experts" if self.has_experts else basis
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +100,8 @@ def _bounds() -> Mapping[str, Mapping[str, tuple[float, float]]]:
 def _of_figure(entries: Any, names: Sequence[str]) -> dict[str, tuple[float, float]]:
     if not isinstance(entries, dict) or set(entries) != set(names):
         raise InputError(f"prediction_intervals.yaml must have the situations {'; '.join(names)}")
-    found = {name: (float(entry["low"]), float(entry["high"])) for name, entry in entries.items()}
-    for name, (low, high) in found.items():
+    bounds = {name: (float(entry["low"]), float(entry["high"])) for name, entry in entries.items()}
+    for name, (low, high) in bounds.items():
         if not 0 < low <= 1 <= high:
             raise InputError(f"prediction_intervals.yaml: {name} must have a low of at most 1 and a high of at least 1")
-    return {name: (math.log(low), math.log(high)) for name, (low, high) in found.items()}
+    return {name: (math.log(low), math.log(high)) for name, (low, high) in bounds.items()}

@@ -77,22 +77,22 @@ def layouts_of_degrees(works: ProgramWorks, degrees: Sequence[Degrees], *, recom
     """A layout for each degrees, all with the same recomputation (a position in `RECOMPUTE`)."""
 
     def column(value: Callable[[Degrees], float]) -> Floats:
-        return np.array([float(value(one)) for one in degrees])
+        return np.array([float(value(d)) for d in degrees])
 
     return layouts_from(
-        tp=column(lambda one: one.tp),
+        tp=column(lambda d: d.tp),
         sequence_parallel=works.sequence_parallel,
-        pp=column(lambda one: one.pp),
-        virtual=column(lambda one: one.virtual_stages),
-        cp=column(lambda one: one.cp),
-        ep=column(lambda one: one.ep),
-        dp=column(lambda one: one.dp),
-        shard=column(lambda one: one.shard_ranks),
-        zero=column(lambda one: one.zero),
-        micro_batch=column(lambda one: one.micro_batch or 1),
-        micro_batches=column(lambda one: one.num_micro_batches),
+        pp=column(lambda d: d.pp),
+        virtual=column(lambda d: d.virtual_stages),
+        cp=column(lambda d: d.cp),
+        ep=column(lambda d: d.ep),
+        dp=column(lambda d: d.dp),
+        shard=column(lambda d: d.shard_ranks),
+        zero=column(lambda d: d.zero),
+        micro_batch=column(lambda d: d.micro_batch or 1),
+        micro_batches=column(lambda d: d.num_micro_batches),
         recompute=recompute,
-        order=[ORDERS.index(one.order) for one in degrees],
+        order=[ORDERS.index(d.order) for d in degrees],
     )
 
 
@@ -118,8 +118,8 @@ class Pricing:
         return self.families[degree]
 
     def stages(self) -> Stages | None:
-        asked = self.question
-        return stages_at(self.works.calls, asked.cuts, asked.degrees) if asked.cuts else None
+        question = self.question
+        return stages_at(self.works.calls, question.cuts, question.degrees) if question.cuts else None
 
     def step(self, layouts: Layouts, *, every_rank: bool = False) -> StepSeconds:
         """With recomputation in some blocks only, as much between none and all of it. With `every_rank`, and stages of
@@ -128,56 +128,54 @@ class Pricing:
         if stages is not None:
             exposed, sharing = self.machine.mechanisms.message_exposed, self.machine.ranks_per_core
             pipeline = pipeline_of(stages, self.question.engine, exposed, sharing, every_rank=every_rank)
-        found = [self._step(one, pipeline) for one in self.at_levels(layouts)]
-        return step_between(self._shares(), found)
+        steps = [self._step(at, pipeline) for at in self.at_levels(layouts)]
+        return step_between(self._shares(), steps)
 
     def mean_passes_and_message(self) -> tuple[dict[str, Passes], float]:
         """Seconds of one micro-batch of the question's layout in every role, with recomputation in some blocks those of
         the mean block, without what stages recompute by themselves; and of a whole message between stages."""
         share = self._shares()
-        found = [self._passes_and_message(one) for one in self.at_levels(layout_of(self.works, self.question))]
+        pairs = [self._passes_and_message(at) for at in self.at_levels(layout_of(self.works, self.question))]
         return {
             role: Passes(
-                forward=_between(share, [one[role].forward for one, _ in found]),
-                backward=_between(share, [one[role].backward for one, _ in found]),
-                weight=_between(share, [np.asarray(one[role].weight) for one, _ in found]),
-                selective=np.asarray(found[0][0][role].selective),
+                forward=_between(share, [p[role].forward for p, _ in pairs]),
+                backward=_between(share, [p[role].backward for p, _ in pairs]),
+                weight=_between(share, [np.asarray(p[role].weight) for p, _ in pairs]),
+                selective=np.asarray(pairs[0][0][role].selective),
             )
-            for role in found[0][0]
-        }, found[0][1]
+            for role in pairs[0][0]
+        }, pairs[0][1]
 
     def _passes_and_message(self, layouts: Layouts) -> tuple[dict[str, Passes], float]:
-        found: dict[str, Passes] = {}
+        costs: dict[str, Passes] = {}
         messages: list[Floats] = []
 
         def look(passes: Mapping[str, Passes], message: Floats) -> Pipelined:
-            found.update(passes)
+            costs.update(passes)
             messages.append(message)
             return Pipelined(busy=np.zeros(1), blocks=np.zeros(1), idle=np.zeros(1), messages=np.zeros(1))
 
         self._step(layouts, look)
-        return found, whole_message_s(messages[0], self.question.engine, self.machine.mechanisms.message_exposed)
+        return costs, whole_message_s(messages[0], self.question.engine, self.machine.mechanisms.message_exposed)
 
     def memory(self, layouts: Layouts) -> StepMemory:
-        return memory_between(self._shares(), [self._memory(one) for one in self.at_levels(layouts)])
+        return memory_between(self._shares(), [self._memory(at) for at in self.at_levels(layouts)])
 
     def memory_of_ranks(self, layouts: Layouts) -> StepMemory:
         """What every pipeline rank holds, in arrays of all ranks."""
         stages = self.stages()
         if stages is None:
             return self.memory(layouts)
-        found = [
-            memory_of_ranks(stages, self.family(one), one, self._memory_basis()) for one in self.at_levels(layouts)
-        ]
-        return memory_between(self._shares(), found)
+        held = [memory_of_ranks(stages, self.family(at), at, self._memory_basis()) for at in self.at_levels(layouts)]
+        return memory_between(self._shares(), held)
 
     def host_bytes(self, layouts: Layouts) -> float:
         """Bytes of host memory for one device."""
         engine, saved = self.machine.engine, np.zeros(1)
         if is_on_host(engine, ACTIVATIONS):
             shares = block_shares(self.works, self.question.degrees)
-            found = activations(self.family(layouts), self.shape, layouts, engine, fused=self.fused)
-            saved = found.mixed(shares["selective"], shares["full"])
+            saving = activations(self.family(layouts), self.shape, layouts, engine, fused=self.fused)
+            saved = saving.mixed(shares["selective"], shares["full"])
         return float(host_bytes(engine, self.shape, self.works.num_parameters, saved, layouts)[0])
 
     def flops(self, sequences: float) -> tuple[float, float]:
@@ -186,30 +184,30 @@ class Pricing:
         tokens = float(self.works.sequence)
         roles = self.works.family.roles
         kinds = [self.works.family.block(role, "tp").products for role in roles]
-        products = tuple(tuple(one.flops for one in own if one.kind != "again") for own in kinds)
-        repeats = tuple(one.flops for own in kinds for one in own if one.kind == "again")
-        found, in_chunks = evaluate((products, repeats), {**ones, "s": tokens, "S": tokens})
-        forward = {role: sum(flops) for role, flops in zip(roles, found, strict=True)}
+        products = tuple(tuple(op.flops for op in block if op.kind != "again") for block in kinds)
+        repeats = tuple(op.flops for block in kinds for op in block if op.kind == "again")
+        of_roles, in_chunks = evaluate((products, repeats), {**ones, "s": tokens, "S": tokens})
+        forward = {role: sum(flops) for role, flops in zip(roles, of_roles, strict=True)}
         repeated = sum(count * forward[role] for role, count in self.works.counts)
         whole = repeated + forward["first"] + forward["last"]
         shares = block_shares(self.works, self.question.degrees)
-        again = repeated * shares["full"] + shares["selective"] * self._selected_flops(ones, tokens)
-        again += sum(in_chunks)
-        return PASSES * float(whole) * sequences, float(again) * sequences
+        extra = repeated * shares["full"] + shares["selective"] * self._selected_flops(ones, tokens)
+        extra += sum(in_chunks)
+        return PASSES * float(whole) * sequences, float(extra) * sequences
 
     def _selected_flops(self, ones: Mapping[str, float], tokens: float) -> float:
         """FLOP of selective recomputation in all blocks, of one sequence over all devices."""
         kinds = {role: self.works.family.block(role, "tp").selected for role, _ in self.works.counts}
-        flops = tuple(tuple(one.flops for one in own.operators) if own else () for own in kinds.values())
-        found = evaluate(flops, {**ones, "s": tokens, "S": tokens})
-        return float(sum(n * sum(own) for (_, n), own in zip(self.works.counts, found, strict=True)))
+        flops = tuple(tuple(op.flops for op in block.operators) if block else () for block in kinds.values())
+        sums = evaluate(flops, {**ones, "s": tokens, "S": tokens})
+        return float(sum(n * sum(block) for (_, n), block in zip(self.works.counts, sums, strict=True)))
 
     def utilisation(self, sequences: float, step_s: float, num_devices: int) -> Utilisation:
         """Of a step of `step_s` over so many sequences in all."""
-        model, again = self.flops(sequences)
+        model, extra = self.flops(sequences)
         reached = model / (step_s * num_devices)
         mfu = reached / self.machine.peak_flops_per_s
-        return Utilisation(flops_per_s=reached, mfu=mfu, hfu=mfu * (1 + again / model if model else 1.0))
+        return Utilisation(flops_per_s=reached, mfu=mfu, hfu=mfu * (1 + extra / model if model else 1.0))
 
     def _step(self, layouts: Layouts, pipeline: Pipeline | None) -> StepSeconds:
         return step_seconds(
@@ -266,8 +264,8 @@ def level_shares(works: ProgramWorks, question: Question) -> dict[int, float]:
     if question.is_by_stage:
         return {0: 1.0}
     shares = block_shares(works, question.degrees)
-    found = {0: 1.0 - shares["full"] - shares["selective"], 1: shares["selective"], 2: shares["full"]}
-    return {level: share for level, share in found.items() if share > 0} or {0: 1.0}
+    levels = {0: 1.0 - shares["full"] - shares["selective"], 1: shares["selective"], 2: shares["full"]}
+    return {level: share for level, share in levels.items() if share > 0} or {0: 1.0}
 
 
 def family_at(works: ProgramWorks, layouts: Layouts, constants: Mechanisms) -> Family[Any]:
@@ -300,38 +298,38 @@ def evaluated(
         if name in names and (name not in ("tp", "ep", "cp") or name in sizes)
     }
     roles = family.roles
-    found = evaluate(tuple(family.block(role, "tp") for role in roles), numbers)  # both variants are one
-    blocks = tuple((role, tuple((v, work) for v in VARIANTS)) for role, work in zip(roles, found, strict=True))
+    valued = evaluate(tuple(family.block(role, "tp") for role in roles), numbers)  # both variants are one
+    blocks = tuple((role, tuple((v, work) for v in VARIANTS)) for role, work in zip(roles, valued, strict=True))
     return replace(family, blocks=blocks)
 
 
-def step_between(shares: Sequence[float], found: Sequence[StepSeconds]) -> StepSeconds:
+def step_between(shares: Sequence[float], steps: Sequence[StepSeconds]) -> StepSeconds:
     """A step of blocks with several levels of recomputation, from the step of each level and its part of the blocks."""
     return StepSeconds(
-        seconds=_between(shares, [one.seconds for one in found]),
-        parts={name: _between(shares, [one.parts[name] for one in found]) for name in found[0].parts},
-        hidden={name: _between(shares, [one.hidden[name] for one in found]) for name in found[0].hidden},
+        seconds=_between(shares, [step.seconds for step in steps]),
+        parts={name: _between(shares, [step.parts[name] for step in steps]) for name in steps[0].parts},
+        hidden={name: _between(shares, [step.hidden[name] for step in steps]) for name in steps[0].hidden},
     )
 
 
-def memory_between(shares: Sequence[float], found: Sequence[StepMemory]) -> StepMemory:
+def memory_between(shares: Sequence[float], memories: Sequence[StepMemory]) -> StepMemory:
     """`step_between` for memory. A recomputed block takes the same room, whatever the number of recomputed blocks."""
-    parts = parts_between(shares, [one.parts for one in found])
+    parts = parts_between(shares, [memory.parts for memory in memories])
     return StepMemory(peak_bytes=np.asarray(sum(parts.values())), parts=parts)
 
 
-def parts_between(shares: Sequence[float], found: Sequence[Mapping[str, _V]]) -> dict[str, _V]:
+def parts_between(shares: Sequence[float], rows: Sequence[Mapping[str, _V]]) -> dict[str, _V]:
     """The parts of `memory_between`, arrays or numbers, of levels in their order."""
-    parts = {name: _between(shares, [one[name] for one in found]) for name in found[0]}
-    parts["workspace"] = found[-1]["workspace"]
+    parts = {name: _between(shares, [row[name] for row in rows]) for name in rows[0]}
+    parts["workspace"] = rows[-1]["workspace"]
     return parts
 
 
 def _between(shares: Sequence[float], values: Sequence[_V]) -> _V:
     if len(values) == 1:
         return values[0]
-    found: Any = sum(share * value for share, value in zip(shares, values, strict=True))
-    mean: _V = found
+    total: Any = sum(share * value for share, value in zip(shares, values, strict=True))
+    mean: _V = total
     return mean
 
 

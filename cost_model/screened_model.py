@@ -32,7 +32,7 @@ def model_of_program(works: ProgramWorks) -> ScreenedModel:
     bare = _parameters_only(works.family)
     # all variants of a role are one work
     names, of_parameters = (
-        free_symbols(tuple(one.block(role, "tp") for role in one.roles)) for one in (works.family, bare)
+        free_symbols(tuple(each.block(role, "tp") for role in each.roles)) for each in (works.family, bare)
     )
     return ScreenedModel(
         blocks=lambda layouts: evaluated(works, works.family, layouts, names),
@@ -49,7 +49,7 @@ def _parameters_only(family: Family[Polynomial]) -> Family[Polynomial]:
         nothing: dict[str, Any] = dict.fromkeys(saved, Polynomial())
         return replace(work, products=(), eager=(), fused=(), sent=(), selected=None, **nothing)
 
-    blocks = tuple((role, tuple((name, of_work(work)) for name, work in found)) for role, found in family.blocks)
+    blocks = tuple((role, tuple((name, of_work(work)) for name, work in pairs)) for role, pairs in family.blocks)
     return replace(family, blocks=blocks)
 
 

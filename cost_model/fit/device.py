@@ -76,36 +76,36 @@ def fit_profile(samples: Sequence[Sample], setting: FitSetting) -> DeviceProfile
     fits: tuple[Callable[[Mapping[Part, list[Sample]], DeviceProfile, FitSetting], _Found | None], ...]
     fits = (_launch, _memory, _products, _attention, _links, _overlap)
     for fit in fits:
-        found = fit(parts, profile, setting)
-        if found is not None:
-            profile = _with(profile, found, setting)
+        fitted = fit(parts, profile, setting)
+        if fitted is not None:
+            profile = _with(profile, fitted, setting)
     if setting.reserve_bytes is not None:
         fields = {"reserve_bytes": setting.reserve_bytes}
         profile = _with(profile, _Found(fields=fields, paths=("reserve_gb",)), setting)
     return profile
 
 
-def _with(profile: DeviceProfile, found: _Found, setting: FitSetting) -> DeviceProfile:
+def _with(profile: DeviceProfile, fitted: _Found, setting: FitSetting) -> DeviceProfile:
     source = f"measured {setting.measured.date} by autopar calibrate, {setting.measured.how}"
     # a path ends the paths under it: efficiencies of dtypes that were not measured must not stay
-    kept = {p: s for p, s in profile.sources.items() if not any(f"{p}.".startswith(f"{x}.") for x in found.paths)}
-    made = replace(profile, fit={**profile.fit, **found.errors}, **found.fields)  # type: ignore[arg-type]
-    return replace(made, sources={**kept, **dict.fromkeys(_leaves(made, found.paths), source)})
+    kept = {p: s for p, s in profile.sources.items() if not any(f"{p}.".startswith(f"{x}.") for x in fitted.paths)}
+    changed = replace(profile, fit={**profile.fit, **fitted.errors}, **fitted.fields)  # type: ignore[arg-type]
+    return replace(changed, sources={**kept, **dict.fromkeys(_leaves(changed, fitted.paths), source)})
 
 
 def _leaves(profile: DeviceProfile, paths: Sequence[str]) -> list[str]:
     """The paths of numbers under `paths`, as the profile's file has them."""
-    found: list[str] = []
+    out: list[str] = []
     for path in paths:
         if path == "efficiency":
-            found += [f"efficiency.{dtype}" for dtype in profile.efficiency]
+            out += [f"efficiency.{dtype}" for dtype in profile.efficiency]
         elif path.startswith("links."):
             kinds = profile.links[path.split(".")[1]].kinds  # type: ignore[index]
             ends = ["", *(f".kinds.{kind}" for kind in kinds)]
-            found += [f"{path}{end}.{key}" for end in ends for key in ("efficiency", "call_us")]
+            out += [f"{path}{end}.{key}" for end in ends for key in ("efficiency", "call_us")]
         else:
-            found.append(path)
-    return found
+            out.append(path)
+    return out
 
 
 def measured_figures(device: Device, samples: Sequence[Sample]) -> Device:
@@ -154,10 +154,10 @@ def _memory(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting:
         return None
     moved, seconds = _amounts(samples), _seconds(samples)
     bandwidth = _device(profile).memory_bandwidth_bytes_per_s
-    found = rounded(best_of(lambda part: profile.launch_s + moved / (bandwidth * part), seconds, LEAST_PART, MOST_PART))
-    times = memory_seconds(moved_bytes=moved, bytes_per_s=bandwidth * found, launch_s=profile.launch_s)
+    part = rounded(best_of(lambda part: profile.launch_s + moved / (bandwidth * part), seconds, LEAST_PART, MOST_PART))
+    times = memory_seconds(moved_bytes=moved, bytes_per_s=bandwidth * part, launch_s=profile.launch_s)
     return _Found(
-        fields={"memory_efficiency": found},
+        fields={"memory_efficiency": part},
         paths=("memory_efficiency",),
         errors={"memory": fit_errors(times, seconds)},
     )
@@ -196,7 +196,7 @@ def _refined(groups: Mapping[str, list[Sample]], profile: DeviceProfile, tile: T
     if not tile.k_half:
         return tile
     around = [float(f"{tile.k_half * 2**x:.3g}") for x in np.linspace(-0.9, 0.9, 19)]
-    return min((replace(tile, k_half=k) for k in around), key=lambda one: _loss(groups, profile, one))
+    return min((replace(tile, k_half=k) for k in around), key=lambda tile: _loss(groups, profile, tile))
 
 
 def _loss(groups: Mapping[str, list[Sample]], profile: DeviceProfile, tile: Tile) -> float:
@@ -237,12 +237,12 @@ def _attention(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setti
 
     def fitted(is_backward: bool, half: float) -> tuple[float, float, Floats]:
         """The loss, the best part, and the times of a pass with a number of keys at half speed."""
-        own = passes[is_backward]
-        made = replace(profile.attention, length_half=half, backward_length_half=half, forward=1.0, backward=1.0)
-        times = _attention_times(own, profile, made, is_backward) - profile.launch_s
-        part = best_of(lambda part: profile.launch_s + times / part, _seconds(own), LEAST_PART, MOST_PART)
+        group = passes[is_backward]
+        usual = replace(profile.attention, length_half=half, backward_length_half=half, forward=1.0, backward=1.0)
+        times = _attention_times(group, profile, usual, is_backward) - profile.launch_s
+        part = best_of(lambda part: profile.launch_s + times / part, _seconds(group), LEAST_PART, MOST_PART)
         predicted = np.asarray(profile.launch_s + times / part)
-        return float(log_loss(predicted, _seconds(own))) * len(own), rounded(part), predicted
+        return float(log_loss(predicted, _seconds(group))) * len(group), rounded(part), predicted
 
     def loss(half: float, *of_passes: bool) -> float:
         return sum(fitted(is_backward, half)[0] for is_backward in of_passes)
@@ -255,9 +255,9 @@ def _attention(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setti
             half = min(around, key=lambda half: loss(half, *of_passes))
         return float(f"{half:.3g}")
 
-    one, ahead, behind = best(False, True), best(False), best(True)
-    has_own = loss(ahead, False) + loss(behind, True) < OWN_HALVES * loss(one, False, True)
-    halves = (ahead, behind) if has_own else (one, one)
+    both, ahead, behind = best(False, True), best(False), best(True)
+    has_own = loss(ahead, False) + loss(behind, True) < OWN_HALVES * loss(both, False, True)
+    halves = (ahead, behind) if has_own else (both, both)
     (_, forward, times), (_, backward, backward_times) = fitted(False, halves[0]), fitted(True, halves[1])
     attention = replace(
         profile.attention,
@@ -266,7 +266,7 @@ def _attention(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setti
         length_half=halves[0],
         backward_length_half=halves[1],
     )
-    measured_s = np.concatenate([_seconds(own) for own in passes.values()])
+    measured_s = np.concatenate([_seconds(group) for group in passes.values()])
     errors = {"attention": fit_errors(np.concatenate([times, backward_times]), measured_s)}
     paths = [f"attention.{name}" for name in ("forward", "backward", "length_half", "backward_length_half")]
     unfused = _by_name(parts.get("products", []), profile)
@@ -274,8 +274,8 @@ def _attention(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setti
         part = float(np.median([_efficiency(group, profile, profile.tile, d) for d, group in unfused.items()]))
         attention = replace(attention, products=rounded(part))
         paths.append("attention.products")
-        found = [_product_times(group, profile, profile.tile, d, part) for d, group in unfused.items()]
-        errors["products"] = fit_errors(np.concatenate(found), np.concatenate([_seconds(g) for g in unfused.values()]))
+        costs = [_product_times(group, profile, profile.tile, d, part) for d, group in unfused.items()]
+        errors["products"] = fit_errors(np.concatenate(costs), np.concatenate([_seconds(g) for g in unfused.values()]))
     return _Found(fields={"attention": attention}, paths=tuple(paths), errors=errors)
 
 
@@ -300,10 +300,10 @@ def _links(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting: 
     samples = parts.get("collective")
     if not samples:
         return None
-    found = fit_links(samples, setting.link)
-    links = {**profile.links, **{tier: one.profile for tier, one in found.items()}}
-    errors = {f"{tier}.{kind}": error for tier, one in found.items() for kind, error in one.errors.items()}
-    return _Found(fields={"links": links}, paths=tuple(f"links.{tier}" for tier in found), errors=errors)
+    fits = fit_links(samples, setting.link)
+    links = {**profile.links, **{tier: fit.profile for tier, fit in fits.items()}}
+    errors = {f"{tier}.{kind}": error for tier, fit in fits.items() for kind, error in fit.errors.items()}
+    return _Found(fields={"links": links}, paths=tuple(f"links.{tier}" for tier in fits), errors=errors)
 
 
 def _overlap(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting: FitSetting) -> _Found | None:

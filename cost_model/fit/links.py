@@ -39,7 +39,7 @@ def fit_links(samples: Sequence[Sample], link: Link | None = None) -> dict[Tier,
     tiers: dict[Tier, list[Sample]] = {}
     for sample in samples:
         tiers.setdefault("inter_host" if sample.work.numbers["hosts"] > 1 else "in_host", []).append(sample)
-    return {tier: _fit_tier(own, link if tier == "in_host" else None) for tier, own in tiers.items()}
+    return {tier: _fit_tier(group, link if tier == "in_host" else None) for tier, group in tiers.items()}
 
 
 def sent_and_hops(kind: CollectiveKind, whole_bytes: float, ranks: int) -> tuple[float, int]:
@@ -57,17 +57,17 @@ class _Columns:
 
 
 def _columns(kind: CollectiveKind, samples: Sequence[Sample]) -> _Columns:
-    own = [s for s in samples if s.work.name == kind]
-    pairs = [sent_and_hops(kind, s.work.amount, int(s.work.numbers["ranks"])) for s in own]
+    group = [s for s in samples if s.work.name == kind]
+    pairs = [sent_and_hops(kind, s.work.amount, int(s.work.numbers["ranks"])) for s in group]
     return _Columns(
         sent=np.array([sent for sent, _ in pairs]),
         hops=np.array([float(steps) for _, steps in pairs]),
-        seconds=np.array([s.seconds for s in own]),
+        seconds=np.array([s.seconds for s in group]),
     )
 
 
 def _fit_tier(samples: Sequence[Sample], known: Link | None) -> FittedTier:
-    columns = {kind: found for kind in KINDS if len((found := _columns(kind, samples)).seconds)}
+    columns = {kind: timed for kind in KINDS if len((timed := _columns(kind, samples)).seconds)}
     fastest = max(float(np.max(c.sent / c.seconds)) for c in columns.values())
     bandwidth = known.bytes_per_s if known is not None else float(round(float(f"{fastest:.4g}")))
     latency = known.latency_s if known is not None else _latency(columns, bandwidth)

@@ -29,20 +29,20 @@ def elasticities(price: Callable[[DeviceProfile], Floats], profile: DeviceProfil
     """The part of each term (column) in the time of each step (row), as the change of its logarithm."""
     usual = np.asarray(price(profile), dtype=np.float64).reshape(-1)
     slower = [np.broadcast_to(price(scaled_term(profile, term, _STEP, "")), usual.shape) for term in terms_of(profile)]
-    found: NDArray[np.float64] = np.log(np.stack(slower, axis=1) / usual[:, None]) / np.log(_STEP)
-    return found
+    slopes: NDArray[np.float64] = np.log(np.stack(slower, axis=1) / usual[:, None]) / np.log(_STEP)
+    return slopes
 
 
 def term_factors(ratios: Sequence[float], parts: NDArray[np.float64]) -> NDArray[np.float64]:
     """The factor on the time of each term."""
     penalty = PENALTY * np.eye(parts.shape[1])
-    found: NDArray[np.float64] = np.exp(np.linalg.solve(parts.T @ parts + penalty, parts.T @ np.log(ratios)))
-    return found
+    factors: NDArray[np.float64] = np.exp(np.linalg.solve(parts.T @ parts + penalty, parts.T @ np.log(ratios)))
+    return factors
 
 
 def slowed(profile: DeviceProfile, factors: Mapping[str, float], why: str) -> DeviceProfile:
     """`profile` with the constants of each term scaled, so that they take `factors` times as long."""
-    made = profile
+    slower = profile
     for term, factor in factors.items():
-        made = scaled_term(made, term, factor, why)
-    return made
+        slower = scaled_term(slower, term, factor, why)
+    return slower

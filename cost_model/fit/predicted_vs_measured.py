@@ -104,20 +104,20 @@ def corrected(
     `tiers` says which links a term's mesh dimension crosses, ``in_host`` if it says nothing. Waiting belongs to no
     constant and stays. The source of each number states its change and the reason.
     """
-    day, made = (today or date.today()).isoformat(), profile
+    day, scaled = (today or date.today()).isoformat(), profile
     links: dict[Tier, list[ComparedTerm]] = {}
     for term in comparison.outside:
         kind = term.name.split(".")[-1]
         if kind in _NOBODYS or not (term.predicted_s and term.measured_s):
             continue
         if kind in _COMPUTE:
-            made = _scaled_compute(made, kind, term.measured_s / term.predicted_s, f"{day}: {term}")
+            scaled = _scaled_compute(scaled, kind, term.measured_s / term.predicted_s, f"{day}: {term}")
         else:
             links.setdefault((tiers or {}).get(kind, "in_host"), []).append(term)
     for tier, terms in links.items():
         factor = sum(t.measured_s for t in terms) / sum(t.predicted_s for t in terms)
-        made = _scaled_link(made, tier, factor, f"{day}: {'; '.join(str(t) for t in terms)}")
-    return made
+        scaled = _scaled_link(scaled, tier, factor, f"{day}: {'; '.join(str(t) for t in terms)}")
+    return scaled
 
 
 def scaled_term(profile: DeviceProfile, term: str, factor: float, why: str) -> DeviceProfile:
@@ -130,24 +130,24 @@ def scaled_term(profile: DeviceProfile, term: str, factor: float, why: str) -> D
 
 def _scaled_compute(profile: DeviceProfile, kind: str, factor: float, why: str) -> DeviceProfile:
     """The constants of a kind of compute, for `factor` times as much time."""
-    made, paths = profile, list[str]()
+    scaled, paths = profile, list[str]()
     if kind in ("compute", "matmul"):
-        made = replace(made, efficiency={d: _part(value / factor) for d, value in profile.efficiency.items()})
+        scaled = replace(scaled, efficiency={d: _part(value / factor) for d, value in profile.efficiency.items()})
         paths += [f"efficiency.{dtype}" for dtype in profile.efficiency]
     if kind in ("compute", "attention"):
         parts = {key: _part(getattr(profile.attention, key) / factor) for key in ("forward", "backward", "products")}
-        made = replace(made, attention=replace(profile.attention, **parts))
+        scaled = replace(scaled, attention=replace(profile.attention, **parts))
         paths += [f"attention.{key}" for key in parts]
     if kind in ("compute", "memory", "optimizer"):
-        made = replace(made, memory_efficiency=_part(profile.memory_efficiency / factor))
+        scaled = replace(scaled, memory_efficiency=_part(profile.memory_efficiency / factor))
         paths.append("memory_efficiency")
     if kind in ("compute", "launch"):
-        made = replace(made, launch_s=rounded_s(profile.launch_s * factor))
+        scaled = replace(scaled, launch_s=rounded_s(profile.launch_s * factor))
         paths.append("launch_us")
     if kind in ("compute", "launch", "host"):
-        made = replace(made, host_launch_s=rounded_s(profile.host_launch_s * factor))
+        scaled = replace(scaled, host_launch_s=rounded_s(profile.host_launch_s * factor))
         paths.append("host_launch_us")
-    return _noted(made, paths, factor, why)
+    return _noted(scaled, paths, factor, why)
 
 
 def _scaled_link(profile: DeviceProfile, tier: Tier, factor: float, why: str) -> DeviceProfile:

@@ -35,29 +35,29 @@ REMEDIES = {
 LINKS = "measure its links with `autopar calibrate` on as many ranks"
 
 
-def predicted_parts(made: Estimate) -> dict[str, float]:
+def predicted_parts(estimate: Estimate) -> dict[str, float]:
     """Seconds by term, without the optimizer."""
-    found = {COMPUTE: sum(made.compute_s.values()), IDLE: 0.0, REST: 0.0}
-    found[COMPUTE] += made.other_s[OTHER["gradient accumulation"]]
-    found[IDLE] += made.other_s[OTHER["bubble"]] + made.other_s[OTHER["stragglers"]]
-    found[REST] += made.other_s[OTHER["fixed"]]
-    for one in made.collectives:
-        name = MESSAGES if one.mesh_dim == "pp" else one.mesh_dim
-        found[name] = found.get(name, 0.0) + one.exposed_s
-    return {name: seconds for name, seconds in found.items() if seconds > 0}
+    parts = {COMPUTE: sum(estimate.compute_s.values()), IDLE: 0.0, REST: 0.0}
+    parts[COMPUTE] += estimate.other_s[OTHER["gradient accumulation"]]
+    parts[IDLE] += estimate.other_s[OTHER["bubble"]] + estimate.other_s[OTHER["stragglers"]]
+    parts[REST] += estimate.other_s[OTHER["fixed"]]
+    for sent in estimate.collectives:
+        name = MESSAGES if sent.mesh_dim == "pp" else sent.mesh_dim
+        parts[name] = parts.get(name, 0.0) + sent.exposed_s
+    return {name: seconds for name, seconds in parts.items() if seconds > 0}
 
 
-def compare_trace(made: Estimate, trace: Mapping[str, Any], *, band: float) -> Comparison:
+def compare_trace(estimate: Estimate, trace: Mapping[str, Any], *, band: float) -> Comparison:
     """The estimate of a plan beside a trace of its step.
 
     Raises InputError for a trace of another plan, naming every field that differs, and for a file that is no trace.
     """
-    _check_same(made, trace.get("otherData"))
+    _check_same(estimate, trace.get("otherData"))
     measured: dict[str, float] = {}
     for track, seconds in measured_parts(trace).items():
         name = _term_of(track)
         measured[name] = measured.get(name, 0.0) + seconds
-    predicted = predicted_parts(made)
+    predicted = predicted_parts(estimate)
     if TOGETHER in measured:
         for name in ("tp", "dp", "cp", "ep"):
             for parts in (predicted, measured):
@@ -73,23 +73,23 @@ def _term_of(track: str) -> str:
     return MESSAGES if name == "pp" else name
 
 
-def _check_same(made: Estimate, about: Any) -> None:
+def _check_same(estimate: Estimate, about: Any) -> None:
     """Raise InputError if the trace states another plan than the priced one. Older traces state fewer fields."""
     said = about if isinstance(about, Mapping) else {}
     traced = said.get("degrees")
     degrees: Mapping[str, Any] = traced if isinstance(traced, Mapping) else {}
     pairs: list[tuple[str, Any, Any]] = [
-        ("ranks", said.get("world_size"), made.num_devices),
-        ("tokens", said.get("sequence"), made.sequence),
-        ("parameters", said.get("parameters"), made.num_parameters),
+        ("ranks", said.get("world_size"), estimate.num_devices),
+        ("tokens", said.get("sequence"), estimate.sequence),
+        ("parameters", said.get("parameters"), estimate.num_parameters),
     ]
     for name in _DEGREES:
-        is_idle = (name == "zero" and made.degrees.get("dp_shard") == 1) or (
-            name in ("schedule", "virtual_stages") and made.degrees.get("pp") == 1
+        is_idle = (name == "zero" and estimate.degrees.get("dp_shard") == 1) or (
+            name in ("schedule", "virtual_stages") and estimate.degrees.get("pp") == 1
         )
         if not is_idle:
             there = degrees.get(name)
-            pairs.append((name, tuple(there) if isinstance(there, list) else there, made.degrees.get(name)))
+            pairs.append((name, tuple(there) if isinstance(there, list) else there, estimate.degrees.get(name)))
     problems = [
         Problem(path=name, value=there, rule=f"in the trace; {here} was estimated")
         for name, there, here in pairs
@@ -99,11 +99,11 @@ def _check_same(made: Estimate, about: Any) -> None:
         raise InputError("the trace is not of the plan that was estimated", problems)
 
 
-def sentence(found: Comparison) -> str:
+def sentence(comparison: Comparison) -> str:
     """The term that is off the most, and the remedy."""
-    if not found.outside:
-        return f"no term is off by more than {found.band:.0%} and a hundredth of the step"
-    worst = found.outside[0]
+    if not comparison.outside:
+        return f"no term is off by more than {comparison.band:.0%} and a hundredth of the step"
+    worst = comparison.outside[0]
     return f"off the most is {worst}: {remedy(worst)}"
 
 

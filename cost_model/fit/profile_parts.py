@@ -41,9 +41,9 @@ def measured_parts(trace: Mapping[str, Any]) -> dict[str, float]:
     Raises InputError if `trace` is not a trace of `autopar trace`.
     """
     ranks = _slices(trace)
-    spans = [span for tracks in ranks.values() for own in tracks.values() for span, _ in own]
+    spans = [span for tracks in ranks.values() for track in tracks.values() for span, _ in track]
     step = (min(start for start, _ in spans), max(end for _, end in spans))
-    rank = max(sorted(ranks), key=lambda one: _parts(ranks[one], step).get(COMPUTE, 0.0))
+    rank = max(sorted(ranks), key=lambda pid: _parts(ranks[pid], step).get(COMPUTE, 0.0))
     return {name: us * 1e-6 for name, us in _parts(ranks[rank], step).items()}
 
 
@@ -51,7 +51,7 @@ def _slices(trace: Mapping[str, Any]) -> dict[int, dict[str, list[tuple[Span, bo
     """Spans in microseconds by rank and track. The flag of each span tells whether it is the call of a block."""
     events = trace.get("traceEvents")
     problems: list[Problem] = []
-    found: dict[int, dict[str, list[tuple[Span, bool]]]] = {}
+    slices: dict[int, dict[str, list[tuple[Span, bool]]]] = {}
     for index, event in enumerate(events if isinstance(events, list) else []):
         if not isinstance(event, dict) or event.get("ph") != "X":
             continue
@@ -67,12 +67,12 @@ def _slices(trace: Mapping[str, Any]) -> dict[int, dict[str, list[tuple[Span, bo
             problems.append(Problem(path=f"traceEvents[{index}]", rule=rule, value=event))
         elif track != HOST and not (track == MESSAGES and "RECV" in str(event.get("name"))):
             is_block = "call" in (event.get("args") or {})
-            found.setdefault(pid, {}).setdefault(track, []).append(((start, start + duration), is_block))
-    if not problems and not found:
+            slices.setdefault(pid, {}).setdefault(track, []).append(((start, start + duration), is_block))
+    if not problems and not slices:
         problems.append(Problem(path="traceEvents", rule="must have slices, as `autopar trace` writes them"))
     if problems:
         raise InputError("the trace cannot be used", problems)
-    return found
+    return slices
 
 
 def _parts(tracks: Mapping[str, Sequence[tuple[Span, bool]]], step: Span) -> dict[str, float]:
@@ -80,21 +80,21 @@ def _parts(tracks: Mapping[str, Sequence[tuple[Span, bool]]], step: Span) -> dic
     blocks = [span for span, is_block in every if is_block] or [span for span, _ in every]
     names = [name for name in tracks if name != COMPUTE]
     inside = sorted(name for name in names if name.rstrip("0123456789") in _IN_BLOCKS)
-    found: dict[str, float] = {}
+    parts: dict[str, float] = {}
     taken: list[Span] = []
     for name in inside:
-        taken = _take(found, name, [span for span, _ in tracks[name]], taken)
-    taken = _take(found, COMPUTE, blocks, taken)
+        taken = _take(parts, name, [span for span, _ in tracks[name]], taken)
+    taken = _take(parts, COMPUTE, blocks, taken)
     for name in sorted(set(names) - set(inside)):
-        taken = _take(found, name, [span for span, _ in tracks[name]], taken)
-    found[IDLE] = step[1] - step[0] - _length(taken)
-    return found
+        taken = _take(parts, name, [span for span, _ in tracks[name]], taken)
+    parts[IDLE] = step[1] - step[0] - _length(taken)
+    return parts
 
 
-def _take(found: dict[str, float], name: str, spans: Iterable[Span], taken: list[Span]) -> list[Span]:
+def _take(parts: dict[str, float], name: str, spans: Iterable[Span], taken: list[Span]) -> list[Span]:
     """Count the time that `spans` add to the spans `taken`."""
     together = _union([*taken, *spans])
-    found[name] = _length(together) - _length(taken)
+    parts[name] = _length(together) - _length(taken)
     return together
 
 

@@ -69,39 +69,37 @@ def cluster_machine(
     Without a `profile`, the profile that the cluster names counts, else the shipped profile of the device.
     """
     checked_precision(precision, cluster)
-    group = min(
-        cluster.groups, key=lambda one: one.device.peak_flops_per_s.get("bfloat16", 0.0) or _largest(one.device)
-    )
-    found = profile or cluster_profile(cluster, group.device.name)
-    device = found.applied_to(group.device)
+    group = min(cluster.groups, key=lambda g: g.device.peak_flops_per_s.get("bfloat16", 0.0) or _largest(g.device))
+    used = profile or cluster_profile(cluster, group.device.name)
+    device = used.applied_to(group.device)
     dtype = PRECISIONS[precision]
     if dtype not in device.peak_flops_per_s and not (precision == "bf16" and "float16" in device.peak_flops_per_s):
         known = tuple(name for name, its in PRECISIONS.items() if its in device.peak_flops_per_s)
         raise InputError(f"device {device.name!r} has no unit for {precision}; use {' or '.join(known)}")
-    if found.expert_imbalance is not None:
-        mechanisms = replace(mechanisms, expert_imbalance=found.expert_imbalance)
+    if used.expert_imbalance is not None:
+        mechanisms = replace(mechanisms, expert_imbalance=used.expert_imbalance)
     given = group.in_host or _NO_LINK
-    in_host = replace(found.link("in_host").link or given, is_switched=given.is_switched)  # no ranks measure that
+    in_host = replace(used.link("in_host").link or given, is_switched=given.is_switched)  # no ranks measure that
     links = links_of(
-        found,
+        used,
         in_host=in_host,
-        inter_host=found.link("inter_host").link or _between(cluster) or in_host,
+        inter_host=used.link("inter_host").link or _between(cluster) or in_host,
         devices_per_host=float(group.devices_per_host),
     )
-    speeds = speeds_of(device, found, engine, mechanisms, precision=precision)
+    speeds = speeds_of(device, used, engine, mechanisms, precision=precision)
     return Machine(
         device=device,
-        profile=found,
+        profile=used,
         engine=engine,
         mechanisms=mechanisms,
         precision=precision,
         speeds=speeds,
         links=links,
-        ranks_per_core=found.measured.ranks_per_core if found.measured and cluster.num_hosts == 1 else 1.0,
+        ranks_per_core=used.measured.ranks_per_core if used.measured and cluster.num_hosts == 1 else 1.0,
         host=device.host,
         memory_bytes=float(cluster.min_memory_bytes),
         peak_flops_per_s=float(device.peak_flops_per_s.get(dtype, speeds.peak_flops_per_s)),
-        assumptions=(*cluster.assumptions, *found.assumptions(), *_simplified(cluster)),
+        assumptions=(*cluster.assumptions, *used.assumptions(), *_simplified(cluster)),
     )
 
 
@@ -116,9 +114,9 @@ def _between(cluster: ClusterSpec) -> Link | None:
 
 
 def _simplified(cluster: ClusterSpec) -> tuple[str, ...]:
-    found = []
+    notes = []
     if cluster.is_heterogeneous:
-        found.append("every device is priced as the slowest device of the cluster")
+        notes.append("every device is priced as the slowest device of the cluster")
     if cluster.spine is not None:
-        found.append("traffic between hosts is priced at the slower of leaf and spine, also below one leaf")
-    return tuple(found)
+        notes.append("traffic between hosts is priced at the slower of leaf and spine, also below one leaf")
+    return tuple(notes)

@@ -71,11 +71,11 @@ def fastest_seconds(kind: Collective, whole_bytes: Number, group: RankGroup) -> 
 
     The fixed cost of a call is not in it.
     """
-    found = [_seconds(each, kind, whole_bytes, group) for each in ALGORITHMS.values() if kind in each.kinds]
-    if not found:
+    times = [_seconds(each, kind, whole_bytes, group) for each in ALGORITHMS.values() if kind in each.kinds]
+    if not times:
         known = sorted(set().union(*(each.kinds for each in ALGORITHMS.values())))
         raise InputError(f"no collective {kind!r}; {did_you_mean(kind, known)}")
-    fastest: Number = (found[0] if len(found) == 1 else np.minimum.reduce(np.broadcast_arrays(*found)))[()]
+    fastest: Number = (times[0] if len(times) == 1 else np.minimum.reduce(np.broadcast_arrays(*times)))[()]
     return fastest
 
 
@@ -102,8 +102,8 @@ def _ring(kind: Collective, whole_bytes: NDArray[Any], group: RankGroup) -> Numb
     inside = np.where(np.asarray(group.ranks_in_host) > 1, group.in_host_bytes_per_s, np.inf)
     between = np.where(np.asarray(group.hosts) > 1, group.host_bytes_per_s, np.inf)
     latency = (n - h) * group.in_host_latency_s + (h - 1) * group.inter_host_latency_s
-    found: Number = k * ((n - 1) / n * whole_bytes / np.minimum(inside, between) + latency)
-    return found
+    seconds: Number = k * ((n - 1) / n * whole_bytes / np.minimum(inside, between) + latency)
+    return seconds
 
 
 def _direct(kind: Collective, whole_bytes: NDArray[Any], group: RankGroup) -> Number:
@@ -117,8 +117,8 @@ def _mirror(kind: Collective, whole_bytes: NDArray[Any], group: RankGroup) -> Nu
     held, is_inside = whole_bytes / group.ranks, np.asarray(group.hosts) <= 1
     inside = held / group.in_host_bytes_per_s + group.in_host_latency_s
     between = held * group.ranks_in_host / group.host_bytes_per_s + group.inter_host_latency_s
-    found: Number = np.where(is_inside, inside, between)
-    return found
+    seconds: Number = np.where(is_inside, inside, between)
+    return seconds
 
 
 def _next(kind: Collective, whole_bytes: NDArray[Any], group: RankGroup) -> Number:
@@ -127,8 +127,8 @@ def _next(kind: Collective, whole_bytes: NDArray[Any], group: RankGroup) -> Numb
     inside = np.where(np.asarray(group.ranks_in_host) > 1, group.in_host_bytes_per_s, np.inf)
     between = np.where(spans, group.host_bytes_per_s, np.inf)
     latency = np.where(spans, group.inter_host_latency_s, group.in_host_latency_s)
-    found: Number = whole_bytes / group.ranks / np.minimum(inside, between) + latency
-    return found
+    seconds: Number = whole_bytes / group.ranks / np.minimum(inside, between) + latency
+    return seconds
 
 
 ALGORITHMS: Mapping[str, Algorithm] = {

@@ -112,10 +112,10 @@ class Engine(NamedModel):
 def engines() -> dict[str, Engine]:
     """Every engine by its name. Raises InputError when a file is malformed."""
     with _folder() as folder:
-        found, problems = read_folder(Engine, folder.glob("*.yaml"))
+        read, problems = read_folder(Engine, folder.glob("*.yaml"))
     if problems:
         raise InputError("the engine profiles are malformed", problems)
-    return found
+    return read
 
 
 @functools.cache

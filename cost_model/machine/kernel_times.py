@@ -30,7 +30,7 @@ IDLE_WAVE = 0.25
 
 def tile_part(tile: Tile, m: ArrayLike, n: ArrayLike, k: ArrayLike, count: ArrayLike = 1.0) -> Floats:
     """The part, above 0 and at most 1, of full efficiency that a product's shape allows."""
-    m, n, k, count = (np.asarray(one, dtype=np.float64) for one in (m, n, k, count))
+    m, n, k, count = (np.asarray(arg, dtype=np.float64) for arg in (m, n, k, count))
     tiles = count * np.ceil(m / tile.m) * np.ceil(n / tile.n)
     filled = count * m * n / (tiles * tile.m * tile.n)
     waves = tiles / tile.units

@@ -82,12 +82,12 @@ class Links:
         because the hops of a part run beside the bytes of the part before.
         """
         ranks, stride = np.asarray(ranks), np.asarray(stride)
-        found = np.asarray(fastest_seconds(kind, whole_bytes, self.group(ranks, stride)))
+        usual = np.asarray(fastest_seconds(kind, whole_bytes, self.group(ranks, stride)))
         if self.calls is None or kind not in self.calls.kinds:
-            return found
+            return usual
         is_inside = ranks * stride <= self.devices_per_host
         measured = num_calls * self.calls.seconds(kind, whole_bytes / num_calls, ranks)
-        return np.where(is_inside, np.where(ranks > 1, measured, 0.0), found)
+        return np.where(is_inside, np.where(ranks > 1, measured, 0.0), usual)
 
     def message_s(self, message_bytes: Floats, is_inside: Floats) -> Floats:
         """Seconds of one message between two ranks."""
@@ -95,7 +95,7 @@ class Links:
             is_inside, self.in_host_bytes_per_s * self._linked(np.asarray(2.0)), self.inter_host_bytes_per_s
         )
         latency = np.where(is_inside, self.in_host_latency_s, self.inter_host_latency_s)
-        found: Floats = message_bytes / rate + latency
+        seconds: Floats = message_bytes / rate + latency
         if self.calls is not None and "send" in self.calls.kinds:
-            found = np.where(is_inside, self.calls.seconds("send", message_bytes, 2), found)
-        return found
+            seconds = np.where(is_inside, self.calls.seconds("send", message_bytes, 2), seconds)
+        return seconds

@@ -188,10 +188,10 @@ class DeviceProfile:
     def link(self, tier: Tier) -> LinkProfile:
         """The profile of a tier. A tier without a profile takes the nearest faster tier's, or else the slowest's."""
         order: tuple[Tier, ...] = ("in_host", "inter_host", "spine")
-        known = [one for one in order if one in self.links]
-        nearest = [one for one in known if order.index(one) <= order.index(tier)] or known
-        found = self.links.get(tier) or self.links[nearest[-1]]
-        return found if tier in self.links else replace(found, link=None)  # this tier's own speed is unknown
+        known = [t for t in order if t in self.links]
+        nearest = [t for t in known if order.index(t) <= order.index(tier)] or known
+        link = self.links.get(tier) or self.links[nearest[-1]]
+        return link if tier in self.links else replace(link, link=None)  # this tier's own speed is unknown
 
     def applied_to(self, device: Device) -> Device:
         """`device` with the measured figures of this profile, except the memory size, which the cluster states.
@@ -215,24 +215,24 @@ class DeviceProfile:
     def assumptions(self, *, today: date | None = None) -> tuple[str, ...]:
         """Doubts about the profile, as sentences for every output: assumed numbers, other versions, its age."""
         guessed = sorted(path for path, source in self.sources.items() if source.startswith("assumed"))
-        found = list(self.notes)
+        notes = list(self.notes)
         if guessed:
             shown = ", ".join(guessed[:6]) + (f" and {len(guessed) - 6} more" if len(guessed) > 6 else "")
-            found.append(f"profile {self.name} has numbers that nobody measured: {shown}")
+            notes.append(f"profile {self.name} has numbers that nobody measured: {shown}")
         if self.measured is not None:
-            found += self._staleness(self.measured, today or date.today())
-        return tuple(found)
+            notes += self._staleness(self.measured, today or date.today())
+        return tuple(notes)
 
     def _staleness(self, measured: Measurement, today: date) -> list[str]:
-        found = []
+        notes = []
         age = (today - date.fromisoformat(measured.date)).days
         if age > STALE_DAYS:
-            found.append(f"profile {self.name} was measured {age} days ago; run `autopar calibrate` again")
+            notes.append(f"profile {self.name} was measured {age} days ago; run `autopar calibrate` again")
         used, installed = public_version(measured.versions.get("torch", "")), public_version(_version("torch"))
         if used and used != installed:
-            again = "run `autopar calibrate` again"
-            found.append(f"profile {self.name} was measured with torch {used}, this is {installed}; {again}")
-        return found
+            remedy = "run `autopar calibrate` again"
+            notes.append(f"profile {self.name} was measured with torch {used}, this is {installed}; {remedy}")
+        return notes
 
 
 def _version(package: str) -> str:

@@ -171,13 +171,13 @@ def _profile(content: object, problems: list[Problem], what: str) -> DeviceProfi
 
 
 def _check(entry: ProfileEntry) -> list[Problem]:
-    found = []
+    problems = []
     if not any(getattr(entry.efficiency, dtype) for dtype in DTYPES):
-        found.append(Problem(path="efficiency", rule="needs at least one dtype", suggestion=", ".join(DTYPES)))
+        problems.append(Problem(path="efficiency", rule="needs at least one dtype", suggestion=", ".join(DTYPES)))
     if entry.device is not None and entry.device.device_type != entry.device_type:
         value, rule = entry.device.device_type, f"must be the profile's, {entry.device_type!r}"
-        found.append(Problem(path="device.device_type", value=value, rule=rule))
-    return found
+        problems.append(Problem(path="device.device_type", value=value, rule=rule))
+    return problems
 
 
 def _of_entry(entry: ProfileEntry) -> DeviceProfile:
@@ -197,13 +197,13 @@ def _of_entry(entry: ProfileEntry) -> DeviceProfile:
         memory_efficiency=float(entry.memory_efficiency.value),
         launch_s=_seconds(entry.launch_us),
         host_launch_s=_seconds(entry.host_launch_us),
-        links={tier: _link(found) for tier, found in tiers.items() if found is not None},
+        links={tier: _link(at) for tier, at in tiers.items() if at is not None},
         overlap_slowdown=float(entry.overlap_slowdown.value),
         reserve_bytes=int(si(entry.reserve_gb.value, GB)),
         expert_imbalance=float(entry.expert_imbalance.value) if entry.expert_imbalance is not None else None,
         device=device_of_entry(entry.device) if entry.device is not None else None,
         measured=Measurement(**measured.model_dump()) if measured is not None else None,
-        fit={name: FitError(**one.model_dump()) for name, one in entry.fit.items()},
+        fit={name: FitError(**error.model_dump()) for name, error in entry.fit.items()},
         sources=dict(_sources(entry, "")),
     )
 
@@ -213,9 +213,9 @@ def _seconds(figure: AmountFigure) -> float:
 
 
 def _link(entry: TierEntry) -> LinkProfile:
-    kinds = {kind: found for kind in KINDS if (found := getattr(entry.kinds, kind)) is not None}
+    kinds = {kind: cost for kind in KINDS if (cost := getattr(entry.kinds, kind)) is not None}
     return LinkProfile(
-        usual=_call(entry), kinds={kind: _call(found) for kind, found in kinds.items()}, link=link_of_entry(entry.link)
+        usual=_call(entry), kinds={kind: _call(cost) for kind, cost in kinds.items()}, link=link_of_entry(entry.link)
     )
 
 
@@ -241,9 +241,9 @@ def profile_to_dict(profile: DeviceProfile) -> dict[str, Any]:
     def figure(path: str, value: float) -> dict[str, Any]:
         return {"value": value, "source": profile.sources.get(path, "assumed: no source was given")}
 
-    def call(path: str, one: CallCost) -> dict[str, Any]:
-        efficiency = figure(f"{path}.efficiency", one.efficiency)
-        return {"efficiency": efficiency, "call_us": figure(f"{path}.call_us", in_unit(one.call_s, US))}
+    def call(path: str, cost: CallCost) -> dict[str, Any]:
+        efficiency = figure(f"{path}.efficiency", cost.efficiency)
+        return {"efficiency": efficiency, "call_us": figure(f"{path}.call_us", in_unit(cost.call_s, US))}
 
     content: dict[str, Any] = {"version": 1, "name": profile.name, "description": profile.description}
     content |= {"device_type": profile.device_type, "devices": list(profile.devices)}
@@ -267,7 +267,7 @@ def profile_to_dict(profile: DeviceProfile) -> dict[str, Any]:
     for tier, link in profile.links.items():
         path = f"links.{tier}"
         content["links"][tier] = call(path, link.usual)
-        kinds = {kind: call(f"{path}.kinds.{kind}", one) for kind, one in link.kinds.items()}
+        kinds = {kind: call(f"{path}.kinds.{kind}", cost) for kind, cost in link.kinds.items()}
         content["links"][tier] |= {"kinds": kinds} if kinds else {}
         content["links"][tier] |= {"link": link_entry(link.link)} if link.link is not None else {}
     content["overlap_slowdown"] = figure("overlap_slowdown", profile.overlap_slowdown)
@@ -275,7 +275,7 @@ def profile_to_dict(profile: DeviceProfile) -> dict[str, Any]:
     if profile.expert_imbalance is not None:
         content["expert_imbalance"] = figure("expert_imbalance", profile.expert_imbalance)
     if profile.fit:
-        content["fit"] = {name: asdict(one) for name, one in profile.fit.items()}
+        content["fit"] = {name: asdict(error) for name, error in profile.fit.items()}
     return content
 
 

@@ -67,8 +67,8 @@ class StepMemory:
     @property
     def needed_bytes(self) -> Floats:
         """The peak without the cache, which the allocator gives back before it fails."""
-        found: Floats = self.peak_bytes - self.parts["cache"]
-        return found
+        needed: Floats = self.peak_bytes - self.parts["cache"]
+        return needed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,12 +119,12 @@ def block_bytes(family: Family[Any], layouts: Layouts, basis: MemoryBasis) -> Bl
 
 def least_saved(family: Family[Any], layouts: Layouts, basis: MemoryBasis) -> SavedBytes:
     """The bytes of one micro-batch that the repeated block saves which saves least."""
-    found = []
+    options = []
     for role in repeated_roles(basis.shape):
         alone = replace(basis.shape, counts=((role, np.ones(1)),))
         saved = activations(family, alone, layouts, basis.engine, fused=basis.fused)
-        found.append(on_device(saved, basis.engine))
-    return least_of(found)
+        options.append(on_device(saved, basis.engine))
+    return least_of(options)
 
 
 def end_parameters(family: Family[Any], layouts: Layouts, basis: MemoryBasis) -> Ends:
@@ -208,8 +208,8 @@ def state_bytes(parameters: RankParameters, shape: Shape, layouts: Layouts, engi
         moments=np.asarray(shape.moment_bytes * parameters.sharded(layouts, 1)),
     )
     kept = device_state(parts, parameters, shape, layouts, engine)
-    own, others = (kept.weights + kept.stored, 0.0) if is_copied else (kept.weights, kept.stored)
-    return {"parameters": own, "gradients": kept.gradients, "optimizer state": others + kept.moments}
+    at_rank, others = (kept.weights + kept.stored, 0.0) if is_copied else (kept.weights, kept.stored)
+    return {"parameters": at_rank, "gradients": kept.gradients, "optimizer state": others + kept.moments}
 
 
 def logit_bytes(family: Family[Any], shape: Shape, layouts: Layouts, engine: Engine) -> Floats:
@@ -222,20 +222,20 @@ def logit_bytes(family: Family[Any], shape: Shape, layouts: Layouts, engine: Eng
     A loss that is computed with the product of the head, a piece at a time, holds no logits.
     DeepSpeed's pipeline holds the float32 logits of two micro-batches.
     """
-    every, own = family.block("last", "tp").products, shape.element_bytes
-    chunked, exact = {one.name for one in every if one.kind == "again"}, max(own, FLOAT_BYTES)
-    products = [one for one in every if one.kind == "matmul"]
+    every, width = family.block("last", "tp").products, shape.element_bytes
+    chunked, exact = {p.name for p in every if p.kind == "again"}, max(width, FLOAT_BYTES)
+    products = [p for p in every if p.kind == "matmul"]
     if not products:
         return np.zeros(1)
-    whole, of_chunk = np.full(1, own + 2 * FLOAT_BYTES + _of_others(engine)), own + 2 * FLOAT_BYTES
+    whole, of_chunk = np.full(1, width + 2 * FLOAT_BYTES + _of_others(engine)), width + 2 * FLOAT_BYTES
     if engine.loss in ("eager", "in_place"):
         split = 2 if engine.loss == "in_place" else 4
-        whole, of_chunk = np.where(layouts.tp > 1, split, 3) * exact, exact + (own if own < exact else 0)
+        whole, of_chunk = np.where(layouts.tp > 1, split, 3) * exact, exact + (width if width < exact else 0)
     elif engine.loss == "compiled":
-        whole = np.full(1, 2 * own)
+        whole = np.full(1, 2 * width)
     elif engine.loss == "linear":
         whole, of_chunk = np.zeros(1), 0
-    held = [of_chunk * one.m * one.n if one.name in chunked else whole * one.count * one.m * one.n for one in products]
+    held = [of_chunk * p.m * p.n if p.name in chunked else whole * p.count * p.m * p.n for p in products]
     return np.asarray(sum(held))
 
 

@@ -92,7 +92,7 @@ def refuse_what_does_not_fit(
     least, memory = least_memory(program, analysis, labels, degrees, cuts), cluster.min_memory_bytes
     if least.total_bytes <= memory:
         return
-    how = "whole on every rank" if least.is_whole else "one rank's part"
+    where = "whole on every rank" if least.is_whole else "one rank's part"
     per_rank = f"a micro-batch of {degrees.micro_batch} sequences" if degrees.micro_batch else "the batch"
     split = "more devices (tp, or dp with --zero 3)" if degrees.zero == 3 or degrees.data_ranks == 1 else "--zero 3"
     is_here = degrees.offload in (NO_OFFLOAD, ACTIVATIONS)
@@ -107,7 +107,7 @@ def refuse_what_does_not_fit(
     raise InfeasibleError(
         f"the plan does not fit: a rank needs at least {readable_bytes(least.total_bytes)}, a device has "
         f"{readable_bytes(memory)}. Parameters, gradients and optimizer state take {state}, operands and output of "
-        f"{least.operator} {largest} ({how}). Remedy: {remedy}"
+        f"{least.operator} {largest} ({where}). Remedy: {remedy}"
     )
 
 
@@ -149,5 +149,5 @@ def _bytes_of(info: StateInfo, split: int, shards: int, degrees: Degrees, *, is_
     if degrees.offloads(OPTIMIZER):
         return weight + gradient
     elements = int(info.num_elements / split / (shards if zero >= 1 else 1))
-    own = OwnPart(shape=info.shape, num_elements=elements, element_bytes=item, is_hidden=is_hidden)
-    return weight + gradient + optimizer_named(degrees.optimizer).state_bytes(own)
+    part = OwnPart(shape=info.shape, num_elements=elements, element_bytes=item, is_hidden=is_hidden)
+    return weight + gradient + optimizer_named(degrees.optimizer).state_bytes(part)

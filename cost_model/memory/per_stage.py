@@ -54,15 +54,15 @@ def role_bytes(family: Family[Any], layouts: Layouts, basis: MemoryBasis) -> Rol
     """What every role keeps and holds, for `held_by_ranks`."""
     shape, engine = basis.shape, basis.engine
     alone = {role: replace(shape, counts=((role, np.ones(1)),)) for role, _ in shape.counts}
-    found = {
-        role: on_device(activations(family, one, layouts, engine, fused=basis.fused), engine)
-        for role, one in alone.items()
+    saved_of = {
+        role: on_device(activations(family, layout, layouts, engine, fused=basis.fused), engine)
+        for role, layout in alone.items()
     }
     parameters = {role: block_parameters(family, layouts, role) for role in family.roles}
     return RoleBytes(
-        saved=found,
-        dense={role: one.dense for role, one in parameters.items()},
-        expert={role: one.expert for role, one in parameters.items()},
+        saved=saved_of,
+        dense={role: kind.dense for role, kind in parameters.items()},
+        expert={role: kind.expert for role, kind in parameters.items()},
         logits=logit_bytes(family, shape, layouts, engine),
     )
 
@@ -74,17 +74,17 @@ def staged_memory(stages: Stages, family: Family[Any], layouts: Layouts, basis: 
 
 def memory_of_ranks(stages: Stages, family: Family[Any], layouts: Layouts, basis: MemoryBasis) -> StepMemory:
     """What every pipeline rank of one layout holds, in arrays of all ranks."""
-    found = held_by_ranks(stages, role_bytes(family, layouts, basis), 0, layouts, basis)
+    held = held_by_ranks(stages, role_bytes(family, layouts, basis), 0, layouts, basis)
     if stages.full is not None and stages.selective is not None:
-        return found.memory(*found.first_blocks(stages.full, stages.selective))
-    return found.memory(*found.every_block(int(np.max(layouts.recompute))))
+        return held.memory(*held.first_blocks(stages.full, stages.selective))
+    return held.memory(*held.every_block(int(np.max(layouts.recompute))))
 
 
-def fullest(found: StepMemory) -> StepMemory:
+def fullest(memory: StepMemory) -> StepMemory:
     """The rank that holds most."""
-    rank = int(np.argmax(found.peak_bytes))
-    parts = {name: part[rank : rank + 1] for name, part in found.parts.items()}
-    return StepMemory(peak_bytes=found.peak_bytes[rank : rank + 1], parts=parts)
+    rank = int(np.argmax(memory.peak_bytes))
+    parts = {name: part[rank : rank + 1] for name, part in memory.parts.items()}
+    return StepMemory(peak_bytes=memory.peak_bytes[rank : rank + 1], parts=parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,8 +130,8 @@ class HeldByRanks:
             return first, np.minimum(mine - first, np.array(selective)[:, None])
         roles, _ = calls_by_role(self.stages.roles)
         fully, partly = (
-            np.array([[own.count(role) for role in roles] for own in found], dtype=np.float64)
-            for found in (recomputed(stages), recomputed_selectively(stages))
+            np.array([[calls.count(role) for role in roles] for calls in each], dtype=np.float64)
+            for each in (recomputed(stages), recomputed_selectively(stages))
         )
         return fully, partly
 
@@ -165,7 +165,7 @@ def held_by_ranks(stages: Stages, blocks: RoleBytes, index: int, layout: Layouts
 
     is_end = np.array([role in ENDS for role in roles])
     saved, selective, inputs, again, whole, always = (
-        of_roles({role: getattr(one, name) for role, one in blocks.saved.items()})
+        of_roles({role: getattr(saved, name) for role, saved in blocks.saved.items()})
         for name in ("none", "selective", "full", "again", "whole", "always")
     )
     dense = of_roles(blocks.dense)
@@ -210,15 +210,15 @@ def bytes_of_roles(
     with selective and with full recomputation.
     """
     dense, expert = (
-        {role: float(_at(values, index)) for role, values in one.items()} for one in (blocks.dense, blocks.expert)
+        {role: float(_at(values, index)) for role, values in counts.items()} for counts in (blocks.dense, blocks.expert)
     )
     saved = [
-        {role: float(_at(getattr(one, name), index)) for role, one in blocks.saved.items()}
+        {role: float(_at(getattr(saved, name), index)) for role, saved in blocks.saved.items()}
         for name in ("none", "selective", "full")
     ]
     parameters = RankParameters(dense=np.array([*dense.values()]), expert=np.array([*expert.values()]))
     parts = _stage_state(parameters, layout, basis)
-    state = dict(zip(dense, np.sum([np.broadcast_to(one, len(dense)) for one in parts.values()], axis=0), strict=True))
+    state = dict(zip(dense, np.sum([np.broadcast_to(p, len(dense)) for p in parts.values()], axis=0), strict=True))
     state["last"] = state.get("last", 0.0) + float(_at(blocks.logits, index))
     return state, saved
 
@@ -241,8 +241,8 @@ def _live_bytes(stages: Stages, held_bytes: Floats) -> NDArray[np.float64]:
         micro_batches=stages.micro_batches,
         rank=np.arange(stages.pp),
     )
-    found: NDArray[np.float64] = np.asarray(live) / stages.virtual * per_rank(stages, held_bytes)
-    return found
+    live_bytes: NDArray[np.float64] = np.asarray(live) / stages.virtual * per_rank(stages, held_bytes)
+    return live_bytes
 
 
 @lru_cache(maxsize=64)

@@ -70,8 +70,8 @@ def unequal_step_s(
     slowest = np.argmax(forward + backward, axis=-1)[..., None]
     ranks = forward.shape[-1]
 
-    def others(one: NDArray[Any]) -> NDArray[Any]:
-        mean: NDArray[Any] = (one.sum(-1) - np.take_along_axis(one, slowest, -1)[..., 0]) / max(1, ranks - 1)
+    def others(busy: NDArray[Any]) -> NDArray[Any]:
+        mean: NDArray[Any] = (busy.sum(-1) - np.take_along_axis(busy, slowest, -1)[..., 0]) / max(1, ranks - 1)
         return mean
 
     idle = bubble_s(

@@ -162,19 +162,19 @@ def most_held(schedule: str, pp: int, virtual_stages: int, micro_batches: int) -
 
     The largest of all rows times the bytes of a micro-batch in every stage is the most that the rank holds.
     """
-    stages, found = pp * virtual_stages, []
+    stages, states = pp * virtual_stages, []
     for order in numbered_actions(schedule, pp, virtual_stages, micro_batches):
         each = np.array(order) // micro_batches
         code, stage = each % len(KINDS), each // len(KINDS)
-        own = np.unique(stage)
+        mine = np.unique(stage)
         kept = code != _CODES["I"]
-        begins, held = code[kept] == _CODES["F"], stage[kept][:, None] == own
+        begins, held = code[kept] == _CODES["F"], stage[kept][:, None] == mine
         counts = np.cumsum(np.where(begins[:, None], 1, -1) * held, axis=0)
-        rows = {(0,) * len(own), *map(tuple, counts[:-1][begins[:-1] & ~begins[1:]].tolist())}
+        rows = {(0,) * len(mine), *map(tuple, counts[:-1][begins[:-1] & ~begins[1:]].tolist())}
         every = np.zeros((len(rows), stages))
-        every[:, own] = sorted(rows)
-        found.append(every)
-    return tuple(found)
+        every[:, mine] = sorted(rows)
+        states.append(every)
+    return tuple(states)
 
 
 # ---- the sweep ----
@@ -224,9 +224,9 @@ def replay_of(schedule: str, pp: int, virtual_stages: int, micro_batches: int) -
     ranks = tuple(rank_of_stage(schedule, pp, stage) for stage in range(pp * virtual_stages))
     orders = numbered_actions(schedule, pp, virtual_stages, micro_batches)
     each, micro_batch = np.divmod(np.array([number for order in orders for number in order]), micro_batches)
-    found = _replay(np.array([each // len(KINDS), each % len(KINDS), micro_batch]), [*map(len, orders)], ranks)
-    assert isinstance(found, Replay), (schedule, pp, virtual_stages, micro_batches)
-    return found
+    replay = _replay(np.array([each // len(KINDS), each % len(KINDS), micro_batch]), [*map(len, orders)], ranks)
+    assert isinstance(replay, Replay), (schedule, pp, virtual_stages, micro_batches)
+    return replay
 
 
 def _replay(actions: NDArray[np.intp], lengths: Sequence[int], ranks: Sequence[int]) -> Replay | list[int]:
@@ -374,8 +374,8 @@ def _rank_of_stage(orders: Orders, seconds: StageSeconds) -> tuple[int, ...]:
                 problems.append(Problem(path=f"rank {rank}", value=str(action), rule=rule))
     lengths = {"passes": {len(seconds.backward_s), len(seconds.input_s), len(seconds.weight_s), stages}}
     lengths["messages"] = {len(seconds.forward_message_s) + 1, len(seconds.backward_message_s) + 1, stages}
-    for name, found in lengths.items():
-        if found != {stages}:
+    for name, length in lengths.items():
+        if length != {stages}:
             problems.append(Problem(path=f"seconds of {name}", rule=f"must be given for {stages} stages"))
     if sorted(owners) != list(range(stages)):
         rule = f"must hold the stages 0 to {stages - 1}, one for each entry of the seconds"

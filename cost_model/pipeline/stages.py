@@ -64,7 +64,7 @@ class Stages:
 
     def of_rank(self, rank: int) -> tuple[str, ...]:
         """The roles of all calls of a rank."""
-        return tuple(role for roles, own in zip(self.roles, self.ranks, strict=True) if own == rank for role in roles)
+        return tuple(role for roles, s in zip(self.roles, self.ranks, strict=True) if s == rank for role in roles)
 
     @property
     def repeated(self) -> tuple[tuple[str, ...], ...]:
@@ -74,8 +74,8 @@ class Stages:
 
 @lru_cache(maxsize=256)  # asked for with every price
 def _ranks(schedule: str, pp: int, num_stages: int) -> tuple[tuple[int, ...], NDArray[np.intp]]:
-    found = tuple(rank_of_stage(schedule, pp, stage) for stage in range(num_stages))
-    return found, np.array(found)
+    ranks = tuple(rank_of_stage(schedule, pp, stage) for stage in range(num_stages))
+    return ranks, np.array(ranks)
 
 
 @lru_cache(maxsize=256)
@@ -86,7 +86,7 @@ def _repeated(of_stages: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], 
 def stages_at(calls: Sequence[str], cuts: Sequence[int], degrees: Degrees) -> Stages:
     """Calls, given by their roles, cut before the given positions."""
     bounds = pairwise((0, *cuts, len(calls)))
-    found = Stages(
+    split = Stages(
         roles=tuple(tuple(role for role in calls[start:stop] if role) for start, stop in bounds),
         schedule=degrees.schedule,
         pp=degrees.pp,
@@ -96,14 +96,14 @@ def stages_at(calls: Sequence[str], cuts: Sequence[int], degrees: Degrees) -> St
         recomputes=degrees.recompute != "none" and not degrees.is_recompute_open,
     )
     if not is_by_stage(degrees):
-        return found
+        return split
     full, selective = [], []
-    for stage, own in enumerate(found.repeated):
+    for stage, repeated in enumerate(split.repeated):
         fully, partly = degrees.full_blocks_of(stage), degrees.selective_blocks_of(stage)
-        full.append(len(own) if fully is None else min(fully, len(own)))
-        rest = len(own) - full[-1]
+        full.append(len(repeated) if fully is None else min(fully, len(repeated)))
+        rest = len(repeated) - full[-1]
         selective.append(rest if partly is None else min(partly, rest))
-    return replace(found, full=tuple(full), selective=tuple(selective))
+    return replace(split, full=tuple(full), selective=tuple(selective))
 
 
 def is_by_stage(degrees: Degrees) -> bool:
@@ -122,14 +122,14 @@ def pipeline_of(
 
     def priced(passes: Mapping[str, Passes], message: Floats) -> Pipelined:
         seconds = seconds_of_roles(passes)
-        one = whole_message_s(message, engine, message_exposed)
-        busy, blocks, again, total, sending = _of_ranks(stages, seconds, one, is_overlapped, ranks_per_core)
+        sent_s = whole_message_s(message, engine, message_exposed)
+        busy, blocks, extra, total, sending = _of_ranks(stages, seconds, sent_s, is_overlapped, ranks_per_core)
         idle = np.maximum(0.0, total - stages.micro_batches * busy - sending)
         full, selective = _recomputed_of_ranks(stages)
         return Pipelined(
             busy=busy,
             blocks=blocks,
-            again=again,
+            again=extra,
             full=full,
             selective=selective,
             idle=stages.runs * idle,
@@ -162,18 +162,18 @@ def pipelines_of(
     def priced(passes: Mapping[str, Passes], message: Floats) -> Pipelined:
         size, roles = len(stages), tuple(passes)
         columns = [
-            np.broadcast_to(one, size).tolist()
+            np.broadcast_to(values, size).tolist()
             for each in passes.values()
-            for one in (each.forward, each.backward, np.asarray(each.weight), np.asarray(each.selective))
+            for values in (each.forward, each.backward, np.asarray(each.weight), np.asarray(each.selective))
         ]
         messages = np.broadcast_to(message / (message_exposed if is_overlapped else 1.0), size).tolist()
-        found = [
-            memo(_pipelined, each, roles, seconds, one, is_overlapped, ranks_per_core)
-            for each, one, seconds in zip(stages, messages, zip(*columns, strict=True), strict=True)
+        rows = [
+            memo(_pipelined, each, roles, seconds, sent_s, is_overlapped, ranks_per_core)
+            for each, sent_s, seconds in zip(stages, messages, zip(*columns, strict=True), strict=True)
         ]
-        busy, blocks, again, full, selective, idle, sending = np.array(found).T
+        busy, blocks, extra, full, selective, idle, sending = np.array(rows).T
         return Pipelined(
-            busy=busy, blocks=blocks, again=again, full=full, selective=selective, idle=idle, messages=sending
+            busy=busy, blocks=blocks, again=extra, full=full, selective=selective, idle=idle, messages=sending
         )
 
     return priced
@@ -192,21 +192,21 @@ def _pipelined(
     Each role has the seconds of the fields of `Passes`.
     """
     passes = {role: seconds[4 * k : 4 * k + 4] for k, role in enumerate(roles)}
-    busy, blocks, again, total, sending = _of_ranks(stages, passes, message, is_overlapped, ranks_per_core)
+    busy, blocks, extra, total, sending = _of_ranks(stages, passes, message, is_overlapped, ranks_per_core)
     slowest = int(np.argmax(busy))
-    own, *others, waited = (
+    busy_s, *others, waited = (
         float(np.mean(values) if ranks_per_core > 1 else values[slowest])
-        for values in (busy, blocks, again, *_recomputed_of_ranks(stages), sending)
+        for values in (busy, blocks, extra, *_recomputed_of_ranks(stages), sending)
     )
-    idle = max(0.0, total - stages.micro_batches * own - waited)
-    return own, *others, stages.runs * idle, stages.runs * waited
+    idle = max(0.0, total - stages.micro_batches * busy_s - waited)
+    return busy_s, *others, stages.runs * idle, stages.runs * waited
 
 
 def _recomputed_of_ranks(stages: Stages) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """The fully and the selectively recomputed blocks of every rank, where stages differ in that."""
     full, selective = (
-        per_rank(stages, np.array([len(own) for own in found], dtype=np.float64))
-        for found in (recomputed(stages), recomputed_selectively(stages))
+        per_rank(stages, np.array([len(roles) for roles in calls], dtype=np.float64))
+        for calls in (recomputed(stages), recomputed_selectively(stages))
     )
     return full, selective
 
@@ -219,9 +219,9 @@ def _of_ranks(
     The figures are the seconds of its passes of a micro-batch, its repeated blocks, the seconds of its recomputation,
     and the seconds in which it waits for its messages.
     """
-    forward, backward, weight, again = seconds_of_stages(stages, passes)
+    forward, backward, weight, extra = seconds_of_stages(stages, passes)
     total, sending = _seconds(stages, forward, backward, weight, message, is_overlapped, ranks_per_core)
-    blocks, repeated = (per_rank(stages, one) for one in (np.array([len(own) for own in stages.repeated]), again))
+    blocks, repeated = (per_rank(stages, one) for one in (np.array([len(own) for own in stages.repeated]), extra))
     return per_rank(stages, forward + backward), blocks, repeated, total, np.broadcast_to(sending, (stages.pp,))
 
 
@@ -229,8 +229,8 @@ def seconds_of_roles(passes: Mapping[str, Passes]) -> dict[str, list[float]]:
     """The seconds of the fields of `Passes` for every role of one layout."""
     return {
         role: [
-            float(np.max(one))
-            for one in (each.forward, each.backward, np.asarray(each.weight), np.asarray(each.selective))
+            float(np.max(values))
+            for values in (each.forward, each.backward, np.asarray(each.weight), np.asarray(each.selective))
         ]
         for role, each in passes.items()
     }
@@ -247,37 +247,37 @@ def seconds_of_stages(stages: Stages, passes: Mapping[str, Sequence[float]]) -> 
         weight = np.where(_is_whole(stages), 0.0, weight)
     if stages.full is None:
         return forward, backward, weight, np.zeros(len(stages.roles))
-    again = np.zeros(len(stages.roles))
-    for which, own in ((0, recomputed(stages)), (3, recomputed_selectively(stages))):
-        again += [sum(passes[role][which] for role in roles) for roles in own]
-    return forward, backward + again, weight, again
+    extra = np.zeros(len(stages.roles))
+    for which, of_stage in ((0, recomputed(stages)), (3, recomputed_selectively(stages))):
+        extra += [sum(passes[role][which] for role in roles) for roles in of_stage]
+    return forward, backward + extra, weight, extra
 
 
 def _is_whole(stages: Stages) -> list[bool]:
     """The stages that recompute, whose backward passes therefore do not run in parts (`autopar.ir.stages.separates`).
     The first one's is one part anyway."""
     if stages.full is None or stages.selective is None:
-        return [False, *(stages.recomputes and len(own) > 0 for own in stages.repeated[1:])]
+        return [False, *(stages.recomputes and len(roles) > 0 for roles in stages.repeated[1:])]
     return [False, *(a + b > 0 for a, b in zip(stages.full[1:], stages.selective[1:], strict=True))]
 
 
 def recomputed(stages: Stages) -> list[tuple[str, ...]]:
     """The roles of the blocks that every stage recomputes fully, where stages differ in that."""
-    return [own[:most] for own, most in zip(stages.repeated, stages.full or [0] * len(stages.roles), strict=True)]
+    return [roles[:most] for roles, most in zip(stages.repeated, stages.full or [0] * len(stages.roles), strict=True)]
 
 
 def recomputed_selectively(stages: Stages) -> list[tuple[str, ...]]:
     """The roles of the blocks that every stage recomputes selectively, where stages differ in that."""
     nothing = (0,) * len(stages.roles)
     counts = zip(stages.repeated, stages.full or nothing, stages.selective or nothing, strict=True)
-    return [own[first : first + most] for own, first, most in counts]
+    return [roles[first : first + most] for roles, first, most in counts]
 
 
 @lru_cache(maxsize=256)
 def calls_by_role(of_stages: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], NDArray[np.float64]]:
     """All roles, and how many calls of each every stage has."""
-    roles = tuple(dict.fromkeys(role for own in of_stages for role in own))
-    return roles, np.array([[own.count(role) for role in roles] for own in of_stages], dtype=np.float64)
+    roles = tuple(dict.fromkeys(role for calls in of_stages for role in calls))
+    return roles, np.array([[calls.count(role) for role in roles] for calls in of_stages], dtype=np.float64)
 
 
 def _seconds(
@@ -321,8 +321,8 @@ def _seconds(
     messages: Literal["overlapped", "blocking"] = "overlapped" if is_overlapped else "blocking"
     if ranks_per_core == 1:
         return run_seconds(replay, seconds, messages=messages)
-    found = replayed(replay, seconds, messages=messages)
-    return shared_step_s(found, ranks_per_core), found.sending_s
+    run = replayed(replay, seconds, messages=messages)
+    return shared_step_s(run, ranks_per_core), run.sending_s
 
 
 def stage_seconds(forward: Floats, backward: Floats, weight: Floats, message: float) -> StageSeconds:
@@ -342,5 +342,5 @@ def stage_seconds(forward: Floats, backward: Floats, weight: Floats, message: fl
 
 def per_rank(stages: Stages, values: Floats) -> NDArray[np.float64]:
     """What every rank has of values of all stages."""
-    found: NDArray[np.float64] = np.bincount(stages.rank_index, weights=values, minlength=stages.pp).astype(float)
-    return found
+    sums: NDArray[np.float64] = np.bincount(stages.rank_index, weights=values, minlength=stages.pp).astype(float)
+    return sums

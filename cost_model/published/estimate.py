@@ -93,17 +93,17 @@ class RowGroup:
         first = self.cases[0]
         family = with_experts(self.family, self.layouts, constants)
         machine = row_machine(first.row, self.machine.engine, constants, profile=profile)
-        found = []
+        pairs = []
         for level, weight in enumerate(self.weights):
             if np.any(weight > 0):
                 layouts = replace(self.layouts, recompute=np.full(len(weight), float(level)))
                 step = step_seconds(family, self.shape, layouts, machine, fused=first.fused)
-                found.append((weight, step))
-        names = dict.fromkeys(name for _, step in found for name in step.parts)
+                pairs.append((weight, step))
+        names = dict.fromkeys(name for _, step in pairs for name in step.parts)
         return StepSeconds(
-            seconds=np.asarray(sum(weight * step.seconds for weight, step in found)),
+            seconds=np.asarray(sum(weight * step.seconds for weight, step in pairs)),
             parts={
-                name: np.asarray(sum(weight * step.parts.get(name, 0.0) for weight, step in found)) for name in names
+                name: np.asarray(sum(weight * step.parts.get(name, 0.0) for weight, step in pairs)) for name in names
             },
             hidden={},
         )
@@ -112,10 +112,10 @@ class RowGroup:
 def estimate_rows(rows: Sequence[Row]) -> list[RowEstimate | NoEstimate]:
     """One estimate, or the reason why there is none, for every row, in their order."""
     groups, unmodelled = prepare(rows)
-    found: dict[int, RowEstimate | NoEstimate] = dict(unmodelled)
+    estimates: dict[int, RowEstimate | NoEstimate] = dict(unmodelled)
     for group in groups:
-        found |= dict(zip(group.indices, _estimates(group), strict=True))
-    return [found[index] for index in range(len(rows))]
+        estimates |= dict(zip(group.indices, _estimates(group), strict=True))
+    return [estimates[index] for index in range(len(rows))]
 
 
 def prepare(rows: Sequence[Row]) -> tuple[list[RowGroup], dict[int, NoEstimate]]:
@@ -187,7 +187,7 @@ def _prepare(members: Sequence[tuple[int, _Case]]) -> RowGroup:
     engine, machine = first.machine.engine, first.machine
     shape, layouts = shape_of_rows([case.row for case in cases]), _layouts(cases, engine)
     each = [numbers_of(case.row) for case in cases]
-    numbers = {name: np.array([one[name] for one in each]) for name in each[0]}
+    numbers = {name: np.array([case[name] for case in each]) for name in each[0]}
     works = family_of(first.family, is_whole=(first.row.tp or 1) == 1, over_data=_is_over_data(first))
     family = evaluate(works, numbers_at(numbers, layouts))
     if np.any(layouts.etp < layouts.tp):
@@ -236,7 +236,7 @@ def _estimates(group: RowGroup) -> list[RowEstimate]:
     step, memory, count = group.step(mechanisms(), group.profile), group.memory, len(group.cases)
     needed = memory.needed_bytes
     held = np.maximum(needed, np.minimum(memory.peak_bytes, group.machine.memory_bytes))
-    seconds, needed, peak = (np.broadcast_to(one, (count,)) for one in (step.seconds, needed, held))
+    seconds, needed, peak = (np.broadcast_to(column, (count,)) for column in (step.seconds, needed, held))
     parts = {name: np.broadcast_to(part, (count,)) for name, part in step.parts.items()}
     return [
         RowEstimate(

@@ -31,7 +31,7 @@ def family_name(row: Row) -> str:
     name = row.family or usual
     end = "-mha" if keys == row.n_heads else ""
     variants = (f"{name}{end}-window", f"{name}-window") if row.attention_type == WINDOW else ()
-    return next((one for one in (*variants, f"{name}{end}") if one in expressions.family_names()), name)
+    return next((n for n in (*variants, f"{name}{end}") if n in expressions.family_names()), name)
 
 
 @cache
@@ -41,14 +41,14 @@ def family_of(name: str, *, is_whole: bool = False, over_data: bool = False) -> 
     Dense blocks among expert blocks are llama's. `over_data`: with the labels of an engine that splits blocks over
     data-parallel ranks.
     """
-    found = expressions.family(name, over_data=over_data)
-    if "moe_layer" in found.roles and "layer" not in found.roles:
+    base = expressions.family(name, over_data=over_data)
+    if "moe_layer" in base.roles and "layer" not in base.roles:
         dense = dict(expressions.family("llama", over_data=over_data).blocks)["layer"]
-        found = replace(found, blocks=(*found.blocks, ("layer", dense)))
+        base = replace(base, blocks=(*base.blocks, ("layer", dense)))
     kept = ("one", "one") if is_whole else ("tp", "sp")  # the expressions for the variants "tp" and "sp"
-    blocks = ((role, dict(variants)) for role, variants in found.blocks)
+    blocks = ((role, dict(variants)) for role, variants in base.blocks)
     return replace(
-        found, blocks=tuple((role, tuple(zip(("tp", "sp"), (of[k] for k in kept), strict=True))) for role, of in blocks)
+        base, blocks=tuple((role, tuple(zip(("tp", "sp"), (of[k] for k in kept), strict=True))) for role, of in blocks)
     )
 
 
@@ -78,12 +78,12 @@ def with_expert_ranks(family: Family[Any], at_etp: Family[Any], layouts: Layouts
 
     def of_block(work: Any, other: Any) -> Any:
         products = tuple(
-            replace(there, m=there.m / layouts.expert_replicas) if is_expert_product(one) else one
-            for one, there in zip(work.products, other.products, strict=True)
+            replace(there, m=there.m / layouts.expert_replicas) if is_expert_product(op) else op
+            for op, there in zip(work.products, other.products, strict=True)
         )
         sent = tuple(
-            replace(one, whole_bytes=one.whole_bytes * keeps) if owned_by(one.mesh_dim) == "parameters" else one
-            for one in work.sent
+            replace(sent, whole_bytes=sent.whole_bytes * keeps) if owned_by(sent.mesh_dim) == "parameters" else sent
+            for sent in work.sent
         )
         return replace(work, products=products, sent=sent, parameters_expert=other.parameters_expert)
 

@@ -43,18 +43,18 @@ def row_machine(row: Row, engine: Engine, mechanisms: Mechanisms, *, profile: De
     Raises ClusterError for an unknown device.
     """
     preset, precision = device_preset(row.gpu_type or ""), row.precision or "bf16"
-    found, device = profile or device_profile(preset.name), device_of_preset(preset)
+    given, device = profile or device_profile(preset.name), device_of_preset(preset)
     between = (row.inter_gb_per_s or preset.inter_host.bandwidth_gb_per_s.value) * 1e9
-    speeds = speeds_of(device, found, engine, mechanisms, precision=precision)
+    speeds = speeds_of(device, given, engine, mechanisms, precision=precision)
     return Machine(
         device=device,
-        profile=found,
+        profile=given,
         engine=engine,
         mechanisms=mechanisms,
         precision=precision,
         speeds=speeds,
         links=links_of(
-            found,
+            given,
             in_host=link_of_preset(preset.in_host),
             inter_host=replace(link_of_preset(preset.inter_host), bytes_per_s=between),
             devices_per_host=devices_per_host_of(row, preset),

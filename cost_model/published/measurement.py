@@ -98,8 +98,8 @@ def hardware_flops(row: Row, batch: int, *, attention: float = 1.0) -> float | N
     if parts is None or row.recompute is None or row.recompute_modules not in (None, ("core_attn",)):
         return None
     products, core, logits = parts
-    again = {"none": 0.0, "selective": core, "full": products + core}[row.recompute]
-    return PASSES * (products + core + logits) + again
+    extra = {"none": 0.0, "selective": core, "full": products + core}[row.recompute]
+    return PASSES * (products + core + logits) + extra
 
 
 def _from_flops(row: Row, batch: int) -> StepTime | None:

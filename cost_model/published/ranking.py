@@ -56,8 +56,8 @@ def ranked_groups(timed: Iterable[RowTimes]) -> tuple[RankedGroup, ...]:
 def same_work(timed: Iterable[RowTimes]) -> list[list[RowTimes]]:
     """Groups of at least `MIN_LAYOUTS` layouts of the same work, each layout once."""
     works: dict[tuple[object, ...], list[RowTimes]] = {}
-    for one in timed:
-        works.setdefault(_values(one.row, WORK), []).append(one)
+    for row in timed:
+        works.setdefault(_values(row.row, WORK), []).append(row)
     merged = [_merged(group) for group in works.values()]
     return [layouts for layouts in merged if len(layouts) >= MIN_LAYOUTS]
 
@@ -85,28 +85,28 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 def _merged(group: Sequence[RowTimes]) -> list[RowTimes]:
     layouts: dict[tuple[object, ...], list[RowTimes]] = {}
-    for one in group:
-        layouts.setdefault(_values(one.row, _LAYOUT), []).append(one)
+    for row in group:
+        layouts.setdefault(_values(row.row, _LAYOUT), []).append(row)
     return [
         RowTimes(
             row=same[0].row,
-            measured_s=median(one.measured_s for one in same),
-            predicted_s=median(one.predicted_s for one in same),
+            measured_s=median(t.measured_s for t in same),
+            predicted_s=median(t.predicted_s for t in same),
         )
         for same in layouts.values()
     ]
 
 
 def _ranked(layouts: Sequence[RowTimes]) -> RankedGroup:
-    fastest = min(one.predicted_s for one in layouts)
-    chosen = max((one for one in layouts if one.predicted_s == fastest), key=lambda one: one.measured_s)
-    best = min(layouts, key=lambda one: one.measured_s)
+    fastest = min(t.predicted_s for t in layouts)
+    chosen = max((t for t in layouts if t.predicted_s == fastest), key=lambda t: t.measured_s)
+    best = min(layouts, key=lambda t: t.measured_s)
     row = best.row
     return RankedGroup(
         name=f"{row.model or 'model not named'} ({row.layers} layers, {row.n_heads} heads), {row.num_gpus} × "
         f"{row.gpu_type}, batch {row.global_batch}, sequence {row.seq_len}, {row.precision}",
         layouts=len(layouts),
-        correlation=spearman([one.predicted_s for one in layouts], [one.measured_s for one in layouts]),
+        correlation=spearman([t.predicted_s for t in layouts], [t.measured_s for t in layouts]),
         regret=chosen.measured_s / best.measured_s - 1,
         predicted_best=chosen.row.id,
         measured_best=best.row.id,

@@ -247,7 +247,7 @@ def read_row_file(path: str | os.PathLike[str], *, is_strict: bool = False) -> R
         else:
             rows.append(Row(**values | {"id": row_id}))  # type: ignore[arg-type]  # a column's parser gives its type
     if left_out and (is_strict or not rows):
-        every = [(one.id, problem) for one in left_out for problem in one.problems]
+        every = [(bad.id, problem) for bad in left_out for problem in bad.problems]
         placed = [replace(problem, path=f"{row}, {problem.path}" if problem.path else row) for row, problem in every]
         raise InputError(f"{path} cannot be used", placed)
     return RowFile(rows=tuple(rows), left_out=tuple(left_out), unknown_columns=unknown)
@@ -275,18 +275,18 @@ def _table(path: str | os.PathLike[str]) -> tuple[list[str], list[tuple[int, lis
     if text is None:
         raise InputError(f"{path} cannot be read", problems)
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
-    found: list[tuple[int, list[str]]] = []
+    lines: list[tuple[int, list[str]]] = []
     try:
         for cells in reader:
             if any(cells):
-                found.append((reader.line_num, [cell.strip() for cell in cells]))
-            if len(found) > _MAX_ROWS + 1:
+                lines.append((reader.line_num, [cell.strip() for cell in cells]))
+            if len(lines) > _MAX_ROWS + 1:
                 raise InputError(f"{path} has more than {_MAX_ROWS:,} rows: split it")
     except csv.Error as error:
         raise InputError(f"{path}, line {reader.line_num}: is not valid CSV: {error}") from None
-    if not found:
+    if not lines:
         raise InputError(f"{path} is empty: expected a header of column names")
-    return found[0][1], found[1:]
+    return lines[0][1], lines[1:]
 
 
 def _check_header(path: str | os.PathLike[str], header: Sequence[str], *, is_strict: bool) -> None:
@@ -332,10 +332,10 @@ def _modules(cell: str) -> tuple[str, ...]:
 
 
 def _truth(cell: str) -> bool:
-    found = {"true": True, "false": False}.get(cell.lower())
-    if found is None:
+    truth = {"true": True, "false": False}.get(cell.lower())
+    if truth is None:
         raise ValueError("must be true or false, or empty")
-    return found
+    return truth
 
 
 def _number(cell: str) -> float:

@@ -133,7 +133,7 @@ class Validation:
             "by_column": self.by_column,
             "mean_over_sources": dict(self.mean_over_sources),
             "ranked_groups": [asdict(group) for group in self.groups],
-            "unmodelled": [asdict(one) for one in self.unmodelled],
+            "unmodelled": [asdict(row) for row in self.unmodelled],
             "warnings": [{"id": row_id, "text": text} for row_id, text in self.warnings],
         }
 
@@ -146,9 +146,9 @@ def compared_rows(rows: Sequence[Row], estimator: Estimator) -> tuple[RowCompari
     estimates = list(estimator([row.without_result() for row in rows]))
     if [e.id for e in estimates] != [row.id for row in rows]:
         raise AutoparError(f"{len(rows)} rows were given and {len(estimates)} estimates of other rows came back")
-    for one in estimates:
-        if isinstance(one, RowEstimate) and not (one.seconds > 0 and isfinite(one.seconds + one.peak_bytes)):
-            raise AutoparError(f"{one.id} was predicted to take {one.seconds} s and {one.peak_bytes} bytes")
+    for e in estimates:
+        if isinstance(e, RowEstimate) and not (e.seconds > 0 and isfinite(e.seconds + e.peak_bytes)):
+            raise AutoparError(f"{e.id} was predicted to take {e.seconds} s and {e.peak_bytes} bytes")
     return tuple(
         RowComparison(
             row=row,
@@ -184,10 +184,10 @@ def validation_of(compared: Sequence[RowComparison], *, by: By = "source_key") -
 
 def split_by(compared: Iterable[RowComparison], column: By) -> dict[str, list[RowComparison]]:
     """The rows per value of a column, sorted by it."""
-    found: dict[str, list[RowComparison]] = {}
-    for one in compared:
-        found.setdefault(getattr(one.row, column) or NOT_STATED, []).append(one)
-    return dict(sorted(found.items()))
+    groups: dict[str, list[RowComparison]] = {}
+    for row in compared:
+        groups.setdefault(getattr(row.row, column) or NOT_STATED, []).append(row)
+    return dict(sorted(groups.items()))
 
 
 def measures(compared: Sequence[RowComparison]) -> Measures:

@@ -65,8 +65,8 @@ class Assembled:
 
     @property
     def seconds(self) -> Floats:
-        found: Floats = self.before * (1 + self.straggling)
-        return found
+        total: Floats = self.before * (1 + self.straggling)
+        return total
 
 
 def assembled(basis: Basis, layouts: Layouts, prices: StepPrices, pipeline: Pipeline | None = None) -> Assembled:
@@ -80,12 +80,12 @@ def assembled(basis: Basis, layouts: Layouts, prices: StepPrices, pipeline: Pipe
     )
     message = message_seconds(basis, layouts)
     if pipeline is None:
-        own = _evenly_cut(basis, layouts, mean.both, prices, message)
+        pipe = _evenly_cut(basis, layouts, mean.both, prices, message)
     else:
-        own = pipeline(_of_roles(prices, passes), message)
-    data = prices.data(own.blocks)
-    sums = _waiting_sums(basis, layouts, data, own.blocks * mean.both + own.again)
-    host = _host_seconds(basis, layouts, prices, data, mean, own)
+        pipe = pipeline(_of_roles(prices, passes), message)
+    data = prices.data(pipe.blocks)
+    sums = _waiting_sums(basis, layouts, data, pipe.blocks * mean.both + pipe.again)
+    host = _host_seconds(basis, layouts, prices, data, mean, pipe)
     optimizer = _optimizer(basis, layouts, data.parameters) if host.update is None else host.update
     adding = _accumulation(basis, layouts, data.parameters)
     ends = np.where((layouts.zero >= 3) & (layouts.pp == 1), prices.end_gathers, 0.0) * n
@@ -94,16 +94,16 @@ def assembled(basis: Basis, layouts: Layouts, prices: StepPrices, pipeline: Pipe
         computing=computing,
         passes=passes,
         mean=mean,
-        pipelined=own,
+        pipelined=pipe,
         data=data,
         sums=sums,
         end_gathers=ends,
         optimizer=optimizer,
         accumulation=adding,
         host_copies=host.copies,
-        before=n * own.busy
-        + own.idle
-        + own.messages
+        before=n * pipe.busy
+        + pipe.idle
+        + pipe.messages
         + sums
         + optimizer
         + host.copies
@@ -129,7 +129,7 @@ def _with_and_without_gathers(
     basis: Basis, layouts: Layouts, prices: StepPrices
 ) -> tuple[dict[str, Passes], dict[str, Passes]]:
     """Passes of every repeated block, alone and beside the collectives of ZeRO."""
-    computing = {role: _recomputed(layouts, one) for role, one in prices.blocks.items()}
+    computing = {role: _recomputed(layouts, price) for role, price in prices.blocks.items()}
     if not prices.gathers:
         return computing, computing
     return computing, {role: with_gathers(basis, layouts, one, prices.gathers[role]) for role, one in computing.items()}
@@ -137,8 +137,8 @@ def _with_and_without_gathers(
 
 def recomputing(layouts: Layouts, prices: BlockPrices) -> Floats:
     """Seconds of recomputation in a block's backward pass."""
-    again = np.where(layouts.recompute == 2, prices.forward, 0.0)
-    return np.where(layouts.recompute == 1, prices.selective, again)
+    full = np.where(layouts.recompute == 2, prices.forward, 0.0)
+    return np.where(layouts.recompute == 1, prices.selective, full)
 
 
 def _recomputed(layouts: Layouts, prices: BlockPrices) -> Passes:
@@ -180,8 +180,8 @@ def message_seconds(basis: Basis, layouts: Layouts) -> Floats:
 
 def sums_beside_blocks(layouts: Layouts) -> Floats:
     """Whether the end of a step has no gradient sums: ZeRO 2 and 3 sum beside blocks, and one rank has no sums."""
-    found: Floats = (layouts.zero >= 2) & (layouts.pp == 1) | (layouts.data_ranks <= 1)
-    return found
+    is_beside: Floats = (layouts.zero >= 2) & (layouts.pp == 1) | (layouts.data_ranks <= 1)
+    return is_beside
 
 
 def moving_sums(layouts: Layouts, data: DataPrices) -> Floats:
@@ -212,15 +212,15 @@ def _accumulation(basis: Basis, layouts: Layouts, parameters: RankParameters) ->
 
 
 def _host_seconds(
-    basis: Basis, layouts: Layouts, prices: StepPrices, data: DataPrices, mean: Passes, own: Pipelined
+    basis: Basis, layouts: Layouts, prices: StepPrices, data: DataPrices, mean: Passes, pipe: Pipelined
 ) -> HostSeconds:
     """Waiting for the host. A rank moves what its blocks save, which depends on recomputation."""
     moved = np.zeros(1)
     for role, share in repeated_roles(basis.shape).items():
-        one = prices.blocks[role].saved
-        freed = own.selective * (one.none - one.selective) + own.full * (one.none - one.full)
-        moved = moved + share * (own.blocks * one.kept(layouts.recompute) - freed)
-    return host_seconds(basis, layouts, data.parameters, mean, own.blocks, moved)
+        saved = prices.blocks[role].saved
+        freed = pipe.selective * (saved.none - saved.selective) + pipe.full * (saved.none - saved.full)
+        moved = moved + share * (pipe.blocks * saved.kept(layouts.recompute) - freed)
+    return host_seconds(basis, layouts, data.parameters, mean, pipe.blocks, moved)
 
 
 def _optimizer(basis: Basis, layouts: Layouts, parameters: RankParameters) -> Floats:

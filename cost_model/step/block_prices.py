@@ -53,7 +53,7 @@ class BlockPrices:
     def at(self, index: Any, *, with_parts: bool = True) -> "BlockPrices":
         """The prices of an index."""
         parts, hidden = (
-            {name: spread(np.asarray(one), index) for name, one in each.items()} if with_parts else {}
+            {name: spread(np.asarray(s), index) for name, s in each.items()} if with_parts else {}
             for each in (self.parts, self.hidden)
         )
         return BlockPrices(
@@ -120,20 +120,20 @@ def _selective(
 
     `sent` are the exposed seconds of what the feed-forward layer sends in the forward pass.
     """
-    work, how = family.block(role, "tp"), basis.machine.engine.selective
+    work, kind = family.block(role, "tp"), basis.machine.engine.selective
     sending: Floats = np.zeros(1)
     if work.selected is not None:
-        again = work.selected.operators
-    elif how == "half":
+        operators = work.selected.operators
+    elif kind == "half":
         return whole.forward / 2
-    elif how == "products":
+    elif kind == "products":
         return whole.forward - whole.attention_forward - whole.products / PASSES / 2
     else:
-        found = recomputed(work, role, basis.shape.hidden, how)
-        again, sending = found.operators, sent if found.sends else sending
-    products, others = (tuple(one for one in again if (one.kind == "memory") is kind) for kind in (False, True))
-    own = replace(work, products=products, eager=others, fused=others, sent=())
-    return _seconds(basis, own, layouts, basis.machine.is_narrow).forward + sending
+        chosen = recomputed(work, role, basis.shape.hidden, kind)
+        operators, sending = chosen.operators, sent if chosen.sends else sending
+    products, others = (tuple(op for op in operators if (op.kind == "memory") is kind) for kind in (False, True))
+    part = replace(work, products=products, eager=others, fused=others, sent=())
+    return _seconds(basis, part, layouts, basis.machine.is_narrow).forward + sending
 
 
 def end_passes(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> Passes:
@@ -175,12 +175,12 @@ def _seconds(basis: Basis, work: BlockWork[Any], layouts: Layouts, is_narrow: bo
 
 
 def _hidden(basis: Basis, layouts: Layouts, *, is_forward: bool) -> Floats:
-    how = basis.machine.engine.tensor_overlap
+    mode = basis.machine.engine.tensor_overlap
     if basis.machine.speeds.in_one_thread:  # a collective takes the cores of the computation
         return np.zeros(1)
-    if how == "pipelined":  # needs activations that are split over the sequence
+    if mode == "pipelined":  # needs activations that are split over the sequence
         return np.where(layouts.sequence_parallel, basis.machine.mechanisms.pipelined_hidden, 0.0)
-    return np.asarray(basis.machine.mechanisms.async_hidden if how == "async" and not is_forward else 0.0)
+    return np.asarray(basis.machine.mechanisms.async_hidden if mode == "async" and not is_forward else 0.0)
 
 
 def _behind(basis: Basis, layouts: Layouts, *, is_forward: bool) -> Floats:
@@ -215,7 +215,7 @@ def _beside_attention(basis: Basis, family: Family[Any], layouts: Layouts, role:
     attention = seconds.attention_forward, seconds.attention - seconds.attention_forward
     ranks, _ = _ranks(basis, layouts, "cp0" if basis.shape.context_dims else "cp")
     share = 0.0 if basis.machine.speeds.in_one_thread else (ranks - 1) / ranks
-    hidden = [np.minimum(one, share * computing) for one, computing in zip(sent, attention, strict=True)]
+    hidden = [np.minimum(s, share * computing) for s, computing in zip(sent, attention, strict=True)]
     return _Beside(
         exposed=(sent[0] - hidden[0], sent[1] - hidden[1]),
         hidden=(hidden[0], hidden[1]),
@@ -230,7 +230,7 @@ def _collectives(
     They are counted as if nothing hid them, and nothing hides the ones of context and expert ranks. Collectives that
     run beside computing are counted alone, with `beside`.
     """
-    found, known = [np.zeros(1), np.zeros(1)], dict[tuple[str, str, bytes], Floats]()
+    seconds, known = [np.zeros(1), np.zeros(1)], dict[tuple[str, str, bytes], Floats]()
     for variant, is_chosen in (("tp", 1 - layouts.sequence_parallel), ("sp", layouts.sequence_parallel)):
         for sent in family.block(role, variant).sent:
             if sent.of == "parameter" or (sent.of == "beside") is not beside or owned_by(sent.mesh_dim) not in over:
@@ -240,8 +240,8 @@ def _collectives(
                 ranks, stride = _ranks(basis, layouts, sent.mesh_dim)
                 known[key] = basis.machine.links.seconds(sent.collective, sent.whole_bytes, ranks, stride)
             i = 0 if sent.is_forward else 1
-            found[i] = found[i] + is_chosen * known[key] * (1.0 if sent.times is None else sent.times)
-    return found[0], found[1]
+            seconds[i] = seconds[i] + is_chosen * known[key] * (1.0 if sent.times is None else sent.times)
+    return seconds[0], seconds[1]
 
 
 def _ranks(basis: Basis, layouts: Layouts, mesh_dim: str) -> tuple[Floats, Floats]:
@@ -269,10 +269,10 @@ def _ring(basis: Basis, family: Family[Any], layouts: Layouts, role: str, second
         return _Beside(exposed=(np.zeros(1), np.zeros(1)), hidden=(np.zeros(1), np.zeros(1)))
     element_bytes = basis.shape.element_bytes
     kv_bytes = np.zeros(1)
-    for one in family.block(role, "tp").products:
-        if one.kind == "attention":
-            heads = np.asarray(one.count / layouts.micro_batch)
-            kv_bytes = kv_bytes + 2 * element_bytes * layouts.micro_batch * one.n * one.k * heads
+    for op in family.block(role, "tp").products:
+        if op.kind == "attention":
+            heads = np.asarray(op.count / layouts.micro_batch)
+            kv_bytes = kv_bytes + 2 * element_bytes * layouts.micro_batch * op.n * op.k * heads
     sent = np.where(layouts.cp > 1, basis.machine.links.seconds("all_gather", kv_bytes, layouts.cp, layouts.tp), 0.0)
     if basis.machine.engine.context == "ring":
         exposed = CONTEXT_EXPOSED * sent, 2 * CONTEXT_EXPOSED * sent
@@ -296,7 +296,7 @@ def _experts(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> 
     if not has_experts(role):
         return np.zeros(1), np.zeros(1)
     if basis.machine.engine.sends_by_labels:
-        widths = [one.k for one in family.block(role, "tp").products if is_expert_product(one)]
+        widths = [op.k for op in family.block(role, "tp").products if is_expert_product(op)]
         both = least_exchange_seconds(basis, layouts, widths)
     else:
         both = 2 * exchange_seconds(basis, layouts)
@@ -315,6 +315,6 @@ def _counts(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> F
     sent = family.block(role, "tp").sent
     if not basis.machine.engine.sends_by_labels:
         return count_seconds(basis, family, layouts, role, exchange_seconds(basis, layouts))
-    if not any(one.collective == "all_to_all" and owned_by(one.mesh_dim) == "experts" for one in sent):
+    if not any(each.collective == "all_to_all" and owned_by(each.mesh_dim) == "experts" for each in sent):
         return np.zeros(1)
     return count_seconds(basis, family, layouts, role, exchange_seconds(basis, layouts), are_sent=True)

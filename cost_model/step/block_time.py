@@ -66,27 +66,27 @@ def computing_seconds(
         times = 1.0 if sent.times is None else sent.times
         kernels[i] = kernels[i] + COLLECTIVE_KERNELS * times * np.where(is_split, 1.0, 0.0)
     in_parts = engine.sends_by_labels and any(owned_by(sent.mesh_dim) == "sequence" for sent in work.sent)
-    for one in work.products:
-        if one.kind == "matmul":
-            found = _product(one, speeds, is_narrow=is_narrow)
+    for op in work.products:
+        if op.kind == "matmul":
+            price = _product(op, speeds, is_narrow=is_narrow)
             total, count = products, (1, 2)
-        elif one.kind == "again":
-            found = (zero, _product(one, speeds, is_narrow=is_narrow)[0])
+        elif op.kind == "again":
+            price = (zero, _product(op, speeds, is_narrow=is_narrow)[0])
             total, count = products, (0, 1)
         else:
-            found = _fused_attention(one, speeds, in_parts=in_parts) if fused else _materialised(one, speeds)
+            price = _fused_attention(op, speeds, in_parts=in_parts) if fused else _materialised(op, speeds)
             total, count = attention, (1, 2) if fused else (5, 9)
         for i in (0, 1):
-            total[i] = total[i] + found[i]
+            total[i] = total[i] + price[i]
             kernels[i] += count[i]
-    for one in work.fused if engine.pointwise == "fused" else work.eager:
-        starts = (one.kernels_forward, one.kernels_backward)
-        for i, moved in enumerate((one.forward_bytes, one.backward_bytes)):
+    for op in work.fused if engine.pointwise == "fused" else work.eager:
+        starts = (op.kernels_forward, op.kernels_backward)
+        for i, moved in enumerate((op.forward_bytes, op.backward_bytes)):
             spent = memory_seconds(moved_bytes=moved, bytes_per_s=speeds.bytes_per_s, launch_s=0.0)
             memory[i] = memory[i] + spent + starts[i] * speeds.launch_s
     # an eager framework's host walks through every operator, even if fused kernels replace some of them
-    for one in work.eager if engine.dispatch == "eager" else work.fused:
-        kernels = [kernels[0] + one.kernels_forward, kernels[1] + one.kernels_backward]
+    for op in work.eager if engine.dispatch == "eager" else work.fused:
+        kernels = [kernels[0] + op.kernels_forward, kernels[1] + op.kernels_backward]
     device = [products[i] + attention[i] + memory[i] for i in (0, 1)]
     host = [kernels[i] * speeds.host_s for i in (0, 1)]
     corner = 1.0 if speeds.in_one_thread else CORNER
@@ -102,8 +102,8 @@ def computing_seconds(
     )
 
 
-def _product(one: Operator[Any], speeds: Speeds, *, is_narrow: bool) -> tuple[Floats, Floats]:
-    m, n, k, count = one.m, one.n, one.k, one.count
+def _product(op: Operator[Any], speeds: Speeds, *, is_narrow: bool) -> tuple[Floats, Floats]:
+    m, n, k, count = op.m, op.n, op.k, op.count
     low = is_narrow and speeds.narrow_flops_per_s is not None
     forward = _matmul(m, n, k, count, speeds, low)
     backward = _matmul(m, k, n, count, speeds, low) + _matmul(k, n, m, count, speeds, low)
@@ -129,14 +129,14 @@ def _matmul(m: Any, n: Any, k: Any, count: Any, speeds: Speeds, is_narrow: bool)
     )
 
 
-def _fused_attention(one: Operator[Any], speeds: Speeds, *, in_parts: bool) -> tuple[Floats, Floats]:
+def _fused_attention(op: Operator[Any], speeds: Speeds, *, in_parts: bool) -> tuple[Floats, Floats]:
     """Seconds of both passes. With `in_parts` a rank has some queries and needs more keys, which come in parts."""
-    slower = np.where(np.asarray(one.m) < one.n, 1.0 / speeds.attention_in_parts, 1.0) if in_parts else 1.0
-    flops = slower * attention_flops(one.count, one.m, one.n, one.k, is_causal=True)
+    slower = np.where(np.asarray(op.m) < op.n, 1.0 / speeds.attention_in_parts, 1.0) if in_parts else 1.0
+    flops = slower * attention_flops(op.count, op.m, op.n, op.k, is_causal=True)
     forward, backward = (
         attention_seconds(
             flops=flops,
-            keys=one.n,
+            keys=op.n,
             attention=speeds.attention,
             peak_flops_per_s=speeds.peak_flops_per_s,
             launch_s=speeds.launch_s,
@@ -147,8 +147,8 @@ def _fused_attention(one: Operator[Any], speeds: Speeds, *, in_parts: bool) -> t
     return forward, backward
 
 
-def _materialised(one: Operator[Any], speeds: Speeds) -> tuple[Floats, Floats]:
-    m, n, k, count = one.m, one.n, one.k, one.count
+def _materialised(op: Operator[Any], speeds: Speeds) -> tuple[Floats, Floats]:
+    m, n, k, count = op.m, op.n, op.k, op.count
     slow = np.where(np.mod(k, ALIGNED) == 0, 1.0, speeds.misaligned)
     products = slow * (_matmul(m, n, k, count, speeds, False) + _matmul(m, k, n, count, speeds, False))
     scores = count * m * n / speeds.bytes_per_s

@@ -35,8 +35,8 @@ class Passes:
 
     @property
     def both(self) -> Floats:
-        found: Floats = self.forward + self.backward
-        return found
+        total: Floats = self.forward + self.backward
+        return total
 
 
 def repeated_roles(shape: Shape) -> dict[str, Floats]:

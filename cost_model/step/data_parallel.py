@@ -57,8 +57,8 @@ class DataPrices:
 def gathers_blocks(layouts: Layouts) -> Floats:
     """Whether the collectives of ZeRO 2 or 3 run beside blocks. With pipeline stages they do not: weights stay gathered
     for a step (torchtitan)."""
-    found: Floats = (layouts.zero >= 2) & (layouts.pp == 1)
-    return found
+    is_gathered: Floats = (layouts.zero >= 2) & (layouts.pp == 1)
+    return is_gathered
 
 
 def gather_prices(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> Gathers:
@@ -77,8 +77,8 @@ def gather_prices(basis: Basis, family: Family[Any], layouts: Layouts, role: str
 def _gather_and_scatter(basis: Basis, layouts: Layouts, elements: Any) -> tuple[Floats, Floats]:
     engine, links, element_bytes = basis.machine.engine, basis.machine.links, basis.shape.element_bytes
     if engine.shard_gather == "blocking":  # through one port of a host
-        one = elements / links.inter_host_bytes_per_s * np.where(layouts.shard > 1, 1.0, 0.0)
-        return np.asarray(element_bytes * one), np.asarray(engine.shard_gradient_bytes * one)
+        unit_s = elements / links.inter_host_bytes_per_s * np.where(layouts.shard > 1, 1.0, 0.0)
+        return np.asarray(element_bytes * unit_s), np.asarray(engine.shard_gradient_bytes * unit_s)
     return (
         links.seconds("all_gather", element_bytes * elements, layouts.shard, layouts.data_stride),
         links.seconds("reduce_scatter", engine.shard_gradient_bytes * elements, layouts.shard, layouts.data_stride),
@@ -87,9 +87,9 @@ def _gather_and_scatter(basis: Basis, layouts: Layouts, elements: Any) -> tuple[
 
 def with_gathers(basis: Basis, layouts: Layouts, computing: Passes, gathers: Gathers) -> Passes:
     """Passes of a block beside the collectives of ZeRO 2 and 3."""
-    again = _gathered_again(layouts, gathers)
-    forward = _beside(basis, computing.forward, again)
-    backward = _beside(basis, computing.backward, again + gathers.scatter + gathers.copies)
+    gather_s = _gathered_again(layouts, gathers)
+    forward = _beside(basis, computing.forward, gather_s)
+    backward = _beside(basis, computing.backward, gather_s + gathers.scatter + gathers.copies)
     sums = gathers_blocks(layouts)
     return Passes(
         forward=np.where(sums, forward, computing.forward), backward=np.where(sums, backward, computing.backward)
@@ -145,10 +145,10 @@ def data_prices(basis: Basis, family: Family[Any], layouts: Layouts, per_rank: F
     if links.calls is not None:
         in_calls = links.seconds("reduce_scatter", grads, shard, stride, num_calls=num_calls)
     gathered = links.seconds("all_gather", weights, shard, stride, num_calls=num_calls)
-    again = links.seconds("all_gather", grads, shard, stride)
+    gather_s = links.seconds("all_gather", grads, shard, stride)
     copies = 2 * links.seconds("all_gather", grads / shard, ranks / shard, stride * shard)
     whole, sharded = np.zeros(1), np.zeros(1)
     for k in range(len(elements)):
-        whole = whole + scattered[k] + again[k] + copies[k]
+        whole = whole + scattered[k] + gather_s[k] + copies[k]
         sharded = sharded + in_calls[k] + gathered[k] + copies[k]
     return DataPrices(parameters=parameters, whole=whole, sharded=sharded)

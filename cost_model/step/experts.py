@@ -36,10 +36,10 @@ def with_experts(family: Family[Any], layouts: Layouts, constants: Mechanisms) -
     A rank has 1/ep of the experts, and each of its experts gets the tokens of ep ranks.
     """
 
-    def divided(one: Any) -> Any:
-        if not is_expert_product(one):
-            return one
-        return replace(one, count=one.count / layouts.ep, m=one.m * layouts.ep * constants.expert_imbalance)
+    def divided(op: Any) -> Any:
+        if not is_expert_product(op):
+            return op
+        return replace(op, count=op.count / layouts.ep, m=op.m * layouts.ep * constants.expert_imbalance)
 
     def of_variants(variants: tuple[tuple[str, Any], ...]) -> tuple[tuple[str, Any], ...]:
         return tuple((name, replace(work, products=tuple(map(divided, work.products)))) for name, work in variants)
@@ -102,7 +102,7 @@ def count_seconds(
 ) -> Floats:
     """Seconds of one forward pass of a block in which a rank waits for the counts of its experts' rows."""
     machine, speeds = basis.machine, basis.machine.speeds
-    grouped = [one for one in family.block(role, "tp").products if is_expert_product(one)]
+    grouped = [op for op in family.block(role, "tp").products if is_expert_product(op)]
     if not grouped or machine.engine.expert_rows == "padded" or machine.engine.dispatch == "graph":
         return np.zeros(1)
     experts = grouped[0].count * layouts.ep
@@ -122,13 +122,13 @@ def expert_assumptions(machine: Machine, ep: int) -> tuple[str, ...]:
     imbalance, profile = machine.mechanisms.expert_imbalance, machine.profile
     stated = f"profile {profile.name}: {profile.sources.get('expert_imbalance', 'no source was given')}"
     source = source_of("expert_imbalance") if profile.expert_imbalance is None else stated
-    found = [f"the busiest expert rank has {imbalance:.4g} times the mean of rows (expert_imbalance; {source})"]
+    notes = [f"the busiest expert rank has {imbalance:.4g} times the mean of rows (expert_imbalance; {source})"]
     if machine.engine.expert_rows == "counted" and machine.engine.dispatch != "graph":
-        found.append("the host's wait for counts of experts is a formula that no run measured (docs/experts.md)")
-    return tuple(found)
+        notes.append("the host's wait for counts of experts is a formula that no run measured (docs/experts.md)")
+    return tuple(notes)
 
 
-def is_expert_product(one: Any) -> bool:
+def is_expert_product(op: Any) -> bool:
     """Whether an operator multiplies rows by the matrices of their experts."""
-    found: bool = one.kind == "matmul" and one.name.startswith(EXPERT_PRODUCTS)
-    return found
+    is_expert: bool = op.kind == "matmul" and op.name.startswith(EXPERT_PRODUCTS)
+    return is_expert

@@ -39,8 +39,8 @@ class Layouts:
 
     @property
     def num_devices(self) -> Floats:
-        found: Floats = self.tp * self.pp * self.cp * self.dp
-        return found
+        count: Floats = self.tp * self.pp * self.cp * self.dp
+        return count
 
     @property
     def expert_replicas(self) -> Floats:
@@ -50,8 +50,8 @@ class Layouts:
     @property
     def data_ranks(self) -> Floats:
         """Ranks that hold the same parameters, or shards of them."""
-        found: Floats = self.dp * self.cp
-        return found
+        count: Floats = self.dp * self.cp
+        return count
 
     def at(self, index: Any) -> "Layouts":
         """The candidates of an index or mask."""
@@ -63,12 +63,12 @@ class Layouts:
         Reading another field raises AttributeError. So a price that many candidates share cannot depend on a field in
         which they differ.
         """
-        found = object.__new__(Layouts)
+        few = object.__new__(Layouts)
         for name in names:
             column = np.asarray(getattr(self, name))
             column = column if column.size == 1 else column[index]
-            object.__setattr__(found, name, column.astype(float))
-        return found
+            object.__setattr__(few, name, column.astype(float))
+        return few
 
 
 def layouts_from(
@@ -93,11 +93,11 @@ def layouts_from(
     Without `etp`, all tensor ranks split each expert.
     """
     degrees = (tp, pp, dp, shard, zero, micro_batch, micro_batches, sequence_parallel, recompute, virtual, cp, ep)
-    columns = np.broadcast_arrays(*(np.asarray(one, dtype=float) for one in (*degrees, tp if etp is None else etp)))
+    columns = np.broadcast_arrays(*(np.asarray(d, dtype=float) for d in (*degrees, tp if etp is None else etp)))
     tp, pp, dp, shard, zero, micro_batch, micro_batches, sequence_parallel, recompute, virtual, cp, ep, etp = columns
     sizes = {"tp": tp, "pp": pp, "dp": dp * cp}
-    every = [strides(one, sizes) for one in ORDERS]
-    data_stride, stage_stride = (np.choose(order, [one[name] for one in every]) for name in ("dp", "pp"))
+    every = [strides(order, sizes) for order in ORDERS]
+    data_stride, stage_stride = (np.choose(order, [at[name] for at in every]) for name in ("dp", "pp"))
     return Layouts(
         tp=tp,
         sequence_parallel=sequence_parallel,

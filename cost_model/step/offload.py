@@ -89,14 +89,14 @@ def host_bytes(engine: "Engine", shape: Shape, parameters: float, saved: Floats 
     `saved` is the bytes that one repeated block saves of one micro-batch. With pipeline stages all micro-batches of a
     step count as in flight.
     """
-    found = np.zeros(1)
+    total = np.zeros(1)
     if is_on_host(engine, OPTIMIZER) or is_on_host(engine, PARAMETERS):
         divided = np.where(layouts.zero >= 1, layouts.shard, 1.0)
-        found = found + state_bytes_on_host(shape) * parameters / (layouts.tp * layouts.pp * divided)
+        total = total + state_bytes_on_host(shape) * parameters / (layouts.tp * layouts.pp * divided)
     if is_on_host(engine, ACTIVATIONS):
         flight = np.where(layouts.pp > 1, layouts.micro_batches, 1)
-        found = found + flight * shape.blocks / layouts.pp * saved
-    return np.asarray(found)
+        total = total + flight * shape.blocks / layouts.pp * saved
+    return np.asarray(total)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,8 +156,8 @@ def host_seconds(
     if is_on_host(engine, PARAMETERS):
         stage = fsdp_stage(layouts, engine)
         behind_forward, behind_backward = np.maximum(one_way - forward, 0.0), np.maximum(one_way - backward, 0.0)
-        again = n * (behind_forward + behind_backward)
-        up = np.where((stage >= 3) & (layouts.pp == 1), again, behind_forward)
+        both = n * (behind_forward + behind_backward)
+        up = np.where((stage >= 3) & (layouts.pp == 1), both, behind_forward)
         added = one_way + 3 * size * elements / host.memory_bytes_per_s  # reads gradient and sum, writes the sum
         down = behind_backward + np.where(stage >= 2, (n - 1) * added, 0.0)
         copies = copies + up + down

@@ -50,7 +50,7 @@ def rank_parameters(
 ) -> RankParameters:
     """Elements of a rank with `blocks` repeated blocks, with or without the first and the last block."""
     repeated, ends = _repeated(family, shape, layouts, blocks), _ends(family)
-    first, last = (np.where(has, one, 0.0) for has, one in zip((has_first, has_last), ends, strict=True))
+    first, last = (np.where(has, n, 0.0) for has, n in zip((has_first, has_last), ends, strict=True))
     return RankParameters(dense=repeated.dense + _together(shape, first, last), expert=repeated.expert)
 
 
@@ -60,7 +60,7 @@ def first_and_last(
     """Elements of the first and of the last pipeline rank, each with `blocks` repeated blocks."""
     repeated, ends = _repeated(family, shape, layouts, blocks), _ends(family)
     both = _together(shape, *ends)
-    first, last = (np.where(layouts.pp > 1, one, both) for one in ends)
+    first, last = (np.where(layouts.pp > 1, n, both) for n in ends)
     return (
         RankParameters(dense=repeated.dense + first, expert=repeated.expert),
         RankParameters(dense=repeated.dense + last, expert=repeated.expert),
@@ -70,15 +70,15 @@ def first_and_last(
 def _repeated(family: Family[Any], shape: Shape, layouts: Layouts, blocks: Floats) -> RankParameters:
     dense, expert = np.zeros(1), np.zeros(1)
     for role, share in repeated_roles(shape).items():
-        one = block_parameters(family, layouts, role)
-        dense, expert = dense + share * blocks * one.dense, expert + share * blocks * one.expert
+        block = block_parameters(family, layouts, role)
+        dense, expert = dense + share * blocks * block.dense, expert + share * blocks * block.expert
     return RankParameters(dense=dense, expert=expert)
 
 
 def _ends(family: Family[Any]) -> list[Floats]:
     """Elements of the first block and of the last."""
     works = [family.block(role, "tp") if role in family.roles else None for role in ("first", "last")]
-    return [np.zeros(1) if one is None else np.asarray(one.parameters_split + one.parameters_whole) for one in works]
+    return [np.zeros(1) if w is None else np.asarray(w.parameters_split + w.parameters_whole) for w in works]
 
 
 def _together(shape: Shape, first: Floats, last: Floats) -> Floats:

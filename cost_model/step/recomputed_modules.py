@@ -48,24 +48,24 @@ class Recomputed:
 def recomputed(work: BlockWork[Any], role: str, hidden: Floats, modules: Collection[Module]) -> Recomputed:
     """What a list of modules frees in a block of a role, and runs again."""
     before, feed_forward = _around_attention(work)
-    experts = [one for one in feed_forward if is_expert_product(one)]
-    others = [one for one in feed_forward if not is_expert_product(one)]
+    experts = [op for op in feed_forward if is_expert_product(op)]
+    others = [op for op in feed_forward if not is_expert_product(op)]
     if has_experts(role):
         layer = (experts if "moe" in modules else []) + (others if {"moe", "shared_experts"} & set(modules) else [])
     else:
         layer = others if "mlp" in modules else []
-    wider = [one for one in before if np.all(one.k != hidden)] if "mla_up_proj" in modules else []
-    attention = [one for one in work.products if one.kind == "attention"] if "core_attn" in modules else []
+    wider = [op for op in before if np.all(op.k != hidden)] if "mla_up_proj" in modules else []
+    attention = [op for op in work.products if op.kind == "attention"] if "core_attn" in modules else []
     activated = layer + (experts if "moe_act" in modules and "moe" not in modules else [])
     rows = experts[:1] if "moe" in modules else []  # the rows that were sent to the experts
     norms = 2 * work.input_bytes if "layernorm" in modules else 0.0
-    activation = sum(np.where(_reads(one, hidden), _result(one), _operand(one)) for one in activated)
+    activation = sum(np.where(_reads(op, hidden), _result(op), _operand(op)) for op in activated)
     moved = np.asarray(2 * norms + activation)
-    results = [_result(one) for one in wider] + [np.where(_reads(one, hidden), _result(one), 0.0) for one in layer]
-    operands = [np.where(_reads(one, hidden), 0.0, _operand(one)) for one in activated]
+    results = [_result(op) for op in wider] + [np.where(_reads(op, hidden), _result(op), 0.0) for op in layer]
+    operands = [np.where(_reads(op, hidden), 0.0, _operand(op)) for op in activated]
     return Recomputed(
         results_bytes=np.asarray(sum(results)),
-        operands_bytes=np.asarray(sum(operands) + sum(_operand(one) for one in rows) + norms),
+        operands_bytes=np.asarray(sum(operands) + sum(_operand(op) for op in rows) + norms),
         operators=(*layer, *wider, *attention, *([_moving(moved)] if np.any(moved > 0) else [])),
         sends=bool(rows if has_experts(role) else layer),
     )
@@ -73,23 +73,23 @@ def recomputed(work: BlockWork[Any], role: str, hidden: Floats, modules: Collect
 
 def _around_attention(work: BlockWork[Any]) -> tuple[list[Operator[Any]], list[Operator[Any]]]:
     """The products before attention, and the products of the feed-forward layer."""
-    kinds = [one.kind for one in work.products]
+    kinds = [op.kind for op in work.products]
     if "attention" not in kinds:
         return [], []
     at = kinds.index("attention")
     return list(work.products[:at]), list(work.products[at + 2 :])
 
 
-def _reads(one: Operator[Any], hidden: Floats) -> Any:
-    return np.asarray(one.k == hidden)
+def _reads(op: Operator[Any], hidden: Floats) -> Any:
+    return np.asarray(op.k == hidden)
 
 
-def _result(one: Operator[Any]) -> Any:
-    return SAVED_BYTES * one.count * one.m * one.n
+def _result(op: Operator[Any]) -> Any:
+    return SAVED_BYTES * op.count * op.m * op.n
 
 
-def _operand(one: Operator[Any]) -> Any:
-    return SAVED_BYTES * one.count * one.m * one.k
+def _operand(op: Operator[Any]) -> Any:
+    return SAVED_BYTES * op.count * op.m * op.k
 
 
 def _moving(moved_bytes: Floats) -> Operator[Any]:

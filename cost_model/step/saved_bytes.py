@@ -45,8 +45,8 @@ class SavedBytes:
 
     def mixed(self, selective: Floats | float, full: Floats | float) -> Floats:
         """The saved bytes of the mean block, if these parts of the blocks are recomputed selectively and fully."""
-        found: Floats = (1 - selective - full) * self.none + selective * self.selective + full * self.full
-        return found
+        mean: Floats = (1 - selective - full) * self.none + selective * self.selective + full * self.full
+        return mean
 
     def working(self, recompute: Floats) -> Floats:
         """The bytes that exist besides while the block runs."""
@@ -58,7 +58,7 @@ def least_of(every: Sequence[SavedBytes]) -> SavedBytes:
     """The least bytes of several blocks."""
     return SavedBytes(
         **{
-            name: np.minimum.reduce(np.broadcast_arrays(*(getattr(one, name) for one in every)))
+            name: np.minimum.reduce(np.broadcast_arrays(*(getattr(s, name) for s in every)))
             for name in SavedBytes.__slots__
         }
     )
@@ -81,41 +81,39 @@ def activations(family: Family[Any], shape: Shape, layouts: Layouts, engine: Eng
         share = count / shape.blocks
         for variant, is_chosen in (("tp", 1 - layouts.sequence_parallel), ("sp", layouts.sequence_parallel)):
             work = family.block(role, variant)
-            one = work.saved_fused_bytes if engine.pointwise == "fused" else work.saved_eager_bytes
+            whole = work.saved_fused_bytes if engine.pointwise == "fused" else work.saved_eager_bytes
             scores = np.zeros(1) if fused else _scores(work)
             narrow = 0.5 if engine.saved_operands == "narrow" else 0.0
-            one = one + scores - narrow * work.saved_operand_bytes
+            whole = whole + scores - narrow * work.saved_operand_bytes
             weight = share * is_chosen
-            saved, inputs = saved + weight * one, inputs + weight * work.input_bytes
+            saved, inputs = saved + weight * whole, inputs + weight * work.input_bytes
             if work.selected is not None:
                 selective = selective + weight * work.selected.saved_bytes
-                again = again + weight * (one - work.selected.saved_bytes)
+                again = again + weight * (whole - work.selected.saved_bytes)
             elif engine.selective == "half":
-                selective = selective + weight * (one + work.input_bytes) / 2
+                selective = selective + weight * (whole + work.input_bytes) / 2
             else:
                 if engine.selective == "products":
                     kept = work.input_bytes + _results(work)
                 else:
-                    found = recomputed(work, role, shape.hidden, engine.selective)
-                    freed = found.results_bytes + (1 - narrow) * found.operands_bytes
-                    kept = one - freed - (scores if "core_attn" in engine.selective else 0.0)
-                kept = np.minimum(one, np.maximum(kept, work.input_bytes))
-                selective, again = selective + weight * kept, again + weight * (one - kept)
+                    modules = recomputed(work, role, shape.hidden, engine.selective)
+                    freed = modules.results_bytes + (1 - narrow) * modules.operands_bytes
+                    kept = whole - freed - (scores if "core_attn" in engine.selective else 0.0)
+                kept = np.minimum(whole, np.maximum(kept, work.input_bytes))
+                selective, again = selective + weight * kept, again + weight * (whole - kept)
     return SavedBytes(none=saved, selective=selective, full=inputs, again=again, whole=saved, always=np.zeros(1))
 
 
 def _results(work: BlockWork[Any]) -> Floats:
     """Bytes of the results of attention and of every second product, in 16 bits, with a float32 of each query."""
-    found: Any = np.zeros(1)
-    for one in work.products:
-        if one.kind == "attention":
-            found = found + one.count * one.m * (2 * one.k + 4)
-        elif one.kind == "matmul":
-            found = found + one.count * one.m * one.n  # half of two bytes
-    return np.asarray(found)
+    total: Any = np.zeros(1)
+    for op in work.products:
+        if op.kind == "attention":
+            total = total + op.count * op.m * (2 * op.k + 4)
+        elif op.kind == "matmul":
+            total = total + op.count * op.m * op.n  # half of two bytes
+    return np.asarray(total)
 
 
 def _scores(work: BlockWork[Any]) -> Floats:
-    return np.asarray(
-        sum(SAVED_SCORE_BYTES * one.count * one.m * one.n for one in work.products if one.kind == "attention")
-    )
+    return np.asarray(sum(SAVED_SCORE_BYTES * op.count * op.m * op.n for op in work.products if op.kind == "attention"))

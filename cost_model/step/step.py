@@ -93,36 +93,36 @@ def step_of(basis: Basis, layouts: Layouts, prices: StepPrices, pipeline: Pipeli
 
 
 def _parts(basis: Basis, layouts: Layouts, prices: StepPrices, step: Assembled) -> dict[str, Floats]:
-    n, own, before = layouts.micro_batches, step.pipelined, step.before
+    n, pipe, before = layouts.micro_batches, step.pipelined, step.before
     of_blocks = {
         role: {
-            **one.parts,
-            "recomputation": recomputing(layouts, one),
+            **price.parts,
+            "recomputation": recomputing(layouts, price),
             "shard collectives": step.passes[role].both - step.computing[role].both,
         }
-        for role, one in prices.blocks.items()
+        for role, price in prices.blocks.items()
     }
-    parts = {name: n * own.blocks * seconds for name, seconds in _mean(basis.shape, of_blocks).items()}
-    parts["recomputation"] = parts["recomputation"] + n * own.again
-    parts["embedding, head, loss"] = n * (own.busy - own.blocks * step.mean.both - own.again)
-    parts |= {"bubble": own.idle, "messages": own.messages, "data collectives": step.sums + step.end_gathers}
+    parts = {name: n * pipe.blocks * seconds for name, seconds in _mean(basis.shape, of_blocks).items()}
+    parts["recomputation"] = parts["recomputation"] + n * pipe.again
+    parts["embedding, head, loss"] = n * (pipe.busy - pipe.blocks * step.mean.both - pipe.again)
+    parts |= {"bubble": pipe.idle, "messages": pipe.messages, "data collectives": step.sums + step.end_gathers}
     parts |= {"optimizer": step.optimizer, "gradient accumulation": step.accumulation}
     parts["host copies"] = step.host_copies + 0.0 * before
     return parts | {"fixed": basis.machine.mechanisms.step_s + 0.0 * before, "stragglers": step.straggling * before}
 
 
 def _hidden(basis: Basis, layouts: Layouts, prices: StepPrices, step: Assembled) -> dict[str, Floats]:
-    n, own = layouts.micro_batches, step.pipelined
+    n, pipe = layouts.micro_batches, step.pipelined
     of_blocks = {}
-    for role, one in prices.blocks.items():
+    for role, price in prices.blocks.items():
         gathers = prices.gathers.get(role)
         moving = np.zeros(1) if gathers is None else gathering(layouts, gathers)
         waited = step.passes[role].both - step.computing[role].both
-        of_blocks[role] = {**one.hidden, "shard collectives": np.maximum(moving - waited, 0.0)}
-    hidden = {name: n * own.blocks * seconds for name, seconds in _mean(basis.shape, of_blocks).items()}
+        of_blocks[role] = {**price.hidden, "shard collectives": np.maximum(moving - waited, 0.0)}
+    hidden = {name: n * pipe.blocks * seconds for name, seconds in _mean(basis.shape, of_blocks).items()}
     waits = basis.machine.mechanisms.message_exposed if basis.machine.engine.messages == "overlapped" else 1.0
     sums = np.where(sums_beside_blocks(layouts), 0.0, np.maximum(moving_sums(layouts, step.data) - step.sums, 0.0))
-    return hidden | {"messages": own.messages * (1 / waits - 1), "data collectives": sums}
+    return hidden | {"messages": pipe.messages * (1 / waits - 1), "data collectives": sums}
 
 
 def _mean(shape: Shape, blocks: Mapping[str, Mapping[str, Floats]]) -> dict[str, Floats]:

@@ -88,7 +88,7 @@ ProbedRuns = dict[object, _Like]
 
 def run_block(block: Block, index: int, analysis: Analysis, known: ProbedRuns) -> Mapping[str, NodeRun]:
     """The runs of a block's operators by name. An operator equal to one in `known` is not run again."""
-    found: dict[str, NodeRun] = {}
+    runs: dict[str, NodeRun] = {}
     run = _Run(analysis, index, known)
     for node in block.graph.nodes:
         if node.op == "placeholder" and "info" in node.meta:
@@ -96,8 +96,8 @@ def run_block(block: Block, index: int, analysis: Analysis, known: ProbedRuns) -
         elif node.op == "placeholder":
             run.values[node.name] = 1.0  # a number that differs between calls of the block
         elif node.op == "call_function":
-            found[node.name] = run.node(node)
-    return found
+            runs[node.name] = run.node(node)
+    return runs
 
 
 class _Run:
@@ -190,7 +190,7 @@ class _Run:
     def _kept(self, node: fx.Node, names: Sequence[str], out: Any, saved: Sequence[Any]) -> list[Kept]:
         by_storage = {_storage(self.values[name]): k for k, name in reversed(list(enumerate(names)))}
         statistics = target_name(node.target) in _STATISTICS
-        found: dict[int, Kept] = {}
+        by_storage_of: dict[int, Kept] = {}
         for tensor in saved:
             storage, piece = _storage(tensor), _piece(tensor)
             if storage in by_storage:
@@ -199,8 +199,8 @@ class _Run:
                 kept = Kept(node.name, -1, piece)
             else:
                 kept = Kept(None, -1, replace(piece, itemsize=4) if statistics else piece)
-            found.setdefault(storage, kept)
-        return list(found.values())
+            by_storage_of.setdefault(storage, kept)
+        return list(by_storage_of.values())
 
     def _kept_by_rule(self, node: fx.Node, rule: Rule) -> list[Kept]:
         names = self.analysis.operands[self.index][node.name]
@@ -214,8 +214,8 @@ class _Run:
             return []
         floats = [(k, n) for k, (n, i) in enumerate(zip(names, infos, strict=True)) if i.dtype.is_floating_point]
         out = _attention_output(node)
-        found = [Kept(self._owner(name), k, _piece(self.values[name])) for k, name in floats]
-        return [*found, Kept(node.name, -1, _piece(out)), Kept(None, -1, _lse(out))]
+        saved = [Kept(self._owner(name), k, _piece(self.values[name])) for k, name in floats]
+        return [*saved, Kept(node.name, -1, _piece(out)), Kept(None, -1, _lse(out))]
 
     def _owner(self, name: str) -> str:
         return self.owner[_storage(self.values[name])]
@@ -290,13 +290,13 @@ def _watching(kernels: list[tuple[Piece, ...]]) -> Iterator[None]:
 
 
 def _tensors(values: Sequence[Any]) -> list[Any]:
-    found: list[Any] = []
+    tensors: list[Any] = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (list, tuple)):
-            found += _tensors(value)
-    return found
+            tensors += _tensors(value)
+    return tensors
 
 
 def _pieces(tensors: Sequence[Any]) -> tuple[Piece, ...]:

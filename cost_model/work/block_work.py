@@ -228,7 +228,7 @@ def to_json(family: Family[Polynomial]) -> str:
             ]
         if dataclasses.is_dataclass(value):
             every = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
-            return {name: plain(one) for name, one in every.items() if one is not None}
+            return {name: plain(v) for name, v in every.items() if v is not None}
         return [plain(item) for item in value] if isinstance(value, tuple) else value
 
     records = {"kernels_forward", "is_forward"}  # keys of the objects that stand in one line
@@ -245,7 +245,7 @@ def to_json(family: Family[Polynomial]) -> str:
             return "{\n" + ",\n".join(parts) + f"\n{indent}}}"
         return "[\n" + ",\n".join(inner + lines(v, inner) for v in value) + f"\n{indent}]"
 
-    blocks = {role: {name: plain(work) for name, work in found} for role, found in family.blocks}
+    blocks = {role: {name: plain(work) for name, work in works} for role, works in family.blocks}
     return lines({"name": family.name, "source": family.source, "blocks": blocks}, "") + "\n"
 
 
@@ -293,11 +293,11 @@ class _Reader:
 
     def variants(self, role: str, data: Mapping[str, Any]) -> tuple[tuple[str, BlockWork[Polynomial]], ...]:
         """The blocks of a role's variants. Equal variants are read once: a captured model has only these."""
-        found: dict[str, BlockWork[Polynomial]] = {}
+        works: dict[str, BlockWork[Polynomial]] = {}
         for name in VARIANTS:
-            alike = next((other for other in found if data[other] == data[name]), None)
-            found[name] = found[alike] if alike else self.record(BlockWork, data[name], f"blocks.{role}.{name}")
-        return tuple(found.items())
+            same = next((other for other in works if data[other] == data[name]), None)
+            works[name] = works[same] if same else self.record(BlockWork, data[name], f"blocks.{role}.{name}")
+        return tuple(works.items())
 
     def record(self, kind: Any, data: Any, path: str) -> Any:
         fields = {each.name: each for each in dataclasses.fields(kind)}
@@ -326,8 +326,8 @@ class _Reader:
         return data
 
     def expression(self, data: Any, path: str) -> Polynomial:
-        found = (self.term(item, path) for item in (data if isinstance(data, list) else [data]))
-        return total(term for term in found if term is not None)
+        terms = (self.term(item, path) for item in (data if isinstance(data, list) else [data]))
+        return total(term for term in terms if term is not None)
 
     def term(self, item: Any, path: str) -> Term | None:
         if not isinstance(item, list) or len(item) != 2 or not isinstance(item[1], dict):

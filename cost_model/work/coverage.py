@@ -249,11 +249,11 @@ def _grouped(works: Sequence[OperatorWork], key: Callable[[OperatorWork], Any]) 
 
 def _degrees(chosen: Iterable[Variant]) -> dict[str, float]:
     """The divisor of each split factor."""
-    found: dict[str, float] = {}
+    divisors: dict[str, float] = {}
     for variant in chosen:
         if variant.factor:
-            found[variant.factor] = found.get(variant.factor, 1.0) / variant.share
-    return found
+            divisors[variant.factor] = divisors.get(variant.factor, 1.0) / variant.share
+    return divisors
 
 
 def _held_bytes(info: TensorInfo, position: int, chosen: Iterable[Variant]) -> float:

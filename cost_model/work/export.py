@@ -92,7 +92,7 @@ def flow_of(
     }
     sizes = sizes_of(block, index, analysis, labels, naming)
     region = region_of(
-        {name: nodes[name] for name in runs if name in needed}, outputs, {n: one.chosen for n, one in sizes.items()}
+        {name: nodes[name] for name in runs if name in needed}, outputs, {n: s.chosen for n, s in sizes.items()}
     )
     return Flow(
         block=block,
@@ -120,13 +120,13 @@ def _used_outputs(program: Program, index: int) -> tuple[str, ...]:
 
 def _needed(block: Block, outputs: Sequence[str]) -> set[str]:
     nodes = {node.name: node for node in block.graph.nodes}
-    stack, found = list(outputs), set()
+    stack, seen = list(outputs), set()
     while stack:
         name = stack.pop()
-        if name not in found:
-            found.add(name)
+        if name not in seen:
+            seen.add(name)
             stack += [node.name for node in nodes[name].all_input_nodes]
-    return found
+    return seen
 
 
 def _is_linear(nodes: Mapping[str, object], name: str | None, operand: int) -> bool:
@@ -140,7 +140,7 @@ def work_of(flow: Flow, role: str | None = None) -> SymbolicWork:
     names = [n for n in flow.runs if flow.is_product(n) and 0 not in flow.sizes[n].factors().values()]
     pairs = zip(flow.groups, flow.needs_of_groups, strict=True)
     split, whole, expert = _parameters(flow)
-    products, eager = tuple(one for name in names for one in _products(flow, name)), tuple(_eager(flow))
+    products, eager = tuple(op for name in names for op in _products(flow, name)), tuple(_eager(flow))
     return BlockWork(
         role=role or flow.block.name,
         products=products,
@@ -225,19 +225,19 @@ def _is_in_chunks(flow: Flow, value: str) -> bool:
 
 def _saved_eager(flow: Flow) -> Expr:
     """Bytes of the distinct storages that autograd saves. Parameters, constants and ids are not counted."""
-    found: dict[tuple[object, ...], Expr] = {}
+    pieces: dict[tuple[object, ...], Expr] = {}
     for name, run in flow.runs.items():
         for position, kept in enumerate(run.kept):
             if _is_in_chunks(flow, name if kept.value is None else kept.value):
                 continue
             if kept.value is None:
-                found[name, position] = flow.sizes[name].piece_bytes(kept.piece)
+                pieces[name, position] = flow.sizes[name].piece_bytes(kept.piece)
             elif not flow.is_given(kept.value):
                 types = flow.types(name) if kept.operand < 0 else flow.kept_types((name, kept.operand))
                 divisor = flow.naming.divisor(types)
                 whole = flow.naming.whole(flow.dims[kept.value])
-                found[kept.value, divisor] = whole / divisor * flow.info(kept.value).dtype.itemsize
-    return _sum(found.values())
+                pieces[kept.value, divisor] = whole / divisor * flow.info(kept.value).dtype.itemsize
+    return _sum(pieces.values())
 
 
 def _products(flow: Flow, name: str) -> Iterator[Operator[Polynomial]]:

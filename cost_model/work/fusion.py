@@ -141,38 +141,38 @@ class Flow:
 
     def readers(self) -> Mapping[str, list[Edge]]:
         """Every value that is not a layout of another, and the edges that read it."""
-        found: dict[str, list[Edge]] = {}
+        readers: dict[str, list[Edge]] = {}
         for name in self.runs:
             if not self.is_layout(name):
                 for k, operand in enumerate(self.operands[name]):
-                    found.setdefault(self.base(operand)[0], []).append((name, k))
+                    readers.setdefault(self.base(operand)[0], []).append((name, k))
         for name in self.outputs:
-            found.setdefault(self.base(name)[0], []).append(("result", -1))
-        return found
+            readers.setdefault(self.base(name)[0], []).append(("result", -1))
+        return readers
 
 
 def _sent_edges(block: Block, steps: tuple[ConversionStep, ...]) -> frozenset[Edge]:
     """Edges with a collective in the forward pass."""
     names = {node.meta["key"]: node.name for node in block.graph.nodes if node.op == "call_function"}
-    found = set()
+    edges = set()
     for step in steps:
         i = step.indices[0]
         if wire(step.before[i].kind, step.target[i].kind, True)[0]:
-            found |= {(names.get(user, "result"), k) for user, k in step.users}
-    return frozenset(found)
+            edges |= {(names.get(user, "result"), k) for user, k in step.users}
+    return frozenset(edges)
 
 
 def _depths(flow: Flow) -> Mapping[str, int]:
     """The depth of every value."""
     sent = _sent_edges(flow.block, flow.steps)
-    found: dict[str, int] = {name: 0 for name in flow.nodes if name not in flow.runs}
+    depths: dict[str, int] = {name: 0 for name in flow.nodes if name not in flow.runs}
     for name in flow.runs:
         over = (
-            found[operand] + flow.is_product(operand) + ((name, k) in sent)
+            depths[operand] + flow.is_product(operand) + ((name, k) in sent)
             for k, operand in enumerate(flow.operands[name])
         )
-        found[name] = max(over, default=0)
-    return found
+        depths[name] = max(over, default=0)
+    return depths
 
 
 def _fused_groups(flow: Flow) -> list[tuple[str, ...]]:
@@ -191,10 +191,10 @@ def _fused_groups(flow: Flow) -> list[tuple[str, ...]]:
             if base in group and depth[base] == depth[name]:
                 first, second = find(base), find(name)
                 group[second] = first
-    found: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for name in group:
-        found.setdefault(find(name), []).append(name)
-    return [tuple(members) for members in found.values()]
+        groups.setdefault(find(name), []).append(name)
+    return [tuple(members) for members in groups.values()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,28 +225,28 @@ def _needs_of_group(flow: Flow, members: tuple[str, ...], written: frozenset[str
     These are the tensors that its operators save. A value inside the group is not saved but computed again, from the
     group's inputs, the values that it writes (`written`) and random masks.
     """
-    found: set[Need] = set()
-    inside, again = set(members), set()
+    needs: set[Need] = set()
+    inside, masked = set(members), set()
 
     def need(edge: Edge) -> None:
         base, smallest = flow.base(flow.operands[edge[0]][edge[1]])
         if base in inside and base not in written:
             compute(base)
         elif not flow.is_given(base):
-            found.add(Need(smallest, flow.divisor(flow.use_types(edge))))
+            needs.add(Need(smallest, flow.divisor(flow.use_types(edge))))
 
     def compute(name: str) -> None:
-        if name in again:
+        if name in masked:
             return
-        again.add(name)
+        masked.add(name)
         mask(name)
         for k in range(len(flow.operands[name])):
             need((name, k))
 
     def mask(name: str) -> None:
         if flow.operators[name] in RANDOM:
-            own = (i for i, kept in enumerate(flow.runs[name].kept) if kept.value is None)
-            found.update(Need(name, flow.divisor(flow.types(name)), i) for i in own)
+            nth = (i for i, kept in enumerate(flow.runs[name].kept) if kept.value is None)
+            needs.update(Need(name, flow.divisor(flow.types(name)), i) for i in nth)
 
     for name in members:
         mask(name)
@@ -254,7 +254,7 @@ def _needs_of_group(flow: Flow, members: tuple[str, ...], written: frozenset[str
             if kept.operand >= 0:
                 need((name, kept.operand))
             elif kept.value is not None and name in written:
-                found.add(Need(name, flow.divisor(flow.types(name))))
+                needs.add(Need(name, flow.divisor(flow.types(name))))
             elif flow.operators[name] not in RANDOM:
                 compute(name)
-    return found
+    return needs

@@ -38,8 +38,8 @@ def forward_flops(rule: Rule, call: Call, sizes: Mapping[str, _V]) -> _V | float
     if not rule.known or rule.flops is None:
         return _counted_flops(call)
     by_rule: Any = rule.flops  # a formula works on expressions as on numbers
-    found: _V | float = by_rule(sizes)
-    return found
+    flops: _V | float = by_rule(sizes)
+    return flops
 
 
 def local_flops(rule: Rule, degrees: Mapping[str, float]) -> float:

@@ -55,10 +55,10 @@ class Polynomial:
 
 def total(terms: Iterable[Term]) -> Polynomial:
     """The sum of terms in any order."""
-    found: dict[Powers, Fraction] = {}
+    sums: dict[Powers, Fraction] = {}
     for coefficient, powers in terms:
-        found[powers] = found[powers] + coefficient if powers in found else coefficient
-    return Polynomial(tuple((found[powers], powers) for powers in sorted(found) if found[powers]))
+        sums[powers] = sums[powers] + coefficient if powers in sums else coefficient
+    return Polynomial(tuple((sums[powers], powers) for powers in sorted(sums) if sums[powers]))
 
 
 # ---- from sympy ----
@@ -151,10 +151,10 @@ def evaluation_of(polynomials: Sequence[Polynomial]) -> Evaluation:
         factors += [(number_of[name], True) for name, power in powers for _ in range(-power)]
         if not factors:
             return 0
-        found, rest = (0, factors) if factors[0][1] else (factors[0][0], factors[1:])
+        left, rest = (0, factors) if factors[0][1] else (factors[0][0], factors[1:])
         for right, divides in rest:
-            found = slot_of.setdefault((found, right, divides), 1 + len(names) + len(slot_of))
-        return found
+            left = slot_of.setdefault((left, right, divides), 1 + len(names) + len(slot_of))
+        return left
 
     sums = tuple(tuple((float(coefficient), slot(powers)) for coefficient, powers in p.terms) for p in polynomials)
     return Evaluation(names=names, products=tuple(slot_of), sums=sums)

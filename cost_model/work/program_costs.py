@@ -81,8 +81,8 @@ class ProgramWorks:
 
     def moment_bytes_of(self, optimizer: str) -> float:
         """Bytes of an optimizer's state of one trained parameter, as the mean over the model."""
-        found = self.optimizers.get(optimizer_named(optimizer).name, OptimizerFigures())
-        return found.master_bytes if self.has_master_weights else found.own_bytes
+        figures = self.optimizers.get(optimizer_named(optimizer).name, OptimizerFigures())
+        return figures.master_bytes if self.has_master_weights else figures.own_bytes
 
     def with_state_of(self, degrees: Degrees) -> "ProgramWorks":
         """These works with the optimizer and the stored dtype of a plan."""
@@ -92,7 +92,7 @@ class ProgramWorks:
     def is_chunked(self) -> bool:
         """Whether the head's product and the loss run in chunks."""
         roles = (self.family.block(role, VARIANTS[0]) for role in self.family.roles)
-        return any(one.kind == "again" for work in roles for one in work.products)
+        return any(op.kind == "again" for work in roles for op in work.products)
 
     @property
     def has_selected(self) -> bool:
@@ -147,8 +147,8 @@ def merged_works(
             used[role].append(works[block])
         else:
             used.setdefault(role, [works[block]])
-    renamed = {role: _name(role, found, i) for i, (role, found) in enumerate(used.items())}
-    merged = {role: _merged(renamed[role], found) for role, found in used.items()}
+    renamed = {role: _name(role, works, i) for i, (role, works) in enumerate(used.items())}
+    merged = {role: _merged(renamed[role], works) for role, works in used.items()}
     if any(work.selected is not None for work in merged.values()):
         merged = {role: work if role in _ENDS else _with_selected(work) for role, work in merged.items()}
     family = Family(
@@ -187,7 +187,7 @@ def merged_works(
 def optimizer_figures(program: Program) -> dict[str, OptimizerFigures]:
     """What each optimizer holds of a trained parameter of a program."""
     hidden, trained = hidden_parameters(program), [i for i in program.parameters.values() if i.requires_grad]
-    own = [
+    state_parts = [
         OwnPart(
             shape=info.shape,
             num_elements=info.num_elements,
@@ -196,15 +196,15 @@ def optimizer_figures(program: Program) -> dict[str, OptimizerFigures]:
         )
         for info in trained
     ]
-    master = [replace(part, element_bytes=MASTER_BYTES) for part in own]
-    total = max(1, sum(part.num_elements for part in own))
+    master = [replace(part, element_bytes=MASTER_BYTES) for part in state_parts]
+    total = max(1, sum(part.num_elements for part in state_parts))
     return {
         name: OptimizerFigures(
-            master_bytes=sum(one.state_bytes(part) for part in master) / total,
-            own_bytes=sum(one.state_bytes(part) for part in own) / total,
-            gathered_part=sum(part.num_elements for part in own if one.is_whole(part)) / total,
+            master_bytes=sum(kind.state_bytes(part) for part in master) / total,
+            own_bytes=sum(kind.state_bytes(part) for part in state_parts) / total,
+            gathered_part=sum(part.num_elements for part in state_parts if kind.is_whole(part)) / total,
         )
-        for name, one in OPTIMIZERS.items()
+        for name, kind in OPTIMIZERS.items()
     }
 
 
@@ -262,12 +262,12 @@ def _merged(role: str, works: Sequence[BlockWork[Polynomial]]) -> BlockWork[Poly
         )
     }
     lists: dict[str, Any] = {
-        name: tuple(one for work in works for one in getattr(work, name)) for name in ("products", "eager", "fused")
+        name: tuple(op for work in works for op in getattr(work, name)) for name in ("products", "eager", "fused")
     }
-    lists["sent"] = tuple(one for work in works for one in work.sent if not one.is_once_a_step)
-    own = works[0].selected if len(works) == 1 and role not in _ENDS else None
+    lists["sent"] = tuple(s for work in works for s in work.sent if not s.is_once_a_step)
+    chosen = works[0].selected if len(works) == 1 and role not in _ENDS else None
     of_inputs = works[0].input_bytes if works else Polynomial()
-    return BlockWork(role=role, input_bytes=of_inputs, selected=own, **sums, **lists)
+    return BlockWork(role=role, input_bytes=of_inputs, selected=chosen, **sums, **lists)
 
 
 def _residual(program: Program, roles: Sequence[str]) -> tuple[int, int, str]:
@@ -275,10 +275,10 @@ def _residual(program: Program, roles: Sequence[str]) -> tuple[int, int, str]:
     for call, role in zip(main_calls(program), roles, strict=True):
         block = program.blocks[program.calls[call].block]
         infos = {node.name: node.meta["info"] for node in block.graph.nodes if "info" in node.meta}
-        found = [infos[port] for port in block.differentiable_ports if block.ports[port] == "value"]
-        found = [info for info in found if info.shape]  # a sum between blocks has no elements per token
-        if role not in ("first", "last") and found:
-            return found[0].shape[-1], found[0].dtype.itemsize, str(found[0].dtype).removeprefix("torch.")
+        shaped = [infos[port] for port in block.differentiable_ports if block.ports[port] == "value"]
+        shaped = [info for info in shaped if info.shape]  # a sum between blocks has no elements per token
+        if role not in ("first", "last") and shaped:
+            return shaped[0].shape[-1], shaped[0].dtype.itemsize, str(shaped[0].dtype).removeprefix("torch.")
     dtypes = [info.dtype for info in program.parameters.values()]
     return 1, dtypes[0].itemsize if dtypes else 4, str(dtypes[0]).removeprefix("torch.") if dtypes else "float32"
 
@@ -286,11 +286,11 @@ def _residual(program: Program, roles: Sequence[str]) -> tuple[int, int, str]:
 def _experts(works: Sequence[BlockWork[Polynomial]], mesh: Mesh) -> tuple[int, float]:
     """The numbers of experts of a block and of a token: 0 and 1 if there are no experts."""
     ones = dict.fromkeys((*mesh.names, "b", "s", "t", "d"), 1.0)
-    grouped = [one for work in works for one in work.products if one.name.startswith(EXPERT_PRODUCTS)]
+    grouped = [op for work in works for op in work.products if op.name.startswith(EXPERT_PRODUCTS)]
     if not grouped:
         return 0, 1.0
-    one = evaluate(grouped[0], ones)
-    return round(one.count), one.m * one.count
+    product = evaluate(grouped[0], ones)
+    return round(product.count), product.m * product.count
 
 
 def _is_tied(program: Program, roles: Sequence[str]) -> bool:

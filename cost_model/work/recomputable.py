@@ -65,30 +65,30 @@ def recomputable(flow: Flow, works: Collection[Operator[Polynomial]]) -> Recompu
 
 def selected(block: Recomputable[Polynomial], keys: Collection[str]) -> Selected[Polynomial]:
     """What a block saves and computes again if the operators with some of these `keys` are recomputed."""
-    again = needed(block, {k for k, one in enumerate(block.operators) if one.keys[0] in keys})
-    read = {value for k in again for value in block.operators[k].takes}
+    rerun = needed(block, {k for k, op in enumerate(block.operators) if op.keys[0] in keys})
+    read = {value for k in rerun for value in block.operators[k].takes}
     kept = [
-        one.num_bytes
-        for at, one in enumerate(block.values)
-        if (one.is_saved or at in read) and (one.maker is None or one.maker not in again)
+        v.num_bytes
+        for at, v in enumerate(block.values)
+        if (v.is_saved or at in read) and (v.maker is None or v.maker not in rerun)
     ]
-    own = [one.own_bytes for k, one in enumerate(block.operators) if k not in again]
-    works = (block.operators[k].work for k in sorted(again))
+    sums = [op.own_bytes for k, op in enumerate(block.operators) if k not in rerun]
+    works = (block.operators[k].work for k in sorted(rerun))
     return Selected(
-        saved_bytes=sum((*kept, *own), start=block.other_bytes),
-        operators=tuple(replace(one, backward_bytes=Polynomial(), kernels_backward=0) for one in works),
+        saved_bytes=sum((*kept, *sums), start=block.other_bytes),
+        operators=tuple(replace(op, backward_bytes=Polynomial(), kernels_backward=0) for op in works),
     )
 
 
-def needed(block: Recomputable[Polynomial], again: Collection[int]) -> set[int]:
+def needed(block: Recomputable[Polynomial], rerun: Collection[int]) -> set[int]:
     """The recomputed operators that the backward pass runs: autograd or another one of them reads their tensors."""
-    read = {one.maker for one in block.values if one.is_saved}
-    found: set[int] = set()
-    for k in sorted(again, reverse=True):  # an operator takes values of earlier ones
+    read = {v.maker for v in block.values if v.is_saved}
+    inner: set[int] = set()
+    for k in sorted(rerun, reverse=True):  # an operator takes values of earlier ones
         if k in read or block.operators[k].own_bytes.terms:
-            found.add(k)
+            inner.add(k)
             read.update(block.values[value].maker for value in block.operators[k].takes)
-    return found
+    return inner
 
 
 class _Values:
@@ -96,7 +96,7 @@ class _Values:
 
     def __init__(self, flow: Flow, works: Collection[Operator[Polynomial]]) -> None:
         self.flow = flow
-        self.works = {one.name: one for one in works if one.kind != "again"}
+        self.works = {op.name: op for op in works if op.kind != "again"}
         leaving = {self._owner(name) for name in flow.outputs}
         can = [n for n in flow.runs if self._owner(n) == n and n not in leaving and self._sends_nothing(n)]
         self.position = {name: k for k, name in enumerate(name for name in can if name in self.works)}
@@ -120,7 +120,7 @@ class _Values:
             takes = dict.fromkeys(at for edge in edges if (at := self._read(edge, flow.use_types(edge))) is not None)
             operators.append(
                 RecomputableOperator(
-                    keys=tuple(flow.nodes[one].meta["key"] for one in (name, *views[name])),
+                    keys=tuple(flow.nodes[n].meta["key"] for n in (name, *views[name])),
                     takes=tuple(takes),
                     own_bytes=sum(self.own.pop(name, ()), start=Polynomial()),
                     work=self.works[name],

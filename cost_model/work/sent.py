@@ -81,17 +81,17 @@ def _exchanged(flow: Flow, name: str) -> Iterator[Sent[Polynomial]]:
     sizes, mesh, naming = flow.sizes[name], flow.naming.mesh, flow.naming
     for i, variant in enumerate(sizes.chosen):
         degree = naming.degrees[i]
-        for one in exchanges(sizes.bound.rule, variant) if mesh.degrees[i] > 1 else ():
-            least = WIDTH_OF_SUMS if one.sums else 0
-            parts = (sizes.elements(k) * max(sizes.infos[k].dtype.itemsize, least) for k in one.operands)
-            whole = sum(parts, start=symbol("b") * 0) * degree / (2 if one.is_half else 1)
+        for message in exchanges(sizes.bound.rule, variant) if mesh.degrees[i] > 1 else ():
+            least = WIDTH_OF_SUMS if message.sums else 0
+            parts = (sizes.elements(k) * max(sizes.infos[k].dtype.itemsize, least) for k in message.operands)
+            whole = sum(parts, start=symbol("b") * 0) * degree / (2 if message.is_half else 1)
             yield Sent(
-                collective=one.collective,
+                collective=message.collective,
                 mesh_dim=mesh.names[i],
-                is_forward=one.is_forward,
+                is_forward=message.is_forward,
                 whole_bytes=polynomial(whole),
-                of="beside" if one.is_beside else "inside",
-                times=polynomial(one.per_rank * degree + one.more) if one.per_rank else None,
+                of="beside" if message.is_beside else "inside",
+                times=polynomial(message.per_rank * degree + message.more) if message.per_rank else None,
             )
 
 

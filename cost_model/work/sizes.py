@@ -95,15 +95,15 @@ class Naming:
         """The size of every axis of a sequence."""
         context = self.mesh.owning("sequence")
         whole = prod((self.degrees[i] for i in context), start=symbol("s"))
-        found: dict[int, Expr] = dict.fromkeys(self.analysis.sequence_axes, whole)
+        of_axes: dict[int, Expr] = dict.fromkeys(self.analysis.sequence_axes, whole)
         for dims in self.analysis.outer.values():
             for axes, sizes in zip(dims.axes, dims.sizes, strict=True):
                 if len(axes) > 1 and set(axes) <= self.analysis.sequence_axes:
                     for atom, size in zip(axes, sizes, strict=True):
                         mine = self.analysis.meant_for.get(atom)
-                        found[atom] = self.degrees[mine] if mine in context else symbol("s") ** 0 * size
-                    found[axes[-1]] = whole / prod(found[atom] for atom in axes[:-1])
-        return found
+                        of_axes[atom] = self.degrees[mine] if mine in context else symbol("s") ** 0 * size
+                    of_axes[axes[-1]] = whole / prod(of_axes[atom] for atom in axes[:-1])
+        return of_axes
 
     def _whole(self, dims: Dims) -> Expr:
         import sympy
@@ -118,14 +118,14 @@ class Naming:
         return prod(shards, start=sympy.Integer(1))
 
     def _axes(self, dims: Dims, types: Types) -> list[list[tuple[int, int, Expr]]]:
-        found: list[list[tuple[int, int, Expr]]] = []
+        local: list[list[tuple[int, int, Expr]]] = []
         for d, (sizes, axes) in enumerate(zip(dims.sizes, dims.axes, strict=True)):
-            found.append([])
+            local.append([])
             for position, (size, atom) in enumerate(zip(sizes, axes, strict=True)):
                 here = (t.kind == "S" and (t.dim, t.position) == (d, position) for t in types)
                 degree = prod(deg for is_split, deg in zip(here, self.degrees, strict=True) if is_split)
-                found[-1].append((atom, size, self.axis(atom, size) / degree))
-        return found
+                local[-1].append((atom, size, self.axis(atom, size) / degree))
+        return local
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -160,12 +160,12 @@ class NodeSizes:
 
     def factors(self) -> dict[str, Expr]:
         """The size of every factor on one rank."""
-        found = {}
+        sizes = {}
         for factor, atoms in self.bound.factors.items():
             size = prod((self.naming.axis(atom, n) for atom, n in atoms), start=symbol("b") ** 0)
             degree = prod(d for v, d in zip(self.chosen, self.naming.degrees, strict=True) if v.factor == factor)
-            found[factor] = size / degree
-        return found
+            sizes[factor] = size / degree
+        return sizes
 
     def piece_bytes(self, piece: Piece) -> Expr:
         """Bytes of a tensor inside the operator. Its size is matched to an operand, the output or a product of axes."""
@@ -200,48 +200,48 @@ class NodeSizes:
         """The elements of a tensor if each of its dimensions equals the value's, or is 1 or expanded."""
         import sympy
 
-        shape, found, elements = self.infos[k].shape, sympy.Integer(1), 1
+        shape, local, elements = self.infos[k].shape, sympy.Integer(1), 1
         if len(shape) != len(piece.shape):
             return None
         if shape == piece.shape:  # most are
             return self.elements(k) if prod(shape) == piece.elements else None
-        for size, own, dim in zip(piece.shape, shape, self._local_axes(k), strict=True):
-            if size == own:
-                found, elements = found * prod((local for *_, local in dim), start=sympy.Integer(1)), elements * size
+        for size, full, dim in zip(piece.shape, shape, self._local_axes(k), strict=True):
+            if size == full:
+                local, elements = local * prod((local for *_, local in dim), start=sympy.Integer(1)), elements * size
             elif size != 1:
                 return None
-        return found if elements == piece.elements else None
+        return local if elements == piece.elements else None
 
     def _joined_dims(self, piece: Piece, k: int) -> Expr | None:
         """The elements of a tensor if its dimensions join consecutive dimensions of the value, all or the first."""
         import sympy
 
-        rest, found = list(zip(self.infos[k].shape, self._local_axes(k), strict=True)), sympy.Integer(1)
+        rest, local = list(zip(self.infos[k].shape, self._local_axes(k), strict=True)), sympy.Integer(1)
         for size in piece.shape:
             joined = 1
             while joined < size and rest:
-                own, dim = rest.pop(0)
-                joined, found = joined * own, found * prod((local for *_, local in dim), start=sympy.Integer(1))
+                width, dim = rest.pop(0)
+                joined, local = joined * width, local * prod((local for *_, local in dim), start=sympy.Integer(1))
             if joined != size:
                 return None
-        return found if prod(piece.shape) == piece.elements else None
+        return local if prod(piece.shape) == piece.elements else None
 
 
 def sizes_of(
     block: Block, index: int, analysis: Analysis, labels: BlockLabels, naming: Naming
 ) -> Mapping[str, NodeSizes]:
     """The sizes of every operator of a block by name."""
-    found = {}
+    nodes = {}
     for node in block.graph.nodes:
         if node.op != "call_function":
             continue
         bound, degrees = analysis.bounds[index][node.name], naming.mesh.degrees
         pairs: Sequence[tuple[str, int]] = list(zip(labels.labels[node.meta["key"]], degrees, strict=True))
-        found[node.name] = NodeSizes(
+        nodes[node.name] = NodeSizes(
             naming=naming,
             call=analysis.calls[index][node.name],
             bound=bound,
             chosen=tuple(by_label(variants(bound, degree), label) for label, degree in pairs),
             dims=tuple(analysis.dims[index][name] for name in (*analysis.operands[index][node.name], node.name)),
         )
-    return found
+    return nodes

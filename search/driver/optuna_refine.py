@@ -233,7 +233,7 @@ class _Refining:
         if best is not None:
             text, moved = self.variation(best.params)
             priced = self.own.get(best.number) or self.price(self.index(text), moved)
-        trials = tuple(self.row(one) for one in sorted(told, key=lambda one: one.number) if one.state.is_finished())
+        trials = tuple(self.row(t) for t in sorted(told, key=lambda t: t.number) if t.state.is_finished())
         return Refined(trials=trials, best=priced, importance=importance(self.study))
 
     def row(self, trial: "optuna.trial.FrozenTrial") -> Trial:
