@@ -145,6 +145,7 @@ class _Refining:
         self.before = {trial.number for trial in study.get_trials(deepcopy=False) if trial.state.is_finished()}
         self.own: dict[int, Priced] = {}
         self.mine: set[int] = set()
+        self.is_repeating = False  # whether the sampler's last variation had a price
 
     def enqueue(self, sources: Mapping[Variation, str], *, is_shared: bool) -> None:
         """Try these variations before a sampler chooses, each once in a study."""
@@ -182,6 +183,8 @@ class _Refining:
     def one_trial(self, seed: int, trials: int) -> None:
         import optuna
 
+        if self.is_repeating:
+            self.enqueue_untried()
         trial = self.study.ask(self.space)
         if not self.mine:  # the numbers of first trials differ, so that no two processes sample the same
             startup = min(STARTUP, trials)
@@ -190,9 +193,8 @@ class _Refining:
         self.mine.add(trial.number)
         wanted = self.variation(trial.params)
         told = self._told(wanted)
-        if told is not None:
-            self.enqueue_untried()
-        else:
+        self.is_repeating = told is not None
+        if told is None:
             plan = self.price(self.index(wanted[0]), wanted[1])
             self.own[trial.number] = plan
             told = (self.value(plan), plan.needed_bytes - self.capacity_bytes)
