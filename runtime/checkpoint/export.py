@@ -58,8 +58,8 @@ class Export:
         for value in wholes.values():
             dtype_name(value.dtype)
         pieces = layout_on_disk(model, wholes)
-        self._layout = _layout({name: one for each in pieces.values() for name, one in each.items()}, shard_bytes)
-        self._dtype = next((one.dtype for one in wholes.values() if one.dtype.is_floating_point), torch.float32)
+        self._layout = _layout({name: t for each in pieces.values() for name, t in each.items()}, shard_bytes)
+        self._dtype = next((t.dtype for t in wholes.values() if t.dtype.is_floating_point), torch.float32)
 
     def begin(self) -> None:
         """Make all files without weights. The first rank calls it."""
@@ -134,18 +134,18 @@ class Export:
 
 
 def _layout(tensors: Mapping[str, torch.Tensor], shard_bytes: int) -> Layout:
-    names, sizes = list(tensors), [one.nbytes for one in tensors.values()]
+    names, sizes = list(tensors), [t.nbytes for t in tensors.values()]
     parts = list(parts_of_size(sizes, shard_bytes))
     headers: dict[str, bytes] = {}
     ends: dict[str, int] = {}
     places: dict[str, Place] = {}
     for number, part in enumerate(parts, 1):
         file = _file_name(number, len(parts))
-        own = [names[index] for index in part]
-        entries: dict[str, tuple[torch.dtype, Sequence[int]]] = {n: (tensors[n].dtype, tensors[n].shape) for n in own}
+        here = [names[index] for index in part]
+        entries: dict[str, tuple[torch.dtype, Sequence[int]]] = {n: (tensors[n].dtype, tensors[n].shape) for n in here}
         headers[file], begins = header_of(entries, {"format": "pt"})
         places |= {name: Place(file=file, at=at, num_bytes=tensors[name].nbytes) for name, at in begins.items()}
-        ends[file] = len(headers[file]) + sum(tensors[name].nbytes for name in own)
+        ends[file] = len(headers[file]) + sum(tensors[name].nbytes for name in here)
     return Layout(headers=headers, sizes=ends, places=places, num_bytes=sum(sizes))
 
 

@@ -56,13 +56,13 @@ def every_folder(root: Path) -> list[StepFolder]:
         raise CheckpointError(
             f"{root} cannot be read: {error.strerror or error}; name a folder of checkpoints"
         ) from None
-    found = [parsed(entry) for entry in entries if entry.is_dir() and not entry.is_symlink()]
-    return sorted((one for one in found if one is not None), key=lambda one: (one.step, one.replaced))
+    folders = [parsed(entry) for entry in entries if entry.is_dir() and not entry.is_symlink()]
+    return sorted((f for f in folders if f is not None), key=lambda f: (f.step, f.replaced))
 
 
 def complete_steps(root: Path) -> dict[int, StepFolder]:
     """The folder of each step; of a step that was saved again, the newest."""
-    return {one.step: one for one in every_folder(root)}
+    return {f.step: f for f in every_folder(root)}
 
 
 def set_aside(root: Path) -> list[Path]:
@@ -94,11 +94,11 @@ def latest_folder(root: Path) -> StepFolder | None:
 def folder_of(root: Path, step: int | None) -> StepFolder:
     """The checkpoint of a step, by default the latest."""
     if step is None:
-        found = latest_folder(root)
-        if found is None:
+        latest = latest_folder(root)
+        if latest is None:
             aside = "; a save did not end there" if set_aside(root) else ""
             raise CheckpointError(f"{root} holds no checkpoint{aside}: name the folder that was saved to")
-        return found
+        return latest
     steps = complete_steps(root)
     if step not in steps:
         raise CheckpointError(f"{root} holds no checkpoint of step {step}; {_choose(steps)}")
@@ -142,13 +142,13 @@ def publish(root: Path, partial: Path, final: Path) -> None:
 def remove_old(root: Path, current: StepFolder, keep_last: int | None) -> None:
     """Remove the checkpoints that `current` replaces, and all but the last `keep_last` steps up to `current`."""
     every = every_folder(root)
-    gone = [one for one in every if one.step == current.step and one.replaced < current.replaced]
+    gone = [f for f in every if f.step == current.step and f.replaced < current.replaced]
     if keep_last is not None:
-        steps = sorted({one.step for one in every if one.step <= current.step})[:-keep_last]
-        gone += [one for one in every if one.step in steps]
-    for one in gone:
-        aside = root / f".{one.path.name}.removed"
-        one.path.rename(aside)  # half of a removed checkpoint does not look complete
+        steps = sorted({f.step for f in every if f.step <= current.step})[:-keep_last]
+        gone += [f for f in every if f.step in steps]
+    for old in gone:
+        aside = root / f".{old.path.name}.removed"
+        old.path.rename(aside)  # half of a removed checkpoint does not look complete
         shutil.rmtree(aside)
 
 

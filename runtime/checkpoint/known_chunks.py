@@ -37,9 +37,9 @@ class KnownChunks:
             if name in self._known and self._known[name][0] is gone:
                 del self._known[name]
 
-        made = make(tensor.detach())
-        self._known[name] = (ref(tensor, forget), place, made)
-        return made
+        shards = make(tensor.detach())
+        self._known[name] = (ref(tensor, forget), place, shards)
+        return shards
 
 
 class HostCopies:
@@ -50,13 +50,13 @@ class HostCopies:
 
     def of(self, tensors: Mapping[str, FlatShards]) -> dict[str, FlatShards]:
         """A copy of every tensor."""
-        found = {name: self._memory(name, shards) for name, shards in tensors.items()}
-        self._copies = {name: self._copies[name] for name in found}
-        targets = [values for shards in found.values() for _, _, values in shards.chunks]
+        copies = {name: self._memory(name, shards) for name, shards in tensors.items()}
+        self._copies = {name: self._copies[name] for name in copies}
+        targets = [values for shards in copies.values() for _, _, values in shards.chunks]
         sources = [values for shards in tensors.values() for _, _, values in shards.chunks]
         with torch.no_grad():
             private.copy_each(targets, sources)
-        return found
+        return copies
 
     def _memory(self, name: str, shards: FlatShards) -> FlatShards:
         held = self._copies.get(name)
@@ -75,4 +75,4 @@ class HostCopies:
 
 def _place(tensor: torch.Tensor) -> _Place:
     parts = tensor.parts if isinstance(tensor, JoinedTensor) else (tensor,)
-    return tuple((one.data_ptr(), tuple(one.shape)) for one in map(private.local_part, parts))
+    return tuple((part.data_ptr(), tuple(part.shape)) for part in map(private.local_part, parts))

@@ -49,17 +49,17 @@ class Checkpoint:
     def optimizers(self) -> tuple[SavedOptimizer, ...]:
         """The saved optimizers."""
         problems: list[Problem] = []
-        found: tuple[SavedOptimizer, ...] | None = read_plain(
+        saved: tuple[SavedOptimizer, ...] | None = read_plain(
             tuple[SavedOptimizer, ...], self.section("optimizers"), problems, path="optimizers"
         )
-        if problems or found is None:
+        if problems or saved is None:
             raise CheckpointError(f"{self.folder.path} is no checkpoint of a model", problems)
-        return found
+        return saved
 
     def extra(self) -> dict[str, Any]:
         """The extra data by name, as JSON has it."""
-        found = self.section("extra")
-        pairs = found.get("dict") if isinstance(found, dict) else None
+        section = self.section("extra")
+        pairs = section.get("dict") if isinstance(section, dict) else None
         if not isinstance(pairs, list) or not all(
             isinstance(p, list) and len(p) == 2 and isinstance(p[0], str) for p in pairs
         ):
@@ -68,8 +68,8 @@ class Checkpoint:
 
     def counters(self) -> tuple[int, int]:
         """The number of steps of the saved model, and the seed of its random numbers."""
-        found = decode(self.section("model"), {})
-        steps, seed = (found.get(key) for key in ("steps", "seed")) if isinstance(found, dict) else (None, None)
+        model = decode(self.section("model"), {})
+        steps, seed = (model.get(key) for key in ("steps", "seed")) if isinstance(model, dict) else (None, None)
         if type(steps) is not int or type(seed) is not int:
             raise CheckpointError(f"{self.folder.path} is no checkpoint of a model: it lacks its steps and its seed")
         return steps, seed
@@ -83,10 +83,10 @@ def verified(root: Path, step: int | None, group: dist.ProcessGroup) -> Checkpoi
         return folder, read_manifest(folder)
 
     folder, manifest = run_on_first_rank(found, group)
-    own = shares(manifest, dist.get_world_size())[dist.get_rank()]
-    problems = [p for each in gather_objects(file_problems(folder.path, manifest, own), group) for p in each]
+    mine = shares(manifest, dist.get_world_size())[dist.get_rank()]
+    problems = [p for each in gather_objects(file_problems(folder.path, manifest, mine), group) for p in each]
     if problems:
-        others = {n: one for n, one in complete_steps(root).items() if n != folder.step}
+        others = {n: f for n, f in complete_steps(root).items() if n != folder.step}
         remedy = f"load another step by its number: {listed(others)}" if others else "the folder has no other step"
         raise CheckpointError(
             f"the checkpoint {folder.path} is damaged, and nothing of it was loaded; {remedy}", problems
@@ -108,9 +108,9 @@ def refuse_differences(
 
     `tensors` are the model's. Only the optimizers' classes and groups are compared here. Collective.
     """
-    own = (described(tensors), [optimizers.group_names(one, named) for one in given], tuple(sorted(extra_names)))
-    ranks = gather_objects(own, group)
-    expected = {name: one for held, _, _ in ranks for name, one in held.items()}
+    own_state = (described(tensors), [optimizers.group_names(o, named) for o in given], tuple(sorted(extra_names)))
+    ranks = gather_objects(own_state, group)
+    expected = {name: d for held, _, _ in ranks for name, d in held.items()}
     problems = tensor_differences(checkpoint.manifest, expected, ("model", "buffers"))
     saved = () if weights_only else checkpoint.optimizers()
     if len(saved) != len(given) and not weights_only:
@@ -123,12 +123,12 @@ def refuse_differences(
             )
         )
     elif not weights_only:
-        for index, one in enumerate(saved):
-            problems += optimizers.differences(one, index, [kinds[index] for _, kinds, _ in ranks])
+        for index, entry in enumerate(saved):
+            problems += optimizers.differences(entry, index, [kinds[index] for _, kinds, _ in ranks])
     kept = checkpoint.extra()
-    asked = dict.fromkeys(name for _, _, names in ranks for name in names)
+    names_given = dict.fromkeys(name for _, _, names in ranks for name in names)
     problems += [
-        Problem(path=f"extra[{name!r}]", rule="is not in the checkpoint") for name in asked if name not in kept
+        Problem(path=f"extra[{name!r}]", rule="is not in the checkpoint") for name in names_given if name not in kept
     ]
     if problems:
         raise CheckpointError(
@@ -138,7 +138,7 @@ def refuse_differences(
 
 def described(tensors: Mapping[str, FlatShards]) -> dict[str, Description]:
     """The dtype and the global shape of each tensor. Empty tensors are not part of a checkpoint."""
-    return {name: (dtype_name(one.dtype), tuple(one.shape)) for name, one in tensors.items() if one.numel()}
+    return {name: (dtype_name(t.dtype), tuple(t.shape)) for name, t in tensors.items() if t.numel()}
 
 
 def tensor_differences(
@@ -157,14 +157,14 @@ def tensor_differences(
 
 def plain_tensors(checkpoint: Checkpoint, plain: Any) -> dict[str, torch.Tensor]:
     """Memory for the tensors in plain data. A file of the checkpoint holds their bytes, so they are not larger."""
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name in tensors_named(plain):
         entry = checkpoint.manifest.tensors.get(name)
         if entry is None:
             raise CheckpointError(f"{checkpoint.folder.path} lacks the tensor {name}, which its plain data names")
         assert entry.dtype in ITEM_BYTES
-        found[name] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-    return found
+        tensors[name] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+    return tensors
 
 
 def read_tensors(checkpoint: Checkpoint, tensors: Mapping[str, Any], group: dist.ProcessGroup) -> None:
@@ -173,7 +173,7 @@ def read_tensors(checkpoint: Checkpoint, tensors: Mapping[str, Any], group: dist
     Every rank makes its own plan from the manifest. torch's `load` gathers the plans of all ranks and sends them back,
     which changes nothing here, and takes longer than reading small models.
     """
-    wanted = {name: one for name, one in tensors.items() if one.numel()}
+    wanted = {name: t for name, t in tensors.items() if t.numel()}
     failure = None
     try:
         _read_own(ManifestReader(checkpoint.folder.path, checkpoint.manifest), wanted)
@@ -206,21 +206,21 @@ def load_optimizers(
     if not given:
         return {}
     saved = checkpoint.optimizers()
-    options = [group.options for one in saved for group in one.groups]
+    options = [group.options for o in saved for group in o.groups]
     memory = plain_tensors(
-        checkpoint, [*options, *(v for one in saved for keys in one.state.values() for v in keys.values())]
+        checkpoint, [*options, *(v for o in saved for keys in o.state.values() for v in keys.values())]
     )
     read_tensors(checkpoint, memory, group)
     tensors: dict[str, FlatShards] = {}
 
     def prepare() -> dict[str, Description]:
-        for index, (optimizer, one) in enumerate(zip(given, saved, strict=True)):
-            optimizers.set_options(optimizer, one, memory)
-            optimizers.prepare_state(optimizer, one, named, memory)
-            tensors.update(optimizers.state_tensors(optimizer, index, named, held, one, known))
+        for index, (optimizer, state) in enumerate(zip(given, saved, strict=True)):
+            optimizers.set_options(optimizer, state, memory)
+            optimizers.prepare_state(optimizer, state, named, memory)
+            tensors.update(optimizers.state_tensors(optimizer, index, named, held, state, known))
         return described(tensors)
 
-    expected = {name: one for each in run_on_all_ranks(prepare, group) for name, one in each.items()}
+    expected = {name: d for each in run_on_all_ranks(prepare, group) for name, d in each.items()}
     sections = [f"optimizer.{index}" for index in range(len(saved))]
     problems = tensor_differences(checkpoint.manifest, expected, sections)
     problems = [p for p in problems if p.path not in memory]
@@ -240,5 +240,5 @@ def read_extra(
     encoded = checkpoint.extra()
     memory = plain_tensors(checkpoint, list(encoded.values()))
     read_tensors(checkpoint, memory, group)
-    found = {name: decode(value, memory) for name, value in encoded.items()}
-    return found, [decode(encoded[name], memory) for name in names]
+    values = {name: decode(value, memory) for name, value in encoded.items()}
+    return values, [decode(encoded[name], memory) for name in names]

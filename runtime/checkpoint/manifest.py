@@ -104,16 +104,16 @@ def read_manifest(folder: StepFolder) -> Manifest:
     try:
         if content["sha256"] != _hash_of(held):
             raise CheckpointError(f"{path} is damaged: its text does not have the hash that it states")
-        made: Manifest | None = read_plain(Manifest, held, problems)
+        manifest: Manifest | None = read_plain(Manifest, held, problems)
     except (RecursionError, ValueError, TypeError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path} is no manifest of a checkpoint: {str(error)[:200]}") from None
-    if made is not None and not problems:
-        problems += list(_problems(made, folder))
-    if made is None or problems:
+    if manifest is not None and not problems:
+        problems += list(_problems(manifest, folder))
+    if manifest is None or problems:
         raise CheckpointError(f"{path} is no valid manifest", problems)
-    return made
+    return manifest
 
 
 def _hash_of(content: Any) -> str:
@@ -156,8 +156,8 @@ def _depth(value: Any) -> int:
     depth, level = 0, [value]
     while level:
         depth += 1
-        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, (dict, list))]
-        level = [one for each in inner for one in each]
+        inner = [v.values() if isinstance(v, dict) else v for v in level if isinstance(v, (dict, list))]
+        level = [v for each in inner for v in each]
     return depth
 
 
@@ -182,11 +182,11 @@ def _of_file(path: Path, entry: FileEntry, hashes: bool) -> list[Problem]:
         is_link = path.is_symlink()
         return [Problem(path=path.name, rule="is a link" if is_link else f"cannot be opened: {error.strerror}")]
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
             return [Problem(path=path.name, rule="must be a regular file")]
-        if found.st_size != entry.bytes:
-            return [Problem(path=path.name, rule=f"must have {entry.bytes} bytes", value=found.st_size)]
+        if status.st_size != entry.bytes:
+            return [Problem(path=path.name, rule=f"must have {entry.bytes} bytes", value=status.st_size)]
         if not hashes:
             return []
         digest = hashlib.sha256()
@@ -205,7 +205,7 @@ def shares(manifest: Manifest, count: int) -> list[list[str]]:
     """The files of a checkpoint in `count` parts of about equal bytes, the largest files first."""
     parts: list[list[str]] = [[] for _ in range(count)]
     loads = [0] * count
-    for name in sorted(manifest.files, key=lambda one: (-manifest.files[one].bytes, one)):
+    for name in sorted(manifest.files, key=lambda file: (-manifest.files[file].bytes, file)):
         least = loads.index(min(loads))
         parts[least].append(name)
         loads[least] += manifest.files[name].bytes

@@ -83,7 +83,7 @@ def _entry(
     value: Any,
     parameter: nn.Parameter,
     name: str,
-    how: Storage | None,
+    storage: Storage | None,
     tensors: dict[str, FlatShards],
     plain_tensors: dict[str, torch.Tensor],
     known: KnownChunks,
@@ -93,7 +93,7 @@ def _entry(
     if isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements):
         raise InputError(f"{name} cannot be saved, because ranks hold parts of a sum; use another optimizer")
     is_like = value.shape == parameter.shape
-    tensors[name] = known.of(name, value, lambda plain: as_shards(flat_state(plain, how) if is_like else plain))
+    tensors[name] = known.of(name, value, lambda plain: as_shards(flat_state(plain, storage) if is_like else plain))
     return SPLIT
 
 
@@ -106,8 +106,8 @@ def merged(parts: Sequence[SavedOptimizer]) -> SavedOptimizer:
                 f"rank {rank} saves {part.kind} with {len(part.groups)} groups, but rank 0 {first.kind} with "
                 f"{len(first.groups)}; make the same optimizer on every rank"
             )
-        for number, (own, other) in enumerate(zip(part.groups, first.groups, strict=True)):
-            if own.options != other.options:
+        for number, (group, other) in enumerate(zip(part.groups, first.groups, strict=True)):
+            if group.options != other.options:
                 raise CheckpointError(
                     f"group {number} of {part.kind} has other options on rank {rank} than on rank 0; use the same "
                     "options on every rank"
@@ -140,13 +140,13 @@ def differences(saved: SavedOptimizer, index: int, ranks: Sequence[tuple[str, li
     if len(groups) != len(saved.groups):
         rule = f"must have {len(saved.groups)} groups, as in the checkpoint"
         return [Problem(path=path, rule=rule, value=len(groups))]
-    found = []
+    problems = []
     for number, group in enumerate(saved.groups):
-        now = {name for _, own in ranks for name in own[number]}
+        now = {name for _, groups in ranks for name in groups[number]}
         then = set(group.parameters)
-        found += [Problem(path=f"{path}, group {number}", rule=f"lacks {name}") for name in sorted(then - now)]
-        found += [Problem(path=f"{path}, group {number}", rule=f"has {n} in addition") for n in sorted(now - then)]
-    return found
+        problems += [Problem(path=f"{path}, group {number}", rule=f"lacks {name}") for name in sorted(then - now)]
+        problems += [Problem(path=f"{path}, group {number}", rule=f"has {n} in addition") for n in sorted(now - then)]
+    return problems
 
 
 def set_options(optimizer: Optimizer, saved: SavedOptimizer, plain_tensors: Mapping[str, torch.Tensor]) -> None:
@@ -168,19 +168,19 @@ def prepare_state(
 ) -> None:
     """Make the state that a load fills, and set the values that are no tensors. It may change parameters."""
     state = saved.state
-    own = {p for group in optimizer.param_groups for p in group["params"]}
-    wanted = {named[name]: state[name] for name in state if name in named and named[name] in own}
+    params = {p for group in optimizer.param_groups for p in group["params"]}
+    wanted = {named[name]: state[name] for name in state if name in named and named[name] in params}
     lacking = [parameter for parameter, keys in wanted.items() if not _has_tensors(optimizer, parameter, keys)]
     if lacking:
         _step_with_zeros(optimizer, lacking)
-    for parameter in own:
+    for parameter in params:
         if parameter not in wanted:
             optimizer.state.pop(parameter, None)
     for parameter, keys in wanted.items():
         held = optimizer.state[parameter]
         for key in [key for key in held if key not in keys]:
             if isinstance(held[key], torch.Tensor):
-                name = next(name for name, one in named.items() if one is parameter)
+                name = next(name for name, p in named.items() if p is parameter)
                 raise CheckpointError(
                     f"{type(optimizer).__name__} holds {key} of {name}, which the checkpoint does not have; make the "
                     "optimizer with the options that it was saved with. Parameters have changed: build the model again"
@@ -224,10 +224,10 @@ def state_tensors(
     known: KnownChunks,
 ) -> dict[str, FlatShards]:
     """The tensors of this rank's optimizer state by their names in a checkpoint. Loading writes into them."""
-    found: dict[str, FlatShards] = {}
+    state: dict[str, FlatShards] = {}
     for name, parameter in named.items():
         keys = saved.state.get(name, {})
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor) and keys.get(key, SPLIT) == SPLIT:
-                _entry(value, parameter, state_name(index, name, key), held.get(name), found, {}, known)
-    return found
+                _entry(value, parameter, state_name(index, name, key), held.get(name), state, {}, known)
+    return state

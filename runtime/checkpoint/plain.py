@@ -36,11 +36,11 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     if type(value) is float:
         return value if math.isfinite(value) else {"float": str(value)}
     if type(value) is list:
-        return [encode(one, f"{path}/{i}", tensors) for i, one in enumerate(value)]
+        return [encode(v, f"{path}/{i}", tensors) for i, v in enumerate(value)]
     if type(value) in (tuple, torch.Size):
-        return {"tuple": [encode(one, f"{path}/{i}", tensors) for i, one in enumerate(value)]}
+        return {"tuple": [encode(v, f"{path}/{i}", tensors) for i, v in enumerate(value)]}
     if type(value) in (dict, OrderedDict, Counter):
-        pairs = [[_key(key, path), encode(one, f"{path}/{key}", tensors)] for key, one in value.items()]
+        pairs = [[_key(key, path), encode(v, f"{path}/{key}", tensors)] for key, v in value.items()]
         return {"counter" if type(value) is Counter else "dict": pairs}
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8:
         return _tensor("array", torch.from_numpy(value.astype(value.dtype.newbyteorder("="))), path, tensors)
@@ -77,7 +77,7 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, list):
-        return [decode(one, tensors) for one in value]
+        return [decode(v, tensors) for v in value]
     if isinstance(value, dict) and len(value) == 1:
         ((kind, held),) = value.items()
         if kind in ("dict", "counter") and isinstance(held, list):
@@ -85,14 +85,14 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
             if len(pairs) == len(held):
                 return dict(pairs) if kind == "dict" else Counter(dict(pairs))
         if kind == "tuple" and isinstance(held, list):
-            return tuple(decode(one, tensors) for one in held)
+            return tuple(decode(v, tensors) for v in held)
         if kind == "float" and held in ("nan", "inf", "-inf"):
             return float(held)
         if kind in ("tensor", "array") and isinstance(held, str) and held in tensors:
             return tensors[held] if kind == "tensor" else tensors[held].numpy()
         if kind == "empty" and _is_empty(held):
-            made = torch.empty(held[2], dtype=getattr(torch, held[1]))
-            return made if held[0] == "tensor" else made.numpy()
+            array = torch.empty(held[2], dtype=getattr(torch, held[1]))
+            return array if held[0] == "tensor" else array.numpy()
     raise CheckpointError(f"the checkpoint holds plain data of an unknown form: {str(value)[:80]}")
 
 
@@ -109,8 +109,8 @@ def _is_empty(held: Any) -> bool:
 def tensors_named(value: Any) -> list[str]:
     """The names of the tensors in encoded data."""
     if isinstance(value, list):
-        return [name for one in value for name in tensors_named(one)]
+        return [name for v in value for name in tensors_named(v)]
     if not isinstance(value, dict):
         return []
-    found = [held for kind, held in value.items() if kind in ("tensor", "array") and isinstance(held, str)]
-    return found + [name for held in value.values() for name in tensors_named(held)]
+    names = [held for kind, held in value.items() if kind in ("tensor", "array") and isinstance(held, str)]
+    return names + [name for held in value.values() for name in tensors_named(held)]

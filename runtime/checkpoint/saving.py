@@ -167,42 +167,42 @@ class _Target:
     def begin(self, parts: Sequence[_Part]) -> Path:
         """Compare the ranks' parts, and make the folder."""
         _refuse_differences(parts)
-        own = self._snapshot
+        snapshot = self._snapshot
         self._optimizers = [merged(every) for every in zip(*(p.optimizers for p in parts), strict=True)]
         try:
-            own.root.mkdir(parents=True, exist_ok=True)
-            self._saver.lock(own.root)
-            self._partial, self._final = new_partial(own.root, own.step)
+            snapshot.root.mkdir(parents=True, exist_ok=True)
+            self._saver.lock(snapshot.root)
+            self._partial, self._final = new_partial(snapshot.root, snapshot.step)
         except OSError as error:
             raise CheckpointError(
-                f"{own.root} cannot be written: {error.strerror or error}; name a folder that you may write to"
+                f"{snapshot.root} cannot be written: {error.strerror or error}; name a folder that you may write to"
             ) from None
         return self._partial
 
     def end(self, contents: Contents) -> None:
         """Write the manifest, name the folder, move `latest`, and remove old checkpoints."""
-        own = self._snapshot
+        snapshot = self._snapshot
         assert self._partial is not None and self._final is not None
         manifest = Manifest(
             format=FORMAT,
-            step=own.step,
+            step=snapshot.step,
             saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
-            made_by={"autopar": __version__, "torch": torch.__version__, **own.made_by},
+            made_by={"autopar": __version__, "torch": torch.__version__, **snapshot.made_by},
             files=contents.files,
             tensors=contents.tensors,
-            plain={**own.common, "optimizers": [asdict(one) for one in self._optimizers]},
+            plain={**snapshot.common, "optimizers": [asdict(o) for o in self._optimizers]},
         )
         current = parsed(self._final)
         assert current is not None
         try:
             write_manifest(self._partial, manifest)
-            self._saver.lock(own.root)
-            publish(own.root, self._partial, self._final)
+            self._saver.lock(snapshot.root)
+            publish(snapshot.root, self._partial, self._final)
             self._partial = None
-            remove_old(own.root, current, own.keep_last)
+            remove_old(snapshot.root, current, snapshot.keep_last)
         except OSError as error:
             raise CheckpointError(
-                f"{error.filename or own.root} cannot be written: {error.strerror or error}"
+                f"{error.filename or snapshot.root} cannot be written: {error.strerror or error}"
             ) from None
 
     def discard(self) -> None:
@@ -218,10 +218,10 @@ def _part_of(snapshot: Snapshot) -> _Part:
     texts |= {f"extra[{key!r}]": json.dumps(value) for key, value in extra.items()}
     digests = {key: hashlib.sha256(text.encode()).hexdigest() for key, text in texts.items()}
     for name, tensor in snapshot.plain_tensors.items():
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         for piece in pieces_of(tensor):
-            found.update(piece)
-        digests[name.replace("/", ".")] = found.hexdigest()
+            digest.update(piece)
+        digests[name.replace("/", ".")] = digest.hexdigest()
     return _Part(where=str(snapshot.root), step=snapshot.step, digests=digests, optimizers=snapshot.optimizers)
 
 

@@ -96,23 +96,23 @@ class ManifestWriter(StorageWriter):
         results = []
         for number, part in enumerate(parts_of_size([value.nbytes for _, value in chunks], FILE_BYTES)):
             name = f"rank-{self._rank:05d}-{number:03d}.safetensors"
-            own = [chunks[index] for index in part]
-            keyed = {entry_key(i.index.fqn, i.index.offset or (), value.shape): value for i, value in own}
+            mine = [chunks[index] for index in part]
+            keyed = {entry_key(i.index.fqn, i.index.offset or (), value.shape): value for i, value in mine}
             try:
                 entry = write_tensors(folder / name, keyed)
             except OSError as error:
                 raise CheckpointError(f"{folder / name} cannot be written: {_reason(error, folder)}") from None
-            for item, value in own:
+            for item, value in mine:
                 chunk = Chunk(file=name, offsets=tuple(item.index.offset or ()), sizes=tuple(value.shape))
-                found = (chunk, dtype_name(value.dtype), entry)
-                results.append(WriteResult(index=item.index, size_in_bytes=value.nbytes, storage_data=found))
+                stored = (chunk, dtype_name(value.dtype), entry)
+                results.append(WriteResult(index=item.index, size_in_bytes=value.nbytes, storage_data=stored))
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         files: dict[str, FileEntry] = {}
         chunks: dict[str, list[Chunk]] = {}
         dtypes: dict[str, str] = {}
-        for result in (one for each in results for one in each):
+        for result in (r for each in results for r in each):
             chunk, dtype, entry = result.storage_data
             files[chunk.file] = entry
             chunks.setdefault(result.index.fqn, []).append(chunk)
@@ -122,9 +122,9 @@ class ManifestWriter(StorageWriter):
             name: TensorEntry(
                 dtype=dtypes[name],
                 shape=tuple(_tensor_metadata(metadata, name).size),
-                chunks=tuple(sorted(own, key=lambda chunk: chunk.offsets)),
+                chunks=tuple(sorted(entries, key=lambda chunk: chunk.offsets)),
             )
-            for name, own in chunks.items()
+            for name, entries in chunks.items()
         }
         self._end(Contents(files=files, tensors=tensors))
 
@@ -140,9 +140,9 @@ def _reason(error: OSError, folder: Path) -> str:
 
 
 def _tensor_metadata(metadata: Metadata, name: str) -> TensorStorageMetadata:
-    found = metadata.state_dict_metadata[name]
-    assert isinstance(found, TensorStorageMetadata)
-    return found
+    entry = metadata.state_dict_metadata[name]
+    assert isinstance(entry, TensorStorageMetadata)
+    return entry
 
 
 class ManifestReader:

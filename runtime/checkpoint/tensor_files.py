@@ -70,7 +70,7 @@ def header_of(
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileEntry:
     """Write a new file, and return when it is on disk."""
-    header, begins = header_of({name: (one.dtype, one.shape) for name, one in tensors.items()}, {})
+    header, begins = header_of({name: (t.dtype, t.shape) for name, t in tensors.items()}, {})
     digest, size = hashlib.sha256(header), len(header)
     with open(path, "xb", buffering=0) as file:
         _write(file.fileno(), memoryview(header))

@@ -160,11 +160,11 @@ class ParallelLoader:
             if not isinstance(state[key], int) or isinstance(state[key], bool) or state[key] < 0:
                 yield Problem(path=key, value=state[key], rule="must be a whole number of at least 0")
                 return
-        own = self.state_dict()
+        mine = self.state_dict()
         remedies = {"seed": "pass the saved seed", "shuffle": "pass the saved value", "length": "pass the same dataset"}
         for key, remedy in remedies.items():
-            if state[key] != own[key]:
-                rule = f"was {state[key]} when the position was saved, and is {own[key]} here"
+            if state[key] != mine[key]:
+                rule = f"was {state[key]} when the position was saved, and is {mine[key]} here"
                 yield Problem(path=key, rule=rule, suggestion=f"{remedy}, or start without the position")
         if self._length is not None and state["offset"] > self._length:
             yield Problem(path="offset", value=state["offset"], rule=f"must be at most {self._length}")
@@ -203,10 +203,10 @@ class ParallelLoader:
 
     def _read(self) -> Iterator[Part]:
         options = self._options
-        how = Reading(
+        reading = Reading(
             num_workers=options.num_workers, prefetch_factor=options.prefetch_factor, pin_memory=options.pin_memory
         )
-        return read_parts(self._parts(), how)
+        return read_parts(self._parts(), reading)
 
     def _parts(self) -> Parts:
         options = self._options

@@ -31,12 +31,12 @@ class SampleOrder:
 
     def at(self, places: Any) -> Indices:
         """The samples at places of the order, which are below `length`."""
-        found = np.asarray(places, dtype=np.int64)
-        if not self.shuffle or not found.size:
-            return found
+        indices = np.asarray(places, dtype=np.int64)
+        if not self.shuffle or not indices.size:
+            return indices
         half = max(_LEAST_HALF_BITS, -(-(self.length - 1).bit_length() // 2))
         keys = [np.uint64(number_of(self.seed, self.epoch, turn)) for turn in range(_ROUNDS)]
-        values = _permuted(found.astype(np.uint64), half, keys)
+        values = _permuted(indices.astype(np.uint64), half, keys)
         while (outside := values >= self.length).any():
             values[outside] = _permuted(values[outside], half, keys)
         return values.astype(np.int64)

@@ -94,11 +94,11 @@ class MapParts(Parts):
         if hasattr(self.source, "__getitems__"):  # torch's protocol of datasets that read several samples at once
             seed_draws(self._number(indices[0], 0))
             return list(self.source.__getitems__(indices))
-        found = []
+        samples = []
         for index in indices:
             seed_draws(self._number(index, 0))
-            found.append(self.source[index])
-        return found
+            samples.append(self.source[index])
+        return samples
 
     def _number(self, index: int, use: int) -> int:
         return number_of(self.seed, self.epoch, index, use)
@@ -191,9 +191,9 @@ def collated(collate: Collate, samples: Sequence[Any], number: int, *, is_empty:
     return private.pytree.tree_unflatten([_without_rows(*pair) for pair in zip(leaves, twice, strict=True)], spec)
 
 
-def _without_rows(one: Any, two: Any) -> Any:
+def _without_rows(value: Any, two: Any) -> Any:
     """A leaf of a batch of one sample, without its row. The dimension of samples is longer in a batch of two."""
-    if not isinstance(one, torch.Tensor) or one.shape == two.shape:
-        return one
-    dim = next(d for d, (a, b) in enumerate(zip(one.shape, two.shape, strict=True)) if a != b)
-    return one.narrow(dim, 0, 0)
+    if not isinstance(value, torch.Tensor) or value.shape == two.shape:
+        return value
+    dim = next(d for d, (a, b) in enumerate(zip(value.shape, two.shape, strict=True)) if a != b)
+    return value.narrow(dim, 0, 0)

@@ -28,38 +28,38 @@ class Reading:
     pin_memory: bool
 
 
-def read_parts(parts: Parts, how: Reading) -> Iterator[Part]:
+def read_parts(parts: Parts, reading: Reading) -> Iterator[Part]:
     """The parts of a rank. The loop around them draws the same random numbers as without them."""
-    items = _reported(parts, how) if isinstance(parts, StreamParts) and is_stateful(parts.source) else None
+    items = _reported(parts, reading) if isinstance(parts, StreamParts) and is_stateful(parts.source) else None
     if items is None:
-        items = iter(DataLoader(parts, **_options(how)))
-    return items if how.num_workers else undisturbed(items)
+        items = iter(DataLoader(parts, **_options(reading)))
+    return items if reading.num_workers else undisturbed(items)
 
 
-def _options(how: Reading) -> dict[str, Any]:
+def _options(reading: Reading) -> dict[str, Any]:
     return {
         "batch_size": None,
         "collate_fn": _as_it_is,
-        "num_workers": how.num_workers,
-        "prefetch_factor": how.prefetch_factor,
-        "pin_memory": how.pin_memory,
+        "num_workers": reading.num_workers,
+        "prefetch_factor": reading.prefetch_factor,
+        "pin_memory": reading.pin_memory,
         "generator": torch.Generator(),  # else torch draws a number of the training loop's
     }
 
 
-def _reported(parts: StreamParts, how: Reading) -> Iterator[Part] | None:
+def _reported(parts: StreamParts, reading: Reading) -> Iterator[Part] | None:
     """The parts through torchdata, with the positions that its loader gives. None without torchdata."""
     try:
         from torchdata.stateful_dataloader import StatefulDataLoader
     except ImportError:
         return None
-    return _with_positions(StatefulDataLoader(_Reported(parts), snapshot_every_n_steps=1, **_options(how)))
+    return _with_positions(StatefulDataLoader(_Reported(parts), snapshot_every_n_steps=1, **_options(reading)))
 
 
 def _with_positions(loader: Any) -> Iterator[Part]:
     for batch, place in loader:
-        found, state = max(_positions(loader.state_dict()), key=lambda position: position[0])
-        assert found == place, f"torchdata gives the position {found} for a part that ends at {place}"
+        position, state = max(_positions(loader.state_dict()), key=lambda position: position[0])
+        assert position == place, f"torchdata gives the position {position} for a part that ends at {place}"
         yield batch, place, state
 
 

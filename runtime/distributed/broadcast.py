@@ -40,7 +40,7 @@ def run_on_all_ranks(action: Callable[[], _T], group: dist.ProcessGroup | None =
     for _, failure in every:
         if failure is not None:
             raise failure
-    return cast(list[_T], [one for one, _ in every])
+    return cast(list[_T], [result for result, _ in every])
 
 
 def run_on_first_rank(action: Callable[[], _T], group: dist.ProcessGroup | None = None) -> _T:
@@ -59,9 +59,9 @@ def run_on_first_rank(action: Callable[[], _T], group: dist.ProcessGroup | None 
 
 def agreed(action: Callable[[], _T]) -> _T:
     """The result of this rank's action. The first rank's `AutoparError` is raised on every rank. Collective."""
-    found: list[_T] = []
-    run_on_all_ranks(lambda: found.append(action()))
-    return found[0]
+    results: list[_T] = []
+    run_on_all_ranks(lambda: results.append(action()))
+    return results[0]
 
 
 # Tensors of any dtype, as bytes in bounded chunks. NCCL gets chunks on the device of a tensor that lies on the host.

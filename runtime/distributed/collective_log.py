@@ -47,7 +47,7 @@ def kind_of(operator: str) -> str | None:
 @contextmanager
 def log_collectives() -> Iterator[list[LoggedCollective]]:
     """The list of what is sent inside this context, by backward passes too."""
-    found: list[LoggedCollective] = []
+    log: list[LoggedCollective] = []
 
     def seen(name: str, arguments: Mapping[str, Any], result: Any) -> None:
         if "wait_tensor" in name:
@@ -57,7 +57,7 @@ def log_collectives() -> Iterator[list[LoggedCollective]]:
         # operators of c10d are given where to write; what they return are those tensors again
         outputs = [v for k, v in arguments.items() if k.startswith("output")] or [result]
         inputs = [v for k, v in arguments.items() if not k.startswith("output")]
-        found.append(
+        log.append(
             LoggedCollective(
                 operator=name,
                 group=group,
@@ -68,7 +68,7 @@ def log_collectives() -> Iterator[list[LoggedCollective]]:
         )
 
     with private.watch_operators(_NAMESPACES, seen):
-        yield found
+        yield log
 
 
 def _bytes(value: Any) -> int:

@@ -11,9 +11,9 @@ def precision_problems(precision: str | None, device: torch.device) -> list[Prob
     needed = CAPABILITIES.get(precision or "")
     if needed is None or device.type != "cuda":
         return []
-    found = torch.cuda.get_device_capability(device)
-    if found >= needed:
+    capability = torch.cuda.get_device_capability(device)
+    if capability >= needed:
         return []
-    name, words = torch.cuda.get_device_name(device), [".".join(map(str, one)) for one in (needed, found)]
+    name, words = torch.cuda.get_device_name(device), [".".join(map(str, version)) for version in (needed, capability)]
     rule = f"needs compute capability {words[0]}, and {name} has {words[1]}"
     return [Problem(path="precision", value=precision, rule=rule, suggestion="use bf16")]

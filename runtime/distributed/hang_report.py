@@ -43,30 +43,30 @@ class Place:
     def neighbours(self) -> list[str]:
         """The stages that this rank's stages send to or receive from, on other ranks."""
         assert self.pipeline is not None
-        own = {s for s in range(self.degrees.num_stages) if self.degrees.rank_of_stage(s) == self.pipeline.coordinate}
-        beside = {s + step for s in own for step in (-1, 1)} - own
+        mine = {s for s in range(self.degrees.num_stages) if self.degrees.rank_of_stage(s) == self.pipeline.coordinate}
+        beside = {s + step for s in mine for step in (-1, 1)} - mine
         return [self.stage_on_rank(s) for s in sorted(beside) if 0 <= s < self.degrees.num_stages]
 
 
 def frames_of(error: BaseException) -> list[FrameType]:
     """The frames of an error and of its direct cause, which torch wraps, outermost first."""
-    found = []
-    for one in (error, error.__cause__):
-        trace = None if one is None else one.__traceback__
+    frames_out = []
+    for e in (error, error.__cause__):
+        trace = None if e is None else e.__traceback__
         while trace is not None:
-            found.append(trace.tb_frame)
+            frames_out.append(trace.tb_frame)
             trace = trace.tb_next
-    return found
+    return frames_out
 
 
 def frames_of_thread(thread: int) -> list[FrameType]:
     """The frames of a running thread, outermost first."""
     frame: FrameType | None = sys._current_frames().get(thread)
-    found = []
+    frames = []
     while frame is not None:
-        found.append(frame)
+        frames.append(frame)
         frame = frame.f_back
-    return found[::-1]
+    return frames[::-1]
 
 
 def rank_position(frames: Sequence[FrameType]) -> str:
@@ -75,7 +75,7 @@ def rank_position(frames: Sequence[FrameType]) -> str:
     It is empty if no step of a `ParallelModel` is among the frames.
     """
     selves = (getattr(frame.f_locals.get("self"), "place", None) for frame in frames)
-    place = next((found for found in selves if isinstance(found, Place)), None)
+    place = next((p for p in selves if isinstance(p, Place)), None)
     if place is None:
         return ""
     parts = [*_position(frames, place), _collective(frames)]
@@ -119,14 +119,14 @@ def _position(frames: Sequence[FrameType], place: Place) -> list[str]:
 def _collective(frames: Sequence[FrameType]) -> str:
     """The collective that the innermost frames are in: its kind, value, mesh dimension and ranks."""
     for frame in reversed(frames):
-        name, own = frame.f_code.co_name.removeprefix("foreach_"), frame.f_locals
+        name, local = frame.f_code.co_name.removeprefix("foreach_"), frame.f_locals
         kind = kind_of(name)
-        mesh = own.get("mesh")
-        kind = kind or ("all-gather and reduce-scatter" if "gathering" in own else None)  # of a fused gather
+        mesh = local.get("mesh")
+        kind = kind or ("all-gather and reduce-scatter" if "gathering" in local else None)  # of a fused gather
         if isinstance(mesh, MeshDim) and kind:
             return f"in {kind}{_value(frames)} over {mesh.name} ({_ranks_of(mesh.group)})"
         if kind and frame.f_globals.get("__name__") in _SENDING_MODULES:
-            group = own.get("group") or own.get("reduce_scatter_group") or dist.group.WORLD
+            group = local.get("group") or local.get("reduce_scatter_group") or dist.group.WORLD
             assert isinstance(group, dist.ProcessGroup)
             of_mesh, _, dimension = str(group.group_desc).partition("mesh_")
             over = f"over {dimension} ({_ranks_of(group)})" if dimension and not of_mesh else f"of {_ranks_of(group)}"
@@ -140,8 +140,8 @@ def _value(frames: Sequence[FrameType]) -> str:
     if code is None:
         return ""  # a backward pass
     line = linecache.getline(code.f_code.co_filename, code.f_lineno or 0, code.f_globals)
-    found = _FIRST_ARGUMENT.search(line)
-    return "" if found is None else f" of {found[1]!r}"
+    match = _FIRST_ARGUMENT.search(line)
+    return "" if match is None else f" of {match[1]!r}"
 
 
 def _ranks_of(group: dist.ProcessGroup) -> str:
@@ -150,5 +150,5 @@ def _ranks_of(group: dist.ProcessGroup) -> str:
 
 def _innermost_call(frames: Sequence[FrameType]) -> CallSite | None:
     """The call of a block that the innermost frame with one runs."""
-    found = (frame.f_locals.get("call") for frame in reversed(frames))
-    return next((value for value in found if isinstance(value, CallSite)), None)
+    calls = (frame.f_locals.get("call") for frame in reversed(frames))
+    return next((value for value in calls if isinstance(value, CallSite)), None)

@@ -74,7 +74,7 @@ def device_of_rank() -> "torch.device":
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
-def _work(place: _Place, pipe: Any, asked: Any) -> None:
+def _work(place: _Place, pipe: Any, channel: Any) -> None:
     """A rank: join the group, then run functions until told to stop."""
     import torch
     import torch.distributed as dist
@@ -94,7 +94,7 @@ def _work(place: _Place, pipe: Any, asked: Any) -> None:
     stack = os.open(stack_file(place.folder, rank), os.O_CREAT | os.O_WRONLY)
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
     faulthandler.enable(file=stack)  # a fatal signal leaves the stacks of all threads
-    threading.Thread(target=_answer, args=(asked, threading.get_ident()), daemon=True).start()
+    threading.Thread(target=_answer, args=(channel, threading.get_ident()), daemon=True).start()
     try:
         if place.device_type == "cuda":
             torch.cuda.set_device(rank)
@@ -122,11 +122,11 @@ def _work(place: _Place, pipe: Any, asked: Any) -> None:
     os._exit(0)
 
 
-def _answer(asked: Any, thread: int) -> None:
+def _answer(channel: Any, thread: int) -> None:
     """Say where a rank's thread is whenever the parent asks, also while it waits in a collective."""
     while True:
         try:
-            asked.recv()
+            channel.recv()
         except (EOFError, OSError):
             return
         from autopar.runtime.distributed.hang_report import (  # a step has imported it already
@@ -134,7 +134,7 @@ def _answer(asked: Any, thread: int) -> None:
             rank_position,
         )
 
-        asked.send(rank_position(frames_of_thread(thread)))
+        channel.send(rank_position(frames_of_thread(thread)))
 
 
 def _signal(code: int | None) -> str:
@@ -174,7 +174,7 @@ class Ranks:
         self._processes: list[Any] = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            question, asked = context.Pipe()
+            question, channel = context.Pipe()
             place = _Place(
                 rank=rank,
                 world_size=world_size,
@@ -183,10 +183,10 @@ class Ranks:
                 checked=checked,
                 device_type=device_type,
             )
-            process = context.Process(target=_work, args=(place, theirs, asked), daemon=True, name=f"rank-{rank}")
+            process = context.Process(target=_work, args=(place, theirs, channel), daemon=True, name=f"rank-{rank}")
             process.start()
             theirs.close()
-            asked.close()
+            channel.close()
             self._pipes.append(ours)
             self._questions.append(question)
             self._processes.append(process)

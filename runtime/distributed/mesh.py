@@ -94,13 +94,13 @@ class MeshDim:
         world = dist.get_world_size()
         with private.without_ranks():
             rows, counts = private.to_ranks(x, world), private.to_ranks(sent, world)
-            chunks = [one.split(count.tolist()) for one, count in zip(rows, counts, strict=True)]
+            chunks = [x.split(count.tolist()) for x, count in zip(rows, counts, strict=True)]
             first = [rank - self.of(rank) * self.stride for rank in range(world)]
-            found = [
+            parts = [
                 torch.cat([chunks[first[rank] + k * self.stride][self.of(rank)] for k in range(self.degree)])
                 for rank in range(world)
             ]
-        return private.from_ranks(found)
+        return private.from_ranks(parts)
 
     def to_host(self, counts: torch.Tensor) -> torch.Tensor:
         return counts.cpu()
@@ -185,14 +185,14 @@ def _bounded() -> Any:
 
 def _joined(device_mesh: DeviceMesh, spec: Mesh, rank: int, bounded: Any = None) -> dict[str, MeshDim]:
     """Neighbouring tensor dimensions taken as one."""
-    found = {}
+    dims = {}
     for i in range(len(spec.names)):
         name = spec.joined(i)
         if name is not None:
             group = device_mesh[spec.names[i : i + 2]]._flatten(name, bounded).get_group()
             degree, stride = spec.degree_of(name), prod(spec.degrees[i + 2 :])
-            found[name] = MeshDim(name, degree, group, (rank // stride) % degree, stride)
-    return found
+            dims[name] = MeshDim(name, degree, group, (rank // stride) % degree, stride)
+    return dims
 
 
 def training_mesh(degrees: Degrees, device_type: str) -> RankMesh:
@@ -299,9 +299,9 @@ def _group_of_stages(stage_ranks: tuple[int, ...], stride: int, degree: int, wor
     """All ranks make all groups in the same order, as torch requires. A rank keeps the group that contains it."""
     firsts = [rank for rank in range(dist.get_world_size()) if rank // stride % degree == 0]
     every = [[first + k * stride for k in stage_ranks] for first in firsts]
-    found: list[dist.ProcessGroup] = [dist.new_group(ranks, timeout=private.group_timeout()) for ranks in every]
+    groups: list[dist.ProcessGroup] = [dist.new_group(ranks, timeout=private.group_timeout()) for ranks in every]
     rank = dist.get_rank()
-    return next((group for ranks, group in zip(every, found, strict=True) if rank in ranks), found[0])
+    return next((group for ranks, group in zip(every, groups, strict=True) if rank in ranks), groups[0])
 
 
 def named_ranks(ranks: Sequence[int]) -> str:

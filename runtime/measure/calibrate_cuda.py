@@ -32,8 +32,8 @@ def dtypes_of(device: torch.device) -> tuple[str, ...]:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    found = {"tf32": torch.float32, "float8": torch.float8_e4m3fn}.get(name)
-    return found if found is not None else getattr(torch, name)
+    dtype = {"tf32": torch.float32, "float8": torch.float8_e4m3fn}.get(name)
+    return dtype if dtype is not None else getattr(torch, name)
 
 
 @contextmanager
@@ -51,8 +51,8 @@ def float8_product(m: int, n: int, k: int, device: torch.device) -> Runnable:
     """A product of 8-bit operands with one scale for each, into bfloat16, as training does it."""
     a = torch.randn(m, k, device=device).to(torch.float8_e4m3fn)
     b = torch.randn(n, k, device=device).to(torch.float8_e4m3fn).t()  # the units need the second operand by columns
-    one, whole = torch.ones((), device=device), F.ScalingType.TensorWise
-    return lambda: F.scaled_mm(a, b, one, whole, one, whole, output_dtype=torch.bfloat16, use_fast_accum=True)
+    unit, whole = torch.ones((), device=device), F.ScalingType.TensorWise
+    return lambda: F.scaled_mm(a, b, unit, whole, unit, whole, output_dtype=torch.bfloat16, use_fast_accum=True)
 
 
 def graph_replay(action: Runnable, device: torch.device) -> Runnable:

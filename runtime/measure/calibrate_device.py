@@ -183,14 +183,14 @@ def _move(work: Work, device: torch.device) -> Runnable:
 def _chain(device: torch.device, *, trains: bool) -> Runnable:
     """`_OPERATORS` tiny operators one after the other, and as many backward."""
     x = torch.ones(1, device=device, requires_grad=trains)
-    one = torch.ones(1, device=device)
+    unit = torch.ones(1, device=device)
 
     def run() -> None:
         y = x
         for _ in range(_OPERATORS):
             y = torch.tanh(y)
         if trains:
-            torch.autograd.grad(y, x, one)
+            torch.autograd.grad(y, x, unit)
 
     return run
 
@@ -208,15 +208,15 @@ def seconds_of(action: Runnable, device: torch.device, pace: Pace, budget_s: flo
     most = MOST_REPEATS if waits else 1  # so that the queue of launches does not fill up
     repeats = min(most, max(1, round(round_s / max(once, 1e-9))))
     rounds = min(MOST_ROUNDS, max(FEWEST_ROUNDS if once < budget_s else 1, int(budget_s / max(once * repeats, 1e-9))))
-    found, spent_s = list[float](), 0.0
+    timed, spent_s = list[float](), 0.0
     for _ in range(rounds):
         pace.meet()
         wall, seconds = pace.timed(action, device, repeats, waits=waits)
-        found.append(seconds / repeats)
+        timed.append(seconds / repeats)
         spent_s = pace.largest(spent_s + wall)
-        if spent_s > LATE * budget_s and len(found) >= FEWEST_ROUNDS:  # other processes use this machine
+        if spent_s > LATE * budget_s and len(timed) >= FEWEST_ROUNDS:  # other processes use this machine
             break
-    return median(found)
+    return median(timed)
 
 
 def measure(work: Work, device: torch.device, pace: Pace, budget_s: float) -> float:

@@ -43,15 +43,15 @@ def link_groups(hosts: Sequence[str]) -> list[Groups]:
     sizes = {len(ranks) for ranks in places.values()}
     if len(sizes) > 1:
         return []
-    (size,), found = sizes, list[Groups]()
+    (size,), groups = sizes, list[Groups]()
     for part in sorted({2, size} if size % 2 == 0 else {size}):
         if part > 1:
             runs = [tuple(r[i : i + part]) for r in places.values() for i in range(0, size, part)]
-            found.append(Groups(name=f"{part} ranks of a host", ranks=tuple(runs), hosts=1))
+            groups.append(Groups(name=f"{part} ranks of a host", ranks=tuple(runs), hosts=1))
     if len(places) > 1:
         across = tuple(zip(*places.values(), strict=True))
-        found.append(Groups(name=f"{len(places)} hosts", ranks=across, hosts=len(places)))
-    return found
+        groups.append(Groups(name=f"{len(places)} hosts", ranks=across, hosts=len(places)))
+    return groups
 
 
 def link_works(groups: Groups, device_type: str) -> list[Work]:
@@ -70,13 +70,13 @@ def overlap_works() -> list[Work]:
 
 def join_group(groups: Groups) -> dist.ProcessGroup:
     """This rank's group. Collective over all ranks, also over the ranks of other groups."""
-    own = None
+    group = None
     for ranks in groups.ranks:
-        made = dist.new_group(list(ranks))
+        new_group = dist.new_group(list(ranks))
         if dist.get_rank() in ranks:
-            own = made
-    assert isinstance(own, dist.ProcessGroup), groups
-    return own
+            group = new_group
+    assert isinstance(group, dist.ProcessGroup), groups
+    return group
 
 
 def prepared_collective(work: Work, group: dist.ProcessGroup, device: torch.device) -> Runnable:

@@ -70,7 +70,7 @@ def _first_keeps(parts: Parts, dim: int, to: int) -> Parts:
 
 def _all_to_all(parts: Parts, dim: int, to: int) -> Parts:
     chunks = [part.chunk(len(parts), to) for part in parts]
-    return [torch.cat([own[rank] for own in chunks], dim) for rank in range(len(parts))]
+    return [torch.cat([chunk[rank] for chunk in chunks], dim) for rank in range(len(parts))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,12 +116,12 @@ def world_mesh(device_type: str) -> RankMesh:
 
 def groups_to_check(world: RankMesh) -> dict[str, MeshDim]:
     """Groups by name: all ranks, and of an even number also neighbours and every second rank. Collective."""
-    found = {"all ranks": world.dims["all"]}
+    checked = {"all ranks": world.dims["all"]}
     world_size = dist.get_world_size()
     if world_size > 2 and world_size % 2 == 0:
         dims = make_mesh(Mesh(("dp", "tp"), (world_size // 2, 2)), world.device_type).dims
-        found |= {"two neighbours": dims["tp"], "every second rank": dims["dp"]}
-    return found
+        checked |= {"two neighbours": dims["tp"], "every second rank": dims["dp"]}
+    return checked
 
 
 def check_conversion(row: ConversionCase, groups: dict[str, MeshDim], device: torch.device) -> Iterator[Difference]:
@@ -163,11 +163,11 @@ def _one(
     return _apart(y, results[mesh.coordinate]), _apart(x.grad, wanted)
 
 
-def _apart(found: torch.Tensor | None, wanted: torch.Tensor) -> float:
+def _apart(value: torch.Tensor | None, wanted: torch.Tensor) -> float:
     """The largest difference. It is infinite if a tensor is missing or has another shape."""
-    if found is None or found.shape != wanted.shape:
+    if value is None or value.shape != wanted.shape:
         return float("inf")
-    difference = (found.detach().to("cpu", torch.float64) - wanted).abs().max()
+    difference = (value.detach().to("cpu", torch.float64) - wanted).abs().max()
     return float(difference) if not difference.isnan() else float("inf")
 
 
@@ -188,9 +188,9 @@ def check_fsdp(world: RankMesh, device: torch.device) -> Iterator[Difference]:
     for step in range(STEPS):
         loss = alone(batch[step]).square().sum()
         loss.backward()
-        own = sharded(batch[step, 2 * rank : 2 * rank + 2].to(device)).square().sum()
-        own.backward()
-        total = own.detach().clone()
+        loss_here = sharded(batch[step, 2 * rank : 2 * rank + 2].to(device)).square().sum()
+        loss_here.backward()
+        total = loss_here.detach().clone()
         dist.all_reduce(total)
         yield _relative(f"loss of step {step}", total, loss.detach())
         for (name, ours), theirs in zip(sharded.named_parameters(), alone.parameters(), strict=True):
@@ -210,8 +210,8 @@ def _network() -> nn.Sequential:
     return nn.Sequential(*layers).double()
 
 
-def _relative(name: str, found: Any, wanted: torch.Tensor) -> Difference:
+def _relative(name: str, value: Any, wanted: torch.Tensor) -> Difference:
     """Compared after a sharded value is made whole. Collective for such."""
-    whole = None if found is None else found.full_tensor() if isinstance(found, DTensor) else found
+    whole = None if value is None else value.full_tensor() if isinstance(value, DTensor) else value
     scale = max(float(wanted.abs().max()), 1e-30)
     return Difference(name=name, error=_apart(whole, wanted) / scale, tolerance=FSDP_TOLERANCE)

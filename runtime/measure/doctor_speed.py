@@ -72,15 +72,15 @@ def link_speeds(device: torch.device) -> Iterator[SpeedMeasurement]:
     for size in MESSAGE_BYTES[device.type]:
         data = torch.zeros(max(1, size // 4), device=device)
         name, amount = f"message of {in_words(size)}", 4.0 * data.numel()
-        own: SpeedMeasurement | None = None
+        speed: SpeedMeasurement | None = None
         for pairs in _turns(world_size):
             pair = next((p for p in pairs if dist.get_rank() in p), None)
             action = partial(there_and_back, data, pair) if pair is not None else _nothing
             rounds = tuple(seconds / 2 for seconds in rounds_of(action, device))
             if pair is not None and dist.get_rank() == pair[0]:
-                own = SpeedMeasurement(name=name, kind="point-to-point", amount=amount, rounds_s=rounds, peer=pair[1])
-        if own is not None:
-            yield own
+                speed = SpeedMeasurement(name=name, kind="point-to-point", amount=amount, rounds_s=rounds, peer=pair[1])
+        if speed is not None:
+            yield speed
 
 
 def all_reduce(data: torch.Tensor) -> None:
@@ -119,11 +119,11 @@ def rounds_of(action: Callable[[], None], device: torch.device) -> tuple[float, 
     once = torch.tensor(min(pace.timed(action, device, 1, waits=True)[0] for _ in range(3)), device=device)
     dist.all_reduce(once, op=dist.ReduceOp.MAX)
     repeats = min(MOST_REPEATS, max(1, round(ROUND_S / max(once.item(), 1e-9))))
-    found = []
+    rounds = []
     for _ in range(ROUNDS):
         dist.barrier()
-        found.append(pace.timed(action, device, repeats, waits=True)[0] / repeats)
-    return tuple(found)
+        rounds.append(pace.timed(action, device, repeats, waits=True)[0] / repeats)
+    return tuple(rounds)
 
 
 def in_words(size: int) -> str:

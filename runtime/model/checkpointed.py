@@ -119,22 +119,22 @@ class CheckpointedModel(RunningModel):
         """
         self._saver.finish()
         group, given, objects = self._saver.group, [] if weights_only else _listed(optimizer), dict(extra or {})
-        for name, one in objects.items():
-            if not hasattr(one, "load_state_dict"):
+        for name, item in objects.items():
+            if not hasattr(item, "load_state_dict"):
                 raise InputError(f"extra[{name!r}] has no load_state_dict(); load returns plain values, leave it out")
         checkpoint = verified(Path(path), step, group)
         named, tensors = dict(self.named_parameters()), self._saved_tensors()
         refuse_differences(checkpoint, tensors, given, named, list(objects), group, weights_only=weights_only)
-        found, states = read_extra(checkpoint, list(objects), group)
+        values, states = read_extra(checkpoint, list(objects), group)
         counters = checkpoint.counters()
         tensors |= load_optimizers(checkpoint, given, named, self.placements, self._saver.known, group)
         read_tensors(checkpoint, tensors, group)
         if not weights_only:
             self._step, seed = counters
             self.streams.reseed(seed)
-        for one, state in zip(objects.values(), states, strict=True):
-            one.load_state_dict(state)
-        return found
+        for item, state in zip(objects.values(), states, strict=True):
+            item.load_state_dict(state)
+        return values
 
     def latest_step(self, path: Path_) -> int | None:
         """Give the step of the newest complete checkpoint. Collective.
@@ -152,8 +152,8 @@ class CheckpointedModel(RunningModel):
             >>> parallel.latest_step("nowhere") is None
             True
         """
-        found = run_on_first_rank(lambda: latest_folder(Path(path)), self._saver.group)
-        return None if found is None else found.step
+        latest = run_on_first_rank(lambda: latest_folder(Path(path)), self._saver.group)
+        return None if latest is None else latest.step
 
     def finish_saving(self) -> None:
         """Wait until the asynchronous save is on disk. Call it before the program ends.
@@ -189,7 +189,7 @@ class CheckpointedModel(RunningModel):
             autopar.errors.InputError: export_hf needs a model of transformers itself, which has a config; ...
         """
         group, root = self._saver.group, Path(path).absolute()
-        names = {name_to_keep(own, self._tied_names()): own[0] for own in names_of_state(self.program)}
+        names = {name_to_keep(aliases, self._tied_names()): aliases[0] for aliases in names_of_state(self.program)}
         wholes = {name: self._on_meta(first) for name, first in names.items()}
         export = Export(self._unmodified(), wholes, root, max_shard_bytes)
         run_on_first_rank(export.begin, group)
@@ -218,11 +218,11 @@ class CheckpointedModel(RunningModel):
 
     def _gathered(self, names: Mapping[str, str]) -> Iterator[tuple[str, torch.Tensor | None]]:
         """The whole tensors of this rank's stages, one at a time. Only the first rank of each stage keeps them."""
-        own, at = self.state_dict(), self.rank_mesh.device_mesh.get_coordinate()
+        state, at = self.state_dict(), self.rank_mesh.device_mesh.get_coordinate()
         is_first = not any(at or ())
         for name, first in names.items():
-            if first in own:
-                value = own[first]
+            if first in state:
+                value = state[first]
                 whole = value.full_tensor() if isinstance(value, (DTensor, FlatShards)) else value
                 yield name, whole.detach() if is_first else None
 
@@ -231,13 +231,13 @@ class CheckpointedModel(RunningModel):
 
         A tied parameter comes under its first name.
         """
-        found = {
+        tensors = {
             f"model/{name}": self._saver.known.of(f"model/{name}", parameter, partial(self._chunks_of, name))
             for name, parameter in self.named_parameters()
         }
         for name, buffer, persistent in self.own_buffers():
-            found[f"{'model' if persistent else 'buffers'}/{name}"] = as_shards(buffer)
-        return found
+            tensors[f"{'model' if persistent else 'buffers'}/{name}"] = as_shards(buffer)
+        return tensors
 
     def _chunks_of(self, name: str, parameter: torch.Tensor) -> FlatShards:
         return as_shards(flat_state(parameter, self.placements.get(name)))
@@ -254,16 +254,16 @@ class CheckpointedModel(RunningModel):
         finite = frozenset(f"model/{name}" for name in named)
         plain_tensors: dict[str, torch.Tensor] = {}
         states = {
-            name: one.state_dict() if callable(getattr(one, "state_dict", None)) else one
-            for name, one in (extra or {}).items()
+            name: item.state_dict() if callable(getattr(item, "state_dict", None)) else item
+            for name, item in (extra or {}).items()
         }
         common = {
             "model": encode({"steps": self._step, "seed": self.streams.seed}, "model", plain_tensors),
             "extra": encode(states, "extra", plain_tensors),
         }
         parts = [
-            optimizers.described(one, index, named, self.placements, tensors, plain_tensors, self._saver.known)
-            for index, one in enumerate(given)
+            optimizers.described(o, index, named, self.placements, tensors, plain_tensors, self._saver.known)
+            for index, o in enumerate(given)
         ]
         return Snapshot(
             root=root,

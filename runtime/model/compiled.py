@@ -139,16 +139,16 @@ def totals_of(
     per_micro_batch: bool,
 ) -> list[dict[str, torch.Tensor]]:
     """The denominators of each micro-batch, level by level. `run` gives the results of a call in a micro-batch."""
-    found: list[dict[str, torch.Tensor]] = [{} for _ in micro_batches]
+    known_of: list[dict[str, torch.Tensor]] = [{} for _ in micro_batches]
     for call in program.calls:
         if call.phase == "denominator":
-            own = [run(call, {**values, **known}) for values, known in zip(micro_batches, found, strict=True)]
+            results = [run(call, {**values, **known}) for values, known in zip(micro_batches, known_of, strict=True)]
             for name in call.results:
-                every = [values[name] for values in own]
+                every = [values[name] for values in results]
                 totals = every if per_micro_batch else [torch.stack(every).sum(0)] * len(every)
-                for known, total in zip(found, totals, strict=True):
+                for known, total in zip(known_of, totals, strict=True):
                     known[name] = total
-    return found
+    return known_of
 
 
 def compile_program(

@@ -49,38 +49,38 @@ class DecisionCheck:
         A value behind this one is not the model's, which would have taken another branch. There is a list for every
         micro-batch if values of micro-batches differ that no extreme joins.
         """
-        found = []
+        rows = []
         for micro_batch in micro_batches:
             values = {**constants, **{name: value.to(self._code.device) for name, value in micro_batch.items()}}
             for part in self._parts:  # all parts run in any case: their code may have collectives
                 part.run(values)
-            found.append([tuple(values[decision.name].reshape(-1).tolist()) for decision in self._program.decisions])
+            rows.append([tuple(values[decision.name].reshape(-1).tolist()) for decision in self._program.decisions])
         joined = list[Found]()
-        for extreme, numbers in zip(self._extremes, zip(*found, strict=True), strict=True):
+        for extreme, numbers in zip(self._extremes, zip(*rows, strict=True), strict=True):
             if extreme is None and len({*numbers}) > 1:
-                every = [[*joined, *own[len(joined) :]] for own in found]
-                return [own[: _first_different(self._program.decisions, own) + 1] for own in every]
+                every = [[*joined, *numbers[len(joined) :]] for numbers in rows]
+                return [numbers[: _first_different(self._program.decisions, numbers) + 1] for numbers in every]
             joined.append(numbers[0] if extreme is None else extreme(numbers))
             if _first_different(self._program.decisions, joined) < len(joined):
                 break
         return [joined]
 
-    def decided(self, found: Sequence[Found]) -> dict[tuple[str, int], Decision]:
+    def decided(self, values: Sequence[Found]) -> dict[tuple[str, int], Decision]:
         """The decisions of a step, as far as they are known, for a capture."""
-        pairs = zip(self._program.decisions, found, strict=False)
-        return {one.key: replace(one, value=_as_read(one.value, numbers)) for one, numbers in pairs}
+        pairs = zip(self._program.decisions, values, strict=False)
+        return {d.key: replace(d, value=_as_read(d.value, numbers)) for d, numbers in pairs}
 
-    def fit(self, found: Sequence[Sequence[Found]]) -> bool:
+    def fit(self, rows: Sequence[Sequence[Found]]) -> bool:
         """Whether the program's batch decided so too, as far as it is known."""
         decisions = self._program.decisions
-        return all(_first_different(decisions[: len(own)], own) == len(own) <= len(decisions) for own in found)
+        return all(_first_different(decisions[: len(row)], row) == len(row) <= len(decisions) for row in rows)
 
-    def difference(self, found: Sequence[Sequence[Found]]) -> tuple[int, int]:
+    def difference(self, rows: Sequence[Sequence[Found]]) -> tuple[int, int]:
         """The first decision that differs in a micro-batch, from 1 on, and its first number as bits. Zeros if none."""
         decisions = self._program.decisions
-        for own in found:
-            if (at := _first_different(decisions, own)) < len(own):
-                pairs = zip(pytree.tree_leaves(decisions[at].value), own[at], strict=True)
+        for row in rows:
+            if (at := _first_different(decisions, row)) < len(row):
+                pairs = zip(pytree.tree_leaves(decisions[at].value), row[at], strict=True)
                 return at + 1, _bits(next(float(b) for a, b in pairs if not _equal(a, b)))
         return 0, 0
 
@@ -94,26 +94,26 @@ def _as_read(value: Any, numbers: Found) -> Any:
     return pytree.tree_unflatten([type(leaf)(number) for leaf, number in zip(leaves, numbers, strict=True)], spec)
 
 
-def _first_different(decisions: Sequence[Decision], found: Sequence[Found]) -> int:
+def _first_different(decisions: Sequence[Decision], values: Sequence[Found]) -> int:
     """The number of decisions before the first that differs."""
-    for at, (decision, numbers) in enumerate(zip(decisions, found, strict=False)):
+    for at, (decision, numbers) in enumerate(zip(decisions, values, strict=False)):
         expected = pytree.tree_leaves(decision.value)
         if len(expected) != len(numbers) or not all(map(_equal, expected, numbers)):
             return at
-    return len(found)
+    return len(values)
 
 
-def _equal(expected: float, found: float) -> bool:
+def _equal(expected: float, value: float) -> bool:
     if isinstance(expected, bool):
-        return bool(found) == expected
+        return bool(value) == expected
     if isinstance(expected, int):
-        return int(found) == expected
-    return math.isclose(expected, found, rel_tol=_REL_TOLERANCE) or (expected != expected and found != found)
+        return int(value) == expected
+    return math.isclose(expected, value, rel_tol=_REL_TOLERANCE) or (expected != expected and value != value)
 
 
 def _bits(number: float) -> int:
-    found: int = struct.unpack("<q", struct.pack("<d", number))[0]
-    return found
+    bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
+    return bits
 
 
 def _number(decision: Decision, bits: int) -> float:

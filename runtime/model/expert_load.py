@@ -23,10 +23,10 @@ Counts = dict[int, list[list[torch.Tensor]]]  # by block, of every call in order
 _PRODUCTS = (PRODUCT, product_of_experts)
 
 
-def counting(modules: Sequence[fx.GraphModule], found: Counts) -> list[Callable[..., Any]]:
-    """The code of every block. A block with experts adds the counts of each of its calls to `found`."""
+def counting(modules: Sequence[fx.GraphModule], loads: Counts) -> list[Callable[..., Any]]:
+    """The code of every block. A block with experts adds the counts of each of its calls to `loads`."""
     return [
-        _counting(module, found.setdefault(b, [])) if routings(module.graph) else module
+        _counting(module, loads.setdefault(b, [])) if routings(module.graph) else module
         for b, module in enumerate(modules)
     ]
 
@@ -56,20 +56,20 @@ def _counting(module: fx.GraphModule, calls: list[list[torch.Tensor]]) -> Callab
 
 
 def load_of_experts(
-    program: Program, found: Counts, own_calls: Sequence[int], device: torch.device
+    program: Program, loads: Counts, own_calls: Sequence[int], device: torch.device
 ) -> dict[str, torch.Tensor]:
     """The rows of each expert over all ranks, by the path of the call. `own_calls` are those of this rank, in order.
 
     Ranks with the same tokens count the same rows. The captured number of rows says how many such ranks there are.
     """
-    own: dict[int, list[torch.Tensor]] = {}
-    for block, counts in found.items():
+    mine: dict[int, list[torch.Tensor]] = {}
+    for block, counts in loads.items():
         calls = [i for i in own_calls if program.calls[i].block == block]
-        own |= dict(zip(calls, counts, strict=True))
+        mine |= dict(zip(calls, counts, strict=True))
     load: dict[str, torch.Tensor] = {}
     for index, call in enumerate(program.calls):
         for place, routing in enumerate(routings(program.blocks[call.block].graph)):
-            counted = own[index][place] if index in own else None
+            counted = mine[index][place] if index in mine else None
             summed = _summed(counted, _num_experts(program.blocks[call.block].graph, routing), device)
             copies = int(summed.sum()) // routing.meta["info"].shape[0]
             load[call.path + f" ({place + 1})" * (place > 0)] = summed.cpu() // copies
@@ -78,13 +78,13 @@ def load_of_experts(
 
 def _num_experts(graph: fx.Graph, routing: fx.Node) -> int:
     product = next(node for node in graph.nodes if node.target is PRODUCT and arg(node, 2) is routing)
-    found: int = arg(product, 1).meta["info"].shape[0]
-    return found
+    experts: int = arg(product, 1).meta["info"].shape[0]
+    return experts
 
 
-def _summed(own: torch.Tensor | None, num_experts: int, device: torch.device) -> torch.Tensor:
+def _summed(mine: torch.Tensor | None, num_experts: int, device: torch.device) -> torch.Tensor:
     """The sum of all ranks' counts. A rank without this call adds nothing."""
-    counts = torch.zeros(num_experts, dtype=torch.int64, device=device) if own is None else own
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=device) if mine is None else mine
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(counts)
     return counts

@@ -54,7 +54,7 @@ class IndexCheck:
     @property
     def legal(self) -> dict[str, int]:
         """A number for every bounded input that its lookups allow, for the rows that a short batch is padded with."""
-        return {name: int(max(found.low, min(0, found.high - 1))) for name, found in self._safe.ranges.items()}
+        return {name: int(max(allowed.low, min(0, allowed.high - 1))) for name, allowed in self._safe.ranges.items()}
 
     def is_unsure(self, batch: Values, constants: Values) -> bool:
         """Whether an index of this rank's batch could be outside of its table."""
@@ -69,8 +69,8 @@ class IndexCheck:
         Lookups whose index is looked up itself come after the lookups that it depends on.
         """
         for depth in sorted({lookup.depth for lookup in self._lookups}):
-            own = self._first_outside(depth, micro_batches, constants)
-            text = outside_text(exchange(own), self._lookups)
+            first = self._first_outside(depth, micro_batches, constants)
+            text = outside_text(exchange(first), self._lookups)
             if text:
                 raise RuntimeInputError(text)
         self._checked = constants
@@ -81,15 +81,15 @@ class IndexCheck:
 
         All parts run in any case: their code may have collectives.
         """
-        found = (0, 0)
+        first = (0, 0)
         for micro_batch in micro_batches:
             values = {**constants, **{name: micro_batch[name].to(self._code.device) for name in self._inputs(depth)}}
             for part in self._parts_of(depth):
                 for lookup, index in zip(part.lookups, part.run(values), strict=True):
                     value = first_outside(index, lookup.allowed)
-                    if value is not None and not found[0]:
-                        found = (self._lookups.index(lookup) + 1, value)
-        return found
+                    if value is not None and not first[0]:
+                        first = (self._lookups.index(lookup) + 1, value)
+        return first
 
     def _inputs(self, depth: int) -> set[str]:
         return {name for lookup in self._lookups if lookup.depth == depth for name in lookup.inputs}
@@ -120,11 +120,11 @@ def first_outside(values: torch.Tensor, allowed: ValueRange) -> int | None:
         outside |= flat >= int(allowed.high)
     for value in allowed.extra:
         outside &= flat != value
-    found = flat[outside]
-    return int(found[0].item()) if found.numel() else None
+    outliers = flat[outside]
+    return int(outliers[0].item()) if outliers.numel() else None
 
 
-def outside_text(rows: Sequence[Sequence[int]], found: Sequence[Lookup]) -> str:
+def outside_text(rows: Sequence[Sequence[int]], sites: Sequence[Lookup]) -> str:
     """The message about indices outside, with ranks, input, index and bound. Empty if no rank has any.
 
     A row has the number of a lookup from 1 on and its index, or zeros.
@@ -133,7 +133,7 @@ def outside_text(rows: Sequence[Sequence[int]], found: Sequence[Lookup]) -> str:
     for rank, (number, index, *_) in enumerate(rows):
         if number:
             ranks_of.setdefault((number, index), []).append(rank)
-    lines = [_line(found[number - 1], index, ranks) for (number, index), ranks in ranks_of.items()]
+    lines = [_line(sites[number - 1], index, ranks) for (number, index), ranks in ranks_of.items()]
     more = f"; and {len(lines) - MAX_NAMED} more" if len(lines) > MAX_NAMED else ""
     remedy = "; correct the batch, or make the table larger"
     return "; ".join(lines[:MAX_NAMED]) + more + remedy if lines else ""

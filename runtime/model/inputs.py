@@ -59,7 +59,7 @@ def read_batch(
     for name in given:
         if name not in infos:
             problems.append(f"unknown input {name!r}; {did_you_mean(name, sorted({*infos, *optional}))}")
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, info in infos.items():
         value = given.get(name)
         if not isinstance(value, torch.Tensor):
@@ -73,16 +73,16 @@ def read_batch(
             value = value.to(info.dtype)
         if value.dtype != info.dtype:
             problems.append(f"input {name!r}: dtype {value.dtype}, expected {info.dtype}; convert it with .to(...)")
-        found[name] = value
+        tensors[name] = value
     counts = {
-        name: found[name].shape[info.batch_dim]
+        name: tensors[name].shape[info.batch_dim]
         for name, info in infos.items()
-        if name in found and info.batch_dim is not None and found[name].dim() > info.batch_dim
+        if name in tensors and info.batch_dim is not None and tensors[name].dim() > info.batch_dim
     }
     if len(set(counts.values())) > 1:
         problems.append(f"inputs hold different numbers of sequences: {counts}")
     sequences = next(iter(counts.values()), 0)
-    return Batch(given=batch, form=form, tensors=found, sequences=sequences, problems=tuple(problems))
+    return Batch(given=batch, form=form, tensors=tensors, sequences=sequences, problems=tuple(problems))
 
 
 def with_optional(program: Program, given: dict[str, Any], optional: Collection[str]) -> tuple[Program, dict[str, Any]]:
@@ -156,13 +156,13 @@ def sequences_to_run(
     because a micro-batch of fewer samples would count as much as the others. Raises `RuntimeInputError`.
     """
     least, most = min(counts), max(counts)
-    alike = per_micro_batch and micro_batches > 1
+    is_equal = per_micro_batch and micro_batches > 1
     if not most and planned:
         raise RuntimeInputError("the batch has no sequences on any rank; leave the step out")
     if least == most == planned:
         return planned
     may_capture = captures and least == most and most > 0 and most % micro_batches == 0
-    if pads and not alike and most <= planned and not (wants_outputs and may_capture):
+    if pads and not is_equal and most <= planned and not (wants_outputs and may_capture):
         return planned
     if may_capture:
         return most
@@ -176,7 +176,7 @@ def sequences_to_run(
         same = f", or pass the same multiple of {micro_batches} on every rank" if captures else ""
         why = (
             "every micro-batch has the same weight (per_micro_batch)"
-            if alike
+            if is_equal
             else "the loss cannot ignore samples (by ignore_index, or by a mask: (loss * mask).sum() / mask.sum())"
         )
         remedy = f"it cannot be padded, because {why}; drop this batch{same}"
@@ -194,7 +194,7 @@ def pad_batch(
     Zeros could make a NaN, for example with a mask that hides everything; a row of data cannot. The row comes from the
     batch, or from `fillers` if the batch is empty. Without either it is zero.
     """
-    found = {}
+    padded = {}
     for info in batch.form.inputs:
         value = batch.tensors[info.name]
         missing = 0 if info.batch_dim is None else sequences - batch.sequences
@@ -211,8 +211,8 @@ def pad_batch(
                 filler = torch.zeros(row, dtype=value.dtype, device=value.device)
             repeats = [missing if d == dim else 1 for d in range(value.dim())]
             value = torch.cat((value, filler.repeat(repeats)), dim)
-        found[info.name] = value
-    return found
+        padded[info.name] = value
+    return padded
 
 
 def padded_micro_batches(

@@ -33,9 +33,9 @@ class Part:
 
     def run(self, values: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         """Add the results to `values`. Returns the indices."""
-        made = self.module(*(values.get(a) if isinstance(a, str) else a for a in self.call.arguments))
-        values.update(zip(self.results, made, strict=False))
-        return list(made[len(self.results) :])
+        results = self.module(*(values.get(a) if isinstance(a, str) else a for a in self.call.arguments))
+        values.update(zip(self.results, results, strict=False))
+        return list(results[len(self.results) :])
 
     @property
     def arguments(self) -> set[str]:
@@ -58,14 +58,14 @@ class KnownCode:
         wanted = set(results)
         parts = []
         for index, call in reversed(list(enumerate(self._program.calls))):
-            own = tuple(found for found in lookups if found.call == index)
-            made = tuple(result for result in call.results if result in wanted)
-            if own or made:
-                parts.append(self._part(call, own, made))
+            reads = tuple(lookup for lookup in lookups if lookup.call == index)
+            gives = tuple(result for result in call.results if result in wanted)
+            if reads or gives:
+                parts.append(self._part(call, reads, gives))
                 wanted |= parts[-1].arguments
         return parts[::-1]
 
-    def _part(self, call: CallSite, own: tuple[Lookup, ...], results: tuple[str, ...]) -> Part:
+    def _part(self, call: CallSite, lookups: tuple[Lookup, ...], results: tuple[str, ...]) -> Part:
         block = self._program.blocks[call.block]
         if call.block not in self._generated:
             labels, plan = self._plan.blocks[call.block], self._plan
@@ -76,18 +76,18 @@ class KnownCode:
         outputs: Any = generated.graph.output_node().args[0]
         by_result = dict(zip(call.results, outputs, strict=True))
         nodes = [by_result[name] for name in results]
-        nodes += [generated.operands[lookup.node.name, lookup.index.name] for lookup in own]
+        nodes += [generated.operands[lookup.node.name, lookup.index.name] for lookup in lookups]
         dims = {name: self._mesh.dims[name] for name in generated.mesh_dims}
         module = graph_module(_cut(generated.graph, nodes), f"Known{call.block}", dims)
-        return Part(call=call, module=module, results=results, lookups=own)
+        return Part(call=call, module=module, results=results, lookups=lookups)
 
 
 def _cut(graph: fx.Graph, outputs: Sequence[fx.Node]) -> fx.Graph:
     """The part of a graph that computes the outputs. It has all placeholders."""
     kept = set(closure(outputs))
-    cut, made = fx.Graph(), dict[fx.Node, fx.Node]()
+    cut, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
         if node.op == "placeholder" or node in kept:
-            made[node] = cut.node_copy(node, made.__getitem__)
-    cut.output(tuple(made[node] for node in outputs))
+            copies[node] = cut.node_copy(node, copies.__getitem__)
+    cut.output(tuple(copies[node] for node in outputs))
     return cut

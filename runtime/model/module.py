@@ -84,7 +84,7 @@ class ParallelModel(CheckpointedModel):
                 whole = whole.full_tensor()
             return whole
 
-        made = ParallelModel(
+        model = ParallelModel(
             self.program,
             self.plan,
             source,
@@ -94,12 +94,12 @@ class ParallelModel(CheckpointedModel):
             buffers=self.buffer,
             origin=self._origin,
         )
-        made._step = self._step
-        own = dict(self.named_parameters())
-        for name, parameter in made.named_parameters():
-            parameter.requires_grad_(own[name].requires_grad)
-        memo[id(self)] = made
-        return made.train(self.training)
+        model._step = self._step
+        params = dict(self.named_parameters())
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(params[name].requires_grad)
+        memo[id(self)] = model
+        return model.train(self.training)
 
     # Running.
 
@@ -157,8 +157,8 @@ class ParallelModel(CheckpointedModel):
         (denominator,) = self._denominators(compiled, [values])
         (stage,), (module,) = self.stages_in(compiled), self.stage_modules().values()
         self._before_backward(module, last=self._sums)
-        found = self._run_stage(compiled, module, stage, values | denominator, 0, num_averaged=1)
-        loss: torch.Tensor = found[compiled.program.loss]
+        results = self._run_stage(compiled, module, stage, values | denominator, 0, num_averaged=1)
+        loss: torch.Tensor = results[compiled.program.loss]
         self._step += 1
         self._forget_copies()
         if not loss.requires_grad:
@@ -223,7 +223,7 @@ class ParallelModel(CheckpointedModel):
         compiled, micro_batches, _ = self._prepared(batch, STEP, degrees.num_micro_batches, settings_of(scaler))
         compiled.code_modules(outputs=False)
         denominators = self._denominators(compiled, micro_batches)
-        values = [own | more for own, more in zip(micro_batches, denominators, strict=True)]
+        values = [rows | more for rows, more in zip(micro_batches, denominators, strict=True)]
         earlier = self._set_aside()
         self._forget_copies()
         self.ties.copy_to_twins(self.stage_modules())
@@ -408,8 +408,8 @@ class ParallelModel(CheckpointedModel):
 
         compiled, _ = self._evaluated(batch, functions, may_pad=False)
         stages = self.stages_in(compiled)
-        own = [call for index in sorted(self.stage_modules()) for call in stages[index].calls]
-        return load_of_experts(compiled.program, counts, own, self.device)
+        calls = [call for index in sorted(self.stage_modules()) for call in stages[index].calls]
+        return load_of_experts(compiled.program, counts, calls, self.device)
 
     # Reading.
 

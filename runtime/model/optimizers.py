@@ -14,7 +14,7 @@ def optimizers_of(model: ParallelModel, name: str, lr: float) -> list[torch.opti
     entry, usual = optimizer_named(name), optimizer_named(DEFAULT_OPTIMIZER)
     hidden = hidden_parameters(model.program)
     names = {info.whole_name for key, info in model.program.every_parameter.items() if key in hidden}
-    own, others = list[torch.nn.Parameter](), list[torch.nn.Parameter]()
+    mine, others = list[torch.nn.Parameter](), list[torch.nn.Parameter]()
     for key, parameter in model.named_parameters():
         part = OwnPart(
             shape=parameter.shape,
@@ -22,10 +22,10 @@ def optimizers_of(model: ParallelModel, name: str, lr: float) -> list[torch.opti
             element_bytes=parameter.element_size(),
             is_hidden=key in names,
         )
-        (own if entry.takes(part) else others).append(parameter)
-    found = list[torch.optim.Optimizer]()
-    for one, parameters in ((entry, own), (usual, others)):
+        (mine if entry.takes(part) else others).append(parameter)
+    optimizers = list[torch.optim.Optimizer]()
+    for choice, parameters in ((entry, mine), (usual, others)):
         if parameters:
-            module, kind = one.kind.split(":")
-            found.append(getattr(importlib.import_module(module), kind)(parameters, lr=lr, **one.options))
-    return found
+            module, kind = choice.kind.split(":")
+            optimizers.append(getattr(importlib.import_module(module), kind)(parameters, lr=lr, **choice.options))
+    return optimizers

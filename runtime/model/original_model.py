@@ -56,14 +56,14 @@ class OriginalModel:
         self.weightless = weightless
         self._parts = [_part(path, owner) for path, owner in _owners(model, loss_fn)]
         arguments = inspect.signature(model.forward).parameters.items()
-        self.optional = frozenset(name for name, one in arguments if one.default is None)  # inputs that may be missing
+        self.optional = frozenset(name for name, arg in arguments if arg.default is None)  # inputs that may be missing
         self._watched: dict[int, dict[str, object]] = {}  # names and constants by part
         self._names = {id(p): (name, ref(p)) for name, p in model.named_parameters()}
         swa = sys.modules.get("torch.optim.swa_utils")
         kinds = (LRScheduler,) if swa is None else (LRScheduler, swa.AveragedModel)
-        found = [one for one in gc.get_objects() if issubclass(type(one), kinds)]
-        ours = (one for one in found if isinstance(one, LRScheduler) or type(one.module) is type(model))
-        self._followers = [(ref(one), _position(one)) for one in ours]
+        holders = [o for o in gc.get_objects() if issubclass(type(o), kinds)]
+        ours = (o for o in holders if isinstance(o, LRScheduler) or type(o.module) is type(model))
+        self._followers = [(ref(o), _position(o)) for o in ours]
         self.watch(reads)
 
     def watch(self, reads: Iterable[str]) -> None:
@@ -91,26 +91,26 @@ class OriginalModel:
         trained = ref(parallel)
 
         def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            own, made = self._of(optimizer), trained()
-            idle = bool(own) and not any(p.grad is not None and bool(p.grad.any()) for p in own)
-            if idle and made is not None and any(p.grad is not None for p in made.parameters()):
+            params, model = self._of(optimizer), trained()
+            idle = bool(params) and not any(p.grad is not None and bool(p.grad.any()) for p in params)
+            if idle and model is not None and any(p.grad is not None for p in model.parameters()):
                 raise RuntimeInputError(_nobody(optimizer))
 
         finalize(parallel, register_optimizer_step_pre_hook(before_step).remove)
         return parallel.train(self._parts[0].training)
 
-    def _move(self, optimizer: torch.optim.Optimizer, made: Mapping[str, nn.Parameter]) -> None:
+    def _move(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
         """Put parameters of the trained model in the place of the module's. Groups keep their options."""
-        kind, own = type(optimizer).__name__, self._of(optimizer)
-        if optimizer.state or len(own) < sum(len(group["params"]) for group in optimizer.param_groups):
+        kind, params = type(optimizer).__name__, self._of(optimizer)
+        if optimizer.state or len(params) < sum(len(group["params"]) for group in optimizer.param_groups):
             why = "has a state already" if optimizer.state else "holds a parameter that the model does not have"
             raise InputError(f"{kind} {why}, so it cannot move; make it of parallel.parameters() after parallelize")
         for group in optimizer.param_groups:
             names = [self._names[id(p)][0] for p in group["params"]]
-            kept = [k for k, name in enumerate(names) if name in made]  # others are of other stages
+            kept = [k for k, name in enumerate(names) if name in parameters]  # others are of other stages
             if "param_names" in group:
                 group["param_names"][:] = [group["param_names"][k] for k in kept]
-            group["params"][:] = [made[names[k]] for k in kept]
+            group["params"][:] = [parameters[names[k]] for k in kept]
 
     def _of(self, optimizer: torch.optim.Optimizer) -> list[Any]:
         """The parameters of the module that an optimizer holds."""
@@ -156,13 +156,13 @@ class OriginalModel:
 def _new_tensors(part: _Part, module: nn.Module) -> Iterator[str]:
     tensors: dict[str, Any] = {**module._modules, **module._parameters}
     for name in tensors.keys() | part.tensors.keys():
-        one, (held, trains) = tensors.get(name), part.tensors.get(name, (lambda: None, None))
-        if isinstance(one, torch.Tensor) and one.is_meta:  # the user frees its memory
+        tensor, (held, trains) = tensors.get(name), part.tensors.get(name, (lambda: None, None))
+        if isinstance(tensor, torch.Tensor) and tensor.is_meta:  # the user frees its memory
             continue
-        if one is not held():
-            loads = "load values with parallel.load_state_dict, or " if isinstance(one, torch.Tensor) else ""
+        if tensor is not held():
+            loads = "load values with parallel.load_state_dict, or " if isinstance(tensor, torch.Tensor) else ""
             yield f"{part}: {name!r} is another one than autopar.parallelize captured; {loads}{_AGAIN}"
-        elif isinstance(one, torch.Tensor) and one.requires_grad != trains:
+        elif isinstance(tensor, torch.Tensor) and tensor.requires_grad != trains:
             yield _text(f"{part}: requires_grad of {name!r}", "", trains)
 
 
@@ -191,13 +191,13 @@ def _position(follower: Any) -> int:
 
 def _owners(model: nn.Module, loss_fn: object) -> Iterator[tuple[str, Any]]:
     """The modules of a model and of its loss function, and their settings, each once, by path."""
-    found: dict[int, tuple[str, Any]] = {}
+    owners: dict[int, tuple[str, Any]] = {}
     inside = loss_fn.named_modules(prefix="loss_fn") if isinstance(loss_fn, nn.Module) else ()
     for path, module in (*model.named_modules(), *inside):
-        found.setdefault(id(module), (path, module))
+        owners.setdefault(id(module), (path, module))
         for name, settings in settings_of(module):
-            found.setdefault(id(settings), (f"{path}.{name}".lstrip("."), settings))
-    return iter(found.values())
+            owners.setdefault(id(settings), (f"{path}.{name}".lstrip("."), settings))
+    return iter(owners.values())
 
 
 def _part(path: str, owner: Any) -> _Part:
@@ -207,7 +207,7 @@ def _part(path: str, owner: Any) -> _Part:
         path=path,
         held=_reference(owner),
         training=is_module and owner.training,
-        tensors={n: (_reference(one), getattr(one, "requires_grad", None)) for n, one in tensors.items()},
+        tensors={n: (_reference(t), getattr(t, "requires_grad", None)) for n, t in tensors.items()},
         values={name: constant for name, v in vars(owner).items() if (constant := _constant(v)) is not _OTHER},
     )
 
@@ -232,5 +232,5 @@ def _constant(value: object, depth: int = 3) -> object:
     if not depth or not isinstance(value, (list, tuple, dict)):
         return _OTHER
     if isinstance(value, dict):
-        return tuple((key, _constant(one, depth - 1)) for key, one in value.items())
-    return tuple(_constant(one, depth - 1) for one in value)
+        return tuple((key, _constant(v, depth - 1)) for key, v in value.items())
+    return tuple(_constant(v, depth - 1) for v in value)

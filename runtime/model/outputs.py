@@ -91,14 +91,14 @@ def refuse_move(
     """Raise `RuntimeInputError` if `move` would change the device or the dtype of a rank's parameters."""
     for dtype in dtypes:
         try:
-            found = move(torch.empty(0, device=device, dtype=dtype))
+            moved = move(torch.empty(0, device=device, dtype=dtype))
         except (AssertionError, RuntimeError) as error:  # such as a torch without CUDA
             raise RuntimeInputError(f"this rank's model stays on {device}: {error}; {_PLACED}") from None
-        if found.device != device:
-            raise RuntimeInputError(f"this rank's model is on {device} and cannot move to {found.device}; {_PLACED}")
-        if found.dtype != dtype:
+        if moved.device != device:
+            raise RuntimeInputError(f"this rank's model is on {device} and cannot move to {moved.device}; {_PLACED}")
+        if moved.dtype != dtype:
             raise RuntimeInputError(
-                f"this model has parameters of {dtype} and cannot change to {found.dtype}; convert the model before "
+                f"this model has parameters of {dtype} and cannot change to {moved.dtype}; convert the model before "
                 "parallelize, or name a precision in its plan"
             )
 
@@ -132,5 +132,5 @@ def with_backward(loss: torch.Tensor, begin: Callable[[], None], end: Callable[[
         end()
 
     anchor = torch.zeros((), requires_grad=True)
-    found: torch.Tensor = _Backward.apply(anchor, loss.detach(), run)
-    return found
+    out: torch.Tensor = _Backward.apply(anchor, loss.detach(), run)
+    return out

@@ -53,10 +53,10 @@ class _Submodule(nn.Module):
     def forward(self, *received: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
         assert self.run is not None
         values = dict(zip(self.stage.receives, received, strict=True))
-        found = self.run(self.hidden[0], self.stage, values, int(index))
+        results = self.run(self.hidden[0], self.stage, values, int(index))
         if self.is_last:
-            return (found[self.loss],)
-        sent = [found[name].contiguous() for name in self.stage.sends]
+            return (results[self.loss],)
+        sent = [results[name].contiguous() for name in self.stage.sends]
         # a split backward pass detaches sent values in place; views and received values must not change
         return tuple(v.clone() if self.detaches and (v._is_view() or v.is_leaf) else v for v in sent)
 
@@ -186,7 +186,7 @@ class Pipeline:
             is_last, detaches = number == len(stages) - 1, degrees.splits_backward
             submodule = _Submodule(modules[number], stage, self.loss, is_last, detaches)
             sent = _loss_meta(compiled) if is_last else _metas(compiled, stage.sends)
-            made = _TorchStage(
+            torch_stage = _TorchStage(
                 submodule,
                 number,
                 len(stages),
@@ -197,14 +197,14 @@ class Pipeline:
                 degrees=degrees,
                 separates=separates(compiled.program, stage, recomputed),
             )
-            self._torch_stages.append(made)
+            self._torch_stages.append(torch_stage)
         loss_fn = _same if trains else None
         self._schedule = private.pipeline_runtime(list(self._torch_stages), self.count, loss_fn)
-        self._schedule._prepare_schedule_with_comms({rank: _torch_actions(own) for rank, own in enumerate(order)})
+        self._schedule._prepare_schedule_with_comms({rank: _torch_actions(todo) for rank, todo in enumerate(order)})
         if not trains:  # torch checks that every forward pass has its backward pass, but runs what is left here
             lowered = self._schedule.pipeline_order_with_comms
-            for rank, own in lowered.items():
-                lowered[rank] = [a for a in own if a.computation_type.value in ("F", "SEND_F", "RECV_F")]
+            for rank, todo in lowered.items():
+                lowered[rank] = [a for a in todo if a.computation_type.value in ("F", "SEND_F", "RECV_F")]
 
     def step(self, run: RunStage, *, is_final: bool) -> torch.Tensor:
         """Run the schedule forward and backward; the sum of the losses where the last stage is, else 0."""
@@ -241,8 +241,8 @@ class Pipeline:
 
 def _same(output: Any, target: Any) -> torch.Tensor:
     """The loss is what the last stage returns."""
-    found: torch.Tensor = output[0]
-    return found
+    out: torch.Tensor = output[0]
+    return out
 
 
 def _there_and_back(degrees: Degrees) -> tuple[tuple[Action, ...], ...]:
@@ -258,13 +258,13 @@ def _torch_actions(order: Sequence[Action]) -> "list[private.PipelineAction | No
 
 def _metas(compiled: CompiledProgram, names: Sequence[str]) -> tuple[torch.Tensor, ...]:
     """Local shapes and dtypes of values that cross stages, on meta."""
-    infos, found = value_infos(compiled.program), []
+    infos, metas = value_infos(compiled.program), []
     for name in names:
         info = infos[name]
         shape = compiled.analysis.outer[name].local_shape(compiled.types[name], compiled.plan.mesh.degrees)
         meta = torch.empty(shape, dtype=info.dtype, device="meta")
-        found.append(meta.requires_grad_(info.differentiable))
-    return tuple(found)
+        metas.append(meta.requires_grad_(info.differentiable))
+    return tuple(metas)
 
 
 def _loss_meta(compiled: CompiledProgram) -> tuple[torch.Tensor]:

@@ -83,7 +83,7 @@ class PreflightCheck:
         for info in self.inputs:
             value = batch.tensors.get(info.name)
             row += [0, 0] if value is None else [_shape_hash(value, info), checksum(value)]
-        others = [i for i in batch.form.inputs if i.name not in {own.name for own in self.inputs}]
+        others = [i for i in batch.form.inputs if i.name not in {known.name for known in self.inputs}]
         shapes = [(i.name, str(i.dtype), i.batch_dim, _shape_hash(batch.tensors[i.name], i)) for i in others]
         row += [_number(repr(shapes)), _number(repr([checksum(batch.tensors[i.name]) for i in others]))]
         rows = self.exchange(row)
@@ -125,13 +125,13 @@ class PreflightCheck:
             some = flat[:: max(1, flat.numel() // NUM_SAMPLED)][:NUM_SAMPLED]
             table[k, : len(some)], places[k] = some, _number(f"{stage} {shards_of(parameter)}")
         sums = (table.view(torch.int64) * (torch.arange(NUM_SAMPLED) * 2654435761 + 1)).sum(1)
-        own = torch.stack([torch.tensor(places), sums], 1)
-        every = [torch.empty_like(own) for _ in range(self.world_size)]
-        dist.all_gather(every, own, group=self._group)
+        mine = torch.stack([torch.tensor(places), sums], 1)
+        every = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(every, mine, group=self._group)
         for name, rows in zip(names, torch.stack(every, 1).tolist(), strict=True):
-            found = _groups([tuple(row) for row in rows])
-            for place in {place for place, _ in found}:
-                first, *others = (ranks for (at, _), ranks in found.items() if at == place)
+            groups = _groups([tuple(row) for row in rows])
+            for place in {place for place, _ in groups}:
+                first, *others = (ranks for (at, _), ranks in groups.items() if at == place)
                 if others:
                     raise RuntimeInputError(
                         f"parameter {name!r}: {_ranks(_joined(others))} hold other values than {_ranks(first)} of the "
@@ -176,10 +176,10 @@ class PreflightCheck:
         if self.world_size == 1:
             return [list(row)]
         width = 7 + 2 * len(self.inputs)  # one shape for all kinds: gloo aborts where shapes differ
-        own = torch.tensor([*row, *[0] * (width - len(row))], dtype=torch.int64)
-        every = [torch.empty_like(own) for _ in range(self.world_size)]
-        dist.all_gather(every, own, group=self._group)
-        return [one.tolist() for one in every]
+        mine = torch.tensor([*row, *[0] * (width - len(row))], dtype=torch.int64)
+        every = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(every, mine, group=self._group)
+        return [r.tolist() for r in every]
 
 
 def disagreement(rows: Sequence[_Row], inputs: Sequence[InputInfo], dp_of: Callable[[int], int]) -> str:
@@ -245,7 +245,7 @@ def _data_disagreement(rows: Sequence[_Row], inputs: Sequence[InputInfo], dp_of:
     return ""
 
 
-def _scalers_differ(rows: Sequence[_Row], own: str) -> str:
+def _scalers_differ(rows: Sequence[_Row], mine: str) -> str:
     groups = _groups([row[4] for row in rows])
     if len(groups) == 1:
         return ""
@@ -257,7 +257,7 @@ def _scalers_differ(rows: Sequence[_Row], own: str) -> str:
         )
     usual, *others = groups.values()
     return (
-        f"{_ranks(_joined(others))} passed a scaler with other settings than {_ranks(usual)}; here {own}; "
+        f"{_ranks(_joined(others))} passed a scaler with other settings than {_ranks(usual)}; here {mine}; "
         f"{SAME_SETTINGS}"
     )
 
@@ -300,10 +300,10 @@ def _number(text: str) -> int:
 
 def _groups(values: Sequence[Any]) -> dict[Any, list[int]]:
     """Ranks by value, in order of the first."""
-    found: dict[Any, list[int]] = {}
+    groups: dict[Any, list[int]] = {}
     for rank, value in enumerate(values):
-        found.setdefault(value, []).append(rank)
-    return found
+        groups.setdefault(value, []).append(rank)
+    return groups
 
 
 def _joined(groups: Iterable[Sequence[int]]) -> list[int]:

@@ -174,10 +174,10 @@ class RunningModel(ShardedModel):
         modules = compiled.code_modules(outputs=outputs)
         if self._compile_options is None:
             return modules
-        made = self._compiled_code.setdefault(compiled, {})
-        if outputs not in made:
-            made[outputs] = [torch.compile(module, **self._compile_options) for module in modules]
-        return made[outputs]
+        code = self._compiled_code.setdefault(compiled, {})
+        if outputs not in code:
+            code[outputs] = [torch.compile(module, **self._compile_options) for module in modules]
+        return code[outputs]
 
     def _begin_backward(self) -> None:
         if not are_waiting(self._unsummed):
@@ -217,12 +217,12 @@ class RunningModel(ShardedModel):
 
     def _selective(self, compiled: CompiledProgram, block: int) -> SelectiveBlock:
         """The code of a block with selective recomputation."""
-        made = self._selective_code.setdefault(compiled, {})
-        if block not in made:
+        blocks = self._selective_code.setdefault(compiled, {})
+        if block not in blocks:
             options = self._compile_options
-            how = (lambda module: module) if options is None else partial(torch.compile, **options)
-            made[block] = compiled.selective_module(block, how)
-        return made[block]
+            wrap = (lambda module: module) if options is None else partial(torch.compile, **options)
+            blocks[block] = compiled.selective_module(block, wrap)
+        return blocks[block]
 
     def _recomputed(self, compiled: CompiledProgram) -> Mapping[int, How]:
         return recomputed_calls(compiled.program, self.plan.degrees, self.stages_in(compiled))
@@ -242,9 +242,9 @@ class RunningModel(ShardedModel):
         change, optional = "", frozenset[str]()
         if self._origin is not None:
             change, optional = self._origin.change(self, trains=kind == STEP), self._origin.optional
-        own = read_batch(self.program, batch, planned, any_shape=shapes.can_capture, casts=casts, optional=optional)
-        is_unsure = shapes.is_unsure(own, micro_batches, self.training)
-        counts, is_unsure = self._preflight.check(kind, self.training, self._step, own, is_unsure, scaler, change)
+        checked = read_batch(self.program, batch, planned, any_shape=shapes.can_capture, casts=casts, optional=optional)
+        is_unsure = shapes.is_unsure(checked, micro_batches, self.training)
+        counts, is_unsure = self._preflight.check(kind, self.training, self._step, checked, is_unsure, scaler, change)
         if kind == STEP and self._num_steps - 1 in COMPARED:
             self._compare_weights()
         sequences = sequences_to_run(
@@ -256,9 +256,9 @@ class RunningModel(ShardedModel):
             wants_outputs=evaluates,
             per_micro_batch=self.plan.degrees.per_micro_batch,
         )
-        padded = partial(padded_micro_batches, own, sequences, micro_batches, self._fillers)
+        padded = partial(padded_micro_batches, checked, sequences, micro_batches, self._fillers)
         pieces = padded(shapes.base.ignored or {})
-        step = Wanted(batch=own, pieces=pieces, padded=padded, training=self.training, is_unsure=is_unsure)
+        step = Wanted(batch=checked, pieces=pieces, padded=padded, training=self.training, is_unsure=is_unsure)
         compiled = shapes.compiled_for(step, self._preflight.exchange)
         is_padded = min(counts) < sequences
         if is_padded and compiled.ignored is None:
@@ -269,8 +269,8 @@ class RunningModel(ShardedModel):
             raise PlanError(f"accumulate = {micro_batches} would change the loss: {compiled.program.mixes_batch}")
         if self._on_host is not None:
             self._on_host.send_values()
-        if own.sequences:
-            self._fillers = first_rows(own)
+        if checked.sequences:
+            self._fillers = first_rows(checked)
         if kind == STEP:
             samples = sum(counts) * self.plan.degrees.dp // self.plan.degrees.world_size
             tokens = samples * (compiled.program.sequence or 0)
@@ -332,10 +332,10 @@ class RunningModel(ShardedModel):
     def _inputs_read(self, compiled: CompiledProgram) -> set[str]:
         """The inputs that this rank's stages read, for the loss's denominator too."""
         program, stages = compiled.program, self.stages_in(compiled)
-        own = [program.calls[i] for s in self.stage_modules() for i in (*stages[s].calls, *stages[s].again)]
+        calls = [program.calls[i] for s in self.stage_modules() for i in (*stages[s].calls, *stages[s].again)]
         if self._needs_denominator(compiled):
-            own += [call for call in program.calls if call.phase == "denominator"]
-        return {a for call in own for a in call.arguments if isinstance(a, str)}
+            calls += [call for call in program.calls if call.phase == "denominator"]
+        return {a for call in calls for a in call.arguments if isinstance(a, str)}
 
     def _needs_denominator(self, compiled: CompiledProgram) -> bool:
         """Whether this rank's stages divide by the loss's denominator."""
@@ -371,14 +371,14 @@ class RunningModel(ShardedModel):
 
             def run(module: StageModule, stage: Stage, received: dict[str, Any], index: int, at: int = first) -> Any:
                 values = micro_batches[at + index] | received
-                found = self._run_stage(compiled, module, stage, values, at + index, averaged)
+                results = self._run_stage(compiled, module, stage, values, at + index, averaged)
                 if scale is not None and stage.index == len(self.stages_in(compiled)) - 1:
-                    found[compiled.program.loss] = found[compiled.program.loss] * scale
-                return found
+                    results[compiled.program.loss] = results[compiled.program.loss] * scale
+                return results
 
             is_final = first + count == len(micro_batches)
-            found = self._pipeline(compiled, trains=True).step(run, is_final=is_final)
-            loss = found if loss is None else loss + found
+            extra = self._pipeline(compiled, trains=True).step(run, is_final=is_final)
+            loss = extra if loss is None else loss + extra
         assert loss is not None
         loss = loss if scale is None else loss / scale
         dist.all_reduce(loss, group=pipeline.group)
@@ -400,25 +400,25 @@ class RunningModel(ShardedModel):
         self.streams.training = True
         functions = self._functions(compiled, False)
         execution = self._execution(compiled, functions, (self._step, index), outputs=False)
-        found: dict[str, Any] = module(lambda: (execution, stage), values)
+        results: dict[str, Any] = module(lambda: (execution, stage), values)
         program = compiled.program
         with torch.no_grad():
             for name, update in program.updates.items():
-                if update in found:
-                    self.buffer(name).copy_(found[update])  # it may be sent too
-        if program.loss in found and stage.index == len(self.stages_in(compiled)) - 1:
-            found[program.loss] = wide(found[program.loss]) / num_averaged
-        return found
+                if update in results:
+                    self.buffer(name).copy_(results[update])  # it may be sent too
+        if program.loss in results and stage.index == len(self.stages_in(compiled)) - 1:
+            results[program.loss] = wide(results[program.loss]) / num_averaged
+        return results
 
     def _pipeline(self, compiled: CompiledProgram, *, trains: bool) -> Pipeline:
-        made, mesh = self._pipelines.setdefault(compiled, {}), self.rank_mesh.pipeline
+        pipelines, mesh = self._pipelines.setdefault(compiled, {}), self.rank_mesh.pipeline
         assert mesh is not None
-        if trains not in made:
+        if trains not in pipelines:
             degrees = self.plan.degrees
-            made[trains] = Pipeline(
+            pipelines[trains] = Pipeline(
                 compiled, self.stages_in(compiled), self.stage_modules(), mesh, degrees, trains=trains
             )
-        return made[trains]
+        return pipelines[trains]
 
     def _denominators(self, compiled: CompiledProgram, micro_batches: MicroBatches) -> list[dict[str, torch.Tensor]]:
         """The denominators of each micro-batch's loss, by name. Empty if no stage of this rank takes one."""
@@ -449,13 +449,13 @@ class RunningModel(ShardedModel):
         for module in self.stage_modules().values():
             zero.free_gathered(module)
         self._forget_copies()
-        found = {"loss": loss}
+        results = {"loss": loss}
         whole = self.rank_mesh.device_mesh.size() == 1
         for key, name in program.outputs.items() if not is_padded else ():
             if name in scope:
                 dims, types = compiled.analysis.outer[name], compiled.types[name]
-                found[key] = scope[name] if whole else as_dtensor(scope[name], dims, types, self.rank_mesh)
-        return compiled, found
+                results[key] = scope[name] if whole else as_dtensor(scope[name], dims, types, self.rank_mesh)
+        return compiled, results
 
     def _evaluate_in_stages(
         self, compiled: CompiledProgram, execution: Execution, values: dict[str, Any], scope: dict[str, Any]
@@ -463,10 +463,10 @@ class RunningModel(ShardedModel):
         """One micro-batch forward through all stages; what this rank's stages make joins `scope`."""
 
         def run(module: StageModule, stage: Stage, received: dict[str, Any], index: int) -> Any:
-            found = module(lambda: (execution, stage), values | received)
-            made = {r for i in stage.calls for r in compiled.program.calls[i].results}
-            scope.update({name: value for name, value in found.items() if name in made})
-            return found
+            results = module(lambda: (execution, stage), values | received)
+            names = {r for i in stage.calls for r in compiled.program.calls[i].results}
+            scope.update({name: value for name, value in results.items() if name in names})
+            return results
 
         pipeline, stages = self.rank_mesh.pipeline, self._pipeline(compiled, trains=False)
         assert pipeline is not None

@@ -52,7 +52,7 @@ class Wanted:
         """The first global micro-batch. Collective."""
         every = gather_objects({name: part.detach().cpu().clone() for name, part in self.pieces[0].items()}, ranks)
         dims = {info.name: info.batch_dim for info in self.batch.form.inputs}
-        joined = {name: torch.cat([one[name] for one in every], dim) for name, dim in dims.items() if dim is not None}
+        joined = {name: torch.cat([r[name] for r in every], dim) for name, dim in dims.items() if dim is not None}
         return every[0] | joined
 
 
@@ -91,31 +91,31 @@ class ShapeCache:
         """
         key = _key(wanted.batch.form, wanted.sizes, wanted.training)
         known, why, is_new = self._known(key), "", False
-        made, untried = (known[0], known[1:]) if known else (None, [])
+        compiled, untried = (known[0], known[1:]) if known else (None, [])
         while True:
-            if made is None:
-                made, known, is_new = self._captured(wanted, why), [], True
+            if compiled is None:
+                compiled, known, is_new = self._captured(wanted, why), [], True
             if wanted.is_unsure or is_new:
-                made.indices.check(wanted.padded(made.indices.legal), made.constants(), exchange)
-            if not made.program.decisions:
+                compiled.indices.check(wanted.padded(compiled.indices.legal), compiled.constants(), exchange)
+            if not compiled.program.decisions:
                 break
-            found = made.decisions.values(wanted.pieces, made.constants())
-            choice = next((k for k, one in enumerate([made, *untried]) if one.decisions.fit(found)), -1)
-            is_mixed = choice < 0 and any(one != found[0] for one in found)
-            rows = exchange([-2 if is_mixed else choice, *made.decisions.difference(found)])
+            numbers = compiled.decisions.values(wanted.pieces, compiled.constants())
+            choice = next((k for k, c in enumerate([compiled, *untried]) if c.decisions.fit(numbers)), -1)
+            is_mixed = choice < 0 and any(n != numbers[0] for n in numbers)
+            rows = exchange([-2 if is_mixed else choice, *compiled.decisions.difference(numbers)])
             choices = {row[0] for row in rows}
             if choices == {0}:
                 break
-            why = made.decisions.text([row[1:] for row in rows])
-            decided = {} if is_mixed or len(wanted.pieces) == 1 else made.decisions.decided(found[0])
+            why = compiled.decisions.text([row[1:] for row in rows])
+            decided = {} if is_mixed or len(wanted.pieces) == 1 else compiled.decisions.decided(numbers[0])
             if (is_new and len(decided) <= len(wanted.decided)) or -2 in choices or self.replan is None:
                 raise RuntimeInputError(
                     f"the batch takes another branch than the captured model: {why}; {self._remedy(wanted)}"
                 )
-            made = untried.pop(choice - 1) if len(choices) == 1 and choice > 0 else None
+            compiled = untried.pop(choice - 1) if len(choices) == 1 and choice > 0 else None
             wanted = replace(wanted, decided=decided)
-        self._keep(key, made)
-        return made
+        self._keep(key, compiled)
+        return compiled
 
     def _remedy(self, wanted: Wanted) -> str:
         if len(wanted.pieces) > 1:
@@ -126,9 +126,9 @@ class ShapeCache:
             return "pass batches that decide alike, or make the model with autopar.parallelize, which captures again"
         return "a capture of this batch decides otherwise, so rounding decides; leave this batch out"
 
-    def _keep(self, key: _Key, made: CompiledProgram) -> None:
+    def _keep(self, key: _Key, compiled: CompiledProgram) -> None:
         """Count the program as the one used last."""
-        self._kept = [*((k, one) for k, one in self._kept if one is not made), (key, made)]
+        self._kept = [*((k, c) for k, c in self._kept if c is not compiled), (key, compiled)]
         if len(self._kept) > MAX_SHAPES + 1:
             self._kept.remove(next(pair for pair in self._kept if pair[1] is not self.base))
             self._warn()
@@ -145,12 +145,12 @@ class ShapeCache:
         sizes = {info.name: with_sequences(info, batch.tensors[info.name].shape, count) for info in infos}
         known = self._known(_key(batch.form, sizes, training))
         is_as_planned = batch.sequences == self.base.micro_batch * micro_batches
-        is_sure = known and not any(one.indices.is_unsure(batch.tensors, one.constants()) for one in known)
+        is_sure = known and not any(c.indices.is_unsure(batch.tensors, c.constants()) for c in known)
         return not is_as_planned or not is_sure
 
     def _known(self, key: _Key) -> list[CompiledProgram]:
         """The programs of a key, the one used last first."""
-        return [made for own, made in reversed(self._kept) if own == key]
+        return [compiled for k, compiled in reversed(self._kept) if k == key]
 
     def _captured(self, wanted: Wanted, why: str) -> CompiledProgram:
         if self.replan is None:
@@ -166,10 +166,10 @@ class ShapeCache:
             raise PlanError(
                 f"at shapes {wanted.sizes} another dimension is as large as the batch; pass another number of sequences"
             )
-        made = compile_program(program, plan, base.buffers, base.mesh, base.streams, base.device)
-        used = {n: storage_of(made.analysis.outer[n], made.types[n], plan.mesh) for n in program.parameters}
+        compiled = compile_program(program, plan, base.buffers, base.mesh, base.streams, base.device)
+        used = {n: storage_of(compiled.analysis.outer[n], compiled.types[n], plan.mesh) for n in program.parameters}
         self._announce(wanted, why, time.perf_counter() - started)
-        return replace(made, used={n: how for n, how in used.items() if not same_layout(how, self._placements[n])})
+        return replace(compiled, used={n: s for n, s in used.items() if not same_layout(s, self._placements[n])})
 
     def _announce(self, wanted: Wanted, why: str, seconds: float) -> None:
         if dist.is_initialized() and dist.get_rank():
@@ -189,4 +189,4 @@ class ShapeCache:
 
 
 def _key(form: Program, sizes: Mapping[str, tuple[int, ...]], training: bool) -> _Key:
-    return training, tuple(sorted(((i.name, i.dtype, sizes[i.name]) for i in form.inputs), key=lambda one: one[0]))
+    return training, tuple(sorted(((i.name, i.dtype, sizes[i.name]) for i in form.inputs), key=lambda i: i[0]))

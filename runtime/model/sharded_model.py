@@ -89,7 +89,7 @@ class ShardedModel(nn.Module):
         self._on_host: HostParameters | None = None
         self._backward_step: BackwardStep | None = None
         for name, parameter in self.stored_parameters():
-            has_two_meshes = any(how.is_of_experts for how in self.placements.values())
+            has_two_meshes = any(s.is_of_experts for s in self.placements.values())
             show_parameter(parameter, name, self.placements[name], has_two_meshes=has_two_meshes)
         if plan.degrees.offloads(OPTIMIZER):
             self._on_host = HostParameters(dict(self._computed()), self.placements, self.copies)
@@ -102,24 +102,24 @@ class ShardedModel(nn.Module):
         zero_dims: dict[nn.Parameter, int | None] = {}
 
         def fill(module: nn.Module, names: Mapping[str, Storage]) -> None:
-            own = self._fill(module, names, parts)
+            dims = self._fill(module, names, parts)
             if not isinstance(module, StageModule):
-                of_experts = any(how.is_of_experts for how in names.values())
-                zero.shard(module, own, self.plan.degrees, self.rank_mesh, of_experts=of_experts)
-                own = {parameter: None for parameter, dim in own.items() if dim is None}  # frees what is sharded now
-            zero_dims.update(own)
+                of_experts = any(s.is_of_experts for s in names.values())
+                zero.shard(module, dims, self.plan.degrees, self.rank_mesh, of_experts=of_experts)
+                dims = {parameter: None for parameter, dim in dims.items() if dim is None}  # frees what is sharded now
+            zero_dims.update(dims)
 
-        made = StageModule(self.program, stage, self.placements, fill)
-        zero.shard(made, zero_dims, self.plan.degrees, self.rank_mesh, root=True)
-        return made
+        module = StageModule(self.program, stage, self.placements, fill)
+        zero.shard(module, zero_dims, self.plan.degrees, self.rank_mesh, root=True)
+        return module
 
     def stage_modules(self) -> dict[int, StageModule]:
         """This rank's pipeline stages by number; stage 0 alone without a pipeline."""
-        found: dict[int, StageModule] = {}
+        modules: dict[int, StageModule] = {}
         for module in self.stages.values():
             assert isinstance(module, StageModule)
-            found[module.index] = module
-        return found
+            modules[module.index] = module
+        return modules
 
     def stages_in(self, compiled: CompiledProgram) -> tuple[Stage, ...]:
         """The pipeline stages of a program that was compiled for one input shape and mode, in order."""
@@ -135,14 +135,14 @@ class ShardedModel(nn.Module):
     def _fill(self, module: nn.Module, names: Mapping[str, Storage], parts: Parts) -> dict[nn.Parameter, int | None]:
         """Register parameters on a module; returns the dimension of each that ZeRO shards."""
         zero_dims = dict[nn.Parameter, int | None]()
-        for name, how in names.items():
+        for name, storage in names.items():
             used = name in self.program.parameters
-            zero_dim = zero_dim_of(self.plan.degrees, how) if used else None
-            over = zero.mesh_of(self.plan.degrees, self.rank_mesh, how, zero_dim)
+            zero_dim = zero_dim_of(self.plan.degrees, storage) if used else None
+            over = zero.mesh_of(self.plan.degrees, self.rank_mesh, storage, zero_dim)
             requires_grad = self.program.every_parameter[name].requires_grad
-            made = make_parameter(how, parts.of(name, how), over, self.device, requires_grad=requires_grad)
-            zero_dims[made] = zero_dim
-            module.register_parameter(attribute(name), made)
+            parameter = make_parameter(storage, parts.of(name, storage), over, self.device, requires_grad=requires_grad)
+            zero_dims[parameter] = zero_dim
+            module.register_parameter(attribute(name), parameter)
         return zero_dims
 
     def _hold_buffers(self, source: Callable[[str], torch.Tensor]) -> None:
@@ -169,17 +169,17 @@ class ShardedModel(nn.Module):
         if attribute(first) not in self._buffers:
             value = self._buffer_source(first).to(info.dtype).to(self.device, copy=True)
             self.register_buffer(attribute(first), value, persistent=info.persistent)
-        found: torch.Tensor = getattr(self, attribute(first))
-        return found
+        buffer_value: torch.Tensor = getattr(self, attribute(first))
+        return buffer_value
 
     # Names: the model's own, whatever the layout.
 
     def _owner_of(self) -> dict[str, nn.Module]:
         """The module that holds each parameter of this rank; of several, that of the first stage."""
-        found: dict[str, nn.Module] = {}
+        owners: dict[str, nn.Module] = {}
         for module in self.stage_modules().values():
-            found = module.owner_of() | found
-        return found
+            owners = module.owner_of() | owners
+        return owners
 
     def _computed(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters as blocks compute with them: the stored ones, or the device's copies of them."""
@@ -245,15 +245,15 @@ class ShardedModel(nn.Module):
             (12, 8)
         """
         aliases = {info.whole_name: info.aliases for info in self._infos()}
-        found: dict[str, Any] = {}
+        out: dict[str, Any] = {}
         for name, parameter in self.named_parameters():
             state = flat_state(parameter.detach(), self.placements.get(name))
-            found |= dict.fromkeys((name, *aliases[name]), state)
+            out |= dict.fromkeys((name, *aliases[name]), state)
         for first, buffer, persistent in self.own_buffers():
             if persistent:
-                found |= dict.fromkeys((first, *self.program.buffers[first].aliases), buffer)
+                out |= dict.fromkeys((first, *self.program.buffers[first].aliases), buffer)
         destination = {} if destination is None else destination
-        destination.update({prefix + name: value for name, value in found.items()})
+        destination.update({prefix + name: value for name, value in out.items()})
         return destination
 
     def own_buffers(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
@@ -290,16 +290,16 @@ class ShardedModel(nn.Module):
         if assign:
             raise RuntimeInputError("assign=True would replace parameters that the optimizer holds; leave it out")
         names = names_of_state(self.program)
-        own = self.state_dict()
-        groups = [group for group in names if group[0] in own]
+        state = self.state_dict()
+        groups = [group for group in names if group[0] in state]
         given = {group[0]: next((n for n in group if n in state_dict), None) for group in groups}
         missing = [first for first, name in given.items() if name is None]
         known = {name for group in names for name in group}
         unknown = [name for name in state_dict if name not in known]
         other = [
-            f"{name} has shape {tuple(state_dict[name].shape)} instead of {tuple(own[first].shape)}"
+            f"{name} has shape {tuple(state_dict[name].shape)} instead of {tuple(state[first].shape)}"
             for first, name in given.items()
-            if name is not None and state_dict[name].shape != own[first].shape
+            if name is not None and state_dict[name].shape != state[first].shape
         ]
         if other or (strict and (missing or unknown)):
             raise RuntimeInputError(
@@ -308,7 +308,7 @@ class ShardedModel(nn.Module):
             )
         for first, name in given.items():
             if name is not None:
-                load_whole(own[first], state_dict[name])
+                load_whole(state[first], state_dict[name])
         return IncompatibleKeys(missing, unknown)
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -339,13 +339,13 @@ class ShardedModel(nn.Module):
             >>> tuple(parallel.whole_gradients()["0.weight"].shape)
             (12, 8)
         """
-        found: dict[str, torch.Tensor] = {}
+        gradients: dict[str, torch.Tensor] = {}
         for name, parameter in self.stored_parameters():
             if parameter.grad is not None:
                 grad = parameter.grad
                 whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
-                found[name] = whole.reshape(self.placements[name].dims.shape).clone()
-        return join_packed(self.program, found)
+                gradients[name] = whole.reshape(self.placements[name].dims.shape).clone()
+        return join_packed(self.program, gradients)
 
     # Gradients.
 
@@ -367,10 +367,10 @@ class ShardedModel(nn.Module):
         late += [named[name] for name in self.ties.names if name in named]
         # a hook gets the gradient of one call
         late += [part for p in self.parameters() if has_hooks(p) for part in parts_of(p)]
-        found = {p: p.grad for p in late if p.grad is not None}
-        for parameter in found:
+        grads = {p: p.grad for p in late if p.grad is not None}
+        for parameter in grads:
             parameter.grad = None
-        return list(found.items())
+        return list(grads.items())
 
     def _sum_deferred(self) -> None:
         for dim, parameters in self._deferred():

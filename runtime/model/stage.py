@@ -40,9 +40,9 @@ class Segment(nn.Module):
 
     def forward(self, run: Callable[..., Any], *arguments: Any) -> Any:
         """`run` of this segment's parameters by name, and of the arguments."""
-        local = {name: local_value(getattr(self, attribute(name)), how) for name, how in self.names.items()}
-        own = {name: self.copies.of(name, value) for name, value in local.items()}
-        return own_memory(run(own, *arguments), own) if is_gathered(self) else run(own, *arguments)
+        local = {name: local_value(getattr(self, attribute(name)), s) for name, s in self.names.items()}
+        params = {name: self.copies.of(name, value) for name, value in local.items()}
+        return own_memory(run(params, *arguments), params) if is_gathered(self) else run(params, *arguments)
 
 
 def attribute(name: str) -> str:
@@ -105,9 +105,9 @@ class StageModule(nn.Module):
         own_of = [{name: held[name] for name, at in owner_by_name.items() if at == k} for k in range(len(stage.calls))]
         infos = program.every_parameter
         others = list[list[str]]()
-        for own in own_of:
-            experts = by_dtype((name for name, how in own.items() if how.is_of_experts), infos)
-            first, *more = by_dtype((name for name, how in own.items() if not how.is_of_experts), infos) or [[]]
+        for members in own_of:
+            experts = by_dtype((name for name, s in members.items() if s.is_of_experts), infos)
+            first, *more = by_dtype((name for name, s in members.items() if not s.is_of_experts), infos) or [[]]
             self._add_segment(first, dtypes, fill)
             others += [*more, *experts]
         for group in others:
@@ -123,22 +123,22 @@ class StageModule(nn.Module):
 
     def _add_segment(
         self,
-        own: Sequence[str],
+        names: Sequence[str],
         dtypes: Mapping[str, torch.dtype],
         fill: Callable[[nn.Module, Mapping[str, Storage]], None],
     ) -> None:
-        segment = Segment(named := {name: self.placements[name] for name in own}, dtypes)
+        segment = Segment(named := {name: self.placements[name] for name in names}, dtypes)
         fill(segment, named)
-        self.segment_of |= dict.fromkeys(own, len(self.segments))
+        self.segment_of |= dict.fromkeys(names, len(self.segments))
         self.segments.append(segment)
 
     def all_copies(self) -> list[ComputeCopies]:
         """The copies in the dtype of computing, of this module and its segments."""
-        found = [self.copies]
+        copies = [self.copies]
         for segment in self.segments:
             assert isinstance(segment, Segment)
-            found.append(segment.copies)
-        return found
+            copies.append(segment.copies)
+        return copies
 
     def owner_of(self) -> dict[str, nn.Module]:
         """The module that holds each parameter of this stage."""
@@ -151,10 +151,10 @@ class StageModule(nn.Module):
         """
         names = list[str]()
 
-        def named(own: Mapping[str, torch.Tensor], *arguments: Any) -> tuple[Any, ...]:
-            found = self._run(own, *arguments)
-            names.extend(found)
-            return tuple(found.values())
+        def named(params: Mapping[str, torch.Tensor], *arguments: Any) -> tuple[Any, ...]:
+            results = self._run(params, *arguments)
+            names.extend(results)
+            return tuple(results.values())
 
         run: Callable[..., tuple[Any, ...]] = named
         for at in self.shared_segments:
@@ -163,7 +163,7 @@ class StageModule(nn.Module):
 
     def _run(
         self,
-        own: Mapping[str, torch.Tensor],
+        params: Mapping[str, torch.Tensor],
         what: Callable[[], tuple[Execution, Stage]],
         received: Mapping[str, Any],
     ) -> dict[str, Any]:
@@ -171,10 +171,10 @@ class StageModule(nn.Module):
         compiled = run.compiled
         program = compiled.program
         held = {
-            name: self.copies.of(name, local_value(getattr(self, attribute(name)), how))
-            for name, how in self.shared.items()
+            name: self.copies.of(name, local_value(getattr(self, attribute(name)), s))
+            for name, s in self.shared.items()
         }
-        shared = {n: self._taken(compiled, n, v) for n, v in {**held, **own}.items() if n in stage.parameters}
+        shared = {n: self._taken(compiled, n, v) for n, v in {**held, **params}.items() if n in stage.parameters}
         scope: dict[str, Any] = {**dict.fromkeys(stage.parameters), **shared, **compiled.constants(), **run.state}
         scope |= received
         results_of = compiled.results_of(outputs=run.outputs)
@@ -185,31 +185,31 @@ class StageModule(nn.Module):
             values = self._function(run, index, stage)(*arguments)
             scope.update(zip(stage.again[index] if is_again else results_of(call), values, strict=True))
         leaving = {*stage.sends, program.loss, *(program.outputs if run.outputs else program.updates).values()}
-        found = {name: scope[name] for name in leaving if name in scope and name not in shared}
-        return dict(zip(found, own_memory([*found.values()], shared), strict=True)) if is_gathered(self) else found
+        out = {name: scope[name] for name in leaving if name in scope and name not in shared}
+        return dict(zip(out, own_memory([*out.values()], shared), strict=True)) if is_gathered(self) else out
 
     def _function(self, run: Execution, index: int, stage: Stage) -> BlockFunction:
         compiled, call = run.compiled, run.compiled.program.calls[index]
         kept = stage.again.get(index)
         function = run.functions[call.block] if kept is None else run.partly(call.block, _outputs(compiled, call, kept))
-        how, training = run.recomputed.get(index), run.streams.training
-        if how == "selective" and kept is None:
+        mode, training = run.recomputed.get(index), run.streams.training
+        if mode == "selective" and kept is None:
             assert run.selective is not None
             function = run.selective(call.block)
 
-        def inner(own: Mapping[str, torch.Tensor], *arguments: Any) -> Any:
+        def inner(held: Mapping[str, torch.Tensor], *arguments: Any) -> Any:
             if private.is_profiling():
                 with record_function(range_name(call.path, index, stage.index, run.when[1])):
-                    return plain(own, *arguments)
-            return plain(own, *arguments)
+                    return plain(held, *arguments)
+            return plain(held, *arguments)
 
-        def plain(own: Mapping[str, torch.Tensor], *arguments: Any) -> Any:
+        def plain(held: Mapping[str, torch.Tensor], *arguments: Any) -> Any:
             pairs = zip(call.arguments, arguments, strict=True)
             run.streams.begin(*run.when, index, training=training)
-            filled = [self._taken(compiled, a, own[a]) if isinstance(a, str) and a in own else v for a, v in pairs]
+            filled = [self._taken(compiled, a, held[a]) if isinstance(a, str) and a in held else v for a, v in pairs]
             return function(*filled)
 
-        outer: Callable[..., Any] = _recomputing(inner, run.stops_early) if how == "full" else inner
+        outer: Callable[..., Any] = _recomputing(inner, run.stops_early) if mode == "full" else inner
         if index in run.offloaded:
             outer = _offloading(outer, run, call)
         for segment in self._segments_of(call):
@@ -224,8 +224,8 @@ class StageModule(nn.Module):
 
     def _segments_of(self, call: CallSite) -> list[nn.Module]:
         """The segments that hold a call's parameters: one in the training step, perhaps several in another capture."""
-        found = {self.segment_of[a]: None for a in call.arguments if isinstance(a, str) and a in self.segment_of}
-        return [self.segments[at] for at in found if at not in self.shared_segments]
+        segments = {self.segment_of[a]: None for a in call.arguments if isinstance(a, str) and a in self.segment_of}
+        return [self.segments[at] for at in segments if at not in self.shared_segments]
 
 
 def _bound(scope: Mapping[str, Any], argument: Any) -> Any:
@@ -243,9 +243,9 @@ def _recomputing(run: Callable[..., Any], stops_early: bool) -> Callable[..., An
     has no state of generators to keep."""
     choices = KeptChoices()
 
-    def with_choices(own: Mapping[str, torch.Tensor], *arguments: Any) -> Any:
+    def with_choices(params: Mapping[str, torch.Tensor], *arguments: Any) -> Any:
         with choices:
-            return run(own, *arguments)
+            return run(params, *arguments)
 
     return partial(checkpoint, with_choices, use_reentrant=False, preserve_rng_state=False, early_stop=stops_early)
 
@@ -253,11 +253,11 @@ def _recomputing(run: Callable[..., Any], stops_early: bool) -> Callable[..., An
 def _offloading(run: Callable[..., Any], execution: Execution, call: CallSite) -> Callable[..., Any]:
     """`run` whose saved tensors wait on the host for the backward pass."""
 
-    def outer(own: Mapping[str, torch.Tensor], *arguments: Any) -> Any:
+    def outer(params: Mapping[str, torch.Tensor], *arguments: Any) -> Any:
         given = zip(call.arguments, arguments, strict=True)
         stays = [value for name, value in given if name in execution.stays]
-        with saved_on_host(execution.copies, (*own.values(), *stays)):
-            return run(own, *arguments)
+        with saved_on_host(execution.copies, (*params.values(), *stays)):
+            return run(params, *arguments)
 
     return outer
 
@@ -265,8 +265,8 @@ def _offloading(run: Callable[..., Any], execution: Execution, call: CallSite) -
 def _within(segment: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
     """`run` with a segment's parameters gathered and added to those it is given."""
 
-    def outer(own: Mapping[str, torch.Tensor], *arguments: Any) -> Any:
-        return segment(lambda more, *inner: run({**own, **more}, *inner), *arguments)
+    def outer(params: Mapping[str, torch.Tensor], *arguments: Any) -> Any:
+        return segment(lambda more, *inner: run({**params, **more}, *inner), *arguments)
 
     return outer
 

@@ -62,10 +62,10 @@ class TiedParameters:
                 if parameter.requires_grad:
                     if parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)
-                    found = local_gradient(parameter)
-                    assert found is not None
-                    gradients.append(found)
-                    dtypes.append(summed_dtype(found.dtype, self._degrees))
+                    gradient = local_gradient(parameter)
+                    assert gradient is not None
+                    gradients.append(gradient)
+                    dtypes.append(summed_dtype(gradient.dtype, self._degrees))
             sum_over(gradients, group, self._device, dtypes)
 
     def _twins(self, modules: Mapping[int, StageModule]) -> list[tuple[nn.Parameter, list[nn.Parameter]]]:

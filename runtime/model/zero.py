@@ -42,13 +42,13 @@ def is_zero_sharded(parameter: torch.Tensor) -> bool:
     return any(name in _ZERO_DIMS and not placement.is_replicate() for name, placement in named)
 
 
-def mesh_of(degrees: Degrees, mesh: RankMesh, how: Storage, zero_dim: int | None) -> DeviceMesh | None:
+def mesh_of(degrees: Degrees, mesh: RankMesh, storage: Storage, zero_dim: int | None) -> DeviceMesh | None:
     """The mesh of a parameter as it is made. None for a plain tensor.
 
     FSDP2 adds the data-parallel dimensions to the parameters that it shards (`zero_dim`). The others get them here: the
     operators of torch want all parameters on one mesh. Experts that `ep` splits have a mesh of their own.
     """
-    if how.is_of_experts:
+    if storage.is_of_experts:
         assert mesh.experts is not None
         return mesh.experts.tensor_mesh
     if zero_dim is not None or degrees.fsdp_stage == 0:

@@ -71,8 +71,8 @@ class BackwardStep:
     def wait(self) -> None:
         """Wait for the early updates. Until they end, their gradients belong to their thread."""
         running, self._running, self.is_last = self._running, [], False
-        for one in running:
-            one.result()
+        for task in running:
+            task.result()
 
     def update_late(self) -> None:
         """Update the late parameters."""

@@ -89,8 +89,8 @@ class _States(defaultdict[Any, Any]):
 
     def __missing__(self, parameter: Any) -> _State:
         self[parameter] = _State(self._area)
-        found: _State = self[parameter]
-        return found
+        state: _State = self[parameter]
+        return state
 
 
 @torch.no_grad()
@@ -111,8 +111,8 @@ def keep_state_in_files(optimizer: torch.optim.Optimizer, folder: str | os.PathL
     area = _Area(path, needed_bytes(optimizer))
     optimizer.state = _States(area, optimizer.state)
 
-    def loaded(own: torch.optim.Optimizer) -> None:
-        own.state = _States(_Area(path, needed_bytes(own)), own.state)  # the old file may hold what was loaded
+    def loaded(opt: torch.optim.Optimizer) -> None:
+        opt.state = _States(_Area(path, needed_bytes(opt)), opt.state)  # the old file may hold what was loaded
 
     optimizer.register_load_state_dict_post_hook(loaded)
     return area._storage.nbytes()
@@ -136,7 +136,7 @@ def needed_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 def _state_of_zeros(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: Any) -> dict[str, Any]:
     """The state of a parameter after a step of a copy of the optimizer, by key and number of the part."""
-    found: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     for k, tensor in enumerate(local_tensors(parameter)):
         alone = nn.Parameter(torch.zeros_like(tensor))
         alone.grad = torch.zeros_like(tensor)
@@ -145,8 +145,8 @@ def _state_of_zeros(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], 
         probe.param_groups = [{**group, "params": [alone]}]
         probe.state = defaultdict(dict)
         type(optimizer).step(probe)
-        found |= {f"{key}.{k}": value for key, value in probe.state[alone].items()}
-    return found
+        state |= {f"{key}.{k}": value for key, value in probe.state[alone].items()}
+    return state
 
 
 def mapped_file(folder: Path, num_bytes: int) -> torch.UntypedStorage:
@@ -155,9 +155,9 @@ def mapped_file(folder: Path, num_bytes: int) -> torch.UntypedStorage:
         handle, name = tempfile.mkstemp(prefix="autopar-state-", dir=folder)
         try:
             os.posix_fallocate(handle, 0, num_bytes)
-            found: Any = torch.UntypedStorage.from_file(name, True, num_bytes)
-            made: torch.UntypedStorage = found
-            return made
+            untyped: Any = torch.UntypedStorage.from_file(name, True, num_bytes)
+            storage: torch.UntypedStorage = untyped
+            return storage
         finally:
             os.close(handle)
             os.unlink(name)

@@ -18,37 +18,37 @@ from autopar.runtime.parameters.joined import JoinedTensor
 from autopar.runtime.parameters.packed import by_model_parameter
 
 
-def flat_state(tensor: torch.Tensor, how: Storage | None) -> Any:
+def flat_state(tensor: torch.Tensor, storage: Storage | None) -> Any:
     """A parameter of the model, or optimizer state shaped like it, under its flat global shape.
 
-    A parameter of several parts has no storage of its own: `how` is None.
+    A parameter of several parts has no storage of its own: `storage` is None.
     """
     if isinstance(tensor, JoinedTensor):
         return tensor.flat_shards()
     tensor = stored(tensor)
-    if how is None:
+    if storage is None:
         return tensor
-    if how.is_factored and isinstance(tensor, DTensor):
-        return FlatShards.of([FlatRows(tensor=tensor, shape=how.dims.shape)], how.dims.shape)
-    return tensor if tensor.dim() == 0 or isinstance(tensor, DTensor) else tensor.reshape(how.dims.shape)
+    if storage.is_factored and isinstance(tensor, DTensor):
+        return FlatShards.of([FlatRows(tensor=tensor, shape=storage.dims.shape)], storage.dims.shape)
+    return tensor if tensor.dim() == 0 or isinstance(tensor, DTensor) else tensor.reshape(storage.dims.shape)
 
 
 def optimizer_state(
     parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, held: Mapping[str, Storage]
 ) -> dict[str, Any]:
     """The state of every parameter of the model under its name. State of another shape stays as it is."""
-    found: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     for name, parameter in parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             is_like = isinstance(value, torch.Tensor) and value.shape == parameter.shape
-            found[f"{name}.{key}"] = flat_state(value, held.get(name)) if is_like else value
-    return found
+            state[f"{name}.{key}"] = flat_state(value, held.get(name)) if is_like else value
+    return state
 
 
 def names_of_state(program: Program) -> list[tuple[str, ...]]:
     """The names of every parameter and persistent buffer of the model, in the order of a state dict."""
-    found = [(name, *infos[0].aliases) for name, infos in by_model_parameter(program)]
-    return found + [(name, *info.aliases) for name, info in program.buffers.items() if info.persistent]
+    names = [(name, *infos[0].aliases) for name, infos in by_model_parameter(program)]
+    return names + [(name, *info.aliases) for name, info in program.buffers.items() if info.persistent]
 
 
 @torch.no_grad()

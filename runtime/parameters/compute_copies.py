@@ -40,8 +40,8 @@ class ComputeCopies:
             return value
         if name not in self._held:
             self._held[name] = value.detach().to(dtype)
-        found: torch.Tensor = _Cast.apply(value, self._held[name])
-        return found
+        cast: torch.Tensor = _Cast.apply(value, self._held[name])
+        return cast
 
     def tensors(self) -> list[torch.Tensor]:
         """The copies that are held now."""

@@ -88,13 +88,13 @@ class FactoredTensor(ShownTensor, DTensor):
         stored(self).to_local().copy_(parts.to_local())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FactoredTensor":
-        made: Any = private.with_local_part(self, self.to_local().detach().clone())
-        shown(made, self.model_shape, self.model_name).requires_grad_(self.requires_grad)
-        made.__class__ = type(self)
-        made._is_param = isinstance(self, nn.Parameter)
-        made.grad = deepcopy(self.grad, memo)
-        memo[id(self)] = made
-        return made  # type: ignore[no-any-return]
+        twin: Any = private.with_local_part(self, self.to_local().detach().clone())
+        shown(twin, self.model_shape, self.model_name).requires_grad_(self.requires_grad)
+        twin.__class__ = type(self)
+        twin._is_param = isinstance(self, nn.Parameter)
+        twin.grad = deepcopy(self.grad, memo)
+        memo[id(self)] = twin
+        return twin  # type: ignore[no-any-return]
 
     def flat_shards(self) -> FlatShards:
         shape = tuple(self.model_shape)
@@ -138,12 +138,12 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return out.copy_(_run(func, args, kwargs))
     if is_by_element(name, args, kwargs):
         rows = [_alike(row, first_changes=writes(name)) for row in rows_of(args)]
-        alike = [row for row in rows if row is not None]
-        if len(alike) == len(rows):
+        matched = [row for row in rows if row is not None]
+        if len(matched) == len(rows):
             if _is_local(name, args):
-                return _run_local(func, args, alike, kwargs)
-            result = func(*with_rows(args, alike), **kwargs)
-            likes = [_factored(row) for row in alike]
+                return _run_local(func, args, matched, kwargs)
+            result = func(*with_rows(args, matched), **kwargs)
+            likes = [_factored(row) for row in matched]
             if name in TO_ONE_NUMBER or any(like is not None and like.has_two_meshes for like in likes):
                 result = private.pytree.tree_map(as_plain_number, result)
             return _marked(result, likes)
@@ -162,15 +162,15 @@ def _is_local(name: str, args: tuple[Any, ...]) -> bool:
 
 def _run_local(func: Any, args: tuple[Any, ...], rows: Sequence[list[Any]], kwargs: dict[str, Any]) -> Any:
     """Run an operator on this rank's parts of operands that are stored alike."""
-    local = [[_local(one) for one in row] for row in rows]
+    local = [[_local(x) for x in row] for row in rows]
     others = tuple(_local(arg) for arg in args)
     result = func(*with_rows(others, local), **{name: _local(value) for name, value in kwargs.items()})
     results = list(result) if isinstance(result, (list, tuple)) else [result]
     for k, (row, parts) in enumerate(zip(rows, local, strict=True)):
         like = _factored(row)
         if k < len(results) and like is not None and isinstance(results[k], torch.Tensor):
-            own = results[k] is parts[0]  # an in-place operator returns its operand
-            results[k] = row[0] if own else shown(private.with_local_part(like, results[k]), like.model_shape)
+            inplace = results[k] is parts[0]  # an in-place operator returns its operand
+            results[k] = row[0] if inplace else shown(private.with_local_part(like, results[k]), like.model_shape)
     return type(result)(results) if isinstance(result, (list, tuple)) else results[0]
 
 
@@ -200,27 +200,27 @@ def _alike(row: Sequence[Any], *, first_changes: bool) -> list[Any] | None:
         return list(row)
     if first_changes and not isinstance(row[0], FactoredTensor):
         whole = FactoredTensor.gathered if isinstance(row[0], DTensor) else whole_of
-        return [whole(one) if isinstance(one, FactoredTensor) else one for one in row]
-    found = []
-    for one in row:
-        if isinstance(one, torch.Tensor) and one.dim():
-            one = _as_stored(one, like)
-            if not (isinstance(one, DTensor) and private.same_layout(one, like)):
+        return [whole(x) if isinstance(x, FactoredTensor) else x for x in row]
+    cells = []
+    for x in row:
+        if isinstance(x, torch.Tensor) and x.dim():
+            x = _as_stored(x, like)
+            if not (isinstance(x, DTensor) and private.same_layout(x, like)):
                 return None
-        found.append(one)
-    return found
+        cells.append(x)
+    return cells
 
 
 def _factored(row: Sequence[Any]) -> FactoredTensor | None:
-    return next((one for one in row if isinstance(one, FactoredTensor)), None)
+    return next((x for x in row if isinstance(x, FactoredTensor)), None)
 
 
 def _marked(result: Any, likes: Sequence[FactoredTensor | None]) -> Any:
     """The results of an operator. A result that is stored as an operand is shows the operand's shape."""
     results = result if isinstance(result, (list, tuple)) else [result]
-    for one, like in zip(results, likes, strict=False):
-        if like is not None and type(one) is DTensor and private.same_layout(one, like):
-            shown(one, like.model_shape)
+    for x, like in zip(results, likes, strict=False):
+        if like is not None and type(x) is DTensor and private.same_layout(x, like):
+            shown(x, like.model_shape)
     return result
 
 

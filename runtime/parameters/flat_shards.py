@@ -50,17 +50,17 @@ class FlatShards(torch.Tensor):
 
     @staticmethod
     def of(rows: Sequence[FlatRows], flat_shape: tuple[int, ...]) -> "FlatShards":
-        made = torch.empty(flat_shape, dtype=rows[0].tensor.dtype, device="meta").as_subclass(FlatShards)
-        made.rows = tuple(rows)
-        made.chunks = tuple(chunk for part in rows for chunk in part.chunks())
-        return made
+        shards = torch.empty(flat_shape, dtype=rows[0].tensor.dtype, device="meta").as_subclass(FlatShards)
+        shards.rows = tuple(rows)
+        shards.chunks = tuple(chunk for part in rows for chunk in part.chunks())
+        return shards
 
     def copied(self, copy: Callable[[tuple[int, ...], torch.Tensor], torch.Tensor]) -> "FlatShards":
         """The same chunks with values in host memory: what `copy` makes of the offsets and the values of each."""
-        made = torch.empty(self.shape, dtype=self.dtype, device="meta").as_subclass(FlatShards)
-        made.rows = ()
-        made.chunks = tuple((offsets, sizes, copy(offsets, values)) for offsets, sizes, values in self.chunks)
-        return made
+        shards = torch.empty(self.shape, dtype=self.dtype, device="meta").as_subclass(FlatShards)
+        shards.rows = ()
+        shards.chunks = tuple((offsets, sizes, copy(offsets, values)) for offsets, sizes, values in self.chunks)
+        return shards
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]

@@ -93,13 +93,13 @@ class GradScaler(torch.amp.GradScaler):
                 private.unscale_and_check(gradients, found_inf, inv_scale)
         return {found_inf.device: self._any_overflow(found_inf)}
 
-    def _any_overflow(self, found: torch.Tensor) -> torch.Tensor:
+    def _any_overflow(self, flags: torch.Tensor) -> torch.Tensor:
         """The largest of the ranks' flags, on every rank. Collective. Settings are compared if that is still open."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
-            return found
+            return flags
         settings = settings_of(self)
         number = int.from_bytes(hashlib.sha256(settings.encode()).digest()[:3], "big")  # exact in float32
-        row = torch.stack([found, torch.full_like(found, number), torch.full_like(found, -number)])
+        row = torch.stack([flags, torch.full_like(flags, number), torch.full_like(flags, -number)])
         dist.all_reduce(row, op=dist.ReduceOp.MAX)
         if self._agreed != settings:
             if float(row[1]) != -float(row[2]):
@@ -107,7 +107,7 @@ class GradScaler(torch.amp.GradScaler):
                     f"ranks have scalers with other settings; rank {dist.get_rank()} has {settings}; {SAME_SETTINGS}"
                 )
             self._agreed = settings
-        return found.copy_(row[0])
+        return flags.copy_(row[0])
 
 
 SAME_SETTINGS = "make the scaler with equal arguments, and load the same state, on every rank"
@@ -158,7 +158,7 @@ def adopted(scaler: Any) -> GradScaler:
         )
     reached = _scale_at_adoption(scaler) if scaler.is_enabled() else None
     scaler.__class__ = GradScaler
-    found: GradScaler = scaler
-    found._given_scale = reached
-    found._agreed = settings_of(found)
-    return found
+    wrapped: GradScaler = scaler
+    wrapped._given_scale = reached
+    wrapped._agreed = settings_of(wrapped)
+    return wrapped

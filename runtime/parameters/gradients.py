@@ -22,8 +22,8 @@ Unsummed = Sequence[tuple[torch.Tensor, torch.Tensor, int]]  # parameters, their
 
 def marked(parameters: Iterable[torch.Tensor]) -> Unsummed:
     """Parameters with gradients whose sums over ranks wait."""
-    found = ((p, local_gradient(p)) for p in parameters)
-    return [(p, grad, grad._version) for p, grad in found if grad is not None]
+    pairs = ((p, local_gradient(p)) for p in parameters)
+    return [(p, grad, grad._version) for p, grad in pairs if grad is not None]
 
 
 def are_waiting(unsummed: Unsummed | None) -> bool:
@@ -93,22 +93,22 @@ def nonfinite_error(parameters: Mapping[str, torch.Tensor], names: Sequence[str]
 
     `names` are all parameters of the model in order, and `parameters` this rank's ones.
     """
-    own = [
+    local = [
         name
         for name, parameter in parameters.items()
         if (grad := local_gradient(parameter)) is not None and not bool(grad.isfinite().all())
     ]
-    every: list[list[str]] = [own]
+    every: list[list[str]] = [local]
     if dist.is_initialized() and dist.get_world_size() > 1:
         every = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(every, own)
-    found = {name for held in every for name in held}
-    first = next((name for name in names if name in found), None)
+        dist.all_gather_object(every, local)
+    bad = {name for held in every for name in held}
+    first = next((name for name in names if name in bad), None)
     if first is None:
         return RuntimeInputError(f"the gradient norm is {norm} though all gradients are finite; lower the loss scale")
     ranks = [rank for rank, held in enumerate(every) if first in held]
     module = first.rpartition(".")[0] or "the model itself"
-    more = f", and of {len(found) - 1} more parameters" if len(found) > 1 else ""
+    more = f", and of {len(bad) - 1} more parameters" if len(bad) > 1 else ""
     return RuntimeInputError(
         f"the gradient norm is {norm}: the gradient of {first!r} (module {module}) has NaN or infinite elements on "
         f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}{more}; look at the batch and the learning rate, "

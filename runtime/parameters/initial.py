@@ -59,7 +59,7 @@ def first_rank_sends(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, ha
             f"{named_ranks(whole)} of {len(forms)} hold weights, and rank 0 holds none: its model is on meta, and it "
             "has no state; build the model or pass the state on rank 0, whose weights are used"
         )
-    return any(own != forms[0] for own in forms)
+    return any(f != forms[0] for f in forms)
 
 
 def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
@@ -81,12 +81,12 @@ def own_buffers(program: Program, source: Source, *, on_meta: bool) -> dict[str,
 def sent_buffers(program: Program, source: Source) -> dict[str, torch.Tensor]:
     """Rank 0's buffers, whole, on every rank. Collective."""
     is_first = dist.get_rank() == 0
-    found = agreed(lambda: {name: source(name) for name in program.buffers} if is_first else {})
+    values = agreed(lambda: {name: source(name) for name in program.buffers} if is_first else {})
     for name, info in program.buffers.items():
         empty = torch.empty(() if is_first else info.shape, dtype=info.dtype, device=device_of_rank())
-        found[name] = found.get(name, empty).to(info.dtype).contiguous()
-        share_tensor(found[name])
-    return found
+        values[name] = values.get(name, empty).to(info.dtype).contiguous()
+        share_tensor(values[name])
+    return values
 
 
 class Parts:
@@ -104,18 +104,18 @@ class Parts:
         if sent:
             group_of_messages()
 
-    def of(self, name: str, how: Storage) -> torch.Tensor:
+    def of(self, name: str, storage: Storage) -> torch.Tensor:
         """This rank's part of a parameter; perhaps memory of the model, which the caller must not keep."""
         if not self._sent:
-            return self._cut(self._source(name), how, [dim.coordinate for dim in self._dims], name)
-        split = [kind.kind == "S" for kind in how.types]
+            return self._cut(self._source(name), storage, [dim.coordinate for dim in self._dims], name)
+        split = [kind.kind == "S" for kind in storage.types]
         along = [dim for dim, is_split in zip(self._dims, split, strict=True) if not is_split and dim.degree > 1]
         if dist.get_rank() == 0:
-            part = self._send(name, how, along, 0)
+            part = self._send(name, storage, along, 0)
             assert part is not None
             part = part.contiguous()
         else:
-            shape = how.dims.local_shape(how.types, self._plan.mesh.degrees)
+            shape = storage.dims.local_shape(storage.types, self._plan.mesh.degrees)
             part = torch.empty(shape, dtype=self._dtype(name), device=device_of_rank())
             if not any(dim.coordinate for dim in along):
                 receive_tensor(part, 0)
@@ -127,9 +127,9 @@ class Parts:
     def pass_on(self, stage_rank: int, _: nn.Module, names: Mapping[str, Storage]) -> None:
         """On rank 0: send the parts of a stage that ranks at another coordinate of the pipeline hold."""
         if self._sent and dist.get_rank() == 0:
-            for name, how in names.items():
-                pairs = zip(self._dims, how.types, strict=True)
-                self._send(name, how, [dim for dim, kind in pairs if kind.kind != "S"], stage_rank)
+            for name, storage in names.items():
+                pairs = zip(self._dims, storage.types, strict=True)
+                self._send(name, storage, [dim for dim, kind in pairs if kind.kind != "S"], stage_rank)
 
     def end(self) -> None:
         """Raise on all ranks what kept rank 0 from sending. Collective."""
@@ -140,17 +140,17 @@ class Parts:
         if self._error is not None:
             raise self._error
 
-    def _send(self, name: str, how: Storage, along: Iterable[MeshDim], stage_rank: int) -> torch.Tensor | None:
+    def _send(self, name: str, storage: Storage, along: Iterable[MeshDim], stage_rank: int) -> torch.Tensor | None:
         """Send each part of a parameter to its first rank, and return rank 0's own."""
-        whole, own, pipeline = self._whole(name), None, self._mesh.pipeline
+        whole, mine, pipeline = self._whole(name), None, self._mesh.pipeline
         for rank in range(dist.get_world_size()):
             if (pipeline is None or pipeline.of(rank) == stage_rank) and not any(dim.of(rank) for dim in along):
-                part = self._cut(whole, how, [dim.of(rank) for dim in self._dims], name)
+                part = self._cut(whole, storage, [dim.of(rank) for dim in self._dims], name)
                 if rank == 0:
-                    own = part
+                    mine = part
                 else:
                     send_tensor(part, rank)
-        return own
+        return mine
 
     def _whole(self, name: str) -> torch.Tensor:
         """A whole parameter. After an error zeros, so that the other ranks get what they wait for."""
@@ -161,8 +161,8 @@ class Parts:
             self._error = error
         return torch.zeros(self._program.every_parameter[name].shape, dtype=self._dtype(name))
 
-    def _cut(self, whole: torch.Tensor, how: Storage, at: list[int], name: str) -> torch.Tensor:
-        return local_shard(whole.detach(), how.dims, how.types, self._plan.mesh, at).to(self._dtype(name))
+    def _cut(self, whole: torch.Tensor, storage: Storage, at: list[int], name: str) -> torch.Tensor:
+        return local_shard(whole.detach(), storage.dims, storage.types, self._plan.mesh, at).to(self._dtype(name))
 
     def _dtype(self, name: str) -> torch.dtype:
         return stored_dtype(self._program.every_parameter[name].dtype, self._plan.degrees)

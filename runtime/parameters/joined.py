@@ -63,9 +63,9 @@ class JoinedTensor(ShownTensor):
 
     @classmethod
     def of(cls, parts: Sequence[torch.Tensor], joint: Joint, name: str = "") -> "JoinedTensor":
-        made: JoinedTensor = private.tensor_without_memory(cls, joint.shape, parts[0].dtype, parts[0].device)
-        made.parts, made.joint, made.model_name = tuple(parts), joint, name
-        return made
+        joined: JoinedTensor = private.tensor_without_memory(cls, joint.shape, parts[0].dtype, parts[0].device)
+        joined.parts, joined.joint, joined.model_name = tuple(parts), joint, name
+        return joined
 
     def full_tensor(self) -> torch.Tensor:
         whole = [part.full_tensor() if isinstance(part, DTensor) else part for part in self.parts]
@@ -76,16 +76,16 @@ class JoinedTensor(ShownTensor):
 
     @torch.no_grad()
     def write(self, whole: torch.Tensor) -> None:
-        for part, own in zip(self.parts, self.joint.cut(whole), strict=True):
+        for part, piece in zip(self.parts, self.joint.cut(whole), strict=True):
             if isinstance(part, ShownTensor):
-                part.write(own)
+                part.write(piece)
             else:
-                part.copy_(own)
+                part.copy_(piece)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "JoinedTensor":
-        made = type(self).of([deepcopy(part, memo) for part in self.parts], self.joint, self.model_name)
-        memo[id(self)] = made
-        return made
+        joined = type(self).of([deepcopy(part, memo) for part in self.parts], self.joint, self.model_name)
+        memo[id(self)] = joined
+        return joined
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({self.model_name!r}, shape={tuple(self.joint.shape)}, parts={list(self.parts)})"
@@ -101,14 +101,14 @@ class JoinedTensor(ShownTensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         refuse_compiling()
-        joined = [one for one in tensors_in(args) if isinstance(one, JoinedTensor)]
-        if any(isinstance(one.parts[0], StageGradient) for one in joined):
+        joined = [x for x in tensors_in(args) if isinstance(x, JoinedTensor)]
+        if any(isinstance(x.parts[0], StageGradient) for x in joined):
             refuse_norm(func, sys._getframe(1))
         return _run(func, tuple(args), dict(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        name = next((one.model_name for one in tensors_in(args) if isinstance(one, JoinedTensor)), "")
+        name = next((x.model_name for x in tensors_in(args) if isinstance(x, JoinedTensor)), "")
         raise RuntimeInputError(
             f"{func} cannot run on {name or 'a value'!r}, which this plan stores in parts; pass parameter.full_tensor()"
         )
@@ -144,10 +144,10 @@ def _property(func: Any, name: str, args: tuple[Any, ...]) -> Any:
         with private.without_torch_function():
             return func(*args)
     if func.__name__ == "__get__":
-        own = [getattr(part, name) for part in tensor.parts]
+        parts = [getattr(part, name) for part in tensor.parts]
         if name == "requires_grad":
-            return any(own)
-        return None if any(one is None for one in own) else JoinedTensor.of(own, tensor.joint, tensor.model_name)
+            return any(parts)
+        return None if any(v is None for v in parts) else JoinedTensor.of(parts, tensor.joint, tensor.model_name)
     for part, value in zip(tensor.parts, _cut(values[0] if values else None, tensor.joint) or (), strict=True):
         setattr(part, name, value)
     return None
@@ -157,35 +157,35 @@ def _run_by_part(func: Any, name: str, args: tuple[Any, ...], rows: Sequence[lis
     """Run an operator on the parts. `rows` has, for each row of operands, the operands of each part."""
     places, counts = places_of(args), [len(parts) for parts in rows]
     if not places:
-        found = [func(*part, **kwargs) for part in rows[0]]
-        return _together(name, args, kwargs, args, found)
+        outs = [func(*part, **kwargs) for part in rows[0]]
+        return _together(name, args, kwargs, args, outs)
     operands = list(args)
     for column, k in enumerate(places):
         operands[k] = [part[column] for parts in rows for part in parts]
     for k, arg in enumerate(args):
         if k not in places and isinstance(arg, (list, tuple)) and len(arg) == len(rows):  # a number for each row
-            operands[k] = [one for one, count in zip(arg, counts, strict=True) for _ in range(count)]
+            operands[k] = [x for x, count in zip(arg, counts, strict=True) for _ in range(count)]
     result = func(*operands, **kwargs)
     if result is None:
         return None
     results = iter(result)
-    found = [[next(results) for _ in range(count)] for count in counts]
-    together = zip(rows_of(args), found, strict=True)
+    outs = [[next(results) for _ in range(count)] for count in counts]
+    together = zip(rows_of(args), outs, strict=True)
     return type(result)(_together(name, args, kwargs, row, parts) for row, parts in together)
 
 
-def _together(name: str, args: Any, kwargs: dict[str, Any], row: Sequence[Any], found: Sequence[Any]) -> Any:
+def _together(name: str, args: Any, kwargs: dict[str, Any], row: Sequence[Any], outs: Sequence[Any]) -> Any:
     """What an operator returns for one row of operands, of what it returned for the parts."""
     like = _joined(row)
     if like is None:
-        return found[0]
+        return outs[0]
     if writes(name):
         return row[0]
     if name in TO_ONE_NUMBER or name in ("_foreach_norm", "_foreach_max"):
-        numbers = torch.stack([one.full_tensor() if isinstance(one, DTensor) else one for one in found])
+        numbers = torch.stack([x.full_tensor() if isinstance(x, DTensor) else x for x in outs])
         number = _combined(name, args, kwargs, numbers, like)
         return number if name in TO_ONE_NUMBER else _replicated(number, like.parts[0])
-    return JoinedTensor.of(found, like.joint)
+    return JoinedTensor.of(outs, like.joint)
 
 
 def _combined(name: str, args: Any, kwargs: dict[str, Any], numbers: torch.Tensor, like: JoinedTensor) -> torch.Tensor:
@@ -207,8 +207,8 @@ def _parts_of(row: Sequence[Any], *, first_changes: bool) -> list[list[Any]] | N
     if like is None:
         return [list(row)]
     if first_changes and isinstance(row[0], DTensor):
-        return [[one.gathered() if isinstance(one, JoinedTensor) else one for one in row]]
-    columns = [_cut(one, like.joint) for one in row]
+        return [[x.gathered() if isinstance(x, JoinedTensor) else x for x in row]]
+    columns = [_cut(x, like.joint) for x in row]
     known = [column for column in columns if column is not None]
     return [list(part) for part in zip(*known, strict=True)] if len(known) == len(columns) else None
 
@@ -225,7 +225,7 @@ def _cut(operand: Any, joint: Joint) -> list[Any] | None:
 
 
 def _joined(row: Sequence[Any]) -> JoinedTensor | None:
-    return next((one for one in row if isinstance(one, JoinedTensor)), None)
+    return next((x for x in row if isinstance(x, JoinedTensor)), None)
 
 
 def _replicated(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:

@@ -300,15 +300,15 @@ class _EmptyOnMeta(TorchFunctionMode):
 
 def _constructor_arguments(module: nn.Module) -> dict[str, Any] | None:
     """What a module was built with, as far as it keeps it in attributes of the same names; None if any is not kept."""
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for name, parameter in inspect.signature(type(module)).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
         if name in vars(module) and parameter.kind is not parameter.POSITIONAL_ONLY:
-            found[name] = vars(module)[name]
+            arguments[name] = vars(module)[name]
         elif not (name in ("device", "dtype") and parameter.default is not parameter.empty):
             return None
-    return found
+    return arguments
 
 
 def _settings(module: nn.Module) -> dict[str, Any]:

@@ -34,14 +34,14 @@ def makes_elements(name: str) -> bool:
 def _is_pointwise(name: str) -> bool:
     """Whether torch calls every overload pointwise that takes a tensor first and writes to no other tensor."""
     every = private.overloads_of(getattr(torch.ops.aten, name, None)).values()
-    taking = [one for one in every if one._schema.arguments and str(one._schema.arguments[0].type) == "Tensor"]
-    own = [one for one in taking if not any(argument.is_out for argument in one._schema.arguments)]
-    return bool(own) and all(torch.Tag.pointwise in one.tags for one in own)
+    taking = [f for f in every if f._schema.arguments and str(f._schema.arguments[0].type) == "Tensor"]
+    fs = [f for f in taking if not any(argument.is_out for argument in f._schema.arguments)]
+    return bool(fs) and all(torch.Tag.pointwise in f.tags for f in fs)
 
 
 def is_by_element(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an operator treats every element alike, or reduces all of them to one number."""
-    if any(one.dim() for one in tensors_in(kwargs)):
+    if any(t.dim() for t in tensors_in(kwargs)):
         return False
     if name == "where":
         return len(args) == 3  # of one argument it is `nonzero`
@@ -60,7 +60,7 @@ def is_by_element(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
 
 def has_gradient(args: tuple[Any, ...]) -> bool:
     """Whether autograd records an operator of these operands."""
-    return torch.is_grad_enabled() and any(one.requires_grad for one in tensors_in(args))
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(args))
 
 
 def places_of(args: tuple[Any, ...]) -> list[int]:
@@ -89,12 +89,12 @@ def writes(name: str) -> bool:
 
 def changed_operands(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The operands that an operator of `torch.ops` changes, as its schema says. Other functions have none."""
-    found = []
+    operands = []
     for overload in private.overloads_of(func).values():
         for place, argument in enumerate(overload._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                found.append(args[place] if place < len(args) else kwargs.get(argument.name))
-    return found
+                operands.append(args[place] if place < len(args) else kwargs.get(argument.name))
+    return operands
 
 
 def target_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -103,4 +103,4 @@ def target_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    return (one for one in private.pytree.tree_leaves(tree) if isinstance(one, torch.Tensor))
+    return (t for t in private.pytree.tree_leaves(tree) if isinstance(t, torch.Tensor))

@@ -29,22 +29,22 @@ def packed_source(program: Program, source: Source) -> Source:
 
 def by_model_parameter(program: Program) -> Iterator[tuple[str, list[StateInfo]]]:
     """The model's parameters by name, each with its pieces in order, or with itself."""
-    found: dict[str, list[StateInfo]] = {}
+    groups: dict[str, list[StateInfo]] = {}
     for info in program.every_parameter.values():
-        found.setdefault(info.whole_name, []).append(info)
-    yield from found.items()
+        groups.setdefault(info.whole_name, []).append(info)
+    yield from groups.items()
 
 
 def join_packed(program: Program, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Whole values by the model's names; a parameter without a value has none."""
-    found: dict[str, torch.Tensor] = {}
+    joined: dict[str, torch.Tensor] = {}
     for name, infos in by_model_parameter(program):
-        own = [values[info.name] for info in infos if info.name in values]
-        if own:
+        pieces = [values[info.name] for info in infos if info.name in values]
+        if pieces:
             part = infos[0].part
-            assert len(own) == len(infos), (name, [info.name for info in infos])
-            found[name] = own[0] if part is None else torch.cat(own, part.dim)
-    return found
+            assert len(pieces) == len(infos), (name, [info.name for info in infos])
+            joined[name] = pieces[0] if part is None else torch.cat(pieces, part.dim)
+    return joined
 
 
 def complete_gradients(program: Program, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -55,8 +55,8 @@ def complete_gradients(program: Program, parameters: Mapping[str, nn.Parameter])
     An optimizer skips parameters without a gradient, but decays the weights of rows that have zeros.
     """
     for _, infos in by_model_parameter(program):
-        own = [parameters[info.name] for info in infos if info.name in parameters]
-        if any(p.grad is not None for p in own):
-            for parameter in own:
+        params = [parameters[info.name] for info in infos if info.name in parameters]
+        if any(p.grad is not None for p in params):
+            for parameter in params:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)

@@ -17,14 +17,14 @@ from autopar.ir.storage import Storage
 from autopar.runtime.parameters.shards import pad_axis
 
 
-def placements(how: Storage, num_dims: int) -> tuple[Placement, ...]:
+def placements(storage: Storage, num_dims: int) -> tuple[Placement, ...]:
     """The placement on each of `num_dims` mesh dimensions. The last ones are the tensor mesh dimensions."""
-    split = [Replicate() if split is None else Shard(split) for split in how.splits]
+    split = [Replicate() if split is None else Shard(split) for split in storage.splits]
     return (*[Replicate()] * (num_dims - len(split)), *split)
 
 
 def make_parameter(
-    how: Storage,
+    storage: Storage,
     part: torch.Tensor,
     device_mesh: DeviceMesh | None,
     device: torch.device,
@@ -38,35 +38,35 @@ def make_parameter(
     local = part.to(device=device, copy=True).contiguous()
     if device_mesh is None:
         return nn.Parameter(local, requires_grad=requires_grad)
-    local = local.reshape(how.padded_shape)
+    local = local.reshape(storage.padded_shape)
     at = device_mesh.get_coordinate()
     assert at is not None
-    at = at[device_mesh.ndim - len(how.splits) :]
-    for index, dim, size in how.uneven():
-        own = how.shape[dim] - size * at[index]
-        local = local.narrow(dim, 0, max(0, min(size, own)))
-    if not local.is_contiguous() or how.uneven():  # else the padding would be held too
+    at = at[device_mesh.ndim - len(storage.splits) :]
+    for index, dim, size in storage.uneven():
+        count = storage.shape[dim] - size * at[index]
+        local = local.narrow(dim, 0, max(0, min(size, count)))
+    if not local.is_contiguous() or storage.uneven():  # else the padding would be held too
         local = local.clone(memory_format=torch.contiguous_format)
-    stride = torch.empty(how.shape, device="meta").stride()
+    stride = torch.empty(storage.shape, device="meta").stride()
     tensor = DTensor.from_local(
         local,
         device_mesh,
-        placements(how, device_mesh.ndim),
+        placements(storage, device_mesh.ndim),
         run_check=False,
-        shape=torch.Size(how.shape),
+        shape=torch.Size(storage.shape),
         stride=stride,
     )
     return nn.Parameter(tensor, requires_grad=requires_grad)
 
 
-def local_value(parameter: torch.Tensor, how: Storage) -> torch.Tensor:
+def local_value(parameter: torch.Tensor, storage: Storage) -> torch.Tensor:
     """The flat local tensor of a parameter inside a block.
 
     The cotangent of a replicated parameter is declared replicated even where it is partial: its sum is deferred to
     once a step (`autopar.runtime.parameters.gradients`), on the shards that ZeRO leaves.
     """
     if isinstance(parameter, DTensor):
-        parameter = parameter.to_local(grad_placements=placements(how, parameter.device_mesh.ndim))
-        for _, dim, size in how.uneven():
+        parameter = parameter.to_local(grad_placements=placements(storage, parameter.device_mesh.ndim))
+        for _, dim, size in storage.uneven():
             parameter = pad_axis(parameter, dim, size)
-    return parameter if parameter.shape == how.local_shape else parameter.reshape(how.local_shape)
+    return parameter if parameter.shape == storage.local_shape else parameter.reshape(storage.local_shape)

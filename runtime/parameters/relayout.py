@@ -24,28 +24,28 @@ def whole_placement(info: StateInfo, mesh: Mesh) -> Storage:
     return storage_of(Dims(sizes, sizes), types, mesh)
 
 
-def same_layout(one: Storage, other: Storage) -> bool:
+def same_layout(first: Storage, other: Storage) -> bool:
     """Whether two ways of holding a parameter are one, however its dimensions are cut into axes."""
-    kinds = [[t.kind for t in how.types] for how in (one, other)]
-    return kinds[0] == kinds[1] and ("S" not in kinds[0] or _layout(one) == _layout(other))
+    kinds = [[t.kind for t in storage.types] for storage in (first, other)]
+    return kinds[0] == kinds[1] and ("S" not in kinds[0] or _layout(first) == _layout(other))
 
 
-def _layout(how: Storage) -> tuple[object, ...]:
-    return how.shape, how.splits, how.local_shape
+def _layout(storage: Storage) -> tuple[object, ...]:
+    return storage.shape, storage.splits, storage.local_shape
 
 
-def relayout(value: torch.Tensor, how: Storage, used: Storage, mesh: RankMesh) -> torch.Tensor:
-    """Convert the flat local value of a parameter from the placement `how` to the placement `used`.
+def relayout(value: torch.Tensor, storage: Storage, used: Storage, mesh: RankMesh) -> torch.Tensor:
+    """Convert the flat local value of a parameter from the placement `storage` to the placement `used`.
 
     If both placements split it in different ways, it is gathered and cut again.
     """
-    current = list(how.types)
+    current = list(storage.types)
     tensor = [*mesh.spec.owning("experts"), *mesh.spec.owning("parameters")]
-    alike = _layout(how) == _layout(used)
+    is_same = _layout(storage) == _layout(used)
     for i in tensor:
-        if current[i].kind == "S" and not (alike and used.types[i].kind == "S"):
+        if current[i].kind == "S" and not (is_same and used.types[i].kind == "S"):
             kind = I if used.types[i].kind == "I" else R
-            value = gathered(value, how.dims, current, i, kind, mesh)
+            value = gathered(value, storage.dims, current, i, kind, mesh)
             current[i] = kind
     for i in tensor:
         dim, pair = mesh.dims[mesh.spec.names[i]], (current[i].kind, used.types[i].kind)

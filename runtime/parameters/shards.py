@@ -26,8 +26,8 @@ def local_shard(value: torch.Tensor, dims: Dims, types: Sequence[Type], mesh: Me
             index = dims.axis_index(kind)
             size = chunk(out.shape[index], degree)
             start = min(coordinate * size, out.shape[index])
-            own = min(size, out.shape[index] - start)
-            out = pad_axis(out.narrow(index, start, own), index, size)
+            count = min(size, out.shape[index] - start)
+            out = pad_axis(out.narrow(index, start, count), index, size)
     return out.reshape(dims.local_shape(types, mesh.degrees))
 
 
@@ -80,8 +80,8 @@ def assemble(
     return grid[0].reshape(dims.shape), difference
 
 
-def largest_difference(one: torch.Tensor, other: torch.Tensor) -> float:
+def largest_difference(value: torch.Tensor, other: torch.Tensor) -> float:
     """The largest absolute difference of two floating tensors; of other tensors infinite, unless they are equal."""
-    if one.dtype.is_floating_point:
-        return float((one - other).abs().max()) if one.numel() else 0.0
-    return 0.0 if torch.equal(one, other) else float("inf")
+    if value.dtype.is_floating_point:
+        return float((value - other).abs().max()) if value.numel() else 0.0
+    return 0.0 if torch.equal(value, other) else float("inf")

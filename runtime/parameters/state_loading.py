@@ -54,10 +54,10 @@ class ModelTensor:
 
 def model_tensors(model: nn.Module) -> dict[str, ModelTensor]:
     """Every parameter and buffer by its first name, tied ones once, in the order of ``named_parameters``."""
-    found: dict[int, tuple[list[str], list[tuple[nn.Module, str]], bool, list[bool]]] = {}
+    groups: dict[int, tuple[list[str], list[tuple[nn.Module, str]], bool, list[bool]]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for is_parameter, attribute, tensor in _tensors_of(module):
-            names, owners, _, persistent = found.setdefault(id(tensor), ([], [], is_parameter, []))
+            names, owners, _, persistent = groups.setdefault(id(tensor), ([], [], is_parameter, []))
             names.append(f"{prefix}.{attribute}" if prefix else attribute)
             owners.append((module, attribute))
             persistent.append(is_parameter or attribute not in module._non_persistent_buffers_set)
@@ -69,7 +69,7 @@ def model_tensors(model: nn.Module) -> dict[str, ModelTensor]:
             is_parameter=is_parameter,
             persistent=any(persistent),
         )
-        for names, owners, is_parameter, persistent in found.values()
+        for names, owners, is_parameter, persistent in groups.values()
     )
     return {slot.name: slot for slot in slots}
 

@@ -34,8 +34,8 @@ def layout_on_disk(model: Any, wholes: Mapping[str, torch.Tensor]) -> dict[str, 
     """The tensors of a file for each tensor of the model, all on meta."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    found = {name: pieces_on_disk(model, name, value) for name, value in wholes.items()}
-    alone = {name: piece.shape for pieces in found.values() for name, piece in pieces.items()}
+    on_disk = {name: pieces_on_disk(model, name, value) for name, value in wholes.items()}
+    alone = {name: piece.shape for pieces in on_disk.values() for name, piece in pieces.items()}
     together = {name: piece.shape for name, piece in revert_weight_conversion(model, dict(wholes)).items()}
     if alone != together:
         differing = sorted(alone.keys() ^ together.keys())[:3]
@@ -43,7 +43,7 @@ def layout_on_disk(model: Any, wholes: Mapping[str, torch.Tensor]) -> dict[str, 
             f"{type(model).__name__} cannot be exported one tensor at a time ({', '.join(differing)}); gather its "
             "weights from parallel.state_dict() and call save_pretrained"
         )
-    return found
+    return on_disk
 
 
 def named_as_in_model(model: nn.Module, entries: Mapping[str, StateEntry]) -> dict[str, StateEntry]:
@@ -56,23 +56,23 @@ def named_as_in_model(model: nn.Module, entries: Mapping[str, StateEntry]) -> di
         return dict(entries)
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
-    converters = [one for one in conversions if isinstance(one, WeightConverter)]
+    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+    converters = [c for c in conversions if isinstance(c, WeightConverter)]
     names = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
-    found: dict[str, StateEntry] = {}
+    renamed: dict[str, StateEntry] = {}
     joined: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
     for name in sorted(entries, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters)
         if target not in names:
-            found[name] = entries[name]  # the comparison with the model names it
+            renamed[name] = entries[name]  # the comparison with the model names it
         elif pattern is None:
-            found[target] = entries[name]
+            renamed[target] = entries[name]
         else:
-            converter = next(one for one in converters if pattern in one.source_patterns)
+            converter = next(c for c in converters if pattern in c.source_patterns)
             joined.setdefault(target, (converter, []))[1].append((name, pattern))
     for target, (converter, parts) in joined.items():
-        found |= _joined(model, target, converter, parts, entries)
-    return found
+        renamed |= _joined(model, target, converter, parts, entries)
+    return renamed
 
 
 def _conversions(model: nn.Module) -> list[Any]:
@@ -90,18 +90,18 @@ def _joined(
     unusable = next((entries[name].unusable for name, _ in parts if entries[name].unusable), None)
 
     def made(*, on_meta: bool) -> dict[str, torch.Tensor]:
-        own = copy.deepcopy(converter)
+        twin = copy.deepcopy(converter)
         for name, pattern in parts:
             value = torch.empty(entries[name].shape, device="meta") if on_meta else entries[name].load()
-            own.add_tensor(target, name, pattern, value)
-        results = own.convert(target, model=model, config=model.config)
-        return {name: one[0] if isinstance(one, list) else one for name, one in results.items()}
+            twin.add_tensor(target, name, pattern, value)
+        results = twin.convert(target, model=model, config=model.config)
+        return {name: v[0] if isinstance(v, list) else v for name, v in results.items()}
 
     def load(name: str) -> torch.Tensor:
         return made(on_meta=False)[name]
 
     try:
-        shapes = {name: tuple(one.shape) for name, one in made(on_meta=True).items()}
+        shapes = {name: tuple(t.shape) for name, t in made(on_meta=True).items()}
     except Exception as error:  # whatever transformers raises for tensors that do not belong together
         names = ", ".join(name for name, _ in parts[:3])
         raise InputError(f"{names} and others do not make up {target}: {type(error).__name__}: {error}") from None

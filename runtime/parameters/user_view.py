@@ -47,18 +47,18 @@ class JoinedParameter(UserParameter, JoinedTensor):
 
 def parameters_of_model(program: Program, held: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     """The parameters of the model by name, of those that this rank holds; a packed one joins its parts."""
-    found: dict[str, nn.Parameter] = {}
+    views: dict[str, nn.Parameter] = {}
     for name, infos in by_model_parameter(program):
-        own = [held[info.name] for info in infos if info.name in held]
-        if own and infos[0].part is None:
-            found[name] = own[0]
-        elif own:
+        pieces = [held[info.name] for info in infos if info.name in held]
+        if pieces and infos[0].part is None:
+            views[name] = pieces[0]
+        elif pieces:
             parts = [info.part for info in infos if info.part is not None]
             bounds = (*(part.start for part in parts), parts[-1].stop)
             joint = Joint(torch.Size(parts[0].shape), parts[0].dim, bounds)
-            joined: Any = JoinedParameter.of(own, joint, name)
-            found[name] = joined
-    return found
+            joined: Any = JoinedParameter.of(pieces, joint, name)
+            views[name] = joined
+    return views
 
 
 def parts_of(parameter: nn.Parameter) -> tuple[Any, ...]:
@@ -66,14 +66,14 @@ def parts_of(parameter: nn.Parameter) -> tuple[Any, ...]:
     return parameter.parts if isinstance(parameter, JoinedTensor) else (parameter,)
 
 
-def show_parameter(parameter: nn.Parameter, name: str, how: Storage, *, has_two_meshes: bool = False) -> None:
+def show_parameter(parameter: nn.Parameter, name: str, storage: Storage, *, has_two_meshes: bool = False) -> None:
     """Make a parameter what its user sees. It changes the object itself: FSDP2 and optimizers hold the object.
 
     With `has_two_meshes` other parameters of the model are on another mesh.
     """
     kind: Any = PlainParameter
     if isinstance(parameter, DTensor):
-        shown(parameter, how.dims.shape, name)
+        shown(parameter, storage.dims.shape, name)
         kind = FactoredParameter
     parameter.__class__ = kind
     if isinstance(parameter, FactoredTensor):

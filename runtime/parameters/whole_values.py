@@ -95,31 +95,31 @@ def run_whole(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
     """Run a function on whole values in the model's shape."""
     target = target_of(args, kwargs)
     changed = [target] if writes(name) else changed_operands(func, args, kwargs)
-    every = [one for one in tensors_in(changed) if isinstance(one, ShownTensor)]
+    every = [t for t in tensors_in(changed) if isinstance(t, ShownTensor)]
     if every or (writes(name) and not isinstance(target, GatheredView)):
-        wholes = {id(one): whole_of(one) for one in tensors_in((args, kwargs))}
-        plain = private.pytree.tree_map(lambda one: wholes.get(id(one), one), (args, kwargs))
+        wholes = {id(t): whole_of(t) for t in tensors_in((args, kwargs))}
+        plain = private.pytree.tree_map(lambda t: wholes.get(id(t), t), (args, kwargs))
         result = func(*plain[0], **plain[1])
-        for one in every:
-            one.write(wholes[id(one)])
+        for view in every:
+            view.write(wholes[id(view)])
         return target if writes(name) else result
     gathered: dict[int, torch.Tensor] = {}
     operands = list(tensors_in((args, kwargs)))
     for shown in operands:
         if isinstance(shown, ShownTensor):
             gathered[id(shown)] = shown.gathered()
-    mesh = next((one.device_mesh for one in (*gathered.values(), *operands) if isinstance(one, DTensor)), None)
+    mesh = next((t.device_mesh for t in (*gathered.values(), *operands) if isinstance(t, DTensor)), None)
     for plain in operands:
         if mesh is not None and plain.dim() and not isinstance(plain, (ShownTensor, DTensor)):
             gathered[id(plain)] = DTensor.from_local(plain, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    args, kwargs = private.pytree.tree_map(lambda one: gathered.get(id(one), one), (args, kwargs))
+    args, kwargs = private.pytree.tree_map(lambda t: gathered.get(id(t), t), (args, kwargs))
     result = func(*args, **kwargs)
     result = private.pytree.tree_map(as_plain_number, result)
     named = target.model_name if isinstance(target, (ShownTensor, GatheredView)) else ""
-    for made in tensors_in(result):
-        is_view = named and private.shares_memory(made, gathered.get(id(target), target))
-        if type(made) is DTensor or (type(made) is torch.Tensor and is_view):
-            _as_view(made, named if is_view else "")
+    for t in tensors_in(result):
+        is_view = named and private.shares_memory(t, gathered.get(id(target), target))
+        if type(t) is DTensor or (type(t) is torch.Tensor and is_view):
+            _as_view(t, named if is_view else "")
     return result
 
 

@@ -20,15 +20,15 @@ _SLACK_US = 0.01  # rounding may move an end by this much
 
 def chrome_trace(ranks: Sequence[tuple[str, Sequence[Slice]]], about: Mapping[str, Any]) -> _Json:
     """The document of all ranks, each with its name. Times begin with the first slice of any rank."""
-    start = min((one.start_us for _, slices in ranks for one in slices), default=0.0)
+    start = min((s.start_us for _, slices in ranks for s in slices), default=0.0)
     events: list[_Json] = []
     ends: dict[tuple[Any, ...], list[_Json]] = {}
     for rank, (name, slices) in enumerate(ranks):
         events += [_meta("process_name", rank, name=name), _meta("process_sort_index", rank, sort_index=rank)]
-        for thread, (track, own) in enumerate(nested_tracks(slices)):
+        for thread, (track, lane) in enumerate(nested_tracks(slices)):
             events.append(_meta("thread_name", rank, thread, name=track))
             events.append(_meta("thread_sort_index", rank, thread, sort_index=thread))
-            for one in own:
+            for one in lane:
                 at, duration = round(one.start_us - start, 3), round(one.duration_us, 3)
                 where = {"pid": rank, "tid": thread, "ts": at}
                 events.append(
@@ -42,31 +42,31 @@ def chrome_trace(ranks: Sequence[tuple[str, Sequence[Slice]]], about: Mapping[st
 
 def nested_tracks(slices: Iterable[Slice]) -> list[tuple[str, list[Slice]]]:
     """Slices by track, in the order of display. A track is cut into parts whose slices nest."""
-    found: list[tuple[str, list[Slice], list[float]]] = []  # track, slices, ends of open slices
-    for one in sorted(slices, key=lambda s: (_order(s.track), s.start_us, -s.duration_us)):
-        for lane in found:
+    tracks: list[tuple[str, list[Slice], list[float]]] = []  # track, slices, ends of open slices
+    for event in sorted(slices, key=lambda s: (_order(s.track), s.start_us, -s.duration_us)):
+        for lane in tracks:
             open_ends = lane[2]
-            while open_ends and open_ends[-1] <= one.start_us + _SLACK_US:
+            while open_ends and open_ends[-1] <= event.start_us + _SLACK_US:
                 open_ends.pop()
-            if lane[0] == one.track and (not open_ends or one.end_us <= open_ends[-1] + _SLACK_US):
+            if lane[0] == event.track and (not open_ends or event.end_us <= open_ends[-1] + _SLACK_US):
                 break
         else:
-            lane = (one.track, [], [])
-            found.append(lane)
-        end = min([one.end_us, *lane[2][-1:]])
-        lane[1].append(replace(one, duration_us=end - one.start_us))
+            lane = (event.track, [], [])
+            tracks.append(lane)
+        end = min([event.end_us, *lane[2][-1:]])
+        lane[1].append(replace(event, duration_us=end - event.start_us))
         lane[2].append(end)
-    return [(track, own) for track, own, _ in found]
+    return [(track, spans) for track, spans, _ in tracks]
 
 
 def _order(track: str) -> tuple[int, str]:
     return ({COMPUTE: 0, HOST: 3, MESSAGES: 2}.get(track, 1), track)
 
 
-def _message(rank_label: str, one: Slice) -> tuple[Any, ...]:
+def _message(rank_label: str, span: Slice) -> tuple[Any, ...]:
     """The common key of a send and its receive: both stages, pass, micro-batch, and all coordinates except pp."""
     others = tuple(part for part in _coordinates(rank_label) if part[0] != "pp")
-    details = one.details
+    details = span.details
     return (details["from_stage"], details["to_stage"], details["micro_batch"], others)
 
 
@@ -76,15 +76,15 @@ def _coordinates(rank_label: str) -> list[tuple[str, str]]:
 
 
 def _arrows(ends: Mapping[tuple[Any, ...], Sequence[_Json]]) -> list[_Json]:
-    found: list[_Json] = []
+    arrows: list[_Json] = []
     for number, both in enumerate(ends.values()):
-        sends = [one for one in both if one["sends"]]
-        receives = [one for one in both if not one["sends"]]
+        sends = [e for e in both if e["sends"]]
+        receives = [e for e in both if not e["sends"]]
         if len(sends) == len(receives) == 1:
-            for phase, one in (("s", sends[0]), ("f", receives[0])):
-                where = {key: one[key] for key in ("pid", "tid", "ts")}
-                found.append({"ph": phase, "id": number, "name": "message", "cat": MESSAGES, "bp": "e", **where})
-    return found
+            for phase, end in (("s", sends[0]), ("f", receives[0])):
+                where = {key: end[key] for key in ("pid", "tid", "ts")}
+                arrows.append({"ph": phase, "id": number, "name": "message", "cat": MESSAGES, "bp": "e", **where})
+    return arrows
 
 
 def _meta(kind: str, pid: int, tid: int = 0, **arguments: Any) -> _Json:
@@ -113,13 +113,13 @@ def track_times(document: Mapping[str, Any]) -> list[TrackTime]:
         elif event["ph"] == "X":
             span = (event["ts"], event["ts"] + event["dur"])
             slices.setdefault((event["pid"], event["cat"]), []).append(span)
-    found = []
+    times = []
     for (pid, track), spans in slices.items():
         busy, until = 0.0, float("-inf")
         for start, end in sorted(spans):
             busy += max(0.0, end - max(start, until))
             until = max(until, end)
-        found.append(
+        times.append(
             TrackTime(
                 rank=names["process", pid],
                 track=track,
@@ -129,7 +129,7 @@ def track_times(document: Mapping[str, Any]) -> list[TrackTime]:
                 end_us=until,
             )
         )
-    return found
+    return times
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:

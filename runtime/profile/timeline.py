@@ -76,21 +76,21 @@ def slices_of(document: Mapping[str, Any], sent: Sequence[LoggedCollective], set
     base_us = (int(document.get("baseTimeNanoseconds", 0)) - setting.origin_ns) * MICROSECONDS
     device = _Device(events)
     actions = _actions(events, setting.micro_batches)
-    found = [*actions, *_blocks(events, actions)]
-    if not any(one.name[:1].isdigit() for one in actions):
-        found += _passes(found)
+    spans = [*actions, *_blocks(events, actions)]
+    if not any(s.name[:1].isdigit() for s in actions):
+        spans += _passes(spans)
     calls = _communication(events, sent)
-    messages = [_described(one, calls) for one in found if one.track == MESSAGES]
-    compute = [one for one in found if one.track == COMPUTE]
+    messages = [_described(s, calls) for s in spans if s.track == MESSAGES]
+    compute = [s for s in spans if s.track == COMPUTE]
     collectives = _collectives(calls, events, setting.tracks)
     if device.is_there:
-        hosted = [replace(one, track=HOST) for one in compute]
-        compute = [*hosted, *(span for one in compute for span in device.span(one))]
-        messages = [span for one in messages for span in device.messages(one)]
+        hosted = [replace(s, track=HOST) for s in compute]
+        compute = [*hosted, *(span for s in compute for span in device.span(s))]
+        messages = [span for s in messages for span in device.messages(s)]
         collectives = device.collectives(setting.tracks) or collectives
     else:
-        messages = [_received(one, events) for one in messages]
-    return [replace(one, start_us=one.start_us + base_us) for one in (*compute, *collectives, *messages)]
+        messages = [_received(s, events) for s in messages]
+    return [replace(s, start_us=s.start_us + base_us) for s in (*compute, *collectives, *messages)]
 
 
 def _slice(track: str, name: str, event: Event, **details: Any) -> Slice:
@@ -99,7 +99,7 @@ def _slice(track: str, name: str, event: Event, **details: Any) -> Slice:
 
 def _actions(events: Iterable[Event], micro_batches: int) -> list[Slice]:
     """The passes and messages of torch's pipeline. A schedule that runs again goes on counting micro-batches."""
-    found, times = [], dict[str, int]()
+    spans, times = [], dict[str, int]()
     for event in events:
         match = _ACTION.fullmatch(event["name"]) if event.get("cat") == "user_annotation" else None
         if match is None:
@@ -109,39 +109,39 @@ def _actions(events: Iterable[Event], micro_batches: int) -> list[Slice]:
         stage, kind, index = int(match["stage"]), match["kind"], int(match["micro_batch"]) + run * micro_batches
         track = COMPUTE if len(kind) == 1 else MESSAGES
         details = {"pass": kind[-1], "stage": stage, "micro_batch": index}
-        found.append(_slice(track, f"{stage}{kind}{index}", event, **details))
-    return found
+        spans.append(_slice(track, f"{stage}{kind}{index}", event, **details))
+    return spans
 
 
 def _blocks(events: Sequence[Event], actions: Sequence[Slice]) -> list[Slice]:
     """Calls of blocks. Forward and recomputed calls have marked ranges. Autograd's numbers give the backward calls."""
-    forward, again, seen = list[tuple[Slice, Any]](), list[tuple[Slice, Any]](), set[tuple[str, ...]]()
+    forward, reruns, seen = list[tuple[Slice, Any]](), list[tuple[Slice, Any]](), set[tuple[str, ...]]()
     for event in events:
         match = _RANGE.fullmatch(event["name"]) if event.get("cat") == "user_annotation" else None
         if match is None:
             continue
         details = {"stage": int(match["stage"]), "micro_batch": int(match["micro_batch"]), "call": int(match["call"])}
         kind = "recompute" if match.groups() in seen else "F"
-        one = _slice(COMPUTE, match["path"], event, **{"pass": kind}, **details)
-        (again if match.groups() in seen else forward).append((one, event["tid"]))
+        block = _slice(COMPUTE, match["path"], event, **{"pass": kind}, **details)
+        (reruns if match.groups() in seen else forward).append((block, event["tid"]))
         seen.add(match.groups())
     spans: dict[tuple[int, int], list[float]] = {}
-    passes = [one for one in actions if one.track == COMPUTE]
+    passes = [p for p in actions if p.track == COMPUTE]
     owner_of = _numbers(events, forward)
     for event in events:
         if event["name"].startswith(_BACKWARD):
             owner = owner_of(event.get("args", {}).get("Sequence number"))
             if owner is not None:
                 start, end = float(event["ts"]), float(event["ts"]) + float(event["dur"])
-                inside = next((k for k, one in enumerate(passes) if one.start_us <= start <= one.end_us), -1)
+                inside = next((k for k, p in enumerate(passes) if p.start_us <= start <= p.end_us), -1)
                 span = spans.setdefault((owner, inside), [start, end])
                 span[1] = max(span[1], end)
     backward = []
     for (owner, inside), (start, end) in spans.items():
-        one, kind = forward[owner][0], passes[inside].details["pass"] if inside >= 0 else "B"
-        details = dict(one.details) | {"pass": kind}
-        backward.append(replace(one, start_us=start, duration_us=end - start, details=details))
-    return [*(one for one, _ in forward), *(one for one, _ in again), *backward]
+        block, kind = forward[owner][0], passes[inside].details["pass"] if inside >= 0 else "B"
+        details = dict(block.details) | {"pass": kind}
+        backward.append(replace(block, start_us=start, duration_us=end - start, details=details))
+    return [*(s for s, _ in forward), *(s for s, _ in reruns), *backward]
 
 
 def _numbers(events: Sequence[Event], forward: Sequence[tuple[Slice, Any]]) -> Callable[[int | None], int | None]:
@@ -158,9 +158,9 @@ def _numbers(events: Sequence[Event], forward: Sequence[tuple[Slice, Any]]) -> C
             times.append(float(event["ts"]))
             numbers.append(int(number))
     firsts: list[tuple[int, int, int]] = []  # first number, number after the last, index of the range
-    for index, (one, tid) in enumerate(forward):
+    for index, (block, tid) in enumerate(forward):
         times, numbers = starts.get(tid, ([], []))
-        at, after = bisect_left(times, one.start_us), bisect_left(times, one.end_us)
+        at, after = bisect_left(times, block.start_us), bisect_left(times, block.end_us)
         if at < after:
             firsts.append((numbers[at], numbers[after] if after < len(numbers) else numbers[-1] + 1, index))
     firsts.sort()
@@ -176,16 +176,16 @@ def _numbers(events: Sequence[Event], forward: Sequence[tuple[Slice, Any]]) -> C
 def _passes(blocks: Sequence[Slice]) -> list[Slice]:
     """Passes of a step without pipeline ranges: from the first to the last block of a micro-batch's pass."""
     groups: dict[tuple[int, str, int], list[Slice]] = {}
-    for one in blocks:
-        kind = "B" if one.details["pass"] == "recompute" else one.details["pass"]
-        groups.setdefault((one.details["stage"], kind, one.details["micro_batch"]), []).append(one)
-    found = []
-    for (stage, kind, index), own in groups.items():
-        start, end = min(one.start_us for one in own), max(one.end_us for one in own)
+    for block in blocks:
+        kind = "B" if block.details["pass"] == "recompute" else block.details["pass"]
+        groups.setdefault((block.details["stage"], kind, block.details["micro_batch"]), []).append(block)
+    spans = []
+    for (stage, kind, index), same in groups.items():
+        start, end = min(s.start_us for s in same), max(s.end_us for s in same)
         details = {"pass": kind, "stage": stage, "micro_batch": index}
         name = f"{stage}{kind}{index}"
-        found.append(Slice(track=COMPUTE, name=name, start_us=start, duration_us=end - start, details=details))
-    return found
+        spans.append(Slice(track=COMPUTE, name=name, start_us=start, duration_us=end - start, details=details))
+    return spans
 
 
 def _communication(
@@ -193,7 +193,7 @@ def _communication(
 ) -> list[tuple[Event, LoggedCollective | None]]:
     """The calls of the profile, each with its entry in the log. No call has one if the orders differ."""
     calls = outermost(events)
-    agree = [str(e["name"]) for e in calls] == [one.operator for one in sent]
+    agree = [str(e["name"]) for e in calls] == [c.operator for c in sent]
     return list(zip(calls, sent, strict=True)) if agree else [(event, None) for event in calls]
 
 
@@ -205,31 +205,31 @@ def _collectives(
     gloo's own event gives the time of a collective. Without such an event, a collective is as long as its call.
     """
     works = [e for e in events if str(e["name"]).startswith("gloo:")]
-    found = []
-    for event, own in calls:
+    spans = []
+    for event, entry in calls:
         kind = kind_of(event["name"])
-        if kind is None or (own is not None and own.num_ranks == 1):
+        if kind is None or (entry is not None and entry.num_ranks == 1):
             continue
         work = _work_of(event, kind, works)
-        track = UNKNOWN if own is None or own.group is None else tracks.get(own.group, UNKNOWN)
+        track = UNKNOWN if entry is None or entry.group is None else tracks.get(entry.group, UNKNOWN)
         details: dict[str, Any] = {}
-        if own is not None:
-            details = {"input_bytes": own.input_bytes, "output_bytes": own.output_bytes, "ranks": own.num_ranks}
-        found.append(_slice(track, kind, event if work is None else work, **details))
-    return found
+        if entry is not None:
+            details = {"input_bytes": entry.input_bytes, "output_bytes": entry.output_bytes, "ranks": entry.num_ranks}
+        spans.append(_slice(track, kind, event if work is None else work, **details))
+    return spans
 
 
 def outermost(events: Sequence[Event]) -> list[Event]:
     """The calls of communicating operators, by time, without those inside another one."""
-    found: list[Event] = []
+    outer: list[Event] = []
     until: dict[Any, float] = {}
     for event in events:
         name = str(event["name"])
         ours = name.startswith(("_c10d_functional::", "c10d::")) and "wait_tensor" not in name
         if ours and event.get("cat") == "cpu_op" and float(event["ts"]) >= until.get(event["tid"], 0.0):
-            found.append(event)
+            outer.append(event)
             until[event["tid"]] = float(event["ts"]) + float(event["dur"])
-    return found
+    return outer
 
 
 def _work_of(event: Event, kind: str, works: list[Event]) -> Event | None:
@@ -258,10 +258,10 @@ def _described(message: Slice, calls: Sequence[tuple[Event, LoggedCollective | N
     stage, is_sent = message.details["stage"], "SEND" in message.name
     other = stage + (1 if (message.details["pass"] == "F") == is_sent else -1)
     source, target = (stage, other) if is_sent else (other, stage)
-    own = [one for event, one in calls if message.start_us <= float(event["ts"]) <= message.end_us]
+    sent = [c for event, c in calls if message.start_us <= float(event["ts"]) <= message.end_us]
     details = dict(message.details) | {"from_stage": source, "to_stage": target}
-    if own and None not in own:
-        details["bytes"] = sum(one.input_bytes for one in own if one is not None)
+    if sent and None not in sent:
+        details["bytes"] = sum(c.input_bytes for c in sent if c is not None)
     return replace(message, details=details)
 
 
@@ -299,7 +299,7 @@ class _Device:
 
     def collectives(self, tracks: Mapping[str, str]) -> list[Slice]:
         """NCCL's kernels without messages. They name their process group."""
-        found = []
+        spans = []
         for event in self.kernels:
             arguments = event["args"]
             kind = kind_of(f"c10d::{arguments.get('Collective name', '')}") if _is_nccl(event) else None
@@ -307,8 +307,8 @@ class _Device:
                 track = tracks.get(str(arguments.get("Process Group Name")), UNKNOWN)
                 names = {"In msg nelems": "input_elements", "Out msg nelems": "output_elements", "dtype": "dtype"}
                 details = {ours: arguments[theirs] for theirs, ours in names.items() if theirs in arguments}
-                found.append(_slice(track, kind, event, ranks=arguments.get("Group size"), **details))
-        return found
+                spans.append(_slice(track, kind, event, ranks=arguments.get("Group size"), **details))
+        return spans
 
 
 def _is_nccl(event: Event) -> bool:

@@ -51,7 +51,7 @@ def trace_step(
         step()
     origin_ns = broadcast_object(time.time_ns())
     document = _profiled(step, device)
-    groups = {one.group for one in sent if one.group is not None}
+    groups = {c.group for c in sent if c.group is not None}
     setting = ProfileContext(tracks=tracks_of(mesh, groups), micro_batches=degrees.micro_batches, origin_ns=origin_ns)
     slices = slices_of(document, sent, setting)
     name = rank_label(dist.get_rank(), degrees)
@@ -91,20 +91,20 @@ def tracks_of(mesh: RankMesh, groups: Iterable[str]) -> dict[str, str]:
     """
     replicate, shard = mesh.device_mesh["dp_replicate"], mesh.device_mesh["dp_shard"]
     both, all_data = replicate.size() > 1, "dp" if mesh.data is None else mesh.data.name
-    found = {str(replicate.get_group().group_name): "dp_replicate" if both else all_data}
-    found[str(shard.get_group().group_name)] = "dp_shard" if both else all_data
-    found |= {mesh.data.group_name: all_data} if mesh.data is not None else {}
+    tracks = {str(replicate.get_group().group_name): "dp_replicate" if both else all_data}
+    tracks[str(shard.get_group().group_name)] = "dp_shard" if both else all_data
+    tracks |= {mesh.data.group_name: all_data} if mesh.data is not None else {}
     if mesh.experts is not None:
         over = mesh.experts.zero_mesh.get_group(1)
-        found[str(over.group_name)] = "dp_experts" if both else mesh.experts.data.name
-        found[mesh.experts.data.group_name] = mesh.experts.data.name
-    found |= {dim.group_name: name for name, dim in mesh.dims.items()}
+        tracks[str(over.group_name)] = "dp_experts" if both else mesh.experts.data.name
+        tracks[mesh.experts.data.group_name] = mesh.experts.data.name
+    tracks |= {dim.group_name: name for name, dim in mesh.dims.items()}
     if mesh.pipeline is not None:
-        found[mesh.pipeline.group_name] = "pp"
+        tracks[mesh.pipeline.group_name] = "pp"
     for name in groups:
         every = private.size_of_group(name) == dist.get_world_size()
-        found.setdefault(name, ALL_RANKS if every else "pp")
-    return found
+        tracks.setdefault(name, ALL_RANKS if every else "pp")
+    return tracks
 
 
 def rank_label(rank: int, degrees: Degrees) -> str:

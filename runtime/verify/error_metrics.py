@@ -110,11 +110,11 @@ class Quantity:
         }
 
 
-def distance(found: torch.Tensor, reference: torch.Tensor) -> float:
+def distance(value: torch.Tensor, reference: torch.Tensor) -> float:
     """The norm of the difference. Equal elements count 0, also if both are infinite or not a number."""
-    if found.shape != reference.shape:
+    if value.shape != reference.shape:
         return inf
-    a, b = as_float64(found), as_float64(reference)
+    a, b = as_float64(value), as_float64(reference)
     same = (a == b) | (a.isnan() & b.isnan())
     return float(torch.where(same, torch.zeros_like(a), a - b).norm())
 
@@ -125,12 +125,12 @@ def size(reference: torch.Tensor) -> float:
     return float(torch.where(value.isfinite(), value, torch.zeros_like(value)).norm())
 
 
-def error(found: torch.Tensor, reference: torch.Tensor) -> float:
+def error(value: torch.Tensor, reference: torch.Tensor) -> float:
     """Relative error of a tensor: NaN if one value is NaN and the other is not.
 
     It is infinite if shapes differ, and if the reference is zero and the found tensor is not.
     """
-    return _relative(distance(found, reference), size(reference))
+    return _relative(distance(value, reference), size(reference))
 
 
 def size_of_all(reference: Tensors) -> float:
@@ -149,7 +149,7 @@ def size_of_zero(value: torch.Tensor, whole: float, dtype: torch.dtype | None = 
 
 
 def measured(
-    found: Tensors,
+    values: Tensors,
     reference: Tensors,
     moved: Sequence[Tensors],
     *,
@@ -164,7 +164,7 @@ def measured(
     whole = size_of_all(reference)
     return {
         name: measured_one(
-            found.get(name),
+            values.get(name),
             value,
             [run[name] for run in moved if name in run],
             size_of_zero(value, whole, dtype, reach),
@@ -174,26 +174,26 @@ def measured(
 
 
 def measured_one(
-    found: torch.Tensor | None,
+    value: torch.Tensor | None,
     reference: torch.Tensor,
     moved: Sequence[torch.Tensor],
     zero: float = 0.0,
 ) -> Measured:
     """Error and noise of one tensor. A missing tensor has an infinite error. `zero` is the result of `size_of_zero`."""
-    if found is None:
+    if value is None:
         return Measured(error=inf)
     noise = max((d for d in (distance(m, reference) for m in moved) if isfinite(d)), default=0.0)
-    own = size(reference)
-    base = own or noise  # a reference that is zero by chance
+    norm = size(reference)
+    base = norm or noise  # a reference that is zero by chance
     return Measured(
-        error=_relative(distance(found, reference), base),
+        error=_relative(distance(value, reference), base),
         noise=_relative(noise, base),
-        is_zero=max(own, noise) <= zero,
+        is_zero=max(norm, noise) <= zero,
     )
 
 
 def measured_weights(
-    found: Tensors,
+    values: Tensors,
     reference: Tensors,
     moved: Sequence[Tensors],
     gradients: Tensors,
@@ -207,17 +207,17 @@ def measured_weights(
     """
     errors, by_reach, whole = {}, 0, size_of_all(reference)
     for name, value in reference.items():
-        own, runs = found.get(name), [run[name] for run in moved if name in run]
+        mine, runs = values.get(name), [run[name] for run in moved if name in run]
         shifts = [run[name] - gradients[name] for run in moved_gradients if name in run and name in gradients]
-        if own is None or own.shape != value.shape or not shifts:
-            errors[name] = measured_one(own, value, runs, size_of_zero(value, whole))
+        if mine is None or mine.shape != value.shape or not shifts:
+            errors[name] = measured_one(mine, value, runs, size_of_zero(value, whole))
             continue
         tiny = noisy_elements(gradients[name], shifts)
         by_reach += int(tiny.sum())
-        kept = [torch.where(tiny, value, tensor) for tensor in (own, *runs)]
-        one = measured_one(kept[0], value, kept[1:], size_of_zero(value, whole))
-        is_far = bool(((as_float64(own) - as_float64(value)).abs()[tiny] > reach).any())
-        errors[name] = Measured(error=inf) if is_far else one
+        kept = [torch.where(tiny, value, tensor) for tensor in (mine, *runs)]
+        result = measured_one(kept[0], value, kept[1:], size_of_zero(value, whole))
+        is_far = bool(((as_float64(mine) - as_float64(value)).abs()[tiny] > reach).any())
+        errors[name] = Measured(error=inf) if is_far else result
     return errors, by_reach
 
 

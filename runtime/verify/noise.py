@@ -64,14 +64,14 @@ class Change:
 
     def batch(self, program: Program, batch: Batch, num_micro_batches: int) -> dict[str, torch.Tensor]:
         """A global batch with changed values, and with permuted samples in each micro-batch."""
-        found = {name: self.input(name, value) for name, value in batch.items()}
+        moved = {name: self.input(name, value) for name, value in batch.items()}
         dims = {info.name: info.batch_dim for info in program.inputs if info.batch_dim is not None}
-        if not self.permutes or len({found[name].shape[dim] for name, dim in dims.items()}) != 1:
-            return found
-        samples = next(found[name].shape[dim] for name, dim in dims.items())
-        own = samples // num_micro_batches
-        order = torch.cat([self.order(own) + i * own for i in range(num_micro_batches)])
-        return {name: value.index_select(dims[name], order) if name in dims else value for name, value in found.items()}
+        if not self.permutes or len({moved[name].shape[dim] for name, dim in dims.items()}) != 1:
+            return moved
+        samples = next(moved[name].shape[dim] for name, dim in dims.items())
+        count = samples // num_micro_batches
+        order = torch.cat([self.order(count) + i * count for i in range(num_micro_batches)])
+        return {name: value.index_select(dims[name], order) if name in dims else value for name, value in moved.items()}
 
     def order(self, samples: int) -> torch.Tensor:
         """The permutation of the samples of a micro-batch."""
@@ -82,12 +82,12 @@ class Change:
         if not self.permutes:
             return dict(outputs)
         inverse = self.order(samples).argsort()
-        found = {}
+        chosen = {}
         for name, value in outputs.items():
             dims = [d for d in range(value.dim()) if value.shape[d] == samples]
             choices = [value, *(value.index_select(d, inverse) for d in dims)]
-            found[name] = min(choices, key=partial(distance, reference=reference[name]))
-        return found
+            chosen[name] = min(choices, key=partial(distance, reference=reference[name]))
+        return chosen
 
     def _generator(self, name: str) -> torch.Generator:
         digest = hashlib.sha256(f"{self.seed} {name}".encode()).digest()
@@ -140,13 +140,13 @@ def _noise_runs(run: Callable[[Change], Steps], reference: Steps, samples: int) 
 
 def _is_rounding(moved: Steps, first: Steps, reference: Steps) -> bool:
     """Whether the loss of the first step and the outputs moved by no more than rounding."""
-    own = {"loss": moved.losses[0], **moved.outputs}
+    exact = {"loss": moved.losses[0], **moved.outputs}
     other = {"loss": first.losses[0], **first.outputs}
     for name, value in {"loss": reference.losses[0], **reference.outputs}.items():
         dtype = value.dtype if value.is_floating_point() else torch.float64
         noise = error(other[name], value)
         allowed = _ROUNDING * max(torch.finfo(dtype).eps, noise if isfinite(noise) else 0.0)
-        if not error(own[name], value) <= allowed:
+        if not error(exact[name], value) <= allowed:
             return False
     return True
 

@@ -49,11 +49,11 @@ def is_bounded(degrees: Degrees) -> bool:
 
 
 def compare_with_float32(
-    exact: Steps, single: Steps, found: Steps, precision: str
+    exact: Steps, single: Steps, steps: Steps, precision: str
 ) -> tuple[tuple[Quantity, ...], tuple[str, ...]]:
     """The quantities of a verification by the bound, and notes."""
     bounded = partial(_bounded, precision)
-    quantities, by_reach = quantities_of(exact, found, [single], bounded, compute_dtype(precision))
+    quantities, by_reach = quantities_of(exact, steps, [single], bounded, compute_dtype(precision))
     note = (
         f"the errors are those of {precision} against float32, and a limit is {FACTOR:g} × the error of one device in "
         f"{precision}"

@@ -63,10 +63,10 @@ def sorted_inputs(program: Program) -> set[str]:
     for call in reversed(program.calls):
         block = program.blocks[call.block]
         named = dict(zip(block.ports, call.arguments, strict=True))
-        made = {out for out, result in zip(block.outputs, call.results, strict=True) if result in sorted_values}
+        sorted_names = {out for out, result in zip(block.outputs, call.results, strict=True) if result in sorted_values}
         for node in block.graph.nodes:
             place = _SORTED.get(operator_name(node)) if node.op == "call_function" else None
-            source = node if node.name in made else None if place is None else node.args[place]
+            source = node if node.name in sorted_names else None if place is None else node.args[place]
             while isinstance(source, fx.Node) and source.op == "call_function" and source.all_input_nodes:
                 source = source.all_input_nodes[0]
             name = named.get(source.name) if isinstance(source, fx.Node) else None
@@ -92,10 +92,10 @@ def notes_on_inputs(program: Program, constants: Mapping[str, torch.Tensor] | No
                 f"branch ({deciding[info.name]})"
             )
             continue
-        found = input_ranges(program, _ends(constants)).get(info.name)
-        if found is not None and not found.is_bounded:
-            low, high = _interval(found, info.dtype)
-            drawn = "it is 1 everywhere" if _is_mask(info, found) else f"it is drawn from {low} to {high - 1}"
+        bounds = input_ranges(program, _ends(constants)).get(info.name)
+        if bounds is not None and not bounds.is_bounded:
+            low, high = _interval(bounds, info.dtype)
+            drawn = "it is 1 everywhere" if _is_mask(info, bounds) else f"it is drawn from {low} to {high - 1}"
             notes.append(f"no operator bounds the integer input {info.name!r}: {drawn}")
     return (*notes, *_notes_on_parts(program))
 

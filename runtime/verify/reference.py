@@ -152,28 +152,28 @@ def reference_steps(
 
     Loss and gradients of the batch `example` come first, without an optimizer step.
     """
-    one = _Reference(program, source, degrees)
-    optimizer = torch.optim.AdamW(one.parameters.values(), lr=LEARNING_RATE)
-    found, scaler = Steps(), scaler_of(degrees)
+    model = _Reference(program, source, degrees)
+    optimizer = torch.optim.AdamW(model.parameters.values(), lr=LEARNING_RATE)
+    steps, scaler = Steps(), scaler_of(degrees)
     if example is not None:
-        loss = one.forward_backward(split_micro_batches(program, example, degrees.num_micro_batches), 0)
-        found.example = {"the loss": loss, **one.gradients()}
+        loss = model.forward_backward(split_micro_batches(program, example, degrees.num_micro_batches), 0)
+        steps.example = {"the loss": loss, **model.gradients()}
         optimizer.zero_grad()
     steps_before = int(example is not None)
     for step, batch in enumerate(data):
         pieces = split_micro_batches(program, batch, degrees.num_micro_batches)
         if step == 0 and decides_alone(program, degrees):
-            found.outputs = one.outputs(pieces, steps_before)
-        found.losses.append(one.forward_backward(pieces, step + steps_before, scaler))
+            steps.outputs = model.outputs(pieces, steps_before)
+        steps.losses.append(model.forward_backward(pieces, step + steps_before, scaler))
         if scaler is not None:
             scaler.unscale_(optimizer)
         if step == 0:
-            found.gradients = one.gradients()
-        found.norms.append(torch.nn.utils.clip_grad_norm_(one.parameters.values(), MAX_NORM))
+            steps.gradients = model.gradients()
+        steps.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters.values(), MAX_NORM))
         step_with(scaler, optimizer)
-    found.weights = join_packed(program, {n: p.detach() for n, p in one.parameters.items()})
-    found.buffers = one.state
-    return found
+    steps.weights = join_packed(program, {n: p.detach() for n, p in model.parameters.items()})
+    steps.buffers = model.state
+    return steps
 
 
 def decides_alone(program: Program, degrees: Degrees) -> bool:

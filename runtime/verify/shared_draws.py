@@ -129,8 +129,8 @@ class SharedStream:
             return private.from_ranks([value] * self.mesh.size) if private.in_one_process() else value
 
         def on_rank(rank: int, _: torch.Tensor) -> torch.Tensor:
-            own = [private.to_ranks(a, self.mesh.size)[rank] if isinstance(a, torch.Tensor) else a for a in args]
-            return self._drawn(draw, operator, *own, **kwargs)
+            operands = [private.to_ranks(a, self.mesh.size)[rank] if isinstance(a, torch.Tensor) else a for a in args]
+            return self._drawn(draw, operator, *operands, **kwargs)
 
         return private.map_ranks(held, on_rank)
 

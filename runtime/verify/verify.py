@@ -74,13 +74,13 @@ def this_ranks_part(
     """One data-parallel rank's part of a global batch: its chunk of every micro-batch, in micro-batch order."""
     pieces = split_micro_batches(program, batch, degrees.num_micro_batches)
     dims = {info.name: info.batch_dim for info in program.inputs}
-    found = {}
+    mine = {}
     for name, dim in dims.items():
         if dim is None:
-            found[name] = batch[name]
+            mine[name] = batch[name]
         else:
-            found[name] = torch.cat([p[name].chunk(degrees.dp, dim)[coordinate] for p in pieces], dim)
-    return found
+            mine[name] = torch.cat([p[name].chunk(degrees.dp, dim)[coordinate] for p in pieces], dim)
+    return mine
 
 
 def _whole(value: Any) -> torch.Tensor:
@@ -108,48 +108,48 @@ def parallel_steps(
     model = ParallelModel(program, plan, source, torch.device("cpu"), streams=streams)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     coordinate = model.rank_mesh.sample_ranks.coordinate
-    found, scaler = Steps(), scaler_of(plan.degrees)
+    steps, scaler = Steps(), scaler_of(plan.degrees)
     if example is not None:
-        own = this_ranks_part(program, example, plan.degrees, coordinate)
-        found.example = {"the loss": model.forward_backward(structured(own)), **model.whole_gradients()}
+        mine = this_ranks_part(program, example, plan.degrees, coordinate)
+        steps.example = {"the loss": model.forward_backward(structured(mine)), **model.whole_gradients()}
         optimizer.zero_grad()
     for step, batch in enumerate(data):
-        own = this_ranks_part(program, batch, plan.degrees, coordinate)
+        mine = this_ranks_part(program, batch, plan.degrees, coordinate)
         if step == 0 and decides_alone(program, plan.degrees):
-            micro = split_micro_batches(program, own, plan.degrees.num_micro_batches)[-1]
+            micro = split_micro_batches(program, mine, plan.degrees.num_micro_batches)[-1]
             out = model.evaluate(structured(micro))
-            found.outputs = {k: _whole(v) for k, v in out.items() if k != "loss"}
-        found.losses.append(model.forward_backward(structured(own), scaler=scaler))
+            steps.outputs = {k: _whole(v) for k, v in out.items() if k != "loss"}
+        steps.losses.append(model.forward_backward(structured(mine), scaler=scaler))
         if scaler is not None:
             scaler.unscale_(optimizer)
         if step == 0:
-            found.gradients = model.whole_gradients()
-        found.norms.append(model.clip_grad_norm_(MAX_NORM))
+            steps.gradients = model.whole_gradients()
+        steps.norms.append(model.clip_grad_norm_(MAX_NORM))
         step_with(scaler, optimizer)
     state = {n: _whole(v) for n, v in model.state_dict().items()}
-    found.weights = {n: state[n] for n, _ in by_model_parameter(program) if n in state}
-    found.buffers = {n: v for n, v in state.items() if n in program.updates}
-    return found
+    steps.weights = {n: state[n] for n, _ in by_model_parameter(program) if n in state}
+    steps.buffers = {n: v for n, v in state.items() if n in program.updates}
+    return steps
 
 
 def merge_stages(parts: Sequence[Steps]) -> Steps:
     """The results of all ranks of a pipeline, together. Raises `VerificationError` if two ranks differ."""
-    found = parts[0]
+    merged = parts[0]
     for part in parts[1:]:
         for kind in ("gradients", "outputs", "weights", "buffers", "example"):
-            own, other = getattr(found, kind), getattr(part, kind)
+            kept, other = getattr(merged, kind), getattr(part, kind)
             for name, value in other.items():
-                if not torch.equal(own.setdefault(name, value), value):
+                if not torch.equal(kept.setdefault(name, value), value):
                     raise VerificationError(f"pipeline ranks hold different {kind} of {name!r}")
         for kind in ("losses", "norms"):
-            if not all(torch.equal(a, b) for a, b in zip(getattr(found, kind), getattr(part, kind), strict=True)):
+            if not all(torch.equal(a, b) for a, b in zip(getattr(merged, kind), getattr(part, kind), strict=True)):
                 raise VerificationError(f"pipeline ranks have different {kind}")
-    return found
+    return merged
 
 
 def quantities_of(
     reference: Steps,
-    found: Steps,
+    steps: Steps,
     moved: Sequence[Steps],
     judge: Callable[[str, Mapping[str, Measured], Tensors], Quantity],
     dtype: torch.dtype | None = None,
@@ -163,10 +163,10 @@ def quantities_of(
 
     def compared(name: str, values: Callable[[Steps], Tensors], reach: float = 0.0) -> Quantity:
         exact, runs = values(reference), [values(run) for run in moved]
-        return judge(name, measured(values(found), exact, runs, dtype=dtype, reach=reach), exact)
+        return judge(name, measured(values(steps), exact, runs, dtype=dtype, reach=reach), exact)
 
     weights, by_reach = measured_weights(
-        found.weights,
+        steps.weights,
         reference.weights,
         [run.weights for run in moved],
         reference.gradients,
@@ -181,8 +181,8 @@ def quantities_of(
         judge("parameters after AdamW", weights, reference.weights),
         compared(EXAMPLE, lambda steps: steps.example),
     ]
-    if found.buffers:  # buffers of the state dict
-        held = found.buffers.keys()
+    if steps.buffers:  # buffers of the state dict
+        held = steps.buffers.keys()
         changed = lambda steps: {name: value for name, value in steps.buffers.items() if name in held}  # noqa: E731
         quantities.append(compared("buffers changed in forward", changed, reach))
     return tuple(quantities), by_reach
@@ -195,7 +195,7 @@ def note_on_reach(by_reach: int, prefix: str = "") -> tuple[str, ...]:
 
 
 def compare_with_noise(
-    reference: Steps, found: Steps, tolerance: float, noise: Noise, *, prefix: str = ""
+    reference: Steps, steps: Steps, tolerance: float, noise: Noise, *, prefix: str = ""
 ) -> tuple[tuple[Quantity, ...], tuple[str, ...]]:
     """Quantities by the error measure, and notes. Noise is measured only if a tensor is above the tolerance.
 
@@ -203,7 +203,7 @@ def compare_with_noise(
     """
     quantities, by_reach = noise.verdict(
         lambda moved: quantities_of(
-            reference, found, moved, lambda name, errors, _: worst(f"{prefix}{name}", errors, tolerance)
+            reference, steps, moved, lambda name, errors, _: worst(f"{prefix}{name}", errors, tolerance)
         ),
         lambda judged, num_runs: is_open(
             [(q.max_error, q.limit) for q in judged[0] if q.outcome == DIFFERENT], num_runs
@@ -235,8 +235,8 @@ def check_dtype(dtype: str) -> torch.dtype:
     """The dtype of a verification. Raises `InputError` naming the choices."""
     if dtype not in TOLERANCES:
         raise InputError(f"dtype {dtype!r}: verification knows {sorted(TOLERANCES)}")
-    found: torch.dtype = getattr(torch, dtype)
-    return found
+    kind: torch.dtype = getattr(torch, dtype)
+    return kind
 
 
 def in_dtype(program: Program, dtype: str) -> Program:

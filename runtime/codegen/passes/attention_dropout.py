@@ -13,13 +13,13 @@ _DROPOUT_P = 4  # position of the argument
 
 def without_attention_dropout(program: Program) -> tuple[Program, bool]:
     """The program with the dropout of `scaled_dot_product_attention` off, and whether it had any."""
-    found = False
+    has_dropout = False
     blocks = []
     for block in program.blocks:
         graph, changed = _quiet(block.graph)
-        found |= changed
+        has_dropout |= changed
         blocks.append(replace(block, graph=graph) if changed else block)
-    return (replace(program, blocks=tuple(blocks)) if found else program), found
+    return (replace(program, blocks=tuple(blocks)) if has_dropout else program), has_dropout
 
 
 def _quiet(graph: fx.Graph) -> tuple[fx.Graph, bool]:
