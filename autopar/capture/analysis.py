@@ -41,7 +41,7 @@ class Analysis:
     @cached_property
     def orders(self) -> tuple[Mapping[NodeName, NodeName], ...]:
         """The order (`expert_order`) of the rows of every value of a block that has sorted rows."""
-        found: list[dict[NodeName, NodeName]] = []
+        orders: list[dict[NodeName, NodeName]] = []
         for calls, operands, ragged in zip(self.calls, self.operands, self.ragged, strict=True):
             of: dict[NodeName, NodeName] = {}
             for name, call in calls.items():
@@ -50,8 +50,8 @@ class Analysis:
                     of[name] = name
                 elif known and name in ragged:
                     of[name] = known[0]
-            found.append(of)
-        return tuple(found)
+            orders.append(of)
+        return tuple(orders)
 
     @cached_property
     def ragged(self) -> tuple[Mapping[NodeName, frozenset[int]], ...]:
@@ -62,32 +62,32 @@ class Analysis:
         if not any(call.target is ORDER for calls in self.calls for call in calls.values()):
             return tuple({} for _ in self.graphs)
         outer: dict[str, frozenset[int]] = {}
-        found: list[dict[NodeName, frozenset[int]]] = [{} for _ in self.graphs]
+        ragged: list[dict[NodeName, frozenset[int]]] = [{} for _ in self.graphs]
         for site in self.sites:
             ports = [node.name for node in self.graphs[site.block].nodes if node.op == "placeholder"]
             given = {
                 p: outer[a] for p, a in zip(ports, site.arguments, strict=True) if isinstance(a, str) and a in outer
             }
-            found[site.block] = self._ragged_values(site.block, found[site.block] | given)
+            ragged[site.block] = self._ragged_values(site.block, ragged[site.block] | given)
             names = [node.name for node in output_nodes(self.graphs[site.block])]
             results = zip(names, site.results, strict=True)
-            outer |= {result: found[site.block][name] for name, result in results if name in found[site.block]}
-        return tuple(found)
+            outer |= {result: ragged[site.block][name] for name, result in results if name in ragged[site.block]}
+        return tuple(ragged)
 
     def _ragged_values(self, block: int, known: Mapping[NodeName, frozenset[int]]) -> dict[NodeName, frozenset[int]]:
         """The ragged dimensions of a block's values if those of its ports are `known`."""
-        found = dict(known)
+        ragged = dict(known)
         for name, bound in self.bounds[block].items():
             target, operands = self.calls[block][name].target, self.operands[block][name]
             if target in SORTED:
-                found[name] = frozenset([0])
-            elif target is not UNTAKE and any(operand in found for operand in operands):
+                ragged[name] = frozenset([0])
+            elif target is not UNTAKE and any(operand in ragged for operand in operands):
                 pairs = zip(operands, bound.rule.inputs, strict=True)
-                factors = {f for operand, spec in pairs for dim in found.get(operand, ()) for f in spec[dim]}
+                factors = {f for operand, spec in pairs for dim in ragged.get(operand, ()) for f in spec[dim]}
                 dims = frozenset(d for d, names in enumerate(bound.rule.output) if not factors.isdisjoint(names))
                 if dims:
-                    found[name] = dims
-        return found
+                    ragged[name] = dims
+        return ragged
 
 
 class _Unifier:
@@ -125,12 +125,12 @@ class _Unifier:
             for name, outer in pairs:
                 if not isinstance(outer, str):
                     continue
-                own = self.values[call.block][name]
-                known = self.outer.setdefault(outer, own)
-                link = (tuple(own), tuple(known))
-                if known is not own and link not in linked:
+                mine = self.values[call.block][name]
+                known = self.outer.setdefault(outer, mine)
+                link = (tuple(mine), tuple(known))
+                if known is not mine and link not in linked:
                     linked.add(link)
-                    assert self.join(known, own), (outer, name)
+                    assert self.join(known, mine), (outer, name)
 
     def node(self, i: int, node: fx.Node) -> None:
         call, operands = Call.of(node.target, node.args, node.kwargs, node.meta["info"], info_of)
@@ -160,12 +160,12 @@ class _Unifier:
 
     def expert_atoms(self) -> set[int]:
         """The atoms of all axes of experts, before any is refined."""
-        found: dict[bool, set[int]] = {True: set(), False: set()}
+        atoms_of: dict[bool, set[int]] = {True: set(), False: set()}
         for i, block in enumerate(self.program.blocks):
             rules = {name: rule for name, (rule, _) in self.rules[i].items()}
             for node, factor, is_expert in _expert_factors(block, rules, self.calls[i], self.operands[i]):
-                found[is_expert].update(self.axes.atoms(self.rules[i][node][1][factor]))
-        return found[True] - found[False]
+                atoms_of[is_expert].update(self.axes.atoms(self.rules[i][node][1][factor]))
+        return atoms_of[True] - atoms_of[False]
 
     def atoms(self, variable: Variable) -> tuple[tuple[int, int], ...]:
         """The atoms of a variable with their sizes. Call this only after all variables are unified."""
@@ -191,14 +191,14 @@ def info_of(value: Any) -> TensorInfo | None:
 
 def _rivals(mesh: Mesh) -> list[int]:
     """The mesh dimensions that compete for axes other than the batch. Empty if there is only one."""
-    found = [i for i in (*mesh.owning("parameters"), *mesh.owning("sequence")) if mesh.degrees[i] > 1]
-    return found if len(found) > 1 else []
+    dims = [i for i in (*mesh.owning("parameters"), *mesh.owning("sequence")) if mesh.degrees[i] > 1]
+    return dims if len(dims) > 1 else []
 
 
 def _rivals_for_batch(mesh: Mesh) -> list[int]:
     """The mesh dimensions that split the batch. Empty if there is only one."""
-    found = [i for i, name in enumerate(mesh.names) if splits_samples(name) and mesh.degrees[i] > 1]
-    return found if len(found) > 1 else []
+    dims = [i for i, name in enumerate(mesh.names) if splits_samples(name) and mesh.degrees[i] > 1]
+    return dims if len(dims) > 1 else []
 
 
 def _refines(mesh: Mesh | None) -> bool:
@@ -208,8 +208,8 @@ def _refines(mesh: Mesh | None) -> bool:
 def refining(mesh: Mesh) -> Mesh:
     """The mesh without the degrees that refine no axis: `analyse` has the same result for it."""
     rivals = _rivals(mesh)
-    found = {*rivals, *_rivals_for_batch(mesh), *(mesh.owning("experts") if rivals else ())}
-    return Mesh(mesh.names, tuple(n if i in found else 1 for i, n in enumerate(mesh.degrees)))
+    dims = {*rivals, *_rivals_for_batch(mesh), *(mesh.owning("experts") if rivals else ())}
+    return Mesh(mesh.names, tuple(n if i in dims else 1 for i, n in enumerate(mesh.degrees)))
 
 
 def batch_refinement(axes: Axes, batch: Collection[int], mesh: Mesh) -> dict[int, int]:
@@ -309,7 +309,7 @@ def analyse(program: Program, mesh: Mesh | None = None) -> Analysis:
         }
         for i, rules in enumerate(state.rules)
     )
-    found = Analysis(
+    analysis = Analysis(
         graphs=tuple(block.graph for block in program.blocks),
         sites=program.calls,
         dims=dims,
@@ -322,18 +322,18 @@ def analyse(program: Program, mesh: Mesh | None = None) -> Analysis:
         hidden_axes=frozenset(hidden),
         meant_for=meant_for,
     )
-    return replace(found, bounds=_with_ragged(found)) if any(found.ragged) else found
+    return replace(analysis, bounds=_with_ragged(analysis)) if any(analysis.ragged) else analysis
 
 
 def expert_axes(program: Program, analysis: Analysis) -> frozenset[int]:
     """The axes of experts, without batch and sequence."""
-    found: dict[bool, set[int]] = {True: set(), False: set()}
+    axes_of: dict[bool, set[int]] = {True: set(), False: set()}
     for index, bounds in enumerate(analysis.bounds):
         rules = {name: bound.rule for name, bound in bounds.items()}
         every = _expert_factors(program.blocks[index], rules, analysis.calls[index], analysis.operands[index])
         for name, factor, is_expert in every:
-            found[is_expert].update(axis for axis, _ in bounds[name].factors[factor])
-    return frozenset(found[True] - found[False]) - analysis.batch_axes - analysis.sequence_axes
+            axes_of[is_expert].update(axis for axis, _ in bounds[name].factors[factor])
+    return frozenset(axes_of[True] - axes_of[False]) - analysis.batch_axes - analysis.sequence_axes
 
 
 def _expert_factors(
@@ -366,33 +366,33 @@ def parameter_values(program: Program, analysis: Analysis, block: int) -> set[st
 
 
 def _parameters_and_views(block: Block, operands: Mapping[NodeName, tuple[NodeName, ...]]) -> set[str]:
-    found = {name for name, role in block.ports.items() if role == "parameter"}
+    known = {name for name, role in block.ports.items() if role == "parameter"}
     for node, names in operands.items():
-        if names and all(name in found for name in names):
-            found.add(node)
-    return found
+        if names and all(name in known for name in names):
+            known.add(node)
+    return known
 
 
 def _with_ragged(analysis: Analysis) -> tuple[Mapping[NodeName, Bound], ...]:
     """The bound rules with the ragged dimensions of their values."""
-    found: list[dict[NodeName, Bound]] = []
+    with_rows: list[dict[NodeName, Bound]] = []
     for ragged, bounds, operands in zip(analysis.ragged, analysis.bounds, analysis.operands, strict=True):
-        found.append({})
+        with_rows.append({})
         for name, bound in bounds.items():
             rows = tuple(ragged.get(value, frozenset()) for value in (*operands[name], name))
-            found[-1][name] = replace(bound, ragged=rows, known={}) if any(rows) else bound
-    return tuple(found)
+            with_rows[-1][name] = replace(bound, ragged=rows, known={}) if any(rows) else bound
+    return tuple(with_rows)
 
 
 def _zero_padded(
     block: Block, rules: Mapping[NodeName, tuple[Rule, object]], operands: Mapping[NodeName, tuple[NodeName, ...]]
 ) -> set[NodeName]:
     """Values of a block whose padding is zero: parameters, and linear functions of such values alone."""
-    found = {name for name, role in block.ports.items() if role == "parameter"}
+    padded = {name for name, role in block.ports.items() if role == "parameter"}
     for name, (rule, _) in rules.items():
-        if operands[name] and rule.linear and all(operand in found for operand in operands[name]):
-            found.add(name)
-    return found
+        if operands[name] and rule.linear and all(operand in padded for operand in operands[name]):
+            padded.add(name)
+    return padded
 
 
 def described(program: Program, analysis: Analysis) -> Program:

@@ -27,20 +27,20 @@ def capture(request: Request, batch: int | None = None) -> Capture:
     The result keeps the model and its inputs, because some sizes need another capture. Errors are those of
     `capture_program`.
     """
-    own, _ = request.sizes if request.named_inputs else (None, None)
-    found = capture_twice(request, max(FEWEST, batch or own or FEWEST))
-    record, unknown = _recorded(found)
-    if record is None and found.small is not None and found.sizes.sequence is not None:
+    size, _ = request.sizes if request.named_inputs else (None, None)
+    twice = capture_twice(request, max(FEWEST, batch or size or FEWEST))
+    record, unknown = _recorded(twice)
+    if record is None and twice.small is not None and twice.sizes.sequence is not None:
         with contextlib.suppress(CaptureError):  # forms in the batch alone may succeed
-            record, _ = _recorded(with_same_sequence(found, request))
-    known = {found.sizes.batch: found.program}
+            record, _ = _recorded(with_same_sequence(twice, request))
+    known = {twice.sizes.batch: twice.program}
 
     def again(size: int) -> Program:
         if size not in known:
             known[size] = capture_twice(request, size).program
         return known[size]
 
-    return Capture(record=record, unknown=unknown, again=again, sequence=found.program.sequence)
+    return Capture(record=record, unknown=unknown, again=again, sequence=twice.program.sequence)
 
 
 def _recorded(twice: Twice) -> tuple[ProgramRecord | None, str | None]:

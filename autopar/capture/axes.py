@@ -50,7 +50,7 @@ class Axes:
             if self._children[root] is None:
                 return (root,) if self._size[root] != 1 else ()
         stack = [variables] if isinstance(variables, int) else list(variables)
-        found: list[Atom] = []
+        roots: list[Atom] = []
         stack.reverse()
         while stack:
             root = self.root(stack.pop())
@@ -58,8 +58,8 @@ class Axes:
             if children is not None:
                 stack.extend(reversed(children))
             elif self._size[root] != 1:
-                found.append(root)
-        return tuple(found)
+                roots.append(root)
+        return tuple(roots)
 
     def split(self, atom: Atom, sizes: Sequence[int]) -> tuple[Atom, ...]:
         """Refine an atom into an ordered product of fresh atoms everywhere it occurs."""

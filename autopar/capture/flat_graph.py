@@ -32,7 +32,7 @@ class Flat:
 
     def of_kind(self, kind: str) -> dict[str, str]:
         """The placeholders of one kind, with the model's names for them."""
-        return {node: name for node, (found, name) in self.placeholders.items() if found == kind}
+        return {node: name for node, (kind_of, name) in self.placeholders.items() if kind_of == kind}
 
 
 def literal_of(flat: Flat, node: fx.Node) -> torch.Tensor | None:
@@ -45,8 +45,8 @@ def literal_of(flat: Flat, node: fx.Node) -> torch.Tensor | None:
 
 def constants_of(exported: Any) -> dict[str, torch.Tensor]:
     """The constants of an exported program by name."""
-    found = {name: value for name, value in exported.constants.items() if isinstance(value, torch.Tensor)}
-    return found | {name: value for name, value in exported.state_dict.items() if name.startswith("loss_fn.")}
+    constants = {name: value for name, value in exported.constants.items() if isinstance(value, torch.Tensor)}
+    return constants | {name: value for name, value in exported.state_dict.items() if name.startswith("loss_fn.")}
 
 
 def output_names(exported: Any) -> tuple[str, ...]:
@@ -70,20 +70,20 @@ def placeholders_of(model: nn.Module, exported: Any, inputs: Sequence[str]) -> d
     first_name = {id(tensor): name for name, tensor in reversed(tensors)}
     canonical = {name: first_name[id(tensor)] for name, tensor in tensors}
     names = iter(inputs)
-    found: dict[str, tuple[str, str]] = {}
+    placeholders: dict[str, tuple[str, str]] = {}
     for spec in exported.graph_signature.input_specs:
         node_name = getattr(spec.arg, "name", "")
         kind = spec.kind.name
         target = (spec.target or "").removeprefix("model.")
         if kind == "PARAMETER":
-            found[node_name] = ("parameter", canonical[target])
+            placeholders[node_name] = ("parameter", canonical[target])
         elif kind == "BUFFER" and not target.startswith("loss_fn."):
-            found[node_name] = ("buffer", canonical.get(target, target))
+            placeholders[node_name] = ("buffer", canonical.get(target, target))
         elif kind in ("CONSTANT_TENSOR", "BUFFER"):
-            found[node_name] = ("lifted", spec.target or "")
+            placeholders[node_name] = ("lifted", spec.target or "")
         elif kind == "USER_INPUT" and type(spec.arg).__name__ == "TensorArgument":
-            found[node_name] = ("input", next(names))
-    return found
+            placeholders[node_name] = ("input", next(names))
+    return placeholders
 
 
 def order_outputs(exported: Any, placeholders: Mapping[str, tuple[str, str]], dropped: str) -> tuple[str, ...]:
@@ -94,14 +94,14 @@ def order_outputs(exported: Any, placeholders: Mapping[str, tuple[str, str]], dr
     """
     graph: fx.Graph = exported.graph_module.graph
     values: Any = graph.output_node().args[0]
-    own, updates = [], {}
+    outputs, updates = [], {}
     for name, spec, node in zip(
         all_outputs(exported, placeholders), exported.graph_signature.output_specs, values, strict=True
     ):
         if name.startswith(dropped):
             continue
         if spec.kind.name in ("USER_OUTPUT", "LOSS_OUTPUT"):
-            own.append(node)
+            outputs.append(node)
         elif spec.kind.name == "BUFFER_MUTATION" and not str(spec.target).startswith("loss_fn."):
             updates[placeholders[_of_buffer(exported, spec.target)][1]] = node
         elif spec.kind.name != "USER_INPUT_MUTATION":
@@ -109,7 +109,7 @@ def order_outputs(exported: Any, placeholders: Mapping[str, tuple[str, str]], dr
                 f"the model changes {str(spec.target).removeprefix('model.')} in its forward pass; only buffers of the "
                 "model may change there, so make it a buffer or change it outside"
             )
-    graph.output_node().args = ((*own, *updates.values()),)
+    graph.output_node().args = ((*outputs, *updates.values()),)
     return tuple(updates)
 
 

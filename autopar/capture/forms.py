@@ -55,9 +55,9 @@ def form_of(first: int, second: int, sizes: Sizes, others: Sizes) -> int | Form 
     if first == second:
         return first
     for candidates in (_products, _with_offset):
-        found = set(candidates(first, second, sizes, others))
-        if found:
-            return found.pop() if len(found) == 1 else None
+        forms = set(candidates(first, second, sizes, others))
+        if forms:
+            return forms.pop() if len(forms) == 1 else None
     return None
 
 
@@ -65,8 +65,8 @@ def float_form_of(first: float, second: float, sizes: Sizes, others: Sizes) -> F
     """The form of a floating literal that is a whole number. None if it is unexplained, not whole, or constant."""
     if not (first.is_integer() and second.is_integer()):  # nan and infinity are not whole either
         return None
-    found = form_of(int(first), int(second), sizes, others)
-    return found if isinstance(found, Form) else None
+    form = form_of(int(first), int(second), sizes, others)
+    return form if isinstance(form, Form) else None
 
 
 def batch_exponent(first: float, second: float, sizes: Sizes, others: Sizes) -> int | None:
@@ -78,13 +78,13 @@ def batch_exponent(first: float, second: float, sizes: Sizes, others: Sizes) -> 
         return 0 if first == second else None
     ratio = first / second
     varies = sizes.sequence != others.sequence
-    found = {
+    powers = {
         i
         for i, j in product(_EXPONENTS, _EXPONENTS if varies else (0,))
         if math.isclose(ratio, _ratio(sizes, others, i, j), rel_tol=1e-12)
     }
-    if found:
-        return found.pop() if len(found) == 1 else None
+    if powers:
+        return powers.pop() if len(powers) == 1 else None
     for sign in (1, -1):  # B (S - 1), or one over it
         form = float_form_of(float(round(first**sign, 9)), float(round(second**sign, 9)), sizes, others)
         exponents = set() if form is None else {i for _, _, i, _ in form.terms}
@@ -103,9 +103,9 @@ def _products(first: int, second: int, sizes: Sizes, others: Sizes) -> Iterator[
     varies = sizes.sequence != others.sequence
     exponents = product(range(MAX_EXPONENT + 1), range(MAX_EXPONENT + 1 if varies else 1))
     for i, j in exponents:
-        one, two = (s.batch**i * (s.sequence or 1) ** j for s in (sizes, others))
-        if (i or j) and first and first * two == second * one:
-            q = Fraction(first, one)
+        size, two = (s.batch**i * (s.sequence or 1) ** j for s in (sizes, others))
+        if (i or j) and first and first * two == second * size:
+            q = Fraction(first, size)
             if q.denominator <= MAX_DENOMINATOR:
                 yield Form(((q.numerator, q.denominator, i, j),))
 

@@ -15,7 +15,7 @@ def named_leaves(values: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises `InputError` for a dataclass that PyTorch does not know.
     """
-    found: dict[str, Any] = {}
+    named: dict[str, Any] = {}
     for name, value in values.items():
         for path, leaf in pytree.tree_flatten_with_path(value)[0]:
             if is_dataclass(leaf) and not isinstance(leaf, type):
@@ -24,8 +24,8 @@ def named_leaves(values: Mapping[str, Any]) -> dict[str, Any]:
                     f"input {name!r} is a {kind}, a dataclass whose fields PyTorch does not know; call "
                     f"torch.export.register_dataclass({kind}) once"
                 )
-            found[".".join([name, *map(_key, path)])] = leaf
-    return found
+            named[".".join([name, *map(_key, path)])] = leaf
+    return named
 
 
 def map_leaves(values: Mapping[str, Any], change: Callable[[str, Any], Any]) -> dict[str, Any]:

@@ -88,9 +88,9 @@ def _passed_back(
             for p, a in zip(block.ports, call.arguments, strict=True)
             if isinstance(a, str) and a in constants
         }
-        found, all_passed = _port_bounds(block, wanted, partial(uses, index), ports)
+        ranges, all_passed = _port_bounds(block, wanted, partial(uses, index), ports)
         is_complete &= all_passed
-        for port, allowed in found.items():
+        for port, allowed in ranges.items():
             argument = call.arguments[port]
             if isinstance(argument, str):
                 bounds[argument] = bounds.get(argument, ValueRange()).both(allowed)
@@ -118,11 +118,11 @@ def _port_bounds(
             before, passes_all = _bounds_before(node, bounds[node], known)
             pairs += before
             all_passed &= passes_all
-        for operand, found in pairs:
-            bounds[operand] = bounds.get(operand, ValueRange()).both(found)
+        for operand, r in pairs:
+            bounds[operand] = bounds.get(operand, ValueRange()).both(r)
     places = {port: place for place, port in enumerate(block.ports)}
-    ports = {n: found for n, found in bounds.items() if n.op == "placeholder" and not found.covers(*known.of(n))}
-    return {places[n.name]: found for n, found in ports.items()}, all_passed
+    ports = {n: r for n, r in bounds.items() if n.op == "placeholder" and not r.covers(*known.of(n))}
+    return {places[n.name]: r for n, r in ports.items()}, all_passed
 
 
 def _bounds_of_uses(node: fx.Node) -> Iterator[tuple[fx.Node, ValueRange]]:
@@ -136,7 +136,7 @@ def _bounds_of_uses(node: fx.Node) -> Iterator[tuple[fx.Node, ValueRange]]:
 
 
 def _bounds_before(
-    node: fx.Node, found: ValueRange, known: KnownRange
+    node: fx.Node, allowed: ValueRange, known: KnownRange
 ) -> tuple[list[tuple[fx.Node, ValueRange]], bool]:
     """The bounds of an operator's operands that follow from the bounds of its result, and whether they are enough.
 
@@ -147,51 +147,51 @@ def _bounds_before(
     if chosen is not None:
         mask, first_if = _chooser(node, name)
         numbers = [each for each in chosen if not isinstance(each, fx.Node)]
-        are_allowed = all(isinstance(number, (int, float)) and found.allows(number) for number in numbers)
+        are_allowed = all(isinstance(number, (int, float)) and allowed.allows(number) for number in numbers)
         bounds = [
-            (each, _unless_replaced(each, mask, found, kept_if=first_if == (k == 0), may_replace=are_allowed))
+            (each, _unless_replaced(each, mask, allowed, kept_if=first_if == (k == 0), may_replace=are_allowed))
             for k, each in enumerate(chosen)
             if isinstance(each, fx.Node)
         ]
         return bounds, are_allowed
     is_integer = not node.meta["info"].dtype.is_floating_point  # fractions may pass an end that integers do not
     if name == "mul":
-        bounds, are_enough = _bounds_of_factors(node, found)
+        bounds, are_enough = _bounds_of_factors(node, allowed)
         return bounds, are_enough and is_integer
-    shifted = _bounds_of_terms(node, name, found, known)
+    shifted = _bounds_of_terms(node, name, allowed, known)
     if shifted:
         return shifted, is_integer
     operand = positional(node, 0)
-    before = _bounds_before_arithmetic(node, name, found) if isinstance(operand, fx.Node) else None
+    before = _bounds_before_arithmetic(node, name, allowed) if isinstance(operand, fx.Node) else None
     return ([], False) if before is None else ([(operand, before)], is_integer)
 
 
-def _bounds_before_arithmetic(node: fx.Node, name: str, found: ValueRange) -> ValueRange | None:
+def _bounds_before_arithmetic(node: fx.Node, name: str, r: ValueRange) -> ValueRange | None:
     """The bounds of the first operand of an arithmetic operator whose other operands are numbers."""
     if name in ("clamp", "clamp_min", "clamp_max", "relu"):
         low = 0 if name == "relu" else None if name == "clamp_max" else positional(node, 1)
         high = positional(node, 1 if name == "clamp_max" else 2) if name in ("clamp", "clamp_max") else None
         is_number = not isinstance(low, fx.Node) and not isinstance(high, fx.Node)
-        return _before_clamp(found, low, high) if is_number else None
+        return _before_clamp(r, low, high) if is_number else None
     if name == "cumsum":
-        return _before_sums(found, num_summed(node))
+        return _before_sums(r, num_summed(node))
     number = positional(node, 1)
     if not isinstance(number, int) or isinstance(number, bool):
         return None
     if name in ("add", "sub"):
         step = number * int(node.kwargs.get("alpha", 1)) * (1 if name == "add" else -1)  # type: ignore[arg-type]
-        return found.shifted(-step)
+        return r.shifted(-step)
     if number <= 0:
         return None
     if name == "remainder":  # the operand is its own remainder
-        return found.both(ValueRange(low=0, high=number))
+        return r.both(ValueRange(low=0, high=number))
     if name == "floor_divide" or (name == "div" and node.kwargs.get("rounding_mode") in ("floor", "trunc")):
-        return found.before(lambda x: x // number, found.low * number, found.high * number) if found.high > 0 else None
+        return r.before(lambda x: x // number, r.low * number, r.high * number) if r.high > 0 else None
     return None
 
 
 def _bounds_of_terms(
-    node: fx.Node, name: str, found: ValueRange, known: KnownRange
+    node: fx.Node, name: str, allowed: ValueRange, known: KnownRange
 ) -> list[tuple[fx.Node, ValueRange]]:
     """The bounds of the operand of a sum or difference whose other operand is a tensor with two known ends."""
     operand, other = positional(node, 0), positional(node, 1)
@@ -203,7 +203,7 @@ def _bounds_of_terms(
     if not isinstance(operand, fx.Node) or not _is_finite((least, most)):
         return []
     least, most = (least, most) if name == "add" else (-most, -least)
-    before = ValueRange(low=found.low - least, high=found.high - most, bounded_by=found.bounded_by)
+    before = ValueRange(low=allowed.low - least, high=allowed.high - most, bounded_by=allowed.bounded_by)
     return [] if before.is_empty else [(operand, before)]
 
 
@@ -211,7 +211,7 @@ def _is_finite(ends: Ends) -> bool:
     return -inf < ends[0] and ends[1] < inf
 
 
-def _bounds_of_factors(node: fx.Node, found: ValueRange) -> tuple[list[tuple[fx.Node, ValueRange]], bool]:
+def _bounds_of_factors(node: fx.Node, allowed: ValueRange) -> tuple[list[tuple[fx.Node, ValueRange]], bool]:
     """The bounds of a factor whose other factor is a positive number, or a mask of zeros and ones."""
     factors = node.args[:2]
     bounds, are_enough = [], False
@@ -219,28 +219,28 @@ def _bounds_of_factors(node: fx.Node, found: ValueRange) -> tuple[list[tuple[fx.
         if not isinstance(operand, fx.Node):
             continue
         if isinstance(other, int) and other > 0:
-            last = floor((found.high - 1) / other) + 1 if found.high != inf else inf
-            first = ceil(found.low / other) if found.low != -inf else -inf
-            bounds.append((operand, found.before(other.__mul__, first, last)))
+            last = floor((allowed.high - 1) / other) + 1 if allowed.high != inf else inf
+            first = ceil(allowed.low / other) if allowed.low != -inf else -inf
+            bounds.append((operand, allowed.before(other.__mul__, first, last)))
             are_enough = True
         elif isinstance(other, fx.Node) and (mask := _mask_of(other)) is not None:
-            bounds.append((operand, _unless_replaced(operand, mask, found, kept_if=True)))
-            are_enough |= found.allows(0)
+            bounds.append((operand, _unless_replaced(operand, mask, allowed, kept_if=True)))
+            are_enough |= allowed.allows(0)
     return bounds, are_enough
 
 
-def _before_clamp(found: ValueRange, low: Any, high: Any) -> ValueRange:
-    lower = -inf if isinstance(low, int) and found.low <= low < found.high else found.low
-    upper = inf if isinstance(high, int) and found.low <= high < found.high else found.high
+def _before_clamp(allowed: ValueRange, low: Any, high: Any) -> ValueRange:
+    lower = -inf if isinstance(low, int) and allowed.low <= low < allowed.high else allowed.low
+    upper = inf if isinstance(high, int) and allowed.low <= high < allowed.high else allowed.high
     least, most = (-inf if low is None else low), (inf if high is None else high)
-    return found.before(lambda x: min(max(x, least), most), lower, upper)
+    return allowed.before(lambda x: min(max(x, least), most), lower, upper)
 
 
-def _before_sums(found: ValueRange, count: int) -> ValueRange:
+def _before_sums(allowed: ValueRange, count: int) -> ValueRange:
     """The bounds of up to `count` elements whose every sum must stay in a range."""
-    low = ceil(found.low / count) if -inf < found.low < 0 else found.low
-    high = floor((found.high - 1) / count) + 1 if 0 < found.high < inf else found.high
-    return found.before(lambda _: inf, low, high)
+    low = ceil(allowed.low / count) if -inf < allowed.low < 0 else allowed.low
+    high = floor((allowed.high - 1) / count) + 1 if 0 < allowed.high < inf else allowed.high
+    return allowed.before(lambda _: inf, low, high)
 
 
 def _chooser(node: fx.Node, name: str) -> tuple[Any, bool]:
@@ -253,7 +253,7 @@ def _chooser(node: fx.Node, name: str) -> tuple[Any, bool]:
 
 
 def _unless_replaced(
-    operand: fx.Node, mask: Any, found: ValueRange, *, kept_if: bool, may_replace: bool = True
+    operand: fx.Node, mask: Any, allowed: ValueRange, *, kept_if: bool, may_replace: bool = True
 ) -> ValueRange:
     """The bounds of an operand whose elements are read only at positions where `mask` has the value `kept_if`.
 
@@ -263,27 +263,27 @@ def _unless_replaced(
     while isinstance(mask, fx.Node) and _operator_name(mask) in ("logical_not", "bitwise_not"):
         mask, kept_if = mask.args[0], not kept_if
     if not isinstance(mask, fx.Node) or mask.op != "call_function" or len(mask.args) < 2:
-        return found
+        return allowed
     compared, number = mask.args[:2]
     if not isinstance(compared, fx.Node) or not isinstance(number, int):
-        return found
+        return allowed
     (base, step), (other, passed) = _shifted(operand), _shifted(compared)
     if base is not other:
-        return found
+        return allowed
     number += step - passed
     name = operator_name(mask)
     kept = {"ge": "lt", "lt": "ge", "gt": "le", "le": "gt", "eq": "ne", "ne": "eq", "not_equal": "eq"}
     name = name if kept_if else kept.get(name, "")  # the comparison that an element meets if it is read
     if name in ("ne", "not_equal"):
-        return found.also(number) if may_replace else found
+        return allowed.also(number) if may_replace else allowed
     least = {"ge": number, "gt": number + 1}.get(name)
     most = {"lt": number - 1, "le": number}.get(name)
     if not may_replace:
-        return found.between(max(found.low, -inf if least is None else least),
-                             min(found.high, inf if most is None else most + 1))  # fmt: skip
-    lower = -inf if least is not None and least >= found.low else found.low
-    upper = inf if most is not None and most < found.high else found.high
-    return found.between(lower, upper)
+        return allowed.between(max(allowed.low, -inf if least is None else least),
+                             min(allowed.high, inf if most is None else most + 1))  # fmt: skip
+    lower = -inf if least is not None and least >= allowed.low else allowed.low
+    upper = inf if most is not None and most < allowed.high else allowed.high
+    return allowed.between(lower, upper)
 
 
 # ---- nodes ----
@@ -304,11 +304,11 @@ def _operator_name(node: fx.Node) -> str | None:
 
 def _mask_of(node: fx.Node) -> fx.Node | None:
     """The mask, a value of truth, that a node is a copy or cast of. None if it is of no mask."""
-    found = None
+    last = None
     for copy in copies(node):
         info = copy.meta.get("info")  # a lifted scalar has none
         if info is not None and info.dtype is torch.bool:
-            found = copy
-        elif found is not None:
+            last = copy
+        elif last is not None:
             break
-    return found
+    return last

@@ -104,12 +104,12 @@ def chosen_from(node: fx.Node) -> list[Any] | None:
         return list(node.args[0])  # type: ignore[arg-type]
     if name not in _SELECTIONS or holds_positions(node):
         return None
-    found = [node.args[0]]
+    values = [node.args[0]]
     if name == "constant_pad_nd":
-        found.append(positional(node, 2, 0))
+        values.append(positional(node, 2, 0))
     if name in ("tril", "triu"):
-        found.append(0)
-    return found
+        values.append(0)
+    return values
 
 
 def holds_positions(node: fx.Node) -> bool:

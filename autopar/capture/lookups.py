@@ -54,7 +54,7 @@ def lookups(program: Program) -> tuple[Lookup, ...]:
     """
     sources = {info.name: _Source(frozenset({info.name})) for info in program.inputs}
     sources |= dict.fromkeys(program.constants.results, _Source())
-    found: dict[object, Lookup] = {}
+    by_key: dict[object, Lookup] = {}
     for index, call in enumerate(program.calls):
         block = program.blocks[call.block]
         arguments = dict(zip(block.ports, call.arguments, strict=True))
@@ -64,7 +64,7 @@ def lookups(program: Program) -> tuple[Lookup, ...]:
                 if operand in known:
                     leaves = tuple(arguments[leaf.name] for leaf in closure([operand]) if leaf.op == "placeholder")
                     source = known[operand]
-                    found.setdefault(
+                    by_key.setdefault(
                         (call.block, node, operand, leaves),
                         Lookup(
                             call=index,
@@ -75,9 +75,9 @@ def lookups(program: Program) -> tuple[Lookup, ...]:
                             depth=source.depth,
                         ),
                     )
-        made = zip(call.results, output_nodes(block.graph), strict=True)
-        sources |= {result: known[node] for result, node in made if node in known}
-    return tuple(found.values())
+        results = zip(call.results, output_nodes(block.graph), strict=True)
+        sources |= {result: known[node] for result, node in results if node in known}
+    return tuple(by_key.values())
 
 
 def _source(argument: str | float | int, sources: Mapping[str, _Source]) -> _Source | None:

@@ -112,15 +112,15 @@ def _parameters(loss_fn: _Loss) -> list[inspect.Parameter]:
 
 def named_outputs(out: Any) -> dict[str, torch.Tensor]:
     """The tensors of a module's output by name: mapping keys, or positions. The loss has the name ``loss``."""
-    found = _tensors(out)
-    if "loss" in found or len(found) == 1:
-        name = "loss" if "loss" in found else next(iter(found))
-        found = found | {name: _without_dimension(found[name])}
-    if "loss" not in found:
-        scalars = [name for name, v in found.items() if v.dim() == 0 and v.dtype.is_floating_point]
+    outputs = _tensors(out)
+    if "loss" in outputs or len(outputs) == 1:
+        name = "loss" if "loss" in outputs else next(iter(outputs))
+        outputs = outputs | {name: _without_dimension(outputs[name])}
+    if "loss" not in outputs:
+        scalars = [name for name, v in outputs.items() if v.dim() == 0 and v.dtype.is_floating_point]
         if len(scalars) == 1:
-            found = {"loss" if name == scalars[0] else name: v for name, v in found.items()}
-    return found
+            outputs = {"loss" if name == scalars[0] else name: v for name, v in outputs.items()}
+    return outputs
 
 
 def _without_dimension(loss: Any) -> Any:

@@ -116,8 +116,8 @@ def constant_statuses(nodes: Iterable[fx.Node]) -> dict[fx.Node, Status]:
     known: dict[fx.Node, Status] = {}
     for node in nodes:
         power = node.meta.get("batch_power", 1 if node.op == "call_function" else 0)
-        own = TABLE if power is None else CONSTANT if power else FREE
-        known[node] = max([own, *(known[n] for n in node.all_input_nodes)], key=(FREE, CONSTANT, TABLE).index)
+        status = TABLE if power is None else CONSTANT if power else FREE
+        known[node] = max([status, *(known[n] for n in node.all_input_nodes)], key=(FREE, CONSTANT, TABLE).index)
     return known
 
 
@@ -187,7 +187,7 @@ def _added_to(program: Program, block: Block, call: CallSite) -> set[str]:
     buffer_of = {update: buffer for buffer, update in program.updates.items() if readers[buffer] == 1}
     updates = {name: buffer_of.get(result) for name, result in zip(block.outputs, call.results, strict=True)}
     ports = dict(zip(block.ports, call.arguments, strict=True))
-    found = set[str]()
+    users_added = set[str]()
     for node in block.graph.nodes:
         buffer, chain = updates.get(node.name), list(copies(node))
         added = chain[-1]
@@ -195,8 +195,8 @@ def _added_to(program: Program, block: Block, call: CallSite) -> set[str]:
             reads = [list(copies(a)) for a in added.all_input_nodes]
             read = [r for r in reads if ports.get(r[-1].name) == buffer and r[-1].op == "placeholder"]
             if len(read) == 1 and all(len(n.users) == 1 for n in (*read[0], *chain[1:])):
-                found.update(n.name for n in chain)
-    return found
+                users_added.update(n.name for n in chain)
+    return users_added
 
 
 def status_of(analysis: Analysis, block: int, node: fx.Node, operands: Sequence[Status], where: str) -> Status:

@@ -36,8 +36,8 @@ def positional(node: fx.Node, index: int, default: Any = None) -> Any:
 
 def shape(node: Any) -> tuple[int, ...]:
     """The shape of a node's value in the captured program."""
-    found: tuple[int, ...] = tuple(node.meta["info"].shape)
-    return found
+    sizes: tuple[int, ...] = tuple(node.meta["info"].shape)
+    return sizes
 
 
 def copies(node: fx.Node) -> Iterator[fx.Node]:
@@ -96,14 +96,14 @@ def output_nodes(graph: fx.Graph) -> tuple[fx.Node, ...]:
 
 def closure(nodes: Iterable[fx.Node], without: Container[fx.Node] = ()) -> list[fx.Node]:
     """The nodes and all their direct and indirect operands, in graph order; not those in `without` or behind them."""
-    found: set[fx.Node] = set()
+    inner: set[fx.Node] = set()
     stack = list(nodes)
     while stack:
         node = stack.pop()
-        if node not in without and node not in found:
-            found.add(node)
+        if node not in without and node not in inner:
+            inner.add(node)
             stack.extend(node.all_input_nodes)
-    return sorted(found)
+    return sorted(inner)
 
 
 def function(node: fx.Node) -> Callable[..., Any]:
@@ -125,10 +125,10 @@ def operator_name(node: fx.Node) -> str:
 
 def value_infos(program: Program) -> dict[str, TensorInfo]:
     """The shapes and dtypes of the values that leave a program's blocks, by name."""
-    found: dict[str, TensorInfo] = {}
+    infos: dict[str, TensorInfo] = {}
     for call in program.calls:
         block = program.blocks[call.block]
         by_name = {node.name: node.meta["info"] for node in block.graph.nodes if "info" in node.meta}
         pairs = zip(call.results, block.outputs, strict=True)
-        found |= {result: by_name[output] for result, output in pairs}
-    return found
+        infos |= {result: by_name[output] for result, output in pairs}
+    return infos

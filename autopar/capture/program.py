@@ -123,20 +123,20 @@ def capture_twice(request: Request, batch: int | None = None) -> Twice:
     wanted = _small_sizes(named, sizes, first[0])
     small, length = _small_capture(request, sizes, wanted, flat, stacks, big)
     sequence_varies = length is not None
-    found = Sizes(batch=first[0], sequence=first[1] if sequence_varies else None)
+    which = Sizes(batch=first[0], sequence=first[1] if sequence_varies else None)
     others = Sizes(batch=wanted[0], sequence=length)
     causal: frozenset[str] = frozenset()
     if small is None:
         mark_without_twin(flat, first[0])
     else:
-        mark_batch_powers(flat, small, found, others)
+        mark_batch_powers(flat, small, which, others)
         roots = flat.root, small.root
         leaf, small_leaf = (lambda node, root=root: getattr(root, str(node.target)) for root in roots)
         causal = recognise_causal(flat.graph, small.graph, leaf, small_leaf)
         for graph in (flat.graph, small.graph):
             remove_dead(graph)
     masks_remain = any(attention_mask(node) is not None for node in flat.graph.nodes)
-    program = fold_program(request, flat, _inputs_at(named, sizes, first, sequence_varies), found)
+    program = fold_program(request, flat, _inputs_at(named, sizes, first, sequence_varies), which)
     notes, twin = program.notes, None
     if small is None:
         program = replace(program, notes=(*notes, NO_SECOND_CAPTURE))
@@ -148,7 +148,7 @@ def capture_twice(request: Request, batch: int | None = None) -> Twice:
     return Twice(
         program=program,
         small=twin,
-        sizes=found,
+        sizes=which,
         small_sizes=others,
         causal=causal,
         masks_remain=masks_remain,
@@ -228,9 +228,9 @@ def _normalised(model: nn.Module, flat: Flat) -> Flat:
     names = frozenset(n for n, name in flat.of_kind("parameter").items() if name in trainable)
     updates = normalise(flat.graph, flat.root, names, flat.of_kind("buffer"), len(flat.updates))
     split_packings(flat, frozenset(n for n, p in parameters_of(model, {}).items() if p.aliases))
-    found = replace(flat, updates=(*flat.updates, *updates))
-    refuse_changing(found.decisions, found.updates)
-    return found
+    changed = replace(flat, updates=(*flat.updates, *updates))
+    refuse_changing(changed.decisions, changed.updates)
+    return changed
 
 
 def _small_capture(
@@ -248,9 +248,9 @@ def _small_capture(
     request, big = request.deciding_as(flat), big.deciding_as(flat)
     stacks = stacks or layers_to_take_out(request.model, flat, lambda: _captured(big))
     for sequence in dict.fromkeys((small[1], (sizes[1] or 0) // 2 or None, sizes[1])):
-        again = functools.partial(_captured, request.at(sizes, small[0], sequence))
+        second = functools.partial(_captured, request.at(sizes, small[0], sequence))
         try:
-            other = with_fewer_layers(request.model, flat, stacks, again) or again()
+            other = with_fewer_layers(request.model, flat, stacks, second) or second()
         except CaptureError:
             continue
         same_graph = [n.target for n in other.graph.nodes] == [n.target for n in flat.graph.nodes]
@@ -326,14 +326,14 @@ def fold_program(request: Request, flat: Flat, inputs: tuple[InputInfo, ...], si
 
 def _with_scaled_products(distinct: tuple[Block, ...], calls: tuple[CallSite, ...], format: str) -> tuple[Block, ...]:
     """The blocks; the linear layers of repeated ones are scaled products. Another graph has another signature."""
-    repeated, found = {call.block for call in calls if not is_between(call.path)}, list[Block]()
+    repeated, blocks = {call.block for call in calls if not is_between(call.path)}, list[Block]()
     for index, block in enumerate(distinct):
         if index in repeated:
             scale_products(block.graph, block.ports, format)
             signature = folding.signature_of(block.graph, block.ports, block.outputs)
             block = replace(block, signature=signature)
-        found.append(block)
-    return tuple(found)
+        blocks.append(block)
+    return tuple(blocks)
 
 
 def _fold_with_denominators(

@@ -251,9 +251,9 @@ def resized(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """A tensor in another shape: its elements are cut, or repeat."""
     if not tensor.numel():
         return torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
-    found = tensor.detach()
+    rows = tensor.detach()
     for dim, (old, new) in enumerate(zip(tensor.shape, shape, strict=True)):
         if new > old:
-            found = torch.cat([found] * -(-new // old), dim)
-        found = found.narrow(dim, 0, new)
-    return found.clone(memory_format=torch.contiguous_format)
+            rows = torch.cat([rows] * -(-new // old), dim)
+        rows = rows.narrow(dim, 0, new)
+    return rows.clone(memory_format=torch.contiguous_format)

@@ -13,14 +13,14 @@ def parameters_of(model: nn.Module, parts: Mapping[str, PartOf]) -> dict[str, St
     """The parameters by first name, in the model's order. Pieces replace the unequally packed parameters."""
     first: dict[int, str] = {}
     aliases: dict[str, list[str]] = {}
-    found: dict[str, Any] = {}
+    params: dict[str, Any] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         if id(p) in first:
             aliases[first[id(p)]].append(name)
             continue
         first[id(p)] = name
         aliases[name] = []
-        found[name] = p
+        params[name] = p
     packed: dict[str, list[PartOf]] = {}
     for part in sorted(parts.values(), key=lambda part: part.start):
         packed.setdefault(part.name, []).append(part)
@@ -33,7 +33,7 @@ def parameters_of(model: nn.Module, parts: Mapping[str, PartOf]) -> dict[str, St
             requires_grad=p.requires_grad,
             part=part,
         )
-        for name, p in found.items()
+        for name, p in params.items()
         for part in packed.get(name, (None,))
     ]
     return {info.name: info for info in infos}
@@ -43,15 +43,15 @@ def buffers_of(model: nn.Module) -> dict[str, StateInfo]:
     """The buffers by first name, in the model's order."""
     lasting = {id(buffer) for buffer in _persistent(model)}
     names: dict[int, list[str]] = {}
-    found = dict(model.named_buffers(remove_duplicate=False))
-    for name, buffer in found.items():
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    for name, buffer in buffers.items():
         names.setdefault(id(buffer), []).append(name)
     return {
         first: StateInfo(
             name=first,
             aliases=tuple(others),
-            shape=tuple(found[first].shape),
-            dtype=found[first].dtype,
+            shape=tuple(buffers[first].shape),
+            dtype=buffers[first].dtype,
             persistent=key in lasting,
         )
         for key, (first, *others) in names.items()

@@ -52,8 +52,8 @@ def judged(program: Program) -> Program:
     """The program with its axes, and with the verdicts on its batch: how losses are joined, and what can be ignored."""
     analysis = analyse(program)
     reduction, mixes = loss_over_micro_batches(program, analysis)
-    found = replace(described(program, analysis), loss_reduction=reduction, mixes_batch=mixes)
-    return replace(found, ignored=ignored_targets(found, analysis))
+    judged_program = replace(described(program, analysis), loss_reduction=reduction, mixes_batch=mixes)
+    return replace(judged_program, ignored=ignored_targets(judged_program, analysis))
 
 
 def agreed(program: Program, small: Program) -> tuple[Program, Program]:
@@ -79,7 +79,7 @@ def ignored_targets(program: Program, analysis: Analysis) -> dict[str, int] | No
     """The inputs that can mark samples, with the number that marks an ignored one. None if no sample can be ignored."""
     if program.mixes_batch is not None or program.loss_reduction != "sum":
         return None
-    found: dict[str, int] = {}
+    targets: dict[str, int] = {}
     readers: dict[str, set[fx.Node]] = {}
     sums = {phase: list(_sums_over_the_batch(program, analysis, phase)) for phase in ("main", "denominator")}
     if not sums["main"] or (program.denominators and not sums["denominator"]):
@@ -89,11 +89,11 @@ def ignored_targets(program: Program, analysis: Analysis) -> dict[str, int] | No
             masks = _counted(node) if phase == "denominator" else _masked(node)
             named = ((_input_of(program, call_index, mask), mask) for mask in masks)
             name, mask = next(((name, mask) for name, mask in named if name is not None), (None, None))
-            if name is None or mask is None or found.setdefault(name, mask.ignored) != mask.ignored:
+            if name is None or mask is None or targets.setdefault(name, mask.ignored) != mask.ignored:
                 return None
             if mask.reader is not None:
                 readers.setdefault(name, set()).add(mask.reader)
-    return found if all(_readers(program, name) <= known for name, known in readers.items()) else None
+    return targets if all(_readers(program, name) <= known for name, known in readers.items()) else None
 
 
 def _sums_over_the_batch(program: Program, analysis: Analysis, phase: str) -> Iterator[tuple[int, fx.Node]]:
@@ -115,7 +115,7 @@ def _readers(program: Program, name: str) -> set[fx.Node]:
 
     A weight may have no other readers. For example, a mask that also hides a sample from attention may make it NaN.
     """
-    found: set[fx.Node] = set()
+    readers: set[fx.Node] = set()
     for call in program.calls:
         block = program.blocks[call.block]
         results = dict(zip(block.outputs, call.results, strict=True))
@@ -125,12 +125,12 @@ def _readers(program: Program, name: str) -> set[fx.Node]:
             if node.op == "output" or views.isdisjoint(node.all_input_nodes):
                 continue
             if node.target not in _VIEWS:
-                found.add(node)
+                readers.add(node)
             else:
                 views.add(node)
                 if node.name in results:
-                    found |= _readers(program, results[node.name])
-    return found
+                    readers |= _readers(program, results[node.name])
+    return readers
 
 
 def _masked(node: fx.Node) -> list[_Mask]:

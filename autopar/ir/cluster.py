@@ -224,12 +224,12 @@ class ClusterSpec:
         """
         from autopar.ir.cluster_detect import detect_hosts
 
-        found = detect_hosts(os.environ)
+        hosts = detect_hosts(os.environ)
         return cls(
-            name=f"{found.group.num_devices}x{found.group.device.name}",
-            groups=(found.group,),
-            inter_host=found.inter_host if found.group.num_hosts > 1 else None,
-            assumptions=found.assumptions,
+            name=f"{hosts.group.num_devices}x{hosts.group.device.name}",
+            groups=(hosts.group,),
+            inter_host=hosts.inter_host if hosts.group.num_hosts > 1 else None,
+            assumptions=hosts.assumptions,
         )
 
     @classmethod
@@ -357,9 +357,9 @@ class ClusterSpec:
     def link(self, rank: int, other: int) -> Link:
         """The link between two ranks. Raises IndexError for no such rank."""
         tier = self.tier(rank, other)
-        found = self.place_of(rank)[0].in_host if tier == "in_host" else getattr(self, tier)
-        assert isinstance(found, Link), f"no {tier} link between ranks {rank} and {other}"
-        return found
+        link = self.place_of(rank)[0].in_host if tier == "in_host" else getattr(self, tier)
+        assert isinstance(link, Link), f"no {tier} link between ranks {rank} and {other}"
+        return link
 
     def __repr__(self) -> str:
         parts = [f"{g.num_hosts}x{g.devices_per_host} {g.device.name}" for g in self.groups[:4]]

@@ -32,12 +32,12 @@ def detect_hosts(environment: Mapping[str, str]) -> DetectedHosts:
     if torch.cuda.is_available():
         num_local = _num_local_gpus(torch.cuda.device_count(), local)
         properties = [torch.cuda.get_device_properties(index) for index in range(num_local)]
-        names = {found.name for found in properties}
+        names = {p.name for p in properties}
         if len(names) > 1:
             raise ClusterError(
                 f"this host has unlike GPUs ({', '.join(sorted(names))}); write a cluster file with a group for each"
             )
-        device, in_host, inter_host, assumptions = _gpu(names.pop(), min(found.total_memory for found in properties))
+        device, in_host, inter_host, assumptions = _gpu(names.pop(), min(p.total_memory for p in properties))
     else:
         num_local = local or 1
         device, in_host, inter_host, assumptions = _cpu(num_local)
@@ -83,8 +83,8 @@ def _gpu(torch_name: str, memory_bytes: int) -> tuple[Device, Link, Link, list[s
         device = replace(
             device_of_preset(preset), memory_bytes=memory_bytes, source=f"preset {preset.name}; memory from the driver"
         )
-        found = ("_host", "total_memory_gb")  # links are told of below, memory is the driver's
-        assumed = [a for a in preset.assumptions() if not any(path in a.partition("=")[0] for path in found)]
+        told = ("_host", "total_memory_gb")  # links are told of below, memory is the driver's
+        assumed = [a for a in preset.assumptions() if not any(path in a.partition("=")[0] for path in told)]
         return device, link_of_preset(preset.in_host), link_of_preset(preset.inter_host), assumed
     peaks = {dtype: _slowest(f"peak_tflops.{dtype}") for dtype in _UNKNOWN_DTYPES}
     device = Device(

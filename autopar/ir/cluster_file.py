@@ -142,8 +142,8 @@ def _check_devices(content: object) -> tuple[list[ResolvedDevice], list[Problem]
 
 def profile_names() -> tuple[str, ...]:
     """The device profiles that come with the project."""
-    found = (resources.files("autopar.presets") / "profiles").iterdir()
-    return tuple(sorted(file.name.removesuffix(".yaml") for file in found if file.name.endswith(".yaml")))
+    files = (resources.files("autopar.presets") / "profiles").iterdir()
+    return tuple(sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml")))
 
 
 def profile_file(text: str, folder: Path) -> Path | None:
@@ -238,13 +238,13 @@ def resolve(entry: ClusterEntry, devices: list[ResolvedDevice]) -> ResolvedClust
             in_host = link_of_preset(device.in_host)
             if group.devices_per_host > 1:
                 assumptions.append(_assumed_link(f"groups[{index}].in_host", device.name, in_host))
-        made = device_of_preset(device) if isinstance(device, DevicePreset) else device_of_entry(device)
+        resolved = device_of_preset(device) if isinstance(device, DevicePreset) else device_of_entry(device)
         price = float(group.price_usd_per_device_hour) if group.price_usd_per_device_hour is not None else None
         groups.append(
             HostGroup(
                 num_hosts=group.num_hosts,
                 devices_per_host=group.devices_per_host,
-                device=made,
+                device=resolved,
                 in_host=in_host,
                 price_usd_per_device_hour=price,
             )

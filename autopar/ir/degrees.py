@@ -257,13 +257,13 @@ def degrees_from(data: Any, source: str = "plan") -> Degrees:
 def offload_problems(degrees: Degrees) -> list[Problem]:
     """Why the offload of a plan cannot run, with the plan that can."""
     if degrees.offloads(PARAMETERS) and degrees.zero == 0 and degrees.data_ranks > 1:
-        own = degrees.offload
+        offload = degrees.offload
         return [
             Problem(
                 path="offload",
-                value=own,
+                value=offload,
                 rule="moves shards of parameters, and zero 0 has no shards",
-                suggestion=f"use zero 3, or offload {own.replace(PARAMETERS, OPTIMIZER)}",
+                suggestion=f"use zero 3, or offload {offload.replace(PARAMETERS, OPTIMIZER)}",
             )
         ]
     return []
@@ -282,7 +282,7 @@ def _paths(value: Any) -> tuple[tuple[str, ...] | None, str]:
 def _blocks_of_stages(value: Any, *, least: int) -> tuple[int | tuple[int, ...] | None, str]:
     """One number for every stage, also as one text with commas. A single number holds for all stages."""
     split = [int(n) if n.strip().isdecimal() else n for n in value.split(",")] if isinstance(value, str) else value
-    if not isinstance(split, (list, tuple)) or not split or any(not _is_count(one) for one in split):
+    if not isinstance(split, (list, tuple)) or not split or any(not _is_count(n) for n in split):
         return None, "must be a whole number, or one for every stage such as 3,2,1,0"
     if len(split) == 1:
         return split[0], "" if split[0] >= least else "must be at least 1; leave recompute out to recompute nothing"

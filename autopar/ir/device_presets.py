@@ -85,8 +85,8 @@ class DevicePreset(NamedModel):
 
     def peaks(self) -> dict[str, Figure]:
         """Figure per dtype, for the dtypes that the device computes in."""
-        found = ((dtype, getattr(self.peak_tflops, dtype)) for dtype in DTYPES)
-        return {dtype: figure for dtype, figure in found if figure is not None}
+        figures = ((dtype, getattr(self.peak_tflops, dtype)) for dtype in DTYPES)
+        return {dtype: figure for dtype, figure in figures if figure is not None}
 
     def figures(self) -> dict[str, Figure]:
         """Every number of the file by its path."""
@@ -125,10 +125,10 @@ def device_names() -> tuple[str, ...]:
 
 def device_preset(name: str) -> DevicePreset:
     """The preset of that name or alias, case ignored. Raises ClusterError naming the nearest."""
-    found = _preset_named(name.lower().replace("_", "-").replace(" ", "-"))
-    if found is None:
+    preset = _preset_named(name.lower().replace("_", "-").replace(" ", "-"))
+    if preset is None:
         raise ClusterError(f"unknown device {name[:80]!r}; {did_you_mean(name, device_names())}")
-    return found
+    return preset
 
 
 @functools.cache

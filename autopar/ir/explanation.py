@@ -167,16 +167,16 @@ class Section:
 
 def sections(plan: Explained, *, with_order: bool = True) -> list[Section]:
     """The sections about a plan. Operators without a rule are the second; `with_order` adds the order of passes."""
-    found = [_header(plan)]
+    parts = [_header(plan)]
     if plan.summary is not None:
-        found += [_without_rule(plan.summary), *_stages(plan, with_order), *_recomputed(plan)]
-        found += [_parameters(plan), *_traffic(plan)]
-        found.append(_once_a_step(plan.summary))
+        parts += [_without_rule(plan.summary), *_stages(plan, with_order), *_recomputed(plan)]
+        parts += [_parameters(plan), *_traffic(plan)]
+        parts.append(_once_a_step(plan.summary))
     else:
-        found.append(Section(title="Labels", lines=tuple(_bare(plan))))
+        parts.append(Section(title="Labels", lines=tuple(_bare(plan))))
     if plan.notes:
-        found.append(Section(title="Notes", lines=plan.notes))
-    return found
+        parts.append(Section(title="Notes", lines=plan.notes))
+    return parts
 
 
 def as_text(plan: Explained) -> str:
@@ -267,10 +267,10 @@ def _recomputed(plan: Explained) -> list[Section]:
     for block, labels in zip(plan.summary.blocks, plan.blocks, strict=True):
         if block.selective is None:
             continue
-        one = block.selective
-        freed = f"{readable_bytes(one.saved_bytes - one.saved_selectively)} ({one.freed:.0%})"
-        flops = f"{one.more_flops:.3g} ({one.more_flops / one.flops:.1%})" if one.flops else "0"
-        rows.append((block.name, str(one.num_operators), readable_bytes(one.saved_bytes), freed, flops))
+        s = block.selective
+        freed = f"{readable_bytes(s.saved_bytes - s.saved_selectively)} ({s.freed:.0%})"
+        flops = f"{s.more_flops:.3g} ({s.more_flops / s.flops:.1%})" if s.flops else "0"
+        rows.append((block.name, str(s.num_operators), readable_bytes(s.saved_bytes), freed, flops))
         lines.append(f"{block.name}: {', '.join(labels.recomputed)}")
     title = "Selective recomputation (one call of a block for a micro-batch, on one rank)"
     columns = ("block", "operators", "saved without it", "freed", "more FLOP (of forward and backward)")
@@ -306,11 +306,11 @@ def _traffic(plan: Explained) -> list[Section]:
 
 
 def _counts(block: BlockSummary, dim: str, when: str) -> str:
-    found = [t for t in block.traffic if (t.mesh_dim, t.when) == (dim, when)]
-    if not found:
+    traffic = [t for t in block.traffic if (t.mesh_dim, t.when) == (dim, when)]
+    if not traffic:
         return "nothing"
-    words = [f"{t.count} {_VERBS.get(t.collective, t.collective)}{'s' * (t.count > 1)}" for t in found]
-    return f"{', '.join(words)} ({readable_bytes(sum(t.sent_bytes for t in found))})"
+    words = [f"{t.count} {_VERBS.get(t.collective, t.collective)}{'s' * (t.count > 1)}" for t in traffic]
+    return f"{', '.join(words)} ({readable_bytes(sum(t.sent_bytes for t in traffic))})"
 
 
 MAX_RANKS, MAX_ACTIONS = 8, 24  # whose order is shown, and how much of it

@@ -80,8 +80,8 @@ def _takes_muon(part: OwnPart) -> bool:
 
 
 OPTIMIZERS = {
-    one.name: one
-    for one in (
+    o.name: o
+    for o in (
         Optimizer(
             name="adamw",
             kind="torch.optim:AdamW",

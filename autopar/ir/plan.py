@@ -201,14 +201,14 @@ class Plan:
 def _wrong_numbers(plan: Plan) -> list[Problem]:
     sizes = {"batch": plan.batch, "sequence": plan.sequence}
     rule = "must be a whole number above 0"
-    found = [Problem(path=k, value=v, rule=rule) for k, v in sizes.items() if v is not None and v < 1]
+    problems = [Problem(path=k, value=v, rule=rule) for k, v in sizes.items() if v is not None and v < 1]
     if plan.degrees.is_recompute_open:
         rule = "needs recompute_blocks or selective_blocks in a plan that runs"
-        found.append(Problem(path="degrees.recompute", value="auto", rule=rule))
+        problems.append(Problem(path="degrees.recompute", value="auto", rule=rule))
     if len(plan.cuts) != plan.degrees.num_stages - 1:
         rule = f"must be {plan.degrees.num_stages - 1} whole numbers, one less than stages"
-        found.append(Problem(path="cuts", value=list(plan.cuts), rule=rule))
-    return found
+        problems.append(Problem(path="cuts", value=list(plan.cuts), rule=rule))
+    return problems
 
 
 def labels_to_dict(block: BlockLabels) -> dict[str, Any]:

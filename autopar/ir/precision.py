@@ -71,5 +71,5 @@ def is_low(dtype: "torch.dtype") -> bool:
 def _dtype(name: str) -> "torch.dtype":
     import torch
 
-    found: torch.dtype = getattr(torch, name)
-    return found
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

@@ -12,10 +12,10 @@ def strides(order: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
 
     The ranks of `cp`, if it has a size, lie inside of `dp`: its neighbours hold the parts of the same samples.
     """
-    found, stride = {}, 1
+    result, stride = {}, 1
     for name in reversed(order.split("-")):
         inner = ("cp", name) if name == "dp" and "cp" in sizes else (name,)
-        for one in inner:
-            found[one] = stride
-            stride = stride * sizes[one]
-    return found
+        for dim in inner:
+            result[dim] = stride
+            stride = stride * sizes[dim]
+    return result

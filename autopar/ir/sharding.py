@@ -55,10 +55,10 @@ class Type:
         """The inverse of `str`."""
         if text in ("I", "R", "P"):
             return {"I": I, "R": R, "P": P}[str(text)]
-        found = _SHARD.fullmatch(text) if isinstance(text, str) else None
-        if found is None:
+        match = _SHARD.fullmatch(text) if isinstance(text, str) else None
+        if match is None:
             raise ValueError(f"not an SPMD type, which is text such as R or S(0): {short_repr(text)}")
-        return Type("S", int(found[1]), int(found[2] or 0), bool(found[3]))
+        return Type("S", int(match[1]), int(match[2] or 0), bool(match[3]))
 
 
 I = Type("I")  # noqa: E741  the field's name
@@ -234,12 +234,12 @@ def steps(dims: Dims, source: Sequence[Type], target: Sequence[Type], mesh: Mesh
     The same conversion on two neighbouring mesh dimensions is one over both together.
     """
     todo = [i for i in range(len(source)) if source[i] != target[i]]
-    found: list[tuple[int, ...]] = []
+    order: list[tuple[int, ...]] = []
     while todo:
         i = todo.pop(0)
         together = todo[:1] == [i + 1] and mesh.joined(i) is not None and _alike(dims, source, target, i, mesh)
-        found.append((i, todo.pop(0)) if together else (i,))
-    return sorted(found, key=lambda indices: target[indices[0]].kind != "S")
+        order.append((i, todo.pop(0)) if together else (i,))
+    return sorted(order, key=lambda indices: target[indices[0]].kind != "S")
 
 
 def _alike(dims: Dims, source: Sequence[Type], target: Sequence[Type], i: int, mesh: Mesh) -> bool:

@@ -82,13 +82,13 @@ def recomputed_calls(program: Program, degrees: Degrees, stages: Sequence[Stage]
     if degrees.recompute == "none":
         return {}
     repeated = {i for i, call in enumerate(program.calls) if len(program.uses_of_block(call.block)) > 1}
-    found: dict[int, How] = {}
+    kinds: dict[int, How] = {}
     for stage in stages:
-        own = [i for i in stage.calls if i in repeated or not repeated]
-        full = own[: degrees.full_blocks_of(stage.index)]
-        found |= dict.fromkeys(full, "full")
-        found |= dict.fromkeys(own[len(full) :][: degrees.selective_blocks_of(stage.index)], "selective")
-    return found
+        mine = [i for i in stage.calls if i in repeated or not repeated]
+        full = mine[: degrees.full_blocks_of(stage.index)]
+        kinds |= dict.fromkeys(full, "full")
+        kinds |= dict.fromkeys(mine[len(full) :][: degrees.selective_blocks_of(stage.index)], "selective")
+    return kinds
 
 
 def offloaded_calls(program: Program, degrees: Degrees, stages: Sequence[Stage]) -> frozenset[int]:
@@ -106,19 +106,19 @@ def values_that_stay(program: Program, calls: Collection[int]) -> frozenset[str]
     These are parameters, buffers, constants and inputs, and the results that several calls take, such as a rotary
     table: another block needs them on the device.
     """
-    made = {result for call in program.calls for result in call.results}
+    results = {result for call in program.calls for result in call.results}
     takers: dict[str, int] = {}
     for call in program.calls:
         for name in {a for a in call.arguments if isinstance(a, str)}:
             takers[name] = takers.get(name, 0) + 1
     taken = {a for i in calls for a in program.calls[i].arguments if isinstance(a, str)}
-    return frozenset(name for name in taken if name not in made or takers[name] > 1)
+    return frozenset(name for name in taken if name not in results or takers[name] > 1)
 
 
 def stages_by_parameter(program: Program, stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
     """The stages that take each parameter. A parameter that no stage takes belongs to the first."""
-    found = {name: tuple(s.index for s in stages if name in s.parameters) for name in program.parameters}
-    return {name: held or (0,) for name, held in found.items()} | dict.fromkeys(program.unused, (0,))
+    holders = {name: tuple(s.index for s in stages if name in s.parameters) for name in program.parameters}
+    return {name: held or (0,) for name, held in holders.items()} | dict.fromkeys(program.unused, (0,))
 
 
 def updated_by_inputs(program: Program) -> frozenset[str]:
@@ -136,12 +136,12 @@ def updated_by_inputs(program: Program) -> frozenset[str]:
 
 def owners(program: Program, calls: Sequence[int]) -> dict[str, int | None]:
     """The call, by its place among `calls`, that alone uses a parameter there; None where several do (tied weights)."""
-    found: dict[str, int | None] = {}
+    places: dict[str, int | None] = {}
     for at, index in enumerate(calls):
         for name in program.calls[index].arguments:
             if isinstance(name, str) and name in program.parameters:
-                found[name] = at if found.get(name, at) == at else None
-    return found
+                places[name] = at if places.get(name, at) == at else None
+    return places
 
 
 def stages_of(program: Program, cuts: Sequence[int], recomputed: Sequence[str] = ()) -> tuple[Stage, ...]:
@@ -156,64 +156,64 @@ def stages_of(program: Program, cuts: Sequence[int], recomputed: Sequence[str] =
         raise PlanError(
             f"cuts {list(cuts)} of {len(calls)} calls leave an empty stage; they must rise, from 1 to {len(calls) - 1}"
         )
-    own = [calls[start:stop] for start, stop in pairwise(bounds)]
-    made = {result: s for s, indices in enumerate(own) for i in indices for result in program.calls[i].results}
-    _check_recomputed(program, recomputed, made)
-    again = [_again(program, s, own, made, recomputed) for s in range(len(own))]
-    last_use = _last_uses(program, own, made, frozenset(recomputed))
-    sent: list[list[str]] = [[] for _ in own]
-    for value, source in made.items():
+    parts = [calls[start:stop] for start, stop in pairwise(bounds)]
+    by = {result: s for s, indices in enumerate(parts) for i in indices for result in program.calls[i].results}
+    _check_recomputed(program, recomputed, by)
+    reruns = [_again(program, s, parts, by, recomputed) for s in range(len(parts))]
+    last_use = _last_uses(program, parts, by, frozenset(recomputed))
+    sent: list[list[str]] = [[] for _ in parts]
+    for value, source in by.items():
         for s in range(source, last_use.get(value, -1)):
             sent[s].append(value)
     parameters = [
         tuple(dict.fromkeys(a for i in indices for a in program.calls[i].arguments if a in program.parameters))
-        for indices in own
+        for indices in parts
     ]
     return tuple(
         Stage(
             index=s,
             calls=tuple(indices),
-            again=again[s],
+            again=reruns[s],
             receives=tuple(sent[s - 1]) if s else (),
             sends=tuple(sent[s]),
             parameters=tuple(str(name) for name in parameters[s]),
         )
-        for s, indices in enumerate(own)
+        for s, indices in enumerate(parts)
     )
 
 
 def _last_uses(
-    program: Program, own: Sequence[Sequence[int]], made: Mapping[str, int], recomputed: frozenset[str]
+    program: Program, parts: Sequence[Sequence[int]], by: Mapping[str, int], recomputed: frozenset[str]
 ) -> dict[str, int]:
     """The last stage that must be sent a value. The loss ends in the last stage, where the backward pass starts."""
-    found = {program.loss: len(own) - 1} if program.loss in made else {}
-    for s, indices in enumerate(own):
+    last = {program.loss: len(parts) - 1} if program.loss in by else {}
+    for s, indices in enumerate(parts):
         for i in indices:
             for a in program.calls[i].arguments:
-                if isinstance(a, str) and a in made and a not in recomputed:
-                    found[a] = max(found.get(a, s), s)
-    return found
+                if isinstance(a, str) and a in by and a not in recomputed:
+                    last[a] = max(last.get(a, s), s)
+    return last
 
 
 def _again(
     program: Program,
     stage: int,
-    own: Sequence[Sequence[int]],
-    made: Mapping[str, int],
+    parts: Sequence[Sequence[int]],
+    by: Mapping[str, int],
     recomputed: Sequence[str],
 ) -> dict[int, tuple[str, ...]]:
     """Calls of earlier stages that make recomputed values which this stage uses, in order."""
-    wanted = {a for i in own[stage] for a in program.calls[i].arguments if a in recomputed and made[str(a)] < stage}
-    found: dict[int, tuple[str, ...]] = {}
+    wanted = {a for i in parts[stage] for a in program.calls[i].arguments if a in recomputed and by[str(a)] < stage}
+    kept_of: dict[int, tuple[str, ...]] = {}
     if not wanted:
-        return found
-    for i in reversed([i for indices in own[:stage] for i in indices]):
+        return kept_of
+    for i in reversed([i for indices in parts[:stage] for i in indices]):
         call = program.calls[i]
         kept = tuple(r for r in call.results if r in wanted)
         if kept:
-            found[i] = kept
-            wanted |= {a for a in sources_of(program, call, kept) if a in made}
-    return dict(reversed(found.items()))
+            kept_of[i] = kept
+            wanted |= {a for a in sources_of(program, call, kept) if a in by}
+    return dict(reversed(kept_of.items()))
 
 
 def sources_of(program: Program, call: CallSite, results: Sequence[str]) -> tuple[str, ...]:
@@ -236,11 +236,11 @@ def ancestors(
     return [node for node in block.graph.nodes if node in needed]
 
 
-def _check_recomputed(program: Program, recomputed: Sequence[str], made: Mapping[str, int]) -> None:
+def _check_recomputed(program: Program, recomputed: Sequence[str], by: Mapping[str, int]) -> None:
     free = {info.name for info in program.inputs} | set(program.constants.results) | set(recomputed)
     makers = {result: call for call in program.calls for result in call.results}
     for value in recomputed:
-        if value not in made:
+        if value not in by:
             raise PlanError(f"recomputed value {value!r} is not made by any call; plan again for this model")
         missing = [a for a in sources_of(program, makers[value], (value,)) if a not in free]
         if missing:
@@ -287,8 +287,8 @@ def check_stages(program: Program, stages: Sequence[Stage]) -> None:
 
 def stage_of_buffers(program: Program, stages: Sequence[Stage]) -> dict[str, int]:
     """The stage that gives each buffer that forward changes its new value."""
-    made = {result: stage.index for stage in stages for i in stage.calls for result in program.calls[i].results}
-    return {name: made[update] for name, update in program.updates.items() if update in made}
+    by = {result: stage.index for stage in stages for i in stage.calls for result in program.calls[i].results}
+    return {name: by[update] for name, update in program.updates.items() if update in by}
 
 
 def _check_buffers(program: Program, stages: Sequence[Stage]) -> None:

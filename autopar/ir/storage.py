@@ -95,16 +95,16 @@ class Storage:
         return 0 if sizes and sizes[0] else None
 
 
-def zero_ranks(degrees: Degrees, how: Storage) -> int:
+def zero_ranks(degrees: Degrees, storage: Storage) -> int:
     """Ranks that ZeRO shards a parameter over."""
-    return degrees.expert_shard_ranks if how.is_of_experts else degrees.shard_ranks
+    return degrees.expert_shard_ranks if storage.is_of_experts else degrees.shard_ranks
 
 
-def zero_dim_of(degrees: Degrees, how: Storage) -> int | None:
+def zero_dim_of(degrees: Degrees, storage: Storage) -> int | None:
     """The dimension of a parameter that ZeRO shards. None to leave it whole, as experts that one rank holds."""
-    if how.is_of_experts and degrees.fsdp_stage_of_experts == 0:
+    if storage.is_of_experts and degrees.fsdp_stage_of_experts == 0:
         return None
-    return how.zero_dim(zero_ranks(degrees, how))
+    return storage.zero_dim(zero_ranks(degrees, storage))
 
 
 def by_dtype(names: Iterable[str], infos: Mapping[str, StateInfo]) -> list[list[str]]:
@@ -164,9 +164,9 @@ def boundary_types(program: Program, labels: Sequence[BlockLabels]) -> Mapping[s
     """The type of every parameter, input, constant and value that crosses blocks."""
     types: dict[str, tuple[Type, ...]] = {}
     for call in program.calls:
-        block, own = program.blocks[call.block], labels[call.block]
-        pairs = [(own.ports.get(p), a) for p, a in zip(block.ports, call.arguments, strict=True)]
-        pairs += [(own.results[o], r) for o, r in zip(block.outputs, call.results, strict=True)]
+        block, typed = program.blocks[call.block], labels[call.block]
+        pairs = [(typed.ports.get(p), a) for p, a in zip(block.ports, call.arguments, strict=True)]
+        pairs += [(typed.results[o], r) for o, r in zip(block.outputs, call.results, strict=True)]
         for kinds, outer in pairs:
             if isinstance(outer, str) and kinds is not None:
                 assert types.setdefault(outer, tuple(kinds)) == tuple(kinds), (outer, types[outer], kinds)

@@ -54,17 +54,17 @@ def gradients(
     """The gradients of queries, keys and values through these keys. `out` and `lse` are those of all keys."""
     kernel = _kernel(query, value)
     if kernel == "cpu":
-        found: _Gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
+        grads: _Gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
             grad, query, key, value, out, lse, 0.0, causal, scale=scale
         )
-        return found
+        return grads
     if kernel == "gpu":
         none = torch.empty(0, dtype=torch.int64, device=query.device)  # no dropout, so no random numbers
         lengths = query.shape[-2], key.shape[-2]
-        found = aten._scaled_dot_product_flash_attention_backward.default(
+        grads = aten._scaled_dot_product_flash_attention_backward.default(
             grad, query, key, value, out, lse, None, None, *lengths, 0.0, causal, none, none, scale=scale
         )
-        return found
+        return grads
     return _plain_gradients(grad, query, key, value, out, lse, scale, causal)
 
 
@@ -86,8 +86,8 @@ def _plain_gradients(
     of_scores = part * (grad @ values.mT - (grad * out).sum(-1, keepdim=True)) * _scale(query, scale)
     of_query, of_key, of_value = of_scores @ keys, of_scores.mT @ query.to(part.dtype), part.mT @ grad
     groups = key.shape[1]
-    found = of_query, *(t.unflatten(1, (groups, -1)).sum(2) for t in (of_key, of_value))
-    return tuple(t.to(query.dtype) for t in found)
+    grads = of_query, *(t.unflatten(1, (groups, -1)).sum(2) for t in (of_key, of_value))
+    return tuple(t.to(query.dtype) for t in grads)
 
 
 def _kernel(query: torch.Tensor, value: torch.Tensor) -> str:

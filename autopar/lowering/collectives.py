@@ -124,13 +124,13 @@ def _of_attention(
     call, bound, here = analysis.calls[index][value], analysis.bounds[index][value], mesh.indices(dim)
     degree, label = mesh.degree_of(dim), labels.labels[node.meta["key"]][here[0]]
     infos, types = (*call.operands, call.output), (*node.meta["operand_types"], node.meta["types"])
-    for one in exchanges(bound.rule, by_label(variants(bound, degree), label)):
+    for sent in exchanges(bound.rule, by_label(variants(bound, degree), label)):
         whole = 0.0
-        for k in one.operands:
-            item = max(infos[k].dtype.itemsize, WIDTH_OF_SUMS if one.sums else 0)
+        for k in sent.operands:
+            item = max(infos[k].dtype.itemsize, WIDTH_OF_SUMS if sent.sums else 0)
             whole += prod(infos[k].shape) * item / _split_by_others(types[k], mesh, here)
-        for _ in range(one.per_rank * degree + one.more):
-            yield dim, "forward" if one.is_forward else "backward", one.collective, whole / (2 if one.is_half else 1)
+        for _ in range(sent.per_rank * degree + sent.more):
+            yield dim, "forward" if sent.is_forward else "backward", sent.collective, whole / (2 if sent.is_half else 1)
 
 
 def _of_route(

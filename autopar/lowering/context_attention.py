@@ -60,14 +60,14 @@ def causal_attention(
     `query` is (..., heads, queries / degree, width), `key` and `value` are whole along the sequence. With `grouped`,
     several query heads share a key head.
     """
-    own = query.shape[-2]
+    rows = query.shape[-2]
     if private.is_rank_tensor(query):
         return _of_all_ranks(query, key, value, scale, grouped, mesh)
     at = int(mesh.index())
-    if own % 2:
-        return _attend(query, key, value, at * own, scale, grouped)
+    if rows % 2:
+        return _attend(query, key, value, at * rows, scale, grouped)
     early, late = _Swap.apply(query, mesh).chunk(2, -2)
-    chunk, mirror = own // 2, mesh.degree - 1 - at
+    chunk, mirror = rows // 2, mesh.degree - 1 - at
     begins = (2 * at * chunk, (2 * mirror + 1) * chunk)
     parts = [
         _attend(part, key, value, begin, scale, grouped) for part, begin in zip((early, late), begins, strict=True)

@@ -134,10 +134,10 @@ def numbers_of(route: Route) -> torch.Tensor:
 def part_of_experts(order: torch.Tensor, chosen: torch.Tensor, count: int, mesh: Communicator) -> torch.Tensor:
     """The part of an order of all rows that has the rows of this rank's experts."""
     numbers = chosen.reshape(-1).index_select(0, order)
-    own = count // mesh.degree
+    size = count // mesh.degree
 
     def part(coordinate: int, both: torch.Tensor) -> torch.Tensor:
-        edges = torch.tensor([coordinate * own, (coordinate + 1) * own], dtype=both.dtype, device=both.device)
+        edges = torch.tensor([coordinate * size, (coordinate + 1) * size], dtype=both.dtype, device=both.device)
         begin, end = torch.searchsorted(both[1], edges).tolist()
         return both[0, begin:end]
 

@@ -23,21 +23,21 @@ from autopar.lowering.functions import all_gather, joined_along, split_first
 class _GatherLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, mesh: Communicator, dim: int, again: bool, *weights: torch.Tensor | None
+        ctx: Any, x: torch.Tensor, mesh: Communicator, dim: int, regather: bool, *weights: torch.Tensor | None
     ) -> Any:
-        ctx.where = (mesh, dim, again)
+        ctx.where = (mesh, dim, regather)
         whole = all_gather(x, mesh, dim)
-        ctx.save_for_backward(x if again else whole, *weights)
+        ctx.save_for_backward(x if regather else whole, *weights)
         pairs = zip(weights[::2], weights[1::2], strict=True)
         return tuple(aten.linear.default(whole, weight, bias) for weight, bias in pairs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         kept, *weights = ctx.saved_tensors
-        mesh, dim, again = ctx.where
+        mesh, dim, regather = ctx.where
         into_x, *into = wanted_gradients(ctx)
         into = into[3:]
-        gathering = mesh.start_all_gather(kept) if again and any(into) else None
+        gathering = mesh.start_all_gather(kept) if regather and any(into) else None
         scattering = None
         if into_x:
             scattering = mesh.start_reduce_scatter(split_first(_products(grads, weights[::2]), mesh, dim))

@@ -153,10 +153,10 @@ class _Writer:
     def convert(self, node: fx.Node, dims: Dims, source: _Types, target: _Types) -> fx.Node:
         """One conversion per differing mesh dimension, or pair of them."""
         current, name = list(source), node.name
-        found = steps(dims, source, target, self.mesh)
+        order = steps(dims, source, target, self.mesh)
         if not self.join:
-            found = [(i,) for indices in found for i in indices]
-        for indices in found:
+            order = [(i,) for indices in order for i in indices]
+        for indices in order:
             before = tuple(current)
             for i in indices:
                 current[i] = target[i]
@@ -329,9 +329,9 @@ def _moved(t: Type, cuts: Cuts) -> Type:
     if t.kind != "S":
         return t
     before = sum(len(c) for d, c in cuts.items() if d < t.dim)
-    own = [0, *cuts.get(t.dim, ())]
-    part = bisect_right(own, t.position) - 1
-    return Type("S", t.dim + before + part, t.position - own[part])
+    begins = [0, *cuts.get(t.dim, ())]
+    part = bisect_right(begins, t.position) - 1
+    return Type("S", t.dim + before + part, t.position - begins[part])
 
 
 def _describe(node: fx.Node, types: _Types, cuts: Cuts) -> None:
@@ -341,15 +341,15 @@ def _describe(node: fx.Node, types: _Types, cuts: Cuts) -> None:
 
 def _chosen_variants(bound: Bound, labels: Sequence[str], mesh: Mesh, where: str) -> list[Variant]:
     """The variant of every mesh dimension. Raises `PlanError` where a label is not legal."""
-    found = []
+    chosen = []
     for name, degree, label in zip(mesh.names, mesh.degrees, labels, strict=True):
         try:
-            found.append(by_label(variants(bound, degree), label))
+            chosen.append(by_label(variants(bound, degree), label))
         except KeyError as error:
             raise PlanError(f"{where}, mesh dimension {name}: {error.args[0]}") from error
-    if not rewrites_fit(bound, found, mesh.degrees):
+    if not rewrites_fit(bound, chosen, mesh.degrees):
         raise PlanError(f"{where}: no rewrite for {tuple(labels)}; plan again")
-    return found
+    return chosen
 
 
 def local_graph(
@@ -471,5 +471,5 @@ def fuse_gathers(graph: fx.Graph, fused_function: Callable[..., Any]) -> None:
 
 def _uses_between(users: list[fx.Node]) -> bool:
     """Whether a product's operands depend on another product of the same gather."""
-    own = set(users)
-    return any(n in own for u in users for n in u.all_input_nodes)
+    inside = set(users)
+    return any(n in inside for u in users for n in u.all_input_nodes)

@@ -66,8 +66,8 @@ class _How:
             return target.narrow(0, start, size)
         whole = [n * self.gathered.degree if d == self.dim else n for d, n in enumerate(x.shape[:-1])]
         of_ranks = target.reshape(whole).unflatten(self.dim, (self.gathered.degree, x.shape[self.dim]))
-        own: torch.Tensor = of_ranks.narrow(self.dim + 1, start, size).reshape(-1)
-        return own
+        piece: torch.Tensor = of_ranks.narrow(self.dim + 1, start, size).reshape(-1)
+        return piece
 
     def values(self, logits: torch.Tensor) -> list[torch.Tensor]:
         """The logits and every result of the chain. The loss reads the last one."""
@@ -140,27 +140,27 @@ class _LossInChunks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         x, target, weight, bias, sums = ctx.saved_tensors
-        how: _How = ctx.how
+        plan: _How = ctx.how
         into_x, _, into_weight, into_bias = wanted_gradients(ctx)[:4]
         parts: list[torch.Tensor] = []
         weights: torch.Tensor | None = None
         biases: torch.Tensor | None = None
         done = 0
-        for start, size in how.pieces(x):
-            part = how.part(x, start, size)
+        for start, size in plan.pieces(x):
+            part = plan.part(x, start, size)
             rows = part
-            if how.gathered is not None:
-                whole = joined_along(how.gathered.wait(how.gathered.start_all_gather(part)), how.gathered, how.dim)
+            if plan.gathered is not None:
+                whole = joined_along(plan.gathered.wait(plan.gathered.start_all_gather(part)), plan.gathered, plan.dim)
                 rows = whole.flatten(0, -2)
-            own = sums.narrow(0, done, rows.shape[0])
+            part_sums = sums.narrow(0, done, rows.shape[0])
             done += rows.shape[0]
-            grad = _of_logits(how, rows, how.targets(x, target, start, size), weight, bias, own, grads[0])
+            grad = _of_logits(plan, rows, plan.targets(x, target, start, size), weight, bias, part_sums, grads[0])
             scattering = None
             if into_x:
                 into = grad @ weight
-                if how.gathered is not None:
-                    shaped = split_first(into.reshape(whole.shape), how.gathered, how.dim)
-                    scattering = how.gathered.start_reduce_scatter(shaped)
+                if plan.gathered is not None:
+                    shaped = split_first(into.reshape(whole.shape), plan.gathered, plan.dim)
+                    scattering = plan.gathered.start_reduce_scatter(shaped)
                 else:
                     parts.append(into)
             if into_weight:
@@ -168,17 +168,17 @@ class _LossInChunks(torch.autograd.Function):
                 weights = product if weights is None else weights.addmm_(grad.t(), rows)
             if into_bias:
                 biases = grad.sum(0) if biases is None else biases + grad.sum(0)
-            if how.gathered is not None and scattering is not None:
-                parts.append(how.gathered.wait(scattering))
+            if plan.gathered is not None and scattering is not None:
+                parts.append(plan.gathered.wait(scattering))
             del grad
         hidden = None
         if into_x:
-            hidden = torch.cat(parts, how.dim) if how.gathered is not None else torch.cat(parts).reshape(x.shape)
+            hidden = torch.cat(parts, plan.dim) if plan.gathered is not None else torch.cat(parts).reshape(x.shape)
         return hidden, None, weights, biases, None
 
 
 def _of_logits(
-    how: _How,
+    plan: _How,
     rows: torch.Tensor,
     target: torch.Tensor,
     weight: torch.Tensor,
@@ -188,22 +188,22 @@ def _of_logits(
 ) -> torch.Tensor:
     """The gradient of a chunk's logits, which are computed again."""
     logits = aten.linear.default(rows, weight, bias)
-    with torch.set_grad_enabled(not how.has_slopes):
-        values = how.values(logits if how.has_slopes else logits.detach().requires_grad_())
-    exact, dtype = how.exact(values[-1].detach()), values[-1].dtype
+    with torch.set_grad_enabled(not plan.has_slopes):
+        values = plan.values(logits if plan.has_slopes else logits.detach().requires_grad_())
+    exact, dtype = plan.exact(values[-1].detach()), values[-1].dtype
     del logits
-    if how.has_slopes:
-        values = how.read_by_slopes(values)
-    is_own = how.has_slopes and values[-1].numel() == 0
-    local, mine, valid = how.own(target, exact.shape[-1])
+    if plan.has_slopes:
+        values = plan.read_by_slopes(values)
+    is_own = plan.has_slopes and values[-1].numel() == 0
+    local, mine, valid = plan.own(target, exact.shape[-1])
     into = (exact.sub_(sums.unsqueeze(-1)) if is_own else exact - sums.unsqueeze(-1)).exp_()
     del exact
     into.scatter_add_(-1, local.unsqueeze(-1), -mine.to(into.dtype).unsqueeze(-1))
     into = into.mul_((valid.to(into.dtype) * grad.to(into.dtype)).unsqueeze(-1)).to(dtype)
-    if how.has_slopes:
-        return how.through(values, into)
-    (found,) = torch.autograd.grad(values[-1], values[0], into)
-    return found
+    if plan.has_slopes:
+        return plan.through(values, into)
+    (of_logits,) = torch.autograd.grad(values[-1], values[0], into)
+    return of_logits
 
 
 def loss_in_chunks(
@@ -224,6 +224,6 @@ def loss_in_chunks(
     Ranks hold rows of `weight` and `bias` if `vocabulary` is given, and a part of dimension `dim` of `x` if `gathered`
     is. `chain` has the operators between product and loss, with their other arguments.
     """
-    how = _How(chunks, chain, ignore_index, classes, vocabulary, gathered, dim)
-    out: torch.Tensor = _LossInChunks.apply(x, target, weight, bias, how)
+    plan = _How(chunks, chain, ignore_index, classes, vocabulary, gathered, dim)
+    out: torch.Tensor = _LossInChunks.apply(x, target, weight, bias, plan)
     return out

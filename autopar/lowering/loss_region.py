@@ -66,9 +66,9 @@ def region_of_block(
 def why_whole(program: Program, analysis: Analysis, labels: Sequence[BlockLabels], mesh: Mesh) -> str | None:
     """Why the logits of a program exist whole, whatever the number of chunks. None if they can run in chunks."""
     kept = needed_results(program)
-    found = [region_of_block(analysis, block, i, labels[i], mesh, kept[i]) for i, block in enumerate(program.blocks)]
-    reasons = [one for one in found if isinstance(one, str)]
-    if len(reasons) < len(found):
+    regions = [region_of_block(analysis, block, i, labels[i], mesh, kept[i]) for i, block in enumerate(program.blocks)]
+    reasons = [r for r in regions if isinstance(r, str)]
+    if len(reasons) < len(regions):
         return None
     return next((reason for reason in reasons if reason != NO_LOSS), NO_LOSS)
 
@@ -87,19 +87,19 @@ def region_of(
 def loss_region(
     nodes: Mapping[str, fx.Node],
     outputs: Collection[str],
-    made: Callable[[str], _Types],
+    types_of: Callable[[str], _Types],
     used: Callable[[str, int], _Types],
 ) -> LossRegion | str:
-    """The region of a block, or the reason why it has none. `made` and `used` give types of results and operands."""
+    """The region of a block, or why it has none. `types_of` and `used` give types of results and operands."""
     losses = [node for node in nodes.values() if node.target is LOSS]
     if not losses:
         return NO_LOSS
     problem = ""
     for loss in losses:
-        found = _region(loss, nodes, outputs, made, used)
-        if isinstance(found, LossRegion):
-            return found
-        problem = problem or found
+        region = _region(loss, nodes, outputs, types_of, used)
+        if isinstance(region, LossRegion):
+            return region
+        problem = problem or region
     return problem
 
 
@@ -107,7 +107,7 @@ def _region(
     loss: fx.Node,
     nodes: Mapping[str, fx.Node],
     outputs: Collection[str],
-    made: Callable[[str], _Types],
+    types_of: Callable[[str], _Types],
     used: Callable[[str, int], _Types],
 ) -> LossRegion | str:
     weight, reduction, _, smoothing = (_argument(loss, k) for k in (2, 3, 4, 5))
@@ -127,11 +127,11 @@ def _region(
             return f"{_called(value)} is needed {'by ' + _called(others[0]) if others else 'as a result'} too"
         if value.op != "call_function":
             return f"{_called(reader)} reads a value of another block"
-        pairs = zip(made(value.name), used(reader.name, 0), strict=True)
+        pairs = zip(types_of(value.name), used(reader.name, 0), strict=True)
         if not all(same(a, b, True) for a, b in pairs):
             return f"{_called(value)} is converted before {_called(reader)} reads it"
         if value.target is LINEAR:
-            if any(t.kind == "P" for t in made(value.name)):
+            if any(t.kind == "P" for t in types_of(value.name)):
                 return f"{_called(value)} is a partial sum"
             return LossRegion(linear=value.name, between=tuple(reversed(between)), loss=loss.name)
         if not (is_chain(value) or _merges_tokens(value)):

@@ -45,7 +45,7 @@ def recomputed_nodes(graph: fx.Graph, keys: Collection[str], block: str = "") ->
                 f"block {block}: `recomputed` names the operator {key!r}, which the block does not run; "
                 f"{did_you_mean(key, sorted(known))}, or plan again"
             )
-    found: set[fx.Node] = set()
+    chosen: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op != "call_function":
             continue
@@ -53,12 +53,12 @@ def recomputed_nodes(graph: fx.Graph, keys: Collection[str], block: str = "") ->
         if pieces:  # one function with several results
             is_chosen = all(user.meta.get("key") in keys for user in pieces)
         elif node.target is operator.getitem:
-            is_chosen = node.all_input_nodes[0] in found
+            is_chosen = node.all_input_nodes[0] in chosen
         else:
-            is_chosen = node.meta.get("key") in keys or (_follows(node) and _is_of(node, found))
+            is_chosen = node.meta.get("key") in keys or (_follows(node) and _is_of(node, chosen))
         if is_chosen:
-            found.add(node)
-    return frozenset(found)
+            chosen.add(node)
+    return frozenset(chosen)
 
 
 def _follows(node: fx.Node) -> bool:
@@ -67,9 +67,9 @@ def _follows(node: fx.Node) -> bool:
     return "key" not in node.meta and (conversion is None or conversion.wire[0] is None)
 
 
-def _is_of(node: fx.Node, found: Collection[fx.Node]) -> bool:
-    made = [one for one in node.all_input_nodes if one.op == "call_function"]
-    return bool(made) and all(one in found for one in made)
+def _is_of(node: fx.Node, nodes: Collection[fx.Node]) -> bool:
+    operands = [n for n in node.all_input_nodes if n.op == "call_function"]
+    return bool(operands) and all(n in nodes for n in operands)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -114,10 +114,10 @@ class SelectiveBlock(torch.nn.Module):
         with torch.autograd.graph.saved_tensors_hooks(frame.pack, frame.unpack):
             for part in self.parts:
                 given = [scope[name] for name in part.takes]
-                made = frame.run(part, given) if part.is_again else part.function(*given)
+                results = frame.run(part, given) if part.is_again else part.function(*given)
                 del given
-                scope.update(zip(part.gives, made, strict=True))
-                del made
+                scope.update(zip(part.gives, results, strict=True))
+                del results
                 for name in part.last_uses:
                     del scope[name]
         frame.finish()
@@ -128,19 +128,19 @@ class SelectiveBlock(torch.nn.Module):
 
 
 def _outputs(graph: fx.Graph) -> list[fx.Node]:
-    found: Any = graph.output_node().args[0]
-    return list(found)
+    outputs: Any = graph.output_node().args[0]
+    return list(outputs)
 
 
-def _runs(graph: fx.Graph, again: Collection[fx.Node]) -> list[tuple[bool, list[fx.Node]]]:
+def _runs(graph: fx.Graph, recomputed: Collection[fx.Node]) -> list[tuple[bool, list[fx.Node]]]:
     """The operators in their order, cut where recomputation begins or ends."""
-    found: list[tuple[bool, list[fx.Node]]] = []
+    runs: list[tuple[bool, list[fx.Node]]] = []
     for node in graph.nodes:
         if node.op == "call_function":
-            if not found or found[-1][0] != (node in again):
-                found.append((node in again, []))
-            found[-1][1].append(node)
-    return found
+            if not runs or runs[-1][0] != (node in recomputed):
+                runs.append((node in recomputed, []))
+            runs[-1][1].append(node)
+    return runs
 
 
 def _parts(
@@ -150,19 +150,19 @@ def _parts(
 ) -> tuple[Part, ...]:
     outputs = _outputs(module.graph)
     left: set[fx.Node] = set(outputs)  # values that a later part or the caller reads
-    found: list[Part] = []
+    parts: list[Part] = []
     for is_again, nodes in reversed(runs):
-        own = set(nodes)
-        takes = list(dict.fromkeys(v for n in nodes for v in n.all_input_nodes if v not in own and v.op != "get_attr"))
+        here = set(nodes)
+        takes = list(dict.fromkeys(v for n in nodes for v in n.all_input_nodes if v not in here and v.op != "get_attr"))
         gives = [node for node in nodes if node in left]
         last = [value.name for value in takes if value not in left]
-        left = (left - own) | set(takes)
+        left = (left - here) | set(takes)
         graph, attributes = _graph_of(nodes, takes, gives)
-        made = fx.GraphModule({name: getattr(module, name) for name in attributes}, graph, type(module).__name__)
+        submodule = fx.GraphModule({name: getattr(module, name) for name in attributes}, graph, type(module).__name__)
         streams = tuple(getattr(module, name) for name in attributes if hasattr(getattr(module, name), "go_to"))
-        found.append(
+        parts.append(
             Part(
-                function=compiled(made),
+                function=compiled(submodule),
                 is_again=is_again,
                 takes=tuple(value.name for value in takes),
                 gives=tuple(node.name for node in gives),
@@ -170,7 +170,7 @@ def _parts(
                 streams=streams,
             )
         )
-    return tuple(reversed(found))
+    return tuple(reversed(parts))
 
 
 def _graph_of(
@@ -243,19 +243,19 @@ class _Frame:
 
     def unpack(self, held: Any) -> torch.Tensor:
         """The tensor of `held`."""
-        found: torch.Tensor = held.tensor()
-        return found
+        tensor: torch.Tensor = held.tensor()
+        return tensor
 
     def _saved(self, tensor: torch.Tensor) -> "_Kept | _Note":
         """A note if the tensor is computed again. Else the tensor is kept."""
-        found = self._remade(tensor)
-        return _Kept(tensor, self.outer) if found is None else _Note(*found)
+        remade = self._remade(tensor)
+        return _Kept(tensor, self.outer) if remade is None else _Note(*remade)
 
     def _remade(self, tensor: torch.Tensor) -> "_Remade | None":
         """How a tensor is computed again: it is the result of a recomputed part, or a view of it."""
-        found = self.made.get(private.storage_id(tensor))
-        if found is not None:
-            _, run, place = found
+        source = self.made.get(private.storage_id(tensor))
+        if source is not None:
+            _, run, place = source
             layout = _layout(tensor)
             if layout == run.layouts[place]:
                 return run, (_RESULT, place), None
@@ -281,8 +281,8 @@ class _Kept:
         self.unpack = None if outer is None else outer[1]
 
     def tensor(self) -> torch.Tensor:
-        found: torch.Tensor = self.held if self.unpack is None else self.unpack(self.held)
-        return found
+        tensor: torch.Tensor = self.held if self.unpack is None else self.unpack(self.held)
+        return tensor
 
 
 class _Note:
@@ -296,8 +296,8 @@ class _Note:
         self.run.release(self.key)
 
     def tensor(self) -> torch.Tensor:
-        found = self.run.value(self.key)
-        return found if self.layout is None else found.as_strided(*self.layout[1:])
+        value = self.run.value(self.key)
+        return value if self.layout is None else value.as_strided(*self.layout[1:])
 
 
 _Remade = tuple["_Run", _Key, tuple[Any, ...] | None]  # the arguments of a note
@@ -327,7 +327,7 @@ class _Run:
     def __init__(self, part: Part, inputs: Sequence[Any]) -> None:
         self.part = part
         self.inputs: Sequence[Any] | None = inputs
-        self.kept = {one.storage for one in inputs if isinstance(one, _Input) and one.remade is None}
+        self.kept = {x.storage for x in inputs if isinstance(x, _Input) and x.remade is None}
         self.positions = [stream.position() for stream in part.streams]
         self.layouts: dict[int, tuple[Any, ...]] = {}
         self.num_saved = 0
@@ -338,9 +338,9 @@ class _Run:
         """Hold the inputs for the backward pass, if a note asks for a value of this run."""
         if not self.notes:
             self.inputs = None
-        for one in self.inputs or ():
-            if isinstance(one, _Input):
-                one.keep(outer)
+        for x in self.inputs or ():
+            if isinstance(x, _Input):
+                x.keep(outer)
 
     def value(self, key: _Key) -> torch.Tensor:
         """A result of the part or a tensor that one of its operators saved. The first call runs the part again."""
@@ -358,13 +358,13 @@ class _Run:
     def _run_again(self) -> None:
         assert self.inputs is not None
         saves = any(kind == _INNER for kind, _ in self.notes)  # tensors that only autograd shows
-        given = [_again(one, flows=saves) for one in self.inputs]
+        given = [_again(x, flows=saves) for x in self.inputs]
         saved: list[torch.Tensor] = []
         with torch.set_grad_enabled(saves), _at(self.part.streams, self.positions), _collecting(saved, self.num_saved):
             results = self.part.function(*given)
-        found: dict[_Key, Any] = {(_INNER, place): tensor for place, tensor in enumerate(saved)}
-        found |= {(_RESULT, place): value.detach() for place, value in enumerate(results) if _is_tensor(value)}
-        self.values = {key: found[key] for key in self.notes}
+        values: dict[_Key, Any] = {(_INNER, place): tensor for place, tensor in enumerate(saved)}
+        values |= {(_RESULT, place): value.detach() for place, value in enumerate(results) if _is_tensor(value)}
+        self.values = {key: values[key] for key in self.notes}
         self.inputs = None
 
 
@@ -372,11 +372,11 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _again(one: Any, *, flows: bool) -> Any:
-    if not isinstance(one, _Input):
-        return one
-    assert one.held is not None
-    return one.held.tensor().detach().requires_grad_(flows and one.flows)
+def _again(value: Any, *, flows: bool) -> Any:
+    if not isinstance(value, _Input):
+        return value
+    assert value.held is not None
+    return value.held.tensor().detach().requires_grad_(flows and value.flows)
 
 
 @contextmanager

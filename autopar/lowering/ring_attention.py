@@ -40,8 +40,8 @@ def ring_attention(
     if private.is_rank_tensor(query):
         return _of_all_ranks(query, key, value, causal, scale, mesh)
     batch = query.shape[:-3]
-    own = (x.expand(*batch, *x.shape[-3:]).reshape(-1, *x.shape[-3:]) for x in (query, key, value))
-    out: torch.Tensor = _Ring.apply(*own, causal, scale, mesh)
+    flat = (x.expand(*batch, *x.shape[-3:]).reshape(-1, *x.shape[-3:]) for x in (query, key, value))
+    out: torch.Tensor = _Ring.apply(*flat, causal, scale, mesh)
     return out.reshape(*batch, *out.shape[-3:])
 
 
@@ -66,8 +66,8 @@ class _Ring(torch.autograd.Function):
             if seen is not None:
                 first, count = seen
                 keys, values = (x[..., :count, :] for x in _parts(held, key, value))
-                own = query[..., first:, :]
-                part = attend(own, keys, values, scale, causal=causal and step == 0)
+                queries = query[..., first:, :]
+                part = attend(queries, keys, values, scale, causal=causal and step == 0)
                 if step:
                     _join(out, lse, *part, first)
                 else:
@@ -91,7 +91,7 @@ class _Ring(torch.autograd.Function):
         for step in range(mesh.degree):
             coming = mesh.start_shift(held) if step < mesh.degree - 1 else None
             seen = _seen(mesh, step, query.shape[-2], key.shape[-2], causal, is_mirrored)
-            own = torch.zeros_like(held, dtype=wide(query.dtype))
+            sums = torch.zeros_like(held, dtype=wide(query.dtype))
             if seen is not None:
                 first, count = seen
                 keys, values = (x[..., :count, :] for x in _parts(held, key, value))
@@ -99,17 +99,17 @@ class _Ring(torch.autograd.Function):
                 options = {"scale": scale, "causal": causal and step == 0}
                 part = gradients(grad[..., first:, :], query[..., first:, :], keys, values, *rows, **options)
                 of_query[..., first:, :] += part[0]
-                for whole, one in zip(_parts(own, key, value), part[1:], strict=True):
-                    whole[..., :count, :] += one
+                for whole, more in zip(_parts(sums, key, value), part[1:], strict=True):
+                    whole[..., :count, :] += more
             if travelling is not None:
-                own += mesh.wait(travelling)
-            travelling = mesh.start_shift(own)
+                sums += mesh.wait(travelling)
+            travelling = mesh.start_shift(sums)
             held = held if coming is None else mesh.wait(coming)
         assert travelling is not None
-        found = [x.to(query.dtype) for x in (of_query, *_parts(mesh.wait(travelling), key, value))]
+        results = [x.to(query.dtype) for x in (of_query, *_parts(mesh.wait(travelling), key, value))]
         if is_mirrored:
-            found = _home(mesh, *found)
-        return *found, None, None, None
+            results = _home(mesh, *results)
+        return *results, None, None, None
 
 
 def _early(rank: int, degree: int) -> int:

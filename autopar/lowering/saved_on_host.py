@@ -93,8 +93,8 @@ def saved_on_host(
 
     Storages of the tensors among `stays` remain on the device. `keep` and `used` are what is saved of them instead.
     """
-    own = frozenset(private.storage_id(value) for value in stays if isinstance(value, torch.Tensor))
-    block = _Block(copies, own, keep)
+    ids = frozenset(private.storage_id(value) for value in stays if isinstance(value, torch.Tensor))
+    block = _Block(copies, ids, keep)
 
     def unpack(saved: Any) -> torch.Tensor:
         if not isinstance(saved, _Saved):

@@ -44,8 +44,8 @@ def without_padding(logits: torch.Tensor, classes: int, mesh: Communicator) -> t
     size = logits.shape[-1]
     if size * mesh.degree == classes:
         return logits
-    own = torch.arange(size, device=logits.device) + mesh.index() * size
-    return torch.where(own < classes, logits, torch.full((), float("-inf"), dtype=logits.dtype, device=logits.device))
+    index = torch.arange(size, device=logits.device) + mesh.index() * size
+    return torch.where(index < classes, logits, torch.full((), float("-inf"), dtype=logits.dtype, device=logits.device))
 
 
 class _CrossEntropySum(torch.autograd.Function):
@@ -60,8 +60,8 @@ class _CrossEntropySum(torch.autograd.Function):
         highest = mesh.all_reduce(logits.amax(-1), "max")
         exponents = (logits - highest.unsqueeze(-1)).exp_()
         zero = torch.zeros((), dtype=logits.dtype, device=logits.device)
-        own = torch.where(mine, torch.gather(logits, -1, local.unsqueeze(-1)).squeeze(-1), zero)
-        sums = mesh.all_reduce(torch.stack((exponents.sum(-1), own)))
+        scores = torch.where(mine, torch.gather(logits, -1, local.unsqueeze(-1)).squeeze(-1), zero)
+        sums = mesh.all_reduce(torch.stack((exponents.sum(-1), scores)))
         total, wanted = sums[0], sums[1]
         ctx.save_for_backward(exponents.div_(total.unsqueeze(-1)), local, mine, valid)
         return torch.where(valid, torch.log(total) + highest - wanted, zero).sum()

@@ -28,17 +28,17 @@ def resolve_degrees(
     values.
     """
     given = {key: value for key, value in (wish or {}).items() if value is not None}
-    asked = degrees_from(given)
+    degrees = degrees_from(given)
     if not {"dp", "dp_shard"} & set(given):
-        others = asked.pp * asked.tp * asked.cp * asked.dp_replicate
-        asked = replace(asked, dp_shard=max(1, world_size // others))
-    if asked.pp > 1 and "virtual_stages" not in given:
-        asked = replace(asked, virtual_stages=SCHEDULES[asked.schedule].least_stages)
-    problems = world_size_problems(asked, world_size) + _only_with_stages(asked, given) + _inner_problems(asked)
+        others = degrees.pp * degrees.tp * degrees.cp * degrees.dp_replicate
+        degrees = replace(degrees, dp_shard=max(1, world_size // others))
+    if degrees.pp > 1 and "virtual_stages" not in given:
+        degrees = replace(degrees, virtual_stages=SCHEDULES[degrees.schedule].least_stages)
+    problems = world_size_problems(degrees, world_size) + _only_with_stages(degrees, given) + _inner_problems(degrees)
     if global_batch is not None:
-        more, local_batch = _local_of_global(global_batch, asked.dp, local_batch)
+        more, local_batch = _local_of_global(global_batch, degrees.dp, local_batch)
         problems += more
-    resolved, more = _split_in_time(asked, local_batch, given)
+    resolved, more = _split_in_time(degrees, local_batch, given)
     problems += more + offload_problems(resolved)
     if resolved.pp > 1 and not problems:
         problems = schedule_problems(resolved.schedule, resolved.pp, resolved.virtual_stages, resolved.micro_batches)
@@ -75,19 +75,19 @@ def world_size_problems(degrees: Degrees, world_size: int) -> list[Problem]:
     return problems
 
 
-def _inner_problems(asked: Degrees) -> list[Problem]:
+def _inner_problems(wish: Degrees) -> list[Problem]:
     """The problems of `ep`, and of words about `ep` and `cp`."""
-    ways = (("dispatch", asked.dispatch, "ep", asked.ep), ("context", asked.context, "cp", asked.cp))
+    ways = (("dispatch", wish.dispatch, "ep", wish.ep), ("context", wish.context, "cp", wish.cp))
     problems = [
         Problem(path=word, value=value, rule=f"needs {degree} above 1", suggestion="leave it out")
         for word, value, degree, ranks in ways
         if value is not None and ranks == 1
     ]
-    if asked.dp_shard % asked.ep == 0:
+    if wish.dp_shard % wish.ep == 0:
         return problems
-    near = _or(nearest_divisors(asked.dp_shard, asked.ep))
-    rule = f"must divide the {asked.dp_shard} ranks of dp_shard"
-    return [*problems, Problem(path="ep", value=asked.ep, rule=rule, suggestion=f"nearest: {near}")]
+    near = _or(nearest_divisors(wish.dp_shard, wish.ep))
+    rule = f"must divide the {wish.dp_shard} ranks of dp_shard"
+    return [*problems, Problem(path="ep", value=wish.ep, rule=rule, suggestion=f"nearest: {near}")]
 
 
 def _local_of_global(global_batch: int, dp: int, local_batch: int | None) -> tuple[list[Problem], int | None]:
@@ -104,87 +104,85 @@ def _local_of_global(global_batch: int, dp: int, local_batch: int | None) -> tup
     return [], local
 
 
-def _only_with_stages(asked: Degrees, given: Mapping[str, Any]) -> list[Problem]:
+def _only_with_stages(wish: Degrees, given: Mapping[str, Any]) -> list[Problem]:
     """The problems of pipeline options in a plan without a pipeline."""
-    named = [name for name in ("schedule", "virtual_stages", "micro_batches") if name in given and asked.pp == 1]
+    named = [name for name in ("schedule", "virtual_stages", "micro_batches") if name in given and wish.pp == 1]
     named = [name for name in named if given[name] != getattr(Degrees(), name)]
     hint = "set pp, or use accumulate for micro-batches without a pipeline"
     problems = [Problem(path=n, value=given[n], rule="needs pp above 1", suggestion=hint) for n in named]
-    if asked.order != ORDERS[0] and (asked.pp == 1 or asked.dp == 1):
+    if wish.order != ORDERS[0] and (wish.pp == 1 or wish.dp == 1):
         hint = "leave it out; without both, every order is the same"
-        problems.append(Problem(path="order", value=asked.order, rule="needs pp and dp above 1", suggestion=hint))
-    if asked.cut_at is not None and len(asked.cut_at) != asked.num_stages - 1:
-        rule = f"must have {asked.num_stages - 1} paths, one for each stage after the first; it has {len(asked.cut_at)}"
-        problems.append(Problem(path="cut_at", value=", ".join(asked.cut_at), rule=rule))
+        problems.append(Problem(path="order", value=wish.order, rule="needs pp and dp above 1", suggestion=hint))
+    if wish.cut_at is not None and len(wish.cut_at) != wish.num_stages - 1:
+        rule = f"must have {wish.num_stages - 1} paths, one for each stage after the first; it has {len(wish.cut_at)}"
+        problems.append(Problem(path="cut_at", value=", ".join(wish.cut_at), rule=rule))
     problems += [
-        problem for name in ("recompute_blocks", "selective_blocks") for problem in _recomputed_blocks(asked, name)
+        problem for name in ("recompute_blocks", "selective_blocks") for problem in _recomputed_blocks(wish, name)
     ]
     return problems
 
 
-def _recomputed_blocks(asked: Degrees, name: str) -> Iterator[Problem]:
-    blocks = getattr(asked, name)
+def _recomputed_blocks(wish: Degrees, name: str) -> Iterator[Problem]:
+    blocks = getattr(wish, name)
     if blocks is None:
         return
-    if isinstance(blocks, tuple) and len(blocks) != asked.num_stages:
-        rule = f"must be one number for all stages, or {asked.num_stages} numbers, one for each stage"
+    if isinstance(blocks, tuple) and len(blocks) != wish.num_stages:
+        rule = f"must be one number for all stages, or {wish.num_stages} numbers, one for each stage"
         yield Problem(path=name, value=", ".join(map(str, blocks)), rule=rule)
-    if asked.recompute == "none":
+    if wish.recompute == "none":
         rule, hint = "needs recompute = selective, full or auto", f"set it, or leave {name} out"
         yield Problem(path=name, value=blocks, rule=rule, suggestion=hint)
-    elif name == "selective_blocks" and asked.recompute != "auto":
-        hint = f"recompute_blocks counts the blocks of recompute = {asked.recompute}; leave selective_blocks out"
+    elif name == "selective_blocks" and wish.recompute != "auto":
+        hint = f"recompute_blocks counts the blocks of recompute = {wish.recompute}; leave selective_blocks out"
         yield Problem(path=name, value=blocks, rule="needs recompute = auto", suggestion=hint)
 
 
-def _split_in_time(asked: Degrees, local_batch: int | None, given: Mapping[str, Any]) -> tuple[Degrees, list[Problem]]:
+def _split_in_time(wish: Degrees, local_batch: int | None, given: Mapping[str, Any]) -> tuple[Degrees, list[Problem]]:
     """Micro-batch and numbers of micro-batches of one rank's batch. A missing number follows from the others.
 
     If a pipeline's wish names neither, there are twice as many micro-batches as stages. If that number is illegal, the
     next smaller one is taken that divides the batch and leaves two sequences in a global micro-batch.
     """
     if local_batch is None:
-        least = 1 if asked.pp == 1 else 2 * asked.num_stages
-        micro_batches = asked.micro_batches if "micro_batches" in given else least
-        return replace(asked, micro_batch=asked.micro_batch or DEFAULT_MICRO_BATCH, micro_batches=micro_batches), []
-    open_ = "micro_batches" if asked.pp > 1 else "accumulate"
-    other = "accumulate" if asked.pp > 1 else "micro_batches"
-    if local_batch % getattr(asked, other):
-        return asked, [_indivisible(other, getattr(asked, other), local_batch)]
-    each = local_batch // getattr(asked, other)
-    if asked.micro_batch is not None and open_ not in given:
-        if each % asked.micro_batch == 0:
-            return _with(asked, open_, each // asked.micro_batch), []
-        return asked, [_indivisible("micro_batch", asked.micro_batch, each)]
-    if asked.pp > 1 and open_ not in given:
-        return _default_micro_batches(asked, each), []
-    count = getattr(asked, open_)
+        least = 1 if wish.pp == 1 else 2 * wish.num_stages
+        micro_batches = wish.micro_batches if "micro_batches" in given else least
+        return replace(wish, micro_batch=wish.micro_batch or DEFAULT_MICRO_BATCH, micro_batches=micro_batches), []
+    open_ = "micro_batches" if wish.pp > 1 else "accumulate"
+    other = "accumulate" if wish.pp > 1 else "micro_batches"
+    if local_batch % getattr(wish, other):
+        return wish, [_indivisible(other, getattr(wish, other), local_batch)]
+    each = local_batch // getattr(wish, other)
+    if wish.micro_batch is not None and open_ not in given:
+        if each % wish.micro_batch == 0:
+            return _with(wish, open_, each // wish.micro_batch), []
+        return wish, [_indivisible("micro_batch", wish.micro_batch, each)]
+    if wish.pp > 1 and open_ not in given:
+        return _default_micro_batches(wish, each), []
+    count = getattr(wish, open_)
     if each % count:
-        return asked, [_indivisible(open_, count, each)]
+        return wish, [_indivisible(open_, count, each)]
     micro_batch = each // count
-    if asked.micro_batch not in (None, micro_batch):
+    if wish.micro_batch not in (None, micro_batch):
         rule = f"times {open_} {count} must be {each}, the sequences of one rank's batch"
         hint = f"use micro_batch {micro_batch}, or leave one of the two out"
-        return asked, [Problem(path="micro_batch", value=asked.micro_batch, rule=rule, suggestion=hint)]
-    return replace(asked, micro_batch=micro_batch), []
+        return wish, [Problem(path="micro_batch", value=wish.micro_batch, rule=rule, suggestion=hint)]
+    return replace(wish, micro_batch=micro_batch), []
 
 
 def _with(degrees: Degrees, name: str, value: int) -> Degrees:
     return replace(degrees, micro_batches=value) if name == "micro_batches" else replace(degrees, accumulate=value)
 
 
-def _default_micro_batches(asked: Degrees, batch: int) -> Degrees:
+def _default_micro_batches(wish: Degrees, batch: int) -> Degrees:
     def fits(count: int) -> bool:
-        enough = batch // count * asked.dp >= DEFAULT_MICRO_BATCH or batch == 1
+        enough = batch // count * wish.dp >= DEFAULT_MICRO_BATCH or batch == 1
         return (
-            batch % count == 0
-            and enough
-            and not schedule_problems(asked.schedule, asked.pp, asked.virtual_stages, count)
+            batch % count == 0 and enough and not schedule_problems(wish.schedule, wish.pp, wish.virtual_stages, count)
         )
 
-    counts = [n for n in range(min(batch, 2 * asked.num_stages), 0, -1) if fits(n)]
+    counts = [n for n in range(min(batch, 2 * wish.num_stages), 0, -1) if fits(n)]
     count = counts[0] if counts else 1
-    return replace(asked, micro_batches=count, micro_batch=batch // count)
+    return replace(wish, micro_batches=count, micro_batch=batch // count)
 
 
 def _indivisible(name: str, value: int, local_batch: int) -> Problem:

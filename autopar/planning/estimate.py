@@ -118,22 +118,22 @@ def estimate(
     own_plan = given if isinstance(given, Plan) else None
 
     def profile_in(dtype: str) -> DeviceProfile | None:
-        found = profile_for(profile, measured, spec, dtype, chosen)
+        base = profile_for(profile, measured, spec, dtype, chosen)
         if not is_trace(measured):
-            return found
+            return base
         report("pricing the traced step")
         at = _at_any_size(of, degrees.precision)
-        return profile_by_trace(measured, at, spec, engine=chosen, precision=dtype, profile=found)
+        return profile_by_trace(measured, at, spec, engine=chosen, precision=dtype, profile=base)
 
     priceable, question = _priced(program, spec, degrees, chosen, profile_in, precision, own_plan)
     report("pricing")
     name = name or (own_plan.model if own_plan is not None else type(getattr(of, "model", of)).__name__)
-    made = estimate_works(priceable.works, question, name=name, tokens=tokens, grams_co2_per_kwh=grams_co2_per_kwh)
+    result = estimate_works(priceable.works, question, name=name, tokens=tokens, grams_co2_per_kwh=grams_co2_per_kwh)
     if exact_memory:
         report("counting the tensors of a rank")
         whole = own_plan or _whole_plan(program, priceable, question)
-        made = with_exact_memory(made, fullest_rank(program, analyse(program, whole.mesh), whole))
-    return replace(made, assumptions=(*made.assumptions, *notes), run=made.run if made.fits else None)
+        result = with_exact_memory(result, fullest_rank(program, analyse(program, whole.mesh), whole))
+    return replace(result, assumptions=(*result.assumptions, *notes), run=result.run if result.fits else None)
 
 
 def profile_by_trace(
@@ -159,8 +159,8 @@ def profile_by_trace(
     machine = cluster_machine(part, engine, mechanisms(), precision=traced, profile=profile)
     usual = machine.profile.at_power_of(machine.device)
     priceable, question = _priced(program, part, degrees, engine, lambda _: usual, traced, None)
-    made = estimate_works(priceable.works, question, name="")
-    return corrected_by_trace(trace, made, part, usual, path)
+    result = estimate_works(priceable.works, question, name="")
+    return corrected_by_trace(trace, result, part, usual, path)
 
 
 def _at_any_size(of: Request | Program, precision: str | None) -> Callable[[Degrees], Program]:
@@ -194,10 +194,10 @@ def _with_precision(plan: PlanLike, precision: str | None) -> tuple[Plan | Mappi
     given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     if isinstance(given, Plan):
         return given, precision or given.degrees.precision
-    own = dict(given or {}).get("precision")
-    if precision is not None and own not in (None, precision):
-        raise InputError(f"precision {precision!r} beside {own!r} in the plan; give one of them")
-    return given, precision or own
+    in_plan = dict(given or {}).get("precision")
+    if precision is not None and in_plan not in (None, precision):
+        raise InputError(f"precision {precision!r} beside {in_plan!r} in the plan; give one of them")
+    return given, precision or in_plan
 
 
 def _as_it_runs(
@@ -217,8 +217,8 @@ def _as_it_runs(
                 "selective or full"
             )
         return priceable, question
-    own = decided(priceable.works, question.degrees, _machinery(question), question.cuts)
-    return replace(priceable, degrees=own), replace(question, degrees=own)
+    run_as = decided(priceable.works, question.degrees, _machinery(question), question.cuts)
+    return replace(priceable, degrees=run_as), replace(question, degrees=run_as)
 
 
 def _subject(
@@ -243,22 +243,20 @@ def _captured(
     """The program and the degrees of a plan or of wishes in their precision, this precision, and notes."""
     world = cluster.num_devices
 
-    def captured(own: str | None) -> tuple[Program, Degrees]:
+    def captured(dtype: str | None) -> tuple[Program, Degrees]:
         if isinstance(of, Program):
             return of, plan.degrees if isinstance(plan, Plan) else _degrees_of(of, plan, world, global_batch)
         on_progress("capturing")
         if isinstance(plan, Plan):
             return capture_for(of, plan.degrees), plan.degrees
-        degrees, program = wished_program(of, {**(plan or {}), "precision": own}, world, of.sizes[0], global_batch)
+        degrees, program = wished_program(of, {**(plan or {}), "precision": dtype}, world, of.sizes[0], global_batch)
         return program, degrees
 
     model = of if isinstance(of, Program) else of.model
-    found = in_precision_of(
-        precision, model, None if isinstance(plan, Plan) else cluster, captured, lambda found: found[0]
-    )
+    result = in_precision_of(precision, model, None if isinstance(plan, Plan) else cluster, captured, lambda r: r[0])
     if isinstance(plan, Plan):
-        check_plan(plan, found[0][0], world)
-    return found
+        check_plan(plan, result[0][0], world)
+    return result
 
 
 def _checked_engine(engine: Engine | str, exact_memory: bool) -> Engine:
@@ -284,16 +282,16 @@ def _cuts(program: Program, priceable: Priceable, question: Question) -> tuple[i
 def _whole_plan(program: Program, priceable: Priceable, question: Question) -> Plan:
     """The priced plan as `autopar.parallelize` would run it, whether it fits or not."""
     degrees, cuts = priceable.degrees, question.cuts
-    again: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
     if cuts:
         machine, analysis = _machinery(question).machine, analyse(program, degrees.mesh)
-        again = values_to_recompute(program, analysis, cuts, degrees, machine)
+        kept = values_to_recompute(program, analysis, cuts, degrees, machine)
     return Plan(
         fingerprint=program.fingerprint,
         model="",
         degrees=degrees,
         cuts=cuts,
-        recomputed=again,
+        recomputed=kept,
         blocks=without_unread(priceable.labels, degrees),
     )
 
@@ -336,22 +334,22 @@ def _priceable(
 ) -> Priceable:
     if given is not None:
         labels = given.blocks
-        analysis, found = analyse(program, degrees.mesh), degrees
+        analysis, used = analyse(program, degrees.mesh), degrees
     else:
         wanted = degrees if is_own else replace(degrees, dp_shard=1, dp_replicate=1, cp=1, ep=1)
-        found, analysis, labelling = choose_labels(program, cluster, wanted)
+        used, analysis, labelling = choose_labels(program, cluster, wanted)
         labels = labelling.blocks
         if is_own:
             speeds = own_machinery(cluster, dtype_of(program)).machine.speeds
-            labels = with_recomputed(program, analysis, labels, found, speeds, regather=regather)
+            labels = with_recomputed(program, analysis, labels, used, speeds, regather=regather)
     works = program_works(
-        program, analysis, labels, found.mesh, regather=regather, loss_chunks=degrees.loss_chunks if is_own else 1
+        program, analysis, labels, used.mesh, regather=regather, loss_chunks=degrees.loss_chunks if is_own else 1
     )
     works = works.with_state_of(degrees)
     if not is_own:  # other frameworks keep master weights
         works = replace(works, has_master_weights=True)
     return Priceable(
-        works=works, labels=tuple(labels), degrees=replace(degrees, tp_dims=found.tp_dims, cp_dims=found.cp_dims)
+        works=works, labels=tuple(labels), degrees=replace(degrees, tp_dims=used.tp_dims, cp_dims=used.cp_dims)
     )
 
 

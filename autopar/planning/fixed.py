@@ -68,7 +68,7 @@ class _CoupledError(PlanError):
 
 
 def wished_program(
-    asked: "Request",
+    request: "Request",
     wish: Mapping[str, Any] | None,
     world_size: int,
     local_batch: int | None,
@@ -80,28 +80,28 @@ def wished_program(
     """
     degrees = resolve_degrees(wish, world_size, local_batch, global_batch=global_batch)
     try:
-        return degrees, capture_for(asked, degrees)
+        return degrees, capture_for(request, degrees)
     except _CoupledError as error:
         named = any((wish or {}).get(name) is not None for name in ("micro_batch", "micro_batches", "accumulate"))
         if named or degrees.pp == 1 or schedule_problems(degrees.schedule, degrees.pp, degrees.virtual_stages, 1):
             raise
         why = str(error).split("; use")[0]
     degrees = resolve_degrees({**(wish or {}), "micro_batches": 1}, world_size, local_batch, global_batch=global_batch)
-    program = capture_for(asked, degrees)
+    program = capture_for(request, degrees)
     note = f"{ONE_MICRO_BATCH}, so one stage works at a time: {why}"
     return degrees, replace(program, notes=(*program.notes, note))
 
 
-def capture_for(asked: "Request", degrees: Degrees) -> Program:
+def capture_for(request: "Request", degrees: Degrees) -> Program:
     """The program at the global micro-batch and in the precision of `degrees`.
 
     Raises `PlanError` if accumulation would change the loss and `degrees` do not accept that.
     """
     from autopar.cache.programs import kept_program
 
-    batch = (degrees.micro_batch or asked.sizes[0]) * degrees.dp
-    own = replace(asked.computing_in(degrees.precision), staged=degrees.pp > 1)
-    return _splittable(kept_program(own, batch), degrees)
+    batch = (degrees.micro_batch or request.sizes[0]) * degrees.dp
+    staged = replace(request.computing_in(degrees.precision), staged=degrees.pp > 1)
+    return _splittable(kept_program(staged, batch), degrees)
 
 
 def program_for(captured: "Capture", degrees: Degrees) -> Program:
@@ -153,24 +153,24 @@ def label_plan(
     Raises `PlanError` if a degree does not divide the model, and `InfeasibleError` if the plan cannot fit a device.
     """
     if labelled is None:
-        degrees, analysis, found = choose_labels(program, cluster, degrees, held=held, regather=regather)
+        degrees, analysis, labelling = choose_labels(program, cluster, degrees, held=held, regather=regather)
         speeds = own_machinery(cluster, dtype_of(program)).machine.speeds
-        own = with_recomputed(program, analysis, found.blocks, degrees, speeds, regather=regather)
-        labelled = degrees, analysis, replace(found, blocks=own)
-    degrees, analysis, found = labelled
+        blocks = with_recomputed(program, analysis, labelling.blocks, degrees, speeds, regather=regather)
+        labelled = degrees, analysis, replace(labelling, blocks=blocks)
+    degrees, analysis, labelling = labelled
     stages = _stages(program, labelled, cluster, stage_of, searched, regather=regather)
     if degrees.is_recompute_open:
         degrees = decided(_works(program, labelled, regather), degrees, _on(program, cluster), stages.cuts)
-    found = replace(found, blocks=without_unread(found.blocks, degrees))
-    refuse_what_does_not_fit(program, analysis, found.blocks, degrees, cluster, stages.cuts)
-    notes = (*program.notes, *found.notes)
-    if degrees.loss_chunks > 1 and (why := why_whole(program, analysis, found.blocks, degrees.mesh)):
+    labelling = replace(labelling, blocks=without_unread(labelling.blocks, degrees))
+    refuse_what_does_not_fit(program, analysis, labelling.blocks, degrees, cluster, stages.cuts)
+    notes = (*program.notes, *labelling.notes)
+    if degrees.loss_chunks > 1 and (why := why_whole(program, analysis, labelling.blocks, degrees.mesh)):
         notes += (f"logits and loss are not computed in chunks (loss_chunks = {degrees.loss_chunks}), because {why}",)
     plan = Plan(
         fingerprint=program.fingerprint,
         model=name,
         degrees=degrees,
-        blocks=found.blocks,
+        blocks=labelling.blocks,
         regather=regather,
         batch=program.batch,
         sequence=program.sequence,
@@ -182,7 +182,7 @@ def label_plan(
     if held is not None:
         return plan
     on, works = (searched and searched.on) or _on(program, cluster), (searched and searched.works) or None
-    works = works or _works(program, (degrees, analysis, found), regather)
+    works = works or _works(program, (degrees, analysis, labelling), regather)
     summary = summarise(program, analysis, plan, cluster, stages.call_s, works)
     is_priced = degrees.world_size == cluster.num_devices
     return replace(plan, summary=summary, predicted=_predicted(works, plan, cluster, on) if is_priced else None)
@@ -192,15 +192,15 @@ def _predicted(works: ProgramWorks, plan: Plan, cluster: ClusterSpec, on: "Machi
     """The figures of `autopar.estimate` for the plan."""
     degrees, machine = plan.degrees, on.machine
     engine = with_sums_in(engine_named(ENGINE), degrees.reduce_dtype, works.stored_bytes)
-    asked = Question(
+    question = Question(
         cluster=cluster, degrees=degrees, engine=engine, precision=machine.precision, profile=machine.profile,
         cuts=plan.cuts,
     )  # fmt: skip
-    made = estimate_works(works, asked)
+    result = estimate_works(works, question)
     return Prediction(
-        step_s=made.step_s, step_interval_s=made.step_interval_s, samples_per_s=made.global_batch / made.step_s,
-        tokens_per_s=made.tokens_per_s if plan.sequence else None, mfu=made.mfu, peak_bytes=made.peak_bytes,
-        peak_interval_bytes=made.peak_interval_bytes, device_bytes=made.device_bytes,
+        step_s=result.step_s, step_interval_s=result.step_interval_s, samples_per_s=result.global_batch / result.step_s,
+        tokens_per_s=result.tokens_per_s if plan.sequence else None, mfu=result.mfu, peak_bytes=result.peak_bytes,
+        peak_interval_bytes=result.peak_interval_bytes, device_bytes=result.device_bytes,
     )  # fmt: skip
 
 
@@ -234,9 +234,9 @@ def _on(program: Program, cluster: ClusterSpec) -> "Machinery":
 
 
 def _works(program: Program, labelled: Labelled, regather: bool) -> ProgramWorks:
-    degrees, analysis, found = labelled
+    degrees, analysis, labels = labelled
     works = program_works(
-        program, analysis, found.blocks, degrees.mesh, regather=regather, loss_chunks=degrees.loss_chunks
+        program, analysis, labels.blocks, degrees.mesh, regather=regather, loss_chunks=degrees.loss_chunks
     )
     return works.with_state_of(degrees)
 
@@ -263,30 +263,30 @@ def choose_labels(
     is_open = degrees.cp > 1 and degrees.cp_dims is None and degrees.context is None
     dims = context_dims(program, memo(analyse, program), degrees.cp, degrees.tp) if is_open else None
     ways = [degrees] if dims is None else [degrees, replace(degrees, cp_dims=dims)]
-    found, problem = list[Labelled](), None
-    for own in ways:
+    options, problem = list[Labelled](), None
+    for way in ways:
         try:
-            found.append(_labels_on_tensor_dims(program, cluster, own, held=held, regather=regather, memo=memo))
+            options.append(_labels_on_tensor_dims(program, cluster, way, held=held, regather=regather, memo=memo))
         except (PlanError, InfeasibleError) as error:
             problem = problem or error
-    if not found:
+    if not options:
         assert problem is not None
         raise problem
-    if len(found) == 1:
-        return found[0]
-    return min(found, key=lambda one: _block_seconds(program, one, cluster, regather, memo))
+    if len(options) == 1:
+        return options[0]
+    return min(options, key=lambda choice: _block_seconds(program, choice, cluster, regather, memo))
 
 
 def _block_seconds(program: Program, labelled: Labelled, cluster: ClusterSpec, regather: bool, memo: Memo) -> float:
     """Seconds of all blocks of one rank for one sequence of a micro-batch."""
     from autopar.cost_model.work.export import block_runs, block_works
 
-    degrees, analysis, found = labelled
+    degrees, analysis, labelling = labelled
     runs = memo(block_runs, program, memo(analyse, program))  # equal for any labels
-    works = block_works(program, analysis, found.blocks, found.mesh, runs=runs, regather=regather)
-    merged = merged_works(program, works, found.blocks, found.mesh, regather=regather)
-    one = replace(degrees, micro_batch=1, loss_chunks=1)
-    return sum(call_seconds(merged, one, _on(program, cluster)))
+    works = block_works(program, analysis, labelling.blocks, labelling.mesh, runs=runs, regather=regather)
+    merged = merged_works(program, works, labelling.blocks, labelling.mesh, regather=regather)
+    single = replace(degrees, micro_batch=1, loss_chunks=1)
+    return sum(call_seconds(merged, single, _on(program, cluster)))
 
 
 def _labels_on_tensor_dims(
@@ -312,14 +312,14 @@ def _labels_on_tensor_dims(
             on_two = _labels_on_tensor_dims(program, cluster, wanted, held=None, regather=regather, memo=memo)
     if on_two is not None and not on_two[2].added_work:
         return on_two
-    pinned = {n: _as_held(how, analysis.outer[n]) for n, how in (held or {}).items() if n in program.parameters}
+    pinned = {n: _as_held(st, analysis.outer[n]) for n, st in (held or {}).items() if n in program.parameters}
     try:
-        found = label(program, analysis, degrees, cluster, pinned=pinned, regather=regather, memo=memo)
+        chosen = label(program, analysis, degrees, cluster, pinned=pinned, regather=regather, memo=memo)
     except (PlanError, InfeasibleError):
         if on_two is None:
             raise
         return on_two
-    return on_two if on_two is not None and on_two[2].added_work <= found.added_work else (degrees, analysis, found)
+    return on_two if on_two is not None and on_two[2].added_work <= chosen.added_work else (degrees, analysis, chosen)
 
 
 def coverage(
@@ -367,28 +367,28 @@ def coverage(
     from autopar.planning.precision import in_precision_of
 
     spec = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
-    asked = Request.of(model, example_inputs, loss_fn, specialise=specialise)
+    request = Request.of(model, example_inputs, loss_fn, specialise=specialise)
 
     def captured(precision: str | None) -> tuple[Degrees, Program]:
         wish = {**(plan or {}), "precision": precision}
-        return wished_program(asked, wish, spec.num_devices, asked.sizes[0], global_batch)
+        return wished_program(request, wish, spec.num_devices, request.sizes[0], global_batch)
 
     wanted = (plan or {}).get("precision")
-    (degrees, program), _, _ = in_precision_of(wanted, asked.model, spec, captured, lambda found: found[1])
-    degrees, analysis, found = choose_labels(program, spec, degrees)
-    return coverage_of(program, analysis, found.blocks, degrees, spec)
+    (degrees, program), _, _ = in_precision_of(wanted, request.model, spec, captured, lambda r: r[1])
+    degrees, analysis, labelling = choose_labels(program, spec, degrees)
+    return coverage_of(program, analysis, labelling.blocks, degrees, spec)
 
 
-def _as_held(how: Storage, dims: Dims) -> tuple[Type, ...]:
+def _as_held(storage: Storage, dims: Dims) -> tuple[Type, ...]:
     """The types of a held parameter under another analysis, which may cut dimensions into other axes.
 
     A type is invariant if the analysis does not have the split axis.
     """
     types = []
-    for kind in how.types:
+    for kind in storage.types:
         position = kind.position
         if kind.kind == "S":
-            before = prod(how.dims.sizes[kind.dim][: kind.position])
+            before = prod(storage.dims.sizes[kind.dim][: kind.position])
             sizes = dims.sizes[kind.dim]
             position = next((p for p in range(len(sizes)) if prod(sizes[:p]) == before), -1)
             if position < 0:

@@ -127,9 +127,9 @@ class SearchLabels:
         dispatch, least = self.dispatch, 2
         if dispatch is None and 0 < self.experts_of_token <= ep:
             dispatch, least = EXCHANGE, self.experts_of_token
-        alike = [n for n in divisors(self.num_experts) if n >= max(least, 2)]
-        if dispatch == EXCHANGE and ep in alike:
-            ep = alike[0]
+        counts = [n for n in divisors(self.num_experts) if n >= max(least, 2)]
+        if dispatch == EXCHANGE and ep in counts:
+            ep = counts[0]
         return replace(wanted, ep=ep, dp_shard=LABELLED_DP * ep, dispatch=dispatch)
 
     def _chosen(self, wanted: Degrees) -> Chosen:
@@ -144,8 +144,8 @@ class SearchLabels:
         return self._from_file(gathers, wanted, chunks, lambda: self._chunking(wanted, chunks))
 
     def _from_file(self, gathers: str, wanted: Degrees, chunks: int, make: Callable[[], Chosen]) -> Chosen:
-        degrees, found, works = self._found(gathers, wanted, chunks, make)
-        return degrees, found, works.with_state_of(self.state)
+        degrees, labels, works = self._found(gathers, wanted, chunks, make)
+        return degrees, labels, works.with_state_of(self.state)
 
     def _found(self, gathers: str, wanted: Degrees, chunks: int, make: Callable[[], Chosen]) -> Chosen:
         if self.folder is None:
@@ -161,46 +161,46 @@ class SearchLabels:
     def _keeping(self, wanted: Degrees) -> Chosen:
         from autopar.cost_model.work.export import kept_work
 
-        degrees, found, _ = self.chosen(wanted.tp, wanted.cp, wanted.ep)
-        works = [kept_work(flow, work) for flow, work in self._blocks(found, degrees, self.loss_chunks)]
-        return degrees, found, self._merged(works, found, regather=False, loss_chunks=self.loss_chunks)
+        degrees, labelling, _ = self.chosen(wanted.tp, wanted.cp, wanted.ep)
+        works = [kept_work(flow, work) for flow, work in self._blocks(labelling, degrees, self.loss_chunks)]
+        return degrees, labelling, self._merged(works, labelling, regather=False, loss_chunks=self.loss_chunks)
 
     def _chunking(self, wanted: Degrees, chunks: int) -> Chosen:
-        degrees, found, _ = self.chosen(wanted.tp, wanted.cp, wanted.ep)
-        works = [work for _, work in self._blocks(found, degrees, chunks)]
-        return degrees, found, self._merged(works, found, regather=self.regather, loss_chunks=chunks)
+        degrees, labelling, _ = self.chosen(wanted.tp, wanted.cp, wanted.ep)
+        works = [work for _, work in self._blocks(labelling, degrees, chunks)]
+        return degrees, labelling, self._merged(works, labelling, regather=self.regather, loss_chunks=chunks)
 
     def _choose(self, wanted: Degrees) -> Chosen:
         program = self._program(wanted)
-        degrees, _, found = choose_labels(program, self.cluster, wanted, regather=self.regather, memo=self.memo)
+        degrees, _, labels = choose_labels(program, self.cluster, wanted, regather=self.regather, memo=self.memo)
         if self.selective:
-            found = self._selecting(found, degrees)
-        works = [work for _, work in self._blocks(found, degrees, self.loss_chunks)]
-        return degrees, found, self._merged(works, found, regather=self.regather, loss_chunks=self.loss_chunks)
+            labels = self._selecting(labels, degrees)
+        works = [work for _, work in self._blocks(labels, degrees, self.loss_chunks)]
+        return degrees, labels, self._merged(works, labels, regather=self.regather, loss_chunks=self.loss_chunks)
 
-    def _selecting(self, found: Labelling, degrees: Degrees) -> Labelling:
+    def _selecting(self, choice: Labelling, degrees: Degrees) -> Labelling:
         """Labels with the operators of repeated blocks that selective recomputation computes again."""
         choose = fastest(own_machinery(self.cluster, dtype_of(self.program)).machine.speeds)
-        blocks, labels, mesh = self._blocks(found, degrees, 1), list(found.blocks), degrees.mesh
+        blocks, labels, mesh = self._blocks(choice, degrees, 1), list(choice.blocks), degrees.mesh
         for index in repeated_blocks(self.program):
             flow, work = blocks[index]
             values = self.memo(recomputable_of, flow, work)
             keys = chosen_keys(values, work, mesh, self.program.sequence, choose)
             labels[index] = replace(labels[index], recomputed=keys)
-        return replace(found, blocks=tuple(labels))
+        return replace(choice, blocks=tuple(labels))
 
     def _merged(
-        self, works: "Sequence[SymbolicWork]", found: Labelling, *, regather: bool, loss_chunks: int
+        self, works: "Sequence[SymbolicWork]", labels: Labelling, *, regather: bool, loss_chunks: int
     ) -> ProgramWorks:
         return merged_works(
-            self.program, works, found.blocks, found.mesh, regather=regather, loss_chunks=loss_chunks,
+            self.program, works, labels.blocks, labels.mesh, regather=regather, loss_chunks=loss_chunks,
             optimizers=self.memo(optimizer_figures, self.program),
         )  # fmt: skip
 
-    def _blocks(self, found: Labelling, degrees: Degrees, chunks: int) -> "list[tuple[Flow, SymbolicWork]]":
+    def _blocks(self, choice: Labelling, degrees: Degrees, chunks: int) -> "list[tuple[Flow, SymbolicWork]]":
         """The program's blocks under labels. Blocks of another degree with the same labels are used again."""
         program = self._program(degrees)
-        analysis, symbolic = self.memo(analyse, program, refining(degrees.mesh)), _symbolic(found.mesh)
+        analysis, symbolic = self.memo(analyse, program, refining(degrees.mesh)), _symbolic(choice.mesh)
         every = [
             self.memo(
                 _block,
@@ -212,47 +212,47 @@ class SearchLabels:
                 symbolic,
                 self.regather,
             )
-            for index, labels in enumerate(found.blocks)
+            for index, labels in enumerate(choice.blocks)
         ]
-        for index, labels in enumerate(found.blocks):
+        for index, labels in enumerate(choice.blocks):
             if labels.recomputed:
                 every[index] = self.memo(_selected, self.memo, *every[index], labels.recomputed)
-        return [one if chunks == 1 else self.memo(_in_chunks, *one, chunks) for one in every]
+        return [p if chunks == 1 else self.memo(_in_chunks, *p, chunks) for p in every]
 
     def hold(self, chosen: int, tp: int) -> bool:
         """Whether the labels of one tensor degree are legal for another degree too, and split axes evenly there."""
-        degrees, found, _ = self.chosen(chosen)
+        degrees, labelling, _ = self.chosen(chosen)
         if degrees.tp_dims is not None:
             return False
         analysis = analyse(self.program, degrees.mesh)
         try:
-            check(self.program, analysis, found.blocks, replace(degrees, tp=tp).mesh)
+            check(self.program, analysis, labelling.blocks, replace(degrees, tp=tp).mesh)
         except PlanError:
             return False
-        return all(size % tp == 0 for size in _split_sizes(self.program, analysis, found.blocks, degrees.mesh))
+        return all(size % tp == 0 for size in _split_sizes(self.program, analysis, labelling.blocks, degrees.mesh))
 
     def of(self, program: Program, degrees: Degrees) -> Labelled | None:
         """The labels of a tensor degree for another batch of the program.
 
         None if its blocks differ from the searched blocks.
         """
-        searched, found, _ = self.chosen(degrees.tp, degrees.cp, degrees.ep)
-        own = replace(degrees, tp_dims=searched.tp_dims, cp_dims=searched.cp_dims)
-        if len(program.blocks) != len(found.blocks):
+        searched, labelled, _ = self.chosen(degrees.tp, degrees.cp, degrees.ep)
+        used = replace(degrees, tp_dims=searched.tp_dims, cp_dims=searched.cp_dims)
+        if len(program.blocks) != len(labelled.blocks):
             return None
-        analysis, kept = analyse(program, own.mesh), found.blocks
-        if searched.ep > 1 and own.dp == own.ep:
+        analysis, kept = analyse(program, used.mesh), labelled.blocks
+        if searched.ep > 1 and used.dp == used.ep:
             before = self.memo(analyse, self._wide, refining(searched.mesh))
             kept = tuple(_without_dp(self._wide, before, i, labels) for i, labels in enumerate(kept))
         blocks = tuple(
-            replace(_on(own.mesh, labels), name=block.name, signature=block.signature)
+            replace(_on(used.mesh, labels), name=block.name, signature=block.signature)
             for block, labels in zip(program.blocks, kept, strict=True)
         )
         try:
-            check(program, analysis, blocks, own.mesh)
+            check(program, analysis, blocks, used.mesh)
         except PlanError:
             return None
-        return own, analysis, replace(found, mesh=own.mesh, blocks=blocks)
+        return used, analysis, replace(labelled, mesh=used.mesh, blocks=blocks)
 
 
 def _block(
@@ -270,8 +270,8 @@ def _selected(memo: Memo, flow: "Flow", work: "SymbolicWork", keys: tuple[str, .
     """A block with selective recomputation of some operators."""
     from autopar.cost_model.work.recomputable import selected
 
-    own = replace(flow, labels=replace(flow.labels, recomputed=keys))
-    return own, replace(work, selected=selected(memo(recomputable_of, flow, work), keys))
+    new = replace(flow, labels=replace(flow.labels, recomputed=keys))
+    return new, replace(work, selected=selected(memo(recomputable_of, flow, work), keys))
 
 
 def _in_chunks(flow: "Flow", work: "SymbolicWork", chunks: int) -> "tuple[Flow, SymbolicWork]":
@@ -280,8 +280,8 @@ def _in_chunks(flow: "Flow", work: "SymbolicWork", chunks: int) -> "tuple[Flow, 
 
     if flow.region is None:
         return flow, work
-    own = replace(flow, loss_chunks=chunks)
-    return own, work_of(own)
+    new = replace(flow, loss_chunks=chunks)
+    return new, work_of(new)
 
 
 def _symbolic(mesh: Mesh) -> Mesh:
@@ -319,18 +319,18 @@ def _without_dp(program: Program, analysis: Analysis, index: int, labels: BlockL
         axes = dims[name].axes
         return tuple(replace(t, position=place(axes[t.dim], t.position)) if t.kind == "S" else t for t in kinds)
 
-    def label(key: str, one: str) -> str:
-        axis, mark, rows = one.partition(":")
+    def label(key: str, text: str) -> str:
+        axis, mark, rows = text.partition(":")
         factor, dot, number = axis.rpartition(".")
         if not dot:
-            return one
+            return text
         atoms = [atom for atom, _ in bounds[names[key]].factors[factor]]
         return f"{factor}.{place(atoms, int(number))}{mark}{rows}"
 
     return replace(
         labels,
         ports={name: types(name, kinds) for name, kinds in labels.ports.items()},
-        labels={key: tuple(label(key, one) for one in ones) for key, ones in labels.labels.items()},
+        labels={key: tuple(label(key, x) for x in ones) for key, ones in labels.labels.items()},
         results={name: types(name, kinds) for name, kinds in labels.results.items()},
     )
 
@@ -342,7 +342,7 @@ def _on(mesh: Mesh, labels: BlockLabels) -> BlockLabels:
         labels,
         ports={n: tuple(t if on else I for t, on in zip(ts, is_split, strict=True)) for n, ts in labels.ports.items()},
         labels={
-            key: tuple(one if on else "I" for one, on in zip(ones, is_split, strict=True))
+            key: tuple(x if on else "I" for x, on in zip(ones, is_split, strict=True))
             for key, ones in labels.labels.items()
         },
         results={

@@ -75,9 +75,9 @@ def corrected_by_steps(
             f"are of: {'; '.join(there[:5])}. Name them in the columns gpu_type, precision and engine, and give "
             "step_time_s or tokens_per_s_per_gpu"
         )
-    found = term_factors([one.ratio for one in steps], np.stack([one.parts for one in steps]))
-    factors = dict(zip(terms_of(usual), found.tolist(), strict=True))
-    shown = ", ".join(f"{one.id} {one.ratio - 1:+.0%}" for one in steps[:3])
+    solved = term_factors([s.ratio for s in steps], np.stack([s.parts for s in steps]))
+    factors = dict(zip(terms_of(usual), solved.tolist(), strict=True))
+    shown = ", ".join(f"{s.id} {s.ratio - 1:+.0%}" for s in steps[:3])
     more = f" and {len(steps) - 3} more" if len(steps) > 3 else ""
     return _scaled(usual, factors, f"measured against predicted steps: {shown}{more}", len(steps))
 
@@ -110,21 +110,21 @@ def traced_plan(trace: Mapping[str, Any], cluster: ClusterSpec, path: str | Path
 
 
 def corrected_by_trace(
-    trace: Mapping[str, Any], made: Estimate, part: ClusterSpec, profile: DeviceProfile, path: str | Path
+    trace: Mapping[str, Any], estimate: Estimate, part: ClusterSpec, profile: DeviceProfile, path: str | Path
 ) -> DeviceProfile:
     """A profile, corrected by a trace. A trace has the seconds of each term, so each term has a ratio of its own."""
-    found = compare_trace(made, trace, band=0.0)
-    tiers = tiers_of(part, made.degrees)
+    comparison = compare_trace(estimate, trace, band=0.0)
+    tiers = tiers_of(part, estimate.degrees)
     seconds: dict[str, list[ComparedTerm]] = {}
-    for term in found.outside:
+    for term in comparison.outside:
         name = "compute" if term.name == "compute" else tiers.get(term.name)
         if name is not None and term.predicted_s > 0 and term.measured_s > 0:
             seconds.setdefault(name, []).append(term)
     factors = {
-        name: (sum(one.measured_s for one in terms) / sum(one.predicted_s for one in terms)) ** SHRINKAGE
+        name: (sum(t.measured_s for t in terms) / sum(t.predicted_s for t in terms)) ** SHRINKAGE
         for name, terms in seconds.items()
     }
-    total = found.total
+    total = comparison.total
     return _scaled(profile, factors, f"{path}: step {total.measured_s / total.predicted_s - 1:+.0%}", 1)
 
 
@@ -132,8 +132,8 @@ def _scaled(usual: DeviceProfile, factors: Mapping[str, float], why: str, steps:
     """The profile with terms that take `factors` times as long, the number of `steps` behind them, and a note."""
     scaled = ", ".join(f"{_NAMES[term]} by {factor:.3f}" for term, factor in factors.items() if factor != 1)
     note = f"times of profile {usual.name} are scaled, {scaled or 'none'}: {why}"
-    made = slowed(usual, factors, why)
-    return replace(made, steps=steps, notes=(*made.notes, note))
+    slower = slowed(usual, factors, why)
+    return replace(slower, steps=steps, notes=(*slower.notes, note))
 
 
 def profile_for(
@@ -167,7 +167,7 @@ def _steps(rows: list[Row], profile: DeviceProfile) -> list[_Step]:
     timed = [(row, measured) for row in rows if (measured := measured_seconds(row)) is not None]
     timed = [(row, measured) for row, measured in timed if not measured.is_ambiguous]
     groups, _ = prepare([row.without_result() for row, _ in timed])
-    found = []
+    steps = []
     for group in groups:
         count = len(group.indices)
 
@@ -176,5 +176,5 @@ def _steps(rows: list[Row], profile: DeviceProfile) -> list[_Step]:
 
         for index, predicted, parts in zip(group.indices, price(profile), elasticities(price, profile), strict=True):
             row, measured = timed[index]
-            found.append(_Step(id=row.id, ratio=measured.seconds / float(predicted), parts=parts))
-    return found
+            steps.append(_Step(id=row.id, ratio=measured.seconds / float(predicted), parts=parts))
+    return steps

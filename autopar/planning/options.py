@@ -164,12 +164,12 @@ class PlanOptions:
 
         Raises `InputError` for a word that has another value here.
         """
-        shared = {name for name, one in command_options().items() if not one.metadata["is_searched"]}
-        own = {name: value for name, value in words.items() if name in shared and value is not None}
-        for name, value in own.items():
+        shared = {name for name, o in command_options().items() if not o.metadata["is_searched"]}
+        mine = {name: value for name, value in words.items() if name in shared and value is not None}
+        for name, value in mine.items():
             if getattr(self, name) not in (None, value):
                 raise InputError(f"{name} {getattr(self, name)!r} beside {value!r} in the plan; give one of them")
-        return replace(self, **own), {name: value for name, value in words.items() if name not in shared}
+        return replace(self, **mine), {name: value for name, value in words.items() if name not in shared}
 
     def degrees(self, world_size: int) -> Degrees:
         """Degrees for a number of ranks. Raises `PlanError` with every violation at once."""

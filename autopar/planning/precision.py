@@ -64,10 +64,10 @@ def in_precision_of(
             )
         return named, precision, ()
     try:
-        found = capture(usual)
-        reason = _why_not(program_of(found)) or ""
+        captured = capture(usual)
+        reason = _why_not(program_of(captured)) or ""
         if not reason:
-            return found, usual, (_CHOSEN,)
+            return captured, usual, (_CHOSEN,)
     except PlanError:  # about the degrees, in every precision
         raise
     except (CaptureError, InputError) as error:
@@ -93,26 +93,26 @@ def _mixed(program: Program, operators: re.Pattern[str]) -> str | None:
 
 def _dtypes_of_operands(program: Program) -> Iterator[tuple[Any, set[torch.dtype]]]:
     for node in (node for block in program.blocks for node in block.graph.nodes if node.op == "call_function"):
-        infos = (one.meta.get("info") for one in node.all_input_nodes)
+        infos = (n.meta.get("info") for n in node.all_input_nodes)
         yield node, {info.dtype for info in infos if isinstance(info, TensorInfo) and info.dtype.is_floating_point}
 
 
 def with_bf16_beside(
-    found: SearchResult, asked: PlanOptions, cluster: ClusterSpec, search: Callable[[PlanOptions], SearchResult]
+    result: SearchResult, options: PlanOptions, cluster: ClusterSpec, search: Callable[[PlanOptions], SearchResult]
 ) -> SearchResult:
     """The result that also says what bf16 would give, if the user asked for fp32 on devices that have bf16."""
-    if asked.precision != "fp32" or default_precision(cluster) != "bf16":
-        return found
+    if options.precision != "fp32" or default_precision(cluster) != "bf16":
+        return result
     try:
-        other = search(replace(asked, precision="bf16", top=0, trials=0, study=None, report=False)).best
+        other = search(replace(options, precision="bf16", top=0, trials=0, study=None, report=False)).best
     except (CaptureError, InputError):  # in bf16 the model cannot be captured
-        return found
+        return result
     if other is None:
-        return found
+        return result
     takes = f"{readable_seconds(other.step_s)} a step and {readable_bytes(other.needed_bytes)} of a device"
     text = f"precision bf16 would take {takes} ({plan_in_words(other.degrees)})"
-    if found.best is None:
-        nearest = found.closest and replace(found.closest, remedy=f"{text}, or {found.closest.remedy}")
-        return replace(found, closest=nearest)
-    faster = f"; fp32 takes {found.best.step_s / other.step_s:.1f} times as long"
-    return replace(found, notes=(*found.notes, text + faster))
+    if result.best is None:
+        nearest = result.closest and replace(result.closest, remedy=f"{text}, or {result.closest.remedy}")
+        return replace(result, closest=nearest)
+    faster = f"; fp32 takes {result.best.step_s / other.step_s:.1f} times as long"
+    return replace(result, notes=(*result.notes, text + faster))

@@ -33,13 +33,13 @@ def without_unread(labels: Sequence[BlockLabels], degrees: Degrees) -> tuple[Blo
     """Labels that name recomputed operators only if the degrees read them."""
     if degrees.recompute in SELECTS:
         return tuple(labels)
-    return tuple(replace(one, recomputed=()) for one in labels)
+    return tuple(replace(b, recomputed=()) for b in labels)
 
 
 def repeated_blocks(program: Program) -> list[int]:
     """The distinct blocks that are called more than once; all blocks if there are none."""
-    found = [i for i in range(len(program.blocks)) if len(program.uses_of_block(i)) > 1]
-    return found or list(range(len(program.blocks)))
+    repeated = [i for i in range(len(program.blocks)) if len(program.uses_of_block(i)) > 1]
+    return repeated or list(range(len(program.blocks)))
 
 
 def recomputable_of(flow: "Flow", work: "SymbolicWork") -> "Recomputable[Polynomial]":
@@ -79,13 +79,13 @@ def with_recomputed(
     if degrees.recompute not in SELECTS:
         return tuple(labels)
     choose = by_flops if degrees.recompute == "selective" else fastest(speeds)
-    runs, naming, found = block_runs(program, analysis), naming_of(analysis, degrees.mesh), list(labels)
+    runs, naming, changed = block_runs(program, analysis), naming_of(analysis, degrees.mesh), list(labels)
     for index in repeated_blocks(program):
         flow = flow_of(program, index, analysis, labels[index], naming, runs[index], regather)
         work = work_of(flow)
         keys = chosen_keys(recomputable_of(flow, work), work, degrees.mesh, program.sequence, choose)
-        found[index] = replace(labels[index], recomputed=keys)
-    return tuple(found)
+        changed[index] = replace(labels[index], recomputed=keys)
+    return tuple(changed)
 
 
 def decided(works: ProgramWorks, degrees: Degrees, on: "Machinery", cuts: tuple[int, ...]) -> Degrees:
@@ -94,5 +94,5 @@ def decided(works: ProgramWorks, degrees: Degrees, on: "Machinery", cuts: tuple[
 
     if not degrees.is_recompute_open:
         return degrees
-    own = replace(on.keeping(degrees.offload), cuts=cuts or None)
-    return priced(works, replace(degrees, recompute="none"), own).degrees
+    machinery = replace(on.keeping(degrees.offload), cuts=cuts or None)
+    return priced(works, replace(degrees, recompute="none"), machinery).degrees

@@ -144,16 +144,16 @@ def plan(
     from autopar.capture.request import Request
 
     spec = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
-    asked = PlanOptions(
+    options = PlanOptions(
         global_batch=global_batch, local_batch=local_batch, objective=objective, fix=fix or {}, forbid=forbid or {},
         top=top, trials=trials, seed=seed, timeout_s=timeout_s, study=None if study is None else str(study),
         profile=profile_for(profile, measured, spec, precision), precision=precision, reduce_dtype=reduce_dtype,
     )  # fmt: skip
-    asked.check_search(spec.num_devices)
+    options.check_search(spec.num_devices)
     (report := on_progress or (lambda _: None))("capturing")
     request = Request.of(model, example_inputs, loss_fn, specialise=specialise)
     search = partial(_captured_and_searched, request, spec, measured, name, report)
-    return with_bf16_beside(search(asked), asked, spec, search)
+    return with_bf16_beside(search(options), options, spec, search)
 
 
 def _captured_and_searched(
@@ -162,32 +162,32 @@ def _captured_and_searched(
     measured: str | Path | None,
     name: str,
     on_progress: Callable[[str], None],
-    asked: PlanOptions,
+    options: PlanOptions,
 ) -> SearchResult:
-    captured, own, notes = captured_as_asked(request, cluster, asked)
-    own = with_trace(own, measured, captured, cluster, on_progress)
+    captured, used, notes = captured_as_asked(request, cluster, options)
+    used = with_trace(used, measured, captured, cluster, on_progress)
     name = name or type(request.model).__name__
-    found = search_captured(captured, cluster, own, name=name, on_progress=on_progress)
-    return replace(found, notes=(*found.notes, *notes))
+    result = search_captured(captured, cluster, used, name=name, on_progress=on_progress)
+    return replace(result, notes=(*result.notes, *notes))
 
 
 def captured_as_asked(
-    request: "Request", cluster: ClusterSpec, asked: PlanOptions
+    request: "Request", cluster: ClusterSpec, options: PlanOptions
 ) -> tuple[Capture, PlanOptions, tuple[str, ...]]:
     """A model captured in its precision, the request with this precision, and notes for the user."""
     from autopar.cache.programs import kept_capture
 
-    staged = replace(request, staged=asked.is_staged)
+    staged = replace(request, staged=options.is_staged)
     captured, precision, notes = in_precision_of(
-        asked.precision, request.model, cluster,
+        options.precision, request.model, cluster,
         lambda precision: kept_capture(staged.computing_in(precision), LABELLED_DP),
         lambda captured: program_for(captured, LABELLED),
     )  # fmt: skip
-    return captured, replace(asked, precision=precision), notes
+    return captured, replace(options, precision=precision), notes
 
 
 def with_trace(
-    asked: PlanOptions,
+    options: PlanOptions,
     trace: str | Path | None,
     captured: Capture,
     cluster: ClusterSpec,
@@ -195,20 +195,20 @@ def with_trace(
 ) -> PlanOptions:
     """The request with its profile corrected, if the measured steps are a trace of the captured model."""
     if not is_trace(trace):
-        return asked
+        return options
     from autopar.planning.estimate import profile_by_trace
 
     on_progress("pricing the traced step")
     at = partial(program_for, captured)
-    own = engine_named(DEFAULT)
-    profile = profile_by_trace(trace, at, cluster, engine=own, precision=asked.precision, profile=asked.profile)
-    return replace(asked, profile=profile)
+    engine = engine_named(DEFAULT)
+    profile = profile_by_trace(trace, at, cluster, engine=engine, precision=options.precision, profile=options.profile)
+    return replace(options, profile=profile)
 
 
 def search_captured(
     captured: Capture,
     cluster: ClusterSpec,
-    asked: PlanOptions,
+    options: PlanOptions,
     *,
     name: str,
     on_progress: Callable[[str], None],
@@ -217,60 +217,60 @@ def search_captured(
 ) -> SearchResult:
     """The part of `plan` after the capture. `labels` are of `labels_for`, and `alike` is for `next_plans`."""
     started = time.monotonic()
-    asked.check_search(cluster.num_devices)
+    options.check_search(cluster.num_devices)
     program = program_for(captured, LABELLED)
-    fix, forbid = asked.narrowing()
+    fix, forbid = options.narrowing()
     cuts = cuts_at(program, fix["cut_at"][0]) if "cut_at" in fix else None
     regather, sums = (_fixed(fix, word) for word in ("regather", "reduce_dtype"))
-    labels = labels or labels_for(captured, cluster, asked, on_progress)
+    labels = labels or labels_for(captured, cluster, options, on_progress)
     works_of: Works = labels.works
 
     def machinery(part: ClusterSpec) -> Machinery:
-        precision = asked.precision or precision_of(works_of(1).dtype, cluster)
+        precision = options.precision or precision_of(works_of(1).dtype, cluster)
         return machinery_of(
-            part, asked.profile, precision, sums, works_of(1).stored_bytes,
+            part, options.profile, precision, sums, works_of(1).stored_bytes,
             recompute_blocks=recompute_blocks_of(fix), most_level=most_level_of(fix), cuts=cuts,
         )  # fmt: skip
 
-    goal = goal_of(asked.objective, cluster, machinery, per_sequence=asked.local_batch is not None)
+    goal = goal_of(options.objective, cluster, machinery, per_sequence=options.local_batch is not None)
     on = goal.parts[cluster.num_devices].on
-    place = _checked_study(asked, question_of(asked, program, cluster, on, name))
-    deadline = np.inf if asked.timeout_s is None else started + asked.timeout_s
+    place = _checked_study(options, question_of(options, program, cluster, on, name))
+    deadline = np.inf if options.timeout_s is None else started + options.timeout_s
     should_continue = partial(_is_before, deadline)
-    constraints = _constraints(labels, goal, asked, (fix, forbid, cuts), singly=captured.has_one_sequence)
-    how: Any = {"most_exact": _MOST_PRICED, "should_continue": should_continue}
-    space = _Space(labels=labels, cluster=cluster, constraints=constraints, asked=asked, place=place, how=how)
-    found = search_offloads(partial(_searched, space, on_progress), goal, constraints, should_continue, on_progress)
-    best = found.best
+    constraints = _constraints(labels, goal, options, (fix, forbid, cuts), singly=captured.has_one_sequence)
+    limits: Any = {"most_exact": _MOST_PRICED, "should_continue": should_continue}
+    space = _Space(labels=labels, cluster=cluster, constraints=constraints, asked=options, place=place, how=limits)
+    search = search_offloads(partial(_searched, space, on_progress), goal, constraints, should_continue, on_progress)
+    best = search.best
     works_of_best = _works_of(best, labels)
     decided, nearest = None, None
     if best is None:
         on_progress("looking for a change with which a plan fits")
         nearest = _closest(space, machinery, deadline)
     else:
-        part, works = found.goal.part(best), works_of_best(*Split.of(best.degrees))
+        part, works = search.goal.part(best), works_of_best(*Split.of(best.degrees))
         final, decided = plan_as_priced(
             captured, labels, with_shared(best.degrees, shared_degrees(fix)), PricedStages(best.cuts, works, part.on),
             part.cluster, name, regather=best.regather,
         )  # fmt: skip
-        check_result(found, decided, works, constraints)
+        check_result(search, decided, works, constraints)
     result = replace(
         result_of(
-            found,
+            search,
             program,
             works_of,
             works_of_best,
             labels.hold,
-            top=asked.top,
+            top=options.top,
             alike=alike,
-            global_batch=asked.global_batch,
+            global_batch=options.global_batch,
         ),
         model=name,
         plan=decided,
         closest=nearest,
         seconds=time.monotonic() - started,
     )
-    if best is not None and decided is not None and asked.report:
+    if best is not None and decided is not None and options.report:
         on_progress("asking what if")
         base = Base(
             best=best, part=part, machinery=lambda c: machinery(c).keeping(best.degrees.offload),
@@ -281,7 +281,7 @@ def search_captured(
         result = _for_report(result, base, final, decided)
     if place is not None:
         with study_values(place.where):
-            result = replace(result, importance=record(found, place) or result.importance)
+            result = replace(result, importance=record(search, place) or result.importance)
         keep_result(place.where, json.dumps(result.to_dict(), separators=(",", ":"), sort_keys=True))
     return result
 
@@ -294,12 +294,12 @@ def _fixed(fix: Values, word: str) -> Any:
 def labels_for(
     captured: Capture,
     cluster: ClusterSpec,
-    asked: PlanOptions,
+    options: PlanOptions,
     on_progress: Callable[[str], None],
     folder: Path | None = None,
 ) -> SearchLabels:
     """The labels of a search, each chosen at its first use and kept in `folder`, unless a user has rules of his own."""
-    fix, _ = asked.narrowing()
+    fix, _ = options.narrowing()
     folder = None if has_rules_of_users() else folder
     return SearchLabels(
         program_for(captured, LABELLED), cluster, _fixed(fix, "sequence_parallel"),
@@ -333,37 +333,37 @@ def _searched(space: _Space, on_progress: Callable[[str], None], goal: Goal, bel
 
     The study keeps varied cuts of the first searched value of `offload`.
     """
-    labels, constraints, asked = space.labels, space.constraints, space.asked
+    labels, constraints, options = space.labels, space.constraints, space.asked
     on = goal.parts[space.cluster.num_devices].on
     is_first = on.machine.engine.offload == constraints.first_offloads[0]
     on_progress("choosing how operators are split")
-    found = search_degrees(
+    search = search_degrees(
         labels.works, space.cluster, constraints, on,
-        trials=asked.trials if constraints.cuts is None else 0, seed=asked.seed,
+        trials=options.trials if constraints.cuts is None else 0, seed=options.seed,
         place=space.place if is_first else None, on_progress=on_progress, goal=goal, below=below,
         labelled_as=labels.labelled_as, **space.how,
     )  # fmt: skip
-    _refuse_without_candidates(found, constraints)
-    if found.best is not None and not space.how["should_continue"]():
-        return _best_of_priced(found, asked.top)
+    _refuse_without_candidates(search, constraints)
+    if search.best is not None and not space.how["should_continue"]():
+        return _best_of_priced(search, options.top)
     if "loss_chunks" not in constraints.fix:
-        found = with_chunks(found, labels.works_in_chunks, chunks_of(labels.program.sequence), **space.how)
+        search = with_chunks(search, labels.works_in_chunks, chunks_of(labels.program.sequence), **space.how)
     if "regather" not in constraints.fix:
-        found = with_kept(found, labels.works_kept, **space.how)
-    return found
+        search = with_kept(search, labels.works_kept, **space.how)
+    return search
 
 
-def _best_of_priced(found: Searched, top: int) -> Searched:
+def _best_of_priced(search: Searched, top: int) -> Searched:
     """The search that ended early, with the best of the plans that are shown, because they are priced anyway."""
     for _ in range(_ROUNDS):
-        priced = dict(next_plans(found, top, alike=False))
-        exact = [Exact(index=index, value=found.goal.value(one)) for index, one in priced.items()]
-        proof = Proof(priced=(*found.proof.priced, *exact), bound=0.0, is_proven=False)
-        is_best = found.proof.best == proof.best
-        found = replace(found, exact={**found.exact, **priced}, proof=proof)
+        priced = dict(next_plans(search, top, alike=False))
+        exact = [Exact(index=index, value=search.goal.value(p)) for index, p in priced.items()]
+        proof = Proof(priced=(*search.proof.priced, *exact), bound=0.0, is_proven=False)
+        is_best = search.proof.best == proof.best
+        search = replace(search, exact={**search.exact, **priced}, proof=proof)
         if is_best:
             break
-    return found
+    return search
 
 
 def _is_before(deadline_s: float) -> bool:
@@ -379,18 +379,18 @@ def _works_of(best: Priced | None, labels: SearchLabels) -> Works:
     return partial(labels.works_in_chunks, chunks=best.degrees.loss_chunks)
 
 
-def _checked_study(asked: PlanOptions, question: Mapping[str, Any]) -> StudyPlace | None:
+def _checked_study(options: PlanOptions, question: Mapping[str, Any]) -> StudyPlace | None:
     """The study that the request names. Raises `InputError` if it cannot be used for the question."""
-    if asked.study is None:
+    if options.study is None:
         return None
-    place = study_place(asked.study, question)
+    place = study_place(options.study, question)
     place.check()
     return place
 
 
 def _closest(space: _Space, machinery: Callable[[ClusterSpec], Machinery], deadline: float) -> Closest | None:
     first = space.constraints.first_offloads[0]
-    asked = Asked(
+    query = Asked(
         works_of=space.labels.works,
         cluster=space.cluster,
         constraints=space.constraints,
@@ -398,7 +398,7 @@ def _closest(space: _Space, machinery: Callable[[ClusterSpec], Machinery], deadl
         works_in_chunks=space.labels.works_in_chunks,
     )
     until = min(deadline, time.monotonic() + MOST_SECONDS_FOR_HELP)
-    return closest(asked, lambda: time.monotonic() < until)
+    return closest(query, lambda: time.monotonic() < until)
 
 
 def with_shared(degrees: Degrees, shared: Mapping[str, Any]) -> Degrees:
@@ -430,22 +430,22 @@ def _for_report(result: SearchResult, base: Base, program: Program, decided: Pla
     return replace(result, what_if=what_if(base), block=block_graph(program, decided))
 
 
-def _refuse_without_candidates(found: Searched, constraints: Constraints) -> None:
-    if not len(found.candidates):
+def _refuse_without_candidates(search: Searched, constraints: Constraints) -> None:
+    if not len(search.candidates):
         batch = constraints.global_batch or constraints.local_batch
         raise PlanError(
             f"no plan splits {batch} sequences over {constraints.num_devices} devices as asked; "
             f"{what_would_be_legal(constraints)}"
         )
-    if {*found.candidates.splits()} <= set(found.refused):
-        reasons = "; ".join(f"{split}: {why}" for split, why in found.refused.items())
+    if {*search.candidates.splits()} <= set(search.refused):
+        reasons = "; ".join(f"{split}: {why}" for split, why in search.refused.items())
         raise PlanError(f"the model cannot be split as asked: {reasons}")
 
 
 def _constraints(
     labels: SearchLabels,
     goal: Goal,
-    asked: PlanOptions,
+    options: PlanOptions,
     narrowing: tuple[Values, Values, tuple[int, ...] | None],
     *,
     singly: bool,
@@ -457,8 +457,8 @@ def _constraints(
     constraints = Constraints(
         num_devices=counts[-1],
         fewer_devices=tuple(counts[:-1]),
-        global_batch=asked.global_batch,
-        local_batch=asked.local_batch,
+        global_batch=options.global_batch,
+        local_batch=options.local_batch,
         most_stages=sum(works.can_be_stage if cuts is None else map(bool, works.calls)),
         tensor_degrees=tensor_degrees(*counts),
         context_degrees=context_degrees(program.sequence, *counts, fixed=fix.get("cp", ())),

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def question_of(
-    asked: PlanOptions, program: "Program", cluster: "ClusterSpec", on: "Machinery", name: str
+    options: PlanOptions, program: "Program", cluster: "ClusterSpec", on: "Machinery", name: str
 ) -> dict[str, str | int]:
     """All inputs of prices and candidates."""
-    about = question_about(asked, cluster, on.machine, name)
+    about = question_about(options, cluster, on.machine, name)
     return about | {
         "engine": on.machine.engine.name,
         "fingerprint": program.fingerprint,
@@ -28,9 +28,9 @@ def question_of(
     }
 
 
-def question_about(asked: PlanOptions, cluster: "ClusterSpec", machine: "Machine", name: str) -> dict[str, str | int]:
+def question_about(options: PlanOptions, cluster: "ClusterSpec", machine: "Machine", name: str) -> dict[str, str | int]:
     """The part of `question_of` that does not need the program."""
-    fix, forbid = asked.narrowing()
+    fix, forbid = options.narrowing()
 
     def words(given: Mapping[str, tuple[int | str, ...]]) -> str:
         return json.dumps({word: sorted(map(str, values)) for word, values in given.items()}, sort_keys=True)
@@ -44,8 +44,8 @@ def question_about(asked: PlanOptions, cluster: "ClusterSpec", machine: "Machine
         "precision": machine.precision,
         "profile": machine.profile.name,
         "profile_sha256": _sha256(profile),
-        "batch": f"global {asked.global_batch}" if asked.local_batch is None else f"local {asked.local_batch}",
-        "objective": asked.objective,
+        "batch": f"global {options.global_batch}" if options.local_batch is None else f"local {options.local_batch}",
+        "objective": options.objective,
         "fix": words(fix),
         "forbid": words(forbid),
     }

@@ -134,15 +134,15 @@ def operator_of(target: Any) -> Any:
 
     Raises `RuleError` for anything else.
     """
-    found = overloads_of(target)
-    if not found:
+    overloads = overloads_of(target)
+    if not overloads:
         raise RuleError(
             f"{target!r} is no operator; pass torch.ops.<namespace>.<name>, or the result of torch.library.custom_op. "
             "A plain function needs no rule: it is traced through"
         )
-    if len(found) > 1:
-        raise RuleError(f"{target} has several overloads; name the one that your model calls: {', '.join(found)}")
-    return next(iter(found.values()))
+    if len(overloads) > 1:
+        raise RuleError(f"{target} has several overloads; name the one that your model calls: {', '.join(overloads)}")
+    return next(iter(overloads.values()))
 
 
 @cache
@@ -172,9 +172,9 @@ def rule_for(call: Call) -> Rule:
     function = _RULES.get(call.target)
     if function is None:
         raise RuleError(f"operator {call.target} has no rule; see autopar.register_rule")
-    found = function(call)
-    even = even_factors(call, found)
-    return replace(found, even=found.even | even) if even else found
+    base = function(call)
+    even = even_factors(call, base)
+    return replace(base, even=base.even | even) if even else base
 
 
 def rule_of(call: Call) -> Rule:

@@ -68,8 +68,8 @@ def _product(left: torch.Tensor, right: torch.Tensor, format: str, *, of_gradien
     from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
     from torchao.float8.float8_training_tensor import GemmInputRole, LinearMMConfig, ScaledMMConfig
 
-    one = ScaledMMConfig(emulate=not left.is_cuda, use_fast_accum=not of_gradient)
-    config = LinearMMConfig(one, one, one)
+    scaled = ScaledMMConfig(emulate=not left.is_cuda, use_fast_accum=not of_gradient)
+    config = LinearMMConfig(scaled, scaled, scaled)
     kinds = (torch.float8_e5m2 if of_gradient else torch.float8_e4m3fn, torch.float8_e4m3fn)
     roles = (GemmInputRole.GRAD_OUTPUT if of_gradient else GemmInputRole.INPUT, GemmInputRole.WEIGHT)
     cast = [
@@ -84,8 +84,8 @@ def _in_blocks(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     from torchao.prototype.mx_formats.mx_tensor import MXTensor
     from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
-    how = KernelPreference.AUTO if left.is_cuda else KernelPreference.EMULATED
-    cast = [MXTensor.to_mx(t, torch.float8_e4m3fn, 32, kernel_preference=how) for t in (left, right)]
+    kernel = KernelPreference.AUTO if left.is_cuda else KernelPreference.EMULATED
+    cast = [MXTensor.to_mx(t, torch.float8_e4m3fn, 32, kernel_preference=kernel) for t in (left, right)]
     out: torch.Tensor = torch.mm(cast[0], cast[1].t())
     return out
 

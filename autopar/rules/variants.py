@@ -68,19 +68,19 @@ def exchanges(rule: Rule, variant: Variant) -> tuple[Exchange, ...]:
     if variant.is_ring:
         factor = rule.travels[variant.factor]
         travelling = tuple(k for k, spec in enumerate(rule.inputs) if any(factor in dim for dim in spec))
-    found: list[Exchange] = []
+    sent: list[Exchange] = []
     for is_forward in (True, False):
         halves: list[tuple[int, ...]] = [(k,) for k in mirrored]
         if mirrored and variant.is_ring:  # backward sends the result beside its gradient
             inputs = tuple(k for k in mirrored if k >= 0)
             halves = [(*inputs, *travelling), (-1,) if is_forward else (-1, -1)]
-        found += [Exchange(collective="exchange", operands=one, is_forward=is_forward, is_half=True) for one in halves]
+        sent += [Exchange(collective="exchange", operands=x, is_forward=is_forward, is_half=True) for x in halves]
     if travelling:
-        own = Exchange(collective="shift", operands=travelling, is_forward=True, per_rank=1, more=-1, is_beside=True)
-        gradients = replace(own, is_forward=False, sums=True)
+        shift = Exchange(collective="shift", operands=travelling, is_forward=True, per_rank=1, more=-1, is_beside=True)
+        gradients = replace(shift, is_forward=False, sums=True)
         home = replace(gradients, per_rank=0, more=1, is_beside=False)
-        found += [own, replace(own, is_forward=False), gradients, home]
-    return tuple(found)
+        sent += [shift, replace(shift, is_forward=False), gradients, home]
+    return tuple(sent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +117,13 @@ def split_variants(bound: Bound, degree: int) -> list[Variant]:
 
 def _splits(bound: Bound, degree: int) -> Iterator[Variant]:
     """Variants differ between degrees in their share, and in whether they are legal; all are for one rank."""
-    for one in variants(bound, 1) if degree != 1 else _splits_of_axes(bound):
-        if one.factor:
-            size = bound.factors[one.factor][one.axis][1]
-            experts = bound.rule.sizes[bound.rule.expert] if one.is_by_expert and bound.rule.expert else 0
+    for v in variants(bound, 1) if degree != 1 else _splits_of_axes(bound):
+        if v.factor:
+            size = bound.factors[v.factor][v.axis][1]
+            experts = bound.rule.sizes[bound.rule.expert] if v.is_by_expert and bound.rule.expert else 0
             is_even = size % degree == 0
-            if experts % degree == 0 and (is_even or (not one.is_ring and may_be_uneven(bound, one.factor))):
-                yield replace(one, share=chunk(size, degree) / size)
+            if experts % degree == 0 and (is_even or (not v.is_ring and may_be_uneven(bound, v.factor))):
+                yield replace(v, share=chunk(size, degree) / size)
 
 
 def _splits_of_axes(bound: Bound) -> Iterator[Variant]:
@@ -137,12 +137,12 @@ def _splits_of_axes(bound: Bound) -> Iterator[Variant]:
             operands = tuple(_operand_type(bound, k, factor, axis) for k in range(len(rule.inputs)))
             where = bound.position(rule.output, factor, axis)
             output = S(*where) if where else (I if factor in rule.invariant else P)
-            one = Variant(f"{factor}.{axis}", operands, output, 1.0, factor, axis)
-            yield one
-            if bound.ragged and (rows := _by_expert(bound, one)) is not None:
+            variant = Variant(f"{factor}.{axis}", operands, output, 1.0, factor, axis)
+            yield variant
+            if bound.ragged and (rows := _by_expert(bound, variant)) is not None:
                 yield rows
             if factor in rule.travels and bound.factors[rule.travels[factor]] == atoms:
-                yield _ring(bound, one)
+                yield _ring(bound, variant)
 
 
 def _ring(bound: Bound, split: Variant) -> Variant:
@@ -230,11 +230,11 @@ def _operand_type(bound: Bound, index: int, factor: str, axis: int) -> Type:
 def whole_variants(bound: Bound) -> list[Variant]:
     """The ways to compute an operator whole: invariant, replicate, and linear in partial operands."""
     count = len(bound.rule.inputs)
-    found = [Variant("I", (I,) * count, I, 1.0), Variant("R", (R,) * count, R, 1.0)]
+    result = [Variant("I", (I,) * count, I, 1.0), Variant("R", (R,) * count, R, 1.0)]
     for k, group in enumerate(bound.rule.linear):
         if all(index < count for index in group):
-            found.append(Variant(f"P:{k}", tuple(P if i in group else R for i in range(count)), P, 1.0))
-    return found
+            result.append(Variant(f"P:{k}", tuple(P if i in group else R for i in range(count)), P, 1.0))
+    return result
 
 
 def variants(bound: Bound, degree: int) -> tuple[Variant, ...]:
@@ -244,10 +244,10 @@ def variants(bound: Bound, degree: int) -> tuple[Variant, ...]:
     return bound.known[degree]
 
 
-def by_label(found: Iterable[Variant], label: str) -> Variant:
+def by_label(options: Iterable[Variant], label: str) -> Variant:
     """The variant with a label. Raises `KeyError` naming the legal ones."""
     others = []
-    for variant in found:
+    for variant in options:
         if variant.label == label:
             return variant
         others.append(variant.label)

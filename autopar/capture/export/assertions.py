@@ -50,16 +50,16 @@ def check_that_reads() -> Check | None:
 @cache
 def _tests(file: str) -> tuple[tuple[ast.AST, ast.expr, bool], ...]:
     """The checks of a file: the whole of each, its test, and the truth of the test that raises nothing."""
-    found = list[tuple[ast.AST, ast.expr, bool]]()
+    tests = list[tuple[ast.AST, ast.expr, bool]]()
     for node in ast.walk(ast.parse("".join(linecache.getlines(file)))):
         if isinstance(node, ast.Assert):
-            found.append((node, node.test, True))
+            tests.append((node, node.test, True))
         elif isinstance(node, ast.If):
             ends = [passes for body, passes in ((node.body, False), (node.orelse, True)) if _raises(body)]
-            found += [(node, node.test, passes) for passes in ends[:1]]
+            tests += [(node, node.test, passes) for passes in ends[:1]]
         elif isinstance(node, ast.Call) and node.args and ast.unparse(node.func).startswith(_CHECKS):
-            found.append((node, node.args[0], True))
-    return tuple(found)
+            tests.append((node, node.args[0], True))
+    return tuple(tests)
 
 
 def _raises(body: list[ast.stmt]) -> bool:

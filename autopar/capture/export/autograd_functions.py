@@ -62,8 +62,8 @@ def own_gradients(model: nn.Module, *, training: bool) -> Iterator[None]:
 
     def apply(cls: Any, plain: Callable[..., Any], *args: Any) -> Any:
         if cls is checkpoint.CheckpointFunction:
-            function, _, *own = args
-            return function(*own)
+            function, _, *rest = args
+            return function(*rest)
         if next(chosen_of(args), None) is not None:
             line = line_that_runs(model)
             raise CaptureError(
@@ -103,21 +103,21 @@ def _with_gradient(function: Any, args: tuple[Any, ...]) -> Any:
     args = pytree.tree_map_only(Tensor, lambda leaf: leaf if exports.traced_node(leaf) else leaf.clone(), args)
     tensors = [leaf for leaf in args if isinstance(leaf, Tensor)]  # lists of tensors have no gradient
     floating = [tensor for tensor in tensors if tensor.is_floating_point()]
-    found: dict[str, Any] = {}
+    state: dict[str, Any] = {}
 
     @torch.autograd.graph.allow_mutation_on_saved_tensors()  # a backward pass may change its operands in place
     def run(*given: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
         values = iter(given[: len(tensors)])
-        own = tuple(next(values) if isinstance(leaf, Tensor) else leaf for leaf in args)
+        inputs = tuple(next(values) if isinstance(leaf, Tensor) else leaf for leaf in args)
         ctx = _Context()
         with torch.no_grad():
-            made = _forward(function, ctx, own)
-        results, found["spec"] = pytree.tree_flatten(made)
+            outputs = _forward(function, ctx, inputs)
+        results, state["spec"] = pytree.tree_flatten(outputs)
         if ctx.changed:
             raise _NotTraced("belongs to a forward pass that changes its operand in place")
-        flows = [r.is_floating_point() and not any(r is one for one in ctx.constants) for r in results]
+        flows = [r.is_floating_point() and not any(r is c for c in ctx.constants) for r in results]
         cotangents = [torch.zeros_like(r).requires_grad_(flow) for r, flow in zip(results, flows, strict=True)]
-        found["cotangents"] = [exports.traced_node(one) for one in cotangents]
+        state["cotangents"] = [exports.traced_node(c) for c in cotangents]
         backward = getattr(function.backward, "__wrapped__", function.backward)  # of `once_differentiable`
         grads = backward(ctx, *cotangents)
         grads = grads if isinstance(grads, tuple) else (grads,)
@@ -125,10 +125,10 @@ def _with_gradient(function: Any, args: tuple[Any, ...]) -> Any:
         directions = dict(zip(taken, given[len(tensors) :], strict=True))
         pairs = [
             (grad.sum_to_size(value.shape), directions[id(value)])
-            for grad, value in zip(grads, own, strict=False)
+            for grad, value in zip(grads, inputs, strict=False)
             if isinstance(grad, Tensor) and grad.requires_grad and id(value) in directions
         ]
-        wanted = [one for one, flow in zip(cotangents, flows, strict=True) if flow]
+        wanted = [c for c, flow in zip(cotangents, flows, strict=True) if flow]
         moved: Iterator[Tensor | None] = iter(())
         if pairs and wanted:
             moved = iter(torch.autograd.grad([g for g, _ in pairs], wanted, [u for _, u in pairs], allow_unused=True))
@@ -139,7 +139,7 @@ def _with_gradient(function: Any, args: tuple[Any, ...]) -> Any:
     if len(nodes) < len(traced):
         raise _NotTraced("gets a tensor that no operator of torch made")
     module = exports.with_backward(run, [exports.like_traced(node) for node in nodes])
-    _check_linear(module, found["cotangents"])
+    _check_linear(module, state["cotangents"])
     moves = [torch.nan_to_num(tensor - tensor.detach()) for tensor in floating]
     for move in moves:
         node = exports.traced_node(move)
@@ -147,7 +147,7 @@ def _with_gradient(function: Any, args: tuple[Any, ...]) -> Any:
             node.meta[OWN_GRADIENT] = True
     results, moved = fx.Interpreter(module).run(*(tensor.detach() for tensor in tensors), *moves)
     every = [r if m is None else r + m for r, m in zip(results, moved, strict=True)]
-    return pytree.tree_unflatten(every, found["spec"])
+    return pytree.tree_unflatten(every, state["spec"])
 
 
 def _check_linear(module: fx.GraphModule, cotangents: list[fx.Node]) -> None:
@@ -173,8 +173,8 @@ def _hooks_refused(model: nn.Module) -> AbstractContextManager[None]:
     def is_lossless(pack: Callable[..., Any], unpack: Callable[..., Any]) -> bool:
         with exports.without_tracing():
             value = torch.linspace(-1, 1, 64).view(8, 8)
-            found = unpack(pack(value.clone()))
-            return isinstance(found, torch.Tensor) and torch.equal(found, value)
+            copy = unpack(pack(value.clone()))
+            return isinstance(copy, torch.Tensor) and torch.equal(copy, value)
 
     return exports.gradient_hooks(refuse, is_lossless)
 
@@ -194,12 +194,12 @@ def _is_derivative(function: Any, plain: Callable[..., Any], args: tuple[Any, ..
             values = pytree.tree_map_only(Tensor, partial(_random, scale=scale), args)
             if any(grad.any() for grad in _gradients(plain, values, 0.0)):
                 raise _NotTraced("adds a gradient of its own to the gradient it gets; add such a term to the loss")
-            own = _gradients(plain, values)
+            exact = _gradients(plain, values)
             try:
                 derived = _gradients(lambda *given: _forward(function, _Context(), given), values)
             except RuntimeError:  # such as of a value that the forward pass saves and then changes
                 return False
-            pairs = zip(own, derived, strict=True)
+            pairs = zip(exact, derived, strict=True)
             if not all(torch.allclose(a, b, _TOLERANCE, _TOLERANCE, equal_nan=True) for a, b in pairs):
                 return False
     return True
@@ -208,9 +208,9 @@ def _is_derivative(function: Any, plain: Callable[..., Any], args: tuple[Any, ..
 def _forward(function: Any, ctx: _Context, args: tuple[Any, ...]) -> Any:
     if function.setup_context is torch.autograd.Function.setup_context:
         return function.forward(ctx, *args)
-    made = function.forward(*args)
-    function.setup_context(ctx, args, made)
-    return made
+    result = function.forward(*args)
+    function.setup_context(ctx, args, result)
+    return result
 
 
 def _random(described: Tensor, scale: float) -> Tensor:
@@ -222,16 +222,16 @@ def _random(described: Tensor, scale: float) -> Tensor:
 def _gradients(call: Callable[..., Any], values: tuple[Any, ...], size: float = 1.0) -> list[Tensor]:
     """The gradients of all floating arguments for cotangents of a size that depend on the shapes of the results."""
     leaves, spec = pytree.tree_flatten(values)
-    wanted = [one for one in leaves if isinstance(one, torch.Tensor) and one.is_floating_point()]
-    inputs = {id(one): one.clone().requires_grad_() for one in wanted}
-    copies = {key: one.clone() for key, one in inputs.items()}  # a function may change its arguments in place
+    wanted = [x for x in leaves if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    inputs = {id(x): x.clone().requires_grad_() for x in wanted}
+    copies = {key: x.clone() for key, x in inputs.items()}  # a function may change its arguments in place
     torch.manual_seed(1)
-    results = call(*pytree.tree_unflatten([copies.get(id(one), one) for one in leaves], spec))
+    results = call(*pytree.tree_unflatten([copies.get(id(x), x) for x in leaves], spec))
     flowing = [r for r in pytree.tree_leaves(results) if isinstance(r, torch.Tensor) and r.is_floating_point()]
     generator = torch.Generator().manual_seed(2)
     total = sum((r * torch.randn(r.shape, generator=generator, dtype=r.dtype) * size).sum() for r in flowing)
-    own = list(inputs.values())
+    xs = list(inputs.values())
     if not isinstance(total, torch.Tensor) or not total.requires_grad:
-        return [torch.zeros_like(one) for one in own]
-    grads = torch.autograd.grad(total, own, allow_unused=True)
-    return [torch.zeros_like(one) if grad is None else grad for one, grad in zip(own, grads, strict=True)]
+        return [torch.zeros_like(x) for x in xs]
+    grads = torch.autograd.grad(total, xs, allow_unused=True)
+    return [torch.zeros_like(x) if grad is None else grad for x, grad in zip(xs, grads, strict=True)]

@@ -67,15 +67,15 @@ class Chosen:
 
     def rows(self, x: Tensor) -> Tensor:
         """Chosen rows. The others get a number that is an index, and that logarithms, roots and splines take."""
-        found: Tensor = self.mark(self.filled(x, 0.5 if x.is_floating_point() else 0))
-        return found
+        marked: Tensor = self.mark(self.filled(x, 0.5 if x.is_floating_point() else 0))
+        return marked
 
-    def mark(self, made: Any) -> Any:
+    def mark(self, result: Any) -> Any:
         """The results, whose tensors of N rows are chosen rows."""
-        for leaf in pytree.tree_leaves(made):
+        for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == len(self.flat):
                 leaf.chosen = self  # type: ignore[attr-defined]
-        return made
+        return result
 
 
 class Count(torch.SymInt):
@@ -141,7 +141,7 @@ def answer_if_some(name: str, other: Any, times: int = 1) -> bool | None:
     return some if none != some == many else None
 
 
-_OF_SYMBOLS = {name for name, own in vars(torch.SymInt).items() if name[:2] == "__" and callable(own)} - {*dir(object)}
+_OF_SYMBOLS = {name for name, f in vars(torch.SymInt).items() if name[:2] == "__" and callable(f)} - {*dir(object)}
 for _name in _OF_SYMBOLS | {"__rand__", "__ror__", "__rxor__", "__lshift__", "__rshift__", "__divmod__", "__rdivmod__"}:
     setattr(Count, _name, _refused)
 for _name in ["add", "sub", "mul", "truediv", "pow", "radd", "rsub", "rmul", "rtruediv", "neg"]:
@@ -223,9 +223,9 @@ def run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], trace: Trac
     if all(map(first.is_same, others)):
         rules = partial(_selected, name), partial(_written, func, name), partial(_reduced, func, name)
         for rule in rules:
-            made = rule(*plain, first, trace)
-            if made is not NotImplemented:
-                return made
+            result = rule(*plain, first, trace)
+            if result is not NotImplemented:
+                return result
         if name.endswith(_DRAWS) or _by_row(func, name, args, dict(kwargs)):
             return first.mark(func(*plain[0], **plain[1]))
     raise trace.refuse()
@@ -309,18 +309,18 @@ def _added(x: Tensor, index: tuple[Tensor, ...], rows: Tensor, chosen: Chosen, t
 
 def _place(item: Any, chosen: Chosen, trace: Trace) -> int | None:
     """The dimension of the mask in which an index holds the places of the chosen elements. None for other indices."""
-    found = trace.constant(item) if hasattr(item, "chosen") and item.dim() == 1 else None
-    if found is None:
+    index = trace.constant(item) if hasattr(item, "chosen") and item.dim() == 1 else None
+    if index is None:
         return None
     with exports.without_tracing():
-        places = _places(chosen.mask.shape, found.device)
-        return next((dim for dim, place in enumerate(places) if torch.equal(place, found)), None)
+        places = _places(chosen.mask.shape, index.device)
+        return next((dim for dim, place in enumerate(places) if torch.equal(place, index)), None)
 
 
 def _places(shape: torch.Size, device: torch.device) -> list[Tensor]:
     """The position of each element of a tensor, for every dimension."""
-    own = [torch.arange(size, device=device) for size in shape]
-    return [place.flatten() for place in torch.meshgrid(*own, indexing="ij")]
+    indices = [torch.arange(size, device=device) for size in shape]
+    return [place.flatten() for place in torch.meshgrid(*indices, indexing="ij")]
 
 
 def _reduced(func: Any, name: str, args: Any, kwargs: Any, chosen: Chosen, trace: Trace) -> Any:
@@ -333,11 +333,11 @@ def _reduced(func: Any, name: str, args: Any, kwargs: Any, chosen: Chosen, trace
         order = torch.argsort(chosen.mask.int(), dim=1, descending=True, stable=True)
         return func(x, args[1].reshape(chosen.mask.shape).gather(1, order), *args[2:], **kwargs)
     if "reduction" in kwargs and name in dir(F) and kwargs["reduction"] != "none":
-        own = kwargs | {"reduction": "none"} | {n: None for n in ("reduce", "size_average") if n in kwargs}
-        if not _by_row(func, name, args, own) or (losses := func(*args, **own)).shape[:1] != chosen.flat.shape:
+        options = kwargs | {"reduction": "none"} | {n: None for n in ("reduce", "size_average") if n in kwargs}
+        if not _by_row(func, name, args, options) or (losses := func(*args, **options)).shape[:1] != chosen.flat.shape:
             return NotImplemented
-        how = "sum" if kwargs["reduction"] == "batchmean" else kwargs["reduction"]
-        total = _reduced(None, how, (chosen.mark(losses),), {}, chosen, trace)
+        reduction = "sum" if kwargs["reduction"] == "batchmean" else kwargs["reduction"]
+        total = _reduced(None, reduction, (chosen.mark(losses),), {}, chosen, trace)
         return total / number_of_rows(chosen, trace) if kwargs["reduction"] == "batchmean" else total
     if not hasattr(x, "chosen") or any(isinstance(leaf, Tensor) for leaf in args[1:]):
         return NotImplemented
@@ -363,10 +363,10 @@ def _by_row(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
         return True
 
     def called(values: list[Any]) -> list[Any]:
-        own = [value.clone() if isinstance(value, Tensor) else value for value in values]
-        given, named = pytree.tree_unflatten(own, spec)
-        made = func(*given, **named)
-        return pytree.tree_leaves(own[0] if made is None else made)
+        copies = [value.clone() if isinstance(value, Tensor) else value for value in values]
+        given, named = pytree.tree_unflatten(copies, spec)
+        result = func(*given, **named)
+        return pytree.tree_leaves(copies[0] if result is None else result)
 
     with exports.without_tracing(), torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
@@ -375,8 +375,8 @@ def _by_row(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
             every = called(values)
             for part in _TRIALS:
                 pairs = zip(leaves, values, strict=True)
-                own = [3 * x.times if type(x) is Count else v[part] if hasattr(x, "chosen") else v for x, v in pairs]
-                for whole, rows in zip(every, called(own), strict=True):
+                parts = [3 * x.times if type(x) is Count else v[part] if hasattr(x, "chosen") else v for x, v in pairs]
+                for whole, rows in zip(every, called(parts), strict=True):
                     is_fresh = name.startswith(_FRESH) and whole.shape == rows.shape
                     if is_fresh and "empty" in name:
                         continue

@@ -98,8 +98,8 @@ class DataReads(TorchFunctionMode):
         given = list(given)
         self._given = [(exports.traced_node(traced), name, kind, value) for name, kind, traced, value in given]
         # a module may hold its own parameters in a list, where an export does not find them
-        own = [(traced, value) for _, kind, traced, value in given if kind != "input"]
-        self._traced = {id(value): traced for traced, value in own if value is not traced}
+        pairs = [(traced, value) for _, kind, traced, value in given if kind != "input"]
+        self._traced = {id(value): traced for traced, value in pairs if value is not traced}
         # the nodes that require gradients, and the last node before they did
         self._leaves = {
             n: n for n, _, kind, t in self._given if kind == "parameter" and n is not None and t.requires_grad
@@ -150,8 +150,8 @@ class DataReads(TorchFunctionMode):
             return self._set_data(*args)
         if func in _OF_DATA and _has_traced(args[0]):
             is_kept = func is not torch.tensor and isinstance(args[0], Tensor)  # its gradient flows
-            found = args[0] if is_kept else _stacked(args[0])
-            return found.to(device=kwargs.get("device"), dtype=kwargs.get("dtype"))
+            stacked = args[0] if is_kept else _stacked(args[0])
+            return stacked.to(device=kwargs.get("device"), dtype=kwargs.get("dtype"))
         if func in (Tensor.backward, torch.autograd.backward):
             line = line_that_runs(self._model)
             raise CaptureError(
@@ -168,40 +168,40 @@ class DataReads(TorchFunctionMode):
                 return func(*args, **kwargs).to("meta")
         if getattr(func, "__name__", "").strip("_") in DIVISIONS and self._tested and isinstance(args[1], Tensor):
             args = (args[0], self._divisor(args[1]), *args[2:])
-        is_sized, made = known_sizes(func, args, kwargs, self._size)
+        is_sized, result = known_sizes(func, args, kwargs, self._size)
         if not is_sized:
-            made = self._inside(func)(*args, **kwargs)
-        results = made if isinstance(made, (tuple, list)) else (made,)
-        if not all(isinstance(size, int) for one in results if isinstance(one, Tensor) for size in one.shape):
+            result = self._inside(func)(*args, **kwargs)
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        if not all(isinstance(size, int) for r in results if isinstance(r, Tensor) for size in r.shape):
             raise self._refusal(line_that_runs(self._model), _SHAPE, _ROWS)
-        return made
+        return result
 
     def _inside(self, func: Any) -> Any:
         """A function of torch that is written in Python, so that its own reads come here too."""
         if not isinstance(func, FunctionType) or func in self._entered or not _ASKED & {*func.__code__.co_names}:
             return func
         names = func.__globals__ | _ANSWERS
-        own = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
-        own.__kwdefaults__ = func.__kwdefaults__
+        copy = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+        copy.__kwdefaults__ = func.__kwdefaults__
 
         def run(*args: Any, **kwargs: Any) -> Any:
             self._entered.append(func)
             try:
                 with self:
-                    return own(*args, **kwargs)
+                    return copy(*args, **kwargs)
             finally:
                 self._entered.pop()
 
         return run
 
-    def _known(self, last: fx.Node | None, made: Any, refuse: Callable[[], Exception]) -> Any:
+    def _known(self, last: fx.Node | None, result: Any, refuse: Callable[[], Exception]) -> Any:
         """The result of a function of chosen rows. The nodes behind `last` belong to it."""
         while last is not None and last.next.op != "root":
             last = last.next
             self._of_rows.add(last)
-        tensors = [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, Tensor) and hasattr(leaf, "chosen")]
+        tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor) and hasattr(leaf, "chosen")]
         self._rows |= {node: refuse() for t in tensors if (node := exports.traced_node(t)) is not None}
-        return made
+        return result
 
     def check_rows(self) -> None:
         """Raise `CaptureError` if code that this mode did not see took chosen rows."""
@@ -212,14 +212,14 @@ class DataReads(TorchFunctionMode):
     def _constant(self, tensor: Tensor) -> Tensor | None:
         """The value of a constant."""
         node = exports.traced_node(tensor)
-        found = None if node is None else self._of(node)
-        return found.value if isinstance(found, Known) and not found.inputs and not found.buffers else None
+        known = None if node is None else self._of(node)
+        return known.value if isinstance(known, Known) and not known.inputs and not known.buffers else None
 
     def _is_fixed(self, mask: Tensor) -> bool:
         """Whether a mask has one number of true elements, or the number that the example inputs have is captured."""
         node = exports.traced_node(mask)
-        found = None if node is None else self._of(node)
-        return found is None or (isinstance(found, Known) and (self._reading.specialise or not found.inputs))
+        known = None if node is None else self._of(node)
+        return known is None or (isinstance(known, Known) and (self._reading.specialise or not known.inputs))
 
     def _refused_rows(self, chosen: Chosen) -> CaptureError:
         """The error of code that needs the number of rows that data chooses."""
@@ -241,17 +241,17 @@ class DataReads(TorchFunctionMode):
         check = None if is_size else check_that_reads()
         if check is not None and check.is_number and read is Tensor.item:
             return tensor  # the check reads the truth of a comparison with it
-        line, found = line_that_runs(self._model), self._of(node)
-        if check is None and not is_size and (made := self._assumed(node, tensor, read, found)) is not None:
-            return made
+        line, known = line_that_runs(self._model), self._of(node)
+        if check is None and not is_size and (assumed := self._assumed(node, tensor, read, known)) is not None:
+            return assumed
         key = str(line), self._occurrences[str(line)]
         answers = self._reading.answers or {}
-        if isinstance(found, Known):
+        if isinstance(known, Known):
             with exports.without_tracing():
-                value = read(found.value)
-            inputs, buffers = found.inputs, found.buffers
+                value = read(known.value)
+            inputs, buffers = known.inputs, known.buffers
             value = self._reading.decided[key].value if key in self._reading.decided else value
-            if found.assumes_finite:
+            if known.assumes_finite:
                 self.notes[f"{line}: `{line.code}` is captured for values without overflow"] = None
             if inputs and self._reading.answers is not None and not (is_size and self._reading.own_sizes):
                 if key not in answers:
@@ -261,12 +261,12 @@ class DataReads(TorchFunctionMode):
             value = answers[key].value
             inputs, buffers = frozenset(answers[key].inputs), frozenset(answers[key].buffers)
         elif check is not None and check.passes is not None and (read is bool or tensor.dtype is torch.bool):
-            self.notes[f"{line}: `{line.code}` is not checked, because it depends on {found.reason}"] = None
+            self.notes[f"{line}: `{line.code}` is not checked, because it depends on {known.reason}"] = None
             return check.passes
         else:
             reads = f"{_SHAPE}, and the data depends on" if is_size else "reads a value that depends on"
-            more = f", {_CHANCE}" if found.reason == RANDOM_NUMBERS else _ROWS * is_size
-            raise self._refusal(line, f"{reads} {found.reason}", more)
+            more = f", {_CHANCE}" if known.reason == RANDOM_NUMBERS else _ROWS * is_size
+            raise self._refusal(line, f"{reads} {known.reason}", more)
         if inputs and not self._reading.specialise and (check is None or not isinstance(value, bool)):
             names = " and ".join(map(repr, sorted(inputs)))
             reads = f"{_SHAPE}: the size {value}" if is_size else f"reads {short_repr(value)}"
@@ -286,9 +286,9 @@ class DataReads(TorchFunctionMode):
             self.decided.append((decision, tensor.detach().clone().unsqueeze(0)))
         return value
 
-    def _assumed(self, node: fx.Node, tensor: Tensor, read: Any, found: Known | Unknown) -> bool | Count | None:
+    def _assumed(self, node: fx.Node, tensor: Tensor, read: Any, known: Known | Unknown) -> bool | Count | None:
         """The answer of a test for no rows, if there are some, or their number. None if nothing is assumed."""
-        is_known = isinstance(found, Known) and (self._reading.specialise or not found.inputs)
+        is_known = isinstance(known, Known) and (self._reading.specialise or not known.inputs)
         if is_known or not self._reading.assumes or read not in (bool, Tensor.item):
             return None
         answer = answer_of(node) if read is bool or tensor.dtype is torch.bool else None
@@ -309,7 +309,7 @@ class DataReads(TorchFunctionMode):
         )
 
     def _is_tested(self, mask: fx.Node | None) -> bool:
-        return mask is not None and any(alike(before_views(mask), before_views(one)) for one in self._tested)
+        return mask is not None and any(alike(before_views(mask), before_views(tested)) for tested in self._tested)
 
     def _divisor(self, number: Tensor) -> Tensor:
         """A divisor. Behind a test for no rows, their number is one instead of none."""
@@ -333,21 +333,21 @@ class DataReads(TorchFunctionMode):
     def _array(self, tensor: Tensor, read: Callable[[Tensor], Any], name: str) -> Any:
         """The array of a constant."""
         node = exports.traced_node(tensor)
-        found = None if node is None else self._of(node)
-        if found is None or isinstance(found, Unknown) or found.inputs:
+        known = None if node is None else self._of(node)
+        if known is None or isinstance(known, Unknown) or known.inputs:
             raise CaptureError(
                 f"the model cannot be captured: {line_that_runs(self._model)}: .{name}() leaves torch, and no gradient "
                 "and no other rank can follow; use operators of torch at this line"
             )
         with exports.without_tracing():
-            return read(found.value.clone())
+            return read(known.value.clone())
 
     def _set_data(self, tensor: Tensor, value: Tensor) -> None:
         """Refuse other values for a tensor. A tensor may get its own, such as after a conversion to its own dtype."""
-        node, own = exports.traced_node(value), exports.traced_node(tensor)
-        while node is not None and node is not own and operator_name(node) in ("detach", "alias", "to"):
+        node, end = exports.traced_node(value), exports.traced_node(tensor)
+        while node is not None and node is not end and operator_name(node) in ("detach", "alias", "to"):
             node = node.all_input_nodes[0]
-        if node is None or node is not own or value.dtype != tensor.dtype:
+        if node is None or node is not end or value.dtype != tensor.dtype:
             line = line_that_runs(self._model)
             raise CaptureError(
                 f"the model cannot be captured: {line}: `{line.code}` gives a tensor other data; copy it into a buffer "

@@ -38,8 +38,8 @@ def known_sizes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], num
         is_known = _is_mask(mask) and len(sizes) > 0
         return is_known, x.expand(sizes)[_positions(mask.expand(sizes), number)] if is_known else None
     if func in _FIND and exports.traced_node(args[0]) is not None and args[0].dim():
-        found = _positions(args[0], number)
-        return True, found if kwargs.get("as_tuple") else torch.stack(found, 1)
+        positions = _positions(args[0], number)
+        return True, positions if kwargs.get("as_tuple") else torch.stack(positions, 1)
     if func is torch.where and len(args) == 1 and not kwargs and exports.traced_node(args[0]) is not None:
         return (True, _positions(args[0], number)) if args[0].dim() else (False, None)
     if func in _REPEAT:
@@ -52,8 +52,8 @@ def known_sizes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], num
     read = [k for k in others if any(map(_is_integer, pytree.tree_leaves(given[k])))]
     for place in read:
         given[place] = pytree.tree_map(lambda leaf: number(leaf) if _is_integer(leaf) else leaf, given[place])
-    made = func(*(given[k] for k in range(len(args))), **{k: given[k] for k in kwargs}) if read else None
-    return bool(read), made
+    result = func(*(given[k] for k in range(len(args))), **{k: given[k] for k in kwargs}) if read else None
+    return bool(read), result
 
 
 @cache
@@ -61,8 +61,8 @@ def _places_of_tensors(name: str) -> set[int | str] | None:
     """The positions and names of arguments that an operator may take as tensors. None if there is no such operator."""
     overloads = private.overloads_of(getattr(torch.ops.aten, name, None))
     arguments = [pair for overload in overloads.values() for pair in enumerate(overload._schema.arguments)]
-    tensors = [(k, one) for k, one in arguments if "Tensor" in str(one.type)]
-    places = {place for k, one in tensors for place in ((one.name,) if one.kwarg_only else (k, one.name))}
+    tensors = [(k, a) for k, a in arguments if "Tensor" in str(a.type)]
+    places = {place for k, a in tensors for place in ((a.name,) if a.kwarg_only else (k, a.name))}
     return places - _PLACES_AS_NUMBERS.get(name, set()) if overloads else None
 
 
@@ -79,26 +79,26 @@ def _row(x: Tensor, items: tuple[Any, ...], at: int, number: Number) -> Tensor:
     used = sum(item is not None and item is not Ellipsis for item in items)
     before = (x.dim() - used if item is Ellipsis else item is None or isinstance(item, slice) for item in items[:at])
     index = _index((*items[:at], items[at].reshape(1), *items[at + 1 :]), number)
-    found: Tensor = x[index].squeeze(sum(before))
-    return found
+    row: Tensor = x[index].squeeze(sum(before))
+    return row
 
 
 def _index(index: Any, number: Number) -> Any:
     """The index with positions for masks, and with numbers for the ends of slices. The same object without any."""
     items = index if isinstance(index, tuple) else (index,)
-    found: list[Any] = []
+    index_out: list[Any] = []
     for item in items:
         if _is_mask(item):
-            found += _positions(item, number)
+            index_out += _positions(item, number)
         elif isinstance(item, slice) and any(_is_integer(end) for end in (item.start, item.stop, item.step)):
             ends = (item.start, item.stop, item.step)
-            found.append(slice(*(number(end) if _is_integer(end) else end for end in ends)))
+            index_out.append(slice(*(number(end) if _is_integer(end) else end for end in ends)))
         elif _is_integer(item):
-            found.append(number(item))
+            index_out.append(number(item))
         else:
-            found.append(item)
-    is_same = len(found) == len(items) and all(a is b for a, b in zip(found, items, strict=True))
-    return index if is_same else tuple(found)
+            index_out.append(item)
+    is_same = len(index_out) == len(items) and all(a is b for a, b in zip(index_out, items, strict=True))
+    return index if is_same else tuple(index_out)
 
 
 def _is_packed(x: Tensor, index: Any, value: Any) -> bool:

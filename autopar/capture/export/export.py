@@ -82,19 +82,19 @@ class _Outputs(nn.Module):
         given = [(name, "input", tensor, value) for name, tensor, value in inputs]
         given += [(name.removeprefix("model."), kind, t, self._values[name]) for name, kind, t in self._own_state()]
         changes, read = assigned_in_place(self.model, traced.notes), attributes_read(self.model, traced.reads)
-        reading, alike = DataReads(self.model, given, traced.reading), converted_alike(self.model)
-        with reading as reads, changes, read, alike, autocast_as(traced.autocast), counted_lengths():
+        reading, as_converted = DataReads(self.model, given, traced.reading), converted_alike(self.model)
+        with reading as reads, changes, read, as_converted, autocast_as(traced.autocast), counted_lengths():
             try:
-                found = self._outputs(*args, **kwargs)
+                outputs = self._outputs(*args, **kwargs)
             finally:
                 traced.tests[:] = [f"{TEST}{k}" for k in range(len(reads.tests))]
-            if next(chosen_of(found), None) is not None:
+            if next(chosen_of(outputs), None) is not None:
                 raise CaptureError("the model cannot be captured: it returns rows that data chooses; return all rows")
         reads.check_rows()
         traced.decided[:] = [decision for decision, _ in reads.decided]
         traced.notes[:0] = reads.notes
-        found |= {f"{DECISION}{k}": tensor for k, (_, tensor) in enumerate(reads.decided)}
-        return found | dict(zip(traced.tests, reads.tests, strict=True))
+        outputs |= {f"{DECISION}{k}": tensor for k, (_, tensor) in enumerate(reads.decided)}
+        return outputs | dict(zip(traced.tests, reads.tests, strict=True))
 
     def _own_state(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         for name, parameter in self.named_parameters(remove_duplicate=False):
@@ -109,10 +109,10 @@ class _Outputs(nn.Module):
     def changed_outputs(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         if self.loss_fn is None:
             before = getattr(self.model, "loss", None)
-            found = named_outputs(self.model(*args, **kwargs))
+            outputs = named_outputs(self.model(*args, **kwargs))
             kept: Any = getattr(self.model, "loss", None)  # some models keep their loss as an attribute
             is_new = isinstance(kept, torch.Tensor) and kept is not before and is_loss(kept)
-            return {"loss": kept, **found} if is_new and "loss" not in found else found
+            return {"loss": kept, **outputs} if is_new and "loss" not in outputs else outputs
         given = arguments_of_loss(self.model, self.loss_fn, args, kwargs)
         out = self.model(*given.args, **given.kwargs)
         return with_loss(out, self.loss_fn(out, *given.loss_args, **given.loss_kwargs))
@@ -269,10 +269,10 @@ def _exported(request: Request, *, lines: bool = False, tests: list[str] | None 
     on_meta = all(parameter.is_meta for parameter in model.parameters())
     if on_meta:  # meta activations cannot meet inputs on a device
         try:
-            found = _export(request, model, _on_meta(inputs), lines, tests)
-            device_type = device_of_regions(found[0].graph_module)
+            exported = _export(request, model, _on_meta(inputs), lines, tests)
+            device_type = device_of_regions(exported[0].graph_module)
             if device_type is None:
-                return found
+                return exported
             return _export(request, *on_device_without_data(model, inputs, device_type), lines, tests)
         except CaptureError:
             raise
@@ -296,9 +296,9 @@ def _exported(request: Request, *, lines: bool = False, tests: list[str] | None 
     raise capture_error(failed, model, calls, on_meta=on_meta) from failed
 
 
-def _resizing(given: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> str:
+def _resizing(given: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> str:
     """The sizes of the inputs of a capture that are not the user's, and the remedy. Empty if all are the user's."""
-    shapes = {name: (tuple(t.shape), tuple(found[name].shape)) for name, t in given.items() if t.dim()}
+    shapes = {name: (tuple(t.shape), tuple(after[name].shape)) for name, t in given.items() if t.dim()}
     changed = [f"{name!r} from {before} to {after}" for name, (before, after) in shapes.items() if before != after]
     if not changed:
         return ""

@@ -55,17 +55,17 @@ def capture_error(failed: Exception, model: nn.Module, calls: OneDevice, *, on_m
         error = _error_of(model, run)
         return None if error is None or (on_meta and "meta" in str(error)) else error
 
-    own = error_of(calls.run)
-    if own is not None:
+    failure = error_of(calls.run)
+    if failure is not None:
         return CaptureError(
-            f"the model fails on one device, without autopar: {_described(own, model)}\n"
+            f"the model fails on one device, without autopar: {_described(failure, model)}\n"
             "Correct the model or its inputs until model(**inputs) runs."
         )
-    own = error_of(calls.run_resized) if calls.resized else None
-    if own is not None:
+    failure = error_of(calls.run_resized) if calls.resized else None
+    if failure is not None:
         return CaptureError(
             f"the model runs with the example inputs, but fails on one device with other sizes of them: "
-            f"{_described(own, model)}\n{calls.resized}"
+            f"{_described(failure, model)}\n{calls.resized}"
         )
     return not_captured(failed, model, may_refuse=on_meta)
 
@@ -122,7 +122,7 @@ def _advice(failed: Exception, model: nn.Module) -> str:
     if kind in _DATA_DEPENDENT or "data-dependent" in text or "unbacked" in text:
         return f"The shapes or branches of this code depend on data: {REMEDY}."
     if kind in _NO_KERNEL or any(part in text for part in _NO_KERNEL_TEXTS):
-        name = next((found[0] for found in _OPERATOR.finditer(text) if "torch" not in found[0]), "")
+        name = next((match[0] for match in _OPERATOR.finditer(text) if "torch" not in match[0]), "")
         return f"Give the custom operator {name} a fake kernel (torch.library.register_fake).".replace("  ", " ")
     if kind in _DEVICES or "same device" in text:
         return "Create the tensors of this code on the device of another tensor (device=x.device)."

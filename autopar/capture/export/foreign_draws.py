@@ -27,14 +27,14 @@ def drawn_so_far() -> tuple[object, ...]:
     return tuple(states)
 
 
-def refuse_foreign_draws(model: nn.Module, before: tuple[object, ...], again: Callable[[], object]) -> None:
-    """Raise `CaptureError` if numbers were drawn since `before`. `again` runs the model again to find the line."""
+def refuse_foreign_draws(model: nn.Module, before: tuple[object, ...], rerun: Callable[[], object]) -> None:
+    """Raise `CaptureError` if numbers were drawn since `before`. `rerun` runs the model again to find the line."""
     if drawn_so_far() == before:
         return
-    found: list[SourceLine] = []
-    with contextlib.suppress(Exception), _watched(lambda: found.append(line_that_runs(model))):
-        again()
-    where = f"{found[0]}: `{found[0].code}`" if found else "its forward pass"
+    lines: list[SourceLine] = []
+    with contextlib.suppress(Exception), _watched(lambda: lines.append(line_that_runs(model))):
+        rerun()
+    where = f"{lines[0]}: `{lines[0].code}`" if lines else "its forward pass"
     raise CaptureError(
         f"the model cannot be captured: {where} draws random numbers with NumPy or Python, so every step would have "
         "the same numbers; draw them with torch, or turn the draw off in the configuration (such as "

@@ -39,10 +39,10 @@ def gradient(arguments: Mapping[str, Any], leaves: Mapping[fx.Node, fx.Node]) ->
     ends, starts, given = (tuple(map(_node, tensors)) for tensors in (outputs, inputs, cotangents))
     run = _Run(ends, starts, given, {**{node: node for node in starts if node is not None}, **leaves})
     allow_unused = bool(arguments.get("allow_unused") or arguments.get("materialize_grads"))
-    found = run.replayed(*run.recorded(lambda o, i, g: torch.autograd.grad(o, i, g, allow_unused=allow_unused)))
+    grads = run.replayed(*run.recorded(lambda o, i, g: torch.autograd.grad(o, i, g, allow_unused=allow_unused)))
     if arguments.get("materialize_grads"):
-        found = [torch.zeros_like(x) if g is None else g for g, x in zip(found, inputs, strict=True)]
-    return tuple(g if g is None or arguments.get("create_graph") else g.detach() for g in found)
+        grads = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, inputs, strict=True)]
+    return tuple(g if g is None or arguments.get("create_graph") else g.detach() for g in grads)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,18 +75,18 @@ class _Run:
                 for leaf in begins.get(node, ()):
                     if not env[leaf].requires_grad:
                         env[leaf].requires_grad_()
-                made = exports.traced_node(env[node]) if isinstance(env[node], Tensor) else None
-                if made is not None:
-                    self.same.setdefault(made, node)
+                traced = exports.traced_node(env[node]) if isinstance(env[node], Tensor) else None
+                if traced is not None:
+                    self.same.setdefault(traced, node)
                     if node.target is aten.detach.default:
-                        self.cuts.add(made)
+                        self.cuts.add(traced)
             given_nodes = self.outputs, self.inputs, self.cotangents
             with torch.enable_grad():
-                found = differentiate(*([None if n is None else env[n] for n in own] for own in given_nodes))
+                out = differentiate(*([None if n is None else env[n] for n in n] for n in given_nodes))
             for node in nodes:  # the call may lie in regions
                 if node.target is exports.ENTER_AUTOCAST and not node.users:
                     exports.EXIT_AUTOCAST(env[node])
-            return found
+            return out
 
         leaves = [exports.like_traced(node) for node in nodes if node.op == "placeholder"]
         module = exports.with_backward(run, leaves)
@@ -95,22 +95,22 @@ class _Run:
 
     def replayed(self, module: fx.GraphModule, results: Sequence[fx.Node | None]) -> list[Tensor | None]:
         """The results as tensors of the graph that is being traced, which gets the operators of the backward pass."""
-        made: dict[fx.Node, Any] = {}
+        env: dict[fx.Node, Any] = {}
 
         def value(node: fx.Node) -> Any:
             while node.target is aten.detach.default and node not in self.cuts:  # of a tensor that autograd saved
                 node = node.all_input_nodes[0]
-            if node not in made:
-                made[node] = exports.tensor_of(self.same[node])
-            return made[node]
+            if node not in env:
+                env[node] = exports.tensor_of(self.same[node])
+            return env[node]
 
         for node in self._needed(module, results):
             if node.op == "get_attr":
-                made[node] = getattr(module, str(node.target))
+                env[node] = getattr(module, str(node.target))
             else:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), value)
-                made[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-                _check_derivative(node, made[node])
+                env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+                _check_derivative(node, env[node])
         return [None if node is None else value(node) for node in results]
 
     def _needed(self, module: fx.GraphModule, results: Sequence[fx.Node | None]) -> list[fx.Node]:
@@ -135,9 +135,9 @@ class _Run:
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def _check_derivative(node: fx.Node, made: Any) -> None:
+def _check_derivative(node: fx.Node, result: Any) -> None:
     """Raise `NotRecorded` for a result through which autograd does not flow, though it depends on its operands."""
-    for each in pytree.tree_leaves(made) if torch.is_grad_enabled() else ():
+    for each in pytree.tree_leaves(result) if torch.is_grad_enabled() else ():
         is_lost = node.target is operator.getitem and not each.requires_grad and each.is_floating_point()
         if isinstance(each, Tensor) and (is_lost or (each.grad_fn and each.grad_fn.name() == "NotImplemented")):
             raise NotRecorded(f"torch has no second derivative of {node.target}; write this part with other operators")

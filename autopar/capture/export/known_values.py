@@ -99,21 +99,21 @@ class KnownValues:
         operands = [self._found[operand] for operand in node.all_input_nodes]
         unknown = next((operand for operand in operands if isinstance(operand, Unknown)), None)
         known = [operand for operand in operands if isinstance(operand, Known)]
-        made: Known | Unknown
+        new: Known | Unknown
         if unknown is not None:
-            made = self._of_unknown(node, unknown)
+            new = self._of_unknown(node, unknown)
         elif is_random(node):
-            made = Unknown(RANDOM_NUMBERS, self._is_finite(node))
+            new = Unknown(RANDOM_NUMBERS, self._is_finite(node))
         elif not private.overloads_of(node.target) and not _is_plain(node):
-            made = Unknown(f"the result of {node.target}")
+            new = Unknown(f"the result of {node.target}")
         else:
             inputs = frozenset[str]().union(*(operand.inputs for operand in known))
             buffers = frozenset[str]().union(*(operand.buffers for operand in known))
             assumes_finite = any(operand.assumes_finite for operand in known)
-            made = self._computed(node, Known(None, inputs, buffers, assumes_finite))
+            new = self._computed(node, Known(None, inputs, buffers, assumes_finite))
         for operand in written_by(node):
-            self._write(operand, made)
-        return made
+            self._write(operand, new)
+        return new
 
     def _of_unknown(self, node: fx.Node, unknown: Unknown) -> Known | Unknown:
         """The result of an operand that is unknown: an answer about finite values, or another unknown value."""
@@ -141,13 +141,13 @@ class KnownValues:
         if not all(isfinite(number) for number in numbers):
             return False
         for operand in node.all_input_nodes:
-            found = self._found[operand]
-            if isinstance(found, Unknown):
-                if not found.is_finite:
+            known = self._found[operand]
+            if isinstance(known, Unknown):
+                if not known.is_finite:
                     return False
                 continue
             with exports.without_tracing():
-                leaves = [leaf for leaf in pytree.tree_leaves(found.value) if isinstance(leaf, torch.Tensor)]
+                leaves = [leaf for leaf in pytree.tree_leaves(known.value) if isinstance(leaf, torch.Tensor)]
                 if not all(bool(torch.isfinite(leaf).all()) for leaf in leaves if leaf.is_floating_point()):
                     return False
         return True
@@ -164,33 +164,33 @@ class KnownValues:
             return Unknown(f"the result of {node.target}, which raised {error}")
 
     def _operand(self, node: fx.Node) -> Any:
-        found = self._found[node]
-        assert isinstance(found, Known)
-        return found.value
+        operand = self._found[node]
+        assert isinstance(operand, Known)
+        return operand.value
 
-    def _write(self, operand: fx.Node, made: Known | Unknown) -> None:
+    def _write(self, operand: fx.Node, new: Known | Unknown) -> None:
         """Every value that shares memory with a written operand depends on the written value."""
         target = self._found[operand]
         if isinstance(target, Unknown):
-            self._taint(made)
+            self._taint(new)
             return
         written = _storages(target.value)
-        for node, found in self._found.items():
-            if isinstance(found, Unknown) or written.isdisjoint(_storages(found.value)):
+        for node, held in self._found.items():
+            if isinstance(held, Unknown) or written.isdisjoint(_storages(held.value)):
                 continue
-            if isinstance(made, Unknown):
-                self._found[node] = made
+            if isinstance(new, Unknown):
+                self._found[node] = new
             else:
-                inputs, buffers = found.inputs | made.inputs, found.buffers | made.buffers
-                self._found[node] = Known(found.value, inputs, buffers, found.assumes_finite or made.assumes_finite)
+                inputs, buffers = held.inputs | new.inputs, held.buffers | new.buffers
+                self._found[node] = Known(held.value, inputs, buffers, held.assumes_finite or new.assumes_finite)
 
-    def _taint(self, made: Known | Unknown) -> None:
+    def _taint(self, new: Known | Unknown) -> None:
         """Whose memory an unknown value shares is not known: after a write, all of them may be infinite."""
-        if isinstance(made, Unknown) and made.is_finite:
+        if isinstance(new, Unknown) and new.is_finite:
             return
-        for node, found in self._found.items():
-            if isinstance(found, Unknown) and found.is_finite:
-                self._found[node] = Unknown(found.reason)
+        for node, held in self._found.items():
+            if isinstance(held, Unknown) and held.is_finite:
+                self._found[node] = Unknown(held.reason)
 
 
 def leaf(
@@ -207,8 +207,8 @@ def leaf(
         remedy = "build the model on the CPU on every rank"
         return Unknown(f"the {kind} {name!r}, which is on meta and has no values ({remedy})")
     names = frozenset({name})
-    own = _on_cpu(value)
-    return Known(own, inputs=names) if kind == "input" else Known(own, buffers=names)
+    on_cpu = _on_cpu(value)
+    return Known(on_cpu, inputs=names) if kind == "input" else Known(on_cpu, buffers=names)
 
 
 def _on_cpu(value: torch.Tensor) -> torch.Tensor:

@@ -24,13 +24,13 @@ def converted_alike(model: nn.Module) -> AbstractContextManager[None]:
         for tensor in chain(module.parameters(), module.buffers()):
             has = tensor.dtype, tensor.device
             with exports.without_tracing():
-                found = function(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
-            if (found.dtype, found.device) != has:
+                as_is = function(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+            if (as_is.dtype, as_is.device) != has:
                 if not is_own:  # a module that forward makes
                     return _converted(module, function)
                 raise CaptureError(
                     f"the model cannot be captured: {line_that_runs(model)}: forward converts {type(module).__name__} "
-                    f"from {has[0]} on {has[1]} to {found.dtype} on {found.device}; convert the module before it is "
+                    f"from {has[0]} on {has[1]} to {as_is.dtype} on {as_is.device}; convert the module before it is "
                     "given to autopar, or convert tensors at this line"
                 )
         return module

@@ -63,16 +63,16 @@ def _held(model: nn.Module) -> Iterator[tuple[Any, Any]]:
     waiting: list[Any] = [model]
     seen: dict[int, Any] = {}  # holds each object, whose id would be another's after its end
     while waiting:
-        one = waiting.pop()
-        if isinstance(one, _OPAQUE) or id(one) in seen:
+        value = waiting.pop()
+        if isinstance(value, _OPAQUE) or id(value) in seen:
             continue
-        seen[id(one)] = one
-        if type(one) in _CONTAINERS:
-            yield one, one.copy()
-        if type(one) in (*_CONTAINERS, tuple):
-            waiting += _parts(one)
-        elif hasattr(one, "__dict__") and type(one).__module__.partition(".")[0] not in sys.stdlib_module_names:
-            waiting.append(vars(one))
+        seen[id(value)] = value
+        if type(value) in _CONTAINERS:
+            yield value, value.copy()
+        if type(value) in (*_CONTAINERS, tuple):
+            waiting += _parts(value)
+        elif hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in sys.stdlib_module_names:
+            waiting.append(vars(value))
 
 
 def _caches(model: nn.Module) -> set[Any]:
@@ -103,7 +103,7 @@ def settings_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """The objects of numbers, texts and flags that a module keeps, such as its configuration, by attribute."""
     for name, value in vars(module).items():
         is_other = callable(value) or isinstance(value, (nn.Module, torch.Tensor, ModuleType, Enum))
-        if not is_other and any(isinstance(one, PLAIN) for one in getattr(value, "__dict__", {}).values()):
+        if not is_other and any(isinstance(v, PLAIN) for v in getattr(value, "__dict__", {}).values()):
             yield name, value
 
 
@@ -113,8 +113,8 @@ def attribute_of(owner: object, name: str) -> str:
 
 
 @contextmanager
-def attributes_read(model: nn.Module, found: set[str]) -> Iterator[None]:
-    """A context in which `found` gets the plain attributes that code reads of modules and of their settings.
+def attributes_read(model: nn.Module, names: set[str]) -> Iterator[None]:
+    """A context in which `names` gets the plain attributes that code reads of modules and of their settings.
 
     An attribute that the context also writes is none of them: the model changes it itself.
     """
@@ -127,7 +127,7 @@ def attributes_read(model: nn.Module, found: set[str]) -> Iterator[None]:
         def read(self: Any, name: str) -> Any:
             value = get(self, name)
             if kept(name, value):
-                found.add(attribute_of(self, name))
+                names.add(attribute_of(self, name))
             return value
 
         return read
@@ -137,11 +137,11 @@ def attributes_read(model: nn.Module, found: set[str]) -> Iterator[None]:
         plain(self, name, value)
 
     with ExitStack() as stack:
-        for kind in {nn.Module, *(type(one) for module in model.modules() for _, one in settings_of(module))}:
+        for kind in {nn.Module, *(type(v) for module in model.modules() for _, v in settings_of(module))}:
             stack.enter_context(patch.object(kind, "__getattribute__", reading(kind.__getattribute__)))
         stack.enter_context(patch.object(nn.Module, "__setattr__", write))
         yield
-    found -= written
+    names -= written
 
 
 @contextmanager

@@ -93,7 +93,7 @@ def difference(model: nn.Module, inputs: Any, names: Sequence[str], graph: Graph
     """What differs from the model if the tests of a graph find no row. None if nothing does. `names` are of inputs."""
     if sum(parameter.numel() for parameter in model.parameters()) > _MAX_ELEMENTS:
         return "the model is too large to try it without any"
-    found: str | None = _NOT_FOUND
+    reason: str | None = _NOT_FOUND
     before = torch.get_default_dtype()
     for is_wide in (True, False):  # some code needs its own dtype
         widened = _wide if is_wide else lambda value: value
@@ -101,15 +101,15 @@ def difference(model: nn.Module, inputs: Any, names: Sequence[str], graph: Graph
         try:
             torch.set_default_dtype(torch.float64 if is_wide else before)
             copied = _copied(model).double() if is_wide else _copied(model)
-            own = replace(graph, constants=constants, is_wide=is_wide)
-            found = _difference(copied, pytree.tree_map(widened, inputs), names, own, run)
+            new_graph = replace(graph, constants=constants, is_wide=is_wide)
+            reason = _difference(copied, pytree.tree_map(widened, inputs), names, new_graph, run)
         except Exception as error:  # a user's attribute may raise anything
-            found = f"a copy of the model fails with {type(error).__name__}"
+            reason = f"a copy of the model fails with {type(error).__name__}"
         finally:
             torch.set_default_dtype(before)
-        if found != _NOT_FOUND:
+        if reason != _NOT_FOUND:
             break
-    return found
+    return reason
 
 
 def _wide(value: Any) -> Any:
@@ -158,18 +158,18 @@ def _differs(model: nn.Module, inputs: Any, traced: Mapping[str, Tensor], run: R
     """What differs between a graph and its model in one batch. Empty if nothing does."""
     torch.manual_seed(seed)
     try:
-        own = dict(run(model, pytree.tree_map_only(torch.Tensor, torch.clone, inputs)))
+        results = dict(run(model, pytree.tree_map_only(torch.Tensor, torch.clone, inputs)))
     except ZeroDivisionError:  # the model ends here, as with ``total / count`` without any
         return ""
-    if not bool(own["loss"].isfinite()):
+    if not bool(results["loss"].isfinite()):
         return "the loss is another value" if bool(traced["loss"].isfinite()) else ""
     changed = {name: b.detach() for name, b in model.named_buffers(remove_duplicate=False)}
-    own |= {name: changed[name.removeprefix(BUFFER)] for name in traced if name.startswith(BUFFER)}
-    for name, value in own.items():
+    results |= {name: changed[name.removeprefix(BUFFER)] for name in traced if name.startswith(BUFFER)}
+    for name, value in results.items():
         if name in traced and not _alike(traced[name], value):
             return f"{name!r} is another value"
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    pairs = [_gradients(loss, trained) for loss in (traced["loss"], own["loss"])]
+    pairs = [_gradients(loss, trained) for loss in (traced["loss"], results["loss"])]
     largest = max((float(g.abs().max()) for g in pairs[1].values() if g is not None and g.numel()), default=0.0)
     for name in trained:
         ours, theirs = (gradients[name] for gradients in pairs)
@@ -186,22 +186,22 @@ def _gradients(loss: Tensor, trained: Mapping[str, nn.Parameter]) -> dict[str, T
     return dict(zip(trained, torch.autograd.grad(loss, list(trained.values()), allow_unused=True), strict=True))
 
 
-def _alike(found: Tensor, expected: Tensor, scale: float = 0.0) -> bool:
-    if found.shape != expected.shape:
+def _alike(actual: Tensor, expected: Tensor, scale: float = 0.0) -> bool:
+    if actual.shape != expected.shape:
         return False
     tolerance = _TOLERANCE.get(expected.dtype, 0.05 if expected.dtype.is_floating_point else 0.0)
-    found, expected = found.detach().to(expected.dtype), expected.detach()
+    actual, expected = actual.detach().to(expected.dtype), expected.detach()
     largest = max(scale, float(expected.abs().nan_to_num().max())) if expected.numel() and tolerance else 0.0
-    return torch.allclose(found, expected, tolerance, tolerance * largest, equal_nan=True)
+    return torch.allclose(actual, expected, tolerance, tolerance * largest, equal_nan=True)
 
 
 def _copied(model: nn.Module) -> nn.Module:
     """A copy with values. Tensors on meta get values of their own."""
     memo: dict[int, Any] = {}  # deepcopy takes the entry of an object's id instead of a copy
     for tensor in (*plain_tensors(model), *model.parameters(), *model.buffers()):
-        made = torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().clone()
+        zeros = torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().clone()
         is_parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made
+        memo[id(tensor)] = nn.Parameter(zeros, requires_grad=tensor.requires_grad) if is_parameter else zeros
     return copy.deepcopy(model, memo)
 
 
@@ -231,15 +231,15 @@ def _drawn(inputs: Any, trial: int) -> Any:
         flat = x.flatten()
         if not trial or not len(flat):
             return x.clone()
-        how, mixed = int(torch.randint(5, ())), flat[torch.randint(len(flat), flat.shape)]
-        if how == 0 and x.dtype is not torch.bool:
+        kind, mixed = int(torch.randint(5, ())), flat[torch.randint(len(flat), flat.shape)]
+        if kind == 0 and x.dtype is not torch.bool:
             last = 0 if x.dtype.is_floating_point else int(flat.max())
             integers = torch.arange(len(flat)), mixed - last - 1, torch.randint(last + 8, flat.shape)
             new = torch.randn(flat.shape) if x.dtype.is_floating_point else integers[trial % 3]
             return new.to(flat).reshape(x.shape)
-        if how == 1 and x.dim():
+        if kind == 1 and x.dim():
             return x[torch.randint(len(x), (1,))].expand(x.shape).clone()
-        if how == 2 and x.dtype is torch.bool:
+        if kind == 2 and x.dtype is torch.bool:
             return ~x
         few = mixed[: (1, 2, len(flat))[trial % 3]]
         return few[torch.randint(len(few), flat.shape)].reshape(x.shape)

@@ -42,15 +42,15 @@ class SourceLine:
 
 def line_that_runs(model: nn.Module) -> SourceLine:
     """The innermost line of a model's code that runs now. The code of torch's modules counts too."""
-    paths, module, found = _paths(model), "", ("", 0)
+    paths, module, place = _paths(model), "", ("", 0)
     frame = sys._getframe(1)
-    while frame is not None and not (module and found[1]):
-        if not found[1] and _is_of_a_model(frame.f_code, torch_too=True):
-            found = frame.f_code.co_filename, frame.f_lineno
+    while frame is not None and not (module and place[1]):
+        if not place[1] and _is_of_a_model(frame.f_code, torch_too=True):
+            place = frame.f_code.co_filename, frame.f_lineno
         if not module:
             module = _module_of(frame.f_locals, paths)
         frame = frame.f_back  # type: ignore[assignment]
-    return SourceLine(module=module or f"module {type(model).__name__}", file=found[0], number=found[1])
+    return SourceLine(module=module or f"module {type(model).__name__}", file=place[0], number=place[1])
 
 
 def line_that_failed(error: BaseException, model: nn.Module) -> SourceLine:

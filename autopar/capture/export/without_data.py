@@ -39,9 +39,9 @@ def on_device_without_data(model: nn.Module, inputs: Any, device_type: str) -> t
     # deepcopy takes the entry of an object's id instead of a copy
     memo: dict[int, Any] = {id(tensor): empty(tensor) for tensor in plain_tensors(model)}
     for tensor in (*model.parameters(), *model.buffers()):
-        made = empty(tensor)
+        twin = empty(tensor)
         is_parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made
+        memo[id(tensor)] = nn.Parameter(twin, requires_grad=tensor.requires_grad) if is_parameter else twin
     try:
         copied = copy.deepcopy(model, memo)
     except Exception as error:  # a user's attribute may raise anything

@@ -71,10 +71,10 @@ def cut_into_segments(nodes: Sequence[fx.Node], parameters: Collection[fx.Node] 
     prefixes = repeated_prefixes(nodes)
 
     def numbered(node: fx.Node) -> str:
-        found = ((prefix, index) for prefix, index in _numbered(module_path(node)) if prefix in prefixes)
-        return next((f"{prefix}.{index}" for prefix, index in found), "")
+        pairs = ((prefix, index) for prefix, index in _numbered(module_path(node)) if prefix in prefixes)
+        return next((f"{prefix}.{index}" for prefix, index in pairs), "")
 
-    segments = [Segment(path, list(own)) for path, own in groupby(nodes, numbered)]
+    segments = [Segment(path, list(group)) for path, group in groupby(nodes, numbered)]
     if parameters is None:
         return segments
     takes = partial(_takes, parameters)
@@ -94,15 +94,15 @@ def _takes(parameters: Collection[fx.Node], segment: Segment) -> bool:
 
 def _cut_at_depth(nodes: Sequence[fx.Node], parameters: Collection[fx.Node], depth: int) -> list[Segment]:
     """A segment for every call of the modules of a depth. Nodes that take no parameters stay with those before them."""
-    found: list[Segment] = []
+    parts: list[Segment] = []
     for _, group in groupby(nodes, lambda node: list(node.meta.get("nn_module_stack") or ())[1 : depth + 1]):
-        own = list(group)
-        segment = Segment("", own, ".".join(module_path(own[0]).split(".")[:depth]))
-        if found and not (_takes(parameters, segment) and _takes(parameters, found[-1])):
-            found[-1].nodes += own
+        mine = list(group)
+        segment = Segment("", mine, ".".join(module_path(mine[0]).split(".")[:depth]))
+        if parts and not (_takes(parameters, segment) and _takes(parameters, parts[-1])):
+            parts[-1].nodes += mine
         else:
-            found.append(segment)
-    return found
+            parts.append(segment)
+    return parts
 
 
 def describe(segment: Segment, role_of: Mapping[fx.Node, Role], used_later: set[fx.Node]) -> None:

@@ -53,21 +53,21 @@ def repeated_layers(model: nn.Module, flat: Flat) -> tuple[Stack, ...]:
     The model with fewer layers is captured twice, so more layers would save no time.
     """
     layers, modules = nodes_of_layers(flat.graph), dict(model.named_modules())
-    found = []
+    result = []
     for path in dict.fromkeys(stack for stack, _ in layers):
-        own = modules[path]._modules if path in modules else {}  # the number in a name such as conv1 is no layer
-        names = [str(n) for n in range(len(own))]
-        if list(own) != names or any((path, n) not in layers for n in range(len(own))):
+        children = modules[path]._modules if path in modules else {}  # the number in a name such as conv1 is no layer
+        names = [str(n) for n in range(len(children))]
+        if list(children) != names or any((path, n) not in layers for n in range(len(children))):
             continue
         texts = [_text(layers[path, n], f"{path}.{n}" if path else name) for n, name in enumerate(names)]
         like: list[int] = []
         for n, name in enumerate(names):
             firsts = (m for m in dict.fromkeys(like) if texts[m] == texts[n])
-            like.append(next((m for m in firsts if alike(own[names[m]], own[name], (m, n))), n))
+            like.append(next((m for m in firsts if alike(children[names[m]], children[name], (m, n))), n))
         kept = max(like, default=0) + 1
         if 2 * kept < len(like):
-            found.append(Stack(path=path, like=tuple(like), kept=kept))
-    return tuple(found)
+            result.append(Stack(path=path, like=tuple(like), kept=kept))
+    return tuple(result)
 
 
 @contextlib.contextmanager
@@ -91,8 +91,8 @@ def layers_to_take_out(model: nn.Module, flat: Flat, captured: Callable[[], Flat
     `captured` captures the model with its present layers, at the sizes of `flat`.
     """
     stacks = repeated_layers(model, flat)
-    found = with_fewer_layers(model, flat, stacks, captured)
-    if found is None or _text([*found.graph.nodes], "") != _text([*flat.graph.nodes], ""):
+    fewer = with_fewer_layers(model, flat, stacks, captured)
+    if fewer is None or _text([*fewer.graph.nodes], "") != _text([*flat.graph.nodes], ""):
         return ()
     return stacks
 
@@ -112,12 +112,12 @@ def with_fewer_layers(
 
 
 def nodes_of_layers(graph: fx.Graph) -> dict[Layer, list[fx.Node]]:
-    found: dict[Layer, list[fx.Node]] = defaultdict(list)
+    by_layer: dict[Layer, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
         layer = _layer_of(node)
         if layer is not None:
-            found[layer].append(node)
-    return dict(found)
+            by_layer[layer].append(node)
+    return dict(by_layer)
 
 
 def _layer_of(node: fx.Node) -> Layer | None:

@@ -78,15 +78,15 @@ class _Repeating:
 
     def growth(self, stack: Stack) -> dict[str, int]:
         """The growth of each name's number from one period to the next."""
-        found: dict[str, int] = {}
+        steps: dict[str, int] = {}
         for n in range(stack.kept - stack.period, stack.kept):
             nodes, before = self.layers.get((stack.path, n), []), self.layers.get((stack.path, n - stack.period), [])
             demand(len(nodes) == len(before) > 0)
             for node, other in zip(nodes, before, strict=True):
                 demand(self.same(node, other))
                 (name, number), (base, first) = _numbered(node.name), _numbered(other.name)
-                demand(name == base and found.setdefault(name, number - first) == number - first)
-        return found
+                demand(name == base and steps.setdefault(name, number - first) == number - first)
+        return steps
 
     def same(self, a: fx.Node, b: fx.Node) -> bool:
         """Whether two nodes compute the same in their layers."""
@@ -102,8 +102,8 @@ class _Repeating:
                 at, m, k = self.place.get(value, ("", 0, 0))
                 if value in self.place and at == path and n - m in (0, 1):
                     return f"%{n - m} {k}"
-                own = self.own_state(value, (path, n))
-                return f"@{value.name}" if own is None else f"@own {own}"
+                state = self.own_state(value, (path, n))
+                return f"@{value.name}" if state is None else f"@own {state}"
             if isinstance(value, (list, tuple)):
                 return f"{type(value).__name__}({','.join(map(text, value))})"
             return repr(value)
@@ -113,17 +113,17 @@ class _Repeating:
     def own_state(self, node: fx.Node, layer: Layer) -> str | None:
         """The name of a parameter or buffer inside its layer. None for other nodes and for other layers' state."""
         kind, name = self.fewer.placeholders.get(node.name, ("", "")) if node.op == "placeholder" else ("", "")
-        own = f"{layer[0]}.{layer[1]}."
-        return name.removeprefix(own) if kind in ("parameter", "buffer") and name.startswith(own) else None
+        prefix = f"{layer[0]}.{layer[1]}."
+        return name.removeprefix(prefix) if kind in ("parameter", "buffer") and name.startswith(prefix) else None
 
     def placeholder(self, node: fx.Node, name: str, known: tuple[str, str] | None) -> fx.Node:
-        made = self.graph.create_node("placeholder", name, node.args, name=name)
-        made.meta = dict(node.meta)
-        demand(made.name == name)
+        twin = self.graph.create_node("placeholder", name, node.args, name=name)
+        twin.meta = dict(node.meta)
+        demand(twin.name == name)
         if known is not None:
             self.placeholders[name] = known
-        self.new.setdefault(node, made)
-        return made
+        self.new.setdefault(node, twin)
+        return twin
 
     def state_of_copies(self, done: Sequence[fx.Node], rest: Sequence[fx.Node]) -> None:
         """Add the repeated layers' parameters after the last kept layer's parameters; likewise the buffers."""
@@ -172,18 +172,18 @@ class _Repeating:
             for k, node in enumerate(self.layers[path, like]):
                 base, number = _numbered(self.new[node].name)
                 name = _name(base, number + (n - like) // stack.period * grows[base])
-                made = self.copy(node, (path, like), name, ahead=n - like)
-                made.meta["nn_module_stack"] = _moved(node.meta["nn_module_stack"], f"{path}.{like}", f"{path}.{n}")
-                self.copies[path, n, k] = made
+                twin = self.copy(node, (path, like), name, ahead=n - like)
+                twin.meta["nn_module_stack"] = _moved(node.meta["nn_module_stack"], f"{path}.{like}", f"{path}.{n}")
+                self.copies[path, n, k] = twin
         for base, count in grows.items():
             self.shift[base] = self.shift.get(base, 0) + (len(stack.like) - stack.kept) // stack.period * count
 
     def copy(self, node: fx.Node, layer: Layer | None, name: str, ahead: int = 0) -> fx.Node:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda value: self.taken(value, layer, ahead))
-        made = self.graph.create_node(node.op, node.target, args, kwargs, name=name)
-        demand(made.name == name)
-        made.meta = dict(node.meta)
-        return made
+        twin = self.graph.create_node(node.op, node.target, args, kwargs, name=name)
+        demand(twin.name == name)
+        twin.meta = dict(node.meta)
+        return twin
 
     def shifted(self, name: str) -> str:
         base, number = _numbered(name)

@@ -59,24 +59,24 @@ def watched_stacks(request: Request) -> tuple[Stack, ...]:
 
 def _stacks(model: nn.Module, among: Mapping[str, int] | None = None) -> dict[str, int]:
     """The number of layers of each stack that is in no other stack."""
-    found: dict[str, int] = {}
+    lengths: dict[str, int] = {}
     for path, module in model.named_modules():
         names = list(module._modules)
         numbered = bool(names) and names == [str(n) for n in range(len(names))]
         inside = any(name.isdigit() for name in path.split("."))
         if numbered and path and not inside and (among is None or path in among):
-            found[path] = len(names)
-    return found
+            lengths[path] = len(names)
+    return lengths
 
 
 def _stack(path: str, length: int, calls: Calls, module: nn.Module) -> Stack | None:
     """A stack with the fewest first layers whose last period repeats up to the last layer. None if none repeats."""
     if any((path, n) not in calls for n in range(length)):
         return None
-    own, kinds = module._modules, list[int]()
+    children, kinds = module._modules, list[int]()
     for n in range(length):
         firsts = (m for m in dict.fromkeys(kinds) if calls[path, m] == calls[path, n])
-        kinds.append(next((m for m in firsts if alike(own[str(m)], own[str(n)], (m, n))), n))
+        kinds.append(next((m for m in firsts if alike(children[str(m)], children[str(n)], (m, n))), n))
     choices = []
     for period in range(1, length // 4 + 1):
         differ = (n for n in range(1, length - period) if kinds[n] != kinds[n + period])  # layer 0 has no predecessor
@@ -93,11 +93,11 @@ def _stack(path: str, length: int, calls: Calls, module: nn.Module) -> Stack | N
 
 def _repeated(fewer: Calls, stacks: Sequence[Stack]) -> Calls:
     """The calls of the whole model, if each removed layer makes the same calls as its like layer."""
-    found = dict(fewer)
+    calls = dict(fewer)
     for stack in stacks:
         for n in range(stack.kept, len(stack.like)):
-            found[stack.path, n] = fewer[stack.path, stack.like[n]]
-    return found
+            calls[stack.path, n] = fewer[stack.path, stack.like[n]]
+    return calls
 
 
 class _Watch(TorchFunctionMode):
@@ -119,8 +119,8 @@ class _Watch(TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         reads_attribute = getattr(func, "__name__", "") == "__get__"  # later calls show the use of a shape
         if isinstance(out, torch.Tensor) or not reads_attribute:
-            own = self.calls[self.layer]
-            own.append(f"{given}->{self.result(out, str(len(own)))}")
+            log = self.calls[self.layer]
+            log.append(f"{given}->{self.result(out, str(len(log)))}")
         return out
 
     @contextmanager

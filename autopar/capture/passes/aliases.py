@@ -19,12 +19,12 @@ _NAMES = """
 
 
 def _overloads() -> Iterator[tuple[Any, Any]]:
-    for own, names in (line.split(":") for line in _NAMES.split()):
+    for op, names in (line.split(":") for line in _NAMES.split()):
         for name in names.split(","):
             packet = getattr(aten, name)
             for overload in packet.overloads():
-                if "out" not in overload and overload in getattr(aten, own).overloads():
-                    yield getattr(packet, overload), getattr(getattr(aten, own), overload)
+                if "out" not in overload and overload in getattr(aten, op).overloads():
+                    yield getattr(packet, overload), getattr(getattr(aten, op), overload)
 
 
 ALIASES = {aten.max.other: aten.maximum.default, aten.min.other: aten.minimum.default} | dict(_overloads())

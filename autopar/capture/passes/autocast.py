@@ -43,8 +43,8 @@ def ambient_autocast() -> tuple[Autocast, ...]:
 def autocast_as(settings: Sequence[Autocast], *, enabled: bool = True) -> Iterator[None]:
     """`torch.autocast` blocks with some settings, or blocks that turn these off."""
     with ExitStack() as stack:
-        for one in settings:
-            stack.enter_context(torch.autocast(one.device_type, dtype=one.dtype, enabled=enabled))
+        for setting in settings:
+            stack.enter_context(torch.autocast(setting.device_type, dtype=setting.dtype, enabled=enabled))
         yield
 
 
@@ -105,15 +105,15 @@ class _Watch(TorchDispatchMode):
         self.operands, self.ran = operands, _Ran()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         first = args[0] if args else None
         at = private.storage_id(first) if isinstance(first, torch.Tensor) else None
         if func is aten._to_copy.default and at in self.operands:
             assert at is not None
-            self.ran.casts[at] = found.dtype
+            self.ran.casts[at] = result.dtype
         elif not func.is_view and func.namespace == "aten" and func is not aten.detach.default:
             self.ran.inner.append(str(func))
-        return found
+        return result
 
 
 def _run(

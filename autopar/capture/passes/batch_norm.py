@@ -75,15 +75,15 @@ def normalised(graph: fx.Graph, node: fx.Node, *, over_batch: bool) -> tuple[fx.
 
     def statistic(of: Any, running: Any) -> tuple[fx.Node, fx.Node]:
         """A mean over the batch, and the statistic to use: this mean in training, `running` in evaluation."""
-        own = new(aten.mean.dim, of, over, True)
+        mean = new(aten.mean.dim, of, over, True)
         if running is None:
-            return own, own
+            return mean, mean
         wide = new(aten.reshape.default, running, affine)
         if over_batch is False:
-            wide = new(aten.expand.default, wide, list(value(own).shape))
-        if value(wide).dtype != value(own).dtype:
-            wide = new(aten.to.dtype, wide, value(own).dtype)
-        return own, new(BATCH_STATISTIC, own, wide)
+            wide = new(aten.expand.default, wide, list(value(mean).shape))
+        if value(wide).dtype != value(mean).dtype:
+            wide = new(aten.to.dtype, wide, value(mean).dtype)
+        return mean, new(BATCH_STATISTIC, mean, wide)
 
     mean, used_mean = statistic(x, recorded[0])
     centred = new(aten.sub.Tensor, x, used_mean)

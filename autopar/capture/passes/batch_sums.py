@@ -65,10 +65,10 @@ def batch_sums(
             break
         for node in variances:
             _open_variance(graph, node)
-    found = BatchSums(graph=graph)
-    found.levels.extend([] for _ in range(1 + max((levels[total] for total in uses), default=-1)))
+    batch = BatchSums(graph=graph)
+    batch.levels.extend([] for _ in range(1 + max((levels[total] for total in uses), default=-1)))
     ends = {
-        _end(found, node, uses[node], statuses[node], levels[node]) for node in sorted(uses, key=levels.__getitem__)
+        _end(batch, node, uses[node], statuses[node], levels[node]) for node in sorted(uses, key=levels.__getitem__)
     }
     tables = {n for n in constants if statuses[n] != FREE}
     fixed = set(constants) - tables | {n for n, i in inputs.items() if i.batch_dim is None}
@@ -77,8 +77,8 @@ def batch_sums(
         is_made = node.op == "call_function" and not is_random(node) and node not in tables
         if is_made and fixed.issuperset(node.all_input_nodes):
             fixed.add(node)
-    found.free.update(fixed)
-    return found
+    batch.free.update(fixed)
+    return batch
 
 
 def _statuses(
@@ -108,9 +108,9 @@ def _statuses(
         given = [statuses[o] for o in operands]
         totals = {o for o in operands if statuses[o] in (SUM, MEAN)}
         for wanted in (set[fx.Node](), totals):
-            own = [FREE if o in wanted else s for o, s in zip(operands, given, strict=True)]
+            own_statuses = [FREE if o in wanted else s for o, s in zip(operands, given, strict=True)]
             try:
-                statuses[node] = status_of(analysis, 0, copy, own, str(node))
+                statuses[node] = status_of(analysis, 0, copy, own_statuses, str(node))
             except Mixing:
                 continue
             for total in wanted:
@@ -158,18 +158,18 @@ def _program_of(nodes: Sequence[fx.Node], inputs: Mapping[fx.Node, InputInfo]) -
     )
 
 
-def _end(found: BatchSums, node: fx.Node, users: Sequence[fx.Node], status: Status, level: int) -> fx.Node:
+def _end(sums: BatchSums, node: fx.Node, users: Sequence[fx.Node], status: Status, level: int) -> fx.Node:
     """Make users take the total of a node. The total of means is divided by the number of micro-batches."""
     total = node
     if set(users) != set(node.users):  # others take the sum of their own micro-batch
-        with found.graph.inserting_after(node):
-            total = new_node(found.graph, node, aten.clone.default, node)
-    found.levels[level].append(total)
+        with sums.graph.inserting_after(node):
+            total = new_node(sums.graph, node, aten.clone.default, node)
+    sums.levels[level].append(total)
     value_of_all = total
     if status == MEAN:
-        count = found.num_micro_batches(total)
-        with found.graph.inserting_after(total):
-            value_of_all = new_node(found.graph, total, aten.div.Tensor, total, count)
+        count = sums.num_micro_batches(total)
+        with sums.graph.inserting_after(total):
+            value_of_all = new_node(sums.graph, total, aten.div.Tensor, total, count)
     if value_of_all is not node:
         for user in users:
             user.replace_input_with(node, value_of_all)
@@ -188,10 +188,10 @@ def _open_variance(graph: fx.Graph, node: fx.Node) -> None:
         ones = new_node(graph, node, aten.ones_like.default, x)
         count = new_node(graph, node, aten.sum.dim_IntList, ones, dims, keeps)
         rest = new_node(graph, node, aten.sub.Tensor, count, 1 if correction is None else int(correction))
-        found = new_node(graph, node, aten.div.Tensor, total, new_node(graph, node, aten.clamp_min.default, rest, 0))
+        result = new_node(graph, node, aten.div.Tensor, total, new_node(graph, node, aten.clamp_min.default, rest, 0))
         if node.target in _DEVIATIONS:
-            found = new_node(graph, node, aten.sqrt.default, found)
-    node.replace_all_uses_with(found)
+            result = new_node(graph, node, aten.sqrt.default, result)
+    node.replace_all_uses_with(result)
     graph.erase_node(node)
 
 

@@ -73,7 +73,7 @@ def recognise_causal(graph: fx.Graph, small: fx.Graph, leaf: Leaf, small_leaf: L
     """
     twins = dict(zip(graph.nodes, small.nodes, strict=True))
     known: dict[fx.Node, bool] = {}
-    found: set[str] = set()
+    causal: set[str] = set()
     for node in graph.nodes:
         mask = attention_mask(node)
         if mask is None or any(n.op == "placeholder" for n in closure([mask])):
@@ -83,10 +83,10 @@ def recognise_causal(graph: fx.Graph, small: fx.Graph, leaf: Leaf, small_leaf: L
                 not hides_a_threshold(mask, twins[mask]) or is_causal_at_full_size(mask, leaf)
             )
         if known[mask]:
-            found.add(node.name)
+            causal.add(node.name)
     for each in (graph, small):
-        make_causal(each, found)
-    return frozenset(found)
+        make_causal(each, causal)
+    return frozenset(causal)
 
 
 def make_causal(graph: fx.Graph, names: Container[str]) -> None:

@@ -40,8 +40,8 @@ def _summed(graph: fx.Graph, node: fx.Node) -> fx.Node:
     weight, ids, offsets = (argument(node, name) for name in ("weight", "indices", "offsets"))
     num_bags, num_ids = value(node)[0].shape[0], value(ids).shape[0]
     padding = argument(node, "padding_idx") if node.target is aten.embedding_bag.padding_idx else None
-    alike = _of_one_length(offsets, num_ids, num_bags)
-    shape = [num_bags, num_ids // num_bags] if alike else [num_ids]
+    is_even = _of_one_length(offsets, num_ids, num_bags)
+    shape = [num_bags, num_ids // num_bags] if is_even else [num_ids]
     ids = made(aten.reshape.default, ids, shape)
     rows = made(aten.embedding.default, weight, ids, -1, argument(node, "scale_grad_by_freq"))
     dtype = value(weight).dtype
@@ -53,7 +53,7 @@ def _summed(graph: fx.Graph, node: fx.Node) -> fx.Node:
     for factor in factors:
         if factor is not None:
             rows = made(aten.mul.Tensor, rows, made(aten.reshape.default, factor, [*shape, 1]))
-    if alike:
+    if is_even:
         total, count = made(aten.sum.dim_IntList, rows, [1]), made(aten.sum.dim_IntList, counted, [1])
     else:
         places = made(aten.arange.default, num_ids, dtype=value(offsets).dtype, device=value(ids).device)

@@ -107,8 +107,8 @@ def _arguments(node: fx.Node, twin: Any) -> tuple[Any, ...]:
     A trace leaves out `p` of `bernoulli_(p=0.5)`, but `bernoulli` needs it.
     """
     given = list(node.args)
-    own = [argument for argument in node.target._schema.arguments if not argument.kwarg_only]  # type: ignore[union-attr]
-    for argument, other in list(zip(own, twin._schema.arguments, strict=False))[len(given) :]:
+    places = [argument for argument in node.target._schema.arguments if not argument.kwarg_only]  # type: ignore[union-attr]
+    for argument, other in list(zip(places, twin._schema.arguments, strict=False))[len(given) :]:
         if argument.name in node.kwargs or argument.default_value == other.default_value:
             break
         given.append(argument.default_value)
@@ -144,8 +144,8 @@ def _fitted(graph: fx.Graph, node: fx.Node, source: Any, like: torch.Tensor) -> 
         source = compute(graph, node, aten.expand.default, source, list(like.shape))
     if source.op == "placeholder" or source in node.all_input_nodes:
         source = compute(graph, node, aten.clone.default, source)
-    found: fx.Node = source
-    return found
+    fit: fx.Node = source
+    return fit
 
 
 def drop_copies(graph: fx.Graph) -> None:
@@ -186,15 +186,15 @@ def _masked_put(graph: fx.Graph, node: fx.Node) -> None:
     mask, *others = indices
     if others or not isinstance(mask, fx.Node) or value(mask).dtype is not torch.bool:
         return
-    dim, own = value(x).dim(), list(value(source).shape)
-    while own and own[0] == 1:
-        own.pop(0)
-    if len(own) > dim - value(mask).dim() or (len(node.args) > 3 and node.args[3]):
+    dim, sizes = value(x).dim(), list(value(source).shape)
+    while sizes and sizes[0] == 1:
+        sizes.pop(0)
+    if len(sizes) > dim - value(mask).dim() or (len(node.args) > 3 and node.args[3]):
         return
     shape = [*value(mask).shape, *[1] * (dim - value(mask).dim())]
     with graph.inserting_before(node):
         wide = compute(graph, node, aten.reshape.default, mask, shape)
-        row = compute(graph, node, aten.reshape.default, source, [*[1] * (dim - len(own)), *own])
+        row = compute(graph, node, aten.reshape.default, source, [*[1] * (dim - len(sizes)), *sizes])
         new = compute(graph, node, aten.where.self, wide, row, x)
     node.replace_all_uses_with(new)
     graph.erase_node(node)

@@ -43,9 +43,9 @@ def numbers_as_terms(graph: fx.Graph, loss: fx.Node) -> None:
                 number = new_node(graph, node, aten.full.default, [], node.args[1], **kind)
             node.target = _SUMS[operator_name(node)]
             node.args = (node.args[0], number, *node.args[2:])
-        found = [operand for operand in _linear_in(node, lambda _: True) if operand not in seen]
-        seen.update(found)
-        stack += found
+        terms = [operand for operand in _linear_in(node, lambda _: True) if operand not in seen]
+        seen.update(terms)
+        stack += terms
 
 
 def _adds_a_number(node: fx.Node) -> bool:

@@ -74,18 +74,18 @@ def split_mean_losses(graph: fx.Graph) -> None:
                 logits = compute(graph, node, aten.to.dtype, logits, wide)
                 weight = weight if weight is None else compute(graph, node, aten.to.dtype, weight, wide)
             if by_id or not is_mean:
-                found = _like(graph, node, logits, weight, SUM)
-                found.meta["val"] = value(node).to(wide)
+                total = _like(graph, node, logits, weight, SUM)
+                total.meta["val"] = value(node).to(wide)
                 if is_mean:
                     count = _count(graph, node, target, weight, wide)
-                    found = compute(graph, node, aten.div.Tensor, found, count)
+                    total = compute(graph, node, aten.div.Tensor, total, count)
             else:  # probabilities: torch divides by the number of rows
-                found = _like(graph, node, logits, weight, NONE)
-                found.meta["val"] = value(target).to(wide).select(1 if value(target).dim() > 1 else 0, 0)
-                found = compute(graph, node, aten.mean.default, found)
+                total = _like(graph, node, logits, weight, NONE)
+                total.meta["val"] = value(target).to(wide).select(1 if value(target).dim() > 1 else 0, 0)
+                total = compute(graph, node, aten.mean.default, total)
             if wide != low and any(user.op != "output" for user in node.users):
-                found = compute(graph, node, aten.to.dtype, found, low)
-        node.replace_all_uses_with(found)
+                total = compute(graph, node, aten.to.dtype, total, low)
+        node.replace_all_uses_with(total)
         graph.erase_node(node)
 
 
@@ -93,9 +93,9 @@ def _like(graph: fx.Graph, node: fx.Node, logits: Any, weight: Any, reduction: i
     """The loss with another reduction. Its value is not computed: logits and targets may lie on different devices."""
     named = [declared.name for declared in node.target._schema.arguments[4:]]  # type: ignore[union-attr]
     rest = (argument(node, name) for name in named)
-    made = graph.call_function(node.target, (logits, node.args[1], weight, reduction, *rest))  # type: ignore[arg-type]
-    made.meta = dict(node.meta)
-    return made
+    new = graph.call_function(node.target, (logits, node.args[1], weight, reduction, *rest))  # type: ignore[arg-type]
+    new.meta = dict(node.meta)
+    return new
 
 
 def _count(graph: fx.Graph, node: fx.Node, target: Any, weight: Any, dtype: torch.dtype) -> fx.Node:

@@ -58,7 +58,7 @@ def _with_rows(node: fx.Node) -> None:
     args: Any = node.args
     x, indices = args[0], [args[2]] if is_selected else list(args[1])
     core = index = indices[0]
-    if index is None or any(one is not None for one in indices[1:]) or value(index).dtype in _MASKS:
+    if index is None or any(i is not None for i in indices[1:]) or value(index).dtype in _MASKS:
         return
     while core.target in _SAME_ELEMENTS:
         core = core.args[0]
@@ -69,18 +69,18 @@ def _with_rows(node: fx.Node) -> None:
         dim = _counts_along(term, size) if isinstance(term, fx.Node) and isinstance(other, fx.Node) else None
         if dim is None:
             continue
-        made = partial(compute, node.graph, node)
+        emit = partial(compute, node.graph, node)
         count, (picked, rest) = value(term).shape[dim], (value(core).shape, value(x).shape[1:])
-        rows = made(aten.div.Tensor_mode, term, size // count, rounding_mode="floor")
-        inside = made(aten.masked_fill.Scalar, other, made(aten.lt.Scalar, other, 0), size // count)
-        x = made(aten.reshape.default, x, [count, size // count, *rest])
+        rows = emit(aten.div.Tensor_mode, term, size // count, rounding_mode="floor")
+        inside = emit(aten.masked_fill.Scalar, other, emit(aten.lt.Scalar, other, 0), size // count)
+        x = emit(aten.reshape.default, x, [count, size // count, *rest])
         if node.target is aten.index_put.default:
-            new = made(aten.expand.default, args[2], [*value(index).shape, *rest])
-            new = made(aten.reshape.default, new, [*picked, *rest])
-            new = made(aten.index_put.default, x, [rows, inside], new, *args[3:])
+            new = emit(aten.expand.default, args[2], [*value(index).shape, *rest])
+            new = emit(aten.reshape.default, new, [*picked, *rest])
+            new = emit(aten.index_put.default, x, [rows, inside], new, *args[3:])
         else:
-            new = made(aten.index.Tensor, x, [rows, inside])
-        node.replace_all_uses_with(made(aten.reshape.default, new, list(value(node).shape)))
+            new = emit(aten.index.Tensor, x, [rows, inside])
+        node.replace_all_uses_with(emit(aten.reshape.default, new, list(value(node).shape)))
         node.graph.erase_node(node)
         return
 
@@ -143,7 +143,7 @@ def _picked(node: fx.Node, given: dict[int, fx.Node], rows: dict[int, int], rank
 
 def _written(node: fx.Node, given: dict[int, fx.Node], rows: dict[int, int], rank: int) -> fx.Node | None:
     """The value of an `index_put`, as `_picked`. None if it does not write to all rows."""
-    made = partial(compute, node.graph, node)
+    emit = partial(compute, node.graph, node)
     args: Any = node.args
     x, shape, new, adds = args[0], list(value(args[0]).shape), args[2], any(args[3:])
     block = list(torch.broadcast_shapes(*(value(index).shape for index in given.values())))
@@ -153,62 +153,62 @@ def _written(node: fx.Node, given: dict[int, fx.Node], rows: dict[int, int], ran
     counted, rest, places = sorted(rows), [d for d in range(len(shape)) if d not in given], sorted(given)
     columns = [dim for dim in range(rank) if dim not in rows]
     order = [*(rows[dim] for dim in counted), *others, *rest]
-    x = _permuted(made, x, order)
+    x = _permuted(emit, x, order)
 
     def back(y: fx.Node) -> fx.Node:
-        y = made(aten.reshape.default, y, [shape[d] for d in order])
-        return _permuted(made, y, [order.index(d) for d in range(len(order))])
+        y = emit(aten.reshape.default, y, [shape[d] for d in order])
+        return _permuted(emit, y, [order.index(d) for d in range(len(order))])
 
-    indices = [_aligned(made, given[place], rank, [*counted, *columns]) for place in others]
+    indices = [_aligned(emit, given[place], rank, [*counted, *columns]) for place in others]
     sizes, tail = [block[dim] for dim in columns], [shape[d] for d in rest]
-    x, flat = _flat(made, x, indices, len(rows), [block[dim] for dim in counted], sizes)
+    x, flat = _flat(emit, x, indices, len(rows), [block[dim] for dim in counted], sizes)
     learns = any(value(leaf).requires_grad for leaf in closure([new]) if leaf.op == "placeholder")
     if not (adds or learns or value(new).dim()):  # one number, whose gradient does not count writes
-        written = made(aten.scatter.value, made(aten.lt.Tensor, x, x), len(rows), flat, True)
-        return back(made(aten.where.self, written, new, x))
+        written = emit(aten.scatter.value, emit(aten.lt.Tensor, x, x), len(rows), flat, True)
+        return back(emit(aten.where.self, written, new, x))
     at = sum(d < places[0] for d in rest) if places == list(range(places[0], places[-1] + 1)) else 0
-    new = made(aten.expand.default, new, [*tail[:at], *block, *tail[at:]])
+    new = emit(aten.expand.default, new, [*tail[:at], *block, *tail[at:]])
     where = [at + dim for dim in (*counted, *columns)]
-    new = _permuted(made, new, [*where, *(d for d in range(len(block) + len(tail)) if d not in where)])
-    new = made(aten.reshape.default, new, list(value(flat).shape))
-    return back(made(aten.scatter_add.default if adds else aten.scatter.src, x, len(rows), flat, new))
+    new = _permuted(emit, new, [*where, *(d for d in range(len(block) + len(tail)) if d not in where)])
+    new = emit(aten.reshape.default, new, list(value(flat).shape))
+    return back(emit(aten.scatter_add.default if adds else aten.scatter.src, x, len(rows), flat, new))
 
 
 def _gathered(
-    made: _Make, x: fx.Node, indices: Sequence[fx.Node], num_rows: int, rows: list[int], columns: list[int]
+    emit: _Make, x: fx.Node, indices: Sequence[fx.Node], num_rows: int, rows: list[int], columns: list[int]
 ) -> fx.Node:
     """The elements of each row at its own indices."""
     tail = list(value(x).shape[num_rows + len(indices) :])
-    x, flat = _flat(made, x, indices, num_rows, rows, columns)
-    return made(aten.reshape.default, made(aten.gather.default, x, num_rows, flat), [*rows, *columns, *tail])
+    x, flat = _flat(emit, x, indices, num_rows, rows, columns)
+    return emit(aten.reshape.default, emit(aten.gather.default, x, num_rows, flat), [*rows, *columns, *tail])
 
 
 def _flat(
-    made: _Make, x: fx.Node, indices: Sequence[fx.Node], num_rows: int, rows: list[int], columns: list[int]
+    emit: _Make, x: fx.Node, indices: Sequence[fx.Node], num_rows: int, rows: list[int], columns: list[int]
 ) -> tuple[fx.Node, fx.Node]:
     """A value with one dimension for those of the indices, and one index of as many dimensions."""
     inside = list(value(x).shape[num_rows : num_rows + len(indices)])
     tail = list(value(x).shape[num_rows + len(indices) :])
     flat: Any = None
     for index, size in zip(indices, inside, strict=True):
-        number = made(aten.to.dtype, index, torch.int64)
+        number = emit(aten.to.dtype, index, torch.int64)
         # an index may count from the end, and `gather` knows no such index
-        number = made(aten.where.self, made(aten.lt.Scalar, number, 0), made(aten.add.Tensor, number, size), number)
+        number = emit(aten.where.self, emit(aten.lt.Scalar, number, 0), emit(aten.add.Tensor, number, size), number)
         if len(inside) > 1:  # else a number outside of one dimension would be one inside of the product
-            outside = made(aten.ne.Tensor, made(aten.clamp.default, number, 0, size - 1), number)
-            number = made(aten.masked_fill.Scalar, number, outside, -prod(inside))
-        flat = number if flat is None else made(aten.add.Tensor, made(aten.mul.Tensor, flat, size), number)
-    flat = made(aten.expand.default, flat, [*rows, *columns])
-    flat = made(aten.reshape.default, flat, [*rows, prod(columns), *[1] * len(tail)])
-    flat = made(aten.expand.default, flat, [*rows, prod(columns), *tail])
-    return made(aten.reshape.default, x, [*rows, prod(inside), *tail]), flat
+            outside = emit(aten.ne.Tensor, emit(aten.clamp.default, number, 0, size - 1), number)
+            number = emit(aten.masked_fill.Scalar, number, outside, -prod(inside))
+        flat = number if flat is None else emit(aten.add.Tensor, emit(aten.mul.Tensor, flat, size), number)
+    flat = emit(aten.expand.default, flat, [*rows, *columns])
+    flat = emit(aten.reshape.default, flat, [*rows, prod(columns), *[1] * len(tail)])
+    flat = emit(aten.expand.default, flat, [*rows, prod(columns), *tail])
+    return emit(aten.reshape.default, x, [*rows, prod(inside), *tail]), flat
 
 
-def _aligned(made: _Make, index: fx.Node, rank: int, order: list[int]) -> fx.Node:
+def _aligned(emit: _Make, index: fx.Node, rank: int, order: list[int]) -> fx.Node:
     """An index with all dimensions of the indices, in another order."""
-    index = made(aten.reshape.default, index, [*[1] * (rank - value(index).dim()), *value(index).shape])
-    return _permuted(made, index, order)
+    index = emit(aten.reshape.default, index, [*[1] * (rank - value(index).dim()), *value(index).shape])
+    return _permuted(emit, index, order)
 
 
-def _permuted(made: _Make, x: fx.Node, order: list[int]) -> fx.Node:
-    return x if order == sorted(order) else made(aten.permute.default, x, order)
+def _permuted(emit: _Make, x: fx.Node, order: list[int]) -> fx.Node:
+    return x if order == sorted(order) else emit(aten.permute.default, x, order)

@@ -76,8 +76,8 @@ class _Packing:
 
 
 def _info(node: fx.Node) -> TensorInfo:
-    found: TensorInfo = node.meta["info"]
-    return found
+    info: TensorInfo = node.meta["info"]
+    return info
 
 
 def _packing_of(flat: Flat, weight: fx.Node, tied: frozenset[str]) -> _Packing | None:
@@ -97,11 +97,11 @@ def _packing_of(flat: Flat, weight: fx.Node, tied: frozenset[str]) -> _Packing |
     takes: dict[fx.Node, list[_Take]] = {}
     partitions = set()
     for linear in linears:
-        found = _takes(linear, _At(dim=len(_info(linear).shape) - 1, rows=1), ())
-        pieces = None if found is None else _partition(found, size)
-        if found is None or pieces is None:
+        taken = _takes(linear, _At(dim=len(_info(linear).shape) - 1, rows=1), ())
+        pieces = None if taken is None else _partition(taken, size)
+        if taken is None or pieces is None:
             return None
-        takes[linear] = found
+        takes[linear] = taken
         partitions.add(pieces)
     biases = _biases(flat, linears, tied)
     if len(partitions) != 1 or biases is None:
@@ -111,28 +111,28 @@ def _packing_of(flat: Flat, weight: fx.Node, tied: frozenset[str]) -> _Packing |
 
 def _biases(flat: Flat, linears: Sequence[fx.Node], tied: frozenset[str]) -> tuple[fx.Node, ...] | None:
     """The distinct biases of linears. None if a bias is no parameter, is tied, or has another use."""
-    found = dict.fromkeys(arg(n, 2) for n in linears if len(n.args) > 2 and n.args[2] is not None)
-    for bias in found:
+    biases = dict.fromkeys(arg(n, 2) for n in linears if len(n.args) > 2 and n.args[2] is not None)
+    for bias in biases:
         used_here = all(user in linears and user.args.index(bias) == 2 for user in bias.users)
         if not _is_parameter(flat, bias) or flat.placeholders[bias.name][1] in tied or not used_here:
             return None
-    return tuple(found)
+    return tuple(biases)
 
 
 def _takes(node: fx.Node, at: _At, path: tuple[tuple[fx.Node, _At], ...]) -> list[_Take] | None:
     """All slices of a packed value. None if the value also has another use."""
-    found: list[_Take] = []
+    taken: list[_Take] = []
     for user in node.users:
         bounds = _bounds(user, at)
         if bounds is not None:
-            found.append(_Take(node=user, path=path, at=at, rows=(bounds[0] * at.rows, bounds[1] * at.rows)))
+            taken.append(_Take(node=user, path=path, at=at, rows=(bounds[0] * at.rows, bounds[1] * at.rows)))
             continue
         after = _after(user, at)
         deeper = None if after is None else _takes(user, after, (*path, (user, after)))
         if not deeper:
             return None
-        found += deeper
-    return found
+        taken += deeper
+    return taken
 
 
 def _bounds(node: fx.Node, at: _At) -> _Interval | None:
@@ -209,7 +209,7 @@ def _cut(flat: Flat, packing: _Packing) -> None:
         bias: dict(zip(packing.pieces, _pieces(flat, bias, 0, packing.pieces), strict=True)) for bias in packing.biases
     }
     for linear, takes in packing.takes.items():
-        made: dict[tuple[fx.Node, _Interval], fx.Node] = {}
+        done: dict[tuple[fx.Node, _Interval], fx.Node] = {}
         for piece in packing.pieces:
             weight = weights[piece]
             with flat.graph.inserting_before(linear):
@@ -217,27 +217,27 @@ def _cut(flat: Flat, packing: _Packing) -> None:
                     weight = flat.graph.call_function(aten.t.default, (weight,))
                     weight.meta = _meta(arg(linear, 1), 0, piece[1] - piece[0])
                 bias = tuple(biases[arg(linear, 2)][piece] for _ in linear.args[2:] if linear.args[2] is not None)
-                made[linear, piece] = flat.graph.call_function(aten.linear.default, (linear.args[0], weight, *bias))
-            made[linear, piece].meta = _meta(linear, len(_info(linear).shape) - 1, piece[1] - piece[0])
+                done[linear, piece] = flat.graph.call_function(aten.linear.default, (linear.args[0], weight, *bias))
+            done[linear, piece].meta = _meta(linear, len(_info(linear).shape) - 1, piece[1] - piece[0])
         for take in takes:
-            _replace(flat.graph, linear, take, _piece_with(packing.pieces, take), made)
+            _replace(flat.graph, linear, take, _piece_with(packing.pieces, take), done)
 
 
 def _replace(
-    graph: fx.Graph, linear: fx.Node, take: _Take, piece: _Interval, made: dict[tuple[fx.Node, _Interval], fx.Node]
+    graph: fx.Graph, linear: fx.Node, take: _Take, piece: _Interval, done: dict[tuple[fx.Node, _Interval], fx.Node]
 ) -> None:
-    """Make a slice read its piece. `made` holds the operators that already exist for pieces."""
-    value = made[linear, piece]
+    """Make a slice read its piece. `done` holds the operators that already exist for pieces."""
+    value = done[linear, piece]
     for node, at in take.path:
-        if (node, piece) not in made:
+        if (node, piece) not in done:
             units = (piece[1] - piece[0]) // at.rows
             with graph.inserting_before(node):
                 new = graph.node_copy(node, {node.all_input_nodes[0]: value}.__getitem__)
             if node.target is aten.reshape.default:
                 new.args = (value, [*_info(node).shape[: at.dim], units, *_info(node).shape[at.dim + 1 :]])
             new.meta = _meta(node, at.dim, units)
-            made[node, piece] = new
-        value = made[node, piece]
+            done[node, piece] = new
+        value = done[node, piece]
     dim, start = take.at.dim, (take.rows[0] - piece[0]) // take.at.rows
     if take.node.target is aten.select.int:
         take.node.args = (value, dim, start)

@@ -42,19 +42,19 @@ def _layers(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
     assert isinstance(weights, (list, tuple)) and isinstance(num_layers, int), node
     directions = 2 if both_ways else 1
     num_weights = len(weights) // num_layers
-    made: list[list[fx.Node]] = [[] for _ in given]
+    per_state: list[list[fx.Node]] = [[] for _ in given]
     for layer in range(num_layers):
         if layer:
             x = compute(graph, node, aten.dropout.default, x, dropout, train)
         bounds = (0, layer * directions, (layer + 1) * directions)
-        own = [compute(graph, node, aten.slice.Tensor, state, *bounds) for state in given]
+        initial = [compute(graph, node, aten.slice.Tensor, state, *bounds) for state in given]
         part = list(weights[layer * num_weights : (layer + 1) * num_weights])
         options = (has_biases, 1, 0.0, train, both_ways, batch_first)
-        outputs = _network(graph, node, (x, own if is_lstm else own[0], part, *options), x, own)
+        outputs = _network(graph, node, (x, initial if is_lstm else initial[0], part, *options), x, initial)
         x = outputs[0]
-        for found, state in zip(made, outputs[1:], strict=True):
-            found.append(state)
-    return [x, *(compute(graph, node, aten.cat.default, found, 0) for found in made)]  # type: ignore[list-item]
+        for outs, state in zip(per_state, outputs[1:], strict=True):
+            outs.append(state)
+    return [x, *(compute(graph, node, aten.cat.default, outs, 0) for outs in per_state)]  # type: ignore[list-item]
 
 
 def _network(graph: fx.Graph, node: fx.Node, args: tuple[Any, ...], x: Any, states: list[fx.Node]) -> list[fx.Node]:
@@ -84,13 +84,13 @@ def open_cells(graph: fx.Graph) -> None:
             return compute(graph, like, target, *args)
 
         with graph.inserting_before(node):
-            made = _CELLS[node.target](emit, node)
-        if isinstance(made, fx.Node):
-            node.replace_all_uses_with(made)
+            result = _CELLS[node.target](emit, node)
+        if isinstance(result, fx.Node):
+            node.replace_all_uses_with(result)
         else:
             for user in list(node.users):
                 assert user.target is operator.getitem, user
-                user.replace_all_uses_with(made[user.args[1]])
+                user.replace_all_uses_with(result[user.args[1]])
                 graph.erase_node(user)
         graph.erase_node(node)
 

@@ -172,8 +172,8 @@ class Region:
         return _before(node, _SAME) is _before(self.keys, _SAME)
 
     def _is_sorted_keys(self, node: fx.Node) -> bool:
-        found = _before(node, _SAME)
-        return found in self.takes and self._is_keys(arg(found, self.takes[found]))
+        source = _before(node, _SAME)
+        return source in self.takes and self._is_keys(arg(source, self.takes[source]))
 
     # ---- rewriting ----
 
@@ -189,8 +189,8 @@ class Region:
             expert = compute(graph, self.order, TAKE, self.keys, order, k)
         for node in self.products:
             self._replace(graph, node, PRODUCT, arg(node, 0), arg(node, 1), expert, k)
-        for target, found in ((TAKE, self.takes), (ROWS, self.rows), (UNTAKE, self.untakes)):
-            for node, position in found.items():
+        for target, places in ((TAKE, self.takes), (ROWS, self.rows), (UNTAKE, self.untakes)):
+            for node, position in places.items():
                 self._replace(graph, node, target, arg(node, position), order, k)
         for node, position in self.sums.items():
             self._add(graph, node, arg(node, position), order)
@@ -229,10 +229,10 @@ def _dim_of_rows(node: fx.Node, of_rows: dict[fx.Node, int]) -> int | None:
     call, operands = Call.of(node.target, node.args, node.kwargs, _info(out), _info_of)
     rule = rule_of(call)
     having = {(k, of_rows[operand]) for k, operand in enumerate(operands) if operand in of_rows}
-    found = {rule.inputs[k][dim] for k, dim in having}
-    if not rule.known or len(found) != 1:
+    fs = {rule.inputs[k][dim] for k, dim in having}
+    if not rule.known or len(fs) != 1:
         return None
-    factors = found.pop()
+    factors = fs.pop()
     fixed = rule.whole | rule.outermost | rule.invariant
     if not factors or not fixed.isdisjoint(factors):
         return None
@@ -250,8 +250,8 @@ def _info(tensor: torch.Tensor) -> TensorInfo:
     return TensorInfo(tuple(tensor.shape), tensor.dtype)
 
 
-def _info_of(found: Any) -> TensorInfo | None:
-    return _info(value(found)) if isinstance(found, fx.Node) and isinstance(value(found), torch.Tensor) else None
+def _info_of(node: Any) -> TensorInfo | None:
+    return _info(value(node)) if isinstance(node, fx.Node) and isinstance(value(node), torch.Tensor) else None
 
 
 # ---- indices ----

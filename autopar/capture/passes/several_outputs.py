@@ -32,7 +32,7 @@ def one_output_each(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function" or not isinstance(value(node), (list, tuple)):
             continue
-        made: Outputs = {}
+        outputs: Outputs = {}
         for user in list(node.users):
             if user.target is not operator.getitem:
                 raise CaptureError(
@@ -42,7 +42,7 @@ def one_output_each(graph: fx.Graph) -> None:
                 graph.erase_node(user)
                 continue
             with graph.inserting_before(user):
-                piece = _output(graph, node, user, made)
+                piece = _output(graph, node, user, outputs)
             user.replace_all_uses_with(piece)
             graph.erase_node(user)
         graph.erase_node(node)
@@ -62,7 +62,7 @@ def call(
     return node
 
 
-def _output(graph: fx.Graph, node: fx.Node, user: fx.Node, made: Outputs) -> fx.Node:
+def _output(graph: fx.Graph, node: fx.Node, user: fx.Node, outputs: Outputs) -> fx.Node:
     name, index, result = operator_name(node), int_arg(user, 1), value(user)
     if name == "unbind":
         dim = argument(node, "dim")
@@ -73,7 +73,7 @@ def _output(graph: fx.Graph, node: fx.Node, user: fx.Node, made: Outputs) -> fx.
         source = cast("list[fx.Node]", node.args[0])[index]
         return call(graph, user, aten.expand.default, (source, list(result.shape)), result)
     if (name in PICKS_MANY or name in PICKS_ONE) and len(value(node)) == 2:
-        return _picked(graph, node, user, made)
+        return _picked(graph, node, user, outputs)
     if name in ("var_mean", "std_mean"):
         return _moment(graph, node, user)
     if name == "native_dropout" and index == 0:
@@ -96,18 +96,18 @@ def _piece(graph: fx.Graph, node: fx.Node, user: fx.Node) -> fx.Node:
     return call(graph, user, aten.slice.Tensor, bounds, value(user))
 
 
-def _picked(graph: fx.Graph, node: fx.Node, user: fx.Node, made: Outputs) -> fx.Node:
+def _picked(graph: fx.Graph, node: fx.Node, user: fx.Node, outputs: Outputs) -> fx.Node:
     """The operator returns the indices, and `gather` the values, so that gradients reach the picked elements."""
     indices = value(node)[1]
-    if 1 not in made:
+    if 1 not in outputs:
         with graph.inserting_before(node):
-            made[1] = call(graph, user, output_of(node.target, 1), node.args, indices, **node.kwargs)
+            outputs[1] = call(graph, user, output_of(node.target, 1), node.args, indices, **node.kwargs)
     if int_arg(user, 1) == 1:
-        return made[1]
+        return outputs[1]
     source, dim = node.args[0], argument(node, "dim")
     if operator_name(node) in PICKS_MANY or argument(node, "keepdim") or not value(source).dim():
-        return call(graph, user, aten.gather.default, (source, dim, made[1]), value(user))
-    kept = call(graph, user, aten.unsqueeze.default, (made[1], dim), indices.unsqueeze(dim))
+        return call(graph, user, aten.gather.default, (source, dim, outputs[1]), value(user))
+    kept = call(graph, user, aten.unsqueeze.default, (outputs[1], dim), indices.unsqueeze(dim))
     picked = call(graph, user, aten.gather.default, (source, dim, kept), value(user).unsqueeze(dim))
     return call(graph, user, aten.squeeze.dim, (picked, dim), value(user))
 

@@ -32,21 +32,21 @@ class Capture:
 
         This takes milliseconds, or as long as a capture if these sizes need one.
         """
-        own = sequence is None or sequence == self.sequence
+        same = sequence is None or sequence == self.sequence
         if self.record is None:
             why = self.unknown or ""
         else:
-            sizes = Sizes(batch=batch, sequence=self.record.sizes.sequence if own else sequence)
+            sizes = Sizes(batch=batch, sequence=self.record.sizes.sequence if same else sequence)
             try:
-                found = program_at(self.record, sizes)
-                return found if batch == 1 else with_note_on_axes(found, [b.axes for b in self.record.blocks])
+                result = program_at(self.record, sizes)
+                return result if batch == 1 else with_note_on_axes(result, [b.axes for b in self.record.blocks])
             except OtherGraph as error:
                 why = str(error)
-        if self.again is None or not own:
+        if self.again is None or not same:
             where = f"batch {batch}" + (f" and sequence {sequence}" if sequence is not None else "")
             raise CaptureError(f"the program is not known at {where}, because {why}; capture the model at these sizes")
-        found = self.again(batch)
-        return found if batch > 1 else replace(found, mixes_batch=f"{UNSEEN}, because {why}")
+        result = self.again(batch)
+        return result if batch > 1 else replace(result, mixes_batch=f"{UNSEEN}, because {why}")
 
     @property
     def has_one_sequence(self) -> bool:

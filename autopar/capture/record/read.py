@@ -89,7 +89,7 @@ def _program(record: ProgramRecord, sizes: Sizes) -> Program:
         parameters={p.name: _state(p) for p in record.parameters},
         unused={p.name: _state(p) for p in record.unused},
         notes=record.notes,
-        inputs=tuple(_described(InputInfo, one, shape=read.shape(one.shape)) for one in record.inputs),
+        inputs=tuple(_described(InputInfo, i, shape=read.shape(i.shape)) for i in record.inputs),
         constants=read.constants(record.constants),
         loss=record.loss,
         denominators=record.denominators,
@@ -172,10 +172,10 @@ class _Reader:
     def whole(self, size: Any) -> int:
         if isinstance(size, int):
             return size
-        found = Form(_terms(size)).at(self.sizes)
-        if found is None:
+        whole = Form(_terms(size)).at(self.sizes)
+        if whole is None:
             raise OtherGraph("a size would not be a whole number there")
-        return found
+        return whole
 
     def shape(self, sizes: Sequence[Size]) -> tuple[int, ...]:
         return tuple(self.whole(size) for size in sizes)
@@ -240,9 +240,9 @@ class _Reader:
         for leaf in record.ports:
             nodes[leaf.name] = self.leaf(graph, leaf)
             nodes[leaf.name].meta["key"] = leaf.name
-        for one in record.nodes:
-            node = nodes[one.name] = self.node(graph, one, nodes)
-            node.meta["key"] = one.key
+        for r in record.nodes:
+            node = nodes[r.name] = self.node(graph, r, nodes)
+            node.meta["key"] = r.key
         graph.output(tuple(_of(nodes, name) for name in record.outputs))
         ports = {port.name: port.role for port in record.ports}
         signature = signature_of(graph, ports, record.outputs)
@@ -256,8 +256,8 @@ class _Reader:
             if leaf.literal is not None:
                 node.meta["literal"] = _literal(leaf.literal)
         seen: set[str] = set()
-        for one in record.nodes:
-            node = nodes[one.name] = self.node(graph, one, nodes)
+        for r in record.nodes:
+            node = nodes[r.name] = self.node(graph, r, nodes)
             text = repr((node.target, node.args, sorted(node.kwargs.items())))
             if text in seen:
                 raise OtherGraph("two constants would be equal there")
@@ -288,10 +288,10 @@ def _named(tag: str, name: Any) -> Any:
             return torch.device(name)
         except RuntimeError:
             raise BadRecord(f"{name!r} is no device") from None
-    found = getattr(torch, name, None) if isinstance(name, str) and tag in NAMED else None
-    if found is None or not isinstance(found, NAMED[tag]):
+    attr = getattr(torch, name, None) if isinstance(name, str) and tag in NAMED else None
+    if attr is None or not isinstance(attr, NAMED[tag]):
         raise BadRecord(f"{name!r} is no {tag}")
-    return found
+    return attr
 
 
 def _operator(name: str) -> Callable[..., Any]:
@@ -300,10 +300,10 @@ def _operator(name: str) -> Callable[..., Any]:
     packet, _, overload = rest.partition(".")
     if namespace == "autopar":
         define(packet, overload)
-    found = getattr(getattr(getattr(torch.ops, namespace, None), packet, None), overload, None)
-    if str(found) != name or not overloads_of(found):
+    target = getattr(getattr(getattr(torch.ops, namespace, None), packet, None), overload, None)
+    if str(target) != name or not overloads_of(target):
         raise BadRecord(f"there is no operator {name!r} here")
-    operator: Callable[..., Any] = found  # type: ignore[assignment]
+    operator: Callable[..., Any] = target  # type: ignore[assignment]
     return operator
 
 

@@ -102,13 +102,13 @@ class _Writer:
     def whole(self, where: str, a: int, b: int) -> int | tuple[Term, ...]:
         if (a, b) not in self.known:
             self.known[a, b] = form_of(a, b, self.sizes, self.others)
-        found = self.known[a, b]
-        if found is None:
+        n = self.known[a, b]
+        if n is None:
             raise Unexplained(
                 f"{where} has the number {a} at {_text(self.sizes)} and {b} at {_text(self.others)}, and no "
                 "formula of these sizes gives both"
             )
-        return found.terms if isinstance(found, Form) else found
+        return n.terms if isinstance(n, Form) else n
 
     def shape(self, where: str, a: Sequence[int], b: Sequence[int]) -> tuple[Size, ...]:
         _same(f"{where}: the number of dimensions", len(a), len(b))
@@ -128,8 +128,8 @@ class _Writer:
             _same(where, a.name, b.name)
             return {"node": a.name}
         if isinstance(a, int) and not isinstance(a, bool):
-            found = self.whole(where, a, b)
-            return {"size": _plain(found)} if isinstance(found, tuple) else found
+            n = self.whole(where, a, b)
+            return {"size": _plain(n)} if isinstance(n, tuple) else n
         if isinstance(a, float):
             return self.floating(where, a, b)
         if isinstance(a, (list, tuple)):

@@ -30,16 +30,16 @@ def pass_number(stage: int, kind: Pass) -> int:
 
 def action_of(number: int, micro_batches: int) -> Action:
     """The inverse: the action that has a number."""
-    one, micro_batch = divmod(number, micro_batches)
-    return Action(one // len(KINDS), KINDS[one % len(KINDS)], micro_batch)
+    pair, micro_batch = divmod(number, micro_batches)
+    return Action(pair // len(KINDS), KINDS[pair % len(KINDS)], micro_batch)
 
 
 def in_turns(*passes: tuple[int, Sequence[int]]) -> list[int]:
     """Merge lists of passes: in every step each list runs one pass, from the step on at which the list begins."""
     order: list[int] = []
-    ends = sorted({end for begin, own in passes for end in (begin, begin + len(own))})
+    ends = sorted({end for begin, ids in passes for end in (begin, begin + len(ids))})
     for start, stop in pairwise(ends):
-        running = [own[start - begin : stop - begin] for begin, own in passes if begin <= start < begin + len(own)]
+        running = [ids[start - begin : stop - begin] for begin, ids in passes if begin <= start < begin + len(ids)]
         order.extend(chain.from_iterable(zip(*running, strict=True)))
     return order
 

@@ -22,13 +22,13 @@ def interleaved_order(rank: int, pp: int, virtual_stages: int, micro_batches: in
     ahead = (virtual_stages - 1) * size + (1 if splits else 2) * (pp - 1 - rank)
     warm_up = min(ahead, virtual_stages * micro_batches)
     rounds = [range(begin, begin + size) for begin in range(0, micro_batches, size)]
-    own = range(rank, virtual_stages * pp, pp)
+    mine = range(rank, virtual_stages * pp, pp)
 
     def passes(kind: Pass, stages: Sequence[int]) -> list[int]:
         each = [pass_number(stage, kind) * micro_batches for stage in stages]
-        return [number + micro_batch for one in rounds for number in each for micro_batch in one]
+        return [number + micro_batch for part in rounds for number in each for micro_batch in part]
 
-    forward, back = (0, passes("F", own)), own[::-1]
+    forward, back = (0, passes("F", mine)), mine[::-1]
     if not splits:
         return in_turns(forward, (warm_up, passes("B", back)))
     return in_turns(forward, (warm_up, passes("I", back)), (warm_up + rank, passes("W", back)))

@@ -19,11 +19,11 @@ DEFAULT_SCHEDULE = "1f1b"
 
 def by_name(schedules: Iterable[Schedule]) -> Mapping[str, Schedule]:
     """Schedules by name, oldest first."""
-    found: dict[str, Schedule] = {}
-    for one in sorted(schedules, key=lambda each: (each.published, each.name)):
-        assert one.name not in found, f"two schedules are called {one.name}; rename one of them"
-        found[one.name] = one
-    return found
+    named: dict[str, Schedule] = {}
+    for schedule in sorted(schedules, key=lambda each: (each.published, each.name)):
+        assert schedule.name not in named, f"two schedules are called {schedule.name}; rename one of them"
+        named[schedule.name] = schedule
+    return named
 
 
 def _schedules_of_folder() -> list[Schedule]:

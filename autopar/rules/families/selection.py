@@ -56,8 +56,8 @@ ROW: Dim = ("t", "j")
 @rule(ORDER)
 def expert_order(call: Call) -> Rule:
     """A rank sorts the rows of its own tokens. A token's choices stay together."""
-    found = rule_from(call, [[("t",), ("j",)]], [ROW], sizes=_sizes(call), whole={"j"})
-    return _without_padding(found)
+    base = rule_from(call, [[("t",), ("j",)]], [ROW], sizes=_sizes(call), whole={"j"})
+    return _without_padding(base)
 
 
 @rule(ROWS)
@@ -92,8 +92,8 @@ def expert_product(call: Call) -> Rule:
     inputs: list[list[Dim]] = [[ROW, ("k",)], [("e",), ("k",), ("n",)], [ROW]]
     output: list[Dim] = [ROW, ("n",)]
     linear = [{0}, {1}]
-    found = rule_from(call, inputs, output, sizes=_sizes(call), whole={"j", "e"}, linear=linear, flops=_flops)
-    return replace(_routed(found), expert="e" if "e" in found.sizes else "", emit=_emit_product)
+    base = rule_from(call, inputs, output, sizes=_sizes(call), whole={"j", "e"}, linear=linear, flops=_flops)
+    return replace(_routed(base), expert="e" if "e" in base.sizes else "", emit=_emit_product)
 
 
 def _emit_product(local: Call) -> tuple[Step, ...]:
@@ -103,8 +103,8 @@ def _emit_product(local: Call) -> tuple[Step, ...]:
     return (Step("product_of_experts", (*local.args, mesh_dim)),)
 
 
-def _routed(found: Rule) -> Rule:
-    return replace(_without_padding(found), is_routed=True)
+def _routed(base: Rule) -> Rule:
+    return replace(_without_padding(base), is_routed=True)
 
 
 def _sizes(call: Call) -> dict[str, int]:
@@ -117,9 +117,9 @@ def _rest(call: Call) -> list[Dim]:
     return [(f"d{n}",) for n in range(1, len(call.output.shape))]
 
 
-def _without_padding(found: Rule) -> Rule:
+def _without_padding(base: Rule) -> Rule:
     """Padding is no expert's number."""
-    return replace(found, even=found.even | {"t"})
+    return replace(base, even=base.even | {"t"})
 
 
 def _flops(sizes: Mapping[str, int]) -> float:

@@ -13,7 +13,7 @@ from autopar.rules.rule import Call, Dim, Rule, Step
 
 def spans(left: Sequence[int], right: Sequence[int]) -> list[tuple[list[int], list[int]]]:
     """The smallest groups of dimensions of two shapes that cover the same elements; dimensions of size 1 left out."""
-    found: list[tuple[list[int], list[int]]] = []
+    pairs: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(left) or j < len(right):
         a: list[int] = []
@@ -30,8 +30,8 @@ def spans(left: Sequence[int], right: Sequence[int]) -> list[tuple[list[int], li
                 j += 1
             else:
                 break
-        found.append(([d for d in a if left[d] != 1], [d for d in b if right[d] != 1]))
-    return [(a, b) for a, b in found if a or b]
+        pairs.append(([d for d in a if left[d] != 1], [d for d in b if right[d] != 1]))
+    return [(a, b) for a, b in pairs if a or b]
 
 
 def _take(cuts: list[int], names: list[str], size: int) -> Dim:
