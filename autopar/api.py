@@ -128,18 +128,18 @@ def parallelize(
     on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     without_weights = weightless(model)
     job = _Job(request=replace(request, model=without_weights) if on_meta else request, cluster=cluster)
-    asked = _asked(job, precision, global_batch, fix or {}, forbid or {}, objective)
-    decide = partial(_decide, job, plan, asked, derived=example_inputs is None)
+    options = _asked(job, precision, global_batch, fix or {}, forbid or {}, objective)
+    decide = partial(_decide, job, plan, options, derived=example_inputs is None)
     program, ours = _from_first_rank(decide, job.capture_for)
     origin = _same_settings(OriginalModel(model, without_weights, loss_fn, program.reads))
     source = agreed(lambda: parameter_source(model, state=state, seed=seed, dtype=None))
     held = sent_buffers(program, source) if sent else own_buffers(program, source, on_meta=on_meta)
     buffers = _first_of(held, parameter_source(without_weights, seed=seed))
-    made = ParallelModel(
+    parallel = ParallelModel(
         program, ours, source, device,
         seed=seed, replan=_replan(origin, job, program, ours), buffers=buffers, origin=origin, sent=sent,
     )  # fmt: skip
-    return origin.attached(made, optimizer)
+    return origin.attached(parallel, optimizer)
 
 
 def _check_world(cluster: ClusterSpec) -> None:
@@ -159,15 +159,15 @@ def _first_of(held: Mapping[str, torch.Tensor], late: Source) -> Source:
 
 def _refuse_hooks(model: nn.Module) -> None:
     """Raise `InputError` for hooks on gradients, which the generated code would never call."""
-    found = private.backward_hooked(model)
-    if found["module"]:
+    hooks = private.backward_hooked(model)
+    if hooks["module"]:
         raise InputError(
-            f"backward hooks of module {_listed(found['module'])} would never be called: the generated code has no "
+            f"backward hooks of module {_listed(hooks['module'])} would never be called: the generated code has no "
             "modules; remove them, and register hooks on the parameters of the ParallelModel"
         )
-    if found["parameter"]:
+    if hooks["parameter"]:
         raise InputError(
-            f"gradient hooks of parameter {_listed(found['parameter'])} would never be called; register them on "
+            f"gradient hooks of parameter {_listed(hooks['parameter'])} would never be called; register them on "
             "parallel.named_parameters() after parallelize"
         )
 
@@ -249,39 +249,39 @@ def _asked(
     )  # fmt: skip
 
 
-def _decide(job: _Job, plan: PlanLike, asked: PlanOptions, *, derived: bool) -> tuple[Program, Plan]:
+def _decide(job: _Job, plan: PlanLike, options: PlanOptions, *, derived: bool) -> tuple[Program, Plan]:
     """The program and the plan that are asked for."""
     loaded = Plan.load(plan) if isinstance(plan, (str, Path)) and plan != TUNED else plan
     if isinstance(loaded, (Plan, str)):
-        _refuse_beside(asked, "the plan decides this", ("precision", "global_batch", "fix", "forbid", "objective"))
+        _refuse_beside(options, "the plan decides this", ("precision", "global_batch", "fix", "forbid", "objective"))
     if isinstance(loaded, str):
-        return _tuned(job, asked)
+        return _tuned(job, options)
     if isinstance(loaded, Plan):
         program = job.capture_for(loaded)
         check_plan(loaded, program, job.cluster.num_devices, None if derived else job.local_batch)
         _warn_torch_version(loaded)
         return program, loaded
-    asked, wish = asked.joined_with(loaded or {})
+    options, wish = options.joined_with(loaded or {})
     if not wish:
-        return _searched(job, asked)
-    _refuse_beside(asked, "they are about a search, and the plan has degrees", ("fix", "forbid", "objective"))
+        return _searched(job, options)
+    _refuse_beside(options, "they are about a search, and the plan has degrees", ("fix", "forbid", "objective"))
 
     def captured(precision: str | None) -> tuple[Degrees, Program]:
-        words = {**asked.wish(), **wish, "precision": precision}
-        return wished_program(job.request, words, job.cluster.num_devices, asked.local_batch, asked.global_batch)
+        words = {**options.wish(), **wish, "precision": precision}
+        return wished_program(job.request, words, job.cluster.num_devices, options.local_batch, options.global_batch)
 
     (degrees, program), _, notes = in_precision_of(
-        asked.precision, job.request.model, job.cluster, captured, lambda found: found[1]
+        options.precision, job.request.model, job.cluster, captured, lambda pair: pair[1]
     )
     _say((*notes, *(note for note in program.notes if note.startswith(ONE_MICRO_BATCH))))
     decided = label_plan(program, job.cluster, degrees, job.name)
     return program, replace(decided, notes=(*decided.notes, *notes))
 
 
-def _refuse_beside(asked: PlanOptions, why: str, names: Sequence[str]) -> None:
+def _refuse_beside(options: PlanOptions, why: str, names: Sequence[str]) -> None:
     """Refuse arguments of a search. Raises `InputError` naming them."""
     usual = PlanOptions()
-    if given := [name for name in names if (getattr(asked, name) or None) != (getattr(usual, name) or None)]:
+    if given := [name for name in names if (getattr(options, name) or None) != (getattr(usual, name) or None)]:
         raise InputError(f"{', '.join(given)} beside plan: {why}; leave out these arguments, or leave out plan")
 
 
@@ -290,36 +290,36 @@ def _say(notes: Sequence[str]) -> None:
         logger.warning(note)
 
 
-def _searched(job: _Job, asked: PlanOptions) -> tuple[Program, Plan]:
+def _searched(job: _Job, options: PlanOptions) -> tuple[Program, Plan]:
     """The best plan and its program."""
-    captured, own, notes = captured_as_asked(job.request, job.cluster, asked)
+    captured, used, notes = captured_as_asked(job.request, job.cluster, options)
     _say(notes)
     report, folder = (lambda _: None), job.request.folder and job.request.folder / "labels"
-    labels = labels_for(captured, job.cluster, own, report, folder)
-    found = search_captured(captured, job.cluster, own, name=job.name, on_progress=report, labels=labels)
-    if found.plan is None:
-        raise PlanError(nothing_fits(found))
-    if found.plan.degrees.world_size != job.cluster.num_devices:
+    labels = labels_for(captured, job.cluster, used, report, folder)
+    result = search_captured(captured, job.cluster, used, name=job.name, on_progress=report, labels=labels)
+    if result.plan is None:
+        raise PlanError(nothing_fits(result))
+    if result.plan.degrees.world_size != job.cluster.num_devices:
         raise PlanError(
-            f"the plan of least {asked.objective} uses {found.plan.degrees.world_size} of the "
+            f"the plan of least {options.objective} uses {result.plan.degrees.world_size} of the "
             f"{job.cluster.num_devices} devices; start that many ranks, or leave out objective"
         )
-    return program_for(captured, found.plan.degrees), replace(found.plan, notes=(*found.plan.notes, *notes))
+    return program_for(captured, result.plan.degrees), replace(result.plan, notes=(*result.plan.notes, *notes))
 
 
-def _tuned(job: _Job, asked: PlanOptions) -> tuple[Program, Plan]:
+def _tuned(job: _Job, options: PlanOptions) -> tuple[Program, Plan]:
     """The plan that `autopar.tune` measured to be the best for this model, batch and cluster, and its program.
 
     The batch is of one data-parallel rank, or of all of them.
     """
-    cluster, kind, batch = job.cluster, job.name, asked.local_batch
+    cluster, kind, batch = job.cluster, job.name, options.local_batch
     kept = tuned_plans(cache_folder(), cluster, kind)
-    for plan in (*(one for one in kept if one.degrees.local_batch == batch),
-                 *(one for one in kept if one.degrees.global_batch == batch)):  # fmt: skip
+    for plan in (*(p for p in kept if p.degrees.local_batch == batch),
+                 *(p for p in kept if p.degrees.global_batch == batch)):  # fmt: skip
         program = job.capture_for(plan)
         if program.fingerprint == plan.fingerprint:
             return program, plan
-    batches = [f"{n} sequences" for n in sorted({one.degrees.global_batch for one in kept})]
+    batches = [f"{n} sequences" for n in sorted({p.degrees.global_batch for p in kept})]
     there = f" (there are plans of {', '.join(batches)}, perhaps of another {kind})" if batches else ""
     raise PlanError(
         f"nobody tuned {kind} on {cluster.name} for {batch} sequences of a data-parallel rank or of all ranks "
@@ -378,14 +378,14 @@ def _same_as(plan: Plan, program: Program) -> Program:
 
 def _replan(origin: OriginalModel, job: _Job, program: Program, plan: Plan) -> Replan:
     """Captures the model, of which it holds no weights, for another batch or in eval mode, cut into the same stages."""
-    model, asked, around = origin.weightless, job.request, ambient_autocast()
+    model, req, around = origin.weightless, job.request, ambient_autocast()
     placed = stages_by_parameter(program, stages_of(program, plan.cuts, plan.recomputed))
     names = [info.name for info in program.inputs]
-    decides = asked.reading.specialise or any(decision.inputs for decision in program.decisions)
+    decides = req.reading.specialise or any(decision.inputs for decision in program.decisions)
 
     def replan(wanted: Wanted, base: CompiledProgram, held: Mapping[str, Storage]) -> tuple[Program, Plan]:
-        reading, rows = replace(asked.reading, buffers=base.buffers, decided=wanted.decided), 1
-        request = replace(asked, model=model, training=wanted.training, reading=reading)
+        reading, rows = replace(req.reading, buffers=base.buffers, decided=wanted.decided), 1
+        request = replace(req, model=model, training=wanted.training, reading=reading)
         if {info.name for info in wanted.batch.form.inputs} != {*names}:
             order = [*dict.fromkeys(name.partition(".")[0] for name in names)]
             at = {name: index for index, name in enumerate(order)}
@@ -396,24 +396,24 @@ def _replan(origin: OriginalModel, job: _Job, program: Program, plan: Plan) -> R
             rows = base.mesh.sample_ranks.degree
         else:
             request = request.with_shapes(wanted.sizes)
-        own = replace(plan.degrees, micro_batch=request.sizes[0] // rows, accumulate=1, micro_batches=1)
+        now = replace(plan.degrees, micro_batch=request.sizes[0] // rows, accumulate=1, micro_batches=1)
 
         def capture() -> Program:
             with autocast_as(around):
-                return capture_for(request, own)
+                return capture_for(request, now)
 
         def decide() -> tuple[Program, Plan]:
-            found = capture()
-            return found, label_plan(found, job.cluster, own, type(model).__name__, held=held, stage_of=placed)
+            new = capture()
+            return new, label_plan(new, job.cluster, now, type(model).__name__, held=held, stage_of=placed)
 
-        found, decided = _from_first_rank(decide, lambda _: capture())
-        origin.watch(found.reads)
-        return found, decided
+        new, decided = _from_first_rank(decide, lambda _: capture())
+        origin.watch(new.reads)
+        return new, decided
 
     return replan
 
 
 def _warn_torch_version(plan: Plan) -> None:
-    made, here = public_version(plan.torch_version), public_version(torch.__version__)
-    if made and made != here:
-        warnings.warn(f"the plan was made with torch {made}, this is {here}", stacklevel=3)
+    built, here = public_version(plan.torch_version), public_version(torch.__version__)
+    if built and built != here:
+        warnings.warn(f"the plan was made with torch {built}, this is {here}", stacklevel=3)

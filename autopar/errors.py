@@ -149,8 +149,8 @@ def nearest(name: str, choices: Iterable[str]) -> str | None:
     for choice in choices:
         folded.setdefault(_fold(choice), choice)
     # a long "name" is not a misspelling, and difflib is quadratic
-    found = difflib.get_close_matches(_fold(name[:100]), folded, n=1, cutoff=0.6)
-    return folded[found[0]] if found else None
+    matches = difflib.get_close_matches(_fold(name[:100]), folded, n=1, cutoff=0.6)
+    return folded[matches[0]] if matches else None
 
 
 def did_you_mean(name: str, choices: Sequence[str], *, max_listed: int = 40) -> str:

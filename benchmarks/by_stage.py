@@ -15,7 +15,7 @@ import numpy as np
 from search_problem import Problem
 
 from autopar.ir.cluster import ClusterSpec
-from autopar.search.driver.search import Searched, search_degrees
+from autopar.search.driver.search import SearchState, search_degrees
 from autopar.search.pricing.exact import BY_STAGE
 
 FAR = 0.07
@@ -29,7 +29,7 @@ CASES = (
 )
 
 
-def enumerated(found: Searched) -> tuple[float, int]:
+def enumerated(found: SearchState) -> tuple[float, int]:
     """The best value of candidates with recomputation by stage, and the number of candidates."""
     screened, candidates = found.screened, found.candidates
     mine = np.isin(candidates.tp, found.labelled) & (screened.level > 0) & (candidates.pp > 1)

@@ -29,8 +29,8 @@ from search_problem import Problem
 from autopar.ir.rank_order import ORDERS
 from autopar.ir.schedules.registry import SCHEDULE_NAMES
 from autopar.search.driver.optuna_refine import MISSING, MOST_MOVED, STARTUP
-from autopar.search.driver.search import Searched, search_degrees
-from autopar.search.pricing.exact import Priced, priced
+from autopar.search.driver.search import SearchState, search_degrees
+from autopar.search.pricing.exact import PricedPlan, priced
 from autopar.search.space.candidates import Candidates, candidates
 from autopar.search.space.constraints import Constraints
 
@@ -50,7 +50,7 @@ class Price:
     missing_bytes: float
 
     @classmethod
-    def of(cls, one: Priced, capacity_bytes: float) -> "Price":
+    def of(cls, one: PricedPlan, capacity_bytes: float) -> "Price":
         return cls(seconds=one.seconds, missing_bytes=one.needed_bytes - capacity_bytes)
 
     @property
@@ -99,7 +99,7 @@ def main(out: Path, chart: Path) -> None:
     draw(found, chart)
 
 
-def searched(one: Case, narrowed: Constraints, trials: int = 0) -> Searched:
+def searched(one: Case, narrowed: Constraints, trials: int = 0) -> SearchState:
     problem = one.problem
     return search_degrees(problem.works, problem.spec, narrowed, problem.on, most_exact=2000, trials=trials)
 

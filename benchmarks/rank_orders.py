@@ -14,7 +14,7 @@ from autopar.cost_model.machine.cluster import cluster_machine
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.device import Link
 from autopar.ir.rank_order import ORDERS
-from autopar.search.driver.search import Searched, search_degrees
+from autopar.search.driver.search import SearchState, search_degrees
 from autopar.search.result.format import plan_in_words
 from autopar.search.result.result import degrees_in_plain
 
@@ -72,7 +72,7 @@ def compared(model: str, spec: ClusterSpec, cluster: str, sequences: int) -> str
     machine = cluster_machine(spec, problem.on.machine.engine, problem.on.machine.mechanisms, precision="bf16")
     on = replace(problem.on, machine=machine)
 
-    def searched(*orders: str) -> Searched:
+    def searched(*orders: str) -> SearchState:
         narrowed = problem.constraints.narrowed({"order": orders})
         return search_degrees(problem.works, spec, narrowed, on, most_exact=2000)
 

@@ -15,7 +15,7 @@ from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.memory.formula import MemoryBasis, StepMemory, memory_basis, step_memory
 from autopar.cost_model.memory.per_stage import memory_of_ranks, staged_memory
 from autopar.cost_model.pipeline.stages import Stages, is_by_stage, pipeline_of, stages_at, whole_message_s
-from autopar.cost_model.step.assembly import Pipeline, Pipelined
+from autopar.cost_model.step.assembly import Pipeline, PipelineTimes
 from autopar.cost_model.step.context import Passes
 from autopar.cost_model.step.experts import with_experts
 from autopar.cost_model.step.layouts import Layouts, Shape, layouts_from
@@ -150,10 +150,10 @@ class Pricing:
         costs: dict[str, Passes] = {}
         messages: list[Floats] = []
 
-        def look(passes: Mapping[str, Passes], message: Floats) -> Pipelined:
+        def look(passes: Mapping[str, Passes], message: Floats) -> PipelineTimes:
             costs.update(passes)
             messages.append(message)
-            return Pipelined(busy=np.zeros(1), blocks=np.zeros(1), idle=np.zeros(1), messages=np.zeros(1))
+            return PipelineTimes(busy=np.zeros(1), blocks=np.zeros(1), idle=np.zeros(1), messages=np.zeros(1))
 
         self._step(layouts, look)
         return costs, whole_message_s(messages[0], self.question.engine, self.machine.mechanisms.message_exposed)

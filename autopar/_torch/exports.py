@@ -137,9 +137,9 @@ def tensor_of(node: fx.Node) -> Any:
 
     tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
     with torch._C._DisableTorchDispatch():
-        made = like_traced(node).requires_grad_(node.meta["val"].is_floating_point())
-    track_tensor_tree(made, fx.Proxy(node, tracer), constant=None, tracer=tracer)
-    return made
+        tensor = like_traced(node).requires_grad_(node.meta["val"].is_floating_point())
+    track_tensor_tree(tensor, fx.Proxy(node, tracer), constant=None, tracer=tracer)
+    return tensor
 
 
 def with_backward(function: Callable[..., Any], leaves: Sequence[torch.Tensor]) -> fx.GraphModule:
@@ -152,9 +152,7 @@ def with_backward(function: Callable[..., Any], leaves: Sequence[torch.Tensor]) 
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     parts = "backward", "aten.native_", "aten._native_batch_norm", "aten._fused_rms_norm", "aten.nll_loss"
-    table: dict[Any, Any] = {
-        one: made for one, made in decomposition_table.items() if any(part in str(one) for part in parts)
-    }
+    table: dict[Any, Any] = {op: fn for op, fn in decomposition_table.items() if any(part in str(op) for part in parts)}
     with ExitStack() as stack:
         for context in (_disable_current_modes(), torch._C.DisableTorchFunction(), sdpa_kernel(SDPBackend.MATH)):
             stack.enter_context(context)
@@ -233,8 +231,8 @@ def gradient_hooks(refuse: Callable[..., Any], is_lossless: Callable[..., bool])
     node_of, enter = plain.__get__, saved.__enter__
 
     def node(tensor: torch.Tensor) -> _Node | None:
-        found = node_of(tensor)
-        return None if found is None else _Node(found, refuse)
+        traced = node_of(tensor)
+        return None if traced is None else _Node(traced, refuse)
 
     def entered(hooks: Any) -> Any:
         is_users = type(hooks) is saved or not type(hooks).__module__.startswith("torch.")

@@ -43,11 +43,11 @@ def overloads_of(value: Any) -> dict[str, OpOverload]:
 
     The value may also be one overload, or a function made by `torch.library.custom_op`.
     """
-    found = getattr(value, "_opoverload", value)
-    if isinstance(found, OpOverload):
-        return {str(found): found}
-    if isinstance(found, OpOverloadPacket):
-        return {f"{found}.{name}": getattr(found, name) for name in found.overloads()}
+    op = getattr(value, "_opoverload", value)
+    if isinstance(op, OpOverload):
+        return {str(op): op}
+    if isinstance(op, OpOverloadPacket):
+        return {f"{op}.{name}": getattr(op, name) for name in op.overloads()}
     return {}
 
 
@@ -157,8 +157,8 @@ def finish_fsdp_backward(model: nn.Module) -> None:
     if not roots:
         return
     state = roots[0]._get_fsdp_state()
-    for one in state._state_ctx.all_states:
-        for group in one._fsdp_param_groups:
+    for s in state._state_ctx.all_states:
+        for group in s._fsdp_param_groups:
             group.post_backward()
     state._root_post_backward_final_callback()
 
@@ -238,8 +238,8 @@ def storage_reference(tensor: torch.Tensor) -> Any:
 
 def saved_tensor_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
     """The hooks of the innermost `torch.autograd.graph.saved_tensors_hooks`: pack and unpack. None without hooks."""
-    found: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return found
+    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks
 
 
 class LiveStorages(TorchDispatchMode):
@@ -348,9 +348,9 @@ def outside_of_workers() -> Iterator[None]:
         worker._worker_info = held
 
 
-def unscale_and_check(gradients: list[torch.Tensor], found: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+def unscale_and_check(gradients: list[torch.Tensor], flag: torch.Tensor, inverse_scale: torch.Tensor) -> None:
     """Multiply gradients by a number in place. `found` becomes 1 if an element is NaN or infinite."""
-    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse_scale)
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, inverse_scale)
 
 
 def group_name_of(arguments: dict[str, Any]) -> str | None:
@@ -371,8 +371,8 @@ def group_timeout() -> timedelta:
     """The timeout of operations of the world's process group."""
     group, device = dist.group.WORLD, torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     assert group is not None
-    found: timedelta = group._get_backend(device).options._timeout
-    return found
+    timeout: timedelta = group._get_backend(device).options._timeout
+    return timeout
 
 
 def with_timeout(backend: str, timeout: timedelta) -> tuple[str, Any]:
@@ -406,8 +406,8 @@ def with_local_part(like: Any, local: torch.Tensor) -> Any:
 
 def local_part(tensor: Any) -> torch.Tensor:
     """The memory of this rank behind a DTensor. Another tensor is returned."""
-    found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return found
+    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
 
 
 def tensor_without_memory(kind: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:

@@ -32,11 +32,11 @@ class Ranks(LocalTensorMode):
             return super().__torch_dispatch__(func, types, args, kwargs)
         if func is torch.ops.aten.sym_size.default:
             return tuple(args[0]._size)
-        found = {
+        results = {
             rank: func(*_of_rank(args, rank), **{key: _of_rank(value, rank) for key, value in named.items()})
             for rank in sorted(self.ranks)
         }
-        return args[0] if func._schema.is_mutable else _over_ranks(found)
+        return args[0] if func._schema.is_mutable else _over_ranks(results)
 
 
 @cache
@@ -60,12 +60,12 @@ def _of_rank(value: Any, rank: int) -> Any:
     return type(value)(_of_rank(v, rank) for v in value) if type(value) in (list, tuple) else value
 
 
-def _over_ranks(found: dict[int, Any]) -> Any:
+def _over_ranks(results: dict[int, Any]) -> Any:
     """One result for all ranks. Tensors become a rank tensor; other values must be equal on all ranks."""
-    first = found[0]
+    first = results[0]
     if isinstance(first, torch.Tensor):
-        return LocalTensor(found)
-    if isinstance(first, (list, tuple)) and any(isinstance(one, torch.Tensor) for one in first):
-        return type(first)(_over_ranks({rank: one[i] for rank, one in found.items()}) for i in range(len(first)))
-    assert all(one == first for one in found.values()), found
+        return LocalTensor(results)
+    if isinstance(first, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in first):
+        return type(first)(_over_ranks({rank: v[i] for rank, v in results.items()}) for i in range(len(first)))
+    assert all(v == first for v in results.values()), results
     return first

@@ -69,27 +69,27 @@ def captured_model(
     `autopar.capture.any_size.capture`.
     """
 
-    def asked_of(found: ResolvedModel) -> Request:
+    def asked_of(model: ResolvedModel) -> Request:
         from autopar.capture.request import Request
 
-        return Request.of(found.model, found.example_inputs, found.loss_fn, training=training, specialise=specialise)
+        return Request.of(model.model, model.example_inputs, model.loss_fn, training=training, specialise=specialise)
 
     if is_factory(spec):
-        found = resolve_model(spec, layers=layers, hidden=hidden, seq_len=seq_len, dtype=dtype)
+        source = resolve_model(spec, layers=layers, hidden=hidden, seq_len=seq_len, dtype=dtype)
 
-        request = replace(asked_of(found), staged=staged, folder=folder)
+        request = replace(asked_of(source), staged=staged, folder=folder)
 
         def capture(precision: str | None) -> CapturedModel:
-            return _captured_now(found, request.computing_in(precision), None)
+            return _captured_now(source, request.computing_in(precision), None)
 
         from autopar.planning.fixed import program_for
         from autopar.planning.labels import LABELLED
         from autopar.planning.precision import in_precision_of
 
-        made, own, why = in_precision_of(
-            precision, found.model, cluster, capture, lambda one: program_for(one.capture, LABELLED)
+        result, usual, why = in_precision_of(
+            precision, source.model, cluster, capture, lambda m: program_for(m.capture, LABELLED)
         )
-        return replace(made, precision=own, notes=(*made.notes, *why))
+        return replace(result, precision=usual, notes=(*result.notes, *why))
 
     def build(batch: int) -> ResolvedModel:
         return resolve_model(spec, layers=layers, hidden=hidden, seq_len=seq_len, batch=batch, dtype=dtype)
@@ -100,7 +100,7 @@ def captured_model(
         return capture_twice(asked_of(build(batch)).computing_in(precision)).program
 
     config, name, _ = config_named(spec)
-    asked = {
+    options = {
         "layers": layers,
         "hidden": hidden,
         "seq_len": seq_len,
@@ -109,7 +109,7 @@ def captured_model(
         "specialise": specialise,
         "precision": precision,
     }
-    file = None if folder is None else kept_file(folder, "capture", config, asked, CAPTURED_BATCH, capture_versions())
+    file = None if folder is None else kept_file(folder, "capture", config, options, CAPTURED_BATCH, capture_versions())
     notes: list[str] = []
     if file is not None and file.path.is_file():
         from autopar.capture.record.file import open_capture
@@ -123,29 +123,29 @@ def captured_model(
 
             return CapturedModel(name=name, digest=header.sha256, read=kept, local_batch=None, notes=header.notes)
     built = build(CAPTURED_BATCH)
-    made = _captured_now(built, asked_of(built).computing_in(precision), CAPTURED_BATCH)
-    if file is not None and made.capture.record is not None:
-        about = {"model": name, **{k: str(v) for k, v in asked.items() if v is not None}}
-        _keep(made, file, about, notes.append)
-    return replace(made, notes=(*made.notes, *notes))
+    result = _captured_now(built, asked_of(built).computing_in(precision), CAPTURED_BATCH)
+    if file is not None and result.capture.record is not None:
+        about = {"model": name, **{k: str(v) for k, v in options.items() if v is not None}}
+        _keep(result, file, about, notes.append)
+    return replace(result, notes=(*result.notes, *notes))
 
 
-def _captured_now(found: ResolvedModel, request: Request, batch: int | None) -> CapturedModel:
+def _captured_now(model: ResolvedModel, request: Request, batch: int | None) -> CapturedModel:
     from autopar.cache.programs import kept_capture
     from autopar.capture.record.file import digest_of
 
-    made = kept_capture(request, batch)
-    from_factory = found.kind == "factory"
-    digest = None if from_factory or made.record is None else digest_of(made.record)
-    own = request.sizes[0] if from_factory else None
-    return CapturedModel(name=found.name, digest=digest, read=lambda: made, local_batch=own, notes=found.notes)
+    once = kept_capture(request, batch)
+    from_factory = model.kind == "factory"
+    digest = None if from_factory or once.record is None else digest_of(once.record)
+    local = request.sizes[0] if from_factory else None
+    return CapturedModel(name=model.name, digest=digest, read=lambda: once, local_batch=local, notes=model.notes)
 
 
-def _keep(made: CapturedModel, file: KeptFile, about: dict[str, str], on_note: Callable[[str], None]) -> None:
+def _keep(captured: CapturedModel, file: KeptFile, about: dict[str, str], on_note: Callable[[str], None]) -> None:
     from autopar.capture.record.file import capture_text
 
     try:
-        text = capture_text(made.capture, about=about | capture_versions(), notes=made.notes)
+        text = capture_text(captured.capture, about=about | capture_versions(), notes=captured.notes)
     except InputError as error:
         on_note(str(error))
     else:

@@ -72,5 +72,5 @@ def _plain(value: Any) -> dict[str, Any]:
 
 def _of(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _of(one) for key, one in value.items()}
+        return {key: _of(v) for key, v in value.items()}
     return asdict(value) if hasattr(value, "__dataclass_fields__") else value

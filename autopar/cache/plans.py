@@ -27,29 +27,29 @@ def kept_search(
     folder: Path,
     captured: CapturedModel,
     cluster: ClusterSpec,
-    asked: PlanOptions,
+    options: PlanOptions,
     *,
     on_progress: Callable[[str], None],
 ) -> SearchResult:
     """What `autopar.planning.search.search_captured` finds, or found before. Captures have a digest."""
-    is_kept = not (asked.study or asked.timeout_s) and captured.digest is not None
-    file = _file(folder / "plans", captured, cluster, asked) if is_kept else None
+    is_kept = not (options.study or options.timeout_s) and captured.digest is not None
+    file = _file(folder / "plans", captured, cluster, options) if is_kept else None
     known = None if file is None else file.read(_read, on_progress)
     if file is not None and known is not None:
         return replace(known, notes=(*known.notes, f"found by an earlier search, kept as {file.path}"))
     from autopar.planning.search import labels_for, search_captured
 
-    found = search_captured(
+    result = search_captured(
         captured.capture,
         cluster,
-        asked,
+        options,
         name=captured.name,
         on_progress=on_progress,
-        labels=labels_for(captured.capture, cluster, asked, on_progress, folder / "labels"),
+        labels=labels_for(captured.capture, cluster, options, on_progress, folder / "labels"),
     )
     if file is not None:
-        file.write(json.dumps(found.to_dict(), separators=(",", ":"), sort_keys=True), on_progress)
-    return found
+        file.write(json.dumps(result.to_dict(), separators=(",", ":"), sort_keys=True), on_progress)
+    return result
 
 
 def _read(path: Path) -> SearchResult:
@@ -58,12 +58,12 @@ def _read(path: Path) -> SearchResult:
     return SearchResult.from_dict(json.loads(path.read_text(encoding="utf-8")), str(path))
 
 
-def _file(folder: Path, captured: CapturedModel, cluster: ClusterSpec, asked: PlanOptions) -> KeptFile:
+def _file(folder: Path, captured: CapturedModel, cluster: ClusterSpec, wish: PlanOptions) -> KeptFile:
     from autopar.cost_model.machine.cluster import default_precision
     from autopar.planning.machine import machine_of
 
-    machine = machine_of(cluster, asked.profile, asked.precision or default_precision(cluster), asked.reduce_dtype)
-    question = question_about(asked, cluster, machine, captured.name)
-    options = [asked.top, asked.trials, asked.seed, asked.report, list(machine.assumptions)]
-    options += [asked.precision, asked.reduce_dtype]
+    machine = machine_of(cluster, wish.profile, wish.precision or default_precision(cluster), wish.reduce_dtype)
+    question = question_about(wish, cluster, machine, captured.name)
+    options = [wish.top, wish.trials, wish.seed, wish.report, list(machine.assumptions)]
+    options += [wish.precision, wish.reduce_dtype]
     return kept_file(folder, "search", captured.digest, question, options, versions(SEARCHING))

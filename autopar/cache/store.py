@@ -56,14 +56,14 @@ class KeptFile:
         if not self.path.is_file():
             return None
         try:
-            found = parse(self.path)
+            value = parse(self.path)
         except Exception as error:  # whatever damaged values cause
             reason = " ".join(str(error).split())[:300] or type(error).__name__
             on_note(f"the kept {self.what} {self.path} cannot be read and is made anew: {reason}")
             return None
         with suppress(OSError):
             os.utime(self.path)  # `_drop_oldest` deletes by this time
-        return found
+        return value
 
     def write(self, text: str, on_note: Callable[[str], None] = lambda _: None) -> None:
         """Write the file and delete the oldest ones beside it. `on_note` is told if that fails."""

@@ -20,14 +20,14 @@ MOST = 50  # plans in a file
 def keep_tuned(folder: Path, cluster: ClusterSpec, kind: str, plan: Plan, about: dict[str, Any]) -> None:
     """Keep a measured plan for these devices and this class of model."""
     file = _file(folder, cluster, kind)
-    one = {"plan": plan.to_dict(), **about}
-    others = [each for each in _entries(file) if not _is_same(each, one)]
-    file.write(json.dumps([one, *others][:MOST]))
+    entry = {"plan": plan.to_dict(), **about}
+    others = [each for each in _entries(file) if not _is_same(each, entry)]
+    file.write(json.dumps([entry, *others][:MOST]))
 
 
 def tuned_plans(folder: Path, cluster: ClusterSpec, kind: str) -> list[Plan]:
     """The kept plans of a class of models, the newest first."""
-    return [Plan.from_dict(one["plan"], "the kept plan") for one in _entries(_file(folder, cluster, kind))]
+    return [Plan.from_dict(e["plan"], "the kept plan") for e in _entries(_file(folder, cluster, kind))]
 
 
 def _file(folder: Path, cluster: ClusterSpec, kind: str) -> KeptFile:
@@ -36,18 +36,18 @@ def _file(folder: Path, cluster: ClusterSpec, kind: str) -> KeptFile:
 
 def _entries(file: KeptFile) -> list[dict[str, Any]]:
     def parse(path: Path) -> list[dict[str, Any]]:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        for one in found:
-            Plan.from_dict(one["plan"], str(path))
-        return list(found)
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        for entry in entries:
+            Plan.from_dict(entry["plan"], str(path))
+        return list(entries)
 
     return file.read(parse, lambda _: None) or []
 
 
-def _is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+def _is_same(entry: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether two plans are of the same model, batch and objective."""
 
     def key(each: dict[str, Any]) -> tuple[Any, ...]:
         return each.get("model"), each.get("global_batch"), each.get("objective"), each["plan"].get("sequence")
 
-    return key(one) == key(other)
+    return key(entry) == key(other)

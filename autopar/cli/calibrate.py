@@ -48,22 +48,22 @@ def calibrate(
         from autopar.commands.calibrate import to_dict
         from autopar.commands.doctor import leave
 
-        found = measure(ranks=ranks, minutes=minutes, on_progress=on_progress)
+        result = measure(ranks=ranks, minutes=minutes, on_progress=on_progress)
         leave()
     if not is_first:
         return
     if out is not None:
         from autopar.cost_model.machine.profile_io import dump_profile
 
-        dump_profile(found.profile, out)
+        dump_profile(result.profile, out)
     if as_json:
-        print_json(to_dict(found))
+        print_json(to_dict(result))
     else:
-        _show(found, out)
+        _show(result, out)
 
 
-def _show(found: "Calibration", out: Path | None) -> None:
-    profile, screen = found.profile, console()
+def _show(result: "Calibration", out: Path | None) -> None:
+    profile, screen = result.profile, console()
     assert profile.measured is not None and profile.device is not None
     seconds = profile.measured.seconds
     screen.print(f"{profile.device.name}: {profile.measured.how}, {seconds:.0f} s\n", style="bold")
@@ -74,10 +74,10 @@ def _show(found: "Calibration", out: Path | None) -> None:
     rows = [(name, str(e.num_points), f"{e.median:.1%}", f"{e.p90:.1%}") for name, e in profile.fit.items()]
     screen.print(table(headings, rows, right=headings[1:]))
     screen.print()
-    if found.num_skipped:
-        screen.print(f"note: {found.num_skipped} works took too long and were left out; --minutes gives more time")
-    if found.is_disturbed:
-        text = f"passes differ by {found.spread:.0%}: this machine did other things; calibrate again when it does not"
+    if result.num_skipped:
+        screen.print(f"note: {result.num_skipped} works took too long and were left out; --minutes gives more time")
+    if result.is_disturbed:
+        text = f"passes differ by {result.spread:.0%}: this machine did other things; calibrate again when it does not"
         screen.print(f"note: {text}", style="yellow")
     for sentence in profile.assumptions():
         screen.print(f"note: {sentence}")
@@ -102,10 +102,10 @@ def _rows(profile: "DeviceProfile") -> list[tuple[str, str, str]]:
     rows.append(("launch", readable_seconds(profile.launch_s), "a kernel"))
     if profile.host_launch_s:
         rows.append(("launch on the host", readable_seconds(profile.host_launch_s), "an operator"))
-    for tier, one in profile.links.items():
-        link = one.link
+    for tier, cost in profile.links.items():
+        link = cost.link
         of = f"{link.bytes_per_s / 1e9:.4g} GB/s, {readable_seconds(link.latency_s)} a hop" if link else "the cluster's"
-        for kind, call in one.kinds.items() or (("all kinds", one.usual),):
+        for kind, call in cost.kinds.items() or (("all kinds", cost.usual),):
             rows.append((f"{tier} {kind}", f"{call.efficiency:.1%} + {readable_seconds(call.call_s)}", of))
     rows.append(("overlap slowdown", f"{profile.overlap_slowdown:.2f}", "the longer of both"))
     rows.append(("reserve", f"{profile.reserve_bytes / 1e9:.2f} GB", "memory"))

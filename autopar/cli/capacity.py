@@ -47,7 +47,7 @@ def capacity(
 
     preset = device_preset(device)
     memory_bytes = preset.total_memory_gb.value * 1e9
-    found = largest(
+    models = largest(
         counts,
         memory_bytes=memory_bytes,
         devices_per_host=int(preset.devices_per_host.value),
@@ -56,17 +56,17 @@ def capacity(
         reserve_bytes=device_profile(preset.name).reserve_bytes,
     )
     if chart is not None:
-        draw(found, f"Largest model on {preset.name}, sequences of {seq_len:,} tokens", chart)
+        draw(models, f"Largest model on {preset.name}, sequences of {seq_len:,} tokens", chart)
     if as_json:
         print_json(
-            {"device": preset.name, "sequence": seq_len, "engine": engine, "largest": [asdict(f) for f in found]}
+            {"device": preset.name, "sequence": seq_len, "engine": engine, "largest": [asdict(f) for f in models]}
         )
         return
     out = console()
     out.print(f"{preset.name}, {readable_bytes(memory_bytes)} each; engine {engine}, sequences of {seq_len:,} tokens\n")
     rows = []
     for count in counts:
-        mine = {one.way: one for one in found if one.devices == count}
+        mine = {r.way: r for r in models if r.devices == count}
         best = mine[WAYS[-1]]
         plan = f"tp {best.tp} × pp {best.pp} × dp {best.dp}, ZeRO {best.zero}" if best.parameters else ""
         rows.append([f"{count:,}", *(_billions(mine[way].parameters) for way in WAYS), plan])
@@ -89,7 +89,7 @@ def _billions(parameters: float) -> str:
     return f"{parameters / 1e9:,.1f}B" if parameters else "none fits"
 
 
-def draw(found: "Sequence[Largest]", title: str, path: Path) -> None:
+def draw(rows: "Sequence[Largest]", title: str, path: Path) -> None:
     """Parameters over devices, one line for each way. Raises InputError if it cannot draw or write."""
     try:
         import matplotlib
@@ -99,9 +99,9 @@ def draw(found: "Sequence[Largest]", title: str, path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    for way in dict.fromkeys(one.way for one in found):
-        mine = [one for one in found if one.way == way and one.parameters]
-        axes.plot([one.devices for one in mine], [one.parameters for one in mine], marker="o", label=way)
+    for way in dict.fromkeys(r.way for r in rows):
+        mine = [r for r in rows if r.way == way and r.parameters]
+        axes.plot([r.devices for r in mine], [r.parameters for r in mine], marker="o", label=way)
     axes.set(xscale="log", yscale="log", xlabel="devices", ylabel="parameters", title=title)
     axes.grid(alpha=0.3)
     axes.legend()

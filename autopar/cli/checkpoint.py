@@ -43,7 +43,7 @@ def checkpoint(
     if not path.is_dir():
         raise InputError(f"{path} is no folder; name a folder of checkpoints")
     latest = latest_folder(path)
-    rows = [_row(one, one == latest, verify) for one in complete_steps(path).values()]
+    rows = [_row(s, s == latest, verify) for s in complete_steps(path).values()]
     if as_json:
         print_json([asdict(row) for row in rows])
     elif not rows:

@@ -34,11 +34,11 @@ def register(app: typer.Typer, function: Callable[..., None]) -> None:
 
     A parameter `options: PlanOptions` becomes one option per field; every command gets ``--traceback``.
     """
-    own = inspect.signature(function, eval_str=True).parameters
-    takes_options = "options" in own
-    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for name, p in own.items() if name != "options"]
+    params = inspect.signature(function, eval_str=True).parameters
+    takes_options = "options" in params
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for name, p in params.items() if name != "options"]
     if takes_options:
-        parameters += _option_parameters(is_search="fix" in own)
+        parameters += _option_parameters(is_search="fix" in params)
     parameters.append(_parameter("traceback", _Traceback, False))
 
     def run(**given: Any) -> None:
@@ -64,7 +64,7 @@ def _flowing(function: Callable[..., None]) -> str:
 
 def _option_parameters(*, is_search: bool) -> list[inspect.Parameter]:
     panel = _SEARCHED if is_search else _PANEL
-    found = []
+    params = []
     for field in command_options().values():
         name, place, metavar = flag(field.name), panel, None
         if "bool" in str(field.type):  # its two long names would squeeze the texts of all options in the panel
@@ -72,8 +72,8 @@ def _option_parameters(*, is_search: bool) -> list[inspect.Parameter]:
         default = "" if is_search and field.metadata["is_searched"] else field.metadata["default"]
         text = f"{field.metadata['help']} (default: {default})" if default else field.metadata["help"]
         option = typer.Option(name, help=text, rich_help_panel=place, show_default=False, metavar=metavar)
-        found.append(_parameter(field.name, Annotated[field.type, option], None))
-    return found
+        params.append(_parameter(field.name, Annotated[field.type, option], None))
+    return params
 
 
 def _parameter(name: str, annotation: Any, default: object) -> inspect.Parameter:

@@ -39,13 +39,13 @@ def own_stdout() -> Iterator[None]:
     The descriptor stays with stderr until the process ends, because libraries print in their exit handlers as well.
     """
     with ExitStack() as stack:
-        own = sys.stdout
-        if _descriptor(own) == _STDOUT:
-            own.flush()
+        stream = sys.stdout
+        if _descriptor(stream) == _STDOUT:
+            stream.flush()
             stack.enter_context(suppress(BrokenPipeError))  # the reader may have left
-            own = stack.enter_context(open(os.dup(_STDOUT), "w", encoding=own.encoding, errors=own.errors))
+            stream = stack.enter_context(open(os.dup(_STDOUT), "w", encoding=stream.encoding, errors=stream.errors))
             os.dup2(_STDERR, _STDOUT)
-        stack.callback(_own.reset, _own.set(own))
+        stack.callback(_own.reset, _own.set(stream))
         stack.enter_context(redirect_stdout(sys.stderr))
         yield
 
@@ -59,10 +59,10 @@ def _descriptor(stream: TextIO) -> int | None:
 
 def console(*, stderr: bool = False) -> "Screen":
     """A console; where there is no terminal, wide enough that tables are not cut, whatever ``COLUMNS`` says of one."""
-    own = _own.get() or sys.stdout
-    if own.isatty() and isinstance(sys.stdout, FileProxy):  # a spinner runs, above which this prints
-        own = sys.stdout
-    stream = sys.stderr if stderr else own
+    stdout = _own.get() or sys.stdout
+    if stdout.isatty() and isinstance(sys.stdout, FileProxy):  # a spinner runs, above which this prints
+        stdout = sys.stdout
+    stream = sys.stderr if stderr else stdout
     width = None if stream.isatty() else WIDTH_WITHOUT_TERMINAL
     return Screen(file=stream, width=width, markup=False, highlight=False, emoji=False)  # mine:factory: is no picture
 

@@ -87,15 +87,15 @@ def _lines(now: "RunStatus") -> list[str]:
     of = f" of {now.total_steps:,}" if now.total_steps else ""
     known = [("learning rate", now.learning_rate), ("gradient norm", now.gradient_norm), *now.extra.items()]
     more = "".join(f", {name} {value:.4g}" for name, value in known if value is not None)
-    found = [f"step {now.step:,}{of}, loss {now.loss:.4f}{more}"]
+    lines = [f"step {now.step:,}{of}, loss {now.loss:.4f}{more}"]
     times = [] if now.age_s is None else [f"last written {duration(now.age_s)} ago"]
     times += [] if now.left_s is None else [f"{duration(now.left_s)} left"]
     times += [f"{now.num_tokens:,} tokens"] if now.num_tokens else []
-    found.append(", ".join(times))
+    lines.append(", ".join(times))
     saved = "no checkpoint in the run directory"
     if now.checkpoint is not None:
         saved = f"last checkpoint: step {now.checkpoint.step:,}, {duration(now.checkpoint.age_s)} ago"
-    found.append(saved)
+    lines.append(saved)
     counts = (
         (now.num_skipped, "skipped"),
         (now.num_replaced, "replaced after a restart"),
@@ -103,10 +103,10 @@ def _lines(now: "RunStatus") -> list[str]:
     )
     odd = [f"{count:,} {what}" for count, what in counts if count]
     if odd:
-        found.append(f"lines of steps: {', '.join(odd)}")
+        lines.append(f"lines of steps: {', '.join(odd)}")
     if now.num_starts > 1:
-        found.append(f"{now.num_starts} starts")
-    return found
+        lines.append(f"{now.num_starts} starts")
+    return lines
 
 
 def _figures(now: "RunStatus") -> list[tuple[str, str, str]]:

@@ -61,25 +61,25 @@ def trace(
         job = Job(spec=model, dtype=dtype, seed=seed, specialise=specialise, **sizes)
         decided, times = trace_model(job, out, world_size=world_size, degrees=wish, plan=plan, on_progress=on_progress)
     if as_json:
-        print_json({"trace": str(out), "plan": decided.to_dict(), "tracks": [asdict(one) for one in times]})
+        print_json({"trace": str(out), "plan": decided.to_dict(), "tracks": [asdict(t) for t in times]})
     else:
         _show(model, decided, times, out)
 
 
 def _show(model: str, plan: "Plan", times: list["TrackTime"], path: Path) -> None:
     out = console()
-    first, last = min(one.start_us for one in times), max(one.end_us for one in times)
+    first, last = min(t.start_us for t in times), max(t.end_us for t in times)
     out.print(f"{model}: {sizes_in_words(plan)}; one step of {(last - first) / 1e3:.1f} ms")
     columns = ("rank", "track", "slices", "busy ms", "of the step")
     rows = [
         (
-            one.rank,
-            one.track,
-            str(one.num_slices),
-            f"{one.busy_us / 1e3:.1f}",
-            f"{one.busy_us / max(last - first, 1e-9):.0%}",
+            t.rank,
+            t.track,
+            str(t.num_slices),
+            f"{t.busy_us / 1e3:.1f}",
+            f"{t.busy_us / max(last - first, 1e-9):.0%}",
         )
-        for one in times
+        for t in times
     ]
     out.print(table(columns, rows, right=columns[2:]))
     out.print(f"written to {path}; open it at https://ui.perfetto.dev")

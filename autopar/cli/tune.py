@@ -36,7 +36,7 @@ from autopar.words.numbers import readable_bytes, readable_seconds
 
 if TYPE_CHECKING:
     from autopar.commands.given import Given
-    from autopar.search.measured.result import Tried, TuneResult
+    from autopar.search.measured.result import PlanTrial, TuneResult
     from autopar.search.measured.rounds import Spread
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?) ?(s|m|min|h)?")
@@ -103,7 +103,7 @@ def tune(
     refuse_options(problems)
     spec = ClusterSpec.parse(cluster)
     options.check()
-    asked = replace(
+    wanted = replace(
         options,
         global_batch=options.global_batch or default_global_batch(options, spec.num_devices, None),
         objective=objective, fix=values_by_word("--fix", fix), forbid=values_by_word("--forbid", forbid),
@@ -114,7 +114,7 @@ def tune(
 
         limits = Limits(trials=trials, budget_s=budget_s, trial_s=trial_s)
         result = tune_asked(
-            lambda: _given(model, layers, hidden, options.seq_len, specialise=specialise), spec, asked, limits,
+            lambda: _given(model, layers, hidden, options.seq_len, specialise=specialise), spec, wanted, limits,
             study=study, profile=profile, calibrate=calibrate, on_progress=on_progress,
             on_trial=(lambda trial: None) if as_json else _show_trial,
         )  # fmt: skip
@@ -188,7 +188,7 @@ def _measured(seconds: "Spread | None") -> str:
     return f"{readable_seconds(seconds.median)}{between}"
 
 
-def _show_trial(trial: "Tried") -> None:
+def _show_trial(trial: "PlanTrial") -> None:
     out, outcome = console(), trial.outcome
     what = f"trial {trial.number + 1}: {plan_in_words(trial.candidate.degrees)}"
     if outcome.seconds is None:

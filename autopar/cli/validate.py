@@ -63,34 +63,34 @@ def validate(
         on_progress(f"predicting {len(rows)} rows")
         from autopar.cost_model.published.estimate import estimate_rows
 
-        found = validate_rows(rows, estimate_rows, by=column)
+        result = validate_rows(rows, estimate_rows, by=column)
     if report is not None:
         left_out = f", {len(file.left_out)} more left out" if file.left_out else ""
         subtitle = f"{len(rows)} rows of tier {tier}{left_out}; autopar validate"
-        page = validation_page(found, title=runs.name, subtitle=subtitle)
+        page = validation_page(result, title=runs.name, subtitle=subtitle)
         write_text(report, page)
     if out is not None:
-        write_text(out, predictions_csv(found))
+        write_text(out, predictions_csv(result))
     if as_json:
-        left = [{"id": one.id, "reason": one.reason} for one in file.left_out]
-        print_json(found.to_dict() | {"left_out": left, "unknown_columns": list(file.unknown_columns)})
+        left = [{"id": row.id, "reason": row.reason} for row in file.left_out]
+        print_json(result.to_dict() | {"left_out": left, "unknown_columns": list(file.unknown_columns)})
         return
-    _show(found)
+    _show(result)
     _show_unread(file)
     for path in (report, out):
         if path is not None:
             console().print(f"written to {path}")
 
 
-def predictions_csv(found: "Validation") -> str:
+def predictions_csv(result: "Validation") -> str:
     """``id,seconds,peak_bytes,fits`` of the modelled rows. `fits` is empty if the device's memory is unknown."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(("id", "seconds", "peak_bytes", "fits"))
-    for one in (compared.predicted for compared in found.compared):
-        if one is not None:
-            fits = "" if one.fits is None else str(one.fits).lower()
-            writer.writerow((one.id, repr(float(one.seconds)), round(one.peak_bytes), fits))
+    for row in (compared.predicted for compared in result.compared):
+        if row is not None:
+            fits = "" if row.fits is None else str(row.fits).lower()
+            writer.writerow((row.id, repr(float(row.seconds)), round(row.peak_bytes), fits))
     return text.getvalue()
 
 
@@ -123,24 +123,24 @@ def _check_targets(runs: Path, out: Path | None, report: Path | None) -> None:
         raise InputError(f"--out and --report both name {out}: name two files")
 
 
-def _show(found: "Validation") -> None:
+def _show(result: "Validation") -> None:
     out = console()
-    overall = found.overall
+    overall = result.overall
     out.print(_headline(overall), style="bold")
     out.print()
     columns = (
-        *(found.by_column, "rows", "modelled", "timed", "median", "mean", "p90", "worst", "bias"),
+        *(result.by_column, "rows", "modelled", "timed", "median", "mean", "p90", "worst", "bias"),
         *("memory", "median", "p90", "bias", "groups", "rank corr.", "regret"),
     )
-    lines = [(name, *_cells(part)) for name, part in found.by.items()]
+    lines = [(name, *_cells(part)) for name, part in result.by.items()]
     out.print(table(columns, [*lines, ("all", *_cells(overall))], right=columns[1:]))
     out.print()
-    weighed = found.mean_over_sources
+    weighed = result.mean_over_sources
     if weighed["step_time"] is not None:
         memory = "" if weighed["memory"] is None else f", of memory {percent(weighed['memory'])}"
         text = f"every source weighed once: mean of the median errors {percent(weighed['step_time'])}{memory}"
         out.print(text)
-    _show_rest(found)
+    _show_rest(result)
 
 
 def _headline(overall: "Measures") -> str:
@@ -153,9 +153,9 @@ def _headline(overall: "Measures") -> str:
     return f"{share}; step time: median error {percent(time.median)}, p90 {percent(time.p90)}"
 
 
-def _show_rest(found: "Validation") -> None:
+def _show_rest(result: "Validation") -> None:
     out = console()
-    ranking, oom = found.overall.ranking, found.overall.oom
+    ranking, oom = result.overall.ranking, result.overall.oom
     if ranking.groups:
         out.print(
             f"{ranking.groups} groups of layouts of the same work ({ranking.layouts} layouts): rank correlation "
@@ -163,8 +163,8 @@ def _show_rest(found: "Validation") -> None:
             f"measured regret {percent(ranking.regret_median)} and {percent(ranking.regret_p90)}"
         )
     for inside, count, what in (
-        (found.overall.time_inside, found.overall.step_time.n, "step times"),
-        (found.overall.memory_inside, found.overall.memory.n, "peak memories"),
+        (result.overall.time_inside, result.overall.step_time.n, "step times"),
+        (result.overall.memory_inside, result.overall.memory.n, "peak memories"),
     ):
         if count:
             out.print(f"{inside} of {count} measured {what} are in the 80% interval of the prediction")
@@ -174,8 +174,8 @@ def _show_rest(found: "Validation") -> None:
     if oom.ok_rows:
         text = f"{oom.ok_predicted_oom} of {oom.ok_rows} rows that ran are predicted not to fit"
         out.print(text)
-    _show_by_reason("warning", warnings(found))
-    _show_by_reason("not modelled", reasons(found))
+    _show_by_reason("warning", warnings(result))
+    _show_by_reason("not modelled", reasons(result))
 
 
 def _show_unread(file: "RowFile") -> None:
@@ -183,8 +183,8 @@ def _show_unread(file: "RowFile") -> None:
     from autopar.cost_model.published.row import COLUMNS
 
     by_reason: dict[str, list[str]] = {}
-    for one in file.left_out:
-        by_reason.setdefault(one.reason, []).append(one.id)
+    for row in file.left_out:
+        by_reason.setdefault(row.reason, []).append(row.id)
     _show_by_reason("left out", by_reason)
     if file.unknown_columns:
         near = {name: nearest(name, COLUMNS) for name in file.unknown_columns}

@@ -141,18 +141,18 @@ def suggesting_next_step(command: VerifyCommand, options: PlanOptions) -> Iterat
     try:
         yield
     except AutoparError as error:
-        asked = {name: getattr(options, name) for name in command_options()}
-        error.add_note(f"next: {next_after_refusal(error, command, asked)}")
+        wish = {name: getattr(options, name) for name in command_options()}
+        error.add_note(f"next: {next_after_refusal(error, command, wish)}")
         raise
 
 
 def next_after_refusal(error: AutoparError, command: VerifyCommand, wish: Mapping[str, Any]) -> str:
     """A command for an error of `verify`, with its purpose. `wish` are the degrees of the refused command."""
-    asked = {name: value for name, value in wish.items() if value is not None}
+    given = {name: value for name, value in wish.items() if value is not None}
     if isinstance(error, PlanError):
-        return _other_degrees(command, asked)
+        return _other_degrees(command, given)
     if isinstance(error, CaptureError) and error.option == "specialise":
-        return f"{replace(command, specialise=True).same_words(asked)}  # takes the branch of the example inputs"
+        return f"{replace(command, specialise=True).same_words(given)}  # takes the branch of the example inputs"
     if isinstance(error, CaptureError):
         return 'docs/troubleshooting.md, "It does not capture"'
     if isinstance(error, RankError):
@@ -171,12 +171,12 @@ def next_after_difference(report: "Report", command: VerifyCommand) -> str:
     return 'docs/troubleshooting.md, "The result differs"'
 
 
-def _other_degrees(command: VerifyCommand, asked: Mapping[str, Any]) -> str:
+def _other_degrees(command: VerifyCommand, given: Mapping[str, Any]) -> str:
     """The same command without the degrees that are refused most often. A factory has its own batch of a rank."""
     data = command.words(degrees={"dp": command.world_size})
-    one, all_ = ("", "") if is_factory(command.model) else (" --batch 1", f" --batch {command.world_size}")
-    if {"tp", "cp", "pp"} & asked.keys():
-        return f"{data}{one}  # {_LEAST}"
-    if (asked.get("accumulate") or 1) > 1:
+    single, all_ = ("", "") if is_factory(command.model) else (" --batch 1", f" --batch {command.world_size}")
+    if {"tp", "cp", "pp"} & given.keys():
+        return f"{data}{single}  # {_LEAST}"
+    if (given.get("accumulate") or 1) > 1:
         return f"{data}  # without micro-batches"
     return f"{command.words(1)}{all_}  # one rank"

@@ -91,12 +91,12 @@ def calibrate(
     if "RANK" in os.environ or dist.is_initialized():
         return _in_job(cluster, minutes, on_progress, started)
     device = torch.device(cluster.device_type)
-    own = _rank_device(device)
-    todo = stages(cluster.device_type, own.dtypes, [own.host]) * passes(minutes)
+    mine = _rank_device(device)
+    todo = stages(cluster.device_type, mine.dtypes, [mine.host]) * passes(minutes)
     meter = _Meter(todo, minutes, on_progress)
-    found = [(stage, [measured(stage, device, meter.budget_s, meter.step)]) for stage in todo]
-    how = f"{device.type}, one process" + (f" of {torch.get_num_threads()} threads" if device.type == "cpu" else "")
-    return combined(found, cluster, _rank_device(device), _measurement(how, 1, started))
+    samples = [(stage, [measured(stage, device, meter.budget_s, meter.step)]) for stage in todo]
+    setting = f"{device.type}, one process" + (f" of {torch.get_num_threads()} threads" if device.type == "cpu" else "")
+    return combined(samples, cluster, _rank_device(device), _measurement(setting, 1, started))
 
 
 def calibrate_cluster(cluster: ClusterSpec, minutes: float, on_progress: _Progress) -> Calibration:
@@ -105,18 +105,18 @@ def calibrate_cluster(cluster: ClusterSpec, minutes: float, on_progress: _Progre
     on_progress(0, 1, "starting ranks")
     with Ranks(num_ranks, timeout_s=TIMEOUT_S, checked=False, device_type=cluster.device_type) as world:
         every: list[RankDevice] = world.run("autopar.commands.calibrate:rank_device")
-        hosts = [one.host for one in every]
+        hosts = [r.host for r in every]
         todo = stages(cluster.device_type, every[0].dtypes, hosts) * passes(minutes)
-        meter, found = _Meter(todo, minutes, on_progress), []
+        meter, samples = _Meter(todo, minutes, on_progress), []
         for stage in todo:
             meter.show(stage)
-            found.append((stage, world.run("autopar.commands.calibrate:measured_on_rank", stage, meter.budget_s)))
+            samples.append((stage, world.run("autopar.commands.calibrate:measured_on_rank", stage, meter.budget_s)))
             meter.done(stage)
-        own: RankDevice = world.run("autopar.commands.calibrate:rank_device")[0]
+        mine: RankDevice = world.run("autopar.commands.calibrate:rank_device")[0]
     where = f"{os.cpu_count()} cores, one thread each" if cluster.device_type == "cpu" else _hosts_in_words(hosts)
-    how = f"{cluster.backend}, {num_ranks} ranks at once on {where}"
+    setting = f"{cluster.backend}, {num_ranks} ranks at once on {where}"
     sharing = ranks_per_core(cluster.device_type, hosts.count(hosts[0]))
-    return combined(found, cluster, own, _measurement(how, num_ranks, started, sharing))
+    return combined(samples, cluster, mine, _measurement(setting, num_ranks, started, sharing))
 
 
 def measured_on_rank(rank: int, stage: Stage, budget_s: float) -> list[float | None]:
@@ -142,13 +142,13 @@ def _in_job(cluster: ClusterSpec, minutes: float, on_progress: _Progress, starte
     device = start_process_group(cluster, timeout_s=TIMEOUT_S)
     hosts = gather_objects(socket.gethostname())
     todo = stages(device.type, dtypes_of(device), hosts) * passes(minutes)
-    meter, found = _Meter(todo, minutes, on_progress), []
+    meter, samples = _Meter(todo, minutes, on_progress), []
     for stage in todo:
         budget_s = broadcast_object(meter.budget_s)  # of rank 0: all must do the same
-        found.append((stage, gather_objects(measured(stage, device, budget_s, meter.step))))
-    how = f"{dist.get_backend()}, {len(hosts)} ranks at once on {_hosts_in_words(hosts)}"
+        samples.append((stage, gather_objects(measured(stage, device, budget_s, meter.step))))
+    setting = f"{dist.get_backend()}, {len(hosts)} ranks at once on {_hosts_in_words(hosts)}"
     sharing = ranks_per_core(device.type, hosts.count(socket.gethostname()))
-    return combined(found, cluster, _rank_device(device), _measurement(how, len(hosts), started, sharing))
+    return combined(samples, cluster, _rank_device(device), _measurement(setting, len(hosts), started, sharing))
 
 
 def _hosts_in_words(hosts: Sequence[str]) -> str:
@@ -163,14 +163,14 @@ def passes(minutes: float) -> int:
 
 def stages(device_type: str, dtypes: tuple[str, ...], hosts: Sequence[str]) -> list[Stage]:
     """Everything that is measured, when rank r is on `hosts[r]`."""
-    found = [Stage(name=name, works=tuple(works)) for name, works in device_works(device_type, dtypes).items()]
+    result = [Stage(name=name, works=tuple(works)) for name, works in device_works(device_type, dtypes).items()]
     groups = calibrate_links.link_groups(hosts)
-    for one in groups:
-        works = tuple(calibrate_links.link_works(one, device_type))
-        found.append(Stage(name=f"collectives, {one.name}", works=works, groups=one))
+    for g in groups:
+        works = tuple(calibrate_links.link_works(g, device_type))
+        result.append(Stage(name=f"collectives, {g.name}", works=works, groups=g))
     if groups:
-        found.append(Stage(name="overlap", works=tuple(calibrate_links.overlap_works()), groups=groups[-1]))
-    return found
+        result.append(Stage(name="overlap", works=tuple(calibrate_links.overlap_works()), groups=groups[-1]))
+    return result
 
 
 class _Meter:
@@ -206,11 +206,11 @@ def measured(
     pace = _pace(device, alone=stage.groups is None)
     group = calibrate_links.join_group(stage.groups) if stage.groups is not None else None
     rates: dict[str, float] = {}
-    found: list[float | None] = []
+    times: list[float | None] = []
     for work in stage.works:
         on_work(work)
         if work.amount * rates.get(work.name, 0.0) > TOO_LONG * budget_s:
-            found.append(None)
+            times.append(None)
             continue
         if group is None:
             seconds = measure(work, device, pace, budget_s)
@@ -218,11 +218,11 @@ def measured(
             prepared = _PREPARED[work.part](work, group, device)
             with torch.no_grad():
                 seconds = seconds_of(prepared, device, pace, budget_s) / calibrate_links.times_of_one(work)
-        found.append(seconds)
+        times.append(seconds)
         rates[work.name] = pace.largest(seconds) / work.amount
     if group is not None:
         dist.destroy_process_group(group)
-    return found
+    return times
 
 
 _PREPARED = {"collective": calibrate_links.prepared_collective, "overlap": calibrate_links.prepared_overlap}
@@ -250,14 +250,14 @@ def _pace(device: torch.device, *, alone: bool) -> Pace:
     )
 
 
-def _measurement(how: str, ranks: int, started: float, sharing: float = 1.0) -> Measurement:
+def _measurement(setting: str, ranks: int, started: float, sharing: float = 1.0) -> Measurement:
     versions = {"autopar": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
     if torch.version.cuda is not None:
         versions["cuda"] = str(torch.version.cuda)
     return Measurement(
         date=datetime.now(UTC).date().isoformat(),
         host=socket.gethostname(),
-        how=how,
+        how=setting,
         ranks=ranks,
         seconds=round(time.monotonic() - started, 1),
         ranks_per_core=sharing,
@@ -266,22 +266,22 @@ def _measurement(how: str, ranks: int, started: float, sharing: float = 1.0) -> 
 
 
 def combined(
-    found: Sequence[tuple[Stage, Sequence[Sequence[float | None]]]],
+    runs: Sequence[tuple[Stage, Sequence[Sequence[float | None]]]],
     cluster: ClusterSpec,
     device: RankDevice,
     measurement: Measurement,
 ) -> Calibration:
     """One sample of each work, as the median of passes and ranks (the last rank of a collective), and their profile."""
     every: dict[tuple[str, int], tuple[Work, list[float]]] = {}
-    for stage, ranks in found:
+    for stage, ranks in runs:
         for index, (work, times) in enumerate(zip(stage.works, zip(*ranks, strict=True), strict=True)):
-            _, own = every.setdefault((stage.name, index), (work, []))
+            _, values = every.setdefault((stage.name, index), (work, []))
             there = [seconds for seconds in times if seconds is not None]
             if len(there) == len(times):
-                own.append(median(there) if stage.groups is None else max(there))
-    samples = [Sample(work=work, seconds=median(own)) for work, own in every.values() if own]
+                values.append(median(there) if stage.groups is None else max(there))
+    samples = [Sample(work=work, seconds=median(values)) for work, values in every.values() if values]
     skipped = len(every) - len(samples)
-    spreads = [max(own) / min(own) - 1 for _, own in every.values() if len(own) > 1]
+    spreads = [max(values) / min(values) - 1 for _, values in every.values() if len(values) > 1]
     spread = round(median(spreads), 3) if spreads else None
     if spread is not None:
         measurement = replace(measurement, how=f"{measurement.how}, passes differ by {spread:.0%}")

@@ -78,8 +78,8 @@ class Figure:
 
     @property
     def promised(self) -> float | None:
-        found = [value for value in self.of_cluster if value is not None]
-        return median(found) if found else None
+        speeds = [value for value in self.of_cluster if value is not None]
+        return median(speeds) if speeds else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,20 +101,20 @@ class Diagnosis:
     @property
     def slow_ranks(self) -> dict[int, dict[str, float]]:
         """Per slow rank, the part of the median that it reaches, by figure."""
-        found: dict[int, dict[str, float]] = {}
+        slow: dict[int, dict[str, float]] = {}
         for figure in self.figures:
             for rank, part in figure.slow.items():
-                found.setdefault(rank, {})[figure.name] = part
-        return dict(sorted(found.items()))
+                slow.setdefault(rank, {})[figure.name] = part
+        return dict(sorted(slow.items()))
 
     def to_dict(self) -> dict[str, Any]:
-        found = asdict(self)
-        for entry, check in zip(found["checks"], self.checks, strict=True):
+        data = asdict(self)
+        for entry, check in zip(data["checks"], self.checks, strict=True):
             entry["passed"] = check.passed
         slow = {str(rank): parts for rank, parts in self.slow_ranks.items()}
-        for entry in found["figures"]:
+        for entry in data["figures"]:
             entry["slow"] = {str(rank): part for rank, part in entry["slow"].items()}
-        return {"passed": self.passed, "slow_ranks": slow} | found
+        return {"passed": self.passed, "slow_ranks": slow} | data
 
 
 def diagnose(
@@ -134,7 +134,7 @@ def diagnose(
         backend=cluster.backend,
         ranks=ranks,
         checks=tuple(_worst([replace(check, rank=r) for r, check in enumerate(every)]) for every in by_check),
-        figures=tuple(_figure(cluster, ranks, name, own) for name, own in measured.items()),
+        figures=tuple(_figure(cluster, ranks, name, speeds) for name, speeds in measured.items()),
         notes=tuple(notes),
     )
 
@@ -153,16 +153,16 @@ def _figure(
     unit: Unit = "s" if is_latency else "FLOP/s" if kind == "flops" else "B/s"
     # the bandwidth that a ring all-reduce of n ranks needs of every link, as NCCL's tests state it
     moved = 2 * (len(ranks) - 1) / len(ranks) * amount if kind == "all-reduce" else amount
-    found: dict[int, float] = {}
-    for rank, one in measured.items():
-        seconds = median(one.rounds_s)
-        found[rank] = seconds if is_latency else moved / seconds
+    speeds: dict[int, float] = {}
+    for rank, speed in measured.items():
+        seconds = median(speed.rounds_s)
+        speeds[rank] = seconds if is_latency else moved / seconds
     every = range(len(ranks))
     compared = kind != "all-reduce" and not is_latency  # all ranks of a collective take as long as the slowest
     return Figure(
         name=name,
         unit=unit,
-        of_ranks=tuple(found.get(rank) for rank in every),
+        of_ranks=tuple(speeds.get(rank) for rank in every),
         of_cluster=tuple(_promised(cluster, rank, measured.get(rank), is_latency) for rank in every),
         slow=_slow(cluster, ranks, measured) if compared else {},
     )
@@ -189,16 +189,16 @@ def _promised(cluster: ClusterSpec, rank: int, speed: "SpeedMeasurement | None",
 def _slow(cluster: ClusterSpec, ranks: Sequence[Rank], measured: Mapping[int, "SpeedMeasurement"]) -> dict[int, float]:
     """The ranks below `SLOW` of the median speed of their peers, with the part that they reach."""
     peers: dict[str, list[int]] = {}
-    for rank, one in measured.items():
-        group = ranks[rank].device if one.peer is None else cluster.tier(rank, one.peer)
+    for rank, speed in measured.items():
+        group = ranks[rank].device if speed.peer is None else cluster.tier(rank, speed.peer)
         peers.setdefault(group, []).append(rank)
-    found = {}
-    for own in peers.values():
-        rounds = list(zip(*(measured[rank].rounds_s for rank in own), strict=True))
-        best = [min(measured[rank].rounds_s) for rank in own]
-        for index, rank in enumerate(own):
+    slower = {}
+    for pair in peers.values():
+        rounds = list(zip(*(measured[rank].rounds_s for rank in pair), strict=True))
+        best = [min(measured[rank].rounds_s) for rank in pair]
+        for index, rank in enumerate(pair):
             usual = median(median_low(times) / times[index] for times in rounds)
             at_best = median_low(best) / best[index]
             if max(usual, at_best) < SLOW:
-                found[rank] = usual
-    return found
+                slower[rank] = usual
+    return slower

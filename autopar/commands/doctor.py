@@ -70,9 +70,9 @@ def examine(
     measured += together("speed of devices", lambda: list(device_speeds(device, _common_dtypes(cluster))))
     on_progress("speed of links")
     measured += together("speed of links", lambda: list(link_speeds(device)))
-    own = Rank(rank=dist.get_rank(), host=socket.gethostname(), device=_device_name(device))
+    mine = Rank(rank=dist.get_rank(), host=socket.gethostname(), device=_device_name(device))
     notes = [*cluster.assumptions, *(("an odd number of ranks: no pipeline of two stages",) * (world_size % 2))]
-    return diagnose(cluster, gather_objects((own, checks, measured)), notes)
+    return diagnose(cluster, gather_objects((mine, checks, measured)), notes)
 
 
 def leave() -> None:
@@ -92,8 +92,8 @@ def examine_here(num_ranks: int, cluster: ClusterSpec | None, *, timeout_s: floa
             f"cluster {spec.name} has {spec.num_devices} devices, --ranks starts {num_ranks}; make them equal"
         )
     with Ranks(num_ranks, timeout_s=timeout_s, checked=False) as ranks:
-        found: list[Diagnosis] = ranks.run("autopar.commands.doctor:examine_rank", spec, timeout_s)
-    return found[0]
+        diagnoses: list[Diagnosis] = ranks.run("autopar.commands.doctor:examine_rank", spec, timeout_s)
+    return diagnoses[0]
 
 
 def examine_rank(rank: int, cluster: ClusterSpec, timeout_s: float) -> Diagnosis:
@@ -132,10 +132,10 @@ class _Together:
 def _checked(name: str, run: Callable[[], Iterable[Difference]]) -> Check:
     """The worst difference, relative to its tolerance."""
     worst, count = Difference(name="", error=0.0), 0
-    for one in run():
+    for diff in run():
         count += 1
-        if one.error - one.tolerance > worst.error - worst.tolerance or count == 1:
-            worst = one
+        if diff.error - diff.tolerance > worst.error - worst.tolerance or count == 1:
+            worst = diff
     error = worst.error if isfinite(worst.error) else None
     return Check(name=name, error=error, tolerance=worst.tolerance, where=worst.name, num_compared=count)
 
@@ -170,8 +170,8 @@ def check_pipeline(cluster: ClusterSpec) -> Iterator[Difference]:
         alone = TwoLayers().double()
         x, target = torch.randn(2, dp * SEQUENCES, WIDTH, dtype=torch.float64)
     wish = {"pp": 2, "dp": dp, "zero": 0, "micro_batches": MICRO_BATCHES}
-    own = {"x": x[:SEQUENCES], "target": target[:SEQUENCES]}
-    parallel = parallelize(alone, cluster, example_inputs=own, plan=wish)  # the same seed: the same weights
+    inputs = {"x": x[:SEQUENCES], "target": target[:SEQUENCES]}
+    parallel = parallelize(alone, cluster, example_inputs=inputs, plan=wish)  # the same seed: the same weights
     coordinate = parallel.rank_mesh.sample_ranks.coordinate
     rows = slice(coordinate * SEQUENCES, (coordinate + 1) * SEQUENCES)
     loss = parallel.forward_backward({"x": x[rows], "target": target[rows]})
@@ -185,6 +185,6 @@ def check_pipeline(cluster: ClusterSpec) -> Iterator[Difference]:
             yield _relative(f"gradient of {name}", gradients[name], parameter.grad)
 
 
-def _relative(name: str, found: torch.Tensor, wanted: torch.Tensor) -> Difference:
-    error = float((found.cpu() - wanted).abs().max() / wanted.abs().max())
+def _relative(name: str, value: torch.Tensor, wanted: torch.Tensor) -> Difference:
+    error = float((value.cpu() - wanted).abs().max() / wanted.abs().max())
     return Difference(name=name, error=error if error == error else float("inf"), tolerance=PIPELINE_TOLERANCE)

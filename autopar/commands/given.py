@@ -36,7 +36,7 @@ class Given:
     notes: tuple[str, ...] = ()
 
 
-class _Called(BaseException):
+class _CallSignal(BaseException):
     """The script called `autopar.parallelize`. No `except Exception` of the script catches it."""
 
     def __init__(self, given: Given) -> None:
@@ -66,7 +66,7 @@ def given_by_script(text: str) -> Given:
         **_: Any,
     ) -> None:
         inputs = derived_inputs(model) if example_inputs is None else example_inputs
-        raise _Called(
+        raise _CallSignal(
             Given(
                 request=Request.of(model, inputs, loss_fn, specialise=specialise),
                 name=type(model).__name__,
@@ -82,7 +82,7 @@ def given_by_script(text: str) -> Given:
         stack.enter_context(patch.object(sys, "path", [str(Path(file).parent.resolve()), *sys.path]))
         try:
             runpy.run_path(file, run_name="__main__")
-        except _Called as reached:
+        except _CallSignal as reached:
             return reached.given
         except (Exception, SystemExit) as error:
             if (called := _before(error)) is not None:
@@ -95,9 +95,9 @@ def given_by_script(text: str) -> Given:
     raise InputError(f"{file} ended without a call of autopar.parallelize; add one, {_INSTEAD}")
 
 
-def _before(error: BaseException) -> _Called | None:
+def _before(error: BaseException) -> _CallSignal | None:
     """The call, if the script's clean-up after it raised the error."""
-    found: BaseException | None = error
-    while found is not None and not isinstance(found, _Called):
-        found = found.__context__
-    return found
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, _CallSignal):
+        cause = cause.__context__
+    return cause

@@ -54,7 +54,7 @@ class TrialJob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stepped:
+class StepMeasure:
     """One step: the seconds of the slowest rank, and this rank's peak memory.
 
     On a GPU the memory is what torch's allocator holds, on a CPU how much the process grew.
@@ -80,10 +80,10 @@ class Trainer:
         self.scaler = scaler_of(plan.degrees)
         constants = constants_of(program, source)
         (batch,) = random_batches(program, plan.degrees, 1, job.seed, job.given, constants)
-        own = this_ranks_part(program, batch, plan.degrees, self.model.rank_mesh.sample_ranks.coordinate)
-        self.batch = {name: value.to(self.device) for name, value in own.items()}
+        part = this_ranks_part(program, batch, plan.degrees, self.model.rank_mesh.sample_ranks.coordinate)
+        self.batch = {name: value.to(self.device) for name, value in part.items()}
 
-    def step(self) -> Stepped:
+    def step(self) -> StepMeasure:
         """Run one step of all ranks, from a barrier to the end of the slowest rank. Collective."""
         dist.barrier(device_ids=None if self.device.type == "cpu" else [self.device.index])
         started = time.perf_counter()
@@ -93,7 +93,7 @@ class Trainer:
             torch.cuda.synchronize(self.device)
         spent = torch.tensor(time.perf_counter() - started, dtype=torch.float64, device=self.device)
         dist.all_reduce(spent, op=dist.ReduceOp.MAX)
-        return Stepped(seconds=float(spent), peak_bytes=self._peak_bytes())
+        return StepMeasure(seconds=float(spent), peak_bytes=self._peak_bytes())
 
     def _peak_bytes(self) -> int:
         if self.device.type == "cuda":
@@ -130,7 +130,7 @@ def build(rank: int, job: TrialJob) -> None:
     _TRAINED.append(Trainer(job))
 
 
-def step(rank: int) -> Stepped:
+def step(rank: int) -> StepMeasure:
     """Run one step of the plan that was built. Collective."""
     return _TRAINED[0].step()
 

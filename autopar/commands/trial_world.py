@@ -42,10 +42,10 @@ class World:
 
     def step(self) -> float:
         """Run one step, and return the seconds of the slowest rank."""
-        found = self._ranks.run("autopar.commands.trial:step")
-        self.stepping_s += found[0].seconds
-        self.peak_bytes = max(self.peak_bytes, *(one.peak_bytes for one in found))
-        return float(max(one.seconds for one in found))
+        results = self._ranks.run("autopar.commands.trial:step")
+        self.stepping_s += results[0].seconds
+        self.peak_bytes = max(self.peak_bytes, *(r.peak_bytes for r in results))
+        return float(max(r.seconds for r in results))
 
     @property
     def is_open(self) -> bool:
@@ -132,12 +132,12 @@ def _timed(world: World, best: Incumbent | None, rounds: int) -> tuple[Spread, b
         return spread(times), False, len(times)
     ratios: list[float] = []
     for turn in range(rounds):
-        own, other = (world.step, best.world.step) if turn % 2 else (best.world.step, world.step)
-        first, second = own(), other()
+        ours, other = (world.step, best.world.step) if turn % 2 else (best.world.step, world.step)
+        first, second = ours(), other()
         ratios.append(first / second if turn % 2 else second / first)
-        found = spread(ratios)
-        if len(ratios) >= FEWEST and found.low > 1:
-            return found.times(best.seconds), True, len(ratios)
+        gain = spread(ratios)
+        if len(ratios) >= FEWEST and gain.low > 1:
+            return gain.times(best.seconds), True, len(ratios)
     return spread(ratios).times(best.seconds), False, len(ratios)
 
 
@@ -147,8 +147,8 @@ def beside(seconds: Spread, best: Incumbent) -> Spread:
     if best.world is None:
         return seconds
     with suppress(RankError):
-        again = median(best.world.step() for _ in range(AGAIN))
-        return seconds.times(best.seconds / again)
+        base_s = median(best.world.step() for _ in range(AGAIN))
+        return seconds.times(best.seconds / base_s)
     best.close()
     return seconds
 
@@ -173,6 +173,6 @@ def is_crowded(outcome: Outcome) -> bool:
 def _kills_by_kernel() -> int:
     """How many processes Linux has killed for want of memory since it started."""
     with suppress(OSError):
-        found = _KILLED_BY_KERNEL.search(_VMSTAT.read_text(encoding="ascii"))
-        return int(found[1]) if found else 0
+        match = _KILLED_BY_KERNEL.search(_VMSTAT.read_text(encoding="ascii"))
+        return int(match[1]) if match else 0
     return 0

@@ -37,15 +37,15 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.planning.options import PlanOptions
 from autopar.search.driver.study import keep_result
 from autopar.search.measured.belief import chances
-from autopar.search.measured.result import Left, Tried, TuneResult
-from autopar.search.measured.tuning import Candidate, Known, Outcome, best_of, decide, known_after
+from autopar.search.measured.result import Left, PlanTrial, TuneResult
+from autopar.search.measured.tuning import Candidate, Evidence, Outcome, best_of, decide, known_after
 from autopar.search.result.format import plan_in_words
 from autopar.search.result.result import OBJECTIVES
 
 TRIALS, BUDGET_S, TRIAL_S = 5, 600.0, 300.0
 CONSIDERED = 20  # plans among which trials are chosen
 _Progress = Callable[[str], None]
-_OnTrial = Callable[[Tried], None]
+_OnTrial = Callable[[PlanTrial], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ def tune(
     specialise: bool = False,
     name: str = "",
     on_progress: _Progress | None = None,
-    on_trial: Callable[[Tried], None] | None = None,
+    on_trial: Callable[[PlanTrial], None] | None = None,
 ) -> TuneResult:
     """Measure the few plans of a model that are worth measuring, on the devices of this machine.
 
@@ -117,7 +117,7 @@ def tune(
         2
     """
     spec = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
-    asked = PlanOptions(
+    options = PlanOptions(
         global_batch=global_batch, objective=objective, fix=fix or {}, forbid=forbid or {}, seed=seed,
         precision=precision,
     )  # fmt: skip
@@ -126,7 +126,7 @@ def tune(
         name=name or type(model).__name__, origin=type(model).__module__,
     )  # fmt: skip
     return tune_asked(
-        lambda: given, spec, asked, Limits(trials=trials, budget_s=budget_s, trial_s=trial_s), study=study,
+        lambda: given, spec, options, Limits(trials=trials, budget_s=budget_s, trial_s=trial_s), study=study,
         profile=profile, calibrate=calibrate, on_progress=on_progress or (lambda _: None),
         on_trial=on_trial or (lambda _: None),
     )  # fmt: skip
@@ -135,7 +135,7 @@ def tune(
 def tune_asked(
     make: Callable[[], Given],
     cluster: ClusterSpec,
-    asked: PlanOptions,
+    options: PlanOptions,
     limits: Limits,
     *,
     study: str | Path | None,
@@ -146,16 +146,16 @@ def tune_asked(
 ) -> TuneResult:
     """`tune` for the options of a search. `make` builds the model."""
     started = time.monotonic()
-    _check(cluster, limits, asked.objective)
-    wanted = replace(asked, top=CONSIDERED - 1)
+    _check(cluster, limits, options.objective)
+    wanted = replace(options, top=CONSIDERED - 1)
     wanted.check_search(cluster.num_devices)
     given = make()
     on_progress(f"capturing {given.name}")
     wanted = replace(wanted, precision=wanted.precision or given.precision)
     subject, wanted = subject_of(given, cluster, wanted, on_progress)
     on_progress("looking for the plans that may be measured")
-    how = GivenProfile(of=profile, calibrate=calibrate)
-    opened = opened_study(subject, wanted, study, how, on_progress)
+    source = GivenProfile(of=profile, calibrate=calibrate)
+    opened = opened_study(subject, wanted, study, source, on_progress)
     return measure(subject, opened, limits, started, on_progress, on_trial)
 
 
@@ -224,16 +224,16 @@ def measure(
                 outcome = runner.run(claim.candidate, len(outcomes) + 1)
             finally:
                 study.finish(claim, outcome)
-            on_trial(Tried(number=claim.number, candidate=study.candidates[claim.candidate], outcome=outcome))
+            on_trial(PlanTrial(number=claim.number, candidate=study.candidates[claim.candidate], outcome=outcome))
     finally:
         runner.close()
-    found = _result(subject, opened, outcomes, decision.why, decision.is_settled, time.monotonic() - started)
+    result = _result(subject, opened, outcomes, decision.why, decision.is_settled, time.monotonic() - started)
     if opened.place is not None:
-        keep_result(opened.place.where, json.dumps(found.to_dict()))
-    if found.plan is not None:
-        about = {"model": subject.name, "global_batch": found.global_batch, "objective": found.objective}
-        keep_tuned(cache_folder(), subject.cluster, subject.kind, found.plan, about | {"step_s": found.step_s})
-    return found
+        keep_result(opened.place.where, json.dumps(result.to_dict()))
+    if result.plan is not None:
+        about = {"model": subject.name, "global_batch": result.global_batch, "objective": result.objective}
+        keep_tuned(cache_folder(), subject.cluster, subject.kind, result.plan, about | {"step_s": result.step_s})
+    return result
 
 
 @dataclass(eq=False, kw_only=True)
@@ -312,16 +312,16 @@ def _result(
     numbers = study.numbers()
     order = sorted(outcomes, key=lambda at: numbers[at])
     left = [at for at in range(len(candidates)) if at not in outcomes]
-    chance, found = chances(known.belief), known.belief.seconds
+    chance, secs = chances(known.belief), known.belief.seconds
     return TuneResult(
         model=subject.name,
         cluster=subject.cluster.name,
         objective=study.objective,
         global_batch=opened.asked.global_batch or 0,
         sequence=opened.sequence,
-        tried=tuple(Tried(number=numbers[at], candidate=candidates[at], outcome=outcomes[at]) for at in order),
+        tried=tuple(PlanTrial(number=numbers[at], candidate=candidates[at], outcome=outcomes[at]) for at in order),
         left=tuple(
-            Left(candidate=candidates[at], believed_s=float(found[at]), chance=float(chance[at]),
+            Left(candidate=candidates[at], believed_s=float(secs[at]), chance=float(chance[at]),
                  why=known.ruled_out.get(at, ""))
             for at in left
         ),
@@ -334,21 +334,21 @@ def _result(
         seconds=seconds,
         notes=(*subject.notes, *opened.notes),
         plan=None if best is None else subject.plan_of(candidates[best]),
-        profile=_learnt(opened.machine, known, {candidates[at]: one for at, one in outcomes.items()}),
+        profile=_learnt(opened.machine, known, {candidates[at]: o for at, o in outcomes.items()}),
     )  # fmt: skip
 
 
-def _learnt(machine: Machine, known: Known, tried: Mapping[Candidate, Outcome]) -> DeviceProfile | None:
+def _learnt(machine: Machine, known: Evidence, tried: Mapping[Candidate, Outcome]) -> DeviceProfile | None:
     """The profile corrected by the trials, if there are any. A plan that ran out of memory raises the reserve."""
-    missing = [usable_bytes(machine.memory_bytes) - one.needed_bytes for one, o in tried.items() if o.reason == "oom"]
+    missing = [usable_bytes(machine.memory_bytes) - p.needed_bytes for p, o in tried.items() if o.reason == "oom"]
     if not missing and not known.belief.is_measured.any():
         return None
     usual = machine.profile.at_power_of(machine.device)
     terms = {name: factor for name, factor in known.factors.items() if name == COMPUTE or name in usual.links}
     why = f"{len(tried)} plans measured by autopar tune"
-    made = slowed(usual, terms, why)
+    slower = slowed(usual, terms, why)
     more = max(0.0, *missing, 0.0)
     if more:
-        sources = {**made.sources, "reserve_gb": f"raised by {more / 1e9:.3g} GB: a plan ran out of memory; {why}"}
-        made = replace(made, reserve_bytes=int(made.reserve_bytes + more), sources=sources)
-    return replace(made, steps=len(tried))
+        sources = {**slower.sources, "reserve_gb": f"raised by {more / 1e9:.3g} GB: a plan ran out of memory; {why}"}
+        slower = replace(slower, reserve_bytes=int(slower.reserve_bytes + more), sources=sources)
+    return replace(slower, steps=len(tried))

@@ -90,25 +90,25 @@ class Subject:
 
 
 def subject_of(
-    given: Given, cluster: ClusterSpec, asked: PlanOptions, report: _Progress
+    given: Given, cluster: ClusterSpec, options: PlanOptions, report: _Progress
 ) -> tuple[Subject, PlanOptions]:
     """A model captured in its precision, and the request with this precision."""
     model = given.request.model
-    captured, asked, notes = captured_as_asked(given.request, cluster, asked)
+    captured, options, notes = captured_as_asked(given.request, cluster, options)
     subject = Subject(
         captured=captured,
         cluster=cluster,
-        labels=labels_for(captured, cluster, asked, report),
-        source=parameter_source(model, state=None, seed=asked.seed, dtype=None),
+        labels=labels_for(captured, cluster, options, report),
+        source=parameter_source(model, state=None, seed=options.seed, dtype=None),
         inputs=given.request.named_inputs,
         name=given.name,
         kind=type(model).__name__,
         origin=given.origin,
-        seed=asked.seed,
-        shared=shared_degrees(asked.narrowing()[0]),
+        seed=options.seed,
+        shared=shared_degrees(options.narrowing()[0]),
         notes=(*given.notes, *notes),
     )
-    return subject, asked
+    return subject, options
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -136,18 +136,18 @@ class OpenedStudy:
 
 def opened_study(
     subject: Subject,
-    asked: PlanOptions,
+    options: PlanOptions,
     where: str | Path | None,
     profile: GivenProfile,
     report: _Progress,
 ) -> OpenedStudy:
     """The study with its candidates: the ones that it was made with, or the best plans by prediction."""
     program, cluster = program_for(subject.captured, LABELLED), subject.cluster
-    precision = asked.precision or precision_of(dtype_of(program), cluster)
+    precision = options.precision or precision_of(dtype_of(program), cluster)
     given = profile_for(profile.of, None, cluster, precision)
     place = None
     if where is not None:
-        about = question_about(asked, cluster, machine_of(cluster, given, precision), subject.name)
+        about = question_about(options, cluster, machine_of(cluster, given, precision), subject.name)
         named = {name: value for name, value in about.items() if not name.startswith(PROFILE)}
         place = study_place(where, {**named, "trials": "measured", "fingerprint": program.fingerprint})
     kept = None if place is None else place.attribute(PROFILE)
@@ -161,15 +161,15 @@ def opened_study(
         if profile.calibrate and _is_unmeasured(cluster, profile, machine):
             machine = machine_of(cluster, _calibrated(cluster, report), precision)
             notes = ("these devices were calibrated first; `autopar calibrate --out FILE` keeps a profile",)
-        candidates = candidates_of(subject, asked, machine, report)
-    tokens = (asked.global_batch or 0) * (program.sequence or 1)
-    study = TrialStudy(candidates, place, objective=asked.objective, tokens=tokens)
+        candidates = candidates_of(subject, options, machine, report)
+    tokens = (options.global_batch or 0) * (program.sequence or 1)
+    study = TrialStudy(candidates, place, objective=options.objective, tokens=tokens)
     if place is not None and kept is None:
         place.keep(PROFILE, json.dumps(profile_to_dict(machine.profile)))
     return OpenedStudy(
         study=study,
         machine=machine,
-        asked=asked,
+        asked=options,
         sequence=program.sequence or 1,
         notes=notes,
         place=place,
@@ -194,7 +194,7 @@ def _calibrated(cluster: ClusterSpec, report: _Progress) -> DeviceProfile:
     ).profile
 
 
-def candidates_of(subject: Subject, asked: PlanOptions, machine: Machine, report: _Progress) -> tuple[Candidate, ...]:
+def candidates_of(subject: Subject, options: PlanOptions, machine: Machine, report: _Progress) -> tuple[Candidate, ...]:
     """The best plans by prediction, in the order of their price.
 
     If the best plans of all degrees are few, plans of other micro-batches are added. Plans of less memory are added for
@@ -203,33 +203,33 @@ def candidates_of(subject: Subject, asked: PlanOptions, machine: Machine, report
     find = partial(
         search_captured, subject.captured, subject.cluster, name=subject.name, on_progress=report, labels=subject.labels
     )
-    found, usable = find(replace(asked, profile=machine.profile), alike=True), usable_bytes(machine.memory_bytes)
-    if found.best is None:
-        raise InfeasibleError(nothing_fits(found))
-    plans = [one for one in (found.best, *found.others) if one.fits and not one.formula_only]
+    result, usable = find(replace(options, profile=machine.profile), alike=True), usable_bytes(machine.memory_bytes)
+    if result.best is None:
+        raise InfeasibleError(nothing_fits(result))
+    plans = [p for p in (result.best, *result.others) if p.fits and not p.formula_only]
     for part in PARTS_OF_MEMORY:
         held_back = int((1 - part) * usable)
-        if all(one.needed_bytes + held_back > usable for one in plans):
+        if all(p.needed_bytes + held_back > usable for p in plans):
             profile = replace(machine.profile, reserve_bytes=machine.profile.reserve_bytes + held_back)
-            best = find(replace(asked, profile=profile, top=0)).best
+            best = find(replace(options, profile=profile, top=0)).best
             if best is not None and not best.formula_only:
                 plans.append(replace(best, needed_bytes=best.needed_bytes - held_back))
-    return tuple(_candidate(one, subject.cluster) for one in plans)
+    return tuple(_candidate(p, subject.cluster) for p in plans)
 
 
-def _candidate(one: Contender, cluster: ClusterSpec) -> Candidate:
-    tiers = tiers_of(part_of(cluster, one.num_devices), one.degrees)
+def _candidate(plan: Contender, cluster: ClusterSpec) -> Candidate:
+    tiers = tiers_of(part_of(cluster, plan.num_devices), plan.degrees)
     terms: dict[str, float] = {}
-    for part, seconds in one.parts.items():
+    for part, seconds in plan.parts.items():
         dim = COLLECTIVES[part][0] if part in COLLECTIVES else None
         term = COMPUTE if dim is None else tiers.get("point-to-point" if dim == "pp" else dim, "in_host")
         if part not in REST:
             terms[term] = terms.get(term, 0.0) + seconds
     return Candidate(
-        degrees=one.degrees,
-        predicted_s=one.step_s,
-        needed_bytes=one.needed_bytes,
+        degrees=plan.degrees,
+        predicted_s=plan.step_s,
+        needed_bytes=plan.needed_bytes,
         terms=terms,
-        num_devices=one.num_devices,
-        per_second=one.value / one.step_s,
+        num_devices=plan.num_devices,
+        per_second=plan.value / plan.step_s,
     )

@@ -67,21 +67,21 @@ def against_module(
         dtypes.add(torch.float32)
     tolerance = max(TOLERANCES.get(str(dtype).removeprefix("torch."), max(TOLERANCES.values())) for dtype in dtypes)
     counts_alike = degrees.num_micro_batches == 1 or degrees.per_micro_batch  # as often as the module is called
-    found = replace(captured, outputs={}, buffers=captured.buffers if counts_alike else {})
+    without = replace(captured, outputs={}, buffers=captured.buffers if counts_alike else {})
 
     def compared(*, in_float64: bool) -> tuple[tuple[Quantity, ...], tuple[str, ...]]:
         run = partial(module_steps, model, program, source, data, degrees, example, in_float64=in_float64)
         plain = run()
         plain.gradients = _zeros(captured.gradients) | plain.gradients
         plain.example = _zeros(captured.example) | plain.example
-        return compare_with_noise(plain, found, tolerance, Noise(run, plain, samples=0), prefix="captured ")
+        return compare_with_noise(plain, without, tolerance, Noise(run, plain, samples=0), prefix="captured ")
 
     quantities, notes = compared(in_float64=False)
     doubtful = [q.name for q in quantities if not q.passed]
     if doubtful and dtypes != {torch.float64}:
         with suppress(Exception):  # code of the user that may need its own dtype
-            again = {q.name: q for q in compared(in_float64=True)[0]}
-            quantities = tuple(again[q.name] if q.name in doubtful else q for q in quantities)
+            exact = {q.name: q for q in compared(in_float64=True)[0]}
+            quantities = tuple(exact[q.name] if q.name in doubtful else q for q in quantities)
             which = " and ".join(doubtful)
             notes += (f"{which}: values of the unmodified model are compared in float64, its own dtype is too coarse",)
     return tuple(q for q in quantities if q.where), notes
@@ -108,8 +108,8 @@ def module_steps(
         source = _wider(source, dtype)
 
     def typed(name: str, value: torch.Tensor) -> torch.Tensor:
-        own = like[name].dtype
-        value = value.to(own if dtype is None else like_kind(own, dtype))
+        kind = like[name].dtype
+        value = value.to(kind if dtype is None else like_kind(kind, dtype))
         return value if change is None else change.input(name, value)
 
     def step(batch: Batch) -> torch.Tensor:
@@ -125,25 +125,25 @@ def module_steps(
     def gradients() -> dict[str, torch.Tensor]:
         return {n: p.grad.clone() for n, p in model.model.named_parameters() if p.grad is not None}
 
-    found = Steps()
+    steps = Steps()
     with default_dtype(dtype), as_it_was(model.model), _holding(model.model, source):
         optimizer = torch.optim.AdamW(model.model.parameters(), lr=LEARNING_RATE)
         try:
             if example is not None:
-                found.example = {"the loss": step(example), **gradients()}
+                steps.example = {"the loss": step(example), **gradients()}
                 optimizer.zero_grad()
             for batch in data:
-                found.losses.append(step(batch))
-                found.gradients = found.gradients or gradients()
-                found.norms.append(nn.utils.clip_grad_norm_(model.model.parameters(), MAX_NORM))
+                steps.losses.append(step(batch))
+                steps.gradients = steps.gradients or gradients()
+                steps.norms.append(nn.utils.clip_grad_norm_(model.model.parameters(), MAX_NORM))
                 optimizer.step()
                 optimizer.zero_grad()
         except Exception as error:
             raise InputError(f"the model fails on one device: {type(error).__name__}: {error}") from error
-        found.weights = {n: p.detach().clone() for n, p in model.model.named_parameters()}
+        steps.weights = {n: p.detach().clone() for n, p in model.model.named_parameters()}
         held = dict(model.model.named_buffers(remove_duplicate=False))
-        found.buffers = {n: held[n].clone() for n in program.updates}
-    return found
+        steps.buffers = {n: held[n].clone() for n in program.updates}
+    return steps
 
 
 def _zeros(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -169,9 +169,9 @@ def _holding(model: nn.Module, source: Source) -> Iterator[None]:
             slot.tensor.data = values[name]
             continue
         trains = slot.tensor.requires_grad
-        made = nn.Parameter(values[name], requires_grad=trains) if slot.is_parameter else values[name]
+        value = nn.Parameter(values[name], requires_grad=trains) if slot.is_parameter else values[name]
         for owner, attribute in slot.owners:  # a tensor on meta takes no other data
-            (owner._parameters if slot.is_parameter else owner._buffers)[attribute] = made
+            (owner._parameters if slot.is_parameter else owner._buffers)[attribute] = value
     try:
         yield
     finally:

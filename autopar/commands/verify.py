@@ -82,18 +82,18 @@ def resolve(job: Job) -> ResolvedModel:
     A check in float64 takes float32 weights, except of a factory whose weights are float64.
     """
     storage = "float32" if job.dtype == "float64" else job.dtype
-    made = partial(resolve_model, job.spec, layers=job.layers, hidden=job.hidden, seq_len=job.seq_len, batch=job.batch)
+    build = partial(resolve_model, job.spec, layers=job.layers, hidden=job.hidden, seq_len=job.seq_len, batch=job.batch)
     with seeded(job.seed):
         if not is_factory(job.spec):
-            return made(dtype=storage)
-        found = made()
+            return build(dtype=storage)
+        resolved = build()
         if job.precision is not None:
-            return found
-        own = {p.dtype for p in found.model.parameters() if p.is_floating_point()}
-        if job.dtype == "float64" and own == {torch.float64}:
-            return found
-        cast = in_storage(found, getattr(torch, storage))
-        names = sorted(str(dtype).removeprefix("torch.") for dtype in own)
+            return resolved
+        dtypes = {p.dtype for p in resolved.model.parameters() if p.is_floating_point()}
+        if job.dtype == "float64" and dtypes == {torch.float64}:
+            return resolved
+        cast = in_storage(resolved, getattr(torch, storage))
+        names = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
         return cast if names in ([], [storage]) else replace(cast, notes=(_note_on_cast(names, storage),))
 
 
@@ -164,13 +164,13 @@ def verify(
         captured, more = against_module(model, program, source, data, decided.degrees, exact, example)
         captured_notes += more
     on_progress(f"the same steps on {world_size} ranks")
-    found = on_ranks(job, program, decided, data, example, weights_of(model.model, source), ranks)
+    ran = on_ranks(job, program, decided, data, example, weights_of(model.model, source), ranks)
     if precision is not None and is_bounded(decided.degrees) and not draws:
-        quantities, notes = compare_with_float32(exact, reference, found, precision)
+        quantities, notes = compare_with_float32(exact, reference, ran, precision)
     else:  # random numbers of 16 bits are other numbers than those of float32
         tolerance = TOLERANCES[dtype] if not is_bounded(decided.degrees) else DIRECT_TOLERANCES[precision or ""]
         noise = noise_of(checked, source, data, decided.degrees, reference, example)
-        quantities, notes = compare_with_noise(reference, found, tolerance, noise)
+        quantities, notes = compare_with_noise(reference, ran, tolerance, noise)
     notes += captured_notes + notes_on_inputs(checked, constants) + _note_on_outputs(checked, decided.degrees)
     if draws:
         notes += ("both sides drew the same random numbers, and the unmodified model was not compared",)
@@ -250,8 +250,8 @@ def in_float32(
         return {name: value.float() if value.is_floating_point() else value for name, value in batch.items()}
 
     plain = replace(degrees, precision=None, reduce_dtype=None)
-    own = None if example is None else wide(example)
-    return reference_steps(promoted(program, torch.float32), source, [wide(batch) for batch in data], plain, own)
+    inputs = None if example is None else wide(example)
+    return reference_steps(promoted(program, torch.float32), source, [wide(batch) for batch in data], plain, inputs)
 
 
 def example_batch(
@@ -275,12 +275,12 @@ def decide(
     """The model of a job, its program, and the plan of a file or of degrees. Raises `PlanError` if it does not fit."""
     on_progress("capturing the model")
     model = resolve(job)
-    asked = request_of(model, specialise=job.specialise)
-    local_batch, _ = asked.sizes
+    request = request_of(model, specialise=job.specialise)
+    local_batch, _ = request.sizes
     if plan is not None:
         decided = Plan.load(plan)
         try:
-            program = capture_for(asked, decided.degrees)
+            program = capture_for(request, decided.degrees)
             check_plan(decided, program, world_size, None if job.batch is None else local_batch)
         except CaptureError as error:
             if error.option != "specialise":
@@ -292,7 +292,7 @@ def decide(
                 raise
             raise PlanError("; ".join([str(error), *model.notes])) from error
         return model, program, decided
-    wanted, program = wished_program(asked, degrees_from_wish(degrees), world_size, local_batch)
+    wanted, program = wished_program(request, degrees_from_wish(degrees), world_size, local_batch)
     on_progress("choosing labels")
     return model, program, label_plan(program, ClusterSpec.preset(f"{world_size}xcpu"), wanted, model.name)
 
@@ -340,16 +340,16 @@ def rank_steps(
     source = source_of_weights(model.model, weights)
     with default_dtype(torch.float64 if job.dtype == "float64" else None):
         program = in_dtype(program, job.dtype)
-        found = parallel_steps(program, plan, source, data, partial(structured, model), example)
+        steps = parallel_steps(program, plan, source, data, partial(structured, model), example)
     is_first = not any(plan.degrees.coordinate(name, rank) for name in ("dp", "tp"))
-    return found if is_first else None
+    return steps if is_first else None
 
 
 def weights_of(model: torch.nn.Module, source: Source) -> bytes:
     """The weights and buffers of this process, for all ranks: another process may compute other last bits."""
     values = {name: source(name).contiguous() for name in model_tensors(model)}
-    made: bytes = save({name: torch.view_as_real(v) if v.is_complex() else v.clone() for name, v in values.items()})
-    return made
+    packed: bytes = save({name: torch.view_as_real(v) if v.is_complex() else v.clone() for name, v in values.items()})
+    return packed
 
 
 def source_of_weights(model: torch.nn.Module, weights: bytes) -> Source:
@@ -377,9 +377,9 @@ def noise_of(
 
     def run(change: Change) -> Steps:
         changed = [change.batch(program, batch, count) for batch in data]
-        own = None if example is None else change.batch(program, example, count)
+        inputs = None if example is None else change.batch(program, example, count)
         with default_dtype(dtype):
-            return reference_steps(program, change.source(source, dtype), changed, degrees, own)
+            return reference_steps(program, change.source(source, dtype), changed, degrees, inputs)
 
     return Noise(run, reference, 0 if draws_anything(program) else samples_of(program, data[0], count))
 
@@ -418,5 +418,5 @@ def traced_on_rank(
     source = parameter_source(model.model, seed=job.seed)
     parallel = ParallelModel(program, plan, source, torch.device("cpu"), seed=job.seed)
     (batch,) = random_batches(program, plan.degrees, 1, job.seed, given, constants_of(program, source))
-    own = this_ranks_part(program, batch, plan.degrees, parallel.rank_mesh.sample_ranks.coordinate)
-    parallel.trace(path, structured(model, own))
+    inputs = this_ranks_part(program, batch, plan.degrees, parallel.rank_mesh.sample_ranks.coordinate)
+    parallel.trace(path, structured(model, inputs))

@@ -23,7 +23,7 @@ MAX_NODES = 5_000
 _VERSION = (1, 2)  # in others ``no`` is a truth value and ``010`` is eight
 
 
-class _Refused(Exception):
+class _YamlError(Exception):
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
 
@@ -41,7 +41,7 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[object, list[Problem]]:
     try:
         events, duplicates = _scan(text)
         return _construct(events), duplicates
-    except _Refused as refused:
+    except _YamlError as refused:
         return None, [refused.problem]
 
 
@@ -90,7 +90,7 @@ class _Open:
         self.key: str | None = None
 
 
-class _Parsed:
+class _Events:
     """Parse events in the place of the parser that a composer asks for them."""
 
     def __init__(self, events: list[Any]) -> None:
@@ -122,10 +122,10 @@ def _scan(text: str) -> tuple[list[Any], list[Problem]]:
             if isinstance(event, events.DocumentStartEvent):
                 num_documents += 1
                 if num_documents > 1:
-                    raise _Refused(Problem(path=_line(event), rule="a file holds one YAML document"))
+                    raise _YamlError(Problem(path=_line(event), rule="a file holds one YAML document"))
                 if event.version not in (None, _VERSION):
                     value, hint = ".".join(map(str, event.version)), "leave the %YAML line out"
-                    raise _Refused(Problem(path=_line(event), value=value, rule="must be YAML 1.2", suggestion=hint))
+                    raise _YamlError(Problem(path=_line(event), value=value, rule="must be YAML 1.2", suggestion=hint))
             elif isinstance(event, events.CollectionEndEvent):
                 open_collections.pop()
             elif isinstance(event, events.NodeEvent):
@@ -136,7 +136,7 @@ def _scan(text: str) -> tuple[list[Any], list[Problem]]:
                     is_mapping = isinstance(event, events.MappingStartEvent)
                     open_collections.append(_Open(path, is_mapping=is_mapping))
     except (YAMLError, ValueError, RecursionError) as error:
-        raise _Refused(_not_yaml(error)) from None
+        raise _YamlError(_not_yaml(error)) from None
     return found, duplicates
 
 
@@ -145,13 +145,13 @@ def _refuse_forms(event: Any, num_nodes: int, depth: int) -> None:
 
     if isinstance(event, events.AliasEvent) or getattr(event, "anchor", None):
         rule = "anchors (&) and aliases (*) are not allowed"
-        raise _Refused(Problem(path=_line(event), rule=rule, suggestion="write it out"))
+        raise _YamlError(Problem(path=_line(event), rule=rule, suggestion="write it out"))
     if getattr(event, "tag", None) not in (None, "!"):
-        raise _Refused(Problem(path=_line(event), rule="tags (!) are not allowed", value=str(event.tag)))
+        raise _YamlError(Problem(path=_line(event), rule="tags (!) are not allowed", value=str(event.tag)))
     if num_nodes > MAX_NODES:
-        raise _Refused(Problem(path=_line(event), rule=f"at most {MAX_NODES} values"))
+        raise _YamlError(Problem(path=_line(event), rule=f"at most {MAX_NODES} values"))
     if depth >= MAX_DEPTH:
-        raise _Refused(Problem(path=_line(event), rule=f"at most {MAX_DEPTH} levels of nesting"))
+        raise _YamlError(Problem(path=_line(event), rule=f"at most {MAX_DEPTH} levels of nesting"))
 
 
 def _enter(event: Any, open_collections: list[_Open], duplicates: list[Problem]) -> str:
@@ -177,11 +177,11 @@ def _construct(events: list[Any]) -> object:
     from ruamel.yaml.error import YAMLError
 
     reader = _yaml()
-    reader.Parser = lambda loader: _Parsed(events)
+    reader.Parser = lambda loader: _Events(events)
     try:
         content: object = reader.constructor.get_single_data()
     except (YAMLError, ValueError, OverflowError, RecursionError, TypeError) as error:
-        raise _Refused(_not_yaml(error)) from None
+        raise _YamlError(_not_yaml(error)) from None
     return content
 
 

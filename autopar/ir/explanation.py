@@ -124,7 +124,7 @@ class Summary:
 # ---- the sections ----
 
 
-class _Labelled(Protocol):
+class _LabelsLike(Protocol):
     @property
     def name(self) -> str: ...
     @property
@@ -133,7 +133,7 @@ class _Labelled(Protocol):
     def recomputed(self) -> tuple[str, ...]: ...
 
 
-class Explained(Protocol):
+class PlanView(Protocol):
     """The parts of a plan that an explanation reads. With this protocol the module does not import the plan."""
 
     @property
@@ -143,7 +143,7 @@ class Explained(Protocol):
     @property
     def mesh(self) -> Mesh: ...
     @property
-    def blocks(self) -> Sequence[_Labelled]: ...
+    def blocks(self) -> Sequence[_LabelsLike]: ...
     @property
     def regather(self) -> bool: ...
     @property
@@ -165,7 +165,7 @@ class Section:
     is_warning: bool = False
 
 
-def sections(plan: Explained, *, with_order: bool = True) -> list[Section]:
+def sections(plan: PlanView, *, with_order: bool = True) -> list[Section]:
     """The sections about a plan. Operators without a rule are the second; `with_order` adds the order of passes."""
     parts = [_header(plan)]
     if plan.summary is not None:
@@ -179,7 +179,7 @@ def sections(plan: Explained, *, with_order: bool = True) -> list[Section]:
     return parts
 
 
-def as_text(plan: Explained) -> str:
+def as_text(plan: PlanView) -> str:
     """The sections as plain text."""
     parts = []
     for section in sections(plan):
@@ -190,7 +190,7 @@ def as_text(plan: Explained) -> str:
     return "\n\n".join(parts)
 
 
-def sizes_in_words(plan: Explained) -> str:
+def sizes_in_words(plan: PlanView) -> str:
     """``tp 2 × dp_shard 2 = 4 ranks, ZeRO-3``."""
     degrees = plan.degrees
     named = [
@@ -212,7 +212,7 @@ def sizes_in_words(plan: Explained) -> str:
     return f"{product} = {ranks}{zero}{order}" if degrees.world_size > 1 else f"one rank{zero}"
 
 
-def _header(plan: Explained) -> Section:
+def _header(plan: PlanView) -> Section:
     degrees = plan.degrees
     lines = [sizes_in_words(plan)]
     if degrees.micro_batch is not None:
@@ -258,7 +258,7 @@ def _without_rule(summary: Summary) -> Section:
     )
 
 
-def _recomputed(plan: Explained) -> list[Section]:
+def _recomputed(plan: PlanView) -> list[Section]:
     """The operators of selective recomputation, and their effect on one call of each block."""
     assert plan.summary is not None
     if not any(block.selective for block in plan.summary.blocks):
@@ -277,7 +277,7 @@ def _recomputed(plan: Explained) -> list[Section]:
     return [Section(title=title, lines=tuple(lines), columns=columns, rows=tuple(rows))]
 
 
-def _parameters(plan: Explained) -> Section:
+def _parameters(plan: PlanView) -> Section:
     assert plan.summary is not None
     names = [name for name, degree in plan.mesh.as_dict().items() if degree > 1]
     rows = []
@@ -288,7 +288,7 @@ def _parameters(plan: Explained) -> Section:
     return Section(title="How parameters are split", columns=columns, rows=tuple(rows))
 
 
-def _traffic(plan: Explained) -> list[Section]:
+def _traffic(plan: PlanView) -> list[Section]:
     assert plan.summary is not None
     rows = []
     for block in plan.summary.blocks:
@@ -316,7 +316,7 @@ def _counts(block: BlockSummary, dim: str, when: str) -> str:
 MAX_RANKS, MAX_ACTIONS = 8, 24  # whose order is shown, and how much of it
 
 
-def _stages(plan: Explained, with_order: bool) -> list[Section]:
+def _stages(plan: PlanView, with_order: bool) -> list[Section]:
     """The stages of a pipeline, and the order in which the ranks run them."""
     degrees = plan.degrees
     if plan.summary is None or degrees.pp == 1:
@@ -396,7 +396,7 @@ def _once_a_step(summary: Summary) -> Section:
     return Section(title="Once per step or micro-batch", lines=summary.once_a_step or ("nothing",))
 
 
-def _bare(plan: Explained) -> list[str]:
+def _bare(plan: PlanView) -> list[str]:
     """The labels of a plan written by hand: how often each label occurs in a block."""
     lines = ["this plan has no summary; write it with `autopar plan` to see collectives and parameters in words"]
     for block in plan.blocks:

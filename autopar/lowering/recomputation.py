@@ -246,10 +246,10 @@ class _Frame:
         tensor: torch.Tensor = held.tensor()
         return tensor
 
-    def _saved(self, tensor: torch.Tensor) -> "_Kept | _Note":
+    def _saved(self, tensor: torch.Tensor) -> "_KeptTensor | _Note":
         """A note if the tensor is computed again. Else the tensor is kept."""
         remade = self._remade(tensor)
-        return _Kept(tensor, self.outer) if remade is None else _Note(*remade)
+        return _KeptTensor(tensor, self.outer) if remade is None else _Note(*remade)
 
     def _remade(self, tensor: torch.Tensor) -> "_Remade | None":
         """How a tensor is computed again: it is the result of a recomputed part, or a view of it."""
@@ -272,7 +272,7 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
 
 
-class _Kept:
+class _KeptTensor:
     """A tensor that is kept, as the code around the block keeps it."""
 
     def __init__(self, tensor: torch.Tensor, outer: Any) -> None:
@@ -310,14 +310,14 @@ class _Input:
         self.remade, self.flows = remade, value.requires_grad
         self.value = value.detach() if remade is None else None
         self.storage = private.storage_id(value)
-        self.held: _Kept | _Note | None = None
+        self.held: _KeptTensor | _Note | None = None
 
     def keep(self, outer: Any) -> None:
         """Hold the input for the backward pass."""
         if self.remade is not None:
             self.held = _Note(*self.remade)
         elif self.value is not None:
-            self.held = _Kept(self.value, outer)
+            self.held = _KeptTensor(self.value, outer)
         self.remade = self.value = None
 
 

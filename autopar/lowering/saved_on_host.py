@@ -43,7 +43,7 @@ class _Storage:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Saved:
+class _HostView:
     """A saved tensor as a view of a storage on the host."""
 
     storage: _Storage
@@ -74,7 +74,7 @@ class _Block:
             self.found[key] = (_Storage(self.copies.to_host(flat)), flat)
         storage = self.found[key][0]
         storage.num_saved += 1
-        return _Saved(storage, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
+        return _HostView(storage, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
 
     def _can_move(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is all of what it shows, and lies on the device: seeds of attention lie on the host."""
@@ -97,7 +97,7 @@ def saved_on_host(
     block = _Block(copies, ids, keep)
 
     def unpack(saved: Any) -> torch.Tensor:
-        if not isinstance(saved, _Saved):
+        if not isinstance(saved, _HostView):
             return used(saved)
         return saved.storage.use(copies).as_strided(saved.shape, saved.stride, saved.offset)
 

@@ -76,8 +76,8 @@ def default_seq_len(config: Any) -> int:
 
 def _context_length(config: Any) -> int | None:
     text = config.get_text_config()
-    found = (getattr(text, key, None) for key in _CONTEXT_KEYS)
-    length: int | None = next((n for n in found if isinstance(n, int) and n > 0), None)
+    lengths = (getattr(text, key, None) for key in _CONTEXT_KEYS)
+    length: int | None = next((n for n in lengths if isinstance(n, int) and n > 0), None)
     if length is not None and config.model_type in _OFFSET_POSITIONS:
         length -= config.pad_token_id + 1
     return length

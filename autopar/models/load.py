@@ -133,22 +133,22 @@ def _from_config(
     wanted: str,
     device: str,
 ) -> ResolvedModel:
-    made, notes = _config_object(config)
+    cfg, notes = _config_object(config)
     if layers is not None or hidden is not None:
-        made, _ = _config_object(scaled_config(made.to_dict(), layers=layers, hidden=hidden))
+        cfg, _ = _config_object(scaled_config(cfg.to_dict(), layers=layers, hidden=hidden))
         sizes = [f"layers={layers}" if layers is not None else "", f"hidden={hidden}" if hidden is not None else ""]
         notes += (f"{name} scaled to {', '.join(s for s in sizes if s)}; every dropout is 0",)
-    if _multiplies_in_batches(made, wanted):
+    if _multiplies_in_batches(cfg, wanted):
         notes += ("in float64 experts are computed by batched_mm, in other dtypes by grouped_mm: the same numbers",)
-    model = _build(made, wanted, device)
+    model = _build(cfg, wanted, device)
     batch = DEFAULT_BATCH if batch is None else batch
-    seq_len = default_seq_len(made) if seq_len is None else seq_len
+    seq_len = default_seq_len(cfg) if seq_len is None else seq_len
     return ResolvedModel(
         name=name,
         kind=kind,
         model=model,
         example_inputs=example_inputs_for(model, batch=batch, seq_len=seq_len),
-        config=made.to_dict(),
+        config=cfg.to_dict(),
         batch=batch,
         seq_len=seq_len,
         notes=notes,
@@ -318,16 +318,16 @@ def _from_factory(spec: str, dtype_name: str | None) -> ResolvedModel:
     if problems:
         raise InputError(f"{spec} must return {expected}", problems)
     model = private.unwrapped(model)
-    found = ResolvedModel(name=spec, kind="factory", model=model.train(), example_inputs=inputs, loss_fn=loss_fn)
-    return found if dtype_name is None else in_storage(found, getattr(torch, dtype_name))
+    resolved = ResolvedModel(name=spec, kind="factory", model=model.train(), example_inputs=inputs, loss_fn=loss_fn)
+    return resolved if dtype_name is None else in_storage(resolved, getattr(torch, dtype_name))
 
 
-def in_storage(found: ResolvedModel, dtype: torch.dtype) -> ResolvedModel:
+def in_storage(resolved: ResolvedModel, dtype: torch.dtype) -> ResolvedModel:
     """A model and its inputs with all floating-point tensors as `dtype`, and complex ones with parts of it."""
     from autopar._torch.private import convert_tensors
 
-    model = convert_tensors(found.model, lambda t: t.to(like_kind(t.dtype, dtype)))
-    return replace(found, model=model, example_inputs=_cast(found.example_inputs, dtype))
+    model = convert_tensors(resolved.model, lambda t: t.to(like_kind(t.dtype, dtype)))
+    return replace(resolved, model=model, example_inputs=_cast(resolved.example_inputs, dtype))
 
 
 def _has_tensor(value: object) -> bool:

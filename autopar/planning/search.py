@@ -38,16 +38,16 @@ from autopar.search.driver.alternatives import next_plans
 from autopar.search.driver.branch_and_bound import Exact, Proof
 from autopar.search.driver.check import check_result
 from autopar.search.driver.chunk_choice import chunks_of, with_chunks
-from autopar.search.driver.infeasible import Asked, closest
+from autopar.search.driver.infeasible import Query, closest
 from autopar.search.driver.offload_choice import search_offloads
 from autopar.search.driver.recorded import record
 from autopar.search.driver.regather_choice import with_kept
-from autopar.search.driver.search import Searched, Works, search_degrees
+from autopar.search.driver.search import SearchState, Works, search_degrees
 from autopar.search.driver.study import StudyPlace, keep_result, study_place, study_values
 from autopar.search.explain.build_result import result_of
 from autopar.search.explain.sensitivity import Base, what_if
 from autopar.search.pricing.cuts import cuts_at
-from autopar.search.pricing.exact import Priced
+from autopar.search.pricing.exact import PricedPlan
 from autopar.search.pricing.objective import Goal, goal_of
 from autopar.search.result.result import Closest, SearchResult
 from autopar.search.space.candidates import (
@@ -328,7 +328,7 @@ def _deciding_state(fix: Values) -> Degrees:
     return replace(LABELLED, **{word: shared[word] for word in ("optimizer", "precision") if word in shared})
 
 
-def _searched(space: _Space, on_progress: Callable[[str], None], goal: Goal, below: float) -> Searched:
+def _searched(space: _Space, on_progress: Callable[[str], None], goal: Goal, below: float) -> SearchState:
     """The search under one goal, also of plans with the loss in chunks, and of plans that keep gathered values.
 
     The study keeps varied cuts of the first searched value of `offload`.
@@ -353,7 +353,7 @@ def _searched(space: _Space, on_progress: Callable[[str], None], goal: Goal, bel
     return search
 
 
-def _best_of_priced(search: Searched, top: int) -> Searched:
+def _best_of_priced(search: SearchState, top: int) -> SearchState:
     """The search that ended early, with the best of the plans that are shown, because they are priced anyway."""
     for _ in range(_ROUNDS):
         priced = dict(next_plans(search, top, alike=False))
@@ -370,7 +370,7 @@ def _is_before(deadline_s: float) -> bool:
     return time.monotonic() < deadline_s
 
 
-def _works_of(best: Priced | None, labels: SearchLabels) -> Works:
+def _works_of(best: PricedPlan | None, labels: SearchLabels) -> Works:
     """The block costs with which the best plan was priced."""
     if best is None or (best.regather == labels.regather and best.degrees.loss_chunks == 1):
         return labels.works
@@ -390,7 +390,7 @@ def _checked_study(options: PlanOptions, question: Mapping[str, Any]) -> StudyPl
 
 def _closest(space: _Space, machinery: Callable[[ClusterSpec], Machinery], deadline: float) -> Closest | None:
     first = space.constraints.first_offloads[0]
-    query = Asked(
+    query = Query(
         works_of=space.labels.works,
         cluster=space.cluster,
         constraints=space.constraints,
@@ -430,7 +430,7 @@ def _for_report(result: SearchResult, base: Base, program: Program, decided: Pla
     return replace(result, what_if=what_if(base), block=block_graph(program, decided))
 
 
-def _refuse_without_candidates(search: Searched, constraints: Constraints) -> None:
+def _refuse_without_candidates(search: SearchState, constraints: Constraints) -> None:
     if not len(search.candidates):
         batch = constraints.global_batch or constraints.local_batch
         raise PlanError(

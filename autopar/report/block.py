@@ -25,42 +25,42 @@ class Drawing:
     says: str
 
 
-def drawing(found: BlockGraph) -> Drawing:
+def drawing(graph: BlockGraph) -> Drawing:
     """The block as SVG of a size of its own; a narrow screen scrolls it."""
-    columns = _columns(found)
-    widest = max(sum(node.layer == layer for node in found.nodes) for layer in {node.layer for node in found.nodes})
+    columns = _columns(graph)
+    widest = max(sum(node.layer == layer for node in graph.nodes) for layer in {node.layer for node in graph.nodes})
     middle = [column * COLUMN for column in columns]
     shift = BOX / 2 + 8 - min(middle)
-    boxes = {i: (middle[i] + shift, 8 + node.layer * ROW) for i, node in enumerate(found.nodes)}
+    boxes = {i: (middle[i] + shift, 8 + node.layer * ROW) for i, node in enumerate(graph.nodes)}
     right = max(x for x, _ in boxes.values()) + BOX / 2
-    long = [edge for edge in found.edges if found.nodes[edge.target].layer - found.nodes[edge.source].layer > 1]
-    lanes = {id(edge): right + LANE * (1 + i) for i, edge in enumerate(_by_reach(found, long))}
+    long = [edge for edge in graph.edges if graph.nodes[edge.target].layer - graph.nodes[edge.source].layer > 1]
+    lanes = {id(edge): right + LANE * (1 + i) for i, edge in enumerate(_by_reach(graph, long))}
     width = right + LANE * (1 + len(long)) + 8
-    content = [_edge(edge, boxes, lanes) for edge in found.edges]
-    content += [_placements(found, boxes)]
-    content += [_box(found, i, boxes[i]) for i in range(len(found.nodes))]
-    height = 16 + HIGH + ROW * max(node.layer for node in found.nodes)
-    says = f"graph of block {found.name}: {len(found.nodes)} boxes in {widest} columns"
+    content = [_edge(edge, boxes, lanes) for edge in graph.edges]
+    content += [_placements(graph, boxes)]
+    content += [_box(graph, i, boxes[i]) for i in range(len(graph.nodes))]
+    height = 16 + HIGH + ROW * max(node.layer for node in graph.nodes)
+    says = f"graph of block {graph.name}: {len(graph.nodes)} boxes in {widest} columns"
     return Drawing(content=Markup("").join(content), width=width, height=height, says=says)
 
 
-def _columns(found: BlockGraph) -> list[float]:
+def _columns(graph: BlockGraph) -> list[float]:
     """Where each node stands in its layer: as its sources do, spread evenly around the middle."""
-    sources: Mapping[int, list[int]] = {i: [] for i in range(len(found.nodes))}
-    for edge in found.edges:
+    sources: Mapping[int, list[int]] = {i: [] for i in range(len(graph.nodes))}
+    for edge in graph.edges:
         sources[edge.target].append(edge.source)
-    place = [0.0] * len(found.nodes)
-    for layer in sorted({node.layer for node in found.nodes}):
-        mine = [i for i, node in enumerate(found.nodes) if node.layer == layer]
+    place = [0.0] * len(graph.nodes)
+    for layer in sorted({node.layer for node in graph.nodes}):
+        mine = [i for i, node in enumerate(graph.nodes) if node.layer == layer]
         near = {i: sum(place[s] for s in sources[i]) / len(sources[i]) if sources[i] else 0.0 for i in mine}
         for position, i in enumerate(sorted(mine, key=lambda i: (near[i], i))):
             place[i] = position - (len(mine) - 1) / 2
     return place
 
 
-def _by_reach(found: BlockGraph, edges: Sequence[GraphEdge]) -> list[GraphEdge]:
+def _by_reach(graph: BlockGraph, edges: Sequence[GraphEdge]) -> list[GraphEdge]:
     """Short ones first, so that they get the inner lanes."""
-    return sorted(edges, key=lambda edge: found.nodes[edge.target].layer - found.nodes[edge.source].layer)
+    return sorted(edges, key=lambda edge: graph.nodes[edge.target].layer - graph.nodes[edge.source].layer)
 
 
 def _edge(edge: GraphEdge, boxes: Mapping[int, tuple[float, float]], lanes: Mapping[int, float]) -> Markup:
@@ -85,11 +85,11 @@ def _arrow(edge: GraphEdge, boxes: Mapping[int, tuple[float, float]], lanes: Map
     return tag("path", d=f"M{short(x)} {short(y)}l-4 -6h8z", class_="tip")
 
 
-def _placements(found: BlockGraph, boxes: Mapping[int, tuple[float, float]]) -> Markup:
+def _placements(graph: BlockGraph, boxes: Mapping[int, tuple[float, float]]) -> Markup:
     """The placement of each box's value, written once below the box."""
     texts = []
     for i, (x, y) in boxes.items():
-        placements = dict.fromkeys(edge.placement for edge in found.edges if edge.source == i and edge.placement)
+        placements = dict.fromkeys(edge.placement for edge in graph.edges if edge.source == i and edge.placement)
         if placements:
             text = next(iter(placements)).replace("a sum over", "partial over").replace(" still to come", "")
             where = {"x": short(x), "y": short(y + HIGH + 15), "data_t": "\n".join(placements)}
@@ -97,8 +97,8 @@ def _placements(found: BlockGraph, boxes: Mapping[int, tuple[float, float]]) -> 
     return Markup("").join(texts)
 
 
-def _box(found: BlockGraph, number: int, at: tuple[float, float]) -> Markup:
-    node, (x, y) = found.nodes[number], at
+def _box(graph: BlockGraph, number: int, at: tuple[float, float]) -> Markup:
+    node, (x, y) = graph.nodes[number], at
     detail = tag("text", capped(node.detail, MOST_CHARS + 4), x=short(x), y=short(y + 31), class_="detail")
     label_y = y + (16 if node.detail else 24)
     left, kind = short(x - BOX / 2), f"box {node.kind}"

@@ -31,10 +31,10 @@ MOST_NODES = 120  # of a drawing that can be read
 
 def block_graph(program: Program, plan: Plan) -> BlockGraph | None:
     """The block that is called most, of those the one with most operators; None where it is too large to be read."""
-    found = analyse(program, plan.mesh)
+    read = analyse(program, plan.mesh)
     calls = [len(program.uses_of_block(i)) for i in range(len(program.blocks))]
-    index = max(range(len(calls)), key=lambda i: (calls[i], len(found.bounds[i])))
-    drawn = _Drawing(program, plan, found, index)
+    index = max(range(len(calls)), key=lambda i: (calls[i], len(read.bounds[i])))
+    drawn = _Drawing(program, plan, read, index)
     groups = drawn.groups()
     if len(groups) > MOST_NODES:
         return None
@@ -75,19 +75,19 @@ class _Drawing:
 
     def groups(self) -> list[_Group]:
         """Boxes in the order of the graph."""
-        found: list[_Group] = []
+        groups: list[_Group] = []
         of: dict[fx.Node, _Group] = {}
         for node in self.graph.nodes:
             kind = self._kind(node)
             if not kind:
                 continue
-            group = self._joined(node, of, found) if kind == "other" else None
+            group = self._joined(node, of, groups) if kind == "other" else None
             if group is None:
                 group = _Group(kind=kind, module=self._module(node), members=[])
-                found.append(group)
+                groups.append(group)
             group.members.append(node)
             of[node] = group
-        return found
+        return groups
 
     def _kind(self, node: fx.Node) -> str:
         if node.op == "placeholder":
@@ -108,13 +108,13 @@ class _Drawing:
     def _module(self, node: fx.Node) -> str:
         return self.keys.get(node.name, "").rsplit(":", 2)[0] if self.keys.get(node.name, "").count(":") >= 2 else ""
 
-    def _joined(self, node: fx.Node, of: Mapping[fx.Node, _Group], found: list[_Group]) -> _Group | None:
+    def _joined(self, node: fx.Node, of: Mapping[fx.Node, _Group], groups: list[_Group]) -> _Group | None:
         """A group of the same module that feeds the node, and does not reach it through another group."""
         feeding = [of[source] for source in self._sources(node) if source in of]
         for group in feeding:
             others = [other for other in feeding if other is not group]
-            alike = group.kind == "other" and group.module == self._module(node)
-            if alike and not any(self._reaches(group, other, of) for other in others):
+            is_alike = group.kind == "other" and group.module == self._module(node)
+            if is_alike and not any(self._reaches(group, other, of) for other in others):
                 return group
         return None
 
@@ -134,13 +134,13 @@ class _Drawing:
 
     def _sources(self, node: fx.Node) -> list[fx.Node]:
         """What feeds a node, conversions that send nothing passed through."""
-        found: list[fx.Node] = []
+        sources: list[fx.Node] = []
         for source in node.all_input_nodes:
             if self._kind(source):
-                found.append(source)
+                sources.append(source)
             elif source.op == "call_function":
-                found += self._sources(source)
-        return found
+                sources += self._sources(source)
+        return sources
 
     # ---- groups into what is drawn ----
 
@@ -204,7 +204,7 @@ class _Drawing:
             return group.kind
         if group.kind == "attention":
             return "attention"
-        return group.module or ", ".join(dict.fromkeys(operator_name(one) for one in group.members[:MOST_WORDS]))
+        return group.module or ", ".join(dict.fromkeys(operator_name(n) for n in group.members[:MOST_WORDS]))
 
     def _mesh_dim(self, node: fx.Node) -> str:
         dim = node.args[1]
@@ -215,7 +215,7 @@ class _Drawing:
             return f"{self.plan.mesh.degree_of(self._mesh_dim(group.members[0]))} ranks"
         if group.kind in ("input", "output"):
             return ""
-        names = list(dict.fromkeys(operator_name(one) for one in group.members))
+        names = list(dict.fromkeys(operator_name(n) for n in group.members))
         shown = ", ".join(names[:MOST_WORDS]) + (", …" if len(names) > MOST_WORDS else "")
         if names == [self._label(group)]:
             return ""

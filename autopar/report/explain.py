@@ -59,13 +59,13 @@ def _without_rule(program: Program, analysis: Analysis, plan: Plan, cluster: Clu
     if all(bound.rule.known for bounds in analysis.bounds for bound in bounds.values()):
         return
     works = list(works_of(program, analysis, plan.blocks, plan.degrees, cluster))
-    for found in whole_on_every_rank(works):
+    for op in whole_on_every_rank(works):
         yield WithoutRule(
-            operator=found.operator,
-            where=found.where,
-            num_calls=found.num_calls,
-            seconds=found.seconds,
-            kept_bytes=round(found.kept_bytes),
+            operator=op.operator,
+            where=op.where,
+            num_calls=op.num_calls,
+            seconds=op.seconds,
+            kept_bytes=round(op.kept_bytes),
         )
 
 
@@ -75,15 +75,15 @@ def _without_rule(program: Program, analysis: Analysis, plan: Plan, cluster: Clu
 def _parameters(program: Program, plan: Plan) -> Iterator[ParameterSummary]:
     """Parameters by name, with ``*`` for numbers. Parameters that are held alike share an entry."""
     uses = _first_uses(program)
-    found: dict[tuple[str, tuple[int, ...], tuple[Type, ...], str], int] = {}
+    counts: dict[tuple[str, tuple[int, ...], tuple[Type, ...], str], int] = {}
     for name, info in program.parameters.items():
         if name in uses:
             block, port, operator = uses[name]
             types = tuple(plan.blocks[block].ports[port])
             key = (_starred(name), info.shape, types, operator)
-            found[key] = found.get(key, 0) + 1
-    for (name, shape, types, operator), count in found.items():
-        dims = [one for one in zip(plan.mesh.names, plan.mesh.degrees, types, strict=True) if one[1] > 1]
+            counts[key] = counts.get(key, 0) + 1
+    for (name, shape, types, operator), count in counts.items():
+        dims = [dim for dim in zip(plan.mesh.names, plan.mesh.degrees, types, strict=True) if dim[1] > 1]
         split = {m: _split_words(t, degree, operator) for m, degree, t in dims}
         shares = [m for m, _, t in dims if shares_parameter(m, t)]
         if shares and plan.degrees.zero == 3:
@@ -96,10 +96,10 @@ def other_size(program: Program, summary: Summary | None) -> str:
     """The first parameter that a plan's summary has in another size or number than this model, in words."""
     ours = Counter((_starred(name), info.shape) for name, info in program.parameters.items())
     theirs = Counter[tuple[str, tuple[int, ...]]]()
-    for one in () if summary is None else summary.parameters:
-        theirs[one.name, one.shape] += one.num_copies
+    for p in () if summary is None else summary.parameters:
+        theirs[p.name, p.shape] += p.num_copies
     for (name, shape), count in theirs.items():
-        here = [f"{number} of shape {list(size)}" for (own, size), number in ours.items() if own == name]
+        here = [f"{number} of shape {list(size)}" for (named, size), number in ours.items() if named == name]
         if here and ours[name, shape] != count:
             return f"{name}: {count} of shape {list(shape)} there, {' and '.join(here)} here"
     return ""
@@ -118,12 +118,12 @@ def _first_uses(program: Program) -> dict[str, tuple[int, str, str]]:
             users = [user for user in node.users if user.op == "call_function"]
             if node.op == "placeholder" and users:
                 operators[index, node.name] = operator_name(users[0])
-    found: dict[str, tuple[int, str, str]] = {}
+    uses: dict[str, tuple[int, str, str]] = {}
     for call in program.calls:
         for port, name in zip(program.blocks[call.block].ports, call.arguments, strict=True):
-            if isinstance(name, str) and name in program.parameters and name not in found:
-                found[name] = call.block, port, operators.get((call.block, port), "")
-    return found
+            if isinstance(name, str) and name in program.parameters and name not in uses:
+                uses[name] = call.block, port, operators.get((call.block, port), "")
+    return uses
 
 
 def _split_words(kind: Type, degree: int, operator: str) -> str:
@@ -175,15 +175,15 @@ def _selective(program: Program, plan: Plan, index: int, works: ProgramWorks) ->
     if role is None:
         return None
     sizes = sizes_on(plan.mesh, program.sequence, plan.degrees.micro_batch)
-    found = evaluate(works.family.block(role, VARIANTS[0]), sizes)
-    if found.selected is None:
+    work = evaluate(works.family.block(role, VARIANTS[0]), sizes)
+    if work.selected is None:
         return None
     return SelectiveSummary(
-        num_operators=len(found.selected.operators),
-        saved_bytes=float(found.saved_eager_bytes),
-        saved_selectively=float(found.selected.saved_bytes),
-        flops=PASSES * float(sum(one.flops for one in found.products if one.kind != "again")),
-        more_flops=float(sum(one.flops for one in found.selected.operators)),
+        num_operators=len(work.selected.operators),
+        saved_bytes=float(work.saved_eager_bytes),
+        saved_selectively=float(work.selected.saved_bytes),
+        flops=PASSES * float(sum(op.flops for op in work.products if op.kind != "again")),
+        more_flops=float(sum(op.flops for op in work.selected.operators)),
     )
 
 
@@ -230,14 +230,14 @@ def _once_a_step(program: Program, plan: Plan) -> Iterator[str]:
     degrees = plan.degrees
     if degrees.data_ranks > 1:
         over = " and ".join(name for name, degree in (("dp", degrees.dp), ("cp", degrees.cp)) if degree > 1)
-        how = {
+        words = {
             0: "gradients of all parameters are all-reduced once a step (ZeRO-0)",
             1: "gradients are reduce-scattered once a step, parameters gathered once (ZeRO-1)",
             2: "gradients are reduce-scattered every micro-batch, parameters gathered once (ZeRO-2)",
             3: "each block's parameters are gathered for forward and again for backward, gradients "
             "reduce-scattered, every micro-batch (ZeRO-3)",
         }[degrees.zero]
-        yield f"{over}: {how}"
+        yield f"{over}: {words}"
     if degrees.dp_replicate > 1:
         yield f"dp: gradient shards are all-reduced over {degrees.dp_replicate} replicas"
     uses = _first_uses(program)

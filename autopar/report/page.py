@@ -18,10 +18,10 @@ LONGEST = 2.0  # times the best step: bars of slower plans are torn off
 _SAME = 0.002  # ranks whose parts differ by less than this part of the step are drawn once
 
 
-def html_report(found: SearchResult) -> str:
+def html_report(result: SearchResult) -> str:
     """The page of a search."""
-    chart = scatter(found)
-    timeline = None if found.details is None or found.details.timeline is None else lanes(found.details.timeline)
+    chart = scatter(result)
+    timeline = None if result.details is None or result.details.timeline is None else lanes(result.details.timeline)
     data: dict[str, Any] = {}
     if chart is not None:
         data["candidates"] = {"rows": chart.rows, "schedules": chart.schedules, "fewer": chart.has_fewer}
@@ -29,17 +29,17 @@ def html_report(found: SearchResult) -> str:
         data["timeline"] = {"rows": timeline.rows, "ranks": timeline.num_ranks, "kinds": dict(timeline.kinds)}
     return render(
         "search.html.jinja",
-        found=found,
-        plans=_plans(found),
-        ranks=None if found.details is None else _ranks(found, found.details),
+        found=result,
+        plans=_plans(result),
+        ranks=None if result.details is None else _ranks(result, result.details),
         chart=chart,
         timeline=timeline,
-        terms=_terms(found),
-        closest=_closest(found),
+        terms=_terms(result),
+        closest=_closest(result),
         full=1 - FREE,
-        panels=panels(found),
-        trials=history(found, MOST_TRIALS),
-        drawing=None if found.block is None else drawing(found.block),
+        panels=panels(result),
+        trials=history(result, MOST_TRIALS),
+        drawing=None if result.block is None else drawing(result.block),
         data=data,
     )
 
@@ -47,41 +47,41 @@ def html_report(found: SearchResult) -> str:
 # ---- the parts of the page ----
 
 
-def _plans(found: SearchResult) -> list[dict[str, Any]]:
+def _plans(result: SearchResult) -> list[dict[str, Any]]:
     """The best plan, the next ones and those chosen by hand, on one scale; those without room come last."""
-    if found.best is None:
+    if result.best is None:
         return []
-    chosen: list[tuple[str, Contender]] = [("Best", found.best)]
-    chosen += [("", one) for one in found.others]
-    for one in found.baselines:
-        same = next((i for i, (_, other) in enumerate(chosen) if other.degrees == one.degrees), None)
+    chosen: list[tuple[str, Contender]] = [("Best", result.best)]
+    chosen += [("", plan) for plan in result.others]
+    for plan in result.baselines:
+        same = next((i for i, (_, other) in enumerate(chosen) if other.degrees == plan.degrees), None)
         if same is None:
-            chosen.append((one.name, one))
-        elif one.name and one.name not in chosen[same][0]:
-            chosen[same] = (" = ".join(filter(None, (chosen[same][0], one.name))), chosen[same][1])
-    longest = min(max(one.step_s for _, one in chosen), LONGEST * found.best.step_s)
+            chosen.append((plan.name, plan))
+        elif plan.name and plan.name not in chosen[same][0]:
+            chosen[same] = (" = ".join(filter(None, (chosen[same][0], plan.name))), chosen[same][1])
+    longest = min(max(plan.step_s for _, plan in chosen), LONGEST * result.best.step_s)
     order = sorted(chosen, key=lambda pair: (not pair[1].fits, pair[1].value))
     return [
-        {"name": name, "one": one, "bar": seconds_bar(name or "another plan", one.parts, longest)}
-        for name, one in order
+        {"name": name, "one": plan, "bar": seconds_bar(name or "another plan", plan.parts, longest)}
+        for name, plan in order
     ]
 
 
-def _closest(found: SearchResult) -> dict[str, Any] | None:
+def _closest(result: SearchResult) -> dict[str, Any] | None:
     """The memory of the closest plan, by part."""
-    if found.closest is None:
+    if result.closest is None:
         return None
-    parts = dict(found.closest.parts) or {"needed": found.closest.needed_bytes}
-    bar = bytes_bar("closest plan", parts, found.device_bytes, "its fullest rank")
-    return {"bar": bar, "key": bytes_key(parts) if found.closest.parts else []}
+    parts = dict(result.closest.parts) or {"needed": result.closest.needed_bytes}
+    bar = bytes_bar("closest plan", parts, result.device_bytes, "its fullest rank")
+    return {"bar": bar, "key": bytes_key(parts) if result.closest.parts else []}
 
 
-def _ranks(found: SearchResult, details: Details) -> dict[str, Any]:
+def _ranks(result: SearchResult, details: Details) -> dict[str, Any]:
     groups, within = _alike(details.ranks)
     step = max(sum(rank.seconds.values()) for rank in details.ranks)
     slowest = max(details.ranks, key=lambda rank: sum(v for k, v in rank.seconds.items() if k in ("products",)))
     fullest = max(details.ranks, key=lambda rank: sum(v for k, v in rank.bytes.items() if k != "cache"))
-    capacity = found.device_bytes
+    capacity = result.device_bytes
     return {
         "seconds": [
             _rank_bar(group, lambda r, name, what: seconds_bar(name, r.seconds, step, what)) for group in groups
@@ -89,7 +89,7 @@ def _ranks(found: SearchResult, details: Details) -> dict[str, Any]:
         "bytes": [_rank_bar(group, lambda r, name, what: bytes_bar(name, r.bytes, capacity, what)) for group in groups],
         "slowest": slowest.rank,
         "fullest": fullest.rank,
-        "seconds_key": seconds_key(found.best.parts if found.best else slowest.seconds),
+        "seconds_key": seconds_key(result.best.parts if result.best else slowest.seconds),
         "bytes_key": bytes_key(fullest.bytes),
         "count": len(details.ranks),
         "within": within,
@@ -111,15 +111,15 @@ def _alike(ranks: tuple[RankCost, ...]) -> tuple[list[list[RankCost]], float]:
         within *= 2
 
 
-def _same(one: RankCost, other: RankCost, within: float) -> bool:
-    pairs = ((one.seconds, other.seconds), (one.bytes, other.bytes))
+def _same(rank: RankCost, other: RankCost, within: float) -> bool:
+    pairs = ((rank.seconds, other.seconds), (rank.bytes, other.bytes))
     is_alike = all(
         abs(a.get(name, 0.0) - b.get(name, 0.0)) <= within * max(sum(a.values()), 1e-12)
         for a, b in pairs
         for name in {*a, *b}
     )
-    ends = (one.has_first, one.has_last) == (other.has_first, other.has_last)
-    return is_alike and ends and (one.num_blocks == other.num_blocks or within > _SAME)
+    ends = (rank.has_first, rank.has_last) == (other.has_first, other.has_last)
+    return is_alike and ends and (rank.num_blocks == other.num_blocks or within > _SAME)
 
 
 def _rank_bar(group: list[RankCost], draw: Any) -> Bar:
@@ -129,11 +129,11 @@ def _rank_bar(group: list[RankCost], draw: Any) -> Bar:
     if len(first.stages) > 1:
         words_of.append(f"{len(first.stages)} stages")
     ends = [end for end, has in (("embedding", first.has_first), ("head and loss", first.has_last)) if has]
-    made: Bar = draw(first, name, ", ".join([*words_of, *ends]))
-    return made
+    bar: Bar = draw(first, name, ", ".join([*words_of, *ends]))
+    return bar
 
 
-def _terms(found: SearchResult) -> list[dict[str, Any]]:
-    if found.details is None:
+def _terms(result: SearchResult) -> list[dict[str, Any]]:
+    if result.details is None:
         return []
-    return [{"words": PARTS.get(term.part, term.part), "term": term} for term in found.details.terms]
+    return [{"words": PARTS.get(term.part, term.part), "term": term} for term in result.details.terms]

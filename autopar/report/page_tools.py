@@ -33,10 +33,10 @@ def environment() -> Environment:
     def load(name: str) -> str:
         return resources.files("autopar.report").joinpath(name).read_text(encoding="utf-8")
 
-    made = Environment(
+    env = Environment(
         loader=FunctionLoader(load), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    made.filters |= {
+    env.filters |= {
         "amount": numbers.amount,
         "bytes": numbers.readable_bytes,
         "seconds": numbers.readable_seconds,
@@ -47,8 +47,8 @@ def environment() -> Environment:
         "degrees": words.degrees_in_words,
         "plan": plan_in_words,
     }
-    made.globals |= {"words": words, "style": Markup(load("style.css")), "script": Markup(load("script.js"))}
-    return made
+    env.globals |= {"words": words, "style": Markup(load("style.css")), "script": Markup(load("script.js"))}
+    return env
 
 
 def render(template: str, data: Any = None, **values: Any) -> str:

@@ -109,15 +109,15 @@ def _segments(
     words: Mapping[str, str],
     readable: Callable[[float], str],
 ) -> Markup:
-    total, at, found = sum(parts.values()) or 1.0, 0.0, []
+    total, at, rects = sum(parts.values()) or 1.0, 0.0, []
     for name in (*(name for name in colours if name in parts), *(name for name in parts if name not in colours)):
         width = SIDE * parts[name] / longest if longest else 0.0
         if width >= LEAST_WIDTH:
             tip = f"{words.get(name, name)}: {readable(parts[name])} ({percent(parts[name] / total)})"
             colour = colours.get(name, _OTHER)
-            found.append(tag("rect", x=short(at), width=short(width), height="1000", fill=colour, data_t=tip))
+            rects.append(tag("rect", x=short(at), width=short(width), height="1000", fill=colour, data_t=tip))
         at += width
-    return Markup("").join(found)
+    return Markup("").join(rects)
 
 
 def _key(

@@ -17,23 +17,23 @@ _NAMES = {PASSES: "passes", WAITING: "waiting", MESSAGES: "messages"}
 _LEAST_US = 0.01  # shorter waits are rounding
 
 
-def perfetto_trace(found: SearchResult) -> _Json:
+def perfetto_trace(result: SearchResult) -> _Json:
     """The document of a search's best plan. Raises `InputError` where it has no time line."""
-    if found.details is None or found.details.timeline is None or found.best is None:
+    if result.details is None or result.details.timeline is None or result.best is None:
         why = (
             "nothing fits"
-            if found.best is None
+            if result.best is None
             else "the best plan has no pipeline"
-            if found.best.degrees.get("pp", 1) == 1
+            if result.best.degrees.get("pp", 1) == 1
             else "it is too long"
         )
         raise InputError(f"there is no time line to write: {why}; leave --perfetto out")
-    timeline = found.details.timeline
+    timeline = result.details.timeline
     events = [*_names(timeline), *_passes(timeline), *_waiting(timeline), *_messages(timeline)]
     about = {
-        "model": found.model,
-        "cluster": found.cluster,
-        "predicted_step_s": found.best.step_s,
+        "model": result.model,
+        "cluster": result.cluster,
+        "predicted_step_s": result.best.step_s,
         "runs_of_the_schedule": timeline.runs,
         "passes_left_out": timeline.left_out,
     }
@@ -58,8 +58,8 @@ def _passes(timeline: Timeline) -> Iterator[_Json]:
 def _waiting(timeline: Timeline) -> Iterator[_Json]:
     """Waiting times between passes. A gap in a long time line is marked as left out."""
     of_rank: dict[int, list[tuple[float, float]]] = {rank: [] for rank in range(timeline.num_ranks)}
-    for one in timeline.passes:
-        of_rank[one[0]].append((one[4], one[5]))
+    for p in timeline.passes:
+        of_rank[p[0]].append((p[4], p[5]))
     for rank, spans in of_rank.items():
         free = 0.0
         for start, end in [*sorted(spans), (timeline.seconds, timeline.seconds)]:
@@ -81,7 +81,7 @@ def _messages(timeline: Timeline) -> Iterator[_Json]:
 
 def _taken(timeline: Timeline, rank: int, arrival: float) -> float:
     """When the receiver next begins a pass, into which the arrow leads."""
-    starts = [one[4] for one in timeline.passes if one[0] == rank and one[4] >= arrival * (1 - 1e-6)]
+    starts = [p[4] for p in timeline.passes if p[0] == rank and p[4] >= arrival * (1 - 1e-6)]
     return min(starts, default=arrival)
 
 

@@ -35,7 +35,7 @@ def _batch(plan: Plan) -> int | None:
 def _num_parameters(plan: Plan) -> int | None:
     if plan.summary is None:
         return None
-    return sum(one.num_copies * prod(one.shape) for one in plan.summary.parameters)
+    return sum(p.num_copies * prod(p.shape) for p in plan.summary.parameters)
 
 
 def _stage_bars(stages: tuple[StageSummary, ...]) -> dict[str, Any] | None:

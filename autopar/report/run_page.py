@@ -25,7 +25,7 @@ _METRICS = (
 def run_report(path: str) -> str:
     """The page of a run directory. Raises `InputError` for a folder that is no run."""
     info, metrics, now = read_info(path), read_metrics(path), run_status(path)
-    lines = [one for one in metrics.lines if not one.skipped]
+    lines = [row for row in metrics.lines if not row.skipped]
     plots = [(title, _plot(title, steps_of(lines, name))) for name, title in _METRICS]
     return render(
         "run.html.jinja",
@@ -53,7 +53,7 @@ def _plot(title: str, points: Sequence[tuple[int, float]]) -> Plot | None:
     x_ticks = tuple(Tick(at=place(n, low)[0], text=f"{n:,.0f}") for n in ticks(first, last, 6) if n == int(n))
     y_ticks = tuple(Tick(at=place(first, n)[1], text=amount(n) or "0") for n in ticks(low, high, 5))
     return Plot(
-        content=Markup("").join([grid(x_ticks, y_ticks), line([place(*one) for one in shown], class_="own")]),
+        content=Markup("").join([grid(x_ticks, y_ticks), line([place(*point) for point in shown], class_="own")]),
         x_ticks=x_ticks,
         y_ticks=y_ticks,
         x_title="step",

@@ -35,21 +35,21 @@ class Scatter:
     has_capacity: bool
 
 
-def scatter(found: SearchResult) -> Scatter | None:
+def scatter(result: SearchResult) -> Scatter | None:
     """The chart, or None where no candidate fits."""
-    if found.points is None or not found.points.columns.get("seconds"):
+    if result.points is None or not result.points.columns.get("seconds"):
         return None
-    columns = found.points.columns
+    columns = result.points.columns
     seconds: Sequence[float] = columns["seconds"]
-    best = min(seconds) if found.best is None else min(found.best.step_s, *seconds)
+    best = min(seconds) if result.best is None else min(result.best.step_s, *seconds)
     kept = [i for i, value in enumerate(seconds) if value <= BEYOND * best]
-    own = [] if found.best is None else [(found.best.step_s, found.best.needed_bytes)]
-    shown = [(seconds[i], columns["bytes"][i]) for i in kept] + own
+    here = [] if result.best is None else [(result.best.step_s, result.best.needed_bytes)]
+    shown = [(seconds[i], columns["bytes"][i]) for i in kept] + here
     low, high = log10(min(s for s, _ in shown)), log10(max(s for s, _ in shown))
     low, high = low - 0.03 * (high - low + 0.1), high + 0.03 * (high - low + 0.1)
     most = max(b for _, b in shown)
-    has_capacity = most >= _NEAR * found.device_bytes
-    top = 1.08 * (max(found.device_bytes, most) if has_capacity else most)
+    has_capacity = most >= _NEAR * result.device_bytes
+    top = 1.08 * (max(result.device_bytes, most) if has_capacity else most)
 
     def place(s: float, b: float) -> tuple[float, float]:
         return (log10(s) - low) / (high - low) * SIDE, SIDE * (1 - b / top)
@@ -57,13 +57,13 @@ def scatter(found: SearchResult) -> Scatter | None:
     x_ticks, y_ticks = time_ticks(low, high), _bytes_ticks(top)
     at = {i: place(seconds[i], columns["bytes"][i]) for i in kept}
     content = [grid(x_ticks, y_ticks)]
-    capacity = SIDE * (1 - found.device_bytes / top)
+    capacity = SIDE * (1 - result.device_bytes / top)
     if has_capacity:
         content.append(line([(0, capacity), (SIDE, capacity)], class_="capacity"))
     content.append(_layer("screened", dots([at[i] for i in kept if not columns["exact"][i]], class_="dot")))
-    content.append(_layer("front", _stairs([place(x, y) for x, y in _front(found) if x <= BEYOND * best])))
+    content.append(_layer("front", _stairs([place(x, y) for x, y in _front(result) if x <= BEYOND * best])))
     content.append(_layer("exact", dots([at[i] for i in kept if columns["exact"][i]], class_="dot exact")))
-    content += [dots([place(*one)], class_="dot best") for one in own]
+    content += [dots([place(*p)], class_="dot best") for p in here]
     names = sorted(set(columns["schedule"]))
     rows = [_row(columns, i, at[i], names) for i in kept]
     return Scatter(
@@ -80,18 +80,18 @@ def scatter(found: SearchResult) -> Scatter | None:
         schedules=names,
         drawn=len(kept),
         slower=len(seconds) - len(kept),
-        fitting=found.points.fitting,
+        fitting=result.points.fitting,
         beyond=round(BEYOND),
         has_capacity=has_capacity,
-        has_fewer=any(count < found.num_devices for count in columns["devices"]),
+        has_fewer=any(count < result.num_devices for count in columns["devices"]),
     )
 
 
-def _front(found: SearchResult) -> list[tuple[float, float]]:
+def _front(result: SearchResult) -> list[tuple[float, float]]:
     """Seconds and bytes of plans on the front with the best plan's devices; no bound below the proven fastest step."""
-    devices = found.num_devices if found.best is None else found.best.num_devices
-    least = found.best.step_s if found.best is not None and found.is_proven and found.objective == "time" else 0.0
-    points = sorted((max(one.step_s, least), one.needed_bytes) for one in found.front if one.num_devices == devices)
+    devices = result.num_devices if result.best is None else result.best.num_devices
+    least = result.best.step_s if result.best is not None and result.is_proven and result.objective == "time" else 0.0
+    points = sorted((max(p.step_s, least), p.needed_bytes) for p in result.front if p.num_devices == devices)
     kept: list[tuple[float, float]] = []
     for seconds, needed in points:
         if not kept or needed < kept[-1][1]:
@@ -118,19 +118,19 @@ def _row(columns: Any, i: int, at: tuple[float, float], schedules: Sequence[str]
 def time_ticks(low: float, high: float) -> list[Tick]:
     """1, 2, 5 and their tens where there are few, tens where there are many."""
     wide = high - low > 1.6
-    found = []
+    marks = []
     for exponent in range(floor(low), ceil(high) + 1):
         for factor in (1, 3) if wide else (1, 1.5, 2, 3, 5, 7):
             at = exponent + log10(factor)
             if low <= at <= high:
-                found.append(
+                marks.append(
                     Tick(
                         at=(at - low) / (high - low) * SIDE,
                         text=tick_seconds(factor * 10.0**exponent),
                         is_minor=factor in (1.5, 7),
                     )
                 )
-    return found
+    return marks
 
 
 def _bytes_ticks(top: float) -> list[Tick]:

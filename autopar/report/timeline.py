@@ -34,17 +34,17 @@ class Lanes:
     is_broken: bool
 
 
-def lanes(found: Timeline) -> Lanes:
+def lanes(timeline: Timeline) -> Lanes:
     """The drawing; of long lists the beginning and the end."""
-    passes, gap, left_out = list(found.passes), found.gap, found.left_out
+    passes, gap, left_out = list(timeline.passes), timeline.gap, timeline.left_out
     if len(passes) > MOST_DRAWN:
-        drawn = sorted(passes, key=lambda one: one[4])
+        drawn = sorted(passes, key=lambda p: p[4])
         first, last = drawn[MOST_DRAWN // 2], drawn[len(drawn) - MOST_DRAWN // 2]
         gap = (min(first[4], gap[0]) if gap else first[4], max(last[4], gap[1]) if gap else last[4])
-        passes = [one for one in drawn if not gap[0] <= one[4] < gap[1]]
+        passes = [p for p in drawn if not gap[0] <= p[4] < gap[1]]
         left_out += len(drawn) - len(passes)
-    place = _places(found.seconds, gap)
-    height = SIDE / found.num_ranks
+    place = _places(timeline.seconds, gap)
+    height = SIDE / timeline.num_ranks
     rows, corners = [], dict[str, list[tuple[float, float, float, float]]]()
     for rank, kind, stage, micro_batch, start, end in passes:
         x, to = place(start), place(end)
@@ -52,28 +52,28 @@ def lanes(found: Timeline) -> Lanes:
         rows.append([rank, kind, stage, micro_batch, round(x), round(to), float(f"{start:.4g}"), float(f"{end:.4g}")])
     kinds = [(kind, words) for kind, words in KINDS.items() if kind in corners]
     ground = boxes(
-        [(0, height * (r + (1 - LANE) / 2), SIDE, LANE * height) for r in range(found.num_ranks)], class_="idle"
+        [(0, height * (r + (1 - LANE) / 2), SIDE, LANE * height) for r in range(timeline.num_ranks)], class_="idle"
     )
     content = [ground, *(boxes(corners[kind], class_=f"pass {kind}") for kind, _ in kinds)]
     if gap is not None:
         middle = place(gap[0]) + BREAK / 2
         content.append(boxes([(middle - BREAK / 2, 0, BREAK, SIDE)], class_="break"))
         content.append(line([(middle, 0), (middle, SIDE)], class_="cut"))
-    every = max(1, -(-found.num_ranks // 16))
+    every = max(1, -(-timeline.num_ranks // 16))
     return Lanes(
         plot=Plot(
             content=Markup("").join(content),
-            x_ticks=tuple(_ticks(found.seconds, gap)),
+            x_ticks=tuple(_ticks(timeline.seconds, gap)),
             y_ticks=tuple(
-                Tick(at=height * (rank + 0.5), text=f"rank {rank}") for rank in range(0, found.num_ranks, every)
+                Tick(at=height * (rank + 0.5), text=f"rank {rank}") for rank in range(0, timeline.num_ranks, every)
             ),
             x_title="seconds of one run of the schedule",
             y_title="",
-            says=f"time line of {found.num_ranks} pipeline ranks over {readable_seconds(found.seconds)}",
+            says=f"time line of {timeline.num_ranks} pipeline ranks over {readable_seconds(timeline.seconds)}",
             name="timeline",
         ),
         rows=rows,
-        num_ranks=found.num_ranks,
+        num_ranks=timeline.num_ranks,
         kinds=kinds,
         left_out=left_out,
         is_broken=gap is not None,
@@ -100,8 +100,8 @@ def _ticks(seconds: float, gap: tuple[float, float] | None) -> list[Tick]:
         values = ticks(0.0, seconds, 8)
         return [_tick(place, value, i % 2 == 1) for i, value in enumerate(values) if place(value) < SIDE * 0.97]
     before, after = ticks(0.0, gap[0], 4), ticks(gap[1], seconds, 4)
-    found = [_tick(place, value, i % 2 == 1) for i, value in enumerate(before)]
-    return [*found, *(_tick(place, value, i % 2 == 1) for i, value in enumerate(after) if place(value) < SIDE * 0.97)]
+    marks = [_tick(place, value, i % 2 == 1) for i, value in enumerate(before)]
+    return [*marks, *(_tick(place, value, i % 2 == 1) for i, value in enumerate(after) if place(value) < SIDE * 0.97)]
 
 
 def _tick(place: Callable[[float], float], value: float, is_minor: bool) -> Tick:

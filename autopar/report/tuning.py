@@ -20,7 +20,7 @@ from autopar.report.scatter import time_ticks
 from autopar.report.svg import SIDE, Plot, Tick, dots, grid, line
 from autopar.report.words import degrees_in_words, step_sentence
 from autopar.search.measured.belief import NOTABLE
-from autopar.search.measured.result import KIND, VERSION, Left, Tried, TuneResult
+from autopar.search.measured.result import KIND, VERSION, Left, PlanTrial, TuneResult
 from autopar.search.measured.rounds import Spread
 from autopar.search.measured.tuning import Candidate, Outcome, Reason, State
 from autopar.search.result.format import plan_in_words, step_in_words
@@ -55,16 +55,16 @@ def tuning_from(data: Any, source: str = "tuning result") -> TuneResult:
         Outcome: lambda outcome: outcome,  # read below, where its place is known
     }
     given = {name: value for name, value in content.items() if name not in _NOT_READ}
-    found: TuneResult | None = read_plain(TuneResult, given, problems, readers=readers)
-    if found is not None and not problems:
-        outcomes = [_outcome(one.outcome, problems, f"tried[{at}].outcome") for at, one in enumerate(found.tried)]
-        tried = [replace(one, outcome=outcome) for one, outcome in zip(found.tried, outcomes, strict=True) if outcome]
-        found = replace(found, tried=tuple(tried))
+    result: TuneResult | None = read_plain(TuneResult, given, problems, readers=readers)
+    if result is not None and not problems:
+        outcomes = [_outcome(t.outcome, problems, f"tried[{at}].outcome") for at, t in enumerate(result.tried)]
+        tried = [replace(t, outcome=outcome) for t, outcome in zip(result.tried, outcomes, strict=True) if outcome]
+        result = replace(result, tried=tuple(tried))
         if not problems:
-            _check(found, problems)
-    if found is None or problems:
+            _check(result, problems)
+    if result is None or problems:
         raise InputError(f"{source} cannot be used", problems)
-    return found
+    return result
 
 
 def _outcome(data: Any, problems: list[Problem], path: str) -> Outcome | None:
@@ -86,33 +86,33 @@ def _outcome(data: Any, problems: list[Problem], path: str) -> Outcome | None:
         return read if read is None or is_bounded else replace(read, high=float("inf"))
 
     readers = {State: named(State, "state"), Reason: named(Reason, "reason"), Spread: spread}
-    found: Outcome | None = read_plain(Outcome, data, problems, path=path, readers=readers)
-    return found
+    outcome: Outcome | None = read_plain(Outcome, data, problems, path=path, readers=readers)
+    return outcome
 
 
-def _check(found: TuneResult, problems: list[Problem]) -> None:
+def _check(result: TuneResult, problems: list[Problem]) -> None:
     """Add what types do not say: seconds are above 0, and degrees have words."""
-    if found.best is not None and not (
-        0 <= found.best < len(found.tried) and found.tried[found.best].outcome.is_measured
+    if result.best is not None and not (
+        0 <= result.best < len(result.tried) and result.tried[result.best].outcome.is_measured
     ):
-        problems.append(Problem(path="best", rule="must be the position of a measured trial", value=found.best))
-    for at, one in enumerate(found.tried):
-        _check_candidate(one.candidate, problems, f"tried[{at}].candidate")
-        seconds = one.outcome.seconds
+        problems.append(Problem(path="best", rule="must be the position of a measured trial", value=result.best))
+    for at, trial in enumerate(result.tried):
+        _check_candidate(trial.candidate, problems, f"tried[{at}].candidate")
+        seconds = trial.outcome.seconds
         if seconds is not None and not (seconds.median > 0 and 0 <= seconds.low <= seconds.median <= seconds.high):
             rule = "must have 0 < median, and low ≤ median ≤ high"
             problems.append(Problem(path=f"tried[{at}].outcome.seconds", rule=rule))
-    for at, left in enumerate(found.left):
+    for at, left in enumerate(result.left):
         _check_candidate(left.candidate, problems, f"left[{at}].candidate")
         if left.believed_s <= 0:
             problems.append(Problem(path=f"left[{at}].believed_s", rule=_ABOVE_0, value=left.believed_s))
 
 
-def _check_candidate(one: Candidate, problems: list[Problem], path: str) -> None:
-    if one.predicted_s <= 0:
-        problems.append(Problem(path=f"{path}.predicted_s", rule=_ABOVE_0, value=one.predicted_s))
+def _check_candidate(plan: Candidate, problems: list[Problem], path: str) -> None:
+    if plan.predicted_s <= 0:
+        problems.append(Problem(path=f"{path}.predicted_s", rule=_ABOVE_0, value=plan.predicted_s))
     try:
-        plan_in_words(one.degrees), degrees_in_words(one.degrees)
+        plan_in_words(plan.degrees), degrees_in_words(plan.degrees)
     except (KeyError, TypeError, ValueError, AttributeError):
         problems.append(Problem(path=f"{path}.degrees", rule="must be the degrees of a plan"))
 
@@ -120,66 +120,66 @@ def _check_candidate(one: Candidate, problems: list[Problem], path: str) -> None
 # ---- sentences ----
 
 
-def best_in_words(found: TuneResult) -> str:
+def best_in_words(result: TuneResult) -> str:
     """The best plan in words, and its measured step. Empty if no trial ran."""
-    if found.best is None or found.step_s is None or found.tokens_per_s is None:
+    if result.best is None or result.step_s is None or result.tokens_per_s is None:
         return ""
-    best, spent = found.tried[found.best].candidate, ""
-    if found.objective in ON_FEWER_DEVICES:
-        spent = f" and {found.step_s * best.per_second:.3g} {UNITS[found.objective]}"
+    best, spent = result.tried[result.best].candidate, ""
+    if result.objective in ON_FEWER_DEVICES:
+        spent = f" and {result.step_s * best.per_second:.3g} {UNITS[result.objective]}"
     devices = f"{best.num_devices:,} device{'s' * (best.num_devices != 1)}"
-    rate = amount(found.tokens_per_s, step_in_words(found.global_batch, found.sequence)[1])
-    return f"{step_sentence(found, best.degrees, devices, 'A measured step', found.step_s, spent)}, that is {rate}."
+    rate = amount(result.tokens_per_s, step_in_words(result.global_batch, result.sequence)[1])
+    return f"{step_sentence(result, best.degrees, devices, 'A measured step', result.step_s, spent)}, that is {rate}."
 
 
-def gain_in_words(found: TuneResult) -> str:
+def gain_in_words(result: TuneResult) -> str:
     """The probable gain of measuring on, in sentences."""
-    count = num_open(found)
+    count = num_open(result)
     if not count:
         return "Every plan was tried or cannot run, so measuring on gains nothing."
     plans = f"{count:,} plan{'s were' if count > 1 else ' was'} not measured"
-    if found.best is None:
+    if result.best is None:
         return f"No trial ran, so nothing is known of the gain. {plans}."
     which = "one of them" if count > 1 else "it"
-    chance = f"With a chance of at most {percent(found.chance_left)} {which} is more than {percent(NOTABLE)} faster."
-    gain = f"One more trial would save {percent(found.gain_left, 1)} of the step on average"
-    if found.is_settled:
+    chance = f"With a chance of at most {percent(result.chance_left)} {which} is more than {percent(NOTABLE)} faster."
+    gain = f"One more trial would save {percent(result.gain_left, 1)} of the step on average"
+    if result.is_settled:
         return f"{plans}. {chance} {gain}, so measuring on would hardly pay."
     return f"{plans}. {chance} {gain}. Give more --trials or a larger --budget to measure on."
 
 
-def num_open(found: TuneResult) -> int:
+def num_open(result: TuneResult) -> int:
     """The number of plans that were not measured and may run."""
-    return sum(not one.why for one in found.left)
+    return sum(not plan.why for plan in result.left)
 
 
 # ---- the page ----
 
 
-def tuning_report(found: TuneResult) -> str:
+def tuning_report(result: TuneResult) -> str:
     """The page of a measured search."""
-    best = None if found.best is None else found.tried[found.best]
-    states = [trial.outcome.state for trial in found.tried]
+    best = None if result.best is None else result.tried[result.best]
+    states = [trial.outcome.state for trial in result.tried]
     return render(
         "tuning.html.jinja",
-        found=found,
+        found=result,
         best=best,
-        sentence=best_in_words(found),
+        sentence=best_in_words(result),
         within="" if best is None or best.outcome.seconds is None else interval(best.outcome.seconds),
-        unit=step_in_words(found.global_batch, found.sequence)[1],
-        picture=tuning_scatter(found),
-        trials=[_trial_row(found, at, trial) for at, trial in enumerate(found.tried)],
+        unit=step_in_words(result.global_batch, result.sequence)[1],
+        picture=tuning_scatter(result),
+        trials=[_trial_row(result, at, trial) for at, trial in enumerate(result.tried)],
         states=states,
         failed=states.count("failed"),
-        num_open=num_open(found),
-        learnt=_learnt(found),
-        left=[_left_row(left) for left in found.left],
-        gain=gain_in_words(found),
+        num_open=num_open(result),
+        learnt=_learnt(result),
+        left=[_left_row(left) for left in result.left],
+        gain=gain_in_words(result),
         notable=percent(NOTABLE),
     )
 
 
-def _trial_row(found: TuneResult, at: int, trial: Tried) -> dict[str, Any]:
+def _trial_row(result: TuneResult, at: int, trial: PlanTrial) -> dict[str, Any]:
     seconds, peak, predicted = trial.outcome.seconds, trial.outcome.peak_bytes, trial.candidate.predicted_s
     measured = ("", "", "")
     if seconds is not None:
@@ -190,47 +190,47 @@ def _trial_row(found: TuneResult, at: int, trial: Tried) -> dict[str, Any]:
         "number": trial.number + 1,
         "plan": plan_in_words(trial.candidate.degrees),
         "figures": (readable_seconds(predicted), *measured, *memory),
-        "ending": "best" if at == found.best else _ending(trial),
+        "ending": "best" if at == result.best else _ending(trial),
     }
 
 
-def _ending(one: Tried) -> str:
+def _ending(trial: PlanTrial) -> str:
     """How a trial ended."""
-    if one.outcome.state == "complete":
+    if trial.outcome.state == "complete":
         return "measured"
-    if one.outcome.state == "pruned":
-        return f"ended after {one.outcome.steps} steps: surely slower than the best plan"
-    reason = _REASONS.get(one.outcome.reason, one.outcome.reason or "failed")
-    first = (one.outcome.message.strip().splitlines() or [""])[0]
+    if trial.outcome.state == "pruned":
+        return f"ended after {trial.outcome.steps} steps: surely slower than the best plan"
+    reason = _REASONS.get(trial.outcome.reason, trial.outcome.reason or "failed")
+    first = (trial.outcome.message.strip().splitlines() or [""])[0]
     return f"{reason}: {capped(first, MOST_CHARS)}" if first else reason
 
 
-def _learnt(found: TuneResult) -> list[tuple[str, str]]:
+def _learnt(result: TuneResult) -> list[tuple[str, str]]:
     """The factor on each term. Empty if nothing was measured."""
-    if found.best is None:
+    if result.best is None:
         return []
     return [
-        (_TERMS.get(name, capped(name.replace("_", " "))), f"× {value:.2f}") for name, value in found.factors.items()
+        (_TERMS.get(name, capped(name.replace("_", " "))), f"× {value:.2f}") for name, value in result.factors.items()
     ]
 
 
-def _left_row(one: Left) -> tuple[str, ...]:
+def _left_row(plan: Left) -> tuple[str, ...]:
     return (
-        plan_in_words(one.candidate.degrees),
-        readable_seconds(one.candidate.predicted_s),
-        readable_seconds(one.believed_s),
-        readable_bytes(one.candidate.needed_bytes),
-        "" if one.why else percent(one.chance),
-        f"cannot run: {capped(one.why, MOST_CHARS)}" if one.why else "",
+        plan_in_words(plan.candidate.degrees),
+        readable_seconds(plan.candidate.predicted_s),
+        readable_seconds(plan.believed_s),
+        readable_bytes(plan.candidate.needed_bytes),
+        "" if plan.why else percent(plan.chance),
+        f"cannot run: {capped(plan.why, MOST_CHARS)}" if plan.why else "",
     )
 
 
 # ---- the picture ----
 
 
-def tuning_scatter(found: TuneResult) -> Plot | None:
+def tuning_scatter(tuned: TuneResult) -> Plot | None:
     """The picture. None if there is no plan."""
-    values = _values(found)
+    values = _values(tuned)
     if not values:
         return None
     low, high = log10(min(values)), log10(max(values))
@@ -241,22 +241,22 @@ def tuning_scatter(found: TuneResult) -> Plot | None:
         return (log10(seconds) - low) / (high - low) * SIDE
 
     x_ticks = _ticks(low, high)
-    y_ticks = [replace(one, at=SIDE - one.at) for one in x_ticks]
+    y_ticks = [replace(t, at=SIDE - t.at) for t in x_ticks]
     content = [grid(x_ticks, y_ticks), line([(0, SIDE), (SIDE, 0)], class_="limit")]
-    for left in found.left:
+    for left in tuned.left:
         place, says = (at(left.candidate.predicted_s), SIDE - at(left.believed_s)), _left_tip(left)
         rim = "left dot" if not left.why else "left out dot"
         content += [dots([place], class_=rim, data_t=says), dots([place], class_="hole dot", data_t=says)]
-    best = None if found.best is None else found.tried[found.best]
-    for one in (*(each for each in found.tried if each is not best), *([best] if best else [])):
-        x, seconds, says = at(one.candidate.predicted_s), one.outcome.seconds, _trial_tip(one)
+    best = None if tuned.best is None else tuned.tried[tuned.best]
+    for trial in (*(each for each in tuned.tried if each is not best), *([best] if best else [])):
+        x, seconds, says = at(trial.candidate.predicted_s), trial.outcome.seconds, _trial_tip(trial)
         if seconds is None:
             content.append(dots([(x, _EDGE)], class_="failed dot", data_t=says))
             continue
         if _is_bounded(seconds):
             ends = [(x, SIDE - at(seconds.low)), (x, SIDE - at(seconds.high))]
             content.append(line(ends, class_="interval", data_t=says))
-        name = "best dot" if one is best else "pruned dot" if one.outcome.state == "pruned" else "own dot"
+        name = "best dot" if trial is best else "pruned dot" if trial.outcome.state == "pruned" else "own dot"
         content.append(dots([(x, SIDE - at(seconds.median))], class_=name, data_t=says))
     return Plot(
         content=Markup("").join(content),
@@ -264,8 +264,8 @@ def tuning_scatter(found: TuneResult) -> Plot | None:
         y_ticks=tuple(y_ticks),
         x_title="predicted step time (logarithmic)",
         y_title="measured or believed step time (logarithmic)",
-        says=f"predicted against measured step time of {len(found.tried)} plans that were tried, and the believed step "
-        f"time of {len(found.left)} others",
+        says=f"predicted against measured step time of {len(tuned.tried)} plans that were tried, and the believed step "
+        f"time of {len(tuned.left)} others",
     )
 
 
@@ -278,12 +278,12 @@ def _is_bounded(seconds: Spread) -> bool:
     return seconds.low > 0 and isfinite(seconds.high)
 
 
-def _values(found: TuneResult) -> list[float]:
+def _values(result: TuneResult) -> list[float]:
     """All seconds that the picture shows."""
-    values = [seconds for left in found.left for seconds in (left.candidate.predicted_s, left.believed_s)]
-    for one in found.tried:
-        values.append(one.candidate.predicted_s)
-        if (seconds := one.outcome.seconds) is not None:
+    values = [seconds for left in result.left for seconds in (left.candidate.predicted_s, left.believed_s)]
+    for trial in result.tried:
+        values.append(trial.candidate.predicted_s)
+        if (seconds := trial.outcome.seconds) is not None:
             values += [seconds.median, *((seconds.low, seconds.high) if _is_bounded(seconds) else ())]
     return values
 
@@ -298,9 +298,9 @@ def _ticks(low: float, high: float) -> list[Tick]:
     ]
 
 
-def _trial_tip(one: Tried) -> str:
-    outcome, what = one.outcome, f"trial {one.number + 1}: {plan_in_words(one.candidate.degrees)}"
-    predicted = f"predicted {readable_seconds(one.candidate.predicted_s)}"
+def _trial_tip(trial: PlanTrial) -> str:
+    outcome, what = trial.outcome, f"trial {trial.number + 1}: {plan_in_words(trial.candidate.degrees)}"
+    predicted = f"predicted {readable_seconds(trial.candidate.predicted_s)}"
     if outcome.seconds is None:
         return f"{what}\n{predicted}, failed"
     within = interval(outcome.seconds)
@@ -309,6 +309,6 @@ def _trial_tip(one: Tried) -> str:
     return f"{what}\n{predicted}, {measured}{slower}"
 
 
-def _left_tip(one: Left) -> str:
-    times = f"predicted {readable_seconds(one.candidate.predicted_s)}, believed {readable_seconds(one.believed_s)}"
-    return f"not measured: {plan_in_words(one.candidate.degrees)}\n{times}{', cannot run' if one.why else ''}"
+def _left_tip(plan: Left) -> str:
+    times = f"predicted {readable_seconds(plan.candidate.predicted_s)}, believed {readable_seconds(plan.believed_s)}"
+    return f"not measured: {plan_in_words(plan.candidate.degrees)}\n{times}{', cannot run' if plan.why else ''}"

@@ -67,7 +67,7 @@ def validation_page(validation: Validation, *, title: str, subtitle: str) -> str
 
 def reasons(validation: Validation) -> dict[str, list[str]]:
     """The rows that were not modelled, by reason."""
-    return _by_text((one.id, one.reason) for one in validation.unmodelled)
+    return _by_text((row.id, row.reason) for row in validation.unmodelled)
 
 
 def warnings(validation: Validation) -> dict[str, list[str]]:
@@ -76,10 +76,10 @@ def warnings(validation: Validation) -> dict[str, list[str]]:
 
 
 def _by_text(rows: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    by_text: dict[str, list[str]] = {}
     for row_id, text in rows:
-        found.setdefault(text, []).append(row_id)
-    return found
+        by_text.setdefault(text, []).append(row_id)
+    return by_text
 
 
 def percent(value: float | None) -> str:

@@ -62,80 +62,80 @@ def _degree_words(d: Mapping[str, Any]) -> Iterator[str]:
 _BEST_AS = {"cost": "costs least as", "energy": "takes least energy as", "memory": "needs least memory as"}
 
 
-def plan_sentence(found: SearchResult) -> str:
+def plan_sentence(result: SearchResult) -> str:
     """The plan, its throughput and its utilisation in one sentence."""
-    assert found.best is not None
-    best, devices = found.best, f"{found.num_devices:,} devices"
-    if best.num_devices < found.num_devices:
+    assert result.best is not None
+    best, devices = result.best, f"{result.num_devices:,} devices"
+    if best.num_devices < result.num_devices:
         devices = f"{best.num_devices:,} of {devices}"
-    spent = f" and {readable_value(best.value, found.unit)}" if found.objective in ("cost", "energy") else ""
-    unit = step_in_words(found.global_batch, found.sequence)[1]
-    rate = amount(found.global_batch * found.sequence / best.step_s, unit)
+    spent = f" and {readable_value(best.value, result.unit)}" if result.objective in ("cost", "energy") else ""
+    unit = step_in_words(result.global_batch, result.sequence)[1]
+    rate = amount(result.global_batch * result.sequence / best.step_s, unit)
     return (
-        f"{step_sentence(found, best.degrees, devices, 'A step', best.step_s, spent)}, that is {rate}, and its "
-        f"fullest rank needs {readable_bytes(best.needed_bytes)} of {readable_bytes(found.device_bytes)}."
+        f"{step_sentence(result, best.degrees, devices, 'A step', best.step_s, spent)}, that is {rate}, and its "
+        f"fullest rank needs {readable_bytes(best.needed_bytes)} of {readable_bytes(result.device_bytes)}."
     )
 
 
 def step_sentence(
-    found: SearchResult | TuneResult, degrees: Mapping[str, Any], devices: str, step: str, step_s: float, spent: str
+    result: SearchResult | TuneResult, degrees: Mapping[str, Any], devices: str, step: str, step_s: float, spent: str
 ) -> str:
     """The best plan on its devices, and the time of its step, which ends the text. `spent` is its cost or energy."""
-    batch, _ = step_in_words(found.global_batch, found.sequence)
+    batch, _ = step_in_words(result.global_batch, result.sequence)
     return (
-        f"On {devices} {capped(found.model)} {_BEST_AS.get(found.objective, 'runs fastest as')} "
+        f"On {devices} {capped(result.model)} {_BEST_AS.get(result.objective, 'runs fastest as')} "
         f"{degrees_in_words(degrees)}. {step} of {batch} takes {readable_seconds(step_s)}{spent}"
     )
 
 
-def why_best(found: SearchResult) -> list[str]:
+def why_best(result: SearchResult) -> list[str]:
     """Comparisons with all candidates, with the next plan, and with the plans that people choose by hand."""
-    assert found.best is not None
-    lines = [_proof(found)]
-    behind = [one for one in (*found.others, *found.baselines) if one.fits and one.degrees != found.best.degrees]
-    following = min(behind, key=lambda one: one.value, default=None)
+    assert result.best is not None
+    lines = [_proof(result)]
+    behind = [p for p in (*result.others, *result.baselines) if p.fits and p.degrees != result.best.degrees]
+    following = min(behind, key=lambda p: p.value, default=None)
     if following is not None and not following.name:
-        lines.append(f"The next plan, {plan_in_words(following.degrees)}, {_loses(found, following)}.")
-    for one in found.baselines:
-        name = one.name[:1].upper() + one.name[1:] or "A plan chosen by hand"
-        if one.degrees == found.best.degrees:
+        lines.append(f"The next plan, {plan_in_words(following.degrees)}, {_loses(result, following)}.")
+    for plan in result.baselines:
+        name = plan.name[:1].upper() + plan.name[1:] or "A plan chosen by hand"
+        if plan.degrees == result.best.degrees:
             lines.append(f"{name} is this plan.")
         else:
-            following_one = " and comes next" if one is following else ""
-            lines.append(f"{name}, {plan_in_words(one.degrees)}, {_loses(found, one)}{following_one}.")
+            following_one = " and comes next" if plan is following else ""
+            lines.append(f"{name}, {plan_in_words(plan.degrees)}, {_loses(result, plan)}{following_one}.")
     return lines
 
 
-def _proof(found: SearchResult) -> str:
-    counted = found.counted
+def _proof(result: SearchResult) -> str:
+    counted = result.counted
     start = f"Of {counted.candidates:,} candidates {counted.priced:,} were priced exactly"
-    if found.bound is None and found.best is not None and found.best.degrees.get("loss_chunks", 1) > 1:
+    if result.bound is None and result.best is not None and result.best.degrees.get("loss_chunks", 1) > 1:
         return f"{start}; none of them fits with whole logits. With the loss in chunks this plan does."
-    if found.bound is None:
+    if result.bound is None:
         return f"{start}; none of them fits. With refined stages this plan does."
-    if found.saved_by_own_stages:
-        saved = percent(found.saved_by_own_stages, 1)
+    if result.saved_by_own_stages:
+        saved = percent(result.saved_by_own_stages, 1)
         return f"{start}; the best of them is proven. Refining its stages saves another {saved}."
-    if found.is_proven:
+    if result.is_proven:
         return f"{start}; the lower bounds of all others are above this plan, so none of them is better."
-    bound = f" None can be below {readable_value(found.bound, found.unit)}."
-    return f"{start}. A better one could save at most {percent(found.gap, 1)}.{bound}"
+    bound = f" None can be below {readable_value(result.bound, result.unit)}."
+    return f"{start}. A better one could save at most {percent(result.gap, 1)}.{bound}"
 
 
-def _loses(found: SearchResult, one: Contender) -> str:
-    if not one.fits:
-        return one.reason
-    assert found.best is not None
-    more = one.value / found.best.value - 1
+def _loses(result: SearchResult, plan: Contender) -> str:
+    if not plan.fits:
+        return plan.reason
+    assert result.best is not None
+    more = plan.value / result.best.value - 1
     if more <= 0:
         return "is as good"
-    what = {"time": "takes {} longer", "memory": "needs {} more memory"}.get(found.objective, "takes {} more")
-    return f"{what.format(percent(more, 1))} ({one.reason})" if one.reason else what.format(percent(more, 1))
+    what = {"time": "takes {} longer", "memory": "needs {} more memory"}.get(result.objective, "takes {} more")
+    return f"{what.format(percent(more, 1))} ({plan.reason})" if plan.reason else what.format(percent(more, 1))
 
 
-def no_room(found: SearchResult) -> list[str]:
+def no_room(result: SearchResult) -> list[str]:
     """The candidates that do not fit, with reasons."""
-    counted = found.counted
+    counted = result.counted
     without = counted.no_room_for_state + counted.no_room_for_activations
     if not without:
         return [f"All {counted.candidates:,} candidates fit."]

@@ -220,5 +220,5 @@ def _is_special(value: Any) -> bool:
 
 def _encoded(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _encoded(one) for key, one in value.items()}
+        return {key: _encoded(v) for key, v in value.items()}
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

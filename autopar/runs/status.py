@@ -122,11 +122,11 @@ def curve(points: Sequence[tuple[int, float]], most: int = MAX_POINTS) -> tuple[
     """At most so many points: the means of equal parts, each at the last step of its part."""
     if len(points) <= most:
         return tuple(points)
-    found = []
+    means = []
     for part in range(most):
         some = points[part * len(points) // most : (part + 1) * len(points) // most]
-        found.append((some[-1][0], sum(value for _, value in some) / len(some)))
-    return tuple(found)
+        means.append((some[-1][0], sum(value for _, value in some) / len(some)))
+    return tuple(means)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -197,13 +197,13 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: _finite(v) for key, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(one) for one in value]
+        return [_finite(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def steps_of(lines: Sequence[Line], name: str) -> list[tuple[int, float]]:
     """A metric by step, where it is known."""
-    found = [(line.step, getattr(line, name)) for line in lines]
-    return [(step, float(value)) for step, value in found if value is not None]
+    pairs = [(line.step, getattr(line, name)) for line in lines]
+    return [(step, float(value)) for step, value in pairs if value is not None]

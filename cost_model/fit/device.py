@@ -46,7 +46,7 @@ class FitSetting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
+class _Fit:
     """Constants by the profile's field, sources by path, and errors by part."""
 
     fields: Mapping[str, object]
@@ -73,7 +73,7 @@ def fit_profile(samples: Sequence[Sample], setting: FitSetting) -> DeviceProfile
         notes=(),
         sources=dict(base.sources),
     )
-    fits: tuple[Callable[[Mapping[Part, list[Sample]], DeviceProfile, FitSetting], _Found | None], ...]
+    fits: tuple[Callable[[Mapping[Part, list[Sample]], DeviceProfile, FitSetting], _Fit | None], ...]
     fits = (_launch, _memory, _products, _attention, _links, _overlap)
     for fit in fits:
         fitted = fit(parts, profile, setting)
@@ -81,11 +81,11 @@ def fit_profile(samples: Sequence[Sample], setting: FitSetting) -> DeviceProfile
             profile = _with(profile, fitted, setting)
     if setting.reserve_bytes is not None:
         fields = {"reserve_bytes": setting.reserve_bytes}
-        profile = _with(profile, _Found(fields=fields, paths=("reserve_gb",)), setting)
+        profile = _with(profile, _Fit(fields=fields, paths=("reserve_gb",)), setting)
     return profile
 
 
-def _with(profile: DeviceProfile, fitted: _Found, setting: FitSetting) -> DeviceProfile:
+def _with(profile: DeviceProfile, fitted: _Fit, setting: FitSetting) -> DeviceProfile:
     source = f"measured {setting.measured.date} by autopar calibrate, {setting.measured.how}"
     # a path ends the paths under it: efficiencies of dtypes that were not measured must not stay
     kept = {p: s for p, s in profile.sources.items() if not any(f"{p}.".startswith(f"{x}.") for x in fitted.paths)}
@@ -131,7 +131,7 @@ def measured_figures(device: Device, samples: Sequence[Sample]) -> Device:
 # ---- launch and memory ----
 
 
-def _launch(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting: FitSetting) -> _Found | None:
+def _launch(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting: FitSetting) -> _Fit | None:
     """Seconds per operator. On a CPU the host's seconds are the time of training outside of operators."""
     samples = parts.get("launch", [])
     each = {
@@ -143,12 +143,12 @@ def _launch(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting:
     device, host = each["device"], each["host"]
     if setting.device.device_type == "cpu":
         device, host = min(device, host), max(0.0, host - device)
-    return _Found(
+    return _Fit(
         fields={"launch_s": rounded_s(device), "host_launch_s": rounded_s(host)}, paths=("launch_us", "host_launch_us")
     )
 
 
-def _memory(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting: FitSetting) -> _Found | None:
+def _memory(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting: FitSetting) -> _Fit | None:
     samples = parts.get("memory")
     if not samples:
         return None
@@ -156,7 +156,7 @@ def _memory(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting:
     bandwidth = _device(profile).memory_bandwidth_bytes_per_s
     part = rounded(best_of(lambda part: profile.launch_s + moved / (bandwidth * part), seconds, LEAST_PART, MOST_PART))
     times = memory_seconds(moved_bytes=moved, bytes_per_s=bandwidth * part, launch_s=profile.launch_s)
-    return _Found(
+    return _Fit(
         fields={"memory_efficiency": part},
         paths=("memory_efficiency",),
         errors={"memory": fit_errors(times, seconds)},
@@ -166,7 +166,7 @@ def _memory(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting:
 # ---- products and attention ----
 
 
-def _products(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting: FitSetting) -> _Found | None:
+def _products(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting: FitSetting) -> _Fit | None:
     """One tile for all dtypes and one efficiency for each dtype: the best tile of a grid with its best efficiencies."""
     groups = _by_name(parts.get("matmul", []), profile)
     if not groups:
@@ -184,7 +184,7 @@ def _products(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, settin
     for name, group in groups.items():
         predicted += _product_times(group, profile, tile, name, efficiency[name]).tolist()
         seconds += _seconds(group).tolist()
-    return _Found(
+    return _Fit(
         fields={"tile": tile, "efficiency": efficiency},
         paths=("tile.m", "tile.n", "tile.k_half", "tile.units", "efficiency"),
         errors={"matmul": fit_errors(predicted, seconds)},
@@ -227,7 +227,7 @@ def _product_times(
     )
 
 
-def _attention(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting: FitSetting) -> _Found | None:
+def _attention(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting: FitSetting) -> _Fit | None:
     """One number of keys at half speed for all dtypes, and for both passes unless they are clearly unlike."""
     groups = _by_name(parts.get("attention", []), profile)
     samples = [sample for group in groups.values() for sample in group]
@@ -276,7 +276,7 @@ def _attention(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setti
         paths.append("attention.products")
         costs = [_product_times(group, profile, profile.tile, d, part) for d, group in unfused.items()]
         errors["products"] = fit_errors(np.concatenate(costs), np.concatenate([_seconds(g) for g in unfused.values()]))
-    return _Found(fields={"attention": attention}, paths=tuple(paths), errors=errors)
+    return _Fit(fields={"attention": attention}, paths=tuple(paths), errors=errors)
 
 
 def _attention_times(
@@ -296,24 +296,24 @@ def _attention_times(
 # ---- links and overlap ----
 
 
-def _links(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting: FitSetting) -> _Found | None:
+def _links(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting: FitSetting) -> _Fit | None:
     samples = parts.get("collective")
     if not samples:
         return None
     fits = fit_links(samples, setting.link)
     links = {**profile.links, **{tier: fit.profile for tier, fit in fits.items()}}
     errors = {f"{tier}.{kind}": error for tier, fit in fits.items() for kind, error in fit.errors.items()}
-    return _Found(fields={"links": links}, paths=tuple(f"links.{tier}" for tier in fits), errors=errors)
+    return _Fit(fields={"links": links}, paths=tuple(f"links.{tier}" for tier in fits), errors=errors)
 
 
-def _overlap(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting: FitSetting) -> _Found | None:
+def _overlap(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting: FitSetting) -> _Fit | None:
     times = {sample.work.name: sample.seconds for sample in parts.get("overlap", [])}
     if not {"compute", "communicate", "both"} <= times.keys():
         return None
     shorter, longer = sorted((times["compute"], times["communicate"]))
     slowdown = 1 + (times["both"] - longer) / shorter
     # 2 is one after the other; longer times are waiting for the scheduler, which is no part of the work
-    return _Found(fields={"overlap_slowdown": min(2.0, max(1.0, rounded(slowdown)))}, paths=("overlap_slowdown",))
+    return _Fit(fields={"overlap_slowdown": min(2.0, max(1.0, rounded(slowdown)))}, paths=("overlap_slowdown",))
 
 
 # ---- columns of samples ----

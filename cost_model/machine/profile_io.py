@@ -45,16 +45,16 @@ def _is_date(text: str) -> str:
     return text
 
 
-class Sourced(StrictModel, Generic[_Value]):
+class SourcedNumber(StrictModel, Generic[_Value]):
     value: _Value
     source: _Source
 
 
-PartFigure = Sourced[Annotated[float, Field(gt=0, le=2, allow_inf_nan=False)]]  # above 1: the figure is too low
-SizeFigure = Sourced[Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]]
-AmountFigure = Sourced[Annotated[float, Field(ge=0, le=1e7, allow_inf_nan=False)]]
-SlowdownFigure = Sourced[Annotated[float, Field(ge=1, le=10, allow_inf_nan=False)]]
-ImbalanceFigure = Sourced[Annotated[float, Field(ge=1, le=1000, allow_inf_nan=False)]]
+PartFigure = SourcedNumber[Annotated[float, Field(gt=0, le=2, allow_inf_nan=False)]]  # above 1: the figure is too low
+SizeFigure = SourcedNumber[Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]]
+AmountFigure = SourcedNumber[Annotated[float, Field(ge=0, le=1e7, allow_inf_nan=False)]]
+SlowdownFigure = SourcedNumber[Annotated[float, Field(ge=1, le=10, allow_inf_nan=False)]]
+ImbalanceFigure = SourcedNumber[Annotated[float, Field(ge=1, le=1000, allow_inf_nan=False)]]
 
 
 class EfficiencyEntry(StrictModel):

@@ -140,7 +140,7 @@ def simulate(
     )
 
 
-def shared_step_s(run: "Simulation | Replayed", ranks_per_core: float) -> float:
+def shared_step_s(run: "Simulation | ReplayTimes", ranks_per_core: float) -> float:
     """Seconds of a step whose ranks share cores, replayed with the seconds of passes while all ranks compute.
 
     At any moment all computing ranks have the same speed, so the order of events stays and time runs faster. If k of p
@@ -206,7 +206,7 @@ class Replay:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replayed:
+class ReplayTimes:
     """Times of a replay by rank, in the order of its actions; `sending_s` are seconds per rank in sends that block."""
 
     step_s: float
@@ -296,7 +296,7 @@ def _rows(
 
 def replayed(
     replay: Replay, seconds: StageSeconds, *, messages: Literal["overlapped", "blocking"] = "overlapped"
-) -> Replayed:
+) -> ReplayTimes:
     """Replay action lists with the seconds of their passes."""
     blocks, ranks = messages == "blocking", range(replay.num_ranks)
     lasting, lasts = _lasting(seconds)
@@ -323,7 +323,7 @@ def replayed(
         free[rank] = now + lasting[then]
         if then >= 0:
             write(rank, now, free[rank], _NEVER, _NEVER)
-    return Replayed(
+    return ReplayTimes(
         step_s=max(free, default=0.0),
         num_ranks=replay.num_ranks,
         sending_s=np.array(sending),

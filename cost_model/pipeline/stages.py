@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.pipeline.closed_forms import blocking_message_s, unequal_step_s
 from autopar.cost_model.pipeline.simulator import StageSeconds, replay_of, replayed, run_seconds, shared_step_s
-from autopar.cost_model.step.assembly import Pipeline, Pipelined
+from autopar.cost_model.step.assembly import Pipeline, PipelineTimes
 from autopar.cost_model.step.context import Passes
 from autopar.ir.arrays import Floats
 from autopar.ir.degrees import Degrees
@@ -120,13 +120,13 @@ def pipeline_of(
         return pipelines_of([stages], engine, message_exposed, ranks_per_core)
     is_overlapped = engine.messages == "overlapped"
 
-    def priced(passes: Mapping[str, Passes], message: Floats) -> Pipelined:
+    def priced(passes: Mapping[str, Passes], message: Floats) -> PipelineTimes:
         seconds = seconds_of_roles(passes)
         sent_s = whole_message_s(message, engine, message_exposed)
         busy, blocks, extra, total, sending = _of_ranks(stages, seconds, sent_s, is_overlapped, ranks_per_core)
         idle = np.maximum(0.0, total - stages.micro_batches * busy - sending)
         full, selective = _recomputed_of_ranks(stages)
-        return Pipelined(
+        return PipelineTimes(
             busy=busy,
             blocks=blocks,
             again=extra,
@@ -159,7 +159,7 @@ def pipelines_of(
     """
     is_overlapped, memo = engine.messages == "overlapped", Memo() if memo is None else memo
 
-    def priced(passes: Mapping[str, Passes], message: Floats) -> Pipelined:
+    def priced(passes: Mapping[str, Passes], message: Floats) -> PipelineTimes:
         size, roles = len(stages), tuple(passes)
         columns = [
             np.broadcast_to(values, size).tolist()
@@ -172,7 +172,7 @@ def pipelines_of(
             for each, sent_s, seconds in zip(stages, messages, zip(*columns, strict=True), strict=True)
         ]
         busy, blocks, extra, full, selective, idle, sending = np.array(rows).T
-        return Pipelined(
+        return PipelineTimes(
             busy=busy, blocks=blocks, again=extra, full=full, selective=selective, idle=idle, messages=sending
         )
 
@@ -187,7 +187,7 @@ def _pipelined(
     is_overlapped: bool,
     ranks_per_core: float,
 ) -> tuple[float, ...]:
-    """The fields of `Pipelined` for one layout: seconds and blocks of a rank, then its idle seconds and its messages.
+    """The fields of `PipelineTimes` for one layout: seconds and blocks of a rank, its idle seconds and its messages.
 
     Each role has the seconds of the fields of `Passes`.
     """

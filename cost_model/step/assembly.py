@@ -17,7 +17,7 @@ from autopar.ir.schedules.registry import DEFAULT_SCHEDULE, SCHEDULES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pipelined:
+class PipelineTimes:
     """The busiest rank of a pipeline with known stages."""
 
     busy: Floats  # seconds of one micro-batch
@@ -31,7 +31,7 @@ class Pipelined:
 
 
 # maps the passes of every role and the seconds of one message to the busiest rank of a plan's own stages
-Pipeline: TypeAlias = Callable[[Mapping[str, Passes], Floats], Pipelined]
+Pipeline: TypeAlias = Callable[[Mapping[str, Passes], Floats], PipelineTimes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,13 +47,13 @@ class StepPrices:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Assembled:
+class StepTimes:
     """The parts of a step. The first three are seconds of one micro-batch, the others seconds of the whole step."""
 
     computing: Mapping[str, Passes]  # of a block by role, without gathers
     passes: Mapping[str, Passes]  # of a block by role, with gathers
     mean: Passes  # of the mean block
-    pipelined: Pipelined
+    pipelined: PipelineTimes
     data: DataPrices
     sums: Floats
     end_gathers: Floats
@@ -69,7 +69,7 @@ class Assembled:
         return total
 
 
-def assembled(basis: Basis, layouts: Layouts, prices: StepPrices, pipeline: Pipeline | None = None) -> Assembled:
+def assembled(basis: Basis, layouts: Layouts, prices: StepPrices, pipeline: Pipeline | None = None) -> StepTimes:
     """The step of every layout from its prices. A `pipeline` gets every role's passes."""
     mechanisms, n = basis.machine.mechanisms, layouts.micro_batches
     computing, passes = _with_and_without_gathers(basis, layouts, prices)
@@ -90,7 +90,7 @@ def assembled(basis: Basis, layouts: Layouts, prices: StepPrices, pipeline: Pipe
     adding = _accumulation(basis, layouts, data.parameters)
     ends = np.where((layouts.zero >= 3) & (layouts.pp == 1), prices.end_gathers, 0.0) * n
     straggling = mechanisms.straggler * np.sqrt(2 * np.log(np.maximum(layouts.num_devices, 1.0001)))
-    return Assembled(
+    return StepTimes(
         computing=computing,
         passes=passes,
         mean=mean,
@@ -145,7 +145,7 @@ def _recomputed(layouts: Layouts, prices: BlockPrices) -> Passes:
     return Passes(forward=prices.forward, backward=prices.backward + recomputing(layouts, prices))
 
 
-def _evenly_cut(basis: Basis, layouts: Layouts, block: Floats, prices: StepPrices, message: Floats) -> Pipelined:
+def _evenly_cut(basis: Basis, layouts: Layouts, block: Floats, prices: StepPrices, message: Floats) -> PipelineTimes:
     """The default schedule, 1F1B, over stages with equal numbers of blocks.
 
     With v stages on a rank, a v-th of its idle time remains.
@@ -156,7 +156,7 @@ def _evenly_cut(basis: Basis, layouts: Layouts, block: Floats, prices: StepPrice
     middle = per_rank * block
     (path,) = SCHEDULES[DEFAULT_SCHEDULE].critical_paths(pp, 1, n)  # as many backward passes as forward
     ends = np.maximum(middle + np.where(has_stages, first, 0.0), last_rank * block + last)
-    return Pipelined(
+    return PipelineTimes(
         busy=np.where(has_stages, ends, middle + last + first),
         blocks=per_rank,
         idle=np.where(has_stages, path.forward / v * (middle + 2 * message), 0.0),
@@ -212,7 +212,7 @@ def _accumulation(basis: Basis, layouts: Layouts, parameters: RankParameters) ->
 
 
 def _host_seconds(
-    basis: Basis, layouts: Layouts, prices: StepPrices, data: DataPrices, mean: Passes, pipe: Pipelined
+    basis: Basis, layouts: Layouts, prices: StepPrices, data: DataPrices, mean: Passes, pipe: PipelineTimes
 ) -> HostSeconds:
     """Waiting for the host. A rank moves what its blocks save, which depends on recomputation."""
     moved = np.zeros(1)

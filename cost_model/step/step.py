@@ -23,9 +23,9 @@ import numpy as np
 
 from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.step.assembly import (
-    Assembled,
     Pipeline,
     StepPrices,
+    StepTimes,
     assembled,
     moving_sums,
     recomputing,
@@ -92,7 +92,7 @@ def step_of(basis: Basis, layouts: Layouts, prices: StepPrices, pipeline: Pipeli
 # ---- the parts of a step ----
 
 
-def _parts(basis: Basis, layouts: Layouts, prices: StepPrices, step: Assembled) -> dict[str, Floats]:
+def _parts(basis: Basis, layouts: Layouts, prices: StepPrices, step: StepTimes) -> dict[str, Floats]:
     n, pipe, before = layouts.micro_batches, step.pipelined, step.before
     of_blocks = {
         role: {
@@ -111,7 +111,7 @@ def _parts(basis: Basis, layouts: Layouts, prices: StepPrices, step: Assembled) 
     return parts | {"fixed": basis.machine.mechanisms.step_s + 0.0 * before, "stragglers": step.straggling * before}
 
 
-def _hidden(basis: Basis, layouts: Layouts, prices: StepPrices, step: Assembled) -> dict[str, Floats]:
+def _hidden(basis: Basis, layouts: Layouts, prices: StepPrices, step: StepTimes) -> dict[str, Floats]:
     n, pipe = layouts.micro_batches, step.pipelined
     of_blocks = {}
     for role, price in prices.blocks.items():

@@ -112,7 +112,7 @@ class Sent(Generic[V]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Selected(Generic[V]):
+class SelectiveWork(Generic[V]):
     """Selective recomputation of a block: the bytes that it still saves, and the operators that it computes again."""
 
     saved_bytes: V
@@ -135,7 +135,7 @@ class BlockWork(Generic[V]):
     parameters_split: V  # split over tensor ranks
     parameters_whole: V  # whole on each tensor rank
     parameters_expert: V  # of experts, before expert parallelism divides them
-    selected: Selected[V] | None = None  # selective recomputation; None if no operators are chosen
+    selected: SelectiveWork[V] | None = None  # selective recomputation; None if no operators are chosen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,8 +312,8 @@ class _Reader:
     def field(self, kind: str, data: Any, path: str) -> Any:
         if kind in ("V", "V | None"):
             return self.expression(data, path)
-        if kind.startswith("Selected"):
-            return self.record(Selected, data, path)
+        if kind.startswith("SelectiveWork"):
+            return self.record(SelectiveWork, data, path)
         if kind.startswith("tuple["):
             record = Operator if "Operator" in kind else Sent
             if not isinstance(data, list):

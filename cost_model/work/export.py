@@ -14,7 +14,7 @@ from math import prod
 
 from autopar.capture.analysis import Analysis
 from autopar.cost_model.work.autograd_probe import NodeRun, ProbedRuns, run_block
-from autopar.cost_model.work.block_work import BlockWork, Operator, Selected
+from autopar.cost_model.work.block_work import BlockWork, Operator, SelectiveWork
 from autopar.cost_model.work.conversion_steps import conversion_steps
 from autopar.cost_model.work.fusion import Flow, Need, needs_of_product
 from autopar.cost_model.work.operator_cost import EXPERT_ORDER, EXPERT_PRODUCTS, forward_flops, target_name
@@ -158,7 +158,7 @@ def work_of(flow: Flow, role: str | None = None) -> SymbolicWork:
     )
 
 
-def _selected(flow: Flow, works: Sequence[Operator[Polynomial]]) -> Selected[Polynomial] | None:
+def _selected(flow: Flow, works: Sequence[Operator[Polynomial]]) -> SelectiveWork[Polynomial] | None:
     keys = flow.labels.recomputed
     return selected(recomputable(flow, works), keys) if keys else None
 

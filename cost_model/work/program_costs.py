@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.capture.analysis import Analysis
-from autopar.cost_model.work.block_work import VARIANTS, BlockWork, Family, Selected, evaluate
+from autopar.cost_model.work.block_work import VARIANTS, BlockWork, Family, SelectiveWork, evaluate
 from autopar.cost_model.work.operator_cost import EXPERT_PRODUCTS
 from autopar.cost_model.work.polynomials import Polynomial
 from autopar.ir.degrees import Degrees
@@ -210,7 +210,7 @@ def optimizer_figures(program: Program) -> dict[str, OptimizerFigures]:
 
 def _with_selected(work: BlockWork[Polynomial]) -> BlockWork[Polynomial]:
     """A block beside blocks with selective recomputation. Without chosen operators it saves everything."""
-    nothing: Selected[Polynomial] = Selected(saved_bytes=work.saved_eager_bytes, operators=())
+    nothing: SelectiveWork[Polynomial] = SelectiveWork(saved_bytes=work.saved_eager_bytes, operators=())
     return work if work.selected is not None else replace(work, selected=nothing)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Generic
 
-from autopar.cost_model.work.block_work import Operator, Selected, V
+from autopar.cost_model.work.block_work import Operator, SelectiveWork, V
 from autopar.cost_model.work.fusion import Flow
 from autopar.cost_model.work.polynomials import Expr, Polynomial, polynomial
 from autopar.cost_model.work.sizes import Types
@@ -63,7 +63,7 @@ def recomputable(flow: Flow, works: Collection[Operator[Polynomial]]) -> Recompu
     return _Values(flow, works).found()
 
 
-def selected(block: Recomputable[Polynomial], keys: Collection[str]) -> Selected[Polynomial]:
+def selected(block: Recomputable[Polynomial], keys: Collection[str]) -> SelectiveWork[Polynomial]:
     """What a block saves and computes again if the operators with some of these `keys` are recomputed."""
     rerun = needed(block, {k for k, op in enumerate(block.operators) if op.keys[0] in keys})
     read = {value for k in rerun for value in block.operators[k].takes}
@@ -74,7 +74,7 @@ def selected(block: Recomputable[Polynomial], keys: Collection[str]) -> Selected
     ]
     sums = [op.own_bytes for k, op in enumerate(block.operators) if k not in rerun]
     works = (block.operators[k].work for k in sorted(rerun))
-    return Selected(
+    return SelectiveWork(
         saved_bytes=sum((*kept, *sums), start=block.other_bytes),
         operators=tuple(replace(op, backward_bytes=Polynomial(), kernels_backward=0) for op in works),
     )

@@ -53,7 +53,7 @@ def _reported(parts: StreamParts, reading: Reading) -> Iterator[Part] | None:
         from torchdata.stateful_dataloader import StatefulDataLoader
     except ImportError:
         return None
-    return _with_positions(StatefulDataLoader(_Reported(parts), snapshot_every_n_steps=1, **_options(reading)))
+    return _with_positions(StatefulDataLoader(_PlainParts(parts), snapshot_every_n_steps=1, **_options(reading)))
 
 
 def _with_positions(loader: Any) -> Iterator[Part]:
@@ -73,7 +73,7 @@ def _positions(state: Any) -> Iterator[tuple[int, Any]]:
                 yield from _positions(value)
 
 
-class _Reported(IterableDataset[tuple[Any, int]]):
+class _PlainParts(IterableDataset[tuple[Any, int]]):
     """Parts without their states, which the iterator gives when it is asked."""
 
     def __init__(self, parts: StreamParts) -> None:

@@ -15,7 +15,7 @@ from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.memory.formula import BlockBytes, MemoryBasis, block_bytes, least_saved, memory_basis
 from autopar.cost_model.pricing import family_at, shape_of_works
 from autopar.cost_model.screened_model import ScreenedModel, model_of_program
-from autopar.cost_model.step.assembly import Assembled, StepPrices, assembled
+from autopar.cost_model.step.assembly import StepPrices, StepTimes, assembled
 from autopar.cost_model.step.block_prices import block_prices, end_passes
 from autopar.cost_model.step.context import Basis, Passes, repeated_roles
 from autopar.cost_model.step.data_parallel import RANK_FIELDS, DataPrices, data_prices, end_gathers, gather_prices
@@ -94,7 +94,7 @@ class Machinery:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Screened:
+class Screening:
     """The result of screening: arrays with one element per candidate.
 
     A bound is in seconds, and infinite if the candidate cannot fit. `level` is the least level of recomputation that
@@ -154,7 +154,7 @@ def basis_of(works: ProgramWorks, on: Machinery) -> Basis:
     )
 
 
-def screen(works: ProgramWorks, rows: Candidates, on: Machinery, *, logits: bool = True) -> Screened:
+def screen(works: ProgramWorks, rows: Candidates, on: Machinery, *, logits: bool = True) -> Screening:
     """Price candidates under the labels of `works`.
 
     Labels of a mesh with one tensor dimension serve any tensor degree. Candidates are priced in parts whose arrays stay
@@ -163,10 +163,10 @@ def screen(works: ProgramWorks, rows: Candidates, on: Machinery, *, logits: bool
     if len(rows) <= _PART:
         return _screen(works, rows, on, logits)
     parts = [_screen(works, rows.at(slice(at, at + _PART)), on, logits) for at in range(0, len(rows), _PART)]
-    return Screened(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in Screened.__slots__})
+    return Screening(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in Screening.__slots__})
 
 
-def _screen(works: ProgramWorks, candidates: Candidates, on: Machinery, logits: bool) -> Screened:
+def _screen(works: ProgramWorks, candidates: Candidates, on: Machinery, logits: bool) -> Screening:
     layouts = layouts_of(candidates, sequence_parallel=works.sequence_parallel)
     basis, model = basis_of(works, on), model_of_program(works)
     run = Run(
@@ -225,7 +225,7 @@ def _screen(works: ProgramWorks, candidates: Candidates, on: Machinery, logits: 
     least_s = np.minimum.reduce(np.broadcast_arrays(*(step.seconds for step in steps)))
     if on.cuts is not None:  # the bounds assume the cuts that make the slowest stage fastest
         mixed, least_s = np.zeros(len(candidates)), np.zeros(len(candidates))
-    return Screened(
+    return Screening(
         seconds=np.where(can, mixed, np.inf),
         recomputed_seconds=np.where(can, steps[2].seconds, np.inf),
         least_seconds=np.where(legal, least_s, np.inf),
@@ -241,7 +241,7 @@ def _screen(works: ProgramWorks, candidates: Candidates, on: Machinery, logits: 
     )
 
 
-def _least_of_stages(steps: Sequence[Assembled]) -> Floats:
+def _least_of_stages(steps: Sequence[StepTimes]) -> Floats:
     """The least seconds if every stage recomputes a number of blocks of its own: as without recomputation.
 
     Recomputed blocks save less, so fewer bytes go to the host.
@@ -257,7 +257,7 @@ def pipeline_seconds(step: StepSeconds) -> Floats:
     return np.asarray(pipeline * step.seconds / before)
 
 
-def _of_pipeline(basis: Basis, step: Assembled) -> Floats:
+def _of_pipeline(basis: Basis, step: StepTimes) -> Floats:
     """`pipeline_seconds` of a step that is given without its parts."""
     behind = step.sums + step.end_gathers + step.optimizer + step.host_copies + step.accumulation
     behind = behind + basis.machine.mechanisms.step_s

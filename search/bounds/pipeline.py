@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost_model.step.assembly import Pipeline, Pipelined
+from autopar.cost_model.step.assembly import Pipeline, PipelineTimes
 from autopar.cost_model.step.context import Passes
 from autopar.cost_model.step.unique_rows import Distinct, spread
 from autopar.ir.arrays import Floats
@@ -78,7 +78,7 @@ def lower_bound(
     stages and, with several of them, the same passes.
     """
 
-    def bounded(passes: Mapping[str, Passes], message: Floats) -> Pipelined:
+    def bounded(passes: Mapping[str, Passes], message: Floats) -> PipelineTimes:
         block = _mean([(count / run.blocks, passes[role]) for role, count in run.counts])
         ends = [_mean([(1.0, passes[end])] if end in passes else []) for end in ("first", "last")]
         sums = [passes[0] + passes[1] for passes in (block, *ends)]
@@ -115,7 +115,7 @@ def _mean(shares: Sequence[tuple[float, Passes]]) -> list[Floats]:
 
 def _longest(
     run: Run, cuts: EvenCuts, block: Sequence[Floats], ends: Sequence[Sequence[Floats]], message: Floats
-) -> Pipelined:
+) -> PipelineTimes:
     n, staged = run.micro_batches, run.pp > 1
     is_v, splits = IS_V[run.schedule], SPLITS_BACKWARD[run.schedule]
     paths = _paths(run, cuts, block, ends, message)
@@ -151,7 +151,7 @@ def _longest(
     for path in paths[1:]:
         blocks = np.where(path.busy > busy, path.blocks, blocks)
         busy = np.maximum(busy, path.busy)
-    return Pipelined(
+    return PipelineTimes(
         busy=np.where(staged, busy, total[0] + total[1]),
         blocks=np.where(staged, blocks, run.blocks),
         idle=np.where(staged, np.maximum(whole - n * (busy + sent), 0.0), 0.0),
@@ -159,12 +159,12 @@ def _longest(
     )
 
 
-def _sharing(run: Run, whole: Floats, total: Floats, sent: Floats) -> Pipelined:
+def _sharing(run: Run, whole: Floats, total: Floats, sent: Floats) -> PipelineTimes:
     """Seconds of the mean rank. `autopar.cost_model.pipeline.stages` counts ranks that share cores in the same way."""
     n, staged = run.micro_batches, run.pp > 1
     mean = total / run.pp
     idle = np.maximum(whole / run.ranks_per_core - n * mean, 0.0)
-    return Pipelined(
+    return PipelineTimes(
         busy=mean,
         blocks=run.blocks / run.pp,
         idle=np.where(staged, idle, 0.0),

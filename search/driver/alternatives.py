@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.ir.degrees import Degrees
-from autopar.search.driver.search import Searched, added_seconds
-from autopar.search.pricing.exact import AS_IT_IS, Priced
+from autopar.search.driver.search import SearchState, added_seconds
+from autopar.search.pricing.exact import AS_IT_IS, PricedPlan
 
 MORE = 2  # exact prices for each requested plan
 DEGREES = ("num_devices", "pp", "tp", "cp", "ep", "zero")  # in which the next best plans differ
@@ -23,7 +23,7 @@ ALIKE = (*DEGREES, "micro_batch")
 _Key = tuple[int, ...]
 
 
-def next_plans(search: Searched, top: int, *, alike: bool) -> list[tuple[int, Priced]]:
+def next_plans(search: SearchState, top: int, *, alike: bool) -> list[tuple[int, PricedPlan]]:
     """At most `top` plans beside the best plan, the best first.
 
     They have other degrees. With `alike` plans of the same degrees and another micro-batch fill them up.
@@ -41,21 +41,21 @@ def next_plans(search: Searched, top: int, *, alike: bool) -> list[tuple[int, Pr
 
 
 def next_best(
-    search: Searched,
-    price: Callable[[int], Priced],
+    search: SearchState,
+    price: Callable[[int], PricedPlan],
     top: int,
     prefetch: Callable[[Sequence[int]], None] = lambda _: None,
     columns: Sequence[str] = DEGREES,
-) -> list[tuple[int, Priced]]:
+) -> list[tuple[int, PricedPlan]]:
     """At most `top` candidates that fit, the best first, without the combination of the best plan."""
     c, goal, classes, seconds = search.candidates, search.goal, search.classes, raised_seconds(search)
-    chosen: dict[_Key, tuple[float, int, Priced]] = {}
+    chosen: dict[_Key, tuple[float, int, PricedPlan]] = {}
     values_of = [getattr(c, name) for name in columns]
 
     def key(index: int) -> _Key:
         return tuple(int(values[index]) for values in values_of)
 
-    def take(index: int, plan: Priced) -> None:
+    def take(index: int, plan: PricedPlan) -> None:
         value = goal.value(plan)
         if plan.fits and (key(index) not in chosen or value < chosen[key(index)][0]):
             chosen[key(index)] = (value, index, plan)
@@ -90,7 +90,7 @@ def _in_columns(degrees: Degrees, columns: Sequence[str]) -> list[Any]:
 def _first_below(
     values: NDArray[np.float64],
     classes: NDArray[np.int64],
-    chosen: Mapping[_Key, tuple[float, int, Priced]],
+    chosen: Mapping[_Key, tuple[float, int, PricedPlan]],
     key: Callable[[int], _Key],
     top: int,
 ) -> list[int]:
@@ -114,7 +114,7 @@ def _first_below(
     return list(first.values())
 
 
-def raised_seconds(search: Searched) -> NDArray[np.float64]:
+def raised_seconds(search: SearchState) -> NDArray[np.float64]:
     """Bounds in seconds, raised by the exact prices of candidates with the same pipeline."""
     seconds = search.screened.seconds.copy()
     for index, plan in search.exact.items():
@@ -122,7 +122,7 @@ def raised_seconds(search: Searched) -> NDArray[np.float64]:
     return seconds
 
 
-def raise_alike(search: Searched, seconds: NDArray[np.float64], index: int, plan: Priced) -> None:
+def raise_alike(search: SearchState, seconds: NDArray[np.float64], index: int, plan: PricedPlan) -> None:
     """Raise, in place, the `seconds` of the candidates that have the pipeline of a priced candidate."""
     bounds = search.screened.seconds
     if plan.fits and np.isfinite(bounds[index]):

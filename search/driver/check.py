@@ -13,8 +13,8 @@ from autopar.errors import Problem, SearchError
 from autopar.ir.degrees import Degrees
 from autopar.ir.plan import Plan
 from autopar.ir.schedules.registry import SCHEDULES, schedule_problems
-from autopar.search.driver.search import Searched
-from autopar.search.pricing.exact import Priced, pricing_of
+from autopar.search.driver.search import SearchState
+from autopar.search.pricing.exact import PricedPlan, pricing_of
 from autopar.search.pricing.objective import Part
 from autopar.search.space.constraints import Constraints
 from autopar.search.space.dimensions import DIMENSIONS
@@ -25,7 +25,7 @@ DECIDED = ("pp", "tp", "cp", "ep", "dp_shard", "dp_replicate", "zero", "micro_ba
            "schedule", "virtual_stages", "recompute", "recompute_blocks", "selective_blocks", "order")  # fmt: skip
 
 
-def check_result(search: Searched, plan: Plan, works: ProgramWorks, constraints: Constraints) -> None:
+def check_result(search: SearchState, plan: Plan, works: ProgramWorks, constraints: Constraints) -> None:
     """Raise `SearchError` with all errors of a search's best plan and of the `plan` made of it.
 
     `works` are the block costs under the labels of its tensor degree, with kept values if the plan keeps them.
@@ -74,7 +74,7 @@ def _degrees(degrees: Degrees, constraints: Constraints) -> Iterator[Problem]:
             yield Problem(path=dimension.word, value=value, rule="is not among the values that were asked for")
 
 
-def _cuts(best: Priced, works: ProgramWorks) -> Iterator[Problem]:
+def _cuts(best: PricedPlan, works: ProgramWorks) -> Iterator[Problem]:
     cuts, degrees = best.cuts, best.degrees
     stages = degrees.pp * degrees.virtual_stages
     if len(cuts) != stages - 1:
@@ -87,7 +87,7 @@ def _cuts(best: Priced, works: ProgramWorks) -> Iterator[Problem]:
             yield Problem(path="cuts", value=list(cuts), rule=rule)
 
 
-def _price(best: Priced, works: ProgramWorks, part: Part) -> Iterator[Problem]:
+def _price(best: PricedPlan, works: ProgramWorks, part: Part) -> Iterator[Problem]:
     """Count the numbers again for this plan alone, without anything that the search has kept of other plans."""
     pricing = pricing_of(works, best, part.cluster, part.on)
     layouts = layout_of(works, pricing.question)
@@ -106,7 +106,7 @@ def _price(best: Priced, works: ProgramWorks, part: Part) -> Iterator[Problem]:
         yield Problem(path="needed_bytes", value=best.needed_bytes, rule=rule)
 
 
-def _proof(search: Searched, best: Priced) -> Iterator[Problem]:
+def _proof(search: SearchState, best: PricedPlan) -> Iterator[Problem]:
     goal, proof = search.goal, search.proof
     if proof.best is None:  # then only a trial with varied cuts can fit
         if search.refined.best is None and search.chunked is None:
@@ -119,7 +119,7 @@ def _proof(search: Searched, best: Priced) -> Iterator[Problem]:
         yield Problem(path="value", value=goal.value(best), rule=f"must be the least that was priced, {least!r}")
 
 
-def _plan(best: Priced, plan: Plan) -> Iterator[Problem]:
+def _plan(best: PricedPlan, plan: Plan) -> Iterator[Problem]:
     for name in DECIDED:
         has, priced = getattr(plan.degrees, name), getattr(best.degrees, name)
         if has != priced:

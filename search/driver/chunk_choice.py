@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.errors import AutoparError
 from autopar.ir.arrays import Floats
-from autopar.search.bounds.lower_bounds import Screened, screen
+from autopar.search.bounds.lower_bounds import Screening, screen
 from autopar.search.driver.branch_and_bound import ROUNDING, best_first
-from autopar.search.driver.search import Searched, added_seconds, stand_in
+from autopar.search.driver.search import SearchState, added_seconds, stand_in
 from autopar.search.pricing.batch import Together
-from autopar.search.pricing.exact import AS_IT_IS, Priced
+from autopar.search.pricing.exact import AS_IT_IS, PricedPlan
 from autopar.search.space.candidates import Split
 
 TOKENS_OF_A_CHUNK = 1024  # of one sequence; fewer rows make the head's product slow
@@ -43,13 +43,13 @@ def chunks_of(sequence: int | None) -> int:
 
 
 def with_chunks(
-    search: Searched,
+    search: SearchState,
     works_in_chunks: WorksInChunks,
     chunks: int,
     *,
     most_exact: int,
     should_continue: Callable[[], bool] = lambda: True,
-) -> Searched:
+) -> SearchState:
     """The search's result with the best plan whose loss runs in chunks, if it is better, and with a bound of both.
 
     `chunks` is the largest number of chunks, a power of two.
@@ -89,7 +89,7 @@ class _InChunks:
 
     def __init__(
         self,
-        search: Searched,
+        search: SearchState,
         works_in_chunks: WorksInChunks,
         chunks: int,
         least: float,
@@ -102,7 +102,7 @@ class _InChunks:
         self.works: dict[Split, ProgramWorks] = {}
         self.refused = set(search.refused)
         self.together = Together(search.candidates, self.works, self.goal)
-        self.columns = {name: np.full(len(search.candidates), np.inf) for name in Screened.__slots__}
+        self.columns = {name: np.full(len(search.candidates), np.inf) for name in Screening.__slots__}
         self.bounds = np.full(len(search.candidates), np.inf)
         self._screen(can_gain)
 
@@ -174,14 +174,14 @@ class _InChunks:
         values = self._raised(index, self.together.priced(index), peers)
         return np.asarray(np.maximum(values - self.bounds[peers], 0.0))
 
-    def _raised(self, index: int, plan: Priced, peers: NDArray[np.int64]) -> Floats:
+    def _raised(self, index: int, plan: PricedPlan, peers: NDArray[np.int64]) -> Floats:
         """Bounds of candidates whose pipelines are that of `index`, raised by a priced pipeline of this class."""
-        screened = Screened(**self.columns)
+        screened = Screening(**self.columns)
         values = self.screened_values[peers]
         worth = values / np.maximum(screened.seconds[peers], 1e-300)  # of a second
         return np.asarray(values + added_seconds(screened, index, plan, peers) * worth)
 
-    def best(self) -> Priced | None:
+    def best(self) -> PricedPlan | None:
         """The best fitting plan in chunks. None if it is not below the least value."""
         fitting = [(self.goal.value(plan), index) for (index, _), plan in self.together.found.items() if plan.fits]
         if not fitting or min(fitting)[0] >= self.least:
@@ -190,7 +190,7 @@ class _InChunks:
         return replace(plan, degrees=replace(plan.degrees, loss_chunks=self.chunks))
 
 
-def _can_gain(search: Searched, least: float) -> NDArray[np.bool_]:
+def _can_gain(search: SearchState, least: float) -> NDArray[np.bool_]:
     """Candidates that recompute or do not fit, and whose pipeline and least step are faster than the best plan."""
     c, screened, goal = search.candidates, search.screened, search.goal
     if goal.is_memory:

@@ -21,11 +21,11 @@ from autopar.ir.optimizers import OPTIMIZERS
 from autopar.search.bounds.lower_bounds import Machinery
 from autopar.search.bounds.memory import PARTS
 from autopar.search.driver.chunk_choice import WorksInChunks, chunks_of
-from autopar.search.driver.search import Searched, Works, search_degrees
-from autopar.search.pricing.exact import Priced
+from autopar.search.driver.search import SearchState, Works, search_degrees
+from autopar.search.pricing.exact import PricedPlan
 from autopar.search.pricing.objective import Goal, Part
 from autopar.search.result.format import plan_in_words
-from autopar.search.result.result import Closest, Counted, degrees_in_plain
+from autopar.search.result.result import CandidateCounts, Closest, degrees_in_plain
 from autopar.search.space.candidates import constraints_on
 from autopar.search.space.constraints import Constraints, most_level_of, recompute_blocks_of
 
@@ -36,7 +36,7 @@ ANY_LINK = Link(bytes_per_s=1e9, latency_s=1e-6, name="none")  # memory does not
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Asked:
+class Query:
     """A search that found no plan, and the functions that price plans on any cluster."""
 
     works_of: Works
@@ -46,14 +46,14 @@ class Asked:
     works_in_chunks: WorksInChunks | None = None
 
 
-def counted(search: Searched, capacity_bytes: float) -> Counted:
+def counted(search: SearchState, capacity_bytes: float) -> CandidateCounts:
     """The number of candidates. Candidates that do not fit are also counted by the largest part of their memory."""
     screened = search.screened
     without_room = ~screened.fits & np.isfinite(screened.state_bytes)  # without refused tensor degrees
     for_state = without_room & (screened.state_bytes > capacity_bytes)
     largest = screened.largest[without_room].astype(int)
     numbers = {name: int(np.sum(largest == position)) for position, name in enumerate(PARTS)}
-    return Counted(
+    return CandidateCounts(
         candidates=len(search.candidates),
         no_room_for_state=int(np.sum(for_state)),
         no_room_for_activations=int(np.sum(without_room & ~for_state)),
@@ -63,7 +63,7 @@ def counted(search: Searched, capacity_bytes: float) -> Counted:
     )
 
 
-def closest(query: Asked, should_continue: Callable[[], bool] = lambda: True) -> Closest | None:
+def closest(query: Query, should_continue: Callable[[], bool] = lambda: True) -> Closest | None:
     """The plan that needs the least memory of a device, the missing bytes, and the changes that would help.
 
     None if no candidate can be priced.
@@ -87,7 +87,7 @@ def closest(query: Asked, should_continue: Callable[[], bool] = lambda: True) ->
     )
 
 
-def _remedies(query: Asked, should_continue: Callable[[], bool]) -> Iterator[str]:
+def _remedies(query: Query, should_continue: Callable[[], bool]) -> Iterator[str]:
     """At most one remedy of each kind, the cheapest kind first."""
     kinds = (
         _per_micro_batch, _fewer_wishes, _recomputed, _in_chunks, _offloaded, _other_optimizer, _shorter, _more_devices,
@@ -98,14 +98,14 @@ def _remedies(query: Asked, should_continue: Callable[[], bool]) -> Iterator[str
             yield remedy
 
 
-def _per_micro_batch(query: Asked, _: Callable[[], bool]) -> str | None:
+def _per_micro_batch(query: Query, _: Callable[[], bool]) -> str | None:
     if query.constraints.accumulates:
         return None
     plan = _fitting(replace(query, constraints=replace(query.constraints, accumulates=True)))
     return None if plan is None else f"with a loss for each micro-batch (per_micro_batch): {_words(plan)}"
 
 
-def _fewer_wishes(query: Asked, should_continue: Callable[[], bool]) -> str | None:
+def _fewer_wishes(query: Query, should_continue: Callable[[], bool]) -> str | None:
     for text, constraints in query.constraints.without_one():
         if not should_continue():
             return None
@@ -115,7 +115,7 @@ def _fewer_wishes(query: Asked, should_continue: Callable[[], bool]) -> str | No
     return None
 
 
-def _recomputed(query: Asked, _: Callable[[], bool]) -> str | None:
+def _recomputed(query: Query, _: Callable[[], bool]) -> str | None:
     """More recomputation than the user asked for."""
     if recompute_blocks_of(query.constraints.fix) is None and most_level_of(query.constraints.fix) == 2:
         return None
@@ -127,7 +127,7 @@ def _recomputed(query: Asked, _: Callable[[], bool]) -> str | None:
     return None if plan is None else f"with --recompute auto: {_words(plan)}"
 
 
-def _in_chunks(query: Asked, should_continue: Callable[[], bool]) -> str | None:
+def _in_chunks(query: Query, should_continue: Callable[[], bool]) -> str | None:
     """More chunks of the loss than the user asked for. Without a wish the search has tried all numbers."""
     (given,) = query.constraints.fix.get("loss_chunks", (None,))
     works_in_chunks, chunks = query.works_in_chunks, 2
@@ -142,12 +142,12 @@ def _in_chunks(query: Asked, should_continue: Callable[[], bool]) -> str | None:
     return None
 
 
-def _without_words(query: Asked, *words: str) -> Asked:
+def _without_words(query: Query, *words: str) -> Query:
     fixed = {word: values for word, values in query.constraints.fix.items() if word not in words}
     return replace(query, constraints=replace(query.constraints, fix=fixed))
 
 
-def _offloaded(query: Asked, should_continue: Callable[[], bool]) -> str | None:
+def _offloaded(query: Query, should_continue: Callable[[], bool]) -> str | None:
     """Values of `offload` that the search did not try."""
     tried = query.constraints.first_offloads
     if query.machinery(query.cluster).machine.host is not None:
@@ -161,14 +161,14 @@ def _offloaded(query: Asked, should_continue: Callable[[], bool]) -> str | None:
     return None
 
 
-def _keeping(query: Asked, offload: str) -> Asked:
+def _keeping(query: Query, offload: str) -> Query:
     def on_host(cluster: ClusterSpec) -> Machinery:
         return query.machinery(cluster).keeping(offload)
 
     return _without_words(replace(query, machinery=on_host), "offload")
 
 
-def _other_optimizer(query: Asked, should_continue: Callable[[], bool]) -> str | None:
+def _other_optimizer(query: Query, should_continue: Callable[[], bool]) -> str | None:
     """The optimizer with the most state that a plan has room for, of the ones with less state than the plan's own."""
     works = query.works_of(1)
     alone = query.cluster.num_devices == 1
@@ -186,7 +186,7 @@ def _other_optimizer(query: Asked, should_continue: Callable[[], bool]) -> str |
     return None
 
 
-def _shorter(query: Asked, should_continue: Callable[[], bool]) -> str | None:
+def _shorter(query: Query, should_continue: Callable[[], bool]) -> str | None:
     tokens = query.works_of(1).sequence
     while tokens % 2 == 0 and tokens // 2 >= LEAST_TOKENS and should_continue():
         tokens //= 2
@@ -203,7 +203,7 @@ def _changed(works_of: Works, **fields: Any) -> Works:
     return changed
 
 
-def _more_devices(query: Asked, should_continue: Callable[[], bool]) -> str | None:
+def _more_devices(query: Query, should_continue: Callable[[], bool]) -> str | None:
     room, hosts, tried = _room(query), _least_hosts(query), 0
     while room > 0 and tried < MOST_TRIES and should_continue():
         cluster = with_hosts(query.cluster, hosts)
@@ -217,14 +217,14 @@ def _more_devices(query: Asked, should_continue: Callable[[], bool]) -> str | No
     return None
 
 
-def _least_hosts(query: Asked) -> int:
+def _least_hosts(query: Query) -> int:
     """More hosts than the cluster has, with room for evenly divided parameters, gradients and optimizer state."""
     state = query.works_of(1).num_parameters * query.machinery(query.cluster).machine.engine.state_bytes
     missing = state / max(_room(query), 1.0) - query.cluster.num_devices
     return query.cluster.num_hosts + max(1, ceil(missing / query.cluster.groups[-1].devices_per_host))
 
 
-def _room(query: Asked) -> float:
+def _room(query: Query) -> float:
     """Bytes of a device for the model."""
     on = query.machinery(query.cluster)
     return on.capacity_bytes - on.machine.reserve_bytes
@@ -238,12 +238,12 @@ def with_hosts(cluster: ClusterSpec, num_hosts: int) -> ClusterSpec:
     return replace(cluster, name=f"{num_hosts} hosts like {cluster.name}", groups=groups, inter_host=between)
 
 
-def _fitting(query: Asked) -> Priced | None:
+def _fitting(query: Query) -> PricedPlan | None:
     """The first plan that fits."""
     return _searched(query, query.machinery(query.cluster), lambda: False)
 
 
-def _searched(query: Asked, on: Machinery, should_continue: Callable[[], bool]) -> Priced | None:
+def _searched(query: Query, on: Machinery, should_continue: Callable[[], bool]) -> PricedPlan | None:
     goal = Goal(objective="memory", parts={query.cluster.num_devices: Part(cluster=query.cluster, on=on, weight=1.0)})
     constraints = replace(query.constraints, fewer_devices=())
     try:
@@ -260,5 +260,5 @@ def _searched(query: Asked, on: Machinery, should_continue: Callable[[], bool]) 
         return None
 
 
-def _words(plan: Priced) -> str:
+def _words(plan: PricedPlan) -> str:
     return plan_in_words(degrees_in_plain(plan.degrees, plan.cuts, regather=plan.regather))

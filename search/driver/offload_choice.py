@@ -10,12 +10,12 @@ from dataclasses import replace
 import numpy as np
 
 from autopar.ir.offload import NO_OFFLOAD
-from autopar.search.driver.search import Searched
+from autopar.search.driver.search import SearchState
 from autopar.search.pricing.objective import Goal
 from autopar.search.space.constraints import Constraints
 
 # a search under a goal, for values below a number
-Search = Callable[[Goal, float], Searched]
+Search = Callable[[Goal, float], SearchState]
 
 
 def keeping(goal: Goal, offload: str) -> Goal:
@@ -30,7 +30,7 @@ def search_offloads(
     constraints: Constraints,
     should_continue: Callable[[], bool] = lambda: True,
     on_progress: Callable[[str], None] = lambda _: None,
-) -> Searched:
+) -> SearchState:
     """The best plan over the values of `offload` that the constraints allow.
 
     Without figures of the hosts, only the values that the user fixed are searched.
@@ -47,8 +47,8 @@ def search_offloads(
 
 
 def _best_of(
-    search: Search, goal: Goal, values: tuple[str, ...], result: Searched | None, should_continue: Callable[[], bool]
-) -> Searched:
+    search: Search, goal: Goal, values: tuple[str, ...], result: SearchState | None, should_continue: Callable[[], bool]
+) -> SearchState:
     """The best of several searches and of one before them. The proof holds for all of them."""
     bound, proven = (np.inf, True) if result is None else (result.proof.bound, result.proof.is_proven)
     for value in values or (NO_OFFLOAD,):

@@ -22,7 +22,7 @@ from autopar.search.result.result import Trial
 if TYPE_CHECKING:
     import optuna
 
-    from autopar.search.pricing.exact import Priced
+    from autopar.search.pricing.exact import PricedPlan
 
 MOST_MOVED = 1  # blocks out of an end; 2 gained no more, and the sampler missed gains of 1 (docs/search.md)
 MISSING = "missing_bytes"  # a trial's constraint: bytes over the device's capacity, at most 0 if it fits
@@ -57,32 +57,32 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refined:
+class Refinement:
     """All trials of the study, the best plan that fits, and how much each parameter decided."""
 
     trials: tuple[Trial, ...] = ()
-    best: "Priced | None" = None
+    best: "PricedPlan | None" = None
     importance: Mapping[str, float] = field(default_factory=dict, hash=False)
 
 
-def seconds(plan: "Priced") -> float:
+def seconds(plan: "PricedPlan") -> float:
     """The objective unless another is given."""
     return plan.seconds
 
 
 def refine(
     starts: Sequence[Start],
-    price: Callable[[int, tuple[int, int]], "Priced"],
+    price: Callable[[int, tuple[int, int]], "PricedPlan"],
     *,
     trials: int,
     capacity_bytes: float,
     seed: int,
-    value: Callable[["Priced"], float] = seconds,
+    value: Callable[["PricedPlan"], float] = seconds,
     index_of: Callable[[str], int] | None = None,
     place: StudyPlace | None = None,
     should_continue: Callable[[], bool] = lambda: True,
     prefetch: Callable[[Sequence[tuple[int, tuple[int, int]]]], None] = lambda _: None,
-) -> Refined:
+) -> Refinement:
     """Vary the candidates in `starts` until the study has `trials` different trials, or all variations.
 
     Candidates with a name come first, as they are. `prefetch` gets the next variations, because pricing several
@@ -125,8 +125,8 @@ class _Refining:
         study: "optuna.Study",
         choices: Sequence[str],
         starts: Sequence[Start],
-        price: Callable[[int, tuple[int, int]], "Priced"],
-        value: Callable[["Priced"], float],
+        price: Callable[[int, tuple[int, int]], "PricedPlan"],
+        value: Callable[["PricedPlan"], float],
         capacity_bytes: float,
         index_of: Callable[[str], int] | None,
     ) -> None:
@@ -143,7 +143,7 @@ class _Refining:
         }
         self.choices = set(choices)
         self.before = {trial.number for trial in study.get_trials(deepcopy=False) if trial.state.is_finished()}
-        self.own: dict[int, Priced] = {}
+        self.own: dict[int, PricedPlan] = {}
         self.mine: set[int] = set()
         self.is_repeating = False  # whether the sampler's last variation had a price
 
@@ -227,7 +227,7 @@ class _Refining:
                 return trial.value, trial.constraints[MISSING]
         return None
 
-    def result(self) -> Refined:
+    def result(self) -> Refinement:
         told = self.study.get_trials(deepcopy=False)
         fits = [trial for trial in told if trial.value is not None and trial.constraints.get(MISSING, 1.0) <= 0]
         best = min(fits, key=lambda trial: (trial.value, trial.number), default=None)
@@ -236,7 +236,7 @@ class _Refining:
             text, moved = self.variation(best.params)
             priced = self.own.get(best.number) or self.price(self.index(text), moved)
         trials = tuple(self.row(t) for t in sorted(told, key=lambda t: t.number) if t.state.is_finished())
-        return Refined(trials=trials, best=priced, importance=importance(self.study))
+        return Refinement(trials=trials, best=priced, importance=importance(self.study))
 
     def row(self, trial: "optuna.trial.FrozenTrial") -> Trial:
         source = str(trial.user_attrs.get(SOURCE, "sampled"))

@@ -23,9 +23,9 @@ from autopar.ir.degrees import RECOMPUTE
 from autopar.search.driver.alternatives import raised_seconds
 from autopar.search.driver.optuna_refine import MISSING, SOURCE
 from autopar.search.driver.optuna_seeds import kinds_of
-from autopar.search.driver.search import Searched
+from autopar.search.driver.search import SearchState
 from autopar.search.driver.study import StudyPlace, importance
-from autopar.search.pricing.exact import AS_IT_IS, Priced
+from autopar.search.pricing.exact import AS_IT_IS, PricedPlan
 from autopar.search.space.candidates import Candidates
 from autopar.search.space.dimensions import DIMENSIONS, WORDS, Dimension
 
@@ -40,7 +40,7 @@ PRICED, BOUND = "priced", "bound"  # sources of trials
 OFFLOAD, LEFT_OUT = "offload", "left_out"  # attributes of a trial and of the study
 
 
-def record(search: Searched, place: StudyPlace) -> Mapping[str, float]:
+def record(search: SearchState, place: StudyPlace) -> Mapping[str, float]:
     """Write the trials of a search into its study, without those that it has already.
 
     Exact prices come before bounds, and small values before large ones, until the study has `MOST` trials. An attribute
@@ -64,7 +64,7 @@ def record(search: Searched, place: StudyPlace) -> Mapping[str, float]:
     return importance(study) if len(complete) >= FEWEST else {}
 
 
-def _trials(search: Searched) -> "list[FrozenTrial]":
+def _trials(search: SearchState) -> "list[FrozenTrial]":
     """Exact prices in the order of the search, then bounds from the smallest on."""
     from optuna.trial import TrialState, create_trial
 
@@ -104,7 +104,7 @@ def _trials(search: Searched) -> "list[FrozenTrial]":
     return trials
 
 
-def _prices(search: Searched) -> dict[int, Priced]:
+def _prices(search: SearchState) -> dict[int, PricedPlan]:
     """Exact prices of candidates as they are: those of the search in its order, then those of the next best plans."""
     others = {index: plan for (index, cut), plan in search.together.found.items() if cut == AS_IT_IS}
     return {**search.exact, **{index: plan for index, plan in others.items() if index not in search.exact}}
@@ -123,7 +123,7 @@ class _Combinations:
         """The best bound of the combination of a candidate."""
         return float(self.bounds[self.best[int(self.kinds[index])]])
 
-    def without(self, prices: Mapping[int, Priced]) -> Iterator[tuple[int, float, int]]:
+    def without(self, prices: Mapping[int, PricedPlan]) -> Iterator[tuple[int, float, int]]:
         """Combinations without any price, the smallest bound first: their best candidate, its bound, their count."""
         priced = {int(self.kinds[index]) for index in prices}
         for kind, index in self.best.items():
@@ -131,7 +131,7 @@ class _Combinations:
                 yield index, float(self.bounds[index]), int(self.counts[kind])
 
 
-def _combinations(search: Searched) -> _Combinations:
+def _combinations(search: SearchState) -> _Combinations:
     """Bounds are those of the proof: screened, then raised by exact prices. Refused splits have none."""
     c, screened = search.candidates, search.screened
     bounds = search.goal.bounds(c, replace(screened, seconds=raised_seconds(search)))

@@ -33,9 +33,9 @@ from autopar.search.driver.alternatives import raised_seconds
 from autopar.search.driver.branch_and_bound import ROUNDING, best_first
 from autopar.search.driver.optuna_refine import MOVES
 from autopar.search.driver.optuna_seeds import NEARLY
-from autopar.search.driver.search import Searched, Works, sharing, stand_in, works_behind
+from autopar.search.driver.search import SearchState, Works, sharing, stand_in, works_behind
 from autopar.search.pricing.batch import Together, Varied
-from autopar.search.pricing.exact import AS_IT_IS, Cut, Priced
+from autopar.search.pricing.exact import AS_IT_IS, Cut, PricedPlan
 from autopar.search.space.candidates import Candidates, Split
 
 _ENDS = ("first", "last")
@@ -45,8 +45,8 @@ MOST_VARIED = 4  # candidates whose cuts are moved
 
 
 def with_kept(
-    search: Searched, works_kept: Works, *, most_exact: int, should_continue: Callable[[], bool] = lambda: True
-) -> Searched:
+    search: SearchState, works_kept: Works, *, most_exact: int, should_continue: Callable[[], bool] = lambda: True
+) -> SearchState:
     """The search's result with the best plan that keeps gathered values, and with a bound of both kinds.
 
     `works_kept` are the block costs with kept values, under the labels that `search` was priced with. If memory is the
@@ -54,7 +54,7 @@ def with_kept(
     """
     if search.proof.best is None or search.goal.is_memory:
         return search
-    kept, old = _Kept(search, works_kept), search.proof
+    kept, old = _KeptGathers(search, works_kept), search.proof
     proof = best_first(
         kept.bounds,
         search.classes,
@@ -69,10 +69,10 @@ def with_kept(
     return replace(search, kept=kept.best, proof=both)
 
 
-class _Kept:
+class _KeptGathers:
     """Candidates that may beat the best plan if they keep gathered values."""
 
-    def __init__(self, search: Searched, works_kept: Works) -> None:
+    def __init__(self, search: SearchState, works_kept: Works) -> None:
         assert search.best is not None
         self.found, self.goal, self.works_kept = search, search.goal, works_kept
         self.least = search.goal.value(search.best) * (1 - ROUNDING)
@@ -85,7 +85,7 @@ class _Kept:
         self.bounds = self._bounds()
 
     @property
-    def best(self) -> Priced | None:
+    def best(self) -> PricedPlan | None:
         fitting = [plan for plan in self.together.found.values() if plan.fits]
         return min(fitting, key=self.goal.value, default=None)
 
@@ -166,7 +166,7 @@ class _Kept:
         self.price([varied for varied in moved if c.split(varied[0]) != Split(1)])
 
 
-def most_saved(search: Searched, index: NDArray[np.int64]) -> Floats:
+def most_saved(search: SearchState, index: NDArray[np.int64]) -> Floats:
     """The largest fraction of a step that each candidate can save by keeping gathered values."""
     c, works = search.candidates.at(index), search.together.works
     columns = (c.tp, c.cp, c.ep, c.num_devices, c.micro_batch, c.dp, c.pp, c.order, np.isin(c.schedule, SPLITS))

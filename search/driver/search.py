@@ -26,14 +26,14 @@ from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.errors import AutoparError
 from autopar.ir.arrays import Floats
 from autopar.ir.cluster import ClusterSpec
-from autopar.search.bounds.lower_bounds import Machinery, Screened, screen
+from autopar.search.bounds.lower_bounds import Machinery, Screening, screen
 from autopar.search.bounds.memory import level_weights
 from autopar.search.driver.branch_and_bound import AHEAD, Proof, best_first
-from autopar.search.driver.optuna_refine import Refined, refine
+from autopar.search.driver.optuna_refine import Refinement, refine
 from autopar.search.driver.optuna_seeds import NEARLY, kinds_of, starts_of
 from autopar.search.driver.study import StudyPlace, study_values
 from autopar.search.pricing.batch import Together
-from autopar.search.pricing.exact import AS_IT_IS, BY_STAGE, Cut, Priced
+from autopar.search.pricing.exact import AS_IT_IS, BY_STAGE, Cut, PricedPlan
 from autopar.search.pricing.objective import Goal, Part
 from autopar.search.result.format import readable_value
 from autopar.search.space.baselines import Baseline, baselines
@@ -70,18 +70,18 @@ class Members:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Searched:
+class SearchState:
     """Candidates, their screening, and the exact prices by candidate.
 
     `refused` gives the reason why a split cannot be used.
     """
 
     candidates: Candidates
-    screened: Screened
-    exact: Mapping[int, Priced] = field(hash=False)
+    screened: Screening
+    exact: Mapping[int, PricedPlan] = field(hash=False)
     proof: Proof
     baselines: tuple[Baseline, ...]
-    refined: Refined
+    refined: Refinement
     refused: Mapping[Split, str] = field(hash=False)
     labelled: tuple[Split, ...]
     goal: Goal
@@ -89,12 +89,12 @@ class Searched:
     members: Members = field(hash=False, compare=False)
     together: Together = field(hash=False, compare=False)  # prices more candidates of splits with labels
     # the best plan that keeps gathered values, if one was priced (`autopar.search.driver.regather_choice`)
-    kept: Priced | None = None
+    kept: PricedPlan | None = None
     # the best plan whose loss runs in chunks, if it is better (`autopar.search.driver.chunk_choice`)
-    chunked: Priced | None = None
+    chunked: PricedPlan | None = None
 
     @property
-    def best(self) -> Priced | None:
+    def best(self) -> PricedPlan | None:
         """The fitting plan of the smallest value.
 
         It may be a candidate, a variation of its cuts, a plan that keeps gathered values, or one with a loss in chunks.
@@ -127,7 +127,7 @@ def search_degrees(
     goal: Goal | None = None,
     below: float = np.inf,
     labelled_as: Callable[[Split], Split] = lambda split: split,
-) -> Searched:
+) -> SearchState:
     """Search for the fastest candidate that fits, or for the best one under another `goal`.
 
     The best candidate is proven if `most_exact` exact prices are enough. Optuna then tries at most `trials` variations
@@ -159,7 +159,7 @@ def classes_of(c: Candidates, goal: Goal) -> NDArray[np.int64]:
     return np.zeros(len(c), dtype=np.int64) if classes is None else classes
 
 
-def added_seconds(screened: Screened, index: int, plan: Priced, peers: NDArray[np.int64]) -> Floats:
+def added_seconds(screened: Screening, index: int, plan: PricedPlan, peers: NDArray[np.int64]) -> Floats:
     """Seconds that the exact price of a candidate adds to the bounds of other candidates of its class.
 
     They are the exact time of its pipeline less the bound, at the recomputation of each candidate. State, gradient sums
@@ -233,8 +233,8 @@ class _Search:
                 self.machinery.append((part.on, mine))
             else:
                 self.machinery[at] = (part.on, self.machinery[at][1] | mine)
-        self.columns = {name: np.full(len(self.candidates), np.inf) for name in Screened.__slots__}
-        self.exact: dict[int, Priced] = {}
+        self.columns = {name: np.full(len(self.candidates), np.inf) for name in Screening.__slots__}
+        self.exact: dict[int, PricedPlan] = {}
         self.classes = classes_of(self.candidates, goal)
         self.members = Members(classes=self.classes)
         self.together = Together(self.candidates, self.works, goal)
@@ -301,13 +301,13 @@ class _Search:
         least = min(self.below, *(self.goal.value(plan) for plan in self.exact.values() if plan.fits), np.inf)
         if not np.isfinite(least):
             return np.ones(len(index), dtype=bool)
-        screened = Screened(**{name: column[index] for name, column in self.columns.items()})
+        screened = Screening(**{name: column[index] for name, column in self.columns.items()})
         by_stage = replace(screened, seconds=screened.by_stage_seconds * (1 - NEARLY))
         c = self.candidates.at(index)
         values = np.minimum(self.values[index], self.goal.bounds(c, by_stage))
         return np.asarray(values < least * (1 + NEARLY))
 
-    def _put(self, index: NDArray[Any], screened: Screened | None) -> None:
+    def _put(self, index: NDArray[Any], screened: Screening | None) -> None:
         for name, column in self.columns.items():
             column[index] = np.inf if screened is None else getattr(screened, name)
         self.values[index] = np.inf if screened is None else self.goal.bounds(self.candidates.at(index), screened)
@@ -362,7 +362,7 @@ class _Search:
         """The value that an exact price adds to the bounds of other candidates of its class."""
         if index not in self.exact:
             return np.zeros(len(peers))
-        screened = Screened(**self.columns)
+        screened = Screening(**self.columns)
         worth = bounds[peers] / np.maximum(screened.seconds[peers], 1e-300)  # of a second
         return np.asarray(added_seconds(screened, index, self.exact[index], peers) * worth)
 
@@ -384,18 +384,18 @@ class _Search:
         place: StudyPlace | None,
         should_continue: Callable[[], bool],
         on_progress: Callable[[str], None],
-    ) -> Refined:
+    ) -> Refinement:
         """Vary the cuts, and the recomputation by stage, of the fastest candidates with several stages.
 
         Only candidates that could beat the best one are varied. If no candidate fits, the varied candidates are the
         ones that could fit.
         """
         if not trials:
-            return Refined()
+            return Refinement()
         can_be_priced, value = self.candidates.of(*self.works), self.goal.value
         others = self.by_stage(can_be_priced, np.inf if proof.best is None else proof.best.value, should_continue)
         if proof.best is None and not others:
-            return Refined()
+            return Refinement()
         best = others[0] if proof.best is None else proof.best.index
 
         def values(indices: Sequence[int]) -> list[float]:
@@ -411,7 +411,7 @@ class _Search:
             [baseline for baseline in self.baselines if can_be_priced[baseline.index]],
         )
         if place is None and not any(start.is_varied for start in starts):
-            return Refined()
+            return Refinement()
 
         as_they_are = {start.index for start in starts if not start.is_varied}
 
@@ -457,7 +457,7 @@ class _Search:
         """
         if self.goal.is_memory or any(on.recompute_blocks is not None for on, _ in self.machinery):
             return []
-        screened = Screened(**self.columns)
+        screened = Screening(**self.columns)
         recomputes = screened.level > 0
         recomputes[[index for index, plan in self.exact.items() if plan.degrees.recompute != "none"]] = True
         mine = can_be_priced & recomputes & (self.candidates.pp > 1)
@@ -483,10 +483,10 @@ class _Search:
         fitting = [price for price in proof.priced if np.isfinite(price.value)]
         return [price.index for price in sorted(fitting, key=lambda price: price.value)]
 
-    def result(self, proof: Proof, refined: Refined) -> Searched:
-        return Searched(
+    def result(self, proof: Proof, refined: Refinement) -> SearchState:
+        return SearchState(
             candidates=self.candidates,
-            screened=Screened(**self.columns),
+            screened=Screening(**self.columns),
             exact=self.exact,
             proof=proof,
             baselines=self.baselines,

@@ -26,9 +26,9 @@ from autopar.ir.schedules.registry import SCHEDULE_NAMES, actions
 from autopar.search.bounds.lower_bounds import Machinery
 from autopar.search.bounds.memory import MOST_LEVEL
 from autopar.search.driver.alternatives import raised_seconds
-from autopar.search.driver.search import Searched
+from autopar.search.driver.search import SearchState
 from autopar.search.explain.step_formulas import terms_of
-from autopar.search.pricing.exact import Priced, pricing_of
+from autopar.search.pricing.exact import PricedPlan, pricing_of
 from autopar.search.result.report_data import WAITING, Details, Points, RankCost, Rates, Timeline
 
 MOST_PASSES = 4000  # of a time line that is kept whole
@@ -36,7 +36,7 @@ MOST_POINTS = 1500
 _SECONDS_PER_HOUR = 3600.0
 
 
-def details_of(best: Priced, works: ProgramWorks, cluster: ClusterSpec, on: Machinery) -> Details:
+def details_of(best: PricedPlan, works: ProgramWorks, cluster: ClusterSpec, on: Machinery) -> Details:
     """The best plan, rank by rank, on the part of the cluster that it uses.
 
     `works` are the block costs under the labels of its tensor degree.
@@ -51,7 +51,7 @@ def details_of(best: Priced, works: ProgramWorks, cluster: ClusterSpec, on: Mach
     )
 
 
-def _rates(best: Priced, pricing: Pricing, cluster: ClusterSpec, on: Machinery) -> Rates:
+def _rates(best: PricedPlan, pricing: Pricing, cluster: ClusterSpec, on: Machinery) -> Rates:
     degrees, works = best.degrees, pricing.works
     batch = degrees.global_batch
     used = pricing.utilisation(batch, best.seconds, degrees.world_size)
@@ -148,7 +148,7 @@ def _short(value: float) -> float:
 # ---- candidates ----
 
 
-def points_of(search: Searched, most: int = MOST_POINTS) -> Points:
+def points_of(search: SearchState, most: int = MOST_POINTS) -> Points:
     """The candidates that fit, as points of a picture.
 
     All exactly priced candidates are shown. Screened candidates fill the remaining room, evenly from the fastest to the
@@ -187,7 +187,7 @@ def points_of(search: Searched, most: int = MOST_POINTS) -> Points:
     return Points(fitting=len(fitting), columns=columns)
 
 
-def _capacities(search: Searched) -> NDArray[np.float64]:
+def _capacities(search: SearchState) -> NDArray[np.float64]:
     """The memory that a rank may use on the devices of each candidate."""
     capacities = np.zeros(len(search.candidates))
     for count, part in search.goal.parts.items():

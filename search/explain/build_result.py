@@ -14,10 +14,10 @@ from autopar.ir.program import Program
 from autopar.search.bounds.lower_bounds import Machinery
 from autopar.search.driver.alternatives import next_plans
 from autopar.search.driver.infeasible import counted
-from autopar.search.driver.search import Searched, Works
+from autopar.search.driver.search import SearchState, Works
 from autopar.search.explain.build_report_data import details_of, points_of
 from autopar.search.explain.pareto import front_of
-from autopar.search.pricing.exact import Priced, priced
+from autopar.search.pricing.exact import PricedPlan, priced
 from autopar.search.pricing.objective import parts_of, why_worse
 from autopar.search.result.result import Contender, SearchResult, degrees_in_plain
 from autopar.search.space.candidates import Split
@@ -27,7 +27,7 @@ Hold = Callable[[int, int], bool]  # whether the labels of one tensor degree are
 
 
 def result_of(
-    search: Searched,
+    search: SearchState,
     program: Program,
     works_of: Works,
     works_of_best: Works,
@@ -87,7 +87,7 @@ def result_of(
     )
 
 
-def _assumed(works: ProgramWorks, best: Priced | None, on: Machinery) -> Iterator[str]:
+def _assumed(works: ProgramWorks, best: PricedPlan | None, on: Machinery) -> Iterator[str]:
     """What is assumed of the host and of the optimizer."""
     degrees = Degrees() if best is None else best.degrees
     for said in (host_assumption(on.machine), optimizer_assumption(works, replace(degrees, optimizer=works.optimizer))):
@@ -95,7 +95,7 @@ def _assumed(works: ProgramWorks, best: Priced | None, on: Machinery) -> Iterato
             yield said
 
 
-def _contender(search: Searched, index: int | None, plan: Priced, borrowed: int = 0) -> Contender:
+def _contender(search: SearchState, index: int | None, plan: PricedPlan, borrowed: int = 0) -> Contender:
     """A priced plan beside the best plan. `borrowed` is the tensor degree of borrowed labels, 0 if they are its own."""
     best, goal, reason = search.best, search.goal, ""
     names = {baseline.index: baseline.name for baseline in search.baselines}
@@ -125,7 +125,7 @@ def _is_like(seconds: float, best_s: float) -> bool:
     return seconds < best_s * (1 + likely_slower())
 
 
-def _priced_baselines(search: Searched, works_of: Works, hold: Hold) -> Iterator[tuple[int, Priced, int]]:
+def _priced_baselines(search: SearchState, works_of: Works, hold: Hold) -> Iterator[tuple[int, PricedPlan, int]]:
     """The legal baselines by candidate, their prices, and the tensor degree of borrowed labels.
 
     A tensor degree whose bound is far from the best has no labels. Its baseline borrows the labels of another degree if

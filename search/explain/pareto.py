@@ -12,15 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.ir.arrays import Floats
-from autopar.search.driver.search import Searched
-from autopar.search.pricing.exact import Priced
+from autopar.search.driver.search import SearchState
+from autopar.search.pricing.exact import PricedPlan
 from autopar.search.pricing.objective import Goal
 from autopar.search.result.result import Contender, degrees_in_plain
 
 MOST_BOUNDS = 60  # reported screened points of the front, spread evenly over it
 
 
-def front_of(search: Searched) -> tuple[Contender, ...]:
+def front_of(search: SearchState) -> tuple[Contender, ...]:
     """The front, in the order of step times."""
     goal = search.goal
     fitting = {index: plan for index, plan in search.exact.items() if plan.fits}
@@ -71,7 +71,7 @@ def _beaten_by(points: Floats, others: Floats) -> NDArray[np.bool_]:
     return is_left
 
 
-def _bounds(search: Searched, priced: Sequence[int]) -> tuple[Floats, NDArray[np.int64]]:
+def _bounds(search: SearchState, priced: Sequence[int]) -> tuple[Floats, NDArray[np.int64]]:
     """Points of the screened candidates without an exact price, and the candidate of each point."""
     screened, devices = search.screened, search.candidates.num_devices
     capacity = np.zeros(len(devices))
@@ -89,7 +89,7 @@ def _bounds(search: Searched, priced: Sequence[int]) -> tuple[Floats, NDArray[np
     return np.concatenate(rows), np.concatenate([some, every])
 
 
-def _of_plan(goal: Goal, plan: Priced) -> Contender:
+def _of_plan(goal: Goal, plan: PricedPlan) -> Contender:
     return Contender(
         degrees=degrees_in_plain(plan.degrees, plan.cuts, regather=plan.regather),
         step_s=plan.seconds,
@@ -99,7 +99,7 @@ def _of_plan(goal: Goal, plan: Priced) -> Contender:
     )
 
 
-def _of_bound(search: Searched, point: Floats, index: int) -> Contender:
+def _of_bound(search: SearchState, point: Floats, index: int) -> Contender:
     step_s, needed = float(point[0]), float(point[1])
     degrees = search.candidates.degrees(index, recompute=step_s > search.screened.seconds[index])
     return Contender(

@@ -22,7 +22,7 @@ from autopar.ir.rank_order import ORDERS
 from autopar.ir.schedules.registry import schedule_problems
 from autopar.search.bounds.lower_bounds import Machinery, screen
 from autopar.search.driver.search import Works
-from autopar.search.pricing.exact import BY_STAGE, Priced, priced
+from autopar.search.pricing.exact import BY_STAGE, PricedPlan, priced
 from autopar.search.pricing.objective import Part
 from autopar.search.result.report_data import Curve, CurvePoint
 from autopar.search.space.candidates import Split, candidates
@@ -40,7 +40,7 @@ class Base:
     `works_of` gives the block costs of the plan, `every` the block costs of all plans that were searched.
     """
 
-    best: Priced
+    best: PricedPlan
     part: Part
     machinery: Callable[[ClusterSpec], Machinery]
     works_of: Works
@@ -50,7 +50,7 @@ class Base:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Changed:
+class _Setting:
     """One value of the changed thing."""
 
     value: float
@@ -86,7 +86,7 @@ def what_if(base: Base) -> tuple[Curve, ...]:
 # ---- the changes ----
 
 
-def _devices(base: Base, factor: float) -> _Changed | None:
+def _devices(base: Base, factor: float) -> _Setting | None:
     count = base.part.cluster.num_devices * factor
     cluster = base.part.cluster
     if factor < 1:
@@ -102,7 +102,7 @@ def _devices(base: Base, factor: float) -> _Changed | None:
     return _changed(base, count, cluster=cluster, on=on)
 
 
-def _bandwidth(base: Base, factor: float) -> _Changed | None:
+def _bandwidth(base: Base, factor: float) -> _Setting | None:
     links = base.part.on.machine.links
     if base.part.cluster.num_devices == 1:
         return None
@@ -117,12 +117,12 @@ def _bandwidth(base: Base, factor: float) -> _Changed | None:
     return _changed(base, value, on=replace(base.part.on, machine=machine))
 
 
-def _batch(base: Base, factor: float) -> _Changed | None:
+def _batch(base: Base, factor: float) -> _Setting | None:
     count = base.global_batch * factor
     return _changed(base, count, global_batch=int(count)) if count == int(count) else None
 
 
-def _sequence(base: Base, factor: float) -> _Changed | None:
+def _sequence(base: Base, factor: float) -> _Setting | None:
     tokens = base.works_of(*Split.of(base.best.degrees)).sequence * factor
     return _changed(base, tokens, sequence=int(tokens)) if tokens == int(tokens) else None
 
@@ -135,8 +135,8 @@ def _changed(
     on: Machinery | None = None,
     global_batch: int | None = None,
     sequence: int | None = None,
-) -> _Changed:
-    return _Changed(
+) -> _Setting:
+    return _Setting(
         value=float(value),
         cluster=cluster or base.part.cluster,
         on=on or base.part.on,
@@ -148,7 +148,7 @@ def _changed(
 # ---- the step after a change ----
 
 
-def _point(base: Base, factor: float, changed: _Changed) -> CurvePoint:
+def _point(base: Base, factor: float, changed: _Setting) -> CurvePoint:
     degrees = adapted(base.best.degrees, changed.cluster.num_devices, changed.global_batch)
     plan = base.best if factor == 1 else None
     if degrees is not None and plan is None:
@@ -194,7 +194,7 @@ def adapted(degrees: Degrees, num_devices: int, global_batch: int) -> Degrees | 
     )
 
 
-def _bound(base: Base, changed: _Changed) -> float | None:
+def _bound(base: Base, changed: _Setting) -> float | None:
     """The smallest lower bound of all candidates, in seconds."""
     count = changed.cluster.num_devices
     constraints = replace(

@@ -17,13 +17,13 @@ from autopar.cost_model.pipeline.stages import (
     seconds_of_stages,
 )
 from autopar.cost_model.pricing import Pricing, layout_of
-from autopar.search.pricing.exact import Priced
+from autopar.search.pricing.exact import PricedPlan
 from autopar.search.result.report_data import Term, Value
 
 BACKWARD = 2  # products backward for one forward
 
 
-def terms_of(best: Priced, pricing: Pricing) -> Iterator[Term]:
+def terms_of(best: PricedPlan, pricing: Pricing) -> Iterator[Term]:
     """The terms that are not zero, in the order of `autopar.search.result.result.PARTS`."""
     parts = {name: float(np.max(part)) for name, part in best.step.parts.items()}
     terms = _Terms(best, pricing, parts)
@@ -35,7 +35,7 @@ def terms_of(best: Priced, pricing: Pricing) -> Iterator[Term]:
 class _Terms:
     """The values that all terms of one plan share."""
 
-    def __init__(self, best: Priced, pricing: Pricing, parts: dict[str, float]) -> None:
+    def __init__(self, best: PricedPlan, pricing: Pricing, parts: dict[str, float]) -> None:
         self.best, self.pricing, self.parts = best, pricing, parts
         self.degrees, self.machine = best.degrees, pricing.machine
         self.speeds, self.profile = pricing.machine.speeds, pricing.machine.profile.name

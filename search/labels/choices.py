@@ -70,7 +70,7 @@ class Boundary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Solved:
+class Choice:
     """The choice on one mesh dimension: a variant for every operator, a type for every boundary class."""
 
     index: int
@@ -160,7 +160,7 @@ def owned_axes(
     boundary: Boundary,
     mesh: Mesh,
     index: int,
-    solved: list[Solved],
+    solved: list[Choice],
     sequence: bool | None,
     hidden: bool,
 ) -> frozenset[int]:
@@ -217,7 +217,7 @@ def residual_axes(analysis: Analysis, boundary: Boundary) -> set[int]:
     return axes_of - analysis.batch_axes - analysis.sequence_axes
 
 
-def split_axes(analysis: Analysis, boundary: Boundary, solved: Solved) -> set[int]:
+def split_axes(analysis: Analysis, boundary: Boundary, solved: Choice) -> set[int]:
     """Axes that a mesh dimension splits at any operator."""
     axes = set()
     for (block, node), variant in solved.variants.items():
@@ -236,7 +236,7 @@ def space_of(
     name: str,
     degree: int,
     index: int,
-    solved: Sequence[Solved],
+    solved: Sequence[Choice],
     axes: frozenset[int],
     require_sequence: bool,
     relaxed: bool,
@@ -376,7 +376,7 @@ def _types_of(
             yield from [I, *([R] if c.differentiable else []), *(t for t, _ in shards)]
 
 
-def share_of(solved: Sequence[Solved], boundary: Boundary, key: NodeKey) -> float:
+def share_of(solved: Sequence[Choice], boundary: Boundary, key: NodeKey) -> float:
     """The fraction of a value that one rank holds under the mesh dimensions that are already labelled."""
     kinds = ((s.type_of(boundary, key), s.degree) for s in solved)
     return 1 / prod(degree for kind, degree in kinds if kind.kind == "S")

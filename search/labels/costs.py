@@ -25,7 +25,7 @@ from autopar.lowering.conversions import Wire, wire
 from autopar.memo import Memo
 from autopar.rules.rule import Call, TensorInfo
 from autopar.rules.variants import WIDTH_OF_SUMS, Bound, Exchange, Variant, exchanges
-from autopar.search.labels.choices import Boundary, BoundaryClass, NodeKey, Solved, Space, share_of
+from autopar.search.labels.choices import Boundary, BoundaryClass, Choice, NodeKey, Space, share_of
 from autopar.search.labels.elimination import eliminated
 from autopar.search.labels.neighbourhoods import improved
 from autopar.search.labels.network import FloatArray, IntArray, Network, Solution, Use, Value
@@ -56,7 +56,7 @@ class DimProblem:
         analysis: Analysis,
         boundary: Boundary,
         space: Space,
-        solved: Sequence[Solved],
+        solved: Sequence[Choice],
         prices: Prices,
         *,
         regather: bool,
@@ -77,7 +77,7 @@ class DimProblem:
             self._values(index)
         self.network = Network(costs=tuple(self.costs), values=tuple(self.values))
 
-    def solve(self, time_limit_s: float, memo: Memo) -> tuple[Solved, Solution] | None:
+    def solve(self, time_limit_s: float, memo: Memo) -> tuple[Choice, Solution] | None:
         """The best labels of this mesh dimension. None if there are none, or if the solver found none in time.
 
         `memo` holds the solutions of equal networks: other mesh dimensions may change nothing.
@@ -92,7 +92,7 @@ class DimProblem:
                 made_type = chosen[block, node].output
                 types[name] = I if made_type.kind == "P" else made_type
         space = self.space
-        solved = Solved(index=space.index, name=space.name, degree=space.degree, variants=chosen, types=types)
+        solved = Choice(index=space.index, name=space.name, degree=space.degree, variants=chosen, types=types)
         return solved, solution
 
     def _undoes(self, index: int) -> bool:

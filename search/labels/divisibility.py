@@ -19,7 +19,7 @@ from autopar.errors import PlanError, Problem
 from autopar.ir.program import Program
 from autopar.ir.sharding import Mesh, chunk, splits_samples
 from autopar.rules.variants import may_be_uneven
-from autopar.search.labels.choices import ATTENTION, Boundary, NodeKey, Solved, is_paddable, num_experts
+from autopar.search.labels.choices import ATTENTION, Boundary, Choice, NodeKey, is_paddable, num_experts
 
 _LARGE = 0.2  # a price from which the note names better degrees, relative to the work of an even split
 _MAX_NAMED = 3  # operators that a note lists
@@ -111,7 +111,7 @@ def nearest_degrees(size: int, degree: int, *, padded: bool = False) -> str:
     return f"nearest legal degree{'s' if len(both) > 1 else ''} {' and '.join(str(d) for d in both)}"
 
 
-def indivisible(analysis: Analysis, solved: Solved, paddable: frozenset[int]) -> dict[int, list[NodeKey]]:
+def indivisible(analysis: Analysis, solved: Choice, paddable: frozenset[int]) -> dict[int, list[NodeKey]]:
     """The axes that a relaxed labelling splits although neither the degree nor padding can, and their operators."""
     nodes: dict[int, list[NodeKey]] = {}
     for (block, node), variant in solved.variants.items():
@@ -123,12 +123,12 @@ def indivisible(analysis: Analysis, solved: Solved, paddable: frozenset[int]) ->
     return nodes
 
 
-def uneven_types(boundary: Boundary, solved: Solved, paddable: frozenset[int]) -> bool:
+def uneven_types(boundary: Boundary, solved: Choice, paddable: frozenset[int]) -> bool:
     """Whether a value between blocks is split along an axis that the degree does not divide, nor padding helps."""
     return any(axis not in paddable for axis, _ in _uneven_axes_of_types(boundary, solved))
 
 
-def _uneven_axes_of_types(boundary: Boundary, solved: Solved) -> Iterator[tuple[int, int]]:
+def _uneven_axes_of_types(boundary: Boundary, solved: Choice) -> Iterator[tuple[int, int]]:
     """Axes, and their sizes, along which values between blocks and parameters are split unevenly."""
     for name, t in solved.types.items():
         dims = boundary.classes[name].dims
@@ -136,7 +136,7 @@ def _uneven_axes_of_types(boundary: Boundary, solved: Solved) -> Iterator[tuple[
             yield dims.axes[t.dim][t.position], dims.sizes[t.dim][t.position]
 
 
-def padding_notes(program: Program, analysis: Analysis, boundary: Boundary, solved: Solved) -> list[str]:
+def padding_notes(program: Program, analysis: Analysis, boundary: Boundary, solved: Choice) -> list[str]:
     """The padded parameters: ``tp=4: transformer.wte.weight: 50257 rows are held as 4 × 12565``."""
     notes = []
     for axis, size in dict(_uneven_axes_of_types(boundary, solved)).items():
@@ -175,8 +175,8 @@ def judge(
     program: Program,
     analysis: Analysis,
     boundary: Boundary,
-    relaxed: Solved,
-    true: Solved,
+    relaxed: Choice,
+    true: Choice,
     paddable: frozenset[int],
 ) -> Verdict:
     """Compare the best labels if every axis could be split with the best legal ones."""
@@ -204,7 +204,7 @@ def judge(
 
 
 def _notes_on_axis(
-    program: Program, analysis: Analysis, axis: int, whole: list[NodeKey], true: Solved
+    program: Program, analysis: Analysis, axis: int, whole: list[NodeKey], true: Choice
 ) -> Iterator[str]:
     """The operators that are computed whole because the degree does not divide an axis, and their price."""
     if whole:
@@ -218,7 +218,7 @@ def _notes_on_axis(
 
 
 def _notes_on_moved(
-    program: Program, analysis: Analysis, axis: int, moved: list[NodeKey], true: Solved
+    program: Program, analysis: Analysis, axis: int, moved: list[NodeKey], true: Choice
 ) -> Iterator[str]:
     """Products that are split along another axis than the best one, which costs communication."""
     if moved:
@@ -228,7 +228,7 @@ def _notes_on_moved(
         yield f"{true.name}={degree}: {_listed(program, moved)} {verb} split along another axis, {reason}; {remedy}"
 
 
-def _notes_on_neighbours(program: Program, analysis: Analysis, whole: list[NodeKey], true: Solved) -> list[str]:
+def _notes_on_neighbours(program: Program, analysis: Analysis, whole: list[NodeKey], true: Choice) -> list[str]:
     """Operators whose own axes could be split, but not without more communication than it saves."""
     if not whole:
         return []
@@ -281,7 +281,7 @@ def _size(analysis: Analysis, key: NodeKey, axis: int) -> int:
 
 
 def _problem(
-    program: Program, analysis: Analysis, boundary: Boundary, axis: int, keys: list[NodeKey], solved: Solved
+    program: Program, analysis: Analysis, boundary: Boundary, axis: int, keys: list[NodeKey], solved: Choice
 ) -> Problem:
     size, degree = _size(analysis, keys[0], axis), solved.degree
     holder = _holder(program, boundary, axis)

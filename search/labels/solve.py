@@ -23,7 +23,7 @@ from autopar.ir.program import Program
 from autopar.ir.sharding import I, Mesh, Type, owned_by
 from autopar.memo import Memo
 from autopar.search.labels import divisibility as legal
-from autopar.search.labels.choices import Boundary, NodeKey, Solved, boundary_of, owned_axes, paddable_axes, space_of
+from autopar.search.labels.choices import Boundary, Choice, NodeKey, boundary_of, owned_axes, paddable_axes, space_of
 from autopar.search.labels.costs import DimProblem
 from autopar.search.labels.network import Solution
 from autopar.search.labels.prices import Prices, prices_of
@@ -32,8 +32,8 @@ from autopar.search.labels.result import Labelling
 TIME_LIMIT_S = 60.0  # of HiGHS on a mesh dimension that needs it
 SPLIT_ENOUGH = 0.95  # of the products' FLOP: with less, splits of the residual stream are tried too
 TIE = 1e-3
-_Settled = tuple[Solved, Solution, tuple[int, int], legal.Verdict]
-_Found = tuple[Solved, Solution, tuple[int, int]]  # labels of a mesh dimension, how good they are, size of the problem
+_Settled = tuple[Choice, Solution, tuple[int, int], legal.Verdict]
+_Found = tuple[Choice, Solution, tuple[int, int]]  # labels of a mesh dimension, how good they are, size of the problem
 
 
 def label(
@@ -66,7 +66,7 @@ def label(
     if degrees.sequence_parallel:
         tensor = {mesh.names[i]: mesh.degrees[i] for i in mesh.owning("parameters") if mesh.degrees[i] > 1}
         problems += legal.sequence_problems(program, " × ".join(tensor), prod(tensor.values())) if tensor else []
-    solved: list[Solved] = []
+    solved: list[Choice] = []
     notes: list[str] = []
     objective: dict[str, float] = {}
     size: dict[str, tuple[int, int]] = {}
@@ -147,7 +147,7 @@ class _Turn:
     name: str
     degree: int
     index: int
-    solved: tuple[Solved, ...] = field(hash=False)
+    solved: tuple[Choice, ...] = field(hash=False)
     axes: frozenset[int]
     prices: Prices
     requires_sequence: bool
@@ -199,7 +199,7 @@ class _Turn:
         )
 
 
-def _blocks(program: Program, boundary: Boundary, mesh: Mesh, solved: list[Solved]) -> tuple[BlockLabels, ...]:
+def _blocks(program: Program, boundary: Boundary, mesh: Mesh, solved: list[Choice]) -> tuple[BlockLabels, ...]:
     """Labels by node key, types by port and result; mesh dimensions of size 1 are invariant."""
     by_index = {s.index: s for s in solved}
     turns = [by_index.get(k) for k in range(len(mesh.degrees))]

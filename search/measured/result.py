@@ -15,7 +15,7 @@ KIND, VERSION = "autopar tuning result", 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tried:
+class PlanTrial:
     """One plan that was tried: its prediction before any trial, its outcome, and the number of its trial."""
 
     number: int
@@ -57,7 +57,7 @@ class TuneResult:
     objective: str
     global_batch: int
     sequence: int  # tokens
-    tried: tuple[Tried, ...]
+    tried: tuple[PlanTrial, ...]
     left: tuple[Left, ...]
     best: int | None
     is_settled: bool

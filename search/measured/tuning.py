@@ -72,7 +72,7 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
+class Evidence:
     """The knowledge after some trials: `factors` by term, the belief, and the candidates ruled out with the reason."""
 
     factors: Mapping[str, float]
@@ -94,7 +94,7 @@ class Known:
         return np.array([0.0 if at in self.ruled_out else value for at, value in enumerate(values)])
 
 
-def known_after(candidates: Sequence[Candidate], outcomes: Mapping[int, Outcome]) -> Known:
+def known_after(candidates: Sequence[Candidate], outcomes: Mapping[int, Outcome]) -> Evidence:
     """What outcomes say of all candidates."""
     names = list(dict.fromkeys(name for plan in candidates for name in plan.terms))
     shares = np.array([[plan.terms.get(name, 0.0) / plan.predicted_s for name in names] for plan in candidates])
@@ -106,7 +106,7 @@ def known_after(candidates: Sequence[Candidate], outcomes: Mapping[int, Outcome]
         factors = term_factors([measured[i] / predicted[i] for i in at], shares[at])
     corrected = predicted * (1 + shares @ (factors - 1))
     known = belief(corrected.tolist(), np.array([coordinates(plan.degrees) for plan in candidates]), measured)
-    return Known(
+    return Evidence(
         factors=dict(zip(names, factors.tolist(), strict=True)),
         corrected_s=tuple(corrected.tolist()),
         belief=known,
@@ -187,7 +187,7 @@ def _may_need_less(candidates: Sequence[Candidate], outcomes: Mapping[int, Outco
     return min(candidates[at].needed_bytes for at in left) * low < best
 
 
-def _is_worth(known: Known, left: Sequence[int]) -> bool:
+def _is_worth(known: Evidence, left: Sequence[int]) -> bool:
     """The stop rule, over the plans that may still be measured."""
     keep = np.array([at in left or bool(known.belief.is_measured[at]) for at in range(len(known.belief.mean))])
     part = Belief(

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.memo import Memo
 from autopar.search.bounds.lower_bounds import layouts_of
-from autopar.search.pricing.exact import AS_IT_IS, Cut, Prepared, Priced
+from autopar.search.pricing.exact import AS_IT_IS, Cut, PlanPricer, PricedPlan
 from autopar.search.pricing.objective import Goal, Part
 from autopar.search.space.candidates import Candidates, Split
 
@@ -27,10 +27,10 @@ class Together:
     ) -> None:
         self.candidates, self.works, self.goal = candidates, works, goal
         self.devices = candidates.num_devices
-        self.found: dict[Varied, Priced] = {}
+        self.found: dict[Varied, PricedPlan] = {}
         self.memo = Memo() if memo is None else memo
 
-    def priced(self, index: int, cut: Cut = AS_IT_IS) -> Priced:
+    def priced(self, index: int, cut: Cut = AS_IT_IS) -> PricedPlan:
         """The price of one candidate as it would run, on the devices that it uses."""
         self.price([(index, cut)])
         return self.found[index, cut]
@@ -55,10 +55,10 @@ class Together:
 
 def _prepared(
     c: Candidates, devices: int, split: Split, works: ProgramWorks, part: Part, least_memory: bool, memo: Memo
-) -> tuple[_Index, Prepared]:
+) -> tuple[_Index, PlanPricer]:
     """All candidates of one split on one number of devices, and the object that prices them."""
     mine = c.among(split, c.num_devices == devices)
     layouts = layouts_of(c.at(mine), sequence_parallel=works.sequence_parallel)
-    return mine, Prepared(
+    return mine, PlanPricer(
         works, layouts, lambda place: c.degrees(int(mine[place])), part.on, memo, least_memory=least_memory
     )

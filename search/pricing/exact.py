@@ -45,7 +45,7 @@ AS_IT_IS, BY_STAGE = Cut(), Cut(by_stage=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
+class Placement:
     """A plan's degrees, its cuts, the memory of its fullest rank, and whether it fits."""
 
     degrees: Degrees
@@ -56,7 +56,7 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Priced(Placed):
+class PricedPlan(Placement):
     """A plan with its seconds.
 
     `pipelines` are the seconds of its pipeline without recomputation, with selective and with full recomputation, up to
@@ -76,17 +76,17 @@ def priced(
     *,
     cut: Cut = AS_IT_IS,
     least_memory: bool = False,
-) -> Priced:
+) -> PricedPlan:
     """Price `degrees`, which name no recomputation, with the least recomputation that fits.
 
     With `least_memory` the price has no recomputation or full recomputation. `works` are the block costs under the
     labels of the tensor degree.
     """
     layouts = layouts_of_degrees(works, [degrees], recompute=0)
-    return Prepared(works, layouts, lambda _: degrees, on, Memo(), least_memory=least_memory).priced([(0, cut)])[0]
+    return PlanPricer(works, layouts, lambda _: degrees, on, Memo(), least_memory=least_memory).priced([(0, cut)])[0]
 
 
-class Prepared:
+class PlanPricer:
     """Candidates of one tensor degree on the same devices, by their positions in `layouts` (without recomputation).
 
     Prices that several candidates share are computed once. `memo` has the replayed pipelines.
@@ -111,12 +111,12 @@ class Prepared:
         self.num_blocks = sum(count for _, count in works.counts)
         self.levels = (NONE, SELECTIVE, FULL) if works.has_selected else (NONE, FULL)
 
-    def priced(self, wanted: Sequence[tuple[int, Cut]]) -> list[Priced]:
+    def priced(self, wanted: Sequence[tuple[int, Cut]]) -> list[PricedPlan]:
         """The prices of candidates with one cut each. All of them have several stages, or all have one."""
         plans = [self._with_stages(index, cut) for index, cut in wanted if self.degrees(index).num_stages > 1]
         plans = plans or self._without_stages([index for index, _ in wanted])
         return [
-            Priced(
+            PricedPlan(
                 degrees=plan.degrees,
                 cuts=plan.cuts,
                 seconds=float(np.max(step.seconds)),
@@ -130,7 +130,7 @@ class Prepared:
             for plan, (step, pipelines) in zip(plans, self._steps(plans), strict=True)
         ]
 
-    def _without_stages(self, index: Sequence[int]) -> "list[_Unpriced]":
+    def _without_stages(self, index: Sequence[int]) -> "list[_OpenPlan]":
         layouts, positions = self.shared.layouts.at(index), np.array(index)
         levels = []
         for level in self.levels:
@@ -143,7 +143,7 @@ class Prepared:
             for i, parts in zip(index, zip(*levels, strict=True), strict=True)
         ]
 
-    def _with_stages(self, index: int, cut: Cut) -> "_Unpriced":
+    def _with_stages(self, index: int, cut: Cut) -> "_OpenPlan":
         degrees = self.degrees(index)
         cuts = self._cuts(index, cut, degrees.num_stages)
         stages = stages_at(self.works.calls, cuts, degrees)
@@ -189,7 +189,7 @@ class Prepared:
         is_open = self.on.recompute_blocks is None and not self.least_memory
         return cut.by_stage and is_open and must_recompute
 
-    def _by_stage(self, index: int, cut: Cut, even: tuple[int, ...], held: HeldByRanks) -> "_Unpriced":
+    def _by_stage(self, index: int, cut: Cut, even: tuple[int, ...], held: HeldByRanks) -> "_OpenPlan":
         """Cuts, stages, and the recomputed blocks of each stage: the fewest that fit, or the pinned number.
 
         `even` are the cuts if all stages recompute the same number of blocks, `held` their memory.
@@ -215,7 +215,7 @@ class Prepared:
             )
         sums = memory(blocks)
         needed, degrees = float(np.max(sums.needed_bytes)), self.degrees(index)
-        return _Unpriced(
+        return _OpenPlan(
             index=index,
             degrees=recomputing(degrees, blocks.full, blocks.selective),
             cuts=cuts,
@@ -242,7 +242,7 @@ class Prepared:
         cuts: tuple[int, ...],
         stages: Stages | None,
         parts_of: Sequence[Mapping[str, float]],
-    ) -> "_Unpriced":
+    ) -> "_OpenPlan":
         """The recomputation of every stage: the fewest steps that let a candidate fit, all if none fits, or the pinned
         number of blocks.
 
@@ -267,7 +267,7 @@ class Prepared:
         else:
             steps = self._fewest_steps(lambda count: self._fits(index, needed_with(count)), most, every)
         parts, shares = parts_with(steps), self._shares(steps, degrees)
-        return _Unpriced(
+        return _OpenPlan(
             index=index,
             degrees=self._recomputing_steps(degrees, steps, most),
             cuts=cuts,
@@ -319,7 +319,7 @@ class Prepared:
         full = None if shares[FULL] == 1 else blocks
         return recomputing(degrees, full, None if SELECTIVE in shares else 0)
 
-    def _steps(self, plans: "Sequence[_Unpriced]") -> list[tuple[StepSeconds, tuple[float, ...]]]:
+    def _steps(self, plans: "Sequence[_OpenPlan]") -> list[tuple[StepSeconds, tuple[float, ...]]]:
         """The step of every plan, made from the steps of the levels of its blocks.
 
         Plans with stages also get the seconds of their pipelines, and are priced at all lower levels too.
@@ -348,13 +348,13 @@ class Prepared:
             (_step(steps, sums[:, k : k + 1]), _by_level(known[k]) if plan.cuts else ()) for k, plan in enumerate(plans)
         ]
 
-    def _levels(self, plan: "_Unpriced") -> tuple[int, ...]:
+    def _levels(self, plan: "_OpenPlan") -> tuple[int, ...]:
         """The levels whose steps make up a plan's step and its comparison with other plans of its class."""
         if plan.stages is None:
             return tuple(plan.shares)
         return tuple(level for level in self.levels if level <= max(plan.shares))
 
-    def _in_parts(self, plans: "Sequence[_Unpriced]") -> dict[int, float]:
+    def _in_parts(self, plans: "Sequence[_OpenPlan]") -> dict[int, float]:
         """Pipeline seconds of recomputing plans as if they did not recompute, if backward passes would run in parts.
 
         The search compares other candidates of the same class with these figures.
@@ -374,7 +374,7 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Unpriced(Placed):
+class _OpenPlan(Placement):
     """A candidate with its stages and its recomputation, before its seconds are known.
 
     `shares` are the levels of recomputation of its blocks, with the part of the blocks of each. Stages that recompute
@@ -423,7 +423,7 @@ def _step(like: StepSeconds, values: Floats) -> StepSeconds:
     )
 
 
-def pricing_of(works: ProgramWorks, plan: Priced, cluster: ClusterSpec, on: Machinery) -> Pricing:
+def pricing_of(works: ProgramWorks, plan: PricedPlan, cluster: ClusterSpec, on: Machinery) -> Pricing:
     """The pricing of a plan, for the figures that a report needs beside its price."""
     question = Question(
         cluster=cluster, degrees=plan.degrees, engine=on.machine.engine, precision=on.machine.precision, cuts=plan.cuts

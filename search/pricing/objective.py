@@ -19,8 +19,8 @@ from autopar.errors import InputError, Problem, did_you_mean
 from autopar.ir.arrays import Floats
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
-from autopar.search.bounds.lower_bounds import Machinery, Screened
-from autopar.search.pricing.exact import Priced
+from autopar.search.bounds.lower_bounds import Machinery, Screening
+from autopar.search.pricing.exact import PricedPlan
 from autopar.search.result.result import ON_FEWER_DEVICES, UNITS, why_fuller, why_slower
 from autopar.search.space.candidates import Candidates
 from autopar.search.space.subcluster import device_counts, part_of
@@ -54,10 +54,10 @@ class Goal:
     def is_memory(self) -> bool:
         return self.objective == "memory"
 
-    def part(self, plan: Priced) -> Part:
+    def part(self, plan: PricedPlan) -> Part:
         return self.parts[plan.degrees.world_size]
 
-    def value(self, plan: Priced) -> float:
+    def value(self, plan: PricedPlan) -> float:
         """The value of a priced plan, whether it fits or not."""
         return self.value_of(plan.seconds, plan.needed_bytes, plan.degrees)
 
@@ -67,7 +67,7 @@ class Goal:
             return needed_bytes
         return step_s * self.parts[degrees.world_size].weight / (degrees.global_batch if self.per_sequence else 1)
 
-    def bounds(self, candidates: Candidates, screened: Screened) -> Floats:
+    def bounds(self, candidates: Candidates, screened: Screening) -> Floats:
         """A lower bound of every candidate's value; infinite if the candidate cannot fit."""
         if self.is_memory:
             least = np.minimum(screened.without_bytes, screened.recomputed_bytes)
@@ -136,7 +136,7 @@ def _unknown(objective: str, cluster: ClusterSpec, name: str, meaning: str) -> I
     )
 
 
-def why_worse(goal: Goal, best: Priced, other: Priced) -> str:
+def why_worse(goal: Goal, best: PricedPlan, other: PricedPlan) -> str:
     """The reasons why a plan's value is larger than the best plan's value."""
     ours, theirs = best.degrees.world_size, other.degrees.world_size
     if goal.is_memory:

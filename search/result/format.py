@@ -11,7 +11,7 @@ from autopar.ir.rank_order import ORDERS
 from autopar.words.numbers import readable_bytes, readable_seconds
 
 if TYPE_CHECKING:
-    from autopar.search.result.result import Counted, SearchResult
+    from autopar.search.result.result import CandidateCounts, SearchResult
 
 
 def plan_in_words(degrees: Mapping[str, Any]) -> str:
@@ -101,7 +101,7 @@ def nothing_fits(found: "SearchResult") -> str:
     )
 
 
-def what_does_not_fit(counted: "Counted") -> str:
+def what_does_not_fit(counted: "CandidateCounts") -> str:
     """The number of candidates that do not fit, counted by the largest part of their memory."""
     total = sum(counted.largest.values())
     if not total:

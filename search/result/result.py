@@ -54,7 +54,7 @@ class Contender:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counted:
+class CandidateCounts:
     """The numbers of candidates of a search."""
 
     candidates: int
@@ -125,7 +125,7 @@ class SearchResult:
     bound: float | None  # no candidate has a smaller value; None if none fits
     gap: float  # the part of the best value that a better candidate could save, from 0 to 1
     is_proven: bool  # whether no candidate is better than the best one; plans of `trials` may be
-    counted: Counted
+    counted: CandidateCounts
     closest: Closest | None  # if no plan fits: the plan that needs least memory
     seconds: float  # duration of the search
     notes: tuple[str, ...]

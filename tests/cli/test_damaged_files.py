@@ -28,7 +28,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.explanation import Prediction
 from autopar.runs.record import METRICS_FILE, RUN_FILE
 from autopar.search.driver.study import keep_result, study_place
-from autopar.search.measured.result import Left, Tried, TuneResult
+from autopar.search.measured.result import Left, PlanTrial, TuneResult
 from autopar.search.measured.rounds import Spread
 from autopar.search.measured.study import TrialStudy
 from autopar.search.measured.tuning import Candidate, Outcome
@@ -72,7 +72,7 @@ def stored(name: str) -> Any:
 def tuned() -> Any:
     return TuneResult(
         model="m", cluster="4xcpu", objective="time", global_batch=4, sequence=8,
-        tried=(Tried(number=0, candidate=PLAN, outcome=DONE),),
+        tried=(PlanTrial(number=0, candidate=PLAN, outcome=DONE),),
         left=(Left(candidate=PLAN, believed_s=1.0, chance=0.5),), best=0, is_settled=False, why="w", chance_left=0.5,
         gain_left=0.1, factors={"compute": 1.0}, seconds=1.0, notes=("n",),
     ).to_dict()  # fmt: skip

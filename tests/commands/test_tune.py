@@ -26,7 +26,7 @@ from autopar.ir.degrees import Degrees
 from autopar.planning.machine import machine_of
 from autopar.report.write import read_source
 from autopar.runtime.distributed.launch import Ranks
-from autopar.search.measured.result import Tried, TuneResult
+from autopar.search.measured.result import PlanTrial, TuneResult
 
 PLANTED = Path(__file__).parent / "planted"
 TRIAL_S = 30.0
@@ -86,7 +86,7 @@ def ranks_of_this_process() -> list[int]:
 
 
 def test_it_measures_plans_and_names_the_best() -> None:
-    seen: list[Tried] = []
+    seen: list[PlanTrial] = []
     found = tuned(on_trial=seen.append)
     assert found.best is not None and found.plan is not None and found.step_s is not None
     assert [one.number for one in seen] == [one.number for one in found.tried]

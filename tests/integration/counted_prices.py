@@ -19,7 +19,7 @@ from autopar.cost_model.machine.fitted_constants import mechanisms
 from autopar.cost_model.machine.links import Links
 from autopar.cost_model.pipeline.stages import Stages, recomputed, recomputed_selectively
 from autopar.cost_model.pricing import Pricing, Question, layout_of, level_shares
-from autopar.cost_model.step.assembly import Pipelined
+from autopar.cost_model.step.assembly import PipelineTimes
 from autopar.cost_model.step.context import Passes
 from autopar.cost_model.step.step import step_seconds
 from autopar.cost_model.work.program_costs import program_works
@@ -103,7 +103,7 @@ def _counted(works: Any, question: Question, machine: Any, links: CountingLinks,
     pricing = Pricing(works, question, counting)
     stages = pricing.stages()
 
-    def summed(passes: Mapping[str, Passes], message: Any) -> Pipelined:
+    def summed(passes: Mapping[str, Passes], message: Any) -> PipelineTimes:
         """The calls of a rank's stages one after the other, instead of what overlaps in a pipeline."""
         assert stages is not None
         return _rank_alone(stages, passes, float(np.max(message)), rank)
@@ -120,7 +120,7 @@ def _counted(works: Any, question: Question, machine: Any, links: CountingLinks,
     return sum(share * seconds for share, seconds in zip(shares, found, strict=True))
 
 
-def _rank_alone(stages: Stages, passes: Mapping[str, Passes], message: float, rank: int) -> Pipelined:
+def _rank_alone(stages: Stages, passes: Mapping[str, Passes], message: float, rank: int) -> PipelineTimes:
     own = [i for i, of in enumerate(stages.ranks) if of == rank]
     busy = sum(float(np.max(passes[role].both)) for i in own for role in stages.roles[i])
     again = 0.0
@@ -130,7 +130,7 @@ def _rank_alone(stages: Stages, passes: Mapping[str, Passes], message: float, ra
     others = [[near for near in (i - 1, i + 1) if 0 <= near < len(stages.roles)] for i in own]
     sends = sum(stages.ranks[near] != rank for neighbours in others for near in neighbours)
     n = stages.micro_batches * stages.runs
-    return Pipelined(
+    return PipelineTimes(
         busy=np.array([busy + again]),
         blocks=np.array([float(sum(len(stages.repeated[i]) for i in own))]),
         idle=np.zeros(1),

@@ -14,7 +14,7 @@ from parsed import Page, parsed
 from autopar.errors import InputError
 from autopar.report.tuning import best_in_words, gain_in_words, tuning_from, tuning_report
 from autopar.report.write import read_source, write_report, write_trace
-from autopar.search.measured.result import Left, Tried, TuneResult
+from autopar.search.measured.result import Left, PlanTrial, TuneResult
 from autopar.search.measured.rounds import Spread
 from autopar.search.measured.tuning import Candidate, Outcome
 
@@ -55,7 +55,7 @@ def tuned() -> TuneResult:
         objective="time",
         global_batch=16,
         sequence=4096,
-        tried=tuple(Tried(number=at, candidate=one, outcome=outcome) for at, (one, outcome) in enumerate(outcomes)),
+        tried=tuple(PlanTrial(number=at, candidate=one, outcome=outcome) for at, (one, outcome) in enumerate(outcomes)),
         left=(
             Left(candidate=candidate(0.55, tp=4, dp_shard=2), believed_s=0.571, chance=0.21),
             Left(candidate=candidate(0.58, recompute="full"), believed_s=0.634, chance=0.043),

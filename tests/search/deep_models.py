@@ -13,7 +13,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.planning.fixed import program_for
 from autopar.planning.labels import LABELLED, SearchLabels
 from autopar.search.bounds.lower_bounds import Machinery
-from autopar.search.driver.search import Searched, Works, search_degrees
+from autopar.search.driver.search import SearchState, Works, search_degrees
 from autopar.search.space.candidates import tensor_degrees
 from autopar.search.space.constraints import Constraints
 
@@ -71,7 +71,7 @@ def machinery(cluster: ClusterSpec) -> Machinery:
     return Machinery(machine=machine)
 
 
-def searched(model: Deep, labelled_on: str, cluster: ClusterSpec, global_batch: int) -> Searched:
+def searched(model: Deep, labelled_on: str, cluster: ClusterSpec, global_batch: int) -> SearchState:
     """The best plan of the whole space."""
     constraints = Constraints(
         num_devices=cluster.num_devices,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-from autopar.search.driver.optuna_refine import Refined, Start, refine
+from autopar.search.driver.optuna_refine import Refinement, Start, refine
 from autopar.search.driver.study import study_place
 
 QUESTION = {"model": "formula", "global_batch": 8}
@@ -29,7 +29,7 @@ class Formula:
 
 def refined(
     where: str, trials: int, seed: int, asked: list[str], wait: Callable[[int], None] = lambda count: None
-) -> Refined:
+) -> Refinement:
     """Refine, noting in `asked` what was priced; `wait` is told how many prices were asked for."""
 
     def price(index: int, moved: tuple[int, int]) -> Any:

@@ -7,7 +7,7 @@ from deep_models import Deep, captured_whole, searched
 
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.device import Link
-from autopar.search.pricing.exact import Priced
+from autopar.search.pricing.exact import PricedPlan
 
 pytest.importorskip("transformers")
 GPT3 = Deep(preset="gpt3-175b", layers=96, tokens=2048)
@@ -15,7 +15,7 @@ LLAMA = Deep(preset="llama2-7b", layers=32, tokens=4096)
 A100S, H100S = "128xa100-80gb", "64xh100"
 
 
-def best(model: Deep, labelled_on: str, cluster: ClusterSpec, global_batch: int) -> Priced:
+def best(model: Deep, labelled_on: str, cluster: ClusterSpec, global_batch: int) -> PricedPlan:
     found = searched(model, labelled_on, cluster, global_batch)
     assert found.proof.is_proven
     assert found.best is not None

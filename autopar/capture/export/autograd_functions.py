@@ -79,7 +79,7 @@ def own_gradients(model: nn.Module, *, training: bool) -> Iterator[None]:
                 with exports.without_tracing():
                     are_derivatives[key] = _is_derivative(cls, plain, described)
             return plain(*args) if are_derivatives[key] else _with_gradient(cls, args)
-        except _NotTraced as error:
+        except _TraceError as error:
             reason = str(error)
         except Exception:
             reason = "does more than operators of torch on its tensors do, such as a second run of modules"
@@ -94,7 +94,7 @@ def own_gradients(model: nn.Module, *, training: bool) -> Iterator[None]:
         yield
 
 
-class _NotTraced(Exception):
+class _TraceError(Exception):
     """The reason why a backward pass cannot be traced, as the end of a sentence about it."""
 
 
@@ -114,7 +114,7 @@ def _with_gradient(function: Any, args: tuple[Any, ...]) -> Any:
             outputs = _forward(function, ctx, inputs)
         results, state["spec"] = pytree.tree_flatten(outputs)
         if ctx.changed:
-            raise _NotTraced("belongs to a forward pass that changes its operand in place")
+            raise _TraceError("belongs to a forward pass that changes its operand in place")
         flows = [r.is_floating_point() and not any(r is c for c in ctx.constants) for r in results]
         cotangents = [torch.zeros_like(r).requires_grad_(flow) for r, flow in zip(results, flows, strict=True)]
         state["cotangents"] = [exports.traced_node(c) for c in cotangents]
@@ -137,7 +137,7 @@ def _with_gradient(function: Any, args: tuple[Any, ...]) -> Any:
     traced = [exports.traced_node(tensor) for tensor in (*tensors, *floating)]
     nodes = [node for node in traced if node is not None]
     if len(nodes) < len(traced):
-        raise _NotTraced("gets a tensor that no operator of torch made")
+        raise _TraceError("gets a tensor that no operator of torch made")
     module = exports.with_backward(run, [exports.like_traced(node) for node in nodes])
     _check_linear(module, state["cotangents"])
     moves = [torch.nan_to_num(tensor - tensor.detach()) for tensor in floating]
@@ -151,13 +151,13 @@ def _with_gradient(function: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _check_linear(module: fx.GraphModule, cotangents: list[fx.Node]) -> None:
-    """Raise `_NotTraced` if the transpose of a backward pass depends on the gradient that it gets."""
+    """Raise `_TraceError` if the transpose of a backward pass depends on the gradient that it gets."""
     results: Any = module.graph.output_node().args[0]
     moved = results[1]
     for node in set(closure([node for node in moved if isinstance(node, fx.Node)])).difference(cotangents):
         reads = set(node.all_input_nodes).intersection(cotangents)
         if reads and not operator_name(node).endswith("_like") and not operator_name(node).startswith("new_"):
-            raise _NotTraced("is not linear in the gradient that it gets")
+            raise _TraceError("is not linear in the gradient that it gets")
 
 
 def _hooks_refused(model: nn.Module) -> AbstractContextManager[None]:
@@ -186,14 +186,14 @@ def _described(tensor: torch.Tensor) -> torch.Tensor:
 def _is_derivative(function: Any, plain: Callable[..., Any], args: tuple[Any, ...]) -> bool:
     """Whether a function's gradients equal the gradients that autograd derives from its forward pass.
 
-    Raises `_NotTraced` if a gradient is not zero for a result without a gradient.
+    Raises `_TraceError` if a gradient is not zero for a result without a gradient.
     """
     with torch.random.fork_rng(devices=()), torch.enable_grad():
         for scale in _SCALES:
             torch.manual_seed(0)
             values = pytree.tree_map_only(Tensor, partial(_random, scale=scale), args)
             if any(grad.any() for grad in _gradients(plain, values, 0.0)):
-                raise _NotTraced("adds a gradient of its own to the gradient it gets; add such a term to the loss")
+                raise _TraceError("adds a gradient of its own to the gradient it gets; add such a term to the loss")
             exact = _gradients(plain, values)
             try:
                 derived = _gradients(lambda *given: _forward(function, _Context(), given), values)

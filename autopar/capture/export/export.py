@@ -45,7 +45,7 @@ DECISION = "decision "  # an output with this prefix is a value that the model r
 
 
 @dataclass(frozen=True, eq=False)
-class _Traced:
+class _Reads:
     """How a trace reads values: the names and values of its tensor inputs, and the order of its keywords."""
 
     reading: Reading
@@ -66,7 +66,7 @@ class _Outputs(nn.Module):
     If it is traced, the values that the model reads are decisions (`DataReads`).
     """
 
-    def __init__(self, model: nn.Module, loss_fn: LossFunction | None = None, *, traced: _Traced | None = None) -> None:
+    def __init__(self, model: nn.Module, loss_fn: LossFunction | None = None, *, traced: _Reads | None = None) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
@@ -251,7 +251,7 @@ def _difference(request: Request, exported: Any) -> str | None:
     return difference(model, request.inputs, inputs, graph, run)
 
 
-def _exported(request: Request, *, lines: bool = False, tests: list[str] | None = None) -> tuple[Any, _Traced]:
+def _exported(request: Request, *, lines: bool = False, tests: list[str] | None = None) -> tuple[Any, _Reads]:
     """The exported program, and the values that the model read. `tests` gets the lines that test for no rows.
 
     With `lines`, nodes have their stack traces, and the export takes twice as long.
@@ -319,13 +319,13 @@ def run_on_meta(request: Request) -> None:
         _Outputs(request.model, request.loss_fn)(*args, **kwargs)
 
 
-def _export(request: Request, model: nn.Module, inputs: Inputs, lines: bool, tests: list[str]) -> tuple[Any, _Traced]:
+def _export(request: Request, model: nn.Module, inputs: Inputs, lines: bool, tests: list[str]) -> tuple[Any, _Reads]:
     """The exported program, and the values that the model read. `model` and `inputs` may be copies elsewhere."""
     args, kwargs = split_inputs(inputs)
     values = split_inputs(request.inputs)
     tensors = tuple(leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor))
     around = ambient_autocast()
-    traced = _Traced(request.reading, tuple(request.named_inputs), tensors, tuple(kwargs), around, tests)
+    traced = _Reads(request.reading, tuple(request.named_inputs), tensors, tuple(kwargs), around, tests)
     with ExitStack() as stack:
         stack.enter_context(autocast_as(around, enabled=False))  # a region inside the trace is in the exported graph
         stack.enter_context(_in_mode(model, request.training))

@@ -89,7 +89,7 @@ def _write_casts_of(graph: fx.Graph, node: fx.Node, region: Autocast) -> None:
 
 
 @dataclass(slots=True)
-class _Ran:
+class _OperatorRun:
     """A run of an operator: its result, the casts of its operands by storage, and the inner operators it called."""
 
     result: Any = None
@@ -102,7 +102,7 @@ class _Watch(TorchDispatchMode):
 
     def __init__(self, operands: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.operands, self.ran = operands, _Ran()
+        self.operands, self.ran = operands, _OperatorRun()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -122,7 +122,7 @@ def _run(
     region: Autocast | None = None,
     *,
     dtype: torch.dtype | None = None,
-) -> _Ran:
+) -> _OperatorRun:
     """A node's operator on values of its operands, under autocast or without it."""
     given = lambda n: tensors[n] if n in tensors else value(n)  # noqa: E731
     args, kwargs = fx.map_arg(node.args, given), fx.map_arg(node.kwargs, given)
@@ -137,7 +137,7 @@ def _run(
     return watch.ran
 
 
-def _given_dtype(node: fx.Node, under: _Ran, given: dict[fx.Node, torch.Tensor]) -> torch.dtype | None:
+def _given_dtype(node: fx.Node, under: _OperatorRun, given: dict[fx.Node, torch.Tensor]) -> torch.dtype | None:
     """The dtype argument that autocast sets instead of casting the operand, as of a softmax on CUDA."""
     schema = node.target._schema  # type: ignore[union-attr]
     takes = any(a.name == "dtype" for a in schema.arguments)

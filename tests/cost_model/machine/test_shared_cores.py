@@ -18,7 +18,7 @@ from autopar.cost_model.machine.presets import device_profile
 from autopar.cost_model.machine.profile import CallCost, LinkProfile, Measurement
 from autopar.cost_model.pipeline.simulator import shared_step_s, simulate
 from autopar.cost_model.pipeline.stages import pipeline_of, stages_at
-from autopar.cost_model.step.assembly import Pipelined
+from autopar.cost_model.step.assembly import PipelineTimes
 from autopar.cost_model.step.block_time import computing_seconds
 from autopar.cost_model.step.context import Passes
 from autopar.cost_model.work.block_work import BlockWork, Operator
@@ -34,13 +34,13 @@ def _passes(seconds: float) -> Passes:
     return Passes(forward=np.array([seconds]), backward=np.array([2 * seconds]))
 
 
-def _pipelined(seconds: dict[str, float], cuts: tuple[int, ...], micro_batches: int, sharing: float) -> Pipelined:
+def _pipelined(seconds: dict[str, float], cuts: tuple[int, ...], micro_batches: int, sharing: float) -> PipelineTimes:
     stages = stages_at(list(seconds), cuts, Degrees(pp=len(cuts) + 1, micro_batches=micro_batches))
     passes = {role: _passes(one) for role, one in seconds.items()}
     return pipeline_of(stages, ENGINE, 1.0, sharing)(passes, np.zeros(1))
 
 
-def _run_s(found: Pipelined, micro_batches: int) -> float:
+def _run_s(found: PipelineTimes, micro_batches: int) -> float:
     return float(micro_batches * found.busy[0] + found.idle[0] + found.messages[0])
 
 

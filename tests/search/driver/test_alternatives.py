@@ -7,8 +7,8 @@ from search_cases import Case
 from suites import thinned
 
 from autopar.search.driver.alternatives import next_best
-from autopar.search.driver.search import Searched, search_degrees
-from autopar.search.pricing.exact import Priced, priced
+from autopar.search.driver.search import SearchState, search_degrees
+from autopar.search.pricing.exact import PricedPlan, priced
 
 CASES = (
     Case(model="llama", cluster="8xh100", global_batch=16, tokens=2048),
@@ -23,7 +23,7 @@ def test_against_all_candidates(case: Case) -> None:
     found = search_degrees(case.works, case.spec, constraints.narrowed(FEW), case.on, most_exact=200)
     prices = 0
 
-    def price(index: int) -> Priced:
+    def price(index: int) -> PricedPlan:
         nonlocal prices
         prices += 1
         return one(found, case, index)
@@ -46,11 +46,11 @@ def test_against_all_candidates(case: Case) -> None:
     assert sum(values) <= 1.05 * sum(following[:5])  # the last ones may be left open for want of prices
 
 
-def one(found: Searched, case: Case, index: int) -> Priced:
+def one(found: SearchState, case: Case, index: int) -> PricedPlan:
     degrees = found.candidates.degrees(index)
     return priced(case.works(degrees.tp), degrees, case.on)
 
 
-def key(found: Searched, index: int) -> tuple[int, int, int]:
+def key(found: SearchState, index: int) -> tuple[int, int, int]:
     c = found.candidates
     return int(c.pp[index]), int(c.tp[index]), int(c.zero[index])

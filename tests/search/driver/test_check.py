@@ -11,8 +11,8 @@ from work import lines_run
 from autopar.errors import SearchError
 from autopar.ir.plan import Plan
 from autopar.search.driver.check import check_result
-from autopar.search.driver.search import Searched, search_degrees
-from autopar.search.pricing.exact import Priced
+from autopar.search.driver.search import SearchState, search_degrees
+from autopar.search.pricing.exact import PricedPlan
 from autopar.search.space.constraints import Constraints
 
 STAGED = Case(model="llama", cluster="4xh100", global_batch=8, tokens=512, memory_bytes=20e6)
@@ -21,19 +21,19 @@ ALONE = replace(STAGED, cluster="8xa100-80gb", global_batch=16, memory_bytes=80e
 FIXED = {STAGED: {"pp": 2}, RECOMPUTING: {"pp": 2}, ALONE: {"pp": 1}}
 
 
-def searched(case: Case, trials: int = 0) -> tuple[Searched, Constraints]:
+def searched(case: Case, trials: int = 0) -> tuple[SearchState, Constraints]:
     narrowed = case.constraints.narrowed(FIXED[case])
     return search_degrees(case.works, case.spec, narrowed, case.on, most_exact=1000, trials=trials), narrowed
 
 
-def plan_of(found: Searched) -> Plan:
+def plan_of(found: SearchState) -> Plan:
     best = found.best
     assert best is not None
     batch = best.degrees.dp * (best.degrees.micro_batch or 0)
     return Plan(fingerprint="", model="", degrees=best.degrees, blocks=(), cuts=best.cuts, batch=batch)
 
 
-def check(case: Case, found: Searched, narrowed: Constraints, plan: Plan | None = None, **changes: Any) -> None:
+def check(case: Case, found: SearchState, narrowed: Constraints, plan: Plan | None = None, **changes: Any) -> None:
     best = found.best
     assert best is not None
     works = case.works(best.degrees.tp)
@@ -48,8 +48,8 @@ def test_what_a_search_finds_passes(case: Case) -> None:
 
 
 def with_best(
-    found: Searched, *, moved: bool = False, degrees: dict[str, Any] | None = None, **fields: Any
-) -> Searched:
+    found: SearchState, *, moved: bool = False, degrees: dict[str, Any] | None = None, **fields: Any
+) -> SearchState:
     """The search with something else in its best price."""
     assert found.proof.best is not None
     index = found.proof.best.index
@@ -60,14 +60,14 @@ def with_best(
     return replace(found, exact={**found.exact, index: other})
 
 
-def worse(found: Searched, best: Priced) -> Searched:
+def worse(found: SearchState, best: PricedPlan) -> SearchState:
     """The search with a plan as its best that is not the best."""
     others = [one for one in found.proof.priced if one.value != best.seconds]
     alone = min(others, key=lambda one: one.value)
     return replace(found, proof=replace(found.proof, priced=(alone,)))
 
 
-Fault = Callable[[Searched, Priced], Searched]
+Fault = Callable[[SearchState, PricedPlan], SearchState]
 PLANTED: dict[str, Fault] = {
     "degrees": lambda found, best: with_best(found, degrees={"dp_shard": 2 * best.degrees.dp_shard}),
     "global_batch": lambda found, best: with_best(found, degrees={"micro_batches": 3 * best.degrees.micro_batches}),
@@ -88,12 +88,12 @@ PLANTED: dict[str, Fault] = {
 
 
 @pytest.fixture(scope="module")
-def staged() -> tuple[Searched, Constraints]:
+def staged() -> tuple[SearchState, Constraints]:
     return searched(STAGED)
 
 
 @pytest.mark.parametrize("said", PLANTED)
-def test_planted_faults_are_named(staged: tuple[Searched, Constraints], said: str) -> None:
+def test_planted_faults_are_named(staged: tuple[SearchState, Constraints], said: str) -> None:
     found, narrowed = staged
     best = found.best
     assert best is not None
@@ -101,7 +101,7 @@ def test_planted_faults_are_named(staged: tuple[Searched, Constraints], said: st
         check(STAGED, PLANTED[said](found, best), narrowed)
 
 
-def test_a_moved_plan_is_checked_too(staged: tuple[Searched, Constraints]) -> None:
+def test_a_moved_plan_is_checked_too(staged: tuple[SearchState, Constraints]) -> None:
     found, narrowed = staged
     assert found.best is not None
     faster = with_best(found, moved=True, seconds=found.best.seconds / 2)
@@ -109,14 +109,14 @@ def test_a_moved_plan_is_checked_too(staged: tuple[Searched, Constraints]) -> No
         check(STAGED, faster, narrowed)
 
 
-def test_memory_is_counted_on_the_devices(staged: tuple[Searched, Constraints]) -> None:
+def test_memory_is_counted_on_the_devices(staged: tuple[SearchState, Constraints]) -> None:
     found, narrowed = staged
     small = replace(found.goal.parts[4], on=RECOMPUTING.on)
     with pytest.raises(SearchError, match="must fit"):
         check(STAGED, replace(found, goal=replace(found.goal, parts={4: small})), narrowed)
 
 
-def test_the_plan_handed_out_is_the_one_that_was_priced(staged: tuple[Searched, Constraints]) -> None:
+def test_the_plan_handed_out_is_the_one_that_was_priced(staged: tuple[SearchState, Constraints]) -> None:
     found, narrowed = staged
     plan = plan_of(found)
     recompute = "none" if plan.degrees.recompute == "full" else "full"
@@ -126,7 +126,7 @@ def test_the_plan_handed_out_is_the_one_that_was_priced(staged: tuple[Searched, 
     assert {one.path for one in raised.value.problems} == {"plan.degrees.recompute", "plan.batch", "plan.cuts"}
 
 
-def test_a_batch_that_cannot_be_split_in_time(staged: tuple[Searched, Constraints]) -> None:
+def test_a_batch_that_cannot_be_split_in_time(staged: tuple[SearchState, Constraints]) -> None:
     found, narrowed = staged
     with pytest.raises(SearchError, match="would change the loss"):
         check(STAGED, found, narrowed, accumulates=False)

@@ -20,8 +20,8 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.planning.fixed import capture_for, choose_labels
 from autopar.search.driver.chunk_choice import chunks_of, with_chunks
-from autopar.search.driver.search import Searched, search_degrees
-from autopar.search.pricing.exact import Priced, priced
+from autopar.search.driver.search import SearchState, search_degrees
+from autopar.search.pricing.exact import PricedPlan, priced
 from autopar.search.pricing.objective import Goal, Part
 from autopar.search.result.format import plan_in_words
 from autopar.search.space.candidates import candidates
@@ -49,7 +49,7 @@ CASES = tuple(
 )
 
 
-def searched(case: Case, fix: Mapping[str, Any]) -> tuple[Searched, Searched]:
+def searched(case: Case, fix: Mapping[str, Any]) -> tuple[SearchState, SearchState]:
     """A search with whole logits, and with the choice of chunks behind it."""
     spec, on = ClusterSpec.preset(case.cluster), machinery_with(ClusterSpec.preset(case.cluster), case.memory_bytes)
     goal = Goal(objective="time", parts={4: Part(cluster=spec, on=on, weight=1.0)})
@@ -66,12 +66,12 @@ def searched(case: Case, fix: Mapping[str, Any]) -> tuple[Searched, Searched]:
     )
 
 
-def enumerated(case: Case, fix: Mapping[str, Any]) -> list[list[Priced]]:
+def enumerated(case: Case, fix: Mapping[str, Any]) -> list[list[PricedPlan]]:
     """Every candidate with whole logits and in every number of chunks, priced exactly."""
     on = machinery_with(ClusterSpec.preset(case.cluster), case.memory_bytes)
     found = candidates(case.constraints.narrowed(fix))
 
-    def one(i: int, chunks: int) -> Priced:
+    def one(i: int, chunks: int) -> PricedPlan:
         return priced(works(case, int(found.tp[i]), chunks), found.degrees(i), on)
 
     numbers = [1 << k for k in range(CHUNKS.bit_length())]

@@ -9,7 +9,7 @@ from search_cases import Case, machinery_with
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.optimizers import OPTIMIZERS
 from autopar.search.bounds.memory import PARTS
-from autopar.search.driver.infeasible import Asked, closest, counted, with_hosts
+from autopar.search.driver.infeasible import Query, closest, counted, with_hosts
 from autopar.search.driver.search import search_degrees
 from autopar.search.pricing.exact import priced
 from autopar.search.result.result import Closest
@@ -21,8 +21,8 @@ CASE = Case(model="llama", cluster="2xh100", global_batch=4, tokens=128, memory_
 ON_DEVICES = CASE.constraints.narrowed({"offload": "none"})
 
 
-def asked(case: Case = CASE, constraints: Constraints | None = None) -> Asked:
-    return Asked(
+def asked(case: Case = CASE, constraints: Constraints | None = None) -> Query:
+    return Query(
         works_of=case.works,
         cluster=case.spec,
         constraints=constraints or case.constraints,

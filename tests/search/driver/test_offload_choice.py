@@ -17,10 +17,10 @@ from autopar.ir.degrees import Degrees
 from autopar.ir.device import HostShare
 from autopar.ir.offload import OFFLOADS
 from autopar.search.bounds.lower_bounds import Machinery, basis_of, screen
-from autopar.search.driver.infeasible import Asked, closest
+from autopar.search.driver.infeasible import Query, closest
 from autopar.search.driver.offload_choice import search_offloads
-from autopar.search.driver.search import Searched, search_degrees
-from autopar.search.pricing.exact import Priced, priced, pricing_of
+from autopar.search.driver.search import SearchState, search_degrees
+from autopar.search.pricing.exact import PricedPlan, priced, pricing_of
 from autopar.search.pricing.objective import Goal, Part
 from autopar.search.space.candidates import candidates, tensor_degrees
 from autopar.search.space.constraints import EVERY_BLOCK, Constraints
@@ -39,7 +39,7 @@ def case_of(memory_bytes: float) -> tuple[Case, Machinery]:
     return case, hosted(case.on)
 
 
-def enumerated(case: Case, on: Machinery, fix: Any = None) -> list[tuple[Priced, float]]:
+def enumerated(case: Case, on: Machinery, fix: Any = None) -> list[tuple[PricedPlan, float]]:
     """Every candidate with its exact price and its bound."""
     every, found = candidates(case.constraints.narrowed(fix, FORBID)), []
     for tp in set(every.tp.tolist()):
@@ -50,10 +50,10 @@ def enumerated(case: Case, on: Machinery, fix: Any = None) -> list[tuple[Priced,
     return found
 
 
-def searched(case: Case, on: Machinery, constraints: Constraints, *, has_time: bool = True) -> Searched:
+def searched(case: Case, on: Machinery, constraints: Constraints, *, has_time: bool = True) -> SearchState:
     goal = Goal(objective="time", parts={4: Part(cluster=case.spec, on=on, weight=1.0)})
 
-    def search(own: Goal, below: float) -> Searched:
+    def search(own: Goal, below: float) -> SearchState:
         part = own.parts[4].on
         return search_degrees(case.works, case.spec, constraints, part, most_exact=10_000, goal=own, below=below)
 
@@ -114,7 +114,7 @@ def layouts(**fields: float) -> Layouts:
     return Layouts(**{name: np.array([value]) for name, value in (ones | fields).items()})
 
 
-def one_of(case: Case, on: Machinery, **degrees: int) -> Priced:
+def one_of(case: Case, on: Machinery, **degrees: int) -> PricedPlan:
     return next(
         one
         for one, _ in enumerated(case, on)
@@ -174,14 +174,14 @@ def test_seven_billion_on_24_gb_with_offload_or_with_less_state() -> None:
     works_of, on = LLAMA.works_of("1xrtx4090"), machinery(cluster)
     goal = Goal(objective="time", parts={1: Part(cluster=cluster, on=on, weight=1.0)})
 
-    def search(own: Goal, below: float) -> Searched:
+    def search(own: Goal, below: float) -> SearchState:
         return search_degrees(works_of, cluster, constraints, own.parts[1].on, most_exact=100, goal=own, below=below)
 
     best = search_offloads(search, goal, constraints).best
     assert best is not None
     assert best.degrees.offload != "none"
     without = constraints.narrowed(fix={"offload": "none"})
-    asked = Asked(works_of=works_of, cluster=cluster, constraints=without, machinery=machinery)
+    asked = Query(works_of=works_of, cluster=cluster, constraints=without, machinery=machinery)
     told = closest(asked)
     assert told is not None
     assert "with --offload " in told.remedy

@@ -5,16 +5,16 @@ from functools import cache
 
 from search_cases import Case
 
-from autopar.search.driver.optuna_refine import Refined, Start, refine
+from autopar.search.driver.optuna_refine import Refinement, Start, refine
 from autopar.search.driver.optuna_seeds import BEST
-from autopar.search.driver.search import Searched, search_degrees
-from autopar.search.pricing.exact import Cut, Priced, priced
+from autopar.search.driver.search import SearchState, search_degrees
+from autopar.search.pricing.exact import Cut, PricedPlan, priced
 
 CASE = Case(model="llama", cluster="4xh100", global_batch=8, tokens=4096, memory_bytes=1e9)
 
 
 @cache
-def searched(trials: int, seed: int = 0) -> Searched:
+def searched(trials: int, seed: int = 0) -> SearchState:
     narrowed = CASE.constraints.narrowed({"pp": (2, 4)})
     return search_degrees(CASE.works, CASE.spec, narrowed, CASE.on, most_exact=400, trials=trials, seed=seed)
 
@@ -74,7 +74,7 @@ def test_what_does_not_fit_is_told_as_a_constraint() -> None:
     assert base is not None
     capacity = base.needed_bytes
 
-    def price(index: int, moved: tuple[int, int]) -> Priced:
+    def price(index: int, moved: tuple[int, int]) -> PricedPlan:
         slower = 1 + 0.01 * (abs(moved[0] - 1) + abs(moved[1]))
         needed = capacity + (1e6 if index else 0.0)
         seconds = base.seconds * slower * (0.5 if index else 1.0)
@@ -82,7 +82,7 @@ def test_what_does_not_fit_is_told_as_a_constraint() -> None:
 
     others = [Start(index=index, text=f"does not {index}") for index in range(1, 5)]  # more than can all be tried
     starts = [Start(index=0, text="fits", name=BEST), *others]
-    found: Refined = refine(starts, price, trials=40, capacity_bytes=capacity, seed=1)
+    found: Refinement = refine(starts, price, trials=40, capacity_bytes=capacity, seed=1)
     fitting = [one for one in found.trials if one.missing_bytes == 0]
     assert len(fitting) < len(found.trials)
     assert sum(one.missing_bytes == 0 for one in found.trials[20:]) > 10
@@ -98,7 +98,7 @@ def test_few_variations_are_all_tried_once_and_priced_together() -> None:
     told: list[tuple[int, tuple[int, int]]] = []
     asked: list[tuple[int, tuple[int, int]]] = []
 
-    def price(index: int, moved: tuple[int, int]) -> Priced:
+    def price(index: int, moved: tuple[int, int]) -> PricedPlan:
         asked.append((index, moved))
         return replace(base, seconds=base.seconds * (1.5 + index - 0.1 * moved[0] + 0.01 * moved[1]))
 

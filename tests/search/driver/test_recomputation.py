@@ -11,7 +11,7 @@ from autopar.cost_model.memory.formula import StepMemory
 from autopar.cost_model.pricing import Pricing, Question, layout_of
 from autopar.ir.degrees import Degrees
 from autopar.search.driver.search import search_degrees
-from autopar.search.pricing.exact import Priced, priced, recomputing
+from autopar.search.pricing.exact import PricedPlan, priced, recomputing
 
 LAYERS = 6
 CASES = tuple(
@@ -20,7 +20,7 @@ CASES = tuple(
 )
 
 
-def best_of(case: Case) -> Priced | None:
+def best_of(case: Case) -> PricedPlan | None:
     return search_degrees(case.works, case.spec, case.constraints, case.on, most_exact=10_000).best
 
 

@@ -20,7 +20,7 @@ import autopar
 from autopar.errors import InputError
 from autopar.search.driver import recorded
 from autopar.search.driver.recorded import COMBINATION, record
-from autopar.search.driver.search import Searched, search_degrees
+from autopar.search.driver.search import SearchState, search_degrees
 from autopar.search.driver.study import CUTS, NAME, StudyPlace, study_place
 from autopar.search.pricing.batch import Together
 from autopar.search.pricing.exact import AS_IT_IS
@@ -31,7 +31,7 @@ QUESTION = {"model": "llama", "global_batch": 16}
 
 
 @cache
-def searched(memory_bytes: float = CASE.memory_bytes) -> Searched:
+def searched(memory_bytes: float = CASE.memory_bytes) -> SearchState:
     case = Case(model="llama", cluster="8xh100", global_batch=16, tokens=4096, memory_bytes=memory_bytes)
     return search_degrees(case.works, case.spec, case.constraints, case.on, most_exact=400)
 
@@ -55,7 +55,7 @@ def combination_of(one: FrozenTrial) -> tuple[Any, ...]:
     return tuple(one.params[word] for word in COMBINATION)
 
 
-def values_by_combination(found: Searched) -> dict[tuple[int, ...], list[float]]:
+def values_by_combination(found: SearchState) -> dict[tuple[int, ...], list[float]]:
     """The exact values of the fitting candidates of every combination, and none if no candidate fits."""
     c = found.candidates
     together = Together(c, {split: CASE.works(*split) for split in c.splits()}, found.goal)

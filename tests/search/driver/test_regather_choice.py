@@ -25,8 +25,8 @@ from autopar.ir.device import Link
 from autopar.ir.plan import Plan
 from autopar.planning.fixed import capture_for, choose_labels
 from autopar.search.driver.regather_choice import most_saved, with_kept
-from autopar.search.driver.search import Searched, search_degrees
-from autopar.search.pricing.exact import Priced, priced
+from autopar.search.driver.search import SearchState, search_degrees
+from autopar.search.pricing.exact import PricedPlan, priced
 from autopar.search.pricing.objective import Goal, Part
 from autopar.search.result.format import plan_in_words
 from autopar.search.result.result import SearchResult
@@ -59,7 +59,7 @@ CASES = tuple(
 )
 
 
-def searched(case: Case, fix: Mapping[str, Any], objective: str = "time") -> Searched:
+def searched(case: Case, fix: Mapping[str, Any], objective: str = "time") -> SearchState:
     spec, on = cluster_of(case.cluster), machinery_with(cluster_of(case.cluster), case.memory_bytes)
     goal = Goal(objective=objective, parts={4: Part(cluster=spec, on=on, weight=1.0)})
     constraints = replace(case, cluster="4xh100").constraints
@@ -71,12 +71,12 @@ def works(case: Case, regather: bool) -> Any:
     return lambda tp, cp=1, ep=1: replace(labelled(case.model, tp, regather), sequence=case.tokens)
 
 
-def enumerated(case: Case, fix: Mapping[str, Any]) -> list[tuple[Priced, Priced]]:
+def enumerated(case: Case, fix: Mapping[str, Any]) -> list[tuple[PricedPlan, PricedPlan]]:
     """Every candidate under both settings, priced exactly."""
     on = machinery_with(cluster_of(case.cluster), case.memory_bytes)
     found = candidates(replace(case, cluster="4xh100").constraints.narrowed(fix))
 
-    def one(i: int, regather: bool) -> Priced:
+    def one(i: int, regather: bool) -> PricedPlan:
         return priced(works(case, regather)(int(found.tp[i])), found.degrees(i), on)
 
     return [(one(i, True), one(i, False)) for i in range(len(found))]
@@ -120,7 +120,7 @@ def test_without_room_they_are_gathered_again() -> None:
     assert tight.best.regather and tight.best.degrees.recompute == "none"
 
 
-def _bare(one: Priced) -> Degrees:
+def _bare(one: PricedPlan) -> Degrees:
     return replace(one.degrees, recompute="none", recompute_blocks=None)
 
 

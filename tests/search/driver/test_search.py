@@ -10,9 +10,9 @@ from suites import thinned
 
 from autopar.ir.rank_order import ORDERS
 from autopar.search.bounds import lower_bounds
-from autopar.search.bounds.lower_bounds import Screened, screen
-from autopar.search.driver.search import Searched, search_degrees, stand_in
-from autopar.search.pricing.exact import Priced, priced
+from autopar.search.bounds.lower_bounds import Screening, screen
+from autopar.search.driver.search import SearchState, search_degrees, stand_in
+from autopar.search.pricing.exact import PricedPlan, priced
 from autopar.search.space.candidates import Split, candidates
 
 CLUSTERS = (("4xh100", 4), ("2xv100-32gb", 4), ("3xh100", 6))
@@ -73,13 +73,13 @@ LARGER = tuple(
 )
 
 
-def enumerated(case: Case) -> list[Priced]:
+def enumerated(case: Case) -> list[PricedPlan]:
     """Every candidate, priced exactly."""
     found, on = candidates(case.constraints), case.on
     return [priced(case.works(*found.split(i)), found.degrees(i), on) for i in range(len(found))]
 
 
-def searched(case: Case, most: int = 10_000) -> Searched:
+def searched(case: Case, most: int = 10_000) -> SearchState:
     return search_degrees(case.works, case.spec, case.constraints, case.on, most_exact=most)
 
 
@@ -109,10 +109,10 @@ def test_no_plan_is_better_on_more_devices(case: Case) -> None:
     test_no_plan_is_better_than_the_one_found(case)
 
 
-def both_orders(case: Case) -> tuple[list[Priced], list[Priced]]:
+def both_orders(case: Case) -> tuple[list[PricedPlan], list[PricedPlan]]:
     """Every candidate in the default order, and each in the other one, listed or not, or as it is where that is it."""
     found, on = candidates(case.constraints.narrowed({"order": ORDERS[0]})), case.on
-    sides: tuple[list[Priced], list[Priced]] = ([], [])
+    sides: tuple[list[PricedPlan], list[PricedPlan]] = ([], [])
     for i in range(len(found)):
         degrees = found.degrees(i)
         other = replace(degrees, order=ORDERS[1]) if degrees.pp > 1 and degrees.dp > 1 else degrees
@@ -133,7 +133,7 @@ def test_no_order_of_ranks_is_better_than_the_one_found(case: Case) -> None:
     check_not_listed(case, *sides)
 
 
-def check_not_listed(case: Case, default: list[Priced], other: list[Priced]) -> None:
+def check_not_listed(case: Case, default: list[PricedPlan], other: list[PricedPlan]) -> None:
     """What is not listed is no faster, and needs as much memory."""
     listed = candidates(case.constraints)
     known = {listed.degrees(i) for i in range(len(listed))}
@@ -189,7 +189,7 @@ def test_screening_in_parts_gives_the_same_bounds(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(lower_bounds, "_PART", 7)
     parts = screen(case.works(2), mine, case.on)
     assert len(mine) > 7
-    for name in Screened.__slots__:
+    for name in Screening.__slots__:
         assert np.allclose(getattr(parts, name), getattr(whole, name), rtol=1e-12), name
 
 

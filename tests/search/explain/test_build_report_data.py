@@ -14,9 +14,9 @@ from search_cases import Case, works_of
 from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.errors import PlanError
 from autopar.ir.degrees import Degrees
-from autopar.search.driver.search import Searched, search_degrees
+from autopar.search.driver.search import SearchState, search_degrees
 from autopar.search.explain.build_report_data import details_of, points_of, timeline_of
-from autopar.search.pricing.exact import Priced, priced, pricing_of
+from autopar.search.pricing.exact import PricedPlan, priced, pricing_of
 from autopar.search.result.report_data import Details, Term
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -32,7 +32,7 @@ SHARED = {"shared cores": (replace(STAGED, ranks_per_core=2.0), {"pp": 4})}  # p
 
 
 @cache
-def searched(name: str) -> tuple[Searched, Details]:
+def searched(name: str) -> tuple[SearchState, Details]:
     case, fix = (CASES | SHARED)[name]
     found = search_degrees(case.works, case.spec, case.constraints.narrowed(fix), case.on, most_exact=200)
     best = found.best
@@ -40,7 +40,7 @@ def searched(name: str) -> tuple[Searched, Details]:
     return found, details_of(best, case.works(best.degrees.tp), case.spec, case.on)
 
 
-def best_of(name: str) -> Priced:
+def best_of(name: str) -> PricedPlan:
     best = searched(name)[0].best
     assert best is not None
     return best

@@ -10,7 +10,7 @@ from search_cases import Case
 
 from autopar.memo import Memo
 from autopar.search.pricing.batch import Together
-from autopar.search.pricing.exact import AS_IT_IS, BY_STAGE, Cut, Priced, priced
+from autopar.search.pricing.exact import AS_IT_IS, BY_STAGE, Cut, PricedPlan, priced
 from autopar.search.pricing.objective import Goal, Part
 from autopar.search.space.candidates import Split, candidates
 
@@ -24,7 +24,7 @@ def plain(values: Mapping[str, NDArray[np.float64]]) -> dict[str, float]:
     return {name: float(np.max(value)) for name, value in values.items()}
 
 
-def numbers(one: Priced) -> tuple[object, ...]:
+def numbers(one: PricedPlan) -> tuple[object, ...]:
     parts = (plain(each) for each in (one.step.parts, one.step.hidden, one.memory.parts))
     return (one.degrees, one.cuts, one.seconds, one.needed_bytes, one.fits, one.pipelines, *parts)
 

@@ -11,8 +11,8 @@ from suites import thinned
 from autopar.errors import InputError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
-from autopar.search.driver.search import Searched, search_degrees
-from autopar.search.pricing.exact import Priced, priced
+from autopar.search.driver.search import SearchState, search_degrees
+from autopar.search.pricing.exact import PricedPlan, priced
 from autopar.search.pricing.objective import Goal, goal_of
 from autopar.search.space.candidates import candidates
 from autopar.search.space.constraints import Constraints
@@ -66,13 +66,13 @@ def plain(degrees: Degrees) -> Degrees:
     return replace(degrees, recompute="none", recompute_blocks=None)
 
 
-def searched(case: Case, goal: Goal, constraints: Constraints) -> Searched:
+def searched(case: Case, goal: Goal, constraints: Constraints) -> SearchState:
     whole = goal.parts[max(goal.parts)]
     return search_degrees(case.works, whole.cluster, constraints, whole.on, most_exact=10_000, goal=goal)
 
 
 @cache
-def enumerated(model: str, memory: float, local: int | None, least_memory: bool) -> tuple[Priced, ...]:
+def enumerated(model: str, memory: float, local: int | None, least_memory: bool) -> tuple[PricedPlan, ...]:
     """Every candidate, priced exactly."""
     case, goal, constraints = asked("energy", model, memory, local)
     every = candidates(constraints)

@@ -17,9 +17,9 @@ from autopar.cost_model.pricing import layout_of
 from autopar.ir.arrays import Floats
 from autopar.ir.degrees import Degrees
 from autopar.search.bounds.lower_bounds import Machinery
-from autopar.search.driver.search import Searched, search_degrees
+from autopar.search.driver.search import SearchState, search_degrees
 from autopar.search.pricing import per_stage_recompute
-from autopar.search.pricing.exact import AS_IT_IS, BY_STAGE, Cut, Priced, priced, pricing_of
+from autopar.search.pricing.exact import AS_IT_IS, BY_STAGE, Cut, PricedPlan, priced, pricing_of
 from autopar.search.pricing.per_stage_recompute import Recomputed, fewest_blocks, live_micro_batches
 from autopar.search.pricing.stage_partition import partition_with
 
@@ -48,7 +48,7 @@ def machinery(degrees: Degrees, part: float, case: Case = CASE) -> Machinery:
     return machinery_with(case.spec, float(least + part * (most - least)) - reserve)
 
 
-def _layouts(one: Priced, on: Machinery, case: Case) -> Any:
+def _layouts(one: PricedPlan, on: Machinery, case: Case) -> Any:
     return layout_of(case.works(1), pricing_of(case.works(1), one, case.spec, on).question)
 
 
@@ -110,7 +110,7 @@ def test_one_block_less_of_any_rank_does_not_fit(wish: dict[str, Any], part: flo
         assert _needed(less, on)[rank] > on.capacity_bytes
 
 
-def _needed(one: Priced, on: Machinery) -> NDArray[np.float64]:
+def _needed(one: PricedPlan, on: Machinery) -> NDArray[np.float64]:
     """Bytes of every rank, counted for the plan alone."""
     pricing = pricing_of(CASE.works(1), one, CASE.spec, on)
     return pricing.memory_of_ranks(layout_of(CASE.works(1), pricing.question)).needed_bytes
@@ -216,7 +216,7 @@ def test_stages_that_recompute_have_whole_backward_passes(again: tuple[int, ...]
 # ---- the search ----
 
 
-def search(on: Machinery, case: Case = CASE, **fix: Any) -> Searched:
+def search(on: Machinery, case: Case = CASE, **fix: Any) -> SearchState:
     return search_degrees(case.works, case.spec, case.constraints.narrowed(fix), on, most_exact=400, trials=80)
 
 
