@@ -6,7 +6,7 @@
     beside        gradients that add to the peak: in a step with one backward pass, this pass makes them while it frees
                   saved tensors, and few gradients exist where most tensors do
     optimizer     the state of the plan's optimizer (`autopar.ir.optimizers`)
-    gathered      the most parameters that ZeRO holds whole at once, by the order of gathers (zero_traffic); with a
+    gathered      the most parameters that ZeRO holds whole at once, by the order of its gathers; with a
                   precision the copies of all other parameters in the dtype of computing
     whole         gradients that wait whole for their sum: of every group where ZeRO 1 accumulates or the schedule
                   splits the backward pass, else of the largest group
@@ -24,11 +24,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from autopar.cost_model.dry_run.ledger import Ledger
 from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.cost_model.dry_run.shards import is_sharded, local_gradient_elements, padded_elements
 from autopar.cost_model.dry_run.stage_run import StageRun
-from autopar.cost_model.dry_run.zero import groups_of, zero_step
+from autopar.cost_model.dry_run.zero import groups_of, most_gathered_bytes
 from autopar.ir.offload import OPTIMIZER, PARAMETERS
 from autopar.ir.optimizers import OwnPart, optimizer_named
 from autopar.ir.program import hidden_parameters
@@ -66,7 +65,7 @@ def memory_of(setting: RankView, runs: Mapping[int, StageRun]) -> RankMemory:
     gathered, whole, largest = _copied_bytes(setting), 0, 0
     for stage in setting.own_stages:
         groups = groups_of(setting, stage, runs[stage.index])
-        gathered += zero_step(setting, stage, groups, Ledger()).most_bytes
+        gathered += most_gathered_bytes(setting, stage, groups)
         waits = [group.gradient_bytes for group in groups] or [0]
         splits = degrees.splits_backward
         accumulates = degrees.fsdp_stage == 1 and degrees.num_micro_batches > 1

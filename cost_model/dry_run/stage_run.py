@@ -1,11 +1,11 @@
-"""One micro-batch of one pipeline stage on one rank, run on tensors without data: its messages and its saved tensors.
+"""One micro-batch of one pipeline stage on one rank, run on tensors without data: its saved tensors and gradients.
 
 The blocks are those that the runtime generates (`autopar.lowering.local_graph`) at the plan's local shapes, the calls,
 segments and recomputed values those of `autopar.runtime.model.stage`; torch's own autograd and its checkpoint run them
 under fake tensors. So early stops of a recomputation, views, and which gradients flow are what they are in a step.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from autopar._torch import private
 from autopar.capture.nodes import value_infos
-from autopar.cost_model.dry_run.ledger import CollectiveTotal, Key, Ledger, NoNumbers, PricedDim
 from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.cost_model.dry_run.saved_bytes import SavedBytes
 from autopar.cost_model.dry_run.shards import local_gradient_elements
+from autopar.cost_model.dry_run.stand_ins import NoNumbers, SilentDim
 from autopar.ir.precision import is_low
 from autopar.ir.program import CallSite
 from autopar.ir.stages import Stage, kept_results, needed_results, num_averaged, values_that_stay
@@ -45,9 +45,6 @@ class StageRun:
     `fetched_bytes` come back in the backward pass.
     """
 
-    forward: Mapping[Key, CollectiveTotal]
-    backward: Mapping[Key, CollectiveTotal]
-    backward_in_parts: Mapping[Key, CollectiveTotal]
     saved_bytes: int
     kept_bytes: int
     peak_bytes: int
@@ -58,42 +55,21 @@ class StageRun:
     fetched_bytes: int = 0
 
 
-def run_stage(setting: RankView, stage: Stage, device: str = "cpu") -> StageRun:
+def run_stage(setting: RankView, stage: Stage) -> StageRun:
     """Forward and backward of one micro-batch of a stage, backward in parts too where the schedule has it so.
 
     Sends nothing and holds no data.
     """
     with private.fake_tensors():
-        run = _Run(setting, device)
-        whole = run.micro_batch(stage)
-        if not setting.splits_backward(stage):
-            return whole
-        parts = run.micro_batch(stage, in_parts=True)
-    return replace(
-        whole,
-        backward_in_parts=parts.backward,
-        kept_bytes=parts.kept_bytes,
-        peak_bytes=max(whole.peak_bytes, parts.peak_bytes),
-        fetched_bytes=parts.fetched_bytes,
-    )
-
-
-def run_stages(setting: RankView, device: str = "cpu") -> dict[int, StageRun]:
-    """One micro-batch of each stage of the rank, by the stage's number."""
-    return {stage.index: run_stage(setting, stage, device) for stage in setting.own_stages}
-
-
-def run_denominator(setting: RankView, device: str = "cpu") -> Mapping[Key, CollectiveTotal]:
-    """The collectives of the loss's denominators of one micro-batch."""
-    with private.fake_tensors():
-        return _Run(setting, device).denominator()
+        return Run(setting).stage(stage)
 
 
 class _CountedCopies:
     """Copies to the host and back that move nothing."""
 
-    def __init__(self, device: str) -> None:
-        self.device = torch.device(device)
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
         self.bytes_to_host = self.bytes_to_device = 0
 
     def to_host(self, value: torch.Tensor) -> tuple[int, torch.dtype]:
@@ -103,16 +79,15 @@ class _CountedCopies:
     def to_device(self, host: tuple[int, torch.dtype]) -> torch.Tensor:
         size, dtype = host
         self.bytes_to_device += size * dtype.itemsize
-        return torch.empty(size, dtype=dtype, device=self.device)
+        return torch.empty(size, dtype=dtype)
 
 
-class _Run:
-    """The blocks of one rank, and the ledger of their collectives."""
+class Run:
+    """The blocks of one rank."""
 
-    def __init__(self, setting: RankView, device: str) -> None:
-        self.setting, self.device = setting, device
+    def __init__(self, setting: RankView) -> None:
+        self.setting = setting
         self.program, self.plan = setting.program, setting.plan
-        self.ledger = Ledger()
         self.kept = needed_results(self.program)
         self.modules: dict[tuple[int, tuple[str, ...]], fx.GraphModule] = {}
         self.selective_blocks: dict[int, SelectiveBlock] = {}
@@ -120,7 +95,7 @@ class _Run:
         self.stays = values_that_stay(self.program, setting.offloaded)
 
     def empty(self, shape: Sequence[int], dtype: Any, *, flows: bool = False) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device, requires_grad=flows)
+        return torch.empty(shape, dtype=dtype, requires_grad=flows)
 
     def module(self, index: int, keep: Sequence[str]) -> fx.GraphModule:
         key = (index, tuple(keep))
@@ -133,7 +108,7 @@ class _Run:
                 index,
                 labels,
                 mesh,
-                device=self.device,
+                device="cpu",
                 keep=keep,
                 regather=self.plan.regather,
                 fuse=True,
@@ -147,9 +122,12 @@ class _Run:
                 at = 0
                 for i in indices:
                     at = at * mesh.degrees[i] + setting.coordinates[mesh.names[i]]
-                setattr(root, name, PricedDim(name, mesh.degree_of(name), at, self.ledger))
+                setattr(root, name, self.mesh_dim(name, mesh.degree_of(name), at))
             self.modules[key] = fx.GraphModule(root, made.graph, f"Block{index}")
         return self.modules[key]
+
+    def mesh_dim(self, name: str, degree: int, coordinate: int) -> SilentDim:
+        return SilentDim(name, degree, coordinate)
 
     def selective(self, index: int, module: fx.GraphModule) -> SelectiveBlock:
         if index not in self.selective_blocks:
@@ -190,21 +168,24 @@ class _Run:
             taken[name] = value.reshape(storage.local_shape) if value.shape != storage.local_shape else value
         return taken, leaves
 
-    def denominator(self) -> dict[Key, CollectiveTotal]:
-        given = self.given()
-        with torch.no_grad():
-            for call in (call for call in self.program.calls if call.phase == "denominator"):
-                self.module(call.block, self.kept[call.block])(
-                    *(given[a] if isinstance(a, str) else a for a in call.arguments)
-                )
-        return self.ledger.take()
+    def stage(self, stage: Stage) -> StageRun:
+        whole = self.micro_batch(stage)
+        if not self.setting.splits_backward(stage):
+            return whole
+        parts = self.micro_batch(stage, in_parts=True)
+        return replace(
+            whole,
+            kept_bytes=parts.kept_bytes,
+            peak_bytes=max(whole.peak_bytes, parts.peak_bytes),
+            fetched_bytes=parts.fetched_bytes,
+        )
 
     def micro_batch(self, stage: Stage, *, in_parts: bool = False) -> StageRun:
         taken, leaves = self.parameters(stage)
         own: set[str] = set()
         given = self.given()
         outside = [*leaves.values(), *given.values()]
-        self.copies = _CountedCopies(self.device)
+        self.copies = _CountedCopies()
         with private.LiveStorages(outside) as live, SavedBytes(outside) as saved:
             for name, leaf in leaves.items():
                 if leaf.requires_grad:
@@ -212,7 +193,7 @@ class _Run:
             self.saved = saved
             received = {name: self.received(name) for name in stage.receives}
             found = self.forward(stage, {**taken, **given, **received})
-            forward, saved_bytes = self.ledger.take(), saved.bytes()
+            saved_bytes = saved.bytes()
             is_last = stage.index == len(self.setting.stages) - 1
             leaving = [found[self.program.loss]] if is_last else [found[name] for name in stage.sends]
             flows = frozenset(i for i, value in self.made.items() if value)
@@ -224,9 +205,6 @@ class _Run:
                 self.backward(leaving)
         own |= {name for name, leaf in leaves.items() if leaf.grad is not None}
         return StageRun(
-            forward=forward,
-            backward=self.ledger.take(),
-            backward_in_parts={},
             saved_bytes=saved_bytes,
             kept_bytes=kept_bytes,
             peak_bytes=live.peak_bytes,

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from step_traffic import run_stages
 from suites import thinned
 from torch import nn
 
@@ -12,7 +13,6 @@ from autopar.capture.analysis import analyse
 from autopar.capture.request import Request
 from autopar.cost_model.dry_run.memory import memory_of
 from autopar.cost_model.dry_run.rank_view import RankView
-from autopar.cost_model.dry_run.stage_run import run_stages
 from autopar.cost_model.estimate import Estimate
 from autopar.cost_model.exact_memory import WAITING
 from autopar.cost_model.parts import MEMORY

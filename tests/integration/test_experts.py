@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 from expert_ranks import norms_of_one_device
 from priced_models import MIXTRAL, RANKS, Case, case, planned_case
-from step_traffic import sends_of
+from step_traffic import StageTraffic, sends_of
 from suites import thinned
 from test_priced_is_run import TOLERANCE, as_operators, runs_of
 
 from autopar.capture.analysis import analyse
 from autopar.cost_model.dry_run.memory import memory_of
 from autopar.cost_model.dry_run.rank_view import RankView
-from autopar.cost_model.dry_run.stage_run import StageRun
 from autopar.runtime.distributed.launch import Ranks
 
 PRICED = (
@@ -41,7 +40,7 @@ def test_priced_is_run(one: Case, worlds: Callable[[int], Ranks]) -> None:
     """
     program, plan = planned_case(one)
     analysis = analyse(program, plan.mesh)
-    known: dict[object, StageRun] = {}
+    known: dict[object, StageTraffic] = {}
     rows, saved = [0, 0], [0, 0]
     for rank, (counts, memory) in enumerate(worlds(RANKS).run("priced_ranks:measured_step", one, plan)):
         setting = RankView(program, analysis, plan, rank)

@@ -5,14 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from host_moves import HostMoves, host_moves
 from priced_models import GPT2, LLAMA, RANKS, Case, case, planned_case
+from step_traffic import HostMoves, host_moves, run_stages
 from suites import thinned
 
 from autopar.capture.analysis import analyse
 from autopar.cost_model.dry_run.memory import memory_of
 from autopar.cost_model.dry_run.rank_view import RankView
-from autopar.cost_model.dry_run.stage_run import run_stages
 from autopar.ir.offload import OFFLOADS
 from autopar.runtime.distributed.launch import Ranks
 

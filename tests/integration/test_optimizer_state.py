@@ -12,12 +12,12 @@ import pytest
 import torch
 from priced_models import GPT2, LLAMA, RANKS, case, planned_case
 from state_ranks import num_bytes
+from step_traffic import run_stages
 from suites import thinned
 
 from autopar.capture.analysis import analyse
 from autopar.cost_model.dry_run.memory import optimizer_bytes
 from autopar.cost_model.dry_run.rank_view import RankView
-from autopar.cost_model.dry_run.stage_run import run_stages
 from autopar.errors import InputError, RuntimeInputError
 from autopar.ir.optimizers import OPTIMIZERS, OwnPart
 from autopar.runtime.distributed.launch import Ranks

@@ -14,15 +14,13 @@ from math import prod
 import pytest
 from counted_prices import MESSAGE, Key, priced_collectives
 from priced_models import CASES, Case, planned_case
-from step_traffic import parts_of_step
+from step_traffic import CollectiveTotal, Ledger, StageTraffic, collective, parts_of_step, run_stages, zero_step
+from step_traffic import Key as LedgerKey
 
 from autopar.capture.analysis import analyse
-from autopar.cost_model.dry_run.ledger import CollectiveTotal, Ledger, collective
-from autopar.cost_model.dry_run.ledger import Key as LedgerKey
 from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.cost_model.dry_run.shards import padded_elements
-from autopar.cost_model.dry_run.stage_run import StageRun, run_stages
-from autopar.cost_model.dry_run.zero import ROOT, ParameterGroup, groups_of, stage_passes, zero_step
+from autopar.cost_model.dry_run.zero import ROOT, ParameterGroup, groups_of, stage_passes
 from autopar.ir.stages import Stage
 
 DATA_DIMS = ("dp", "dp_cp", "dp_shard", "dp_replicate")
@@ -36,7 +34,7 @@ class Rank:
     setting: RankView
 
     @cached_property
-    def runs(self) -> dict[int, StageRun]:
+    def runs(self) -> dict[int, StageTraffic]:
         return run_stages(self.setting)
 
     @cached_property

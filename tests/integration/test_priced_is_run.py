@@ -9,14 +9,12 @@ from pathlib import Path
 
 import pytest
 from priced_models import CASES, RANKS, SHORT, Case, planned_case
-from step_traffic import sends_of
+from step_traffic import Ledger, Sends, StageTraffic, run_stage, sends_of
 from suites import thinned
 
 from autopar.capture.analysis import analyse
-from autopar.cost_model.dry_run.ledger import Ledger, Sends
 from autopar.cost_model.dry_run.memory import memory_of
 from autopar.cost_model.dry_run.rank_view import RankView
-from autopar.cost_model.dry_run.stage_run import StageRun, run_stage
 from autopar.runtime.distributed.launch import Ranks
 
 TOLERANCE = 0.01
@@ -26,7 +24,7 @@ TOLERANCE = 0.01
 def test_priced_is_run(one: Case, worlds: Callable[[int], Ranks]) -> None:
     program, plan = planned_case(one)
     analysis = analyse(program, plan.mesh)
-    known: dict[object, StageRun] = {}
+    known: dict[object, StageTraffic] = {}
     for rank, (counts, memory) in enumerate(worlds(RANKS).run("priced_ranks:measured_step", one, plan)):
         setting = RankView(program, analysis, plan, rank)
         runs = runs_of(setting, known)
@@ -54,7 +52,7 @@ def test_every_plan_is_in_the_document() -> None:
     assert [one.name for one in CASES if f"| {one.name} |" not in text] == []
 
 
-def runs_of(setting: RankView, known: dict[object, StageRun]) -> dict[int, StageRun]:
+def runs_of(setting: RankView, known: dict[object, StageTraffic]) -> dict[int, StageTraffic]:
     """One micro-batch of each of a rank's stages; ranks with equal parts of all parameters do the same."""
     found = {}
     for stage in setting.own_stages:

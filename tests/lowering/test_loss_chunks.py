@@ -10,6 +10,7 @@ import pytest
 import tiny_models
 import torch
 from one_layer import OneLayer
+from step_traffic import Ledger, PricedDim
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -17,7 +18,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from autopar._torch import private
 from autopar._torch.operators import aten
 from autopar.capture.program import capture_program
-from autopar.cost_model.dry_run.ledger import Ledger, PricedDim
 from autopar.cost_model.machine.cluster import cluster_machine
 from autopar.cost_model.machine.engine import engine_named
 from autopar.cost_model.machine.fitted_constants import mechanisms

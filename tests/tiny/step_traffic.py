@@ -12,73 +12,222 @@
 
 Denominators and blocks send once for each micro-batch. Blocks send in the forward, the recomputed and the backward
 pass. Messages go each way for each micro-batch. ZeRO's number depends on the ZeRO stage and the schedule
-(`autopar.cost_model.dry_run.zero`). Every other part sends once in a step, the gradients in buckets.
+. Every other part sends once in a step, the gradients in buckets.
 
 Clipping, the optimizer and evaluation are no part of a step. The bytes of a collective are the bytes of this rank's
-operand (`autopar.cost_model.dry_run.ledger.CollectiveTotal`). The bytes of a message are the bytes of its tensor.
+operand (`CollectiveTotal`). The bytes of a message are the bytes of its tensor.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
-from autopar.capture.analysis import Analysis
+import torch
+
+from autopar._torch import private
 from autopar.capture.nodes import value_infos
-from autopar.cost_model.dry_run.ledger import CollectiveTotal, Key, Ledger, Sends, collective
-from autopar.cost_model.dry_run.memory import tied_ranks, trained
+from autopar.cost_model.dry_run.memory import gradient_elements_bytes, tied_ranks, trainable_bytes, trained
 from autopar.cost_model.dry_run.rank_view import RankView
-from autopar.cost_model.dry_run.shards import is_sharded, local_gradient_elements
-from autopar.cost_model.dry_run.stage_run import StageRun, run_denominator, run_stages
-from autopar.cost_model.dry_run.zero import (
-    EXPERTS_NAME,
-    data_name,
-    groups_of,
-    stage_passes,
-    zero_step,
-)
-from autopar.ir.plan import Plan
+from autopar.cost_model.dry_run.shards import is_sharded, local_gradient_elements, shard_elements
+from autopar.cost_model.dry_run.stage_run import Run, StageRun
+from autopar.cost_model.dry_run.stand_ins import SilentDim
+from autopar.cost_model.dry_run.zero import Hooks, ParameterGroup, groups_of, stage_passes
+from autopar.cost_model.machine.collectives import sent_bytes
+from autopar.ir.degrees import Degrees
+from autopar.ir.offload import OPTIMIZER, PARAMETERS
 from autopar.ir.precision import is_low, summed_dtype
-from autopar.ir.program import Program
 from autopar.ir.sharding import owned_by
 from autopar.ir.stages import Stage, needs_denominator
 from autopar.ir.storage import buckets
+from autopar.lowering.conversions import Collective
 
+EXPERTS_NAME = "dp_of_experts"  # of the group of all ranks that hold the same experts
 ALL_RANKS, PIPELINE = "all ranks", "pp"
 StepPart = Literal["comparison", "denominator", "blocks", "zero", "messages", "loss", "tied", "replicated"]
 _AGREEMENT_BYTES, _AGREEMENT_BYTES_PER_INPUT = 56, 16
 _WIDE_LOSS_BYTES = 4  # losses of 16 bits are summed in float32
 
 
-def step_traffic(
-    program: Program, analysis: Analysis, plan: Plan, rank: int = 0, *, device: str = "cpu"
-) -> Mapping[Key, CollectiveTotal]:
-    """The traffic of a rank in one step, by (mesh dimension, kind).
+@dataclass(frozen=True, slots=True)
+class CollectiveTotal:
+    """Calls of one kind over one mesh dimension, bytes of their operands, and bytes that a rank sends under rings."""
 
-    `analysis` is the analysis of the program on the plan's mesh. `device` is the device type of the real step. It
-    decides which tensors attention saves. A mesh dimension is one of the plan, a joined one (``tp0_tp1``), ``pp`` or
-    ``all ranks``. If ``dp_shard`` and ``dp_replicate`` are both above 1, they are two dimensions.
+    calls: int = 0
+    bytes: int = 0
+    sent_bytes: float = 0.0
+
+    def __add__(self, other: "CollectiveTotal") -> "CollectiveTotal":
+        return CollectiveTotal(self.calls + other.calls, self.bytes + other.bytes, self.sent_bytes + other.sent_bytes)
+
+    def __mul__(self, times: int) -> "CollectiveTotal":
+        return CollectiveTotal(self.calls * times, self.bytes * times, self.sent_bytes * times)
+
+
+def collective(kind: Collective, ranks: int, operand_bytes: int) -> CollectiveTotal:
+    """One collective of a rank that puts in so many bytes."""
+    whole = operand_bytes * ranks if kind in ("all_gather", "all_to_all", "exchange", "shift") else operand_bytes
+    return CollectiveTotal(1, operand_bytes, sent_bytes(kind, whole, ranks))
+
+
+Key = tuple[str, str]  # mesh dimension, kind
+Sends = Mapping[Key, CollectiveTotal]
+
+
+class Ledger(dict[Key, CollectiveTotal]):
+    """The recorded collectives, summed by (mesh dimension, kind)."""
+
+    def add(self, mesh_dim: str, kind: str, traffic: CollectiveTotal, times: int = 1) -> None:
+        if times and traffic.calls:
+            self[mesh_dim, kind] = self.get((mesh_dim, kind), CollectiveTotal()) + traffic * times
+
+    def add_all(self, sends: Sends, times: int = 1) -> None:
+        for key, traffic in sends.items():
+            self.add(*key, traffic, times)
+
+    def take(self) -> dict[Key, CollectiveTotal]:
+        """The entries since the last call."""
+        return {key: self.pop(key) for key in list(self)}
+
+
+_KINDS: dict[str, Collective] = {"all_reduce": "all_reduce", "all_gather": "all_gather", "exchange": "exchange"}
+_KINDS |= {"reduce_scatter": "reduce_scatter", "shift": "shift", "all_to_all": "all_to_all"}
+_KINDS["all_to_all_rows"] = "all_to_all"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PricedDim(SilentDim):
+    """A mesh dimension of generated code that writes its collectives down."""
+
+    ledger: Ledger
+
+    def __getattribute__(self, name: str) -> Any:
+        kind, made = _KINDS.get(name.removeprefix("start_")), super().__getattribute__(name)
+        if kind is None:
+            return made
+
+        def noted(x: torch.Tensor, *others: Any) -> Any:
+            self.ledger.add(self.name, kind, collective(kind, self.degree, x.numel() * x.element_size()))
+            return made(x, *others)
+
+        return noted
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StageTraffic(StageRun):
+    forward: Sends
+    backward: Sends
+    backward_in_parts: Sends
+
+
+class _CountedRun(Run):
+    def __init__(self, setting: RankView) -> None:
+        super().__init__(setting)
+        self.ledger, self.sends = Ledger(), list[Sends]()
+
+    def mesh_dim(self, name: str, degree: int, coordinate: int) -> SilentDim:
+        return PricedDim(name, degree, coordinate, self.ledger)
+
+    def forward(self, stage: Stage, scope: dict[str, Any]) -> dict[str, Any]:
+        found = super().forward(stage, scope)
+        self.sends.append(self.ledger.take())
+        return found
+
+    def micro_batch(self, stage: Stage, *, in_parts: bool = False) -> StageRun:
+        run = super().micro_batch(stage, in_parts=in_parts)
+        self.sends.append(self.ledger.take())
+        return run
+
+
+def run_stage(setting: RankView, stage: Stage) -> StageTraffic:
+    """As the product's, with what the stage sends: once more in parts where the schedule has it so."""
+    with private.fake_tensors():
+        run = _CountedRun(setting)
+        memory = vars(run.stage(stage))
+    forward, backward, *_, in_parts = (*run.sends, {}) if len(run.sends) == 2 else run.sends
+    return StageTraffic(**memory, forward=forward, backward=backward, backward_in_parts=in_parts)
+
+
+def run_stages(setting: RankView) -> dict[int, StageTraffic]:
+    """One micro-batch of each stage of the rank, by the stage's number."""
+    return {stage.index: run_stage(setting, stage) for stage in setting.own_stages}
+
+
+def data_name(degrees: Degrees) -> str:
+    """The name of the group of all ranks that hold the same parameters."""
+    return "dp_cp" if degrees.cp > 1 else "dp" if degrees.ep == 1 else "dp_ep"
+
+
+@dataclass
+class ZeroTraffic(Hooks):
+    """What ZeRO sends for a stage: `sums` counts the sums of each group."""
+
+    ledger: Ledger = field(default_factory=Ledger)
+    sums: Counter[int] = field(default_factory=Counter)
+    to_device_bytes: int = 0
+
+    def _send(self, kind: Collective, operand_bytes: int, at: int) -> None:
+        name = data_name(self.degrees) if self.degrees.dp_replicate == 1 else "dp_shard"
+        if self.groups[at].of_experts:
+            name = EXPERTS_NAME if self.degrees.dp_replicate == 1 else "dp_experts"
+        if self.groups[at].ranks > 1:
+            self.ledger.add(name, kind, collective(kind, self.groups[at].ranks, operand_bytes))
+
+    def gather(self, at: int, *, ahead: bool = False) -> None:
+        group, is_new = self.groups[at], at not in self.gathered and at not in self.ahead
+        if is_new:
+            self._send("all_gather", group.shard_bytes, at)
+        # one rank gathers nothing, and copies when the values are used
+        copies = is_new if group.ranks > 1 else not ahead and (is_new or at in self.ahead)
+        self.to_device_bytes += group.stored_bytes * copies
+        super().gather(at, ahead=ahead)
+
+    def reduce(self, at: int) -> None:
+        operand, copies = self.groups[at].gradient_bytes, self.degrees.dp_replicate
+        if operand:
+            self._send("reduce_scatter", operand, at)
+            self.sums[at] += 1
+            if copies > 1:
+                part = operand // self.groups[at].ranks
+                self.ledger.add("dp_replicate", "all_reduce", collective("all_reduce", copies, part))
+
+    def after_backward(self, at: int, *, is_last: bool) -> None:
+        super().after_backward(at, is_last=is_last)
+        if self.degrees.fsdp_stage >= 2 or is_last:
+            self.reduce(at)
+
+
+def zero_step(setting: RankView, stage: Stage, groups: Sequence[ParameterGroup], ledger: Ledger) -> ZeroTraffic:
+    """Write down what ZeRO sends for a stage in one step."""
+    degrees = setting.plan.degrees
+    hooks = ZeroTraffic(groups, degrees, ledger=ledger)
+    if groups:
+        hooks.step(stage.index)
+    for at in range(len(groups)) if degrees.splits_backward else ():  # gradients stay whole until the step's end
+        hooks.reduce(at)
+    return hooks
+
+
+def sends_of(setting: RankView, runs: Mapping[int, StageTraffic]) -> Sends:
+    """The traffic of a rank in one step, by (mesh dimension, kind), from one micro-batch of each of its stages.
+
+    A mesh dimension is one of the plan, a joined one (``tp0_tp1``), ``pp`` or ``all ranks``. If ``dp_shard`` and
+    ``dp_replicate`` are both above 1, they are two dimensions.
     """
-    setting = RankView(program, analysis, plan, rank)
-    return sends_of(setting, run_stages(setting, device), device)
-
-
-def sends_of(setting: RankView, runs: Mapping[int, StageRun], device: str = "cpu") -> Mapping[Key, CollectiveTotal]:
-    """The traffic of a rank in one step, from one micro-batch of each of its stages."""
     ledger = Ledger()
-    for part in parts_of_step(setting, runs, device).values():
+    for part in parts_of_step(setting, runs).values():
         ledger.add_all(part)
     return ledger.take()
 
 
-def parts_of_step(
-    setting: RankView, runs: Mapping[int, StageRun], device: str = "cpu"
-) -> Mapping[StepPart, Mapping[Key, CollectiveTotal]]:
+def parts_of_step(setting: RankView, runs: Mapping[int, StageTraffic]) -> dict[StepPart, Sends]:
     """As `sends_of`, by the part of the step."""
     ledger = Ledger()
-    found: dict[StepPart, Mapping[Key, CollectiveTotal]] = {}
+    found: dict[StepPart, Sends] = {}
     writers: Mapping[StepPart, Callable[[], None]] = {
         "comparison": lambda: _comparison(setting, ledger),
-        "denominator": lambda: _denominator(setting, device, ledger),
+        "denominator": lambda: _denominator(setting, ledger),
         "blocks": lambda: _blocks(setting, runs, ledger),
         "zero": lambda: _zero(setting, runs, ledger),
         "messages": lambda: _all_messages(setting, ledger),
@@ -99,12 +248,18 @@ def _comparison(setting: RankView, ledger: Ledger) -> None:
         ledger.add(ALL_RANKS, "all_gather", collective("all_gather", ranks, size))
 
 
-def _denominator(setting: RankView, device: str, ledger: Ledger) -> None:
+def _denominator(setting: RankView, ledger: Ledger) -> None:
     if needs_denominator(setting.program, setting.own_stages):
-        ledger.add_all(_on_wire(setting, run_denominator(setting, device)), setting.plan.degrees.num_micro_batches)
+        run = _CountedRun(setting)
+        with private.fake_tensors(), torch.no_grad():
+            given = run.given()
+            for call in (call for call in setting.program.calls if call.phase == "denominator"):
+                arguments = (given[a] if isinstance(a, str) else a for a in call.arguments)
+                run.module(call.block, run.kept[call.block])(*arguments)
+        ledger.add_all(_on_wire(setting, run.ledger.take()), setting.plan.degrees.num_micro_batches)
 
 
-def _blocks(setting: RankView, runs: Mapping[int, StageRun], ledger: Ledger) -> None:
+def _blocks(setting: RankView, runs: Mapping[int, StageTraffic], ledger: Ledger) -> None:
     degrees = setting.plan.degrees
     for stage in setting.own_stages:
         run, in_parts = runs[stage.index], 0
@@ -115,7 +270,7 @@ def _blocks(setting: RankView, runs: Mapping[int, StageRun], ledger: Ledger) -> 
         ledger.add_all(_on_wire(setting, run.backward_in_parts), in_parts)
 
 
-def _zero(setting: RankView, runs: Mapping[int, StageRun], ledger: Ledger) -> None:
+def _zero(setting: RankView, runs: Mapping[int, StageTraffic], ledger: Ledger) -> None:
     for stage in setting.own_stages:
         zero_step(setting, stage, groups_of(setting, stage, runs[stage.index]), ledger)
 
@@ -176,7 +331,7 @@ def _ties(setting: RankView, ledger: Ledger) -> None:
             _summed(setting, names, PIPELINE, len(ranks), ledger)
 
 
-def _deferred(setting: RankView, runs: Mapping[int, StageRun], ledger: Ledger) -> None:
+def _deferred(setting: RankView, runs: Mapping[int, StageTraffic], ledger: Ledger) -> None:
     """Gradients of parameters that are replicated where their values differ, once a step."""
     own, degrees = trained(setting, runs), setting.plan.degrees
     whole = [n for n in own if not is_sharded(setting, n)]
@@ -191,3 +346,44 @@ def _deferred(setting: RankView, runs: Mapping[int, StageRun], ledger: Ledger) -
         if degree > 1 and owned_by(name) == "parameters":
             late = [n for n in own if name in setting.storages[n].deferred]
             _summed(setting, late, name, degree, ledger)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostMoves:
+    """Bytes between device and host of one rank in one `forward_backward`: of the device's own copies, and of FSDP2's.
+
+    Gradients of an optimizer on the host go there once a step, its parameters come once. Every gather of offloaded
+    parameters brings a shard, every sum takes one. Tensors of offloaded calls go and come in every micro-batch.
+    """
+
+    to_host_bytes: int = 0
+    to_device_bytes: int = 0
+    fsdp_to_host_bytes: int = 0
+    fsdp_to_device_bytes: int = 0
+
+
+def host_moves(setting: RankView, runs: Mapping[int, StageRun]) -> HostMoves:
+    """What a rank moves in one step, from one micro-batch of each of its stages."""
+    degrees = setting.plan.degrees
+    times = degrees.num_micro_batches
+    up = sum(run.fetched_bytes for run in runs.values()) * times
+    down = sum(run.moved_bytes for run in runs.values()) * times
+    if degrees.offloads(OPTIMIZER):
+        up += trainable_bytes(setting)
+        down += gradient_elements_bytes(setting, trained(setting, runs))
+    if not degrees.offloads(PARAMETERS):
+        return HostMoves(to_host_bytes=down, to_device_bytes=up)
+    fsdp_up = fsdp_down = 0
+    for stage in setting.own_stages:
+        groups, reached = groups_of(setting, stage, runs[stage.index]), runs[stage.index].gradients
+        step = zero_step(setting, stage, groups, Ledger())
+        fsdp_up += step.to_device_bytes
+        for at, times in step.sums.items():
+            own = (shard_elements(setting, n) * setting.stored_itemsize(n) for n in groups[at].names if n in reached)
+            fsdp_down += times * sum(own)
+    return HostMoves(
+        to_host_bytes=down,
+        to_device_bytes=up,
+        fsdp_to_host_bytes=fsdp_down,
+        fsdp_to_device_bytes=fsdp_up,
+    )

@@ -8,9 +8,11 @@ import pytest
 
 pytest.importorskip("transformers")
 
+
+from step_traffic import StageTraffic, run_stage
+
 from autopar.capture.request import Request
 from autopar.cost_model.dry_run.rank_view import RankView
-from autopar.cost_model.dry_run.stage_run import StageRun, run_stage
 from autopar.cost_model.work.block_work import evaluate
 from autopar.cost_model.work.program_costs import program_works
 from autopar.ir.cluster import ClusterSpec
@@ -36,12 +38,12 @@ def labelled(model: str, wish: tuple[tuple[str, Any], ...]) -> tuple[Any, ...]:
     return program, choose_labels(program, CLUSTER, degrees)
 
 
-def run(program: Any, plan: Plan, analysis: Any) -> StageRun:
+def run(program: Any, plan: Plan, analysis: Any) -> StageTraffic:
     setting = RankView(program, analysis, plan, 0)
     return run_stage(setting, setting.own_stages[0])
 
 
-def sent(found: StageRun) -> dict[tuple[str, str], tuple[int, int]]:
+def sent(found: StageTraffic) -> dict[tuple[str, str], tuple[int, int]]:
     every = {*found.forward, *found.backward}
     parts = {key: [part[key] for part in (found.forward, found.backward) if key in part] for key in every}
     return {key: (sum(one.calls for one in ones), sum(one.bytes for one in ones)) for key, ones in parts.items()}

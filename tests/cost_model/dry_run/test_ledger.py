@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from step_traffic import CollectiveTotal, Ledger, PricedDim, collective
 
-from autopar.cost_model.dry_run.ledger import CollectiveTotal, Ledger, PricedDim, collective
 from autopar.ir.sharding import Kind
 from autopar.lowering.conversions import CONVERSIONS
 from autopar.lowering.functions import CONVERT

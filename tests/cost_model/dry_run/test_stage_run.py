@@ -9,13 +9,12 @@ from functools import cache
 
 import pytest
 import torch
-from step_traffic import step_traffic
+from step_traffic import StageTraffic, run_stage, run_stages, sends_of
 from tiny_models import Megatron
 
 from autopar.capture.analysis import analyse
 from autopar.capture.program import capture_program
 from autopar.cost_model.dry_run.rank_view import RankView
-from autopar.cost_model.dry_run.stage_run import StageRun, run_stage
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.plan import Plan
@@ -43,7 +42,7 @@ def setting(layers: int, degrees: Degrees) -> RankView:
     return RankView(captured, analysis, plan, 0)
 
 
-def run(layers: int, degrees: Degrees) -> StageRun:
+def run(layers: int, degrees: Degrees) -> StageTraffic:
     made = setting(layers, degrees)
     return run_stage(made, made.stages[0])
 
@@ -82,4 +81,4 @@ def test_a_layers_collectives_and_their_bytes() -> None:
 
 def test_a_rank_alone_sends_nothing() -> None:
     made = setting(2, Degrees())
-    assert step_traffic(made.program, made.analysis, made.plan) == {}
+    assert sends_of(made, run_stages(made)) == {}

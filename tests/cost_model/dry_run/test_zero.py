@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 import pytest
+from step_traffic import CollectiveTotal, Ledger, zero_step
 
-from autopar.cost_model.dry_run.ledger import CollectiveTotal, Ledger
-from autopar.cost_model.dry_run.zero import ROOT, ParameterGroup, zero_step
+from autopar.cost_model.dry_run.zero import ROOT, ParameterGroup
 from autopar.ir.degrees import Degrees
 
 CALLS = (100, 200, 300)  # elements of the groups of three calls

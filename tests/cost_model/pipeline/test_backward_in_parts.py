@@ -8,10 +8,11 @@ from suites import long
 
 pytest.importorskip("transformers")
 
+from step_traffic import run_stage
+
 from autopar.capture.analysis import analyse
 from autopar.capture.request import Request
 from autopar.cost_model.dry_run.rank_view import RankView
-from autopar.cost_model.dry_run.stage_run import run_stage
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.plan import Plan
