@@ -53,4 +53,4 @@ sizes: setup
 	@$(BIN)/python tools/sizes.py
 
 clean:
-	rm -rf .venv .venv-core .venv-newest .venv-lowest .venv*.lock build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-core .venv-newest .venv-lowest .venv*.lock build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache $(HOME)/.cache/autopar-tests

@@ -1,18 +1,22 @@
 """Settings of every test: one thread, no network, reproducible draws, long files first. It does not import torch."""
 
-import atexit
 import logging
 import os
-import shutil
 import signal
 import sys
-import tempfile
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
+# Models, comparisons and `suites` are imported by their own names.
+sys.path.insert(0, str(Path(__file__).parent / "tiny"))
+
+from kept_captures import COLD, FOLDER, keeping
+
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE / "tiny"))  # models, comparisons and `suites` are imported by their own names
+
 # Files of minutes, and folders of such, the longest first: one that a worker takes last keeps the others waiting.
 SHORT = "not long"  # the tests of `make test`, as pyproject.toml has it
 LONG_FIRST = (
@@ -33,7 +37,11 @@ LONG_FIRST = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:  # one process runs files in the order that it was given
-        items.sort(key=lambda item: _place(item.path.as_posix().removeprefix(f"{HERE.as_posix()}/")))
+        items.sort(key=lambda item: _place(_relative(item.path)))
+
+
+def _relative(path: Path) -> str:
+    return path.as_posix().removeprefix(f"{HERE.as_posix()}/")
 
 
 def _place(path: str) -> int:
@@ -55,14 +63,16 @@ os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 if "TORCH_TRACE" not in os.environ:
     logging.getLogger("torch.__trace").addHandler = lambda hdlr: None
 
-# Captures are not kept from one session to the next, nor in the folder of whoever runs the tests.
-_captures = tempfile.mkdtemp(prefix="autopar-captures-")
-os.environ["AUTOPAR_CACHE_DIR"] = _captures
-atexit.register(shutil.rmtree, _captures, ignore_errors=True)
+# Captures are kept for the next run of the tests, and not in the folder of whoever runs them.
+os.environ.setdefault(FOLDER, str(Path.home() / ".cache" / "autopar-tests"))
+os.environ["AUTOPAR_CACHE_DIR"] = os.environ[FOLDER]
 
-if "AUTOPAR_TEST_CAPTURES" not in os.environ:  # else this is a worker
-    os.environ["AUTOPAR_TEST_CAPTURES"] = tempfile.mkdtemp(prefix="autopar-test-captures-")
-    atexit.register(shutil.rmtree, os.environ["AUTOPAR_TEST_CAPTURES"], ignore_errors=True)
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    with nullcontext() if _relative(item.path).startswith(COLD) else keeping():
+        return (yield)
+
 
 if "torch" in sys.modules:  # a plugin was earlier: the environment comes too late
     sys.modules["torch"].set_num_threads(1)

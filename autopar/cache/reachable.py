@@ -57,13 +57,20 @@ def request_digest(request: Request) -> str | None:
         walk.add([str(form), shapes])
         walk.add([request.training, request.products, request.staged, request.reading.specialise])
         walk.add([request.model, request.loss_fn])
-        for name, module in sorted(sys.modules.items()):
-            file = getattr(module, "__file__", None)
-            if isinstance(file, str) and file.endswith(".py") and not _is_library(name) and os.path.isfile(file):
-                walk.add([name, Path(file).read_bytes()])
+        walk.add(own_files())
     except Exception:  # `_UnknownError`, or whatever an object of the user raises when it is read
         return None
     return walk.text.hexdigest()
+
+
+def own_files() -> tuple[tuple[str, bytes], ...]:
+    """Name and content of every loaded Python module that no package manager installed."""
+    files = ((name, getattr(module, "__file__", None)) for name, module in sorted(sys.modules.items()))
+    return tuple(
+        (name, Path(file).read_bytes())
+        for name, file in files
+        if isinstance(file, str) and file.endswith(".py") and not _is_library(name) and os.path.isfile(file)
+    )
 
 
 class _Walk:

@@ -1,12 +1,11 @@
 """Worlds of gloo ranks, started once and again after a test ended one. They end with the last test of this folder.
 
-The folder `ranks` beside this file has the models and the functions that run on ranks. One test captures a program, and
-the others read it (`shared_captures`).
+The folder `ranks` beside this file has the models and the functions that run on ranks.
 """
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,16 +13,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent / "ranks"))  # ranks inherit it
 
-from shared_captures import FOLDER, capturing, shared_capture
+from kept_captures import FOLDER
 
 from autopar.runtime.distributed.launch import Ranks
-
-
-@pytest.fixture(autouse=True)
-def captures() -> Iterator[None]:
-    with capturing(shared_capture):
-        yield
-
 
 MOST_THREADS = 600  # of all open worlds
 _open_worlds: dict[int, Ranks] = {}
@@ -34,7 +26,7 @@ def worlds() -> Callable[[int], Ranks]:
     def of_size(size: int) -> Ranks:
         if size not in _open_worlds or not _open_worlds[size].is_open:
             _open_worlds[size] = Ranks(size, timeout_s=600)
-            _open_worlds[size].run("shared_captures:share", os.environ[FOLDER])
+            _open_worlds[size].run("kept_captures:keep", os.environ[FOLDER])
         return _open_worlds[size]
 
     return of_size

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from shared_captures import CAPTURE, capturing
+from kept_captures import capturing
 from torch import fx
 
 from autopar.capture import program as capture
@@ -85,7 +85,7 @@ def test_a_fault_of_the_captured_graph(fault: Callable[[fx.Graph], None], plan: 
         fault(flat.graph)
         return flat
 
-    with capturing(CAPTURE), mock.patch.object(capture, "capture_flat", planted):
+    with capturing(), mock.patch.object(capture, "capture_flat", planted):
         report = verified("plain", plan, two_ranks)
     wanted = {"captured gradients", "captured loss and gradients of the example"}
     assert wanted | ({"captured loss"} if fault is scaled_loss else set()) <= failed(report) <= CAPTURED

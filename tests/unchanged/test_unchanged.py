@@ -24,6 +24,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from kept_captures import FOLDER
 from unchanged_cases import FLOAT32, HERE, cases, entries, num_ranks, planned, wish_of
 
 from autopar.runtime.distributed.launch import Ranks
@@ -48,7 +49,7 @@ def surroundings() -> Iterator[None]:
             Path(folder, path.name).write_bytes(path.read_bytes())
         patch.chdir(folder)
         patch.setenv("AUTOPAR_CACHE_DIR", os.environ.get("UNCHANGED_CACHE") or f"{folder}/cache")
-        patch.setenv("AUTOPAR_TEST_CAPTURES", folder)
+        patch.setenv(FOLDER, folder)
         yield
     for kind in KINDS if IS_RECORDING else ():
         known = RECORDED[kind] | NEW[kind]
@@ -66,7 +67,10 @@ def worlds() -> Iterator[Callable[[int], Ranks]]:
         if runs == RUNS_OF_A_WORLD or (world is not None and not world.is_open):
             world.close()
             world, runs = None, 0
-        found[size] = [world or Ranks(size, timeout_s=100), runs + 1]
+        if world is None:
+            world = Ranks(size, timeout_s=100)
+            world.run("kept_captures:keep", os.environ[FOLDER])
+        found[size] = [world, runs + 1]
         return found[size][0]
 
     yield of_size
@@ -110,7 +114,7 @@ def test_program(case: str) -> None:
 def test_run(case: str, worlds: Callable[[int], Ranks]) -> None:
     plan, (family, wish) = planned(case), wish_of(case)
     world = worlds(num_ranks(wish))
-    ranks = world.run("unchanged_cases:trained", case, plan, os.environ["AUTOPAR_TEST_CAPTURES"])
+    ranks = world.run("unchanged_cases:trained", case, plan)
     sent: dict[str, Any] = {}
     for rank, result in enumerate(ranks):
         alike = next((names for names, counts in sent.items() if counts == result["sent"]), None)

@@ -1,6 +1,5 @@
 """The cases whose results may not change, and what a rank does for one of them. `#` starts a comment in a list."""
 
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
@@ -46,7 +45,6 @@ def num_ranks(wish: Mapping[str, Any]) -> int:
 def built(family: str, precision: str | None) -> tuple[Any, Any]:
     """The program of a family's tiny model at `BATCH` sequences, and its seeded weights."""
     from mixtures import example
-    from shared_captures import captured_once
     from torch.utils import _pytree as pytree
     from zoo import FAMILIES
 
@@ -60,8 +58,7 @@ def built(family: str, precision: str | None) -> tuple[Any, Any]:
         model = model.float()
         inputs = pytree.tree_map(lambda x: x.float() if x.is_floating_point() else x, inputs)
     degrees = Degrees(micro_batch=BATCH, precision=precision)
-    asked = Request.of(model, inputs)
-    return captured_once((family, precision), lambda: capture_for(asked, degrees)), parameter_source(model)
+    return capture_for(Request.of(model, inputs), degrees), parameter_source(model)
 
 
 def planned(case: str) -> Any:
@@ -82,7 +79,7 @@ def planned(case: str) -> Any:
     return replace(label_plan(program, cluster, degrees, family), regather=regather)
 
 
-def trained(rank: int, case: str, plan: Any, folder: str) -> dict[str, Any]:
+def trained(rank: int, case: str, plan: Any) -> dict[str, Any]:
     """Losses and norms of gradients of some steps, and calls and bytes that this rank sends in the last step."""
     import torch
     from priced_ranks import kind
@@ -93,7 +90,6 @@ def trained(rank: int, case: str, plan: Any, folder: str) -> dict[str, Any]:
     from autopar.runtime.verify.random_batches import random_batches
     from autopar.runtime.verify.verify import this_ranks_part
 
-    os.environ["AUTOPAR_TEST_CAPTURES"] = folder
     program, source = built(wish_of(case)[0], plan.degrees.precision)
     model = ParallelModel(program, plan, source, torch.device("cpu"))
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)

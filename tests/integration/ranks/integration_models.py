@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from shared_captures import captured_once
 
 from autopar.capture.request import Request
 from autopar.ir.cluster import ClusterSpec
@@ -48,9 +47,7 @@ def _built(wanted: Wanted, degrees: Degrees) -> tuple[Program, Callable[[str], t
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         found = resolve_model(wanted.spec, batch=batch, dtype="float32", **sizes)
-    program = captured_once(
-        (wanted, degrees), lambda: capture_for(Request.of(found.model, found.example_inputs), degrees)
-    )
+    program = capture_for(Request.of(found.model, found.example_inputs), degrees)
     source = parameter_source(found.model)
     return (promoted(program) if wanted.float64 else program), source
 

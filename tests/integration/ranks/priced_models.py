@@ -6,7 +6,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from shared_captures import captured_once
 
 from autopar.capture.request import Request
 from autopar.ir.cluster import ClusterSpec
@@ -162,9 +161,7 @@ def captured(spec: str, layers: int, precision: str | None = None) -> tuple[Prog
         torch.manual_seed(0)
         found = resolve_model(spec, batch=None if ":" in spec else BATCH, dtype="float32", **sizes)
     degrees = Degrees(micro_batch=BATCH, precision=precision)
-    program = captured_once(
-        (spec, layers, precision), lambda: capture_for(Request.of(found.model, found.example_inputs), degrees)
-    )
+    program = capture_for(Request.of(found.model, found.example_inputs), degrees)
     return program, parameter_source(found.model)
 
 

@@ -9,9 +9,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from kept_captures import capturing
 from packed_models import phi3
 from routed_models import example
-from shared_captures import CAPTURE, capturing
 from torch import nn
 from torch.nn import functional as F
 
@@ -136,7 +136,7 @@ def exports(rank: int, world_size: int, plan: Mapping[str, Any] | None, folder: 
     """How often a rank traces the model: for `parallelize`, for a batch of another length, and for eval mode."""
     model, inputs = model_on("phi3", 1)
     kept = mock.patch.dict(os.environ, {"AUTOPAR_CACHE_DIR": folder})
-    with kept, capturing(CAPTURE), mock.patch.object(torch.export, "export", wraps=torch.export.export) as export:
+    with kept, capturing(), mock.patch.object(torch.export, "export", wraps=torch.export.export) as export:
         counts, cluster = [0], f"{world_size}xcpu"
         parallel = parallelize(model, cluster, example_inputs=inputs, plan=plan)
         counts.append(export.call_count)
