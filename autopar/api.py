@@ -378,14 +378,14 @@ def _same_as(plan: Plan, program: Program) -> Program:
 
 def _replan(origin: OriginalModel, job: _Job, program: Program, plan: Plan) -> Replan:
     """Captures the model, of which it holds no weights, for another batch or in eval mode, cut into the same stages."""
-    model, req, around = origin.weightless, job.request, ambient_autocast()
+    model, planned, around = origin.weightless, job.request, ambient_autocast()
     placed = stages_by_parameter(program, stages_of(program, plan.cuts, plan.recomputed))
     names = [info.name for info in program.inputs]
-    decides = req.reading.specialise or any(decision.inputs for decision in program.decisions)
+    decides = planned.reading.specialise or any(decision.inputs for decision in program.decisions)
 
     def replan(wanted: Wanted, base: CompiledProgram, held: Mapping[str, Storage]) -> tuple[Program, Plan]:
-        reading, rows = replace(req.reading, buffers=base.buffers, decided=wanted.decided), 1
-        request = replace(req, model=model, training=wanted.training, reading=reading)
+        reading, rows = replace(planned.reading, buffers=base.buffers, decided=wanted.decided), 1
+        request = replace(planned, model=model, training=wanted.training, reading=reading)
         if {info.name for info in wanted.batch.form.inputs} != {*names}:
             order = [*dict.fromkeys(name.partition(".")[0] for name in names)]
             at = {name: index for index, name in enumerate(order)}
@@ -396,19 +396,21 @@ def _replan(origin: OriginalModel, job: _Job, program: Program, plan: Plan) -> R
             rows = base.mesh.sample_ranks.degree
         else:
             request = request.with_shapes(wanted.sizes)
-        now = replace(plan.degrees, micro_batch=request.sizes[0] // rows, accumulate=1, micro_batches=1)
+        degrees = replace(plan.degrees, micro_batch=request.sizes[0] // rows, accumulate=1, micro_batches=1)
 
         def capture() -> Program:
             with autocast_as(around):
-                return capture_for(request, now)
+                return capture_for(request, degrees)
 
         def decide() -> tuple[Program, Plan]:
-            new = capture()
-            return new, label_plan(new, job.cluster, now, type(model).__name__, held=held, stage_of=placed)
+            captured = capture()
+            return captured, label_plan(
+                captured, job.cluster, degrees, type(model).__name__, held=held, stage_of=placed
+            )
 
-        new, decided = _from_first_rank(decide, lambda _: capture())
-        origin.watch(new.reads)
-        return new, decided
+        captured, decided = _from_first_rank(decide, lambda _: capture())
+        origin.watch(captured.reads)
+        return captured, decided
 
     return replan
 

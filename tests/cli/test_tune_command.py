@@ -11,6 +11,7 @@ from typing import Any
 
 import optuna
 import pytest
+from run import autopar, json_of, refused
 
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
@@ -25,45 +26,43 @@ def command(*more: str) -> list[str]:
     return [sys.executable, "-m", "autopar", "tune", *ASKED, NO_CALIBRATION, *more]
 
 
-def run(*more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*more), capture_output=True, text=True, timeout=600, check=False)
-
-
-def test_it_prints_trials_and_writes_the_plan(tmp_path: Path) -> None:
-    plan, profile = tmp_path / "plan.json", tmp_path / "profile.yaml"
-    done = run("--trials", "2", "--out", str(plan), "--profile-out", str(profile))
+def test_it_prints_trials_and_writes_plan_and_study(tmp_path: Path) -> None:
+    plan, profile, study, page = (tmp_path / name for name in ("plan.json", "profile.yaml", "tune.log", "tuned.html"))
+    files = ("--out", str(plan), "--profile-out", str(profile), "--study", str(study))
+    done = subprocess.run(command("--trials", "2", *files), capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     assert re.search(r"trial 1: dp 2.*: \d+(\.\d)? .?s \(.* to .*\), predicted", done.stdout)
     assert "best" in done.stdout and f"written to {plan}" in done.stdout.replace("\n", " ").replace("  ", " ")
     assert Plan.load(plan).degrees.world_size == 2
     assert "measured by autopar tune" in profile.read_text()
-    again = subprocess.run(
-        [sys.executable, "-m", "autopar", "plan", *ASKED, "--profile", str(profile)], capture_output=True, check=False
-    )
-    assert again.returncode == 0  # the next search starts from what was learnt
+    assert autopar("plan", *ASKED, "--profile", str(profile)).exit_code == 0  # the next search starts from it
+    assert autopar("report", str(study), "-o", str(page)).exit_code == 0
+    assert "measured" in page.read_text()
+    for one in trials_of(study):
+        assert one.params["tp"] in (1, 2) and "zero" in one.params
+        outcome = one.user_attrs["outcome"]
+        low, high = one.user_attrs["predicted_interval_s"]
+        assert 0 < low < one.user_attrs["predicted_s"] < high
+        assert one.user_attrs["tokens_per_s"] == pytest.approx(4 * 16 / outcome["seconds"]["median"])
+        assert outcome["peak_bytes"] > 0
+        assert (one.state.name == "COMPLETE") == (outcome["state"] == "complete")
+        if one.state.name == "COMPLETE":
+            assert one.value == outcome["seconds"]["median"]
 
 
 def test_the_profile_stays_with_the_cluster_file(tmp_path: Path) -> None:
     cluster = tmp_path / "mine.yaml"
     cluster.write_text(CLUSTER)
-    asked = ["-c", str(cluster), "--trials", "1"]
-    assert run(*asked).returncode == 0
+    asked = ("tune", *ASKED, NO_CALIBRATION, "-c", str(cluster), "--trials", "1")
+    assert autopar(*asked).exit_code == 0
     profile = tmp_path / "mine.profile.yaml"
     assert "measured by autopar tune" in profile.read_text()
     assert "profile: ./mine.profile.yaml" in cluster.read_text()
     spec = ClusterSpec.load(cluster)
     assert spec.profile == str(profile) and spec.num_devices == 2
     before = cluster.read_text()
-    assert run(*asked).returncode == 0
+    assert autopar(*asked).exit_code == 0
     assert cluster.read_text() == before
-
-
-def test_json_is_one_document() -> None:
-    data = json.loads(run("--trials", "1", "--json").stdout)
-    assert data["kind"] == "autopar tuning result"
-    (one,) = data["tried"]
-    assert one["outcome"]["seconds"]["median"] == data["step_s"] > 0
-    assert data["plan"]["degrees"]["dp_shard"] >= 1 and data["why"]
 
 
 @pytest.mark.parametrize(
@@ -77,32 +76,12 @@ def test_json_is_one_document() -> None:
     ids=str,
 )
 def test_bad_input_is_one_message(more: tuple[str, ...], words: str) -> None:
-    done = run(*more)
-    assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
+    assert words in refused("tune", *ASKED, NO_CALIBRATION, *more)
 
 
 def trials_of(path: Path) -> list[Any]:
     storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(path)))
     return optuna.load_study(storage=storage, study_name="autopar").get_trials()
-
-
-def test_the_study_is_optunas(tmp_path: Path) -> None:
-    path = tmp_path / "tune.log"
-    assert run("--trials", "2", "--study", str(path)).returncode == 0
-    page = tmp_path / "tuned.html"
-    asked = [sys.executable, "-m", "autopar", "report", str(path), "-o", str(page)]
-    assert subprocess.run(asked, capture_output=True, check=False).returncode == 0
-    assert "measured" in page.read_text()
-    for one in trials_of(path):
-        assert one.params["tp"] in (1, 2) and "zero" in one.params
-        outcome = one.user_attrs["outcome"]
-        low, high = one.user_attrs["predicted_interval_s"]
-        assert 0 < low < one.user_attrs["predicted_s"] < high
-        assert one.user_attrs["tokens_per_s"] == pytest.approx(4 * 16 / outcome["seconds"]["median"])
-        assert outcome["peak_bytes"] > 0
-        assert (one.state.name == "COMPLETE") == (outcome["state"] == "complete")
-        if one.state.name == "COMPLETE":
-            assert one.value == outcome["seconds"]["median"]
 
 
 def test_sigint_ends_all_ranks_and_a_second_run_goes_on(tmp_path: Path) -> None:
@@ -123,10 +102,11 @@ def test_sigint_ends_all_ranks_and_a_second_run_goes_on(tmp_path: Path) -> None:
     children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=False)
     assert not children.stdout
     before = trials_of(path)
-    done = run("--trials", "2", "--study", str(path), "--json")
-    assert done.returncode == 0, done.stderr
-    tried = json.loads(done.stdout)["tried"]
-    assert tried[0]["number"] == before[0].number and len(tried) <= 2
+    data = json_of("tune", *ASKED, NO_CALIBRATION, "--trials", "2", "--study", str(path))
+    assert data["kind"] == "autopar tuning result"
+    assert data["tried"][0]["number"] == before[0].number and len(data["tried"]) <= 2
+    assert data["step_s"] in [trial["outcome"]["seconds"]["median"] for trial in data["tried"]]
+    assert data["plan"]["degrees"]["dp_shard"] >= 1 and data["why"]
 
 
 def test_two_runs_share_a_study_and_measure_nothing_twice(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from suites import thinned
 from torch import nn
 
 import autopar
@@ -234,16 +235,11 @@ def planted(monkeypatch: pytest.MonkeyPatch, fault: str, at: int) -> None:
     monkeypatch.setattr(sys, "path", [str(PLANTED), *sys.path])
 
 
-@pytest.mark.parametrize("at", [0, 1, 2], ids=["first", "middle", "last"])
-@pytest.mark.parametrize(
-    "fault, reason, words",
-    [
-        ("error", "error", "planted"),
-        ("kill", "killed", "SIGKILL"),
-        ("memory", "oom", "can't allocate memory"),
-    ],
-    ids=["error", "kill", "memory"],
-)
+FAULTS = {"error": ("error", "planted"), "kill": ("killed", "SIGKILL"), "memory": ("oom", "can't allocate memory")}
+PLACES = [(fault, *FAULTS[fault], at) for fault in FAULTS for at in range(3)]
+
+
+@pytest.mark.parametrize("fault, reason, words, at", thinned(PLACES, keep=PLACES[::4]))
 def test_a_failed_trial_is_an_answer(
     fault: str, reason: str, words: str, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from suites import thinned
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import autopar
@@ -35,7 +36,7 @@ def estimate(case: Mapping[str, Any], *, exact_memory: bool) -> autopar.Estimate
     return autopar.estimate(model, "1xh100", plan, example_inputs=batch, exact_memory=exact_memory)
 
 
-@pytest.mark.parametrize("run", RUNS, ids=name_of)
+@pytest.mark.parametrize("run", thinned(RUNS, keep=RUNS[::3]), ids=name_of)
 @pytest.mark.parametrize("exact_memory", [True, False], ids=["counted", "formulas"])
 def test_memory_and_time_of_a_measured_step(run: Mapping[str, Any], exact_memory: bool) -> None:
     """Every step had about 64 MiB more than was counted, perhaps a workspace of cuBLAS."""

@@ -57,7 +57,8 @@ def test_demo_in_low_precision(tmp_path: Path) -> None:
     assert found["loss"] != pytest.approx(found["single_device_loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize("check", [False, long(True)], ids=["resumed", "beside a whole run"])
+@pytest.mark.long  # the training script of the documents is killed and resumed in the short suite
+@pytest.mark.parametrize("check", [False, True], ids=["resumed", "beside a whole run"])
 def test_long_run(tmp_path: Path, check: bool) -> None:
     """The ranks are killed. The run goes on from its checkpoint, on the next sample, under another plan."""
     sizes = ["--layers", "2", "--width", "64", "--seq-len", "32", "--batch", "8", "--steps", "8"]

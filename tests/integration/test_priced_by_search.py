@@ -13,9 +13,10 @@ from math import prod
 
 import pytest
 from counted_prices import MESSAGE, Key, priced_collectives
-from priced_models import CASES, Case, planned_case
+from priced_models import CASES, SHORT, Case, planned_case
 from step_traffic import CollectiveTotal, Ledger, StageTraffic, collective, parts_of_step, run_stages, zero_step
 from step_traffic import Key as LedgerKey
+from suites import thinned
 
 from autopar.capture.analysis import analyse
 from autopar.cost_model.dry_run.rank_view import RankView
@@ -181,7 +182,7 @@ def split(priced: Mapping[Key, tuple[float, float]], names: Mapping[tuple[int, i
     return tensor, data
 
 
-@pytest.mark.parametrize("one", CASES, ids=lambda one: one.name)
+@pytest.mark.parametrize("one", thinned(CASES, keep=SHORT), ids=lambda one: one.name)
 def test_priced_collectives_are_those_of_the_dry_run(one: Case) -> None:
     program, plan = planned_case(one)
     analysis, degrees = analyse(program, plan.mesh), plan.degrees
