@@ -16,14 +16,17 @@ SCRIPT = ROOT / "examples" / "train.py"
 SMALL = {"STEPS": 8, "WARM_UP": 2, "EVALUATE_EVERY": 4, "SAVE_EVERY": 2}
 DIES = 5
 KILLED = f"""
-import os, runpy, signal, sys
+import os, runpy, signal, sys, time
 import autopar
+from autopar.runtime.checkpoint.folder import complete_steps
 
 log = autopar.Run.log
 
 def dying(run, step, *arguments, **options):
     log(run, step, *arguments, **options)
     if step == {DIES}:
+        while {DIES - 1} not in complete_steps(run.checkpoints):  # it is saved in the background
+            time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGKILL)  # as a machine that is taken away
 
 autopar.Run.log = dying
