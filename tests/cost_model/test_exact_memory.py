@@ -98,12 +98,8 @@ def test_formulas_of_state_agree(program: Program, wish: dict[str, Any]) -> None
     assert priced.step_s == exact.step_s
 
 
-STATES = [
-    (*kind, zero, offload)
-    for kind in (("float32", "bf16"), ("float32", "fp32"), ("bfloat16", None))
-    for zero in (0, 1, 2, 3)
-    for offload in (None, "optimizer")
-]
+KINDS = (("float32", "bf16"), ("float32", "fp32"), ("bfloat16", None))
+STATES = [(*kind, zero, offload) for kind in KINDS for zero in range(4) for offload in (None, "optimizer")]
 
 
 @pytest.mark.parametrize(("dtype", "precision", "zero", "offload"), thinned(STATES, keep=STATES[::3]))

@@ -25,8 +25,7 @@ log = autopar.Run.log
 def dying(run, step, *arguments, **options):
     log(run, step, *arguments, **options)
     if step == {DIES}:
-        while {DIES - 1} not in complete_steps(run.checkpoints):  # it is saved in the background
-            time.sleep(0.05)
+        while {DIES - 1} not in complete_steps(run.checkpoints): time.sleep(0.05)  # saved in the background
         os.kill(os.getpid(), signal.SIGKILL)  # as a machine that is taken away
 
 autopar.Run.log = dying
