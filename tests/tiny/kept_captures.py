@@ -18,6 +18,8 @@ from unittest import mock
 FOLDER = "AUTOPAR_TEST_CAPTURES"
 COLD = ("capture", "cache", "families/test_one_process.py", "test_core_only.py", "unchanged")
 
+_until_it_ends = ExitStack()  # a context that nobody holds would be left at once
+
 
 @contextmanager
 def keeping() -> Iterator[None]:
@@ -55,15 +57,12 @@ def keeping() -> Iterator[None]:
 def capturing() -> Iterator[None]:
     """Capture anew inside of `keeping`."""
     program, any_size = (importlib.import_module(f"autopar.capture.{name}") for name in ("program", "any_size"))
-    programs = importlib.import_module("autopar.cache.programs")
-    with (
-        mock.patch.object(program, "capture_twice", any_size.capture_twice),
-        mock.patch.object(programs, "capture", any_size.capture),
-    ):
+    programs, twice = importlib.import_module("autopar.cache.programs"), any_size.capture_twice
+    with mock.patch.object(program, "capture_twice", twice), mock.patch.object(programs, "capture", any_size.capture):
         yield
 
 
 def keep(rank: int, folder: str) -> None:
     """Read and keep captures on a rank, until it ends."""
     os.environ[FOLDER] = folder
-    keeping().__enter__()
+    _until_it_ends.enter_context(keeping())
