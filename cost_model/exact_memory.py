@@ -26,12 +26,7 @@ KERNELS = "exact memory: attention saves its output and one sum per query, as to
 
 
 def fullest_rank(program: Program, analysis: Analysis, plan: Plan) -> RankMemory:
-    """The fullest pipeline rank.
-
-    Only ranks that are first on every other mesh dimension are compared, because uneven parts are largest there.
-
-    Raises InputError for a program that was captured at another micro-batch than the plan's.
-    """
+    """The fullest pipeline rank, of those that are first elsewhere: uneven parts are largest there."""
     degrees = plan.degrees
     wanted = None if degrees.micro_batch is None else degrees.micro_batch * degrees.dp
     if wanted is not None and program.batch is not None and program.batch != wanted:

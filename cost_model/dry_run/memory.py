@@ -147,11 +147,7 @@ def gradient_elements_bytes(setting: RankView, names: Iterable[str]) -> int:
 
 
 def gradient_bytes(setting: RankView, runs: Mapping[int, StageRun]) -> int:
-    """Bytes of the gradients that a rank holds after the step.
-
-    ZeRO sums the gradients of a group into one buffer, which stays while one of these gradients stays. The gradient of
-    a tied parameter is given to the first stage of this rank that takes it.
-    """
+    """Bytes of gradients after the step. The buffer of a group stays while one of its gradients stays."""
     left, total = set(trained(setting, runs)), 0
     for stage in setting.own_stages:
         for group in groups_of(setting, stage, runs[stage.index]):
@@ -186,10 +182,7 @@ def _copied_bytes(setting: RankView) -> int:
 
 
 def _saved_peak(setting: RankView, runs: Mapping[int, StageRun], sizes: Callable[[StageRun], tuple[int, int]]) -> int:
-    """The most bytes that are kept for backward at once, over the order of this rank's passes.
-
-    `sizes` gives the bytes that one micro-batch of a stage keeps, and that stay between both parts of a backward pass.
-    """
+    """The most bytes that are kept for backward at once, over the order of this rank's passes."""
     degrees = setting.plan.degrees
     if degrees.pp == 1:
         return sum(sizes(run)[0] for run in runs.values())

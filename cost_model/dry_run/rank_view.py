@@ -38,11 +38,7 @@ class RankView:
 
     @cached_property
     def coordinates(self) -> Mapping[str, int]:
-        """This rank's place on every mesh dimension.
-
-        `dp_replicate` and `dp_shard` are the places among the ranks that hold the same parameters: `dp`, `ep` and `cp`
-        together. `dp_experts` is the place among the ranks that hold the same experts.
-        """
+        """This rank's place on every mesh dimension; `dp_shard` is among ranks of the same parameters."""
         degrees, mesh = self.plan.degrees, self.plan.mesh
         found = {name: degrees.coordinate(name, self.rank) for name in ("pp", "dp", "cp")}
         found["dp_replicate"], place = divmod(found["dp"], degrees.dp_shard)

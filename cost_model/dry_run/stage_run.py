@@ -56,10 +56,7 @@ class StageRun:
 
 
 def run_stage(setting: RankView, stage: Stage) -> StageRun:
-    """Forward and backward of one micro-batch of a stage, backward in parts too where the schedule has it so.
-
-    Sends nothing and holds no data.
-    """
+    """Forward and backward of one micro-batch of a stage, backward in parts too where the schedule has it so."""
     with private.fake_tensors():
         return Run(setting).stage(stage)
 

@@ -90,8 +90,7 @@ class Export:
             self._model.generation_config.save_pretrained(self._partial)
 
     def write(self, tensors: Iterator[tuple[str, torch.Tensor | None]]) -> None:
-        """Write tensors to their places. None stands for a tensor that another rank writes. Gathering goes on after an
-        error, because other ranks take part in it."""
+        """Write tensors to their places; None is written by another rank. Gathering goes on after an error."""
         failure: OSError | None = None
         for name, value in tensors:
             if value is None or failure is not None:

@@ -73,10 +73,7 @@ def set_aside(root: Path) -> list[Path]:
 
 
 def latest_folder(root: Path) -> StepFolder | None:
-    """The checkpoint that `latest` names. None if the folder has no checkpoint.
-
-    Without the file it is the newest step: a save was ended between its last two actions.
-    """
+    """The checkpoint that `latest` names, without the file the newest one. None if the folder has no checkpoint."""
     steps = complete_steps(root)
     file = root / LATEST
     if not os.path.lexists(file):

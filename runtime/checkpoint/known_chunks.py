@@ -18,10 +18,7 @@ _Place = tuple[tuple[int, tuple[int, ...]], ...]  # address and shape of each pa
 
 
 class KnownChunks:
-    """The chunks of tensors by name, as long as a name means the same tensor in the same memory.
-
-    The tensors themselves are not kept alive.
-    """
+    """The chunks of tensors by name, as long as a name means the same tensor, not kept alive, in the same memory."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[ref[torch.Tensor], _Place, FlatShards]] = {}

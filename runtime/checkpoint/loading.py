@@ -104,10 +104,7 @@ def refuse_differences(
     *,
     weights_only: bool,
 ) -> None:
-    """Raise one `CheckpointError` on all ranks that lists how the checkpoint differs from what it is loaded into.
-
-    `tensors` are the model's. Only the optimizers' classes and groups are compared here. Collective.
-    """
+    """Raise `CheckpointError` on all ranks with all differences, of optimizers their classes and groups. Collective."""
     own_state = (described(tensors), [optimizers.group_names(o, named) for o in given], tuple(sorted(extra_names)))
     ranks = gather_objects(own_state, group)
     expected = {name: d for held, _, _ in ranks for name, d in held.items()}
@@ -168,11 +165,7 @@ def plain_tensors(checkpoint: Checkpoint, plain: Any) -> dict[str, torch.Tensor]
 
 
 def read_tensors(checkpoint: Checkpoint, tensors: Mapping[str, Any], group: dist.ProcessGroup) -> None:
-    """Read this rank's elements of tensors, in place. Collective.
-
-    Every rank makes its own plan from the manifest. torch's `load` gathers the plans of all ranks and sends them back,
-    which changes nothing here, and takes longer than reading small models.
-    """
+    """Read this rank's elements in place, by a plan of its own, without the messages of torch's `load`. Collective."""
     wanted = {name: t for name, t in tensors.items() if t.numel()}
     failure = None
     try:

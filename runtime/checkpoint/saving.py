@@ -142,10 +142,7 @@ class Saver:
             raise CheckpointError(f"step {snapshot.step} was not saved: {type(error).__name__}: {error}") from error
 
     def lock(self, root: Path) -> FolderLock:
-        """The lock of a folder, taken by the first save and confirmed by every one.
-
-        Raises `CheckpointError` if another job holds it.
-        """
+        """The lock of a folder, taken by the first save and confirmed by every one. Raises `CheckpointError`."""
         try:
             if root not in self._locks:
                 self._locks[root] = take_lock(root, again=True)

@@ -48,10 +48,7 @@ class Contents:
 
 
 class ManifestWriter(StorageWriter):
-    """Writes the chunks of one rank. `begin` takes every rank's `part` and names the folder; `end` publishes it.
-
-    Both run on the first rank. `refusal` says why a tensor must not be saved, or returns None.
-    """
+    """Writes the chunks of one rank. `begin` takes every rank's `part` and names the folder; `end` publishes it."""
 
     def __init__(
         self,

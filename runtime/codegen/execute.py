@@ -100,10 +100,7 @@ def run_reference(
     buffers: Mapping[str, torch.Tensor],
     streams: Streams | None = None,
 ) -> dict[str, Any]:
-    """All values of the captured program on the CPU; the loss is `values[program.loss]`.
-
-    New values of buffers are under the names in `program.updates`. Random operators draw from `streams`, if given.
-    """
+    """All values of the captured program on the CPU; the loss is `values[program.loss]`."""
     modules = captured_modules(program, streams=streams)
     state = {name: buffers[name] for name in program.updates}
     values: dict[str, Any] = {**parameters, **state, **inputs, **constant_values(program.constants, buffers, "cpu")}

@@ -85,10 +85,7 @@ class ParallelLoader:
         return sum(1 for _ in self._split.sizes(self._length))
 
     def __iter__(self) -> Iterator[Any]:
-        """This rank's batches of the rest of the epoch. Collective, one small all-gather for each batch.
-
-        Raises `RuntimeInputError` on all ranks if their data differ, or if one rank cannot read a batch.
-        """
+        """This rank's batches of the rest of the epoch. Collective, one small all-gather for each batch."""
         self._turn += 1
         turn = self._turn
         self._agree(self._facts())

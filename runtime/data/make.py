@@ -32,11 +32,7 @@ def make_loader(
     ranks: Ranks,
     refusal: Callable[[Sequence[int], int], str],
 ) -> ParallelLoader:
-    """The loader of data-parallel rank `index`.
-
-    `refusal` says why numbers of sequences of the ranks cannot run in a number of micro-batches, or is empty. Raises
-    `RuntimeInputError` on all ranks.
-    """
+    """The loader of data-parallel rank `index`. Raises `RuntimeInputError` on all ranks."""
     planned = degrees.dp * micro_batch * degrees.num_micro_batches
     wanted = planned if global_batch is None else global_batch
     ranks.all_or_none("the data cannot be read", list(_problems(source, options, wanted, degrees.dp)))

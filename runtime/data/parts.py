@@ -26,10 +26,7 @@ Part = tuple[Any, int, Any]  # this rank's batch, the place after the global bat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """How global batches of `global_batch` samples are cut. Rank `index` of `count` reads its part of each.
-
-    An epoch ends with a short batch, or before it with `drop_last`.
-    """
+    """How global batches of `global_batch` samples are cut. Rank `index` of `count` reads its part of each."""
 
     global_batch: int
     index: int
@@ -106,10 +103,7 @@ class MapParts(Parts):
 
 @dataclass(frozen=True, kw_only=True)
 class StreamParts(Parts):
-    """Of an iterable, which every process reads whole, and keeps its own rows.
-
-    `state` is the dataset's own state at `offset`, if it has one. Else the samples before `offset` are read again.
-    """
+    """Of an iterable, which every process reads whole, and keeps its own rows."""
 
     state: Any = None
 

@@ -84,11 +84,7 @@ class _PlainParts(IterableDataset[tuple[Any, int]]):
 
 
 class _ReportedIterator(Iterator[tuple[Any, int]]):
-    """An iterator with a state, as torchdata's protocol `Stateful` wants it.
-
-    torchdata sends only entries of dicts that changed. It takes `1` and `True` for equal, and changes the order of
-    keys. A position is a tuple, which it sends whole.
-    """
+    """torchdata's `Stateful` iterator. A position is a tuple: of dicts torchdata sends changed entries only."""
 
     _position: tuple[int, Any]
     _items: Iterator[Part]

@@ -68,10 +68,7 @@ def agreed(action: Callable[[], _T]) -> _T:
 
 
 def group_of_messages() -> dist.ProcessGroup | None:
-    """The group of messages between any two ranks. Collective at its first call.
-
-    PyTorch's check of collectives counts messages too, and ranks send different numbers of them.
-    """
+    """The group of messages, of its own if collectives are checked: the check counts messages. Collective."""
     return _group_of_messages(dist.group.WORLD)
 
 
@@ -94,10 +91,7 @@ def receive_tensor(into: torch.Tensor, source: int) -> None:
 
 
 def share_tensor(value: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Fill a contiguous tensor with the value on the group's first rank. Collective.
-
-    Tensors that are filled lie on the device of this rank.
-    """
+    """Fill a contiguous tensor on this rank's device with the value on the group's first rank. Collective."""
     for chunk in _chunks(value):
         dist.broadcast(chunk, group=group, group_src=0)
 

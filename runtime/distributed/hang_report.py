@@ -70,10 +70,7 @@ def frames_of_thread(thread: int) -> list[FrameType]:
 
 
 def rank_position(frames: Sequence[FrameType]) -> str:
-    """The position of frames: ``rank 2: in pipeline stage 1, forward pass of micro-batch 0, block ...``.
-
-    It is empty if no step of a `ParallelModel` is among the frames.
-    """
+    """The position of frames: ``rank 2: in pipeline stage 1, forward pass of micro-batch 0, block ...``."""
     selves = (getattr(frame.f_locals.get("self"), "place", None) for frame in frames)
     place = next((p for p in selves if isinstance(p, Place)), None)
     if place is None:

@@ -193,11 +193,7 @@ class Ranks:
         self._collect("ready")
 
     def run(self, target: str, *arguments: Any, describe: Describe = lambda rank: f"rank {rank}") -> list[Any]:
-        """Run ``module:function(rank, *arguments)`` on every rank; results in rank order.
-
-        Raises `RankError` with the first rank's error and traceback; the world is then gone. `describe` names a rank
-        in it. A run that is interrupted ends the world too: what its ranks still send would answer the next run.
-        """
+        """Run ``module:function(rank, *arguments)`` on every rank. A failed run raises `RankError`; the world ends."""
         try:
             for pipe in self._pipes:
                 with suppress(BrokenPipeError):  # a rank that ended between two runs: `_collect` says so

@@ -20,10 +20,7 @@ _c10d = torch.ops._c10d_functional
 
 @dataclass(frozen=True, eq=False)
 class MeshDim:
-    """One dimension of a running mesh: the `Communicator` of generated code whose collectives really send.
-
-    In one-process mode `stride` tells each rank's coordinate.
-    """
+    """One dimension of a running mesh, whose collectives really send. `stride` tells coordinates of other ranks."""
 
     name: str
     degree: int
@@ -115,11 +112,7 @@ class MeshDim:
 
 @dataclass(frozen=True, eq=False)
 class ExpertMesh:
-    """The meshes of parameters that ``ep`` splits.
-
-    `zero_mesh` has ``dp_replicate`` and the ranks that ZeRO shards them over. `tensor_mesh` has ``ep`` and the tensor
-    dimensions. `data` are the ranks that hold the same experts.
-    """
+    """The meshes of parameters that ``ep`` splits; `data` are the ranks that hold the same experts."""
 
     zero_mesh: DeviceMesh
     tensor_mesh: DeviceMesh
@@ -196,11 +189,7 @@ def _joined(device_mesh: DeviceMesh, spec: Mesh, rank: int, bounded: Any = None)
 
 
 def training_mesh(degrees: Degrees, device_type: str) -> RankMesh:
-    """The mesh of a training run: torch's pp, dp_replicate, dp_shard and tensor dimensions in the plan's order.
-
-    It also has the mesh dimensions of generated code. Collective. A process that asks for the same mesh again gets the
-    same groups, because every group costs threads and sockets.
-    """
+    """The mesh of a training run, with the dimensions of generated code. Collective; equal meshes share groups."""
     shape = (degrees.pp, degrees.dp_replicate, degrees.dp_shard, degrees.ep, degrees.cp)
     return _training_mesh(shape, degrees.mesh, degrees.order, device_type, dist.group.WORLD)
 
@@ -285,10 +274,7 @@ def group_of_stages(mesh: RankMesh, stage_ranks: tuple[int, ...]) -> dist.Proces
 
 
 def group_of_messages(pipeline: MeshDim) -> dist.ProcessGroup:
-    """The group of a pipeline's messages. Collective, as `group_of_stages`.
-
-    PyTorch's check of collectives counts messages too, and ranks send different numbers of them.
-    """
+    """The group of messages, of its own if collectives are checked: the check counts messages. Collective."""
     if dist.get_debug_level() != dist.DebugLevel.DETAIL:  # type: ignore[attr-defined]
         return pipeline.group
     return _group_of_stages(tuple(range(pipeline.degree)), pipeline.stride, pipeline.degree, dist.group.WORLD)

@@ -70,10 +70,7 @@ def graph_replay(action: Runnable, device: torch.device) -> Runnable:
 
 
 def reserve_bytes(device: torch.device) -> int:
-    """Memory of the device that is in use and not torch's tensors: context, libraries, communication buffers.
-
-    The memory of other processes counts too, so a shared device gives too much.
-    """
+    """Memory of the device that is in use and not torch's tensors: context, libraries, communication buffers."""
     if device.type == "cpu":
         return 0
     free, total = torch.cuda.mem_get_info(device)

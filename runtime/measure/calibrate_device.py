@@ -51,11 +51,7 @@ _PRODUCTS = 20  # on a GPU, replayed from one graph: a small product is shorter 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """Functions that keep ranks in step: `largest` gives the largest value of all ranks, `meet` waits for them.
-
-    With `ranks_per_core`, at least 1, processor time counts, multiplied by this number. It is for CPU ranks of one
-    thread. Without it the wall clock counts.
-    """
+    """How ranks keep in step: the `largest` value of all, and `meet`. With `ranks_per_core` processor time counts."""
 
     largest: Callable[[float], float] = lambda value: value
     meet: Callable[[], None] = lambda: None
@@ -196,11 +192,7 @@ def _chain(device: torch.device, *, trains: bool) -> Runnable:
 
 
 def seconds_of(action: Runnable, device: torch.device, pace: Pace, budget_s: float, *, waits: bool = True) -> float:
-    """Median seconds of an action over rounds that all ranks begin together. Collective.
-
-    The rounds take about `budget_s` after a warm-up. `waits=False` measures the time of the host, which then waits for
-    the device only between rounds.
-    """
+    """Median seconds of an action over rounds that take about `budget_s`. `waits=False` times the host. Collective."""
     once = pace.largest(pace.timed(action, device, 1, waits=waits)[0])
     if once < budget_s / 2:  # the first run loads kernels and memory; after a long one there is no time for others
         once = pace.largest(min(pace.timed(action, device, 1, waits=waits)[0] for _ in range(2)))

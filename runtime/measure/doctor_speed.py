@@ -22,11 +22,7 @@ MESSAGE_BYTES = {"cpu": (8, 2**16, 2**22), "cuda": (8, 2**20, 2**28)}  # the fir
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedMeasurement:
-    """One figure of one rank: its rounds in seconds of the work done once, and how much work that is.
-
-    `kind` is "flops", "copy", "all-reduce" or "point-to-point"; `amount` is in FLOP or bytes. `peer` is the other rank
-    of a message.
-    """
+    """One figure of one rank: its rounds in seconds of the work done once, and how much work that is."""
 
     name: str
     kind: str
@@ -111,10 +107,7 @@ def _turns(world_size: int) -> list[list[tuple[int, int]]]:
 
 
 def rounds_of(action: Callable[[], None], device: torch.device) -> tuple[float, ...]:
-    """Seconds of an action in each of several rounds, which all ranks begin together. Collective.
-
-    The slowest rank's first runs decide how often a round repeats it, so that all ranks do the same.
-    """
+    """Seconds of an action in each of several rounds, which all ranks begin together. Collective."""
     pace = Pace()
     once = torch.tensor(min(pace.timed(action, device, 1, waits=True)[0] for _ in range(3)), device=device)
     dist.all_reduce(once, op=dist.ReduceOp.MAX)

@@ -227,10 +227,7 @@ class CheckpointedModel(RunningModel):
                 yield name, whole.detach() if is_first else None
 
     def _saved_tensors(self) -> dict[str, FlatShards]:
-        """This rank's chunks of parameters, persistent buffers, and the other buffers that the forward pass changes.
-
-        A tied parameter comes under its first name.
-        """
+        """This rank's chunks of parameters, persistent buffers, and the other buffers that the forward pass changes."""
         tensors = {
             f"model/{name}": self._saver.known.of(f"model/{name}", parameter, partial(self._chunks_of, name))
             for name, parameter in self.named_parameters()

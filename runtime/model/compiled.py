@@ -28,11 +28,7 @@ from autopar.runtime.model.known_code import KnownCode
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CompiledProgram:
-    """A program, its plan, and the code and constants that are made of them at first use.
-
-    `used` gives the placement of parameters that this program takes in another placement than they are stored in.
-    `ignored` gives the target inputs that can mark samples to ignore, with the marking value; None without any.
-    """
+    """A program and its code. `used` has placements of parameters that differ from the stored ones."""
 
     program: Program
     plan: Plan

@@ -44,11 +44,7 @@ class DecisionCheck:
 
     @torch.no_grad()
     def values(self, micro_batches: Sequence[Values], constants: Values) -> list[list[Found]]:
-        """What a step gives to the decisions, up to the first that differs from the program's. Collective.
-
-        A value behind this one is not the model's, which would have taken another branch. There is a list for every
-        micro-batch if values of micro-batches differ that no extreme joins.
-        """
+        """What a step gives to decisions, up to the first that differs; perhaps for each micro-batch. Collective."""
         rows = []
         for micro_batch in micro_batches:
             values = {**constants, **{name: value.to(self._code.device) for name, value in micro_batch.items()}}

@@ -58,10 +58,7 @@ def _counting(module: fx.GraphModule, calls: list[list[torch.Tensor]]) -> Callab
 def load_of_experts(
     program: Program, loads: Counts, own_calls: Sequence[int], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """The rows of each expert over all ranks, by the path of the call. `own_calls` are those of this rank, in order.
-
-    Ranks with the same tokens count the same rows. The captured number of rows says how many such ranks there are.
-    """
+    """The rows of each expert over all ranks, by the path of the call. `own_calls` are those of this rank, in order."""
     mine: dict[int, list[torch.Tensor]] = {}
     for block, counts in loads.items():
         calls = [i for i in own_calls if program.calls[i].block == block]

@@ -64,10 +64,7 @@ class IndexCheck:
 
     @torch.no_grad()
     def check(self, micro_batches: Sequence[Values], constants: Values, exchange: Exchange) -> None:
-        """Raise `RuntimeInputError` on all ranks if an index of any rank is outside of its table. Collective.
-
-        Lookups whose index is looked up itself come after the lookups that it depends on.
-        """
+        """Raise `RuntimeInputError` on all ranks if an index of any rank is outside of its table. Collective."""
         for depth in sorted({lookup.depth for lookup in self._lookups}):
             first = self._first_outside(depth, micro_batches, constants)
             text = outside_text(exchange(first), self._lookups)
@@ -77,10 +74,7 @@ class IndexCheck:
         self._is_sufficient = self._safe.is_complete and not _any_outside(self._safe.ranges, constants)
 
     def _first_outside(self, depth: int, micro_batches: Sequence[Values], constants: Values) -> tuple[int, int]:
-        """The number of the lookup from 1 on, and its first index outside. Zeros if there is none.
-
-        All parts run in any case: their code may have collectives.
-        """
+        """A lookup, from 1 on, and its first index outside, or zeros. All parts run, for their collectives."""
         first = (0, 0)
         for micro_batch in micro_batches:
             values = {**constants, **{name: micro_batch[name].to(self._code.device) for name in self._inputs(depth)}}
@@ -125,10 +119,7 @@ def first_outside(values: torch.Tensor, allowed: ValueRange) -> int | None:
 
 
 def outside_text(rows: Sequence[Sequence[int]], sites: Sequence[Lookup]) -> str:
-    """The message about indices outside, with ranks, input, index and bound. Empty if no rank has any.
-
-    A row has the number of a lookup from 1 on and its index, or zeros.
-    """
+    """The message about indices outside, empty without any. A row has a lookup's number from 1 on, and its index."""
     ranks_of: dict[tuple[int, int], list[int]] = {}
     for rank, (number, index, *_) in enumerate(rows):
         if number:

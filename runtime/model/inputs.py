@@ -16,10 +16,7 @@ _MAX_CHARS = 80  # of a value in a message
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One rank's batch as it was `given`: tensors by input name, its number of sequences, and its problems.
-
-    `form` is the program with the inputs that this batch has.
-    """
+    """One rank's batch as it was `given`: tensors by input name, its number of sequences, and its problems."""
 
     given: Mapping[str, Any] | Sequence[Any]
     form: Program
@@ -37,11 +34,7 @@ def read_batch(
     casts: bool = False,
     optional: Collection[str] = (),
 ) -> Batch:
-    """The tensors of a batch by input name. The batch dimension may have any size, the others only if `any_shape`.
-
-    `sequences` is the expected number of sequences, for messages. With `casts`, floating tensors are cast to the dtype
-    of the program's input. `optional` arguments may be tensors where the example inputs had none, and the other way.
-    """
+    """The tensors of a batch by input name. The batch dimension may have any size, the others only if `any_shape`."""
     problems: list[str] = []
     form, given = program, _given(program, batch, problems)
     if any_shape and isinstance(batch, Mapping):
@@ -86,10 +79,7 @@ def read_batch(
 
 
 def with_optional(program: Program, given: dict[str, Any], optional: Collection[str]) -> tuple[Program, dict[str, Any]]:
-    """The program with the `optional` inputs that a batch has, and the leaves of the batch. None is no input.
-
-    A new tensor has a batch dimension if it has as many rows as the others.
-    """
+    """The program with the `optional` inputs that a batch has, and the leaves of the batch. None is no input."""
     known = [*given, *program.fixed, *(info.name for info in program.inputs)]
     free = {name for name in known if name.partition(".")[0] in optional}
     given = {name: value for name, value in given.items() if value is not None or name not in free}
@@ -149,12 +139,7 @@ def sequences_to_run(
     wants_outputs: bool,
     per_micro_batch: bool = False,
 ) -> int:
-    """The number of sequences that every rank runs, from the number that each rank has.
-
-    With `pads` a short batch is padded. With `captures` another number of sequences may run after another capture.
-    Padded rows would appear in outputs, so `wants_outputs` prefers a capture. With `per_micro_batch` nothing is padded,
-    because a micro-batch of fewer samples would count as much as the others. Raises `RuntimeInputError`.
-    """
+    """The number of sequences that every rank runs, from the number that each has. Raises `RuntimeInputError`."""
     least, most = min(counts), max(counts)
     is_equal = per_micro_batch and micro_batches > 1
     if not most and planned:
@@ -189,11 +174,7 @@ def pad_batch(
     ignored: Mapping[str, int],
     fillers: Mapping[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
-    """Fill a batch up to `sequences`: targets and masks with their ignored value, other inputs with a row of data.
-
-    Zeros could make a NaN, for example with a mask that hides everything; a row of data cannot. The row comes from the
-    batch, or from `fillers` if the batch is empty. Without either it is zero.
-    """
+    """Fill a batch: targets and masks with their ignored value, others with a row of data. Zeros could give NaN."""
     padded = {}
     for info in batch.form.inputs:
         value = batch.tensors[info.name]
@@ -254,10 +235,7 @@ def as_batch(program: Program, args: Sequence[Any]) -> Mapping[str, Any] | Seque
 
 
 def rows_of_rank(program: Program, batch: Mapping[str, Any] | Sequence[Any], index: int, count: int) -> Any:
-    """The rows of one of `count` data-parallel ranks in a global batch, as a dict or a tuple.
-
-    Raises `RuntimeInputError` if the ranks do not divide the rows.
-    """
+    """The rows of one of `count` data-parallel ranks in a global batch. Raises `RuntimeInputError`."""
     infos = list(program.inputs)
     if isinstance(batch, Mapping):
         infos = list(with_optional(program, _given(program, batch, []), batch.keys())[0].inputs)

@@ -47,10 +47,7 @@ class _Part:
 
 
 class OriginalModel:
-    """What `parallelize` found in a module and in its settings. A loss function that is a module is watched too.
-
-    `weightless` is a copy without weights. `reads` are the attributes that the training program read.
-    """
+    """What `parallelize` found in a module and in its settings. A loss function that is a module is watched too."""
 
     def __init__(self, model: nn.Module, weightless: nn.Module, loss_fn: object, reads: Iterable[str]) -> None:
         self.weightless = weightless

@@ -104,11 +104,7 @@ def refuse_move(
 
 
 class _Backward(torch.autograd.Function):
-    """The loss of a call, cut from its graph. Its backward pass runs that graph whole, between `begin` and `end`.
-
-    So gradients of the model are summed over ranks by themselves, and terms on parameters that a script adds to the
-    loss, which are whole on every rank, are not.
-    """
+    """The loss of a call, cut from its graph. Only gradients of that graph are summed, between `begin` and `end`."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, loss: torch.Tensor, run: Callable[[torch.Tensor], None]) -> Any:

@@ -36,10 +36,7 @@ RunStage = Callable[[StageModule, Stage, _Values, int], _Values]  # module, stag
 
 
 class _Submodule(nn.Module):
-    """The module that torch's stage calls: it takes named values of messages and micro-batch, and returns messages.
-
-    The stage's module is not registered, so that torch does not touch its FSDP2 state.
-    """
+    """The module that torch's stage calls. It hides the stage's module, whose FSDP2 state torch must not touch."""
 
     def __init__(self, module: StageModule, stage: Stage, loss: str, is_last: bool, detaches: bool) -> None:
         super().__init__()
@@ -152,10 +149,7 @@ def _forget(infos: Sequence[Any]) -> None:
 
 
 class Pipeline:
-    """One rank's stages of a compiled program and the schedule that runs them.
-
-    `modules` are this rank's stages by number. Training takes `degrees.micro_batches` at once, evaluation one.
-    """
+    """One rank's stages of a compiled program and the schedule that runs them."""
 
     def __init__(
         self,

@@ -48,10 +48,7 @@ _OTHERS = "(not in the example)"  # stands for all inputs that only this batch h
 
 
 class PreflightCheck:
-    """Compares the next call of the ranks of a mesh: its kind, mode, step, shapes and data.
-
-    A rank whose asynchronous save has failed says so here, and all ranks raise the error of the save.
-    """
+    """Compares the next call of the ranks: kind, mode, step, shapes, data, and whether a save in a thread failed."""
 
     def __init__(self, mesh: RankMesh, inputs: Sequence[InputInfo], saver: Saver) -> None:
         self.mesh, self.inputs, self.saver = mesh, tuple(inputs), saver
@@ -62,12 +59,7 @@ class PreflightCheck:
     def check(
         self, kind: int, training: bool, step: int, batch: Batch, unsure: bool, scaler: str = "", change: str = ""
     ) -> tuple[list[int], bool]:
-        """Every rank's number of sequences, and whether any rank is unsure of the indices in its batch.
-
-        `scaler` is the text of the settings of this rank's scaler, empty without one. `change` says what has been
-        changed in this rank's model, and is empty if nothing was. Raises `RuntimeInputError` on all
-        ranks where they do not agree.
-        """
+        """Every rank's number of sequences, and whether one is unsure of indices. Raises on all ranks."""
         kind = NOT_SAVED if self.saver.has_failed else kind
         if self.world_size == 1:
             if kind == NOT_SAVED:
@@ -112,10 +104,7 @@ class PreflightCheck:
             raise RuntimeInputError(others)
 
     def same_weights(self, names: Sequence[str], held: Mapping[str, torch.Tensor], stage: int) -> None:
-        """Raise `RuntimeInputError` on all ranks if ranks hold other values of the same elements of a parameter.
-
-        `NUM_SAMPLED` elements of each rank's part are compared, evenly spread. `names` are all parameters. Collective.
-        """
+        """Raise `RuntimeInputError` on all ranks if ranks hold other values of a parameter. Collective."""
         if self.world_size == 1:
             return
         table, places = torch.zeros(len(names), NUM_SAMPLED, dtype=torch.float64), [0] * len(names)
@@ -149,8 +138,7 @@ class PreflightCheck:
             raise RuntimeInputError(f"{message} on {_ranks(bad)}; the error of that rank says why")
 
     def in_lockstep(self, loader: Any) -> Iterator[Any]:
-        """The items of a loader as long as every rank has one. Raises `RuntimeInputError` on all ranks if one ends or
-        fails before the others."""
+        """The items of a loader while every rank has one. Raises `RuntimeInputError` on all ranks."""
         count, items = 0, iter(loader)
         while True:
             item, kind, cause = None, READING, None

@@ -393,10 +393,7 @@ class RunningModel(ShardedModel):
         index: int,
         num_averaged: int,
     ) -> dict[str, Any]:
-        """One micro-batch through one stage in training; new values of buffers are kept.
-
-        The loss of a step is the mean of `num_averaged` losses.
-        """
+        """One micro-batch through one stage in training; new values of buffers are kept."""
         self.streams.training = True
         functions = self._functions(compiled, False)
         execution = self._execution(compiled, functions, (self._step, index), outputs=False)

@@ -31,10 +31,7 @@ _Key = tuple[bool, tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """A batch to run: its micro-batches, and these padded with other numbers; whether any rank is unsure of indices.
-
-    `decided` are the decisions of all micro-batches together, as far as they are known.
-    """
+    """A batch to run: micro-batches, also padded with other numbers, mode, doubt about indices, and known decisions."""
 
     batch: Batch
     pieces: Pieces
@@ -84,11 +81,7 @@ class ShapeCache:
         return self.replan is not None
 
     def compiled_for(self, wanted: Wanted, exchange: Callable[[Sequence[int]], list[list[int]]]) -> CompiledProgram:
-        """What runs the micro-batches, after the checks of indices and decisions. Collective.
-
-        A program knows the decisions of a batch up to the first that is not its own. Another program that decided so
-        may go on from there. Without one the model is captured again.
-        """
+        """What runs the micro-batches: the program that decides as they do, else a new capture. Collective."""
         key = _key(wanted.batch.form, wanted.sizes, wanted.training)
         known, why, is_new = self._known(key), "", False
         compiled, untried = (known[0], known[1:]) if known else (None, [])
@@ -134,10 +127,7 @@ class ShapeCache:
             self._warn()
 
     def is_unsure(self, batch: Batch, micro_batches: int, training: bool) -> bool:
-        """Whether an index of this rank's batch could be outside of its table (`autopar.runtime.model.index_check`).
-
-        A rank with another number of sequences than planned does not know which program its batch will run in.
-        """
+        """Whether an index of this rank's batch could be outside of its table, in the program that it will run in."""
         if batch.problems:
             return False
         count = batch.sequences // micro_batches

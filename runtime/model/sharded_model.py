@@ -189,10 +189,7 @@ class ShardedModel(nn.Module):
                 yield name, getattr(owners[name], attribute(name))
 
     def stored_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters as they are stored, by the program's names.
-
-        Each part of an unequal packing is a parameter, named after its rows: ``qkv_proj.weight[0:3072]``.
-        """
+        """This rank's parameters as they are stored, with each part of an unequal packing."""
         for name, parameter in self._computed():
             yield name, parameter if self._on_host is None else self._on_host.of(name, parameter)
 
@@ -257,10 +254,7 @@ class ShardedModel(nn.Module):
         return destination
 
     def own_buffers(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
-        """The first name of each buffer that is state, its value, and whether a state dict holds it.
-
-        The forward pass may change a buffer. Only the stage that changes it yields it.
-        """
+        """Name, value and persistence of each buffer that is state, from the stage that changes it."""
         changed = stage_of_buffers(self.program, self.stages_in(self.base))
         for first, info in self.program.buffers.items():
             changing = {changed[n] for n in (first, *info.aliases) if n in changed}

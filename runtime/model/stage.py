@@ -28,10 +28,7 @@ from autopar.runtime.profile.timeline import range_name
 
 
 class Segment(nn.Module):
-    """The parameters of one call of a block in training, gathered while code that needs them runs.
-
-    `dtypes` are the dtypes in which blocks take parameters.
-    """
+    """The parameters of one call of a block in training, gathered while code that needs them runs."""
 
     def __init__(self, names: Mapping[str, Storage], dtypes: Mapping[str, torch.dtype]) -> None:
         super().__init__()
@@ -81,12 +78,7 @@ class Execution:
 
 
 class StageModule(nn.Module):
-    """One stage: a segment for every call, and the parameters that several of its calls take.
-
-    Behind the segments of the calls are those of experts that `ep` splits, and of parameters of a second dtype: FSDP2
-    gathers one dtype together. `fill` registers parameters on a module. Unused parameters of the model belong to the
-    first stage.
-    """
+    """A segment for every call, of one dtype, then those of experts and second dtypes, and what several calls take."""
 
     def __init__(
         self,
@@ -145,10 +137,7 @@ class StageModule(nn.Module):
         return dict.fromkeys(self.shared, self) | {name: self.segments[at] for name, at in self.segment_of.items()}
 
     def forward(self, what: Callable[[], tuple[Execution, Stage]], received: dict[str, Any]) -> dict[str, Any]:
-        """Run the calls of a stage of a program over named local values; returns what leaves the stage.
-
-        The execution and stage come as a function, because FSDP2 searches all arguments for tensors.
-        """
+        """Run the calls of a stage. `what` is a function, because FSDP2 searches arguments for tensors."""
         names = list[str]()
 
         def named(params: Mapping[str, torch.Tensor], *arguments: Any) -> tuple[Any, ...]:
@@ -239,8 +228,7 @@ def _outputs(compiled: CompiledProgram, call: CallSite, results: Sequence[str]) 
 
 
 def _recomputing(run: Callable[..., Any], stops_early: bool) -> Callable[..., Any]:
-    """`run` whose inner values the backward pass computes again. Random streams restart with every call, so that torch
-    has no state of generators to keep."""
+    """`run` whose inner values the backward pass computes again. Random streams restart with every call."""
     choices = KeptChoices()
 
     def with_choices(params: Mapping[str, torch.Tensor], *arguments: Any) -> Any:
@@ -272,11 +260,7 @@ def _within(segment: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class OldBuffers:
-    """Buffers as the micro-batches of a step read them, in copies: the backward pass needs the values before an update.
-
-    If samples change a buffer, each micro-batch does. Any other change is one of a step, so its micro-batches read one
-    value. With `per_micro_batch` every micro-batch is a step of its own.
-    """
+    """Copies of buffers for the micro-batches of a step: the backward pass needs the values before an update."""
 
     def __init__(self, program: Program, *, per_micro_batch: bool) -> None:
         self._changing = frozenset(program.updates) if per_micro_batch else updated_by_inputs(program)

@@ -43,11 +43,7 @@ def is_zero_sharded(parameter: torch.Tensor) -> bool:
 
 
 def mesh_of(degrees: Degrees, mesh: RankMesh, storage: Storage, zero_dim: int | None) -> DeviceMesh | None:
-    """The mesh of a parameter as it is made. None for a plain tensor.
-
-    FSDP2 adds the data-parallel dimensions to the parameters that it shards (`zero_dim`). The others get them here: the
-    operators of torch want all parameters on one mesh. Experts that `ep` splits have a mesh of their own.
-    """
+    """The mesh of a new parameter, None for a plain tensor. FSDP2 adds the data-parallel dimensions where it shards."""
     if storage.is_of_experts:
         assert mesh.experts is not None
         return mesh.experts.tensor_mesh
@@ -66,10 +62,7 @@ def shard(
     root: bool = False,
     of_experts: bool = False,
 ) -> None:
-    """Shard a segment's parameters over the data-parallel ranks; the root holds what several segments share.
-
-    A segment `of_experts` has parameters that `ep` splits, and no others.
-    """
+    """Shard a segment's parameters over the data-parallel ranks; the root holds what several segments share."""
     stage = degrees.fsdp_stage_of_experts if of_experts else degrees.fsdp_stage
     if stage == 0:
         return
@@ -139,11 +132,7 @@ def own_memory(values: Sequence[torch.Tensor], gathered: Mapping[str, torch.Tens
 
 
 def before_backward(model: nn.Module, degrees: Degrees, *, last: bool) -> None:
-    """Set what FSDP2 does after the next backward pass; `last` is that of the step's last micro-batch.
-
-    `set_is_last_backward` stays at its default. With False for earlier micro-batches, FSDP2 keeps the order of their
-    forward passes, and the next backward pass prefetches a segment that nobody needs.
-    """
+    """Set what FSDP2 does after the next backward pass. `set_is_last_backward` stays: False would prefetch too much."""
     for module in _sharded(model):
         module.set_reshard_after_backward(degrees.fsdp_stage == 3 or last, recurse=False)
         module.set_requires_gradient_sync(degrees.fsdp_stage >= 2 or last, recurse=False)
@@ -167,10 +156,7 @@ def sum_held_gradients(model: nn.Module) -> None:
 
 
 def free_gathered(model: nn.Module) -> None:
-    """Shard again what a forward pass without a backward pass has gathered.
-
-    Else parameters are the gathered ones, which an optimizer does not know and which its next step does not change.
-    """
+    """Shard what a forward pass without a backward pass has gathered: an optimizer knows the shards only."""
     for module in _sharded(model):
         module.reshard()
 

@@ -31,11 +31,7 @@ Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 class BackwardStep:
-    """One optimizer for each parameter, and the updates that run beside the backward pass.
-
-    `early` gives the early parameters by the parameters that blocks compute with. `take` moves a gradient to the
-    parameter that the optimizer updates.
-    """
+    """One optimizer for each parameter. `early` ones step beside the backward pass; `take` moves their gradients."""
 
     def __init__(
         self,

@@ -66,10 +66,7 @@ class HostCopies:
 
 
 class HostParameters:
-    """The parameters that the user's optimizer updates, on the host, and the device's copies that blocks compute with.
-
-    `computed` are the device's parameters by name. A parameter that needs no gradient has no copy.
-    """
+    """The parameters on the host that the user's optimizer updates, of the `computed` ones that need gradients."""
 
     def __init__(
         self, computed: Mapping[str, nn.Parameter], placements: Mapping[str, Storage], copies: HostCopies
@@ -92,10 +89,7 @@ class HostParameters:
 
     @torch.no_grad()
     def send_values(self) -> None:
-        """Give the device the values that the optimizer, or the user, wrote since.
-
-        A forward pass that waits for its backward pass keeps its saved weights unless the user changed them.
-        """
+        """Give the device the values written since. Unchanged weights keep their version, which autograd compares."""
         for name, held in self._held.items():
             computed, version = _local(self._computed[name]), private.version_of(held)
             same = private.keeping_version(computed) if version == self._sent[name] else nullcontext()

@@ -95,10 +95,7 @@ class _States(defaultdict[Any, Any]):
 
 @torch.no_grad()
 def keep_state_in_files(optimizer: torch.optim.Optimizer, folder: str | os.PathLike[str]) -> int:
-    """Keep an optimizer's state in a file of a folder, from the next step on; returns the reserved bytes.
-
-    State that the optimizer has already moves there.
-    """
+    """Keep an optimizer's state in a file of a folder, from the next step on; returns the reserved bytes."""
     path = Path(folder)
     if not path.is_dir():
         raise InputError(f"no such folder: {path}; make it on the disk that shall hold the optimizer's state")
@@ -119,10 +116,7 @@ def keep_state_in_files(optimizer: torch.optim.Optimizer, folder: str | os.PathL
 
 
 def needed_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of an optimizer's state on this rank: of the state it has, else of one step with a gradient of zeros.
-
-    The step is one of a copy, for one part of a parameter at a time.
-    """
+    """Bytes of an optimizer's state on this rank: of the state it has, else of one step with a gradient of zeros."""
     total = 0
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -19,10 +19,7 @@ from autopar.runtime.parameters.packed import by_model_parameter
 
 
 def flat_state(tensor: torch.Tensor, storage: Storage | None) -> Any:
-    """A parameter of the model, or optimizer state shaped like it, under its flat global shape.
-
-    A parameter of several parts has no storage of its own: `storage` is None.
-    """
+    """A parameter of the model, or state shaped like it, in its flat shape. One of several parts has no `storage`."""
     if isinstance(tensor, JoinedTensor):
         return tensor.flat_shards()
     tensor = stored(tensor)

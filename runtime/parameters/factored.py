@@ -41,12 +41,7 @@ logging.getLogger("torch.distributed.tensor._redistribute").addFilter(lambda rec
 
 
 class FactoredTensor(ShownTensor, DTensor):
-    """A DTensor, perhaps in factored shape, that shows `model_shape`.
-
-    A reduction to one number gives a plain tensor: `item` of a DTensor would give this rank's part. Experts have a
-    mesh of their own, and operators of torch take operands of one mesh. So if a model `has_two_meshes`, lists of norms
-    are plain too.
-    """
+    """A DTensor, perhaps in factored shape, that shows `model_shape`. Its reductions give plain numbers."""
 
     __slots__ = ()
     model_shape: torch.Size
@@ -151,10 +146,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _is_local(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether an operator may run on this rank's parts: it makes an element of one element, without autograd.
-
-    DTensor has no rule for some of these operators, such as the fused step of SGD.
-    """
+    """Whether an operator runs on this rank's parts, without autograd. DTensor lacks rules for some of them."""
     if not (name == "__setitem__" or makes_elements(name)):
         return False
     return not has_gradient(args)

@@ -40,10 +40,7 @@ class FlatRows:
 
 
 class FlatShards(torch.Tensor):
-    """This rank's chunks of a tensor of flat global shape; values are views, so loading writes in place.
-
-    A tensor on meta, because torch.distributed.checkpoint looks for shards in tensors only.
-    """
+    """This rank's chunks of a flat tensor, as views. It is on meta, because torch's checkpoint looks for tensors."""
 
     rows: tuple[FlatRows, ...]
     chunks: tuple[Chunk, ...]

@@ -114,11 +114,7 @@ SAME_SETTINGS = "make the scaler with equal arguments, and load the same state, 
 
 
 def settings_of(scaler: Any) -> str:
-    """The settings of a scaler that all ranks must share, as text. Empty without a scaler, or for one that is disabled.
-
-    The scale itself is left out, because reading it from a GPU waits for the step before. It follows from the settings
-    and from the flags, which are equal on all ranks.
-    """
+    """A scaler's settings that ranks share, as text; empty without one. Its scale follows from them and the flags."""
     if scaler is None:
         return ""
     if not isinstance(scaler, torch.amp.GradScaler):
@@ -144,10 +140,7 @@ def _scale_at_adoption(scaler: torch.amp.GradScaler) -> float | None:
 
 
 def adopted(scaler: Any) -> GradScaler:
-    """The scaler of a step, on whose settings the ranks agree. A scaler of torch becomes a `GradScaler` in place.
-
-    It keeps its scale and its counts. Raises RuntimeInputError for an object that is no scaler of torch.
-    """
+    """The scaler of a step, whose settings the ranks agree on. One of torch becomes a `GradScaler` in place."""
     if isinstance(scaler, GradScaler):
         scaler._agreed = settings_of(scaler)
         return scaler

@@ -43,11 +43,7 @@ def sum_over(
     device: torch.device,
     dtypes: Sequence[torch.dtype] | None = None,
 ) -> None:
-    """Sum tensors over a group in place, bucketed; every rank must pass the same shapes in the same order.
-
-    The group sends from `device`. Tensors may lie on the host. `dtypes` are the dtypes in which the tensors are summed,
-    by default their own.
-    """
+    """Sum tensors over a group in place, in buckets of `dtypes`, from `device`. Ranks pass the same shapes in order."""
     sent = [t.dtype for t in tensors] if dtypes is None else dtypes
     for indices in buckets((t.numel() * dtype.itemsize, dtype) for t, dtype in zip(tensors, sent, strict=True)):
         bucket = [tensors[i] for i in indices]
@@ -73,10 +69,7 @@ def gradient_norm(
     stage_size: int,
     device: torch.device,
 ) -> torch.Tensor:
-    """2-norm of all gradients together, on every rank, by one all-reduce of a scalar in float64.
-
-    `parameters` are this rank's. `num_stage_ranks` counts the ranks of a pipeline that hold a parameter (tied weights).
-    """
+    """2-norm of all gradients together, on every rank, by one all-reduce of a scalar in float64."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for name, parameter in parameters.items():
         grad = local_gradient(parameter)
@@ -89,10 +82,7 @@ def gradient_norm(
 
 
 def nonfinite_error(parameters: Mapping[str, torch.Tensor], names: Sequence[str], norm: float) -> RuntimeInputError:
-    """The error of a gradient norm that is not finite, equal on all ranks. Collective.
-
-    `names` are all parameters of the model in order, and `parameters` this rank's ones.
-    """
+    """The error of a gradient norm that is not finite, equal on all ranks. Collective."""
     local = [
         name
         for name, parameter in parameters.items()

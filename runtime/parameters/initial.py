@@ -35,11 +35,7 @@ _NUM_COMPARED = 256  # elements of a tensor, to tell whether ranks hold the same
 
 
 def first_rank_sends(model: nn.Module, inputs: Mapping[str, torch.Tensor], *, has_state: bool) -> bool:
-    """Whether rank 0's weights go to all ranks, because other ranks have none or others. Collective.
-
-    Raises InputError on all ranks if the ranks built different models or inputs, or if another rank has weights and
-    rank 0 none.
-    """
+    """Whether rank 0's weights go to all ranks. Collective. Raises InputError on all ranks if their models differ."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     every = {**tensors, **{f"example input {name}": tensor for name, tensor in inputs.items()}}
     form = {name: f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for name, t in every.items()}
@@ -90,11 +86,7 @@ def sent_buffers(program: Program, source: Source) -> dict[str, torch.Tensor]:
 
 
 class Parts:
-    """This rank's parts of the parameters of its stages; `source` gives whole tensors by the model's names.
-
-    With `sent` only the source of rank 0 is asked. A rank must then ask for its parts in the order of stages, rank 0
-    must `pass_on` the parts of the stages that it does not hold, and all ranks `end`.
-    """
+    """This rank's parts of parameters. If `sent`, ranks ask in the order of stages, and rank 0 calls `pass_on`."""
 
     def __init__(self, program: Program, plan: Plan, mesh: RankMesh, source: Source, *, sent: bool) -> None:
         self._program, self._plan, self._mesh, self._sent = program, plan, mesh, sent

@@ -45,19 +45,7 @@ _Action = Callable[[], object]
 def parameter_source(
     model: nn.Module, *, state: StateSource | None = None, seed: int = 0, dtype: torch.dtype | None = None
 ) -> Callable[[str], torch.Tensor]:
-    """A function from the name of a parameter or buffer (a tied one under any name) to its whole value on CPU.
-
-    With a `state`, persistent names come from it, and it is compared with the model here, before anything is loaded.
-    Otherwise a tensor that is not on meta is returned as it is, and one on meta is initialised by the model's own code
-    from `seed`. Non-persistent buffers of a meta model are always rebuilt by the module's own code. The model is left
-    as it was.
-
-    Values have the model's dtype; `dtype` overrides it for floating parameters, and for floating buffers where it is
-    wider (a rotary table keeps its precision in a bfloat16 model). A value may share memory with the model or the
-    state, and is as large as the whole: copy the shard that you keep.
-
-    Raises InputError: the state does not fit, an unknown name, or nothing initialises a tensor.
-    """
+    """A function from a name to its whole value on CPU, from the `state`, the model or its initialisers."""
     slots = model_tensors(model)
     entries: Mapping[str, StateEntry] = {}
     if state is not None:
@@ -278,10 +266,7 @@ def _transformers_class() -> Any:
 
 @contextmanager
 def _initialising() -> Iterator[None]:
-    """No autograd, CPU whatever device is the caller's default, and torch's initialisers active.
-
-    transformers replaces them by no-ops in some of its contexts; its guard puts working ones in place.
-    """
+    """No autograd, on CPU, with torch's initialisers, which transformers replaces by no-ops in some contexts."""
     library = sys.modules.get("transformers.initialization")
     guard = library.guard_torch_init_functions() if library is not None else contextlib.nullcontext()
     with torch.no_grad(), torch.device("cpu"), guard:

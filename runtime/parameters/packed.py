@@ -48,12 +48,7 @@ def join_packed(program: Program, values: Mapping[str, torch.Tensor]) -> dict[st
 
 
 def complete_gradients(program: Program, parameters: Mapping[str, nn.Parameter]) -> None:
-    """A piece that the loss did not reach gets the zeros that its rows have in the whole gradient.
-
-    `parameters` are those of this rank, with all pieces of each.
-
-    An optimizer skips parameters without a gradient, but decays the weights of rows that have zeros.
-    """
+    """Pieces that the loss did not reach get zeros if others have gradients: optimizers decay rows with zeros."""
     for _, infos in by_model_parameter(program):
         params = [parameters[info.name] for info in infos if info.name in parameters]
         if any(p.grad is not None for p in params):

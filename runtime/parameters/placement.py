@@ -31,10 +31,7 @@ def make_parameter(
     *,
     requires_grad: bool,
 ) -> nn.Parameter:
-    """A copy of this rank's flat part as a parameter: a DTensor over `device_mesh`, or plain without one.
-
-    The last dimensions of `device_mesh` are the tensor mesh dimensions. The parameter is equal along the others.
-    """
+    """A copy of this rank's flat part as a parameter: a DTensor over `device_mesh`, or plain without one."""
     local = part.to(device=device, copy=True).contiguous()
     if device_mesh is None:
         return nn.Parameter(local, requires_grad=requires_grad)
@@ -60,11 +57,7 @@ def make_parameter(
 
 
 def local_value(parameter: torch.Tensor, storage: Storage) -> torch.Tensor:
-    """The flat local tensor of a parameter inside a block.
-
-    The cotangent of a replicated parameter is declared replicated even where it is partial: its sum is deferred to
-    once a step (`autopar.runtime.parameters.gradients`), on the shards that ZeRO leaves.
-    """
+    """A parameter's flat local tensor in a block. The sum of a replicated parameter's gradient waits."""
     if isinstance(parameter, DTensor):
         parameter = parameter.to_local(grad_placements=placements(storage, parameter.device_mesh.ndim))
         for _, dim, size in storage.uneven():

@@ -35,10 +35,7 @@ def _layout(storage: Storage) -> tuple[object, ...]:
 
 
 def relayout(value: torch.Tensor, storage: Storage, used: Storage, mesh: RankMesh) -> torch.Tensor:
-    """Convert the flat local value of a parameter from the placement `storage` to the placement `used`.
-
-    If both placements split it in different ways, it is gathered and cut again.
-    """
+    """Convert the flat local value of a parameter from the placement `storage` to the placement `used`."""
     current = list(storage.types)
     tensor = [*mesh.spec.owning("experts"), *mesh.spec.owning("parameters")]
     is_same = _layout(storage) == _layout(used)

@@ -55,10 +55,7 @@ def assemble(
     cotangent: bool = False,
     difference_of: Callable[[torch.Tensor, torch.Tensor], float] | None = None,
 ) -> tuple[torch.Tensor, float]:
-    """The whole value of all ranks' shards, and the largest difference among copies that must be equal.
-
-    For cotangents `R` means partial and `P` means equal on all ranks. `difference_of` compares a copy with the first.
-    """
+    """The whole value of all ranks' shards, and the largest difference among copies that must be equal."""
     sums = {"R"} if cotangent else {"P"}
     compare = difference_of or largest_difference
     sizes = dims.local_sizes(types, mesh.degrees)

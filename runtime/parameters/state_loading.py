@@ -23,10 +23,7 @@ _INDEX = ".safetensors.index.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateEntry:
-    """A tensor that can be loaded: its shape, whether it holds real or complex numbers, and how to get it.
-
-    `unusable` says why it cannot be used whatever the model, None if it can.
-    """
+    """A tensor that can be loaded: its shape, whether it holds real or complex numbers, and how to get it."""
 
     shape: tuple[int, ...]
     is_floating: bool
@@ -84,11 +81,7 @@ def _tensors_of(module: nn.Module) -> Iterator[tuple[bool, str, torch.Tensor]]:
 
 
 def open_state(state: StateSource) -> dict[str, StateEntry]:
-    """What a state holds, by name; no tensor is read.
-
-    `state`: a mapping of whole tensors, a ``.safetensors`` file, or a folder: its ``*.safetensors.index.json`` says
-    which files count, else ``model.safetensors`` alone, else every ``*.safetensors`` file. Raises InputError.
-    """
+    """What a mapping, a file or a folder of safetensors (its index, `model`, or all files) holds; no tensor is read."""
     if isinstance(state, Mapping):
         return {str(name): _entry_of(value) for name, value in state.items()}
     path = Path(state)
@@ -206,11 +199,7 @@ def ignored_names(model: nn.Module) -> tuple[str, ...]:
 def compare_state(
     slots: Mapping[str, ModelTensor], entries: Mapping[str, StateEntry], *, ignored: tuple[str, ...] = ()
 ) -> None:
-    """Raise one InputError that lists how a state differs from the model: names missing, unknown, of another shape.
-
-    A tied parameter is present under any of its names. Non-persistent buffers are not looked for. Floating dtypes may
-    differ: values are cast, as ``load_state_dict`` does. Nothing is loaded.
-    """
+    """Raise one InputError on names that are missing, unknown, or of another shape. Floating dtypes may differ."""
     mismatches, missing = [], []
     for slot in slots.values():
         if not slot.persistent:

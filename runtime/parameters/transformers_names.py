@@ -47,10 +47,7 @@ def layout_on_disk(model: Any, wholes: Mapping[str, torch.Tensor]) -> dict[str, 
 
 
 def named_as_in_model(model: nn.Module, entries: Mapping[str, StateEntry]) -> dict[str, StateEntry]:
-    """The entries of a state under the names that a model of transformers has. Other models' entries stay as they are.
-
-    A tensor that is made of several ones is made when it is loaded.
-    """
+    """A state's entries under the names of a model of transformers. Joined tensors are made when loaded."""
     conversions = _conversions(model)
     if not conversions:
         return dict(entries)

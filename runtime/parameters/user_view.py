@@ -67,10 +67,7 @@ def parts_of(parameter: nn.Parameter) -> tuple[Any, ...]:
 
 
 def show_parameter(parameter: nn.Parameter, name: str, storage: Storage, *, has_two_meshes: bool = False) -> None:
-    """Make a parameter what its user sees. It changes the object itself: FSDP2 and optimizers hold the object.
-
-    With `has_two_meshes` other parameters of the model are on another mesh.
-    """
+    """Make a parameter what its user sees. It changes the object itself: FSDP2 and optimizers hold the object."""
     kind: Any = PlainParameter
     if isinstance(parameter, DTensor):
         shown(parameter, storage.dims.shape, name)

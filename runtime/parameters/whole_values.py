@@ -15,10 +15,7 @@ from autopar.runtime.parameters.operator_kinds import changed_operands, target_o
 
 
 class ShownTensor(torch.Tensor):
-    """A tensor that shows the model's shape, whatever its storage.
-
-    `model_name` is the name of the parameter, for its gradient too; "" for a temporary value.
-    """
+    """A tensor that shows the model's shape. `model_name` is the parameter's; temporary values have none."""
 
     __slots__ = ()
     model_name: str
@@ -61,10 +58,7 @@ def refuse_compiling() -> None:
 
 
 class GatheredView:
-    """A value computed from gathered values. It meets tensors that are whole on every rank.
-
-    Writing to a view of a parameter or gradient, which has a `model_name`, would change nothing, so it raises.
-    """
+    """A value computed from gathered values. Writing to a view of a parameter (it has a `model_name`) raises."""
 
     __slots__ = ()
     model_name: str

@@ -51,11 +51,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileContext:
-    """Facts that the profile of a rank does not hold.
-
-    `tracks` gives the track of each process group by name, `micro_batches` the micro-batches of one run of the
-    schedule. Slices of all ranks count time from `origin_ns` since 1970.
-    """
+    """Facts that the profile of a rank does not hold."""
 
     tracks: Mapping[str, str]
     micro_batches: int
@@ -68,10 +64,7 @@ def range_name(path: str, call: int, stage: int, micro_batch: int) -> str:
 
 
 def slices_of(document: Mapping[str, Any], sent: Sequence[LoggedCollective], setting: ProfileContext) -> list[Slice]:
-    """The slices of one rank's profile, as `torch.profiler.profile.export_chrome_trace` writes it.
-
-    Times are microseconds of the rank's own clock since `setting.origin_ns`.
-    """
+    """The slices of one rank's profile, as `torch.profiler.profile.export_chrome_trace` writes it."""
     events = sorted((e for e in document["traceEvents"] if e.get("ph") == "X"), key=lambda e: float(e["ts"]))
     base_us = (int(document.get("baseTimeNanoseconds", 0)) - setting.origin_ns) * MICROSECONDS
     device = _Device(events)
@@ -145,11 +138,7 @@ def _blocks(events: Sequence[Event], actions: Sequence[Slice]) -> list[Slice]:
 
 
 def _numbers(events: Sequence[Event], forward: Sequence[tuple[Slice, Any]]) -> Callable[[int | None], int | None]:
-    """A function from the number of an autograd node to the index of the forward range that made the node.
-
-    An operator shows the number of the next node. A range therefore begins with the number of its first operator. It
-    ends before the number of the first operator after it.
-    """
+    """From an autograd node's number to its forward range, which begins with its first operator's number."""
     starts: dict[Any, tuple[list[float], list[int]]] = {}
     for event in events:
         number = event.get("args", {}).get("Sequence number")
@@ -200,10 +189,7 @@ def _communication(
 def _collectives(
     calls: Sequence[tuple[Event, LoggedCollective | None]], events: Sequence[Event], tracks: Mapping[str, str]
 ) -> list[Slice]:
-    """Collectives on the host.
-
-    gloo's own event gives the time of a collective. Without such an event, a collective is as long as its call.
-    """
+    """Collectives on the host, as long as gloo's own event; without one, as long as the call."""
     works = [e for e in events if str(e["name"]).startswith("gloo:")]
     spans = []
     for event, entry in calls:

@@ -40,11 +40,7 @@ def trace_step(
     *,
     sizes: Mapping[str, int | None],
 ) -> None:
-    """Run a step three times and write the trace of the last one. Collective.
-
-    The file keeps `sizes`, for a comparison with a prediction. Raises `InputError` on all ranks if the file cannot be
-    written.
-    """
+    """Run a step three times and write the trace of the last one. Raises `InputError` on all ranks. Collective."""
     run_on_first_rank(lambda: check_writable(path))
     step()  # the first of a pipeline opens connections
     with log_collectives() as sent:
@@ -84,11 +80,7 @@ def _profiled(step: Callable[[], object], device: torch.device) -> Any:
 
 
 def tracks_of(mesh: RankMesh, groups: Iterable[str]) -> dict[str, str]:
-    """The track of each process group that a step uses, by the group's name: its mesh dimension.
-
-    Groups of some stages, over which tied parameters are summed, count as pp. Groups of all ranks have a track of their
-    own: in them, ranks agree on values before a step.
-    """
+    """The track of each process group by name: its mesh dimension, pp for tied parameters, or one for all ranks."""
     replicate, shard = mesh.device_mesh["dp_replicate"], mesh.device_mesh["dp_shard"]
     both, all_data = replicate.size() > 1, "dp" if mesh.data is None else mesh.data.name
     tracks = {str(replicate.get_group().group_name): "dp_replicate" if both else all_data}

@@ -34,10 +34,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """The error of one tensor, and its noise. Both are relative to the reference.
-
-    `is_zero` says that the tensor is zero in exact arithmetic: norm and noise are rounding of the whole quantity.
-    """
+    """The error of one tensor, and its noise. Both are relative to the reference."""
 
     error: float
     noise: float = 0.0
@@ -126,10 +123,7 @@ def size(reference: torch.Tensor) -> float:
 
 
 def error(value: torch.Tensor, reference: torch.Tensor) -> float:
-    """Relative error of a tensor: NaN if one value is NaN and the other is not.
-
-    It is infinite if shapes differ, and if the reference is zero and the found tensor is not.
-    """
+    """Relative error of a tensor: NaN if only one is NaN; infinite for other shapes, and to a reference of zeros."""
     return _relative(distance(value, reference), size(reference))
 
 
@@ -139,10 +133,7 @@ def size_of_all(reference: Tensors) -> float:
 
 
 def size_of_zero(value: torch.Tensor, whole: float, dtype: torch.dtype | None = None, reach: float = 0.0) -> float:
-    """The largest norm of a tensor that is zero in exact arithmetic, in a quantity of the norm `whole`.
-
-    An optimizer that divides by a gradient's size moves an element without gradient by `reach` at most.
-    """
+    """The largest norm of a tensor that is zero in exact arithmetic, in a quantity of the norm `whole`."""
     dtype = dtype or (value.dtype if value.is_floating_point() or value.is_complex() else torch.float64)
     part = max(ZERO_EPSILONS * torch.finfo(dtype).eps, ZERO_PART if dtype == torch.float64 else 0.0)
     return part * whole + reach * sqrt(value.numel())
@@ -156,11 +147,7 @@ def measured(
     dtype: torch.dtype | None = None,
     reach: float = 0.0,
 ) -> dict[str, Measured]:
-    """Error and noise of every tensor of one quantity, such as all gradients.
-
-    `moved` are runs in which only rounding is different. `dtype` is the dtype of the runs, by default that of the
-    reference. An optimizer has moved weights without gradient by `reach`.
-    """
+    """Error and noise of every tensor of one quantity, such as all gradients."""
     whole = size_of_all(reference)
     return {
         name: measured_one(
@@ -200,11 +187,7 @@ def measured_weights(
     moved_gradients: Sequence[Tensors],
     reach: float,
 ) -> tuple[dict[str, Measured], int]:
-    """Errors of weights after optimizer steps, and how many elements were compared by reach.
-
-    AdamW divides by the gradient's own size, so rounding alone moves elements whose gradient is rounding. They may
-    differ by the distance that the optimizer can cover, `reach` = 2 · lr · steps. Other elements are compared by value.
-    """
+    """Errors of weights, and how many elements were compared by `reach`, since rounding moves them by that."""
     errors, by_reach, whole = {}, 0, size_of_all(reference)
     for name, value in reference.items():
         mine, runs = values.get(name), [run[name] for run in moved if name in run]
@@ -222,20 +205,14 @@ def measured_weights(
 
 
 def noisy_elements(gradient: torch.Tensor, shifts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Which elements of a gradient are within `NOISE_FACTOR` × their noise. `shifts` are its changes by rounding.
-
-    One shift may be small by chance, so the noise of an element is at least the mean noise of the tensor.
-    """
+    """Which elements of a gradient are within `NOISE_FACTOR` × their noise, which is at least the mean noise."""
     every = torch.stack([as_float64(shift).abs() for shift in shifts])
     mean = every.square().mean().sqrt()
     return as_float64(gradient).abs() <= NOISE_FACTOR * torch.maximum(every.amax(0), mean)
 
 
 def is_open(failed: Iterable[tuple[float, float]], num_runs: int) -> bool:
-    """Whether another noise run can change the verdict on some failed errors and limits.
-
-    Two runs are enough to see that an error is far above its limit.
-    """
+    """Whether another noise run can change the verdict on some failed errors and limits."""
     pairs = list(failed)
     return bool(pairs) and (num_runs < 2 or all(error < FAR * limit for error, limit in pairs))
 
@@ -251,10 +228,7 @@ def _relative(value: float, base: float) -> float:
 
 
 def worst(name: str, errors: Mapping[str, Measured], tolerance: float) -> Quantity:
-    """The entry whose error is the largest part of its limit. NaN counts as worst.
-
-    An entry that is different is worse than all entries that cannot be judged.
-    """
+    """The entry whose error is the largest part of its limit. NaN counts as worst."""
     if not errors:
         return Quantity(name=name, max_error=0.0, where="", tolerance=tolerance, limit=tolerance)
     outcomes = {name: error.outcome(tolerance) for name, error in errors.items()}

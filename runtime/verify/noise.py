@@ -95,21 +95,14 @@ class Change:
 
 
 class Noise:
-    """Runs in which only rounding is different. They are made when a verdict needs them, at most `MAX_RUNS`.
-
-    `run` gives the steps of a change. `samples` is the number of samples in a micro-batch, or 0 if samples may not be
-    permuted.
-    """
+    """Runs in which only rounding is different. They are made when a verdict needs them, at most `MAX_RUNS`."""
 
     def __init__(self, run: Callable[[Change], Steps], reference: Steps, samples: int) -> None:
         self._more = _noise_runs(run, reference, samples)
         self._runs: list[Steps] = []
 
     def verdict(self, compare: Callable[[Sequence[Steps]], _T], is_open: Callable[[_T, int], bool]) -> _T:
-        """`compare` with as many runs as it takes, none if possible.
-
-        `is_open` gets a result and the number of its runs, and says whether another run can change it.
-        """
+        """`compare` with as many runs as it takes, none if possible."""
         count = 0
         while True:
             result = compare(self._runs[:count])

@@ -28,16 +28,7 @@ def random_batches(
     given: Mapping[str, torch.Tensor] | None = None,
     constants: Mapping[str, torch.Tensor] | None = None,
 ) -> list[dict[str, torch.Tensor]]:
-    """Global batches for `steps` steps, equal in every process.
-
-    `given` has values of inputs that are not drawn, such as `values_that_decide`. Their rows repeat in the batch.
-    `constants` are results of the program's constant part. Offsets among them narrow the indices they are added to.
-
-    Floating-point inputs without bounds are normally distributed, masks are ones. If the loss skips a value of an input
-    with places (``ignore_index``), every sequence but the first has this value from a random place on.
-
-    Raises `InputError` if no value of an input suits all operators that read it.
-    """
+    """Seeded global batches. `given` values are not drawn; `constants` narrow indices. Raises `InputError`."""
     ranges = input_ranges(program, _ends(constants))
     generator = torch.Generator().manual_seed(seed)
     count, held = degrees.num_micro_batches, given or {}
@@ -49,10 +40,7 @@ def random_batches(
 
 
 def values_that_decide(program: Program, example: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The example values of all inputs that decided a branch during capture: other values may decide otherwise.
-
-    Also of inputs that must be sorted, such as the offsets of `embedding_bag`.
-    """
+    """The example values of all inputs that decided a branch during capture: other values may decide otherwise."""
     deciding = {name for decision in program.decisions for name in decision.inputs}
     return {name: example[name] for name in sorted(deciding | sorted_inputs(program))}
 
@@ -75,10 +63,7 @@ def sorted_inputs(program: Program) -> set[str]:
 
 
 def notes_on_inputs(program: Program, constants: Mapping[str, torch.Tensor] | None = None) -> tuple[str, ...]:
-    """One sentence for each input that decides a branch, and for each integer input that no operator bounds.
-
-    `constants` are those of `random_batches`.
-    """
+    """One sentence for each input that decides a branch, and for each integer input that no operator bounds."""
     notes = []
     deciding = {name: decision.line for decision in program.decisions for name in decision.inputs}
     are_sorted = sorted_inputs(program)

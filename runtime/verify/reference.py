@@ -148,10 +148,7 @@ class _Reference:
 def reference_steps(
     program: Program, source: Source, data: Sequence[Batch], degrees: Degrees, example: Batch | None = None
 ) -> Steps:
-    """The steps of the captured program on one device, the whole batch at once or in micro-batches.
-
-    Loss and gradients of the batch `example` come first, without an optimizer step.
-    """
+    """The steps of the captured program on one device, the whole batch at once or in micro-batches."""
     model = _Reference(program, source, degrees)
     optimizer = torch.optim.AdamW(model.parameters.values(), lr=LEARNING_RATE)
     steps, scaler = Steps(), scaler_of(degrees)
@@ -177,10 +174,7 @@ def reference_steps(
 
 
 def decides_alone(program: Program, degrees: Degrees) -> bool:
-    """Whether every micro-batch of a step, run without the others, takes the branch of the step.
-
-    No micro-batch has a true element if the step has none, and all have only such elements if the step has.
-    """
+    """Whether every micro-batch of a step, run without the others, takes the branch of the step."""
     shared: dict[Extreme | None, bool] = {max: False, min: True}
     decisions = [decision for decision in program.decisions if decision.inputs]
     extremes = [extreme_of(program, decision.name) for decision in decisions]

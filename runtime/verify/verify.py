@@ -99,11 +99,7 @@ def parallel_steps(
     structured: Callable[[Mapping[str, torch.Tensor]], Any] = lambda batch: batch,
     example: Batch | None = None,
 ) -> Steps:
-    """The same steps under a plan on the ranks of the initialised world. Every rank gets whole tensors.
-
-    `structured` puts tensors by name into the structure of the model's inputs. Loss and gradients of the batch
-    `example` come first, without an optimizer step.
-    """
+    """The same steps under a plan on the ranks of the initialised world. Every rank gets whole tensors."""
     streams = lambda mesh: SharedDraws(plan.mesh, mesh.dims)  # noqa: E731
     model = ParallelModel(program, plan, source, torch.device("cpu"), streams=streams)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
@@ -154,11 +150,7 @@ def quantities_of(
     judge: Callable[[str, Mapping[str, Measured], Tensors], Quantity],
     dtype: torch.dtype | None = None,
 ) -> tuple[tuple[Quantity, ...], int]:
-    """All quantities, and how many elements of weights were compared by the reach of AdamW.
-
-    `moved` are runs in which only rounding is different. `judge` gets the name of a quantity, the errors of its
-    tensors, and the reference.
-    """
+    """All quantities, and how many elements of weights were compared by the reach of AdamW."""
     reach = 2 * LEARNING_RATE * len(reference.losses)
 
     def compared(name: str, values: Callable[[Steps], Tensors], reach: float = 0.0) -> Quantity:
@@ -197,10 +189,7 @@ def note_on_reach(by_reach: int, prefix: str = "") -> tuple[str, ...]:
 def compare_with_noise(
     reference: Steps, steps: Steps, tolerance: float, noise: Noise, *, prefix: str = ""
 ) -> tuple[tuple[Quantity, ...], tuple[str, ...]]:
-    """Quantities by the error measure, and notes. Noise is measured only if a tensor is above the tolerance.
-
-    The names of the quantities begin with `prefix`. More noise judges no tensor that cannot be judged.
-    """
+    """Quantities by the error measure, and notes. Noise is measured only if a tensor is above the tolerance."""
     quantities, by_reach = noise.verdict(
         lambda moved: quantities_of(
             reference, steps, moved, lambda name, errors, _: worst(f"{prefix}{name}", errors, tolerance)
