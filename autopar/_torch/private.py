@@ -375,6 +375,23 @@ def group_timeout() -> timedelta:
     return timeout
 
 
+def share_gloo_device() -> None:
+    """Let all gloo groups of this process use one device: each device has a thread that polls 100 times a second."""
+    from torch._C._distributed_c10d import ProcessGroupGloo
+    from torch.distributed import distributed_c10d
+
+    gloo: Any = ProcessGroupGloo
+    device = gloo.create_default_device()
+
+    class OneDeviceGloo(ProcessGroupGloo):
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+            options = gloo._Options()
+            options._devices, options._timeout = [device], timeout
+            super().__init__(store, rank, size, options)
+
+    vars(distributed_c10d)["ProcessGroupGloo"] = OneDeviceGloo
+
+
 def with_timeout(backend: str, timeout: timedelta) -> tuple[str, Any]:
     """A backend and its options, for a process group with this timeout.
 

@@ -80,6 +80,8 @@ def _work(place: _Place, pipe: Any, channel: Any) -> None:
     import torch.distributed as dist
     from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+    from autopar._torch.private import share_gloo_device
+
     rank, world_size = place.rank, place.world_size
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     mp.current_process()._config["tempdir"] = place.folder  # type: ignore[attr-defined] # of sockets that send tensors
@@ -98,6 +100,8 @@ def _work(place: _Place, pipe: Any, channel: Any) -> None:
     try:
         if place.device_type == "cuda":
             torch.cuda.set_device(rank)
+        else:
+            share_gloo_device()
         dist.init_process_group(
             "nccl" if place.device_type == "cuda" else "gloo",
             store=FileStore(os.path.join(place.folder, "store"), world_size),
