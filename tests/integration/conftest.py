@@ -3,7 +3,6 @@
 The folder `ranks` beside this file has the models and the functions that run on ranks.
 """
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +12,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent / "ranks"))  # ranks inherit it
 
-from kept_captures import FOLDER
-
 from autopar.runtime.distributed.launch import Ranks
 
-MOST_THREADS = 600  # of all open worlds
+MOST_THREADS = 3000  # of all open worlds
 _open_worlds: dict[int, Ranks] = {}
 
 
@@ -26,17 +23,13 @@ def worlds() -> Callable[[int], Ranks]:
     def of_size(size: int) -> Ranks:
         if size not in _open_worlds or not _open_worlds[size].is_open:
             _open_worlds[size] = Ranks(size, timeout_s=600)
-            _open_worlds[size].run("kept_captures:keep", os.environ[FOLDER])
         return _open_worlds[size]
 
     return of_size
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """End the worlds behind the last test of this folder, and behind a file that leaves them many process groups.
-
-    The process groups of idle ranks poll 100 times a second, each in a thread of its own.
-    """
+    """End the worlds behind the last test of this folder, and behind a file that leaves them many process groups."""
     path = None if nextitem is None else nextitem.path
     is_last = path is None or Path(__file__).parent not in path.parents
     if is_last or (path != item.path and sum(map(_num_threads, _open_worlds.values())) > MOST_THREADS):

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from kept_captures import FOLDER, keep
+
 from autopar.runtime.distributed.launch import PRELOADED
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
@@ -108,6 +110,7 @@ def _script(script: Path, arguments: tuple[str, ...], rank: Mapping[str, str] | 
     os.chdir(folder)
     if rank is not None:
         os.environ.update(QUIET | dict(rank))
+        keep(int(rank.get("RANK", 0)), os.environ[FOLDER])
     sys.argv, sys.path[0:0] = [str(script), *arguments], [str(script.parent)]
     status = 1
     try:

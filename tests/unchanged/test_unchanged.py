@@ -69,7 +69,7 @@ def worlds() -> Iterator[Callable[[int], Ranks]]:
             world, runs = None, 0
         if world is None:
             world = Ranks(size, timeout_s=100)
-            world.run("kept_captures:keep", os.environ[FOLDER])
+            world.run("kept_captures:keep", os.environ[FOLDER])  # these tests do not keep captures by themselves
         found[size] = [world, runs + 1]
         return found[size][0]
 
