@@ -8,7 +8,7 @@ PYTEST_ARGS ?=
 # a file's tests share models and worlds of ranks; the order of files is that of tests/conftest.py
 WORKERS ?= --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo test test-all verify-all lint format types layers sizes clean
+.PHONY: help setup demo test test-all verify-all rest lint format types layers sizes clean
 
 help:
 	@echo "make demo     train a small Llama-style model on four CPU ranks, compared with one device"
@@ -16,6 +16,7 @@ help:
 	@echo "make test     run the short suite (PYTEST_ARGS='-k name' selects some tests)"
 	@echo "make test-all     run every test"
 	@echo "make verify-all     every family on every mesh over gloo ranks; writes docs/equivalence.md"
+	@echo "make rest     what make test leaves out: long tests, verify-all, planted faults; FIFTH=COMMIT for a fifth"
 	@echo "make lint types layers sizes     the static checks; make format rewrites the files"
 	@echo "make clean    remove environments, builds and caches"
 
@@ -33,6 +34,11 @@ test-all: setup
 
 verify-all: setup
 	@$(BIN)/python tools/equivalence.py
+
+rest: setup
+	@$(BIN)/python -m pytest -m long $(if $(FIFTH),--fifth $(FIFTH)) $(WORKERS) $(PYTEST_ARGS)
+	@$(BIN)/python tools/equivalence.py $(if $(FIFTH),--fifth $(FIFTH))
+	@$(BIN)/python tools/mutants.py --jobs 2 $(if $(FIFTH),--fifth $(FIFTH))
 
 lint: setup
 	@$(BIN)/ruff check .

@@ -12,7 +12,10 @@ import pytest
 
 # Models, comparisons and `suites` are imported by their own names.
 sys.path.insert(0, str(Path(__file__).parent / "tiny"))
+sys.path.append(str(Path(__file__).parents[1] / "tools"))
 
+from cpu_seconds import CpuSeconds
+from fifths import is_in_fifth
 from kept_captures import COLD, FOLDER, keeping
 
 HERE = Path(__file__).parent
@@ -35,7 +38,13 @@ LONG_FIRST = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fifth", metavar="COMMIT", help="run the fifth of the tests that a commit's hash chooses")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if commit := config.getoption("fifth"):
+        items[:] = [item for item in items if is_in_fifth(item.nodeid, commit)]
     if "PYTEST_XDIST_WORKER" in os.environ:  # one process runs files in the order that it was given
         items.sort(key=lambda item: _place(_relative(item.path)))
 
@@ -79,11 +88,16 @@ if "torch" in sys.modules:  # a plugin was earlier: the environment comes too la
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The short suite draws the same examples every time. The long tests draw others, unless CI runs them."""
+    """The short suite draws the same examples every time. The long tests draw others; CI, those of the commit."""
+    commit = config.getoption("fifth")
+    is_whole = config.args_source is config.ArgsSource.TESTPATHS and not config.getoption("keyword")
+    config.pluginmanager.register(CpuSeconds(is_whole and config.getoption("markexpr") == SHORT))
     try:
         import hypothesis
     except ModuleNotFoundError:  # the bare-core run has no hypothesis
         return
-    is_fixed = config.getoption("markexpr") == SHORT or bool(os.environ.get("CI"))
+    is_fixed = config.getoption("markexpr") == SHORT or (bool(os.environ.get("CI")) and not commit)
+    if commit:
+        config.option.hypothesis_seed = commit
     hypothesis.settings.register_profile("autopar", deadline=None, derandomize=is_fixed, print_blob=is_fixed)
     hypothesis.settings.load_profile("autopar")

@@ -41,6 +41,7 @@ from equivalence_plans import (
     ROUTING_PLANS,
     Wish,
 )
+from fifths import is_in_fifth
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "docs" / "equivalence.md"
@@ -411,6 +412,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     every = tables()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", action="append", help="only this one, printed and not written; may be repeated")
+    parser.add_argument("--fifth", metavar="COMMIT", help="the families that the hash of this commit chooses, printed")
     for flag, table in every.items():
         parser.add_argument(f"--{flag}", action="append_const", const=flag, dest="tables", help=table.about)
     options = parser.parse_args(arguments)
@@ -419,15 +421,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TORCH_LOGS", "-dtensor")
     import torch
 
+    def is_picked(family: str, flag: str) -> bool:
+        by_name = not options.family or family.partition(":")[2] in options.family
+        return by_name and (not options.fifth or is_in_fifth(f"{flag} {family}", options.fifth))
+
     count = failures = 0
     for flag in options.tables or every:
         table = every[flag]
-        if options.family:
-            picked = tuple(f for f in table.families if f.partition(":")[2] in options.family)
+        if options.family or options.fifth:
+            picked = tuple(f for f in table.families if is_picked(f, flag))
             table = replace(table, families=picked)
         rows, failed = rows_of(table, partial(print, flush=True))
         count, failures = count + len(table.families) * len(table.plans), failures + failed
-        if not options.family:
+        if not options.family and not options.fifth:
             made = f"{MADE_BY}--{flag}`, torch {torch.__version__} on CPU, {time.strftime('%-d %B %Y')}."
             page = TARGET.read_text(encoding="utf-8")
             TARGET.write_text(with_table(page, table.heading, rows, made), encoding="utf-8")
