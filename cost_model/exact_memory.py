@@ -9,7 +9,7 @@ from dataclasses import replace
 from autopar.capture.analysis import Analysis
 from autopar.cost_model.dry_run.memory import RankMemory, memory_of
 from autopar.cost_model.dry_run.rank_view import RankView
-from autopar.cost_model.dry_run.stage_run import StageRun, run_stage
+from autopar.cost_model.dry_run.stage_run import run_stage
 from autopar.cost_model.estimate import Estimate
 from autopar.cost_model.machine.fitted_constants import mechanisms, usable_bytes
 from autopar.cost_model.parts import MEMORY
@@ -34,14 +34,8 @@ def fullest_rank(program: Program, analysis: Analysis, plan: Plan) -> RankMemory
             f"exact memory needs the model captured at the plan's micro-batch, {wanted} sequences over all "
             f"data-parallel ranks; it was captured at {program.batch}"
         )
-    known: dict[object, StageRun] = {}
-    memories = []
-    for index in range(degrees.pp):
-        setting = RankView(program, analysis, plan, index * degrees.strides["pp"])
-        runs = {}
-        for stage in setting.own_stages:
-            runs[stage.index] = known.setdefault(stage.index, run_stage(setting, stage))
-        memories.append(memory_of(setting, runs))
+    ranks = [RankView(program, analysis, plan, index * degrees.strides["pp"]) for index in range(degrees.pp)]
+    memories = [memory_of(rank, {stage.index: run_stage(rank, stage) for stage in rank.own_stages}) for rank in ranks]
     return max(memories, key=lambda memory: memory.total_bytes)
 
 

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from math import prod
 
 from autopar.cost_model.dry_run.rank_view import RankView
-from autopar.cost_model.dry_run.shards import is_sharded, local_gradient_elements, padded_elements
 from autopar.cost_model.dry_run.stage_run import StageRun
 from autopar.cost_model.dry_run.zero import groups_of, most_gathered_bytes
 from autopar.ir.offload import OPTIMIZER, PARAMETERS
@@ -33,7 +32,6 @@ from autopar.ir.optimizers import OwnPart, optimizer_named
 from autopar.ir.program import hidden_parameters
 from autopar.ir.schedules.registry import actions
 from autopar.ir.stages import stages_by_parameter
-from autopar.ir.storage import zero_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,18 +73,18 @@ def memory_of(setting: RankView, runs: Mapping[int, StageRun]) -> RankMemory:
             whole += max([group.stored_bytes for group in groups] or [0])
     state = optimizer_bytes(setting, runs)
     own = [name for name in trained(setting, runs) if name in setting.program.parameters]
-    in_shards = [name for name in own if is_sharded(setting, name)]
+    in_shards = [name for name in own if setting.is_sharded(name)]
     parameters, gradients, host = _parameter_bytes(setting), gradient_bytes(setting, runs), 0
     if degrees.offloads(PARAMETERS):
         every = [name for stage in setting.own_stages for name in stage.parameters]
-        held = _sum_of_stored(setting, (name for name in every if is_sharded(setting, name)))
-        summed = gradients - _sum_of_stored(setting, set(own) - set(in_shards))
+        held = sum(setting.stored_bytes(name) for name in every if setting.is_sharded(name))
+        summed = gradients - sum(map(setting.stored_bytes, set(own) - set(in_shards)))
         parameters, gradients = parameters - held, gradients - summed
         in_place = sum(state[name] for name in _of_model(setting, set(own) - set(in_shards)))
         host, optimizer = held + summed + sum(state.values()) - in_place, in_place
     elif degrees.offloads(OPTIMIZER):
         elements = trainable_bytes(setting)
-        host, optimizer = elements + gradient_elements_bytes(setting, own) + sum(state.values()), 0
+        host, optimizer = elements + sum(map(setting.gradient_bytes, own)) + sum(state.values()), 0
     else:
         optimizer = sum(state.values())
     beside = gradients
@@ -115,7 +113,7 @@ def optimizer_bytes(setting: RankView, runs: Mapping[int, StageRun]) -> dict[str
         first = infos[names[0]]
         part = OwnPart(
             shape=first.shape if first.part is None else tuple(first.part.shape),
-            num_elements=sum(local_gradient_elements(setting, name) for name in names),
+            num_elements=sum(map(setting.gradient_elements, names)),
             element_bytes=setting.stored_itemsize(first.name),
             is_hidden=names[0] in hidden,
         )
@@ -131,19 +129,11 @@ def _of_model(setting: RankView, names: Iterable[str]) -> dict[str, list[str]]:
     return found
 
 
-def _sum_of_stored(setting: RankView, names: Iterable[str]) -> int:
-    return sum(_stored_bytes(setting, name) for name in names)
-
-
 def trainable_bytes(setting: RankView) -> int:
     """Bytes of the parameters that an optimizer on the host updates: this rank's parts, without padding."""
     infos = setting.program.parameters
     held = dict.fromkeys(name for stage in setting.own_stages for name in stage.parameters)
-    return gradient_elements_bytes(setting, [name for name in held if infos[name].requires_grad])
-
-
-def gradient_elements_bytes(setting: RankView, names: Iterable[str]) -> int:
-    return sum(local_gradient_elements(setting, name) * setting.stored_itemsize(name) for name in names)
+    return sum(setting.gradient_bytes(name) for name in held if infos[name].requires_grad)
 
 
 def gradient_bytes(setting: RankView, runs: Mapping[int, StageRun]) -> int:
@@ -153,21 +143,13 @@ def gradient_bytes(setting: RankView, runs: Mapping[int, StageRun]) -> int:
         for group in groups_of(setting, stage, runs[stage.index]):
             if not left.isdisjoint(group.names) and group.gradient_bytes:
                 reached = [name for name in group.names if name in runs[stage.index].gradients]
-                total += _sum_of_stored(setting, reached)
+                total += sum(map(setting.stored_bytes, reached))
                 left -= set(reached)
-    return total + _sum_of_stored(setting, left)
-
-
-def _stored_bytes(setting: RankView, name: str) -> int:
-    """Bytes of this rank's part of a parameter between steps, with ZeRO's padding."""
-    item = setting.stored_itemsize(name)
-    if is_sharded(setting, name):
-        return padded_elements(setting, name) // zero_ranks(setting.plan.degrees, setting.storages[name]) * item
-    return prod(setting.own_shape(name)) * item
+    return total + sum(map(setting.stored_bytes, left))
 
 
 def _parameter_bytes(setting: RankView) -> int:
-    stored = sum(_sum_of_stored(setting, stage.parameters) for stage in setting.own_stages)
+    stored = sum(setting.stored_bytes(name) for stage in setting.own_stages for name in stage.parameters)
     unused = setting.program.unused.values() if any(stage.index == 0 for stage in setting.own_stages) else ()
     return stored + sum(info.num_elements * setting.stored_itemsize(info.name) for info in unused)
 
@@ -176,7 +158,7 @@ def _copied_bytes(setting: RankView) -> int:
     """Bytes of the copies of float32 weights in the dtype of computing, of parameters that FSDP2 does not gather."""
     infos, total = setting.program.parameters, 0
     for name in (name for stage in setting.own_stages for name in stage.parameters):
-        if not is_sharded(setting, name) and infos[name].dtype.itemsize != setting.stored_itemsize(name):
+        if not setting.is_sharded(name) and infos[name].dtype.itemsize != setting.stored_itemsize(name):
             total += prod(setting.own_shape(name)) * infos[name].dtype.itemsize
     return total
 
@@ -215,7 +197,7 @@ def tied_ranks(setting: RankView) -> dict[str, tuple[int, ...]]:
     """The pipeline ranks that hold a copy of each parameter that several stages take."""
     placed = stages_by_parameter(setting.program, setting.stages)
     return {
-        name: tuple(sorted({setting.pipeline_rank_of(s) for s in held}))
+        name: tuple(sorted({setting.plan.degrees.rank_of_stage(s) for s in held}))
         for name, held in placed.items()
         if len(held) > 1
     }

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 from autopar.capture.analysis import Analysis
 from autopar.ir.plan import Plan
@@ -10,7 +11,7 @@ from autopar.ir.precision import stored_dtype, summed_dtype
 from autopar.ir.program import Program
 from autopar.ir.sharding import Type
 from autopar.ir.stages import How, Stage, offloaded_calls, recomputed_calls, separates, stages_of
-from autopar.ir.storage import Storage, boundary_types, storage_of
+from autopar.ir.storage import Storage, boundary_types, storage_of, zero_dim_of, zero_ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,10 +32,8 @@ class RankView:
 
     @property
     def own_stages(self) -> list[Stage]:
-        return [stage for stage in self.stages if self.pipeline_rank_of(stage.index) == self.coordinates["pp"]]
-
-    def pipeline_rank_of(self, stage: int) -> int:
-        return self.plan.degrees.rank_of_stage(stage)
+        rank_of = self.plan.degrees.rank_of_stage
+        return [stage for stage in self.stages if rank_of(stage.index) == self.coordinates["pp"]]
 
     @cached_property
     def coordinates(self) -> Mapping[str, int]:
@@ -58,11 +57,9 @@ class RankView:
 
     @cached_property
     def storages(self) -> Mapping[str, Storage]:
-        """How every parameter is stored. Parameters that no block takes are whole."""
-        mesh, found = self.plan.mesh, {}
-        for name in self.program.parameters:
-            found[name] = storage_of(self.analysis.outer[name], self.types[name], mesh)
-        return found
+        """How every parameter is stored that a block takes."""
+        outer, mesh = self.analysis.outer, self.plan.mesh
+        return {name: storage_of(outer[name], self.types[name], mesh) for name in self.program.parameters}
 
     def own_shape(self, name: str) -> tuple[int, ...]:
         """The factored shape of this rank's part of a parameter, before ZeRO."""
@@ -77,6 +74,35 @@ class RankView:
     def summed_itemsize(self, name: str) -> int:
         """Bytes of an element of a parameter's gradient while ranks sum it."""
         return summed_dtype(self.program.every_parameter[name].dtype, self.plan.degrees).itemsize
+
+    def is_sharded(self, name: str) -> bool:
+        """Whether FSDP2 holds a parameter in shards between steps. Unused ones are whole everywhere."""
+        degrees, storage = self.plan.degrees, self.storages.get(name)
+        return degrees.fsdp_stage > 0 and storage is not None and zero_dim_of(degrees, storage) is not None
+
+    def shard_elements(self, name: str, *, padded: bool = False) -> int:
+        """Elements of this rank's shard in the parts of `torch.chunk`, perhaps padded to the size of the first."""
+        storage = self.storages[name]
+        shape, ranks = list(self.own_shape(name)), zero_ranks(self.plan.degrees, storage)
+        dim = storage.zero_dim(ranks)
+        assert dim is not None
+        size, place = -(-shape[dim] // ranks), self.coordinates["dp_experts" if storage.is_of_experts else "dp_shard"]
+        shape[dim] = size if padded else max(0, min(size, shape[dim] - size * place))
+        return prod(shape)
+
+    def stored_bytes(self, name: str) -> int:
+        """Bytes of this rank's part of a parameter between steps, with ZeRO's padding."""
+        whole = not self.is_sharded(name)
+        elements = prod(self.own_shape(name)) if whole else self.shard_elements(name, padded=True)
+        return elements * self.stored_itemsize(name)
+
+    def gradient_elements(self, name: str) -> int:
+        """Elements of a parameter's gradient that a rank holds after the step."""
+        return self.shard_elements(name) if self.is_sharded(name) else prod(self.own_shape(name))
+
+    def gradient_bytes(self, name: str) -> int:
+        """Bytes of a parameter's gradient, and of what an optimizer updates: without padding."""
+        return self.gradient_elements(name) * self.stored_itemsize(name)
 
     def local_shape(self, value: str) -> tuple[int, ...]:
         return self.analysis.outer[value].local_shape(self.types[value], self.plan.mesh.degrees)

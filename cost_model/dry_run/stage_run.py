@@ -5,6 +5,7 @@ segments and recomputed values those of `autopar.runtime.model.stage`; torch's o
 under fake tensors. So early stops of a recomputation, views, and which gradients flow are what they are in a step.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,9 +18,6 @@ from torch.utils.checkpoint import checkpoint
 from autopar._torch import private
 from autopar.capture.nodes import value_infos
 from autopar.cost_model.dry_run.rank_view import RankView
-from autopar.cost_model.dry_run.saved_bytes import SavedBytes
-from autopar.cost_model.dry_run.shards import local_gradient_elements
-from autopar.cost_model.dry_run.stand_ins import NoNumbers, SilentDim
 from autopar.ir.precision import is_low
 from autopar.ir.program import CallSite
 from autopar.ir.stages import Stage, kept_results, needed_results, num_averaged, values_that_stay
@@ -33,32 +31,138 @@ _Values = dict[str, Any]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StageRun:
-    """The result of one micro-batch of a stage on a rank.
+    """The result of one micro-batch of a stage on a rank. Parameters, inputs and constants do not count."""
 
-    `saved_bytes` counts the tensors that autograd keeps from forward to backward, each storage once. Parameters, inputs
-    and constants do not count. `kept_bytes` is the part of them that stays between the two parts of a backward pass.
-    `peak_bytes` is the most memory of the tensors that the micro-batch makes. Only the gradient of the parameter that
-    was just computed counts. `gradient_peak_bytes` is the peak in which every gradient counts from its making on, as
-    the rank stores it. `gradients` names the parameters with a gradient. `flows` are the calls with a gradient.
-
-    Saved tensors that wait on the host are not among `saved_bytes`. `moved_bytes` of them go there in the forward pass.
-    `fetched_bytes` come back in the backward pass.
-    """
-
-    saved_bytes: int
-    kept_bytes: int
-    peak_bytes: int
-    gradient_peak_bytes: int
+    saved_bytes: int  # kept from forward to backward on the device, each storage once
+    kept_bytes: int  # of them, between the two parts of a backward pass
+    peak_bytes: int  # the most that the micro-batch makes; of gradients, the one that was just computed
+    gradient_peak_bytes: int  # as the peak, but every gradient counts from its making on, as the rank stores it
     gradients: frozenset[str]
-    flows: frozenset[int]
-    moved_bytes: int = 0
-    fetched_bytes: int = 0
+    flows: frozenset[int]  # the calls with a gradient
+    moved_bytes: int = 0  # saved tensors that go to the host in the forward pass
+    fetched_bytes: int = 0  # and come back in the backward pass
 
 
 def run_stage(setting: RankView, stage: Stage) -> StageRun:
     """Forward and backward of one micro-batch of a stage, backward in parts too where the schedule has it so."""
     with private.fake_tensors():
         return Run(setting).stage(stage)
+
+
+# Stand-ins for other ranks and random streams: tensors without data.
+
+
+@dataclass(frozen=True, eq=False)
+class SilentDim:
+    """A mesh dimension of generated code (a `Communicator`) that sends nothing."""
+
+    name: str
+    degree: int
+    coordinate: int
+
+    def __repr__(self) -> str:
+        return f"<{self.name}: {self.degree} ranks>"
+
+    def index(self) -> int:
+        return self.coordinate
+
+    def apply(self, x: torch.Tensor, function: Callable[[int, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        return function(self.coordinate, x)
+
+    def all_reduce(self, x: torch.Tensor, operation: str = "sum") -> torch.Tensor:
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    def start_all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x.new_empty((x.shape[0] * self.degree, *x.shape[1:]))
+
+    def start_reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        return x.new_empty((x.shape[0] // self.degree, *x.shape[1:]))
+
+    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x)
+
+    def exchange(self, x: torch.Tensor, to: int) -> torch.Tensor:
+        return torch.empty_like(x)
+
+    def start_shift(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x)
+
+    def all_to_all_rows(self, x: torch.Tensor, sent: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+        """As many rows come as go: the expected number."""
+        return torch.empty_like(x)
+
+    def to_host(self, counts: torch.Tensor) -> torch.Tensor:
+        return counts
+
+    def rows_of_part(self, x: torch.Tensor, function: Callable[[int, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """An even part: the expected number of rows."""
+        return x[0, : x.shape[1] // self.degree]
+
+    def wait(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class NoNumbers:
+    """Random streams without numbers: drawn tensors have the right shape, saved tensors the right size."""
+
+    training = True
+
+    def position(self) -> None:
+        """No draw depends on anything."""
+
+    def go_to(self, position: None) -> None:
+        """Nothing to go back to."""
+
+    def keep_mask(self, x: torch.Tensor, probability: float) -> torch.Tensor:
+        return torch.empty_like(x, dtype=torch.bool)
+
+    def run(self, operator: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        return operator(*args, **kwargs)
+
+
+class _Kept:
+    """A tensor that autograd keeps; without its graph, else a result would keep the operator that keeps it."""
+
+    def __init__(self, tensor: torch.Tensor, holders: Counter[int]) -> None:
+        self.tensor, self.holders, self.at = tensor.detach(), holders, private.storage_id(tensor)
+        holders[self.at] += 1
+
+    def __del__(self) -> None:
+        self.holders[self.at] -= 1
+
+
+class SavedBytes:
+    """Counts the storages that autograd saves inside this context, without the storages of the `outside` tensors."""
+
+    def __init__(self, outside: Sequence[Any]) -> None:
+        self._outside = {private.storage_id(value) for value in outside if isinstance(value, torch.Tensor)}
+        self._holders, self._sizes = Counter[int](), dict[int, int]()
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+
+    def bytes(self) -> int:
+        """Bytes of the saved storages, each counted once."""
+        return sum(self._sizes[at] for at, holders in self._holders.items() if holders)
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """What is saved instead of a tensor."""
+        at = private.storage_id(tensor)
+        if at in self._outside:
+            return tensor
+        self._sizes[at] = tensor.untyped_storage().nbytes()
+        return _Kept(tensor, self._holders)
+
+    @staticmethod
+    def unpack(kept: Any) -> torch.Tensor:
+        """The tensor of what `pack` gave."""
+        found: torch.Tensor = kept.tensor if isinstance(kept, _Kept) else kept
+        return found
+
+    def __enter__(self) -> "SavedBytes":
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._hooks.__exit__(*exception)
 
 
 class _CountedCopies:
@@ -91,9 +195,6 @@ class Run:
         self.infos = value_infos(self.program)
         self.stays = values_that_stay(self.program, setting.offloaded)
 
-    def empty(self, shape: Sequence[int], dtype: Any, *, flows: bool = False) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, requires_grad=flows)
-
     def module(self, index: int, keep: Sequence[str]) -> fx.GraphModule:
         key = (index, tuple(keep))
         if key not in self.modules:
@@ -115,9 +216,8 @@ class Run:
             for name in made.streams:
                 setattr(root, name, NoNumbers())
             for name in made.mesh_dims:
-                indices = mesh.indices(name)
                 at = 0
-                for i in indices:
+                for i in mesh.indices(name):
                     at = at * mesh.degrees[i] + setting.coordinates[mesh.names[i]]
                 setattr(root, name, self.mesh_dim(name, mesh.degree_of(name), at))
             self.modules[key] = fx.GraphModule(root, made.graph, f"Block{index}")
@@ -126,28 +226,19 @@ class Run:
     def mesh_dim(self, name: str, degree: int, coordinate: int) -> SilentDim:
         return SilentDim(name, degree, coordinate)
 
-    def selective(self, index: int, module: fx.GraphModule) -> SelectiveBlock:
-        if index not in self.selective_blocks:
-            self.selective_blocks[index] = SelectiveBlock(module, self.plan.blocks[index].recomputed)
-        return self.selective_blocks[index]
-
     def given(self) -> _Values:
         """This rank's part of a micro-batch, constants, buffers that forward changes, and the loss's denominator."""
-        program, degrees = self.program, self.plan.degrees
+        program, dp = self.program, self.plan.degrees.dp
         values: _Values = {}
         for info in program.inputs:
-            shape = [n // degrees.dp if d == info.batch_dim else n for d, n in enumerate(info.shape)]
-            values[info.name] = self.empty(shape, info.dtype)
-        made = {node.name: node.meta["info"] for node in program.constants.graph.nodes if "info" in node.meta}
+            shape = [n // dp if d == info.batch_dim else n for d, n in enumerate(info.shape)]
+            values[info.name] = torch.empty(shape, dtype=info.dtype)
         outputs: Any = program.constants.graph.output_node().args[0]
-        for name, node in zip(program.constants.results, outputs, strict=True):
-            values[name] = self.empty(made[node.name].shape, made[node.name].dtype)
+        known = dict(zip(program.constants.results, (node.meta["info"] for node in outputs), strict=True))
         for name in program.updates:
-            first = next(i for n, i in program.buffers.items() if name in (n, *i.aliases))
-            values[name] = self.empty(first.shape, first.dtype)
-        for name in program.denominators:
-            values[name] = self.empty(self.infos[name].shape, self.infos[name].dtype)
-        return values
+            known[name] = next(i for n, i in program.buffers.items() if name in (n, *i.aliases))
+        known |= {name: self.infos[name] for name in program.denominators}
+        return values | {name: torch.empty(info.shape, dtype=info.dtype) for name, info in known.items()}
 
     def parameters(self, stage: Stage) -> tuple[_Values, dict[str, torch.Tensor]]:
         """The parameters of a stage as blocks take them, and as they are held while gathered."""
@@ -155,13 +246,12 @@ class Run:
         leaves: dict[str, torch.Tensor] = {}
         for name in stage.parameters:
             info, storage = self.program.parameters[name], self.setting.storages[name]
-            leaf = leaves[name] = self.empty(self.setting.own_shape(name), info.dtype, flows=info.requires_grad)
-            value = leaf
-            for split, degree in zip(storage.splits, storage.degrees, strict=True):
-                if split is not None and storage.shape[split] % degree:
-                    missing = -(-storage.shape[split] // degree) - value.shape[split]
-                    pads = [0, 0] * (value.dim() - 1 - split) + [0, missing]
-                    value = torch.ops.aten.constant_pad_nd.default(value, pads) if missing else value
+            shape = self.setting.own_shape(name)
+            value = leaves[name] = torch.empty(shape, dtype=info.dtype, requires_grad=info.requires_grad)
+            for _, dim, size in storage.uneven():
+                if missing := size - value.shape[dim]:
+                    pads = [0, 0] * (value.dim() - 1 - dim) + [0, missing]
+                    value = torch.ops.aten.constant_pad_nd.default(value, pads)
             taken[name] = value.reshape(storage.local_shape) if value.shape != storage.local_shape else value
         return taken, leaves
 
@@ -215,7 +305,7 @@ class Run:
     def let_go(self, name: str, found: set[str], live: private.LiveStorages, leaf: torch.Tensor) -> None:
         """A parameter's gradient is there, and is let go."""
         found.add(name)
-        live.more_bytes += local_gradient_elements(self.setting, name) * self.setting.stored_itemsize(name)
+        live.more_bytes += self.setting.gradient_bytes(name)
         leaf.grad = None
 
     def backward(self, leaving: list[torch.Tensor]) -> None:
@@ -236,8 +326,8 @@ class Run:
         return kept
 
     def received(self, name: str) -> torch.Tensor:
-        info = self.infos[name]
-        return self.empty(self.setting.local_shape(name), info.dtype, flows=info.differentiable)
+        info, shape = self.infos[name], self.setting.local_shape(name)
+        return torch.empty(shape, dtype=info.dtype, requires_grad=info.differentiable)
 
     def forward(self, stage: Stage, scope: _Values) -> _Values:
         """The calls of a stage in order, as `autopar.runtime.model.stage.StageModule` runs them."""
@@ -265,7 +355,9 @@ class Run:
         how = self.setting.recomputed.get(index)
         run: Callable[..., Any] = module
         if how == "selective":
-            run = self.selective(call.block, module)
+            if call.block not in self.selective_blocks:
+                self.selective_blocks[call.block] = SelectiveBlock(module, self.plan.blocks[call.block].recomputed)
+            run = self.selective_blocks[call.block]
         elif how == "full":
             run = partial(self.checkpointed, module, call)
         return partial(self.offloading, run, call) if index in self.setting.offloaded else run

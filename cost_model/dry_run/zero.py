@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from autopar.cost_model.dry_run.rank_view import RankView
-from autopar.cost_model.dry_run.shards import is_sharded, padded_elements
 from autopar.cost_model.dry_run.stage_run import StageRun
 from autopar.ir.degrees import Degrees
 from autopar.ir.schedules.action import Action
@@ -24,20 +23,13 @@ ROOT = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterGroup:
-    """Parameters that are gathered at once: `call` is their place among the stage's calls, `ROOT` for shared ones.
+    """Parameters that are gathered at once, and their bytes on one rank. Experts that `ep` splits are apart."""
 
-    They are sharded over `ranks`. Experts that `ep` splits are a group of their own.
-
-    Bytes of one rank: the operand of a gather is its padded shard in the dtype of computing. Between steps, and on its
-    way from the host, the shard has `stored_bytes`. The operand of a reduce-scatter is the padded whole of the
-    parameters with a gradient, in the dtype in which gradients are summed.
-    """
-
-    call: int
+    call: int  # the place among the stage's calls, `ROOT` for shared ones
     names: tuple[str, ...]
-    shard_bytes: int
-    stored_bytes: int
-    gradient_bytes: int
+    shard_bytes: int  # the operand of a gather: the padded shard in the dtype of computing
+    stored_bytes: int  # the shard between steps, and on its way from the host
+    gradient_bytes: int  # the operand of a reduce-scatter: padded and whole, in the dtype of sums
     flows: bool
     ranks: int = 1
     of_experts: bool = False
@@ -52,29 +44,28 @@ def groups_of(setting: RankView, stage: Stage, run: StageRun) -> list[ParameterG
     """A stage's groups in the order in which forward passes end: calls first, the root's last."""
     by_call: dict[tuple[int, bool], list[str]] = {}
     for name, at in owners(setting.program, stage.calls).items():
-        if is_sharded(setting, name):
+        if setting.is_sharded(name):
             of_experts = at is not None and setting.storages[name].is_of_experts
             by_call.setdefault((ROOT if at is None else at, of_experts), []).append(name)
     order = [*sorted(key for key in by_call if key[0] != ROOT), *(key for key in by_call if key[0] == ROOT)]
-    found = []
-    every = ((key, names) for key in order for names in by_dtype(by_call[key], setting.program.parameters))
-    for (at, of_experts), names in every:
-        infos, degrees = setting.program.parameters, setting.plan.degrees
+    infos, degrees, groups = setting.program.parameters, setting.plan.degrees, list[ParameterGroup]()
+    for (at, of_experts), names in ((key, names) for key in order for names in by_dtype(by_call[key], infos)):
         ranks = degrees.expert_shard_ranks if of_experts else degrees.shard_ranks
-        elements = {n: padded_elements(setting, n) for n in names}
-        found.append(
+        elements = {n: setting.shard_elements(n, padded=True) for n in names}
+        summed = sum(elements[n] * setting.summed_itemsize(n) for n in names if n in run.gradients)
+        groups.append(
             ParameterGroup(
                 call=at,
                 names=tuple(names),
-                shard_bytes=sum(elements[n] * infos[n].dtype.itemsize for n in names) // ranks,
-                stored_bytes=sum(elements[n] * setting.stored_itemsize(n) for n in names) // ranks,
-                gradient_bytes=sum(elements[n] * setting.summed_itemsize(n) for n in names if n in run.gradients),
+                shard_bytes=sum(elements[n] * infos[n].dtype.itemsize for n in names),
+                stored_bytes=sum(map(setting.stored_bytes, names)),
+                gradient_bytes=summed * ranks,
                 flows=at == ROOT or stage.calls[at] in run.flows,
                 ranks=ranks,
                 of_experts=of_experts,
             )
         )
-    return found
+    return groups
 
 
 def stage_passes(degrees: Degrees, stage: int) -> Iterator[list[Action]]:

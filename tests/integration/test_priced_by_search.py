@@ -20,7 +20,6 @@ from suites import thinned
 
 from autopar.capture.analysis import analyse
 from autopar.cost_model.dry_run.rank_view import RankView
-from autopar.cost_model.dry_run.shards import padded_elements
 from autopar.cost_model.dry_run.zero import ROOT, ParameterGroup, groups_of, stage_passes
 from autopar.ir.stages import Stage
 
@@ -149,7 +148,7 @@ def without_padding(setting: RankView, group: ParameterGroup) -> float:
         storage = setting.storages[name]
         split = prod(n for at, n in zip(storage.splits, storage.degrees, strict=True) if at is not None)
         even += setting.program.parameters[name].num_elements / split
-    return even / sum(padded_elements(setting, name) for name in group.names)
+    return even / sum(setting.shard_elements(name, padded=True) * group.ranks for name in group.names)
 
 
 def tensor_dims(setting: RankView) -> dict[tuple[int, int], str]:

@@ -28,11 +28,9 @@ import torch
 
 from autopar._torch import private
 from autopar.capture.nodes import value_infos
-from autopar.cost_model.dry_run.memory import gradient_elements_bytes, tied_ranks, trainable_bytes, trained
+from autopar.cost_model.dry_run.memory import tied_ranks, trainable_bytes, trained
 from autopar.cost_model.dry_run.rank_view import RankView
-from autopar.cost_model.dry_run.shards import is_sharded, local_gradient_elements, shard_elements
-from autopar.cost_model.dry_run.stage_run import Run, StageRun
-from autopar.cost_model.dry_run.stand_ins import SilentDim
+from autopar.cost_model.dry_run.stage_run import Run, SilentDim, StageRun
 from autopar.cost_model.dry_run.zero import Hooks, ParameterGroup, groups_of, stage_passes
 from autopar.cost_model.machine.collectives import sent_bytes
 from autopar.ir.degrees import Degrees
@@ -303,11 +301,11 @@ def _messages(setting: RankView, stage: Stage) -> dict[Key, CollectiveTotal]:
             size = prod(setting.local_shape(name)) * infos[name].dtype.itemsize
             found.add(PIPELINE, kind, CollectiveTotal(1, size, size if kind == "send" else 0))
 
-    own = setting.pipeline_rank_of(stage.index)
-    if stage.index + 1 < len(setting.stages) and setting.pipeline_rank_of(stage.index + 1) != own:
+    own, rank_of = setting.coordinates["pp"], setting.plan.degrees.rank_of_stage
+    if stage.index + 1 < len(setting.stages) and rank_of(stage.index + 1) != own:
         add("send", stage.sends)
         add("recv", (name for name in stage.sends if infos[name].differentiable))
-    if stage.index and setting.pipeline_rank_of(stage.index - 1) != own:
+    if stage.index and rank_of(stage.index - 1) != own:
         add("recv", stage.receives)
         add("send", (name for name in stage.receives if infos[name].differentiable))
     return found.take()
@@ -317,7 +315,7 @@ def _summed(setting: RankView, names: Iterable[str], mesh_dim: str, ranks: int, 
     """Gradients of parameters summed over ranks in buckets."""
     infos, degrees = setting.program.parameters, setting.plan.degrees
     dtypes = [(n, summed_dtype(infos[n].dtype, degrees)) for n in names]
-    sizes = [(local_gradient_elements(setting, n) * dtype.itemsize, dtype) for n, dtype in dtypes]
+    sizes = [(setting.gradient_elements(n) * dtype.itemsize, dtype) for n, dtype in dtypes]
     for bucket in buckets(sizes):
         size = sum(sizes[i][0] for i in bucket)
         ledger.add(mesh_dim, "all_reduce", collective("all_reduce", ranks, size))
@@ -334,7 +332,7 @@ def _ties(setting: RankView, ledger: Ledger) -> None:
 def _deferred(setting: RankView, runs: Mapping[int, StageTraffic], ledger: Ledger) -> None:
     """Gradients of parameters that are replicated where their values differ, once a step."""
     own, degrees = trained(setting, runs), setting.plan.degrees
-    whole = [n for n in own if not is_sharded(setting, n)]
+    whole = [n for n in own if not setting.is_sharded(n)]
     experts = [n for n in whole if setting.storages[n].is_of_experts]
     for names, over, ranks in (
         ([n for n in whole if n not in experts], data_name(degrees), degrees.data_ranks),
@@ -370,7 +368,7 @@ def host_moves(setting: RankView, runs: Mapping[int, StageRun]) -> HostMoves:
     down = sum(run.moved_bytes for run in runs.values()) * times
     if degrees.offloads(OPTIMIZER):
         up += trainable_bytes(setting)
-        down += gradient_elements_bytes(setting, trained(setting, runs))
+        down += sum(map(setting.gradient_bytes, trained(setting, runs)))
     if not degrees.offloads(PARAMETERS):
         return HostMoves(to_host_bytes=down, to_device_bytes=up)
     fsdp_up = fsdp_down = 0
@@ -379,8 +377,8 @@ def host_moves(setting: RankView, runs: Mapping[int, StageRun]) -> HostMoves:
         step = zero_step(setting, stage, groups, Ledger())
         fsdp_up += step.to_device_bytes
         for at, times in step.sums.items():
-            own = (shard_elements(setting, n) * setting.stored_itemsize(n) for n in groups[at].names if n in reached)
-            fsdp_down += times * sum(own)
+            own = (name for name in groups[at].names if name in reached)
+            fsdp_down += times * sum(map(setting.gradient_bytes, own))
     return HostMoves(
         to_host_bytes=down,
         to_device_bytes=up,
