@@ -28,8 +28,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.samples import Sample, Work
 from autopar.runtime.distributed.broadcast import broadcast_object, gather_objects
 from autopar.runtime.distributed.launch import Ranks, device_of_rank
-from autopar.runtime.measure import calibrate_links
-from autopar.runtime.measure.calibrate_cuda import dtypes_of, num_units, reserve_bytes
+from autopar.runtime.measure import calibrate_device, calibrate_links
 from autopar.runtime.measure.calibrate_device import Pace, device_works, measure, seconds_of
 from autopar.runtime.measure.calibrate_links import Groups
 
@@ -132,16 +131,16 @@ def rank_device(rank: int) -> RankDevice:
 def _rank_device(device: torch.device) -> RankDevice:
     return RankDevice(
         host=socket.gethostname(),
-        dtypes=dtypes_of(device),
-        units=num_units(device),
-        reserve_bytes=reserve_bytes(device),
+        dtypes=calibrate_device.dtypes_of(device),
+        units=calibrate_device.num_units(device),
+        reserve_bytes=calibrate_device.reserve_bytes(device),
     )
 
 
 def _in_job(cluster: ClusterSpec, minutes: float, on_progress: _Progress, started: float) -> Calibration:
     device = start_process_group(cluster, timeout_s=TIMEOUT_S)
     hosts = gather_objects(socket.gethostname())
-    todo = stages(device.type, dtypes_of(device), hosts) * passes(minutes)
+    todo = stages(device.type, calibrate_device.dtypes_of(device), hosts) * passes(minutes)
     meter, samples = _Meter(todo, minutes, on_progress), []
     for stage in todo:
         budget_s = broadcast_object(meter.budget_s)  # of rank 0: all must do the same

@@ -25,16 +25,14 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.models.load import ResolvedModel, in_storage, is_factory, resolve_model
 from autopar.planning.fixed import capture_for, check_plan, label_plan, wished_program
-from autopar.runtime.codegen.passes.attention_dropout import without_attention_dropout
 from autopar.runtime.distributed.launch import Ranks
 from autopar.runtime.model.module import ParallelModel
 from autopar.runtime.parameters.materialise import parameter_source, seeded
 from autopar.runtime.parameters.state_loading import model_tensors
 from autopar.runtime.profile.chrome_trace import TrackTime, check_writable, track_times
 from autopar.runtime.verify.error_metrics import TOLERANCES, Quantity
-from autopar.runtime.verify.float64_program import default_dtype, promoted
+from autopar.runtime.verify.float64_program import default_dtype, promoted, without_attention_dropout
 from autopar.runtime.verify.noise import Change, Noise, samples_of
-from autopar.runtime.verify.precision_bound import DIRECT_TOLERANCES, compare_with_float32, is_bounded
 from autopar.runtime.verify.random_batches import notes_on_inputs, random_batches, values_that_decide
 from autopar.runtime.verify.reference import (
     EXAMPLE,
@@ -48,10 +46,13 @@ from autopar.runtime.verify.reference import (
 )
 from autopar.runtime.verify.shared_draws import draws_anything
 from autopar.runtime.verify.verify import (
+    DIRECT_TOLERANCES,
     Report,
     check_dtype,
+    compare_with_float32,
     compare_with_noise,
     in_dtype,
+    is_bounded,
     merge_stages,
     parallel_steps,
     this_ranks_part,

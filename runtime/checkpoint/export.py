@@ -33,16 +33,6 @@ class Place:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """The files of an export: the header and the size of each, and the place of every tensor."""
-
-    headers: Mapping[str, bytes]
-    sizes: Mapping[str, int]
-    places: Mapping[str, Place]
-    num_bytes: int
-
-
 class Export:
     """The export of one model, whose tensors are `wholes` on meta by the model's names."""
 
@@ -58,8 +48,21 @@ class Export:
         for value in wholes.values():
             dtype_name(value.dtype)
         pieces = layout_on_disk(model, wholes)
-        self._layout = _layout({name: t for each in pieces.values() for name, t in each.items()}, shard_bytes)
+        self._lay_out({name: t for each in pieces.values() for name, t in each.items()}, shard_bytes)
         self._dtype = next((t.dtype for t in wholes.values() if t.dtype.is_floating_point), torch.float32)
+
+    def _lay_out(self, tensors: Mapping[str, torch.Tensor], shard_bytes: int) -> None:
+        """Decide the header and the size of each file, and the place of every tensor."""
+        names, sizes = list(tensors), [t.nbytes for t in tensors.values()]
+        parts = list(parts_of_size(sizes, shard_bytes))
+        self._headers, self._sizes, self._places = dict[str, bytes](), dict[str, int](), dict[str, Place]()
+        self._num_bytes = sum(sizes)
+        for number, part in enumerate(parts, 1):
+            file = f"model-{number:05d}-of-{len(parts):05d}.safetensors" if len(parts) > 1 else "model.safetensors"
+            here = {names[index]: tensors[names[index]] for index in part}
+            self._headers[file], begins = header_of({n: (t.dtype, t.shape) for n, t in here.items()}, {"format": "pt"})
+            self._places |= {n: Place(file=file, at=at, num_bytes=here[n].nbytes) for n, at in begins.items()}
+            self._sizes[file] = len(self._headers[file]) + sum(t.nbytes for t in here.values())
 
     def begin(self) -> None:
         """Make all files without weights. The first rank calls it."""
@@ -69,13 +72,13 @@ class Export:
             shutil.rmtree(self._partial, ignore_errors=True)
             self._partial.mkdir(parents=True)
             self._write_config()
-            for name, header in self._layout.headers.items():
+            for name, header in self._headers.items():
                 with open(self._partial / name, "xb") as file:
                     file.write(header)
-                    os.posix_fallocate(file.fileno(), 0, self._layout.sizes[name])  # a full disk shows here
-            if len(self._layout.headers) > 1:
-                weight_map = {name: place.file for name, place in sorted(self._layout.places.items())}
-                content = {"metadata": {"total_size": self._layout.num_bytes}, "weight_map": weight_map}
+                    os.posix_fallocate(file.fileno(), 0, self._sizes[name])  # a full disk shows here
+            if len(self._headers) > 1:
+                weight_map = {name: place.file for name, place in sorted(self._places.items())}
+                content = {"metadata": {"total_size": self._num_bytes}, "weight_map": weight_map}
                 (self._partial / _INDEX).write_text(json.dumps(content, indent=2) + "\n")
         except OSError as error:
             self.discard()
@@ -97,7 +100,7 @@ class Export:
                 continue
             try:
                 for piece_name, piece in pieces_on_disk(self._model, name, value).items():
-                    self._write_one(self._layout.places[piece_name], piece)
+                    self._write_one(self._places[piece_name], piece)
             except OSError as error:
                 failure = error
         if failure is not None:
@@ -130,26 +133,6 @@ class Export:
         """Remove what an export that failed has written."""
         with suppress(OSError):
             shutil.rmtree(self._partial)
-
-
-def _layout(tensors: Mapping[str, torch.Tensor], shard_bytes: int) -> Layout:
-    names, sizes = list(tensors), [t.nbytes for t in tensors.values()]
-    parts = list(parts_of_size(sizes, shard_bytes))
-    headers: dict[str, bytes] = {}
-    ends: dict[str, int] = {}
-    places: dict[str, Place] = {}
-    for number, part in enumerate(parts, 1):
-        file = _file_name(number, len(parts))
-        here = [names[index] for index in part]
-        entries: dict[str, tuple[torch.dtype, Sequence[int]]] = {n: (tensors[n].dtype, tensors[n].shape) for n in here}
-        headers[file], begins = header_of(entries, {"format": "pt"})
-        places |= {name: Place(file=file, at=at, num_bytes=tensors[name].nbytes) for name, at in begins.items()}
-        ends[file] = len(headers[file]) + sum(tensors[name].nbytes for name in here)
-    return Layout(headers=headers, sizes=ends, places=places, num_bytes=sum(sizes))
-
-
-def _file_name(number: int, count: int) -> str:
-    return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
 def name_to_keep(names: Sequence[str], tied_to: Mapping[str, str]) -> str:

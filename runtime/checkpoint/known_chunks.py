@@ -12,7 +12,7 @@ import torch
 
 from autopar._torch import private
 from autopar.runtime.parameters.flat_shards import FlatShards
-from autopar.runtime.parameters.joined import JoinedTensor
+from autopar.runtime.parameters.user_view import parts_of
 
 _Place = tuple[tuple[int, tuple[int, ...]], ...]  # address and shape of each part in this rank's memory
 
@@ -71,5 +71,5 @@ class HostCopies:
 
 
 def _place(tensor: torch.Tensor) -> _Place:
-    parts = tensor.parts if isinstance(tensor, JoinedTensor) else (tensor,)
-    return tuple((part.data_ptr(), tuple(part.shape)) for part in map(private.local_part, parts))
+    parts = map(private.local_part, parts_of(tensor))  # type: ignore[arg-type]
+    return tuple((part.data_ptr(), tuple(part.shape)) for part in parts)

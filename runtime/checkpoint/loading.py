@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from autopar.errors import CheckpointError, Problem
 from autopar.files.plain_data import read_plain
@@ -23,8 +22,8 @@ from autopar.runtime.checkpoint.known_chunks import KnownChunks
 from autopar.runtime.checkpoint.manifest import ITEM_BYTES, Manifest, file_problems, read_manifest, shares
 from autopar.runtime.checkpoint.optimizers import Optimizer, SavedOptimizer
 from autopar.runtime.checkpoint.plain import decode, tensors_named
-from autopar.runtime.checkpoint.saving import cause_text, failures_text
-from autopar.runtime.checkpoint.storage import ManifestReader
+from autopar.runtime.checkpoint.saving import results_of_all
+from autopar.runtime.checkpoint.storage import read_chunks
 from autopar.runtime.checkpoint.tensor_files import dtype_name
 from autopar.runtime.distributed.broadcast import gather_objects, run_on_all_ranks, run_on_first_rank
 from autopar.runtime.parameters.flat_shards import FlatShards
@@ -152,8 +151,8 @@ def tensor_differences(
     return problems
 
 
-def plain_tensors(checkpoint: Checkpoint, plain: Any) -> dict[str, torch.Tensor]:
-    """Memory for the tensors in plain data. A file of the checkpoint holds their bytes, so they are not larger."""
+def plain_tensors(checkpoint: Checkpoint, plain: Any, group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
+    """The tensors in plain data. A file of the checkpoint holds their bytes, so they are not larger. Collective."""
     tensors: dict[str, torch.Tensor] = {}
     for name in tensors_named(plain):
         entry = checkpoint.manifest.tensors.get(name)
@@ -161,30 +160,16 @@ def plain_tensors(checkpoint: Checkpoint, plain: Any) -> dict[str, torch.Tensor]
             raise CheckpointError(f"{checkpoint.folder.path} lacks the tensor {name}, which its plain data names")
         assert entry.dtype in ITEM_BYTES
         tensors[name] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+    read_tensors(checkpoint, tensors, group)
     return tensors
 
 
 def read_tensors(checkpoint: Checkpoint, tensors: Mapping[str, Any], group: dist.ProcessGroup) -> None:
-    """Read this rank's elements in place, by a plan of its own, without the messages of torch's `load`. Collective."""
+    """Read this rank's elements of tensors, in place. Collective."""
     wanted = {name: t for name, t in tensors.items() if t.numel()}
-    failure = None
-    try:
-        _read_own(ManifestReader(checkpoint.folder.path, checkpoint.manifest), wanted)
-    except Exception as error:
-        failure = cause_text(error)
-    failures = {rank: text for rank, text in enumerate(gather_objects(failure, group)) if text is not None}
-    if failures:
-        raise CheckpointError(
-            f"reading {checkpoint.folder.path} failed, and the model may hold a part of it: {failures_text(failures)}"
-        )
-
-
-def _read_own(reader: ManifestReader, wanted: dict[str, Any]) -> None:
-    if not wanted:
-        return
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(wanted, reader.read_metadata(), is_coordinator=False)
-    reader.read_data(planner.finish_plan(planner.create_local_plan()), planner)
+    folder, manifest = checkpoint.folder.path, checkpoint.manifest
+    failed = f"reading {folder} failed, and the model may hold a part of it"
+    results_of_all(lambda: read_chunks(folder, manifest, wanted), group, failed)
 
 
 def load_optimizers(
@@ -200,17 +185,15 @@ def load_optimizers(
         return {}
     saved = checkpoint.optimizers()
     options = [group.options for o in saved for group in o.groups]
-    memory = plain_tensors(
-        checkpoint, [*options, *(v for o in saved for keys in o.state.values() for v in keys.values())]
-    )
-    read_tensors(checkpoint, memory, group)
+    values = [value for o in saved for keys in o.state.values() for value in keys.values()]
+    memory = plain_tensors(checkpoint, [*options, *values], group)
     tensors: dict[str, FlatShards] = {}
 
     def prepare() -> dict[str, Description]:
         for index, (optimizer, state) in enumerate(zip(given, saved, strict=True)):
             optimizers.set_options(optimizer, state, memory)
             optimizers.prepare_state(optimizer, state, named, memory)
-            tensors.update(optimizers.state_tensors(optimizer, index, named, held, state, known))
+            tensors.update(optimizers.state_tensors(optimizer, index, named, held, known, state.state))
         return described(tensors)
 
     expected = {name: d for each in run_on_all_ranks(prepare, group) for name, d in each.items()}
@@ -231,7 +214,6 @@ def read_extra(
 ) -> tuple[dict[str, Any], list[Any]]:
     """The extra data of a checkpoint, and the state of some objects, each of its own. Collective."""
     encoded = checkpoint.extra()
-    memory = plain_tensors(checkpoint, list(encoded.values()))
-    read_tensors(checkpoint, memory, group)
+    memory = plain_tensors(checkpoint, list(encoded.values()), group)
     values = {name: decode(value, memory) for name, value in encoded.items()}
     return values, [decode(encoded[name], memory) for name in names]

@@ -7,6 +7,7 @@ The parameters that this step changes are loaded afterwards.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from autopar.errors import CheckpointError, InputError, Problem
 from autopar.ir.storage import Storage
 from autopar.runtime.checkpoint.known_chunks import KnownChunks
 from autopar.runtime.checkpoint.plain import decode, encode
-from autopar.runtime.parameters.checkpoint_state import flat_state
 from autopar.runtime.parameters.flat_shards import FlatShards, as_shards
+from autopar.runtime.parameters.user_view import state_shards
 
 Optimizer = torch.optim.Optimizer
 SPLIT: Any = {"split": True}  # in place of a tensor that lies among the tensors under its parameter's name and key
@@ -48,15 +49,9 @@ def state_name(index: int, parameter: str, key: str) -> str:
 
 
 def described(
-    optimizer: Optimizer,
-    index: int,
-    named: Mapping[str, nn.Parameter],
-    held: Mapping[str, Storage],
-    tensors: dict[str, FlatShards],
-    plain_tensors: dict[str, torch.Tensor],
-    known: KnownChunks,
+    optimizer: Optimizer, index: int, named: Mapping[str, nn.Parameter], plain_tensors: dict[str, torch.Tensor]
 ) -> SavedOptimizer:
-    """This rank's part of an optimizer. Its tensors are added to `tensors` and `plain_tensors`."""
+    """This rank's part of an optimizer but `state_tensors`. Tensors of plain data are added to `plain_tensors`."""
     names = {parameter: name for name, parameter in named.items()}
     groups = []
     for number, group in enumerate(optimizer.param_groups):
@@ -70,31 +65,15 @@ def described(
         groups.append(SavedGroup(parameters=tuple(names[parameter] for parameter in group["params"]), options=encoded))
     state = {
         name: {
-            key: _entry(value, parameter, state_name(index, name, key), held.get(name), tensors, plain_tensors, known)
+            key: SPLIT
+            if isinstance(value, torch.Tensor)
+            else encode(value, state_name(index, name, key), plain_tensors)
             for key, value in optimizer.state[parameter].items()
         }
         for parameter, name in names.items()
         if optimizer.state.get(parameter)
     }
     return SavedOptimizer(kind=type(optimizer).__name__, groups=tuple(groups), state=state)
-
-
-def _entry(
-    value: Any,
-    parameter: nn.Parameter,
-    name: str,
-    storage: Storage | None,
-    tensors: dict[str, FlatShards],
-    plain_tensors: dict[str, torch.Tensor],
-    known: KnownChunks,
-) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return encode(value, name, plain_tensors)
-    if isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements):
-        raise InputError(f"{name} cannot be saved, because ranks hold parts of a sum; use another optimizer")
-    is_like = value.shape == parameter.shape
-    tensors[name] = known.of(name, value, lambda plain: as_shards(flat_state(plain, storage) if is_like else plain))
-    return SPLIT
 
 
 def merged(parts: Sequence[SavedOptimizer]) -> SavedOptimizer:
@@ -220,14 +199,19 @@ def state_tensors(
     index: int,
     named: Mapping[str, nn.Parameter],
     held: Mapping[str, Storage],
-    saved: SavedOptimizer,
     known: KnownChunks,
+    saved: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, FlatShards]:
     """The tensors of this rank's optimizer state by their names in a checkpoint. Loading writes into them."""
     state: dict[str, FlatShards] = {}
     for name, parameter in named.items():
-        keys = saved.state.get(name, {})
+        keys = (saved or {}).get(name, {})
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor) and keys.get(key, SPLIT) == SPLIT:
-                _entry(value, parameter, state_name(index, name, key), held.get(name), state, {}, known)
+                at = state_name(index, name, key)
+                if isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements):
+                    raise InputError(f"{at} cannot be saved, because ranks hold parts of a sum; use another optimizer")
+                is_like = value.shape == parameter.shape
+                make = partial(state_shards, storage=held.get(name)) if is_like else as_shards
+                state[at] = known.of(at, value, make)
     return state

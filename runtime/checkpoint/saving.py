@@ -9,19 +9,19 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
+from itertools import chain
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from autopar._version import __version__
 from autopar.errors import CheckpointError, InputError
@@ -30,11 +30,13 @@ from autopar.runtime.checkpoint.folder import new_partial, parsed, publish, remo
 from autopar.runtime.checkpoint.known_chunks import HostCopies, KnownChunks
 from autopar.runtime.checkpoint.manifest import FORMAT, Manifest, write_manifest
 from autopar.runtime.checkpoint.optimizers import SavedOptimizer, merged
-from autopar.runtime.checkpoint.storage import Contents, ManifestWriter
+from autopar.runtime.checkpoint.storage import Key, Written, chunks_to_write, entries_of, held_chunks, write_chunks
 from autopar.runtime.checkpoint.tensor_files import pieces_of
-from autopar.runtime.distributed.mesh import named_ranks
+from autopar.runtime.distributed.broadcast import gather_objects
+from autopar.runtime.distributed.mesh import named_ranks, ranks_by
 from autopar.runtime.parameters.flat_shards import FlatShards
 
+_T = TypeVar("_T")
 GROUP_TIMEOUT = timedelta(hours=1)  # ranks write for different times
 MAX_SHOWN = 3
 _logger = logging.getLogger("autopar")
@@ -42,11 +44,7 @@ _logger = logging.getLogger("autopar")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """What one rank saves.
-
-    `tensors` are its chunks by name. `common` is plain data that is equal on all ranks, and `plain_tensors` are its
-    tensors. `optimizers` are this rank's parts. `finite` names the tensors in which NaN and infinity are refused.
-    """
+    """What one rank saves: its chunks, plain data that all ranks share, optimizers, and which tensors are `finite`."""
 
     root: Path
     step: int
@@ -61,12 +59,14 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """What the first rank gets of each rank: the digests of what must be equal, and the optimizers."""
+    """What ranks get of each rank: digests of what must be equal, optimizers, and chunks with their tensor's bytes."""
 
     where: str
     step: int
     digests: Mapping[str, str]
     optimizers: Sequence[SavedOptimizer]
+    shapes: Mapping[str, tuple[int, ...]]
+    chunk_bytes: Mapping[Key, int]
 
 
 class Saver:
@@ -125,19 +125,26 @@ class Saver:
             _logger.error("%s", error)
 
     def _write(self, snapshot: Snapshot, group: dist.ProcessGroup) -> None:
-        target = _Target(self, snapshot)
-        tensors: dict[str, Any] = dict(snapshot.tensors)
-        tensors |= {name: tensor for name, tensor in snapshot.plain_tensors.items() if tensor.numel()}
-        rank = dist.get_rank()
+        target, rank = _Target(self, snapshot), dist.get_rank()
+        plain = {name: tensor for name, tensor in snapshot.plain_tensors.items() if tensor.numel()}
+        chunks = held_chunks({**snapshot.tensors, **plain})
+
+        def on_all(action: Callable[[], _T]) -> list[_T]:
+            return results_of_all(action, group, "the checkpoint was not saved")
+
+        def on_first(action: Callable[[], _T]) -> _T:
+            return cast(_T, on_all(lambda: action() if rank == 0 else None)[0])
+
         try:
-            part = _part_of(snapshot)
-            writer = ManifestWriter(part, target.begin, target.end, _refusal(snapshot, rank), rank=rank)
-            planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-            save(tensors, storage_writer=writer, planner=planner, process_group=group)
-        except CheckpointException as error:
+            parts = on_all(lambda: _part_of(snapshot, chunks))
+            folder = on_first(lambda: target.begin(parts))
+            share = chunks_to_write([part.chunk_bytes for part in parts])[rank]
+            mine = {key: value for key, value in chunks.items() if key in share}
+            written = on_all(lambda: write_chunks(folder, mine, partial(_refusal, snapshot.finite, rank), rank))
+            on_first(lambda: target.end(list(chain.from_iterable(written))))
+        except CheckpointError:
             target.discard()
-            causes = {rank: cause_text(cause) for rank, (cause, _) in error.failures.items()}
-            raise CheckpointError(f"the checkpoint was not saved: {failures_text(causes)}") from None
+            raise
         except Exception as error:
             raise CheckpointError(f"step {snapshot.step} was not saved: {type(error).__name__}: {error}") from error
 
@@ -160,11 +167,13 @@ class _Target:
         self._partial: Path | None = None
         self._final: Path | None = None
         self._optimizers: list[SavedOptimizer] = []
+        self._shapes: dict[str, tuple[int, ...]] = {}
 
     def begin(self, parts: Sequence[_Part]) -> Path:
         """Compare the ranks' parts, and make the folder."""
         _refuse_differences(parts)
         snapshot = self._snapshot
+        self._shapes = {name: shape for part in parts for name, shape in part.shapes.items()}
         self._optimizers = [merged(every) for every in zip(*(p.optimizers for p in parts), strict=True)]
         try:
             snapshot.root.mkdir(parents=True, exist_ok=True)
@@ -176,7 +185,7 @@ class _Target:
             ) from None
         return self._partial
 
-    def end(self, contents: Contents) -> None:
+    def end(self, written: Sequence[Written]) -> None:
         """Write the manifest, name the folder, move `latest`, and remove old checkpoints."""
         snapshot = self._snapshot
         assert self._partial is not None and self._final is not None
@@ -185,8 +194,8 @@ class _Target:
             step=snapshot.step,
             saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
             made_by={"autopar": __version__, "torch": torch.__version__, **snapshot.made_by},
-            files=contents.files,
-            tensors=contents.tensors,
+            files={chunk.file: entry for _, _, chunk, entry in written},
+            tensors=entries_of(written, self._shapes),
             plain={**snapshot.common, "optimizers": [asdict(o) for o in self._optimizers]},
         )
         current = parsed(self._final)
@@ -209,7 +218,7 @@ class _Target:
                 shutil.rmtree(self._partial)
 
 
-def _part_of(snapshot: Snapshot) -> _Part:
+def _part_of(snapshot: Snapshot, chunks: Mapping[Key, torch.Tensor]) -> _Part:
     texts = {key: json.dumps(value) for key, value in snapshot.common.items() if key != "extra"}
     extra: Mapping[str, Any] = dict(snapshot.common["extra"]["dict"])
     texts |= {f"extra[{key!r}]": json.dumps(value) for key, value in extra.items()}
@@ -219,7 +228,15 @@ def _part_of(snapshot: Snapshot) -> _Part:
         for piece in pieces_of(tensor):
             digest.update(piece)
         digests[name.replace("/", ".")] = digest.hexdigest()
-    return _Part(where=str(snapshot.root), step=snapshot.step, digests=digests, optimizers=snapshot.optimizers)
+    shapes = {name: tuple(tensor.shape) for name, tensor in {**snapshot.tensors, **snapshot.plain_tensors}.items()}
+    return _Part(
+        where=str(snapshot.root),
+        step=snapshot.step,
+        digests=digests,
+        optimizers=snapshot.optimizers,
+        shapes=shapes,
+        chunk_bytes={key: prod(shapes[key[0]]) * value.element_size() for key, value in chunks.items()},
+    )
 
 
 def _refuse_differences(parts: Sequence[_Part]) -> None:
@@ -245,29 +262,28 @@ def _refuse_differences(parts: Sequence[_Part]) -> None:
             )
 
 
-def _refusal(snapshot: Snapshot, rank: int) -> Any:
-    def refusal(name: str, value: torch.Tensor) -> str | None:
-        has_infinity = value.is_floating_point() or value.is_complex()
-        if name not in snapshot.finite or not has_infinity or bool(torch.isfinite(value).all()):
-            return None
-        parameter = name.partition("/")[2]
-        return (
-            f"the parameter {parameter} holds NaN or infinity on rank {rank}; the checkpoints before are as they were: "
-            "load one of them"
-        )
-
-    return refusal
+def _refusal(finite: frozenset[str], rank: int, name: str, value: torch.Tensor) -> str | None:
+    """Why a tensor must not be saved. None if it may."""
+    has_infinity = value.is_floating_point() or value.is_complex()
+    if name not in finite or not has_infinity or bool(torch.isfinite(value).all()):
+        return None
+    return (
+        f"the parameter {name.partition('/')[2]} holds NaN or infinity on rank {rank}; the checkpoints before are as "
+        "they were: load one of them"
+    )
 
 
-def cause_text(error: BaseException) -> str:
-    """An error of one rank for the message that all ranks raise."""
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-
-
-def failures_text(failures: Mapping[int, str]) -> str:
-    """The errors of the ranks that failed, the first ones. `failures` are texts by rank."""
-    texts: dict[str, list[int]] = {}
-    for rank, text in sorted(failures.items()):
-        texts.setdefault(text, []).append(rank)
-    shown = [f"{named_ranks(ranks)}: {text}" for text, ranks in list(texts.items())[:MAX_SHOWN]]
-    return "; ".join(shown)
+def results_of_all(action: Callable[[], _T], group: dist.ProcessGroup, failed: str) -> list[_T]:
+    """The results of all ranks' actions. All ranks raise one `CheckpointError` with the errors. Collective."""
+    result = failure = None
+    try:
+        result = action()
+    except Exception as error:
+        failure = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    every = gather_objects((result, failure), group)
+    texts = ranks_by([text for _, text in every])
+    texts.pop(None, None)
+    if texts:
+        shown = [f"{named_ranks(ranks)}: {text}" for text, ranks in list(texts.items())[:MAX_SHOWN]]
+        raise CheckpointError(f"{failed}: {'; '.join(shown)}")
+    return cast(list[_T], [result for result, _ in every])

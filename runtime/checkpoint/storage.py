@@ -1,133 +1,66 @@
-"""The storage of torch.distributed.checkpoint: its planner says who writes and reads which chunk, files are ours.
+"""The files of a checkpoint: which rank writes which chunk of a tensor, and which chunks it reads.
 
-torch's own storage pickles its metadata and unpickles it when it loads. Here the metadata is the manifest.
+torch.distributed.checkpoint pickles its metadata and unpickles it when it loads. Here the metadata is the manifest.
 """
 
-import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
-from torch.futures import Future
 
 from autopar.errors import CheckpointError
 from autopar.runtime.checkpoint.folder import parts_of_size
 from autopar.runtime.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry, entry_key
-from autopar.runtime.checkpoint.tensor_files import dtype_name, opened, write_tensors
+from autopar.runtime.checkpoint.tensor_files import Part, dtype_name, parts_in_file, write_tensors
+from autopar.runtime.parameters.flat_shards import as_shards
 
 FILE_BYTES = 2 << 30  # a rank begins another file; files are hashed by several ranks
-Files = Mapping[str, FileEntry]
+Key = tuple[str, tuple[int, ...]]  # of a chunk: its tensor and its offsets
+Written = tuple[str, str, Chunk, FileEntry]  # the tensor of a chunk, its dtype, its place and its file
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Contents:
-    """What all ranks together have written: the files, and the tensors in them."""
-
-    files: Files
-    tensors: Mapping[str, TensorEntry]
+def held_chunks(tensors: Mapping[str, Any]) -> dict[Key, torch.Tensor]:
+    """This rank's chunks of tensors."""
+    return {(name, at): values for name, tensor in tensors.items() for at, _, values in as_shards(tensor).chunks}
 
 
-class ManifestWriter(StorageWriter):
-    """Writes the chunks of one rank. `begin` takes every rank's `part` and names the folder; `end` publishes it."""
+def chunks_to_write(ranks: Sequence[Mapping[Key, int]]) -> list[set[Key]]:
+    """The chunks that each rank writes. Of the ranks that hold a chunk, the one with the least to write gets it.
 
-    def __init__(
-        self,
-        part: Any,
-        begin: Callable[[Sequence[Any]], Path],
-        end: Callable[[Contents], None],
-        refusal: Callable[[str, torch.Tensor], str | None],
-        *,
-        rank: int,
-    ) -> None:
-        self._part, self._begin, self._end, self._refusal, self._rank = part, begin, end, refusal, rank
+    `ranks` has the chunks of each rank, with the bytes of their tensors.
+    """
+    holders: dict[Key, list[int]] = {}
+    for rank, chunks in enumerate(ranks):
+        for key in chunks:
+            holders.setdefault(key, []).append(rank)
+    shares, loads = [set[Key]() for _ in ranks], [0] * len(ranks)
+    for key, those in holders.items():
+        least = min(those, key=loads.__getitem__)
+        shares[least].add(key)
+        loads[least] += ranks[least][key]
+    return shares
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return replace(plan, storage_data=self._part)
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        folder = self._begin([plan.storage_data for plan in plans])
-        return [replace(plan, storage_data=folder) for plan in plans]
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        folder: Path = plan.storage_data
-        chunks: list[tuple[WriteItem, torch.Tensor]] = []
-        for item in plan.items:
-            value = planner.resolve_data(item)
-            if item.type is WriteItemType.BYTE_IO or not isinstance(value, torch.Tensor):
-                raise CheckpointError(f"{item.index.fqn} is no tensor")
-            refusal = self._refusal(item.index.fqn, value)
-            if refusal is not None:
-                raise CheckpointError(refusal)
-            chunks.append((item, value))
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(self._written(folder, chunks))
-        return done
-
-    def _written(self, folder: Path, chunks: Sequence[tuple[WriteItem, torch.Tensor]]) -> list[WriteResult]:
-        results = []
-        for number, part in enumerate(parts_of_size([value.nbytes for _, value in chunks], FILE_BYTES)):
-            name = f"rank-{self._rank:05d}-{number:03d}.safetensors"
-            mine = [chunks[index] for index in part]
-            keyed = {entry_key(i.index.fqn, i.index.offset or (), value.shape): value for i, value in mine}
-            try:
-                entry = write_tensors(folder / name, keyed)
-            except OSError as error:
-                raise CheckpointError(f"{folder / name} cannot be written: {_reason(error, folder)}") from None
-            for item, value in mine:
-                chunk = Chunk(file=name, offsets=tuple(item.index.offset or ()), sizes=tuple(value.shape))
-                stored = (chunk, dtype_name(value.dtype), entry)
-                results.append(WriteResult(index=item.index, size_in_bytes=value.nbytes, storage_data=stored))
-        return results
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        files: dict[str, FileEntry] = {}
-        chunks: dict[str, list[Chunk]] = {}
-        dtypes: dict[str, str] = {}
-        for result in (r for each in results for r in each):
-            chunk, dtype, entry = result.storage_data
-            files[chunk.file] = entry
-            chunks.setdefault(result.index.fqn, []).append(chunk)
-            if dtypes.setdefault(result.index.fqn, dtype) != dtype:
-                raise CheckpointError(f"{result.index.fqn} has other dtypes on other ranks; use one dtype on all ranks")
-        tensors = {
-            name: TensorEntry(
-                dtype=dtypes[name],
-                shape=tuple(_tensor_metadata(metadata, name).size),
-                chunks=tuple(sorted(entries, key=lambda chunk: chunk.offsets)),
-            )
-            for name, entries in chunks.items()
-        }
-        self._end(Contents(files=files, tensors=tensors))
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return False
+def write_chunks(
+    folder: Path, chunks: Mapping[Key, torch.Tensor], refusal: Callable[[str, torch.Tensor], str | None], rank: int
+) -> list[Written]:
+    """Write the chunks of one rank. `refusal` says why a tensor must not be saved, or returns None."""
+    for (name, _), value in chunks.items():
+        if (why := refusal(name, value)) is not None:
+            raise CheckpointError(why)
+    written, items = list[Written](), list(chunks.items())
+    for number, part in enumerate(parts_of_size([value.nbytes for _, value in items], FILE_BYTES)):
+        file, mine = f"rank-{rank:05d}-{number:03d}.safetensors", [items[index] for index in part]
+        try:
+            entry = write_tensors(folder / file, {entry_key(n, at, v.shape): v for (n, at), v in mine})
+        except OSError as error:
+            raise CheckpointError(f"{folder / file} cannot be written: {_reason(error, folder)}") from None
+        for (name, at), value in mine:
+            chunk = Chunk(file=file, offsets=at, sizes=tuple(value.shape))
+            written.append((name, dtype_name(value.dtype), chunk, entry))
+    return written
 
 
 def _reason(error: OSError, folder: Path) -> str:
@@ -136,58 +69,43 @@ def _reason(error: OSError, folder: Path) -> str:
     return error.strerror or str(error)
 
 
-def _tensor_metadata(metadata: Metadata, name: str) -> TensorStorageMetadata:
-    entry = metadata.state_dict_metadata[name]
-    assert isinstance(entry, TensorStorageMetadata)
-    return entry
-
-
-class ManifestReader:
-    """Reads the chunks that one rank needs from the files of a checkpoint whose manifest is known."""
-
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self._folder, self._manifest = folder, manifest
-
-    def read_metadata(self) -> Metadata:
-        """The tensors and their chunks, as torch's planner has them."""
-        return Metadata(
-            state_dict_metadata={
-                name: TensorStorageMetadata(
-                    properties=TensorProperties(dtype=getattr(torch, tensor.dtype)),
-                    size=torch.Size(tensor.shape),
-                    chunks=[
-                        ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
-                        for chunk in tensor.chunks
-                    ],
-                )
-                for name, tensor in self._manifest.tensors.items()
-            }
+def entries_of(written: Iterable[Written], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorEntry]:
+    """The tensors that all ranks together have written, of these global shapes."""
+    chunks: dict[str, list[Chunk]] = {}
+    dtypes: dict[str, str] = {}
+    for name, dtype, chunk, _ in written:
+        chunks.setdefault(name, []).append(chunk)
+        if dtypes.setdefault(name, dtype) != dtype:
+            raise CheckpointError(f"{name} has other dtypes on other ranks; use one dtype on all ranks")
+    for name, parts in chunks.items():
+        if sum(prod(chunk.sizes) for chunk in parts) != prod(shapes[name]):
+            raise CheckpointError(f"{name} is not made up of the chunks that the ranks hold")
+    return {
+        name: TensorEntry(
+            dtype=dtypes[name], shape=shapes[name], chunks=tuple(sorted(parts, key=lambda chunk: chunk.offsets))
         )
+        for name, parts in chunks.items()
+    }
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """Read the elements of a plan, in place."""
-        by_file: dict[str, list[tuple[ReadItem, Chunk]]] = {}
-        for item in plan.items:
-            chunk = self._chunk_at(item.storage_index)
-            by_file.setdefault(chunk.file, []).append((item, chunk))
-        for name, items in by_file.items():
-            with opened(self._folder / name) as file:
-                for item, chunk in items:
-                    self._read(file, item, chunk, planner)
 
-    def _read(self, file: Any, item: ReadItem, chunk: Chunk, planner: LoadPlanner) -> None:
-        if item.type is LoadItemType.BYTE_IO:
-            raise CheckpointError(f"{item.dest_index.fqn} is no tensor")
-        name = item.storage_index.fqn
-        boxes = zip(item.storage_offsets, item.lengths, strict=True)
-        part = tuple(slice(start, start + length) for start, length in boxes)
-        dtype = getattr(torch, self._manifest.tensors[name].dtype)
-        values = file.read(entry_key(name, chunk.offsets, chunk.sizes), dtype, chunk.sizes, part)
-        target = planner.resolve_tensor(item).detach()
-        target.copy_(values)
-        planner.commit_tensor(item, target)
+def read_chunks(folder: Path, manifest: Manifest, wanted: Mapping[str, Any]) -> None:
+    """Read this rank's elements of tensors, in place."""
+    by_file: dict[str, list[tuple[torch.Tensor, Part]]] = {}
+    for name, tensor in wanted.items():
+        entry = manifest.tensors[name]
+        for offsets, sizes, values in as_shards(tensor).chunks:
+            for chunk in entry.chunks:
+                sides = zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)
+                box = [(max(at, o), min(at + size, o + s)) for at, size, o, s in sides]  # what both hold
+                if all(start < stop for start, stop in box):
+                    key, dtype = entry_key(name, chunk.offsets, chunk.sizes), getattr(torch, entry.dtype)
+                    part = key, dtype, chunk.sizes, _within(box, chunk.offsets)
+                    by_file.setdefault(chunk.file, []).append((values.detach()[_within(box, offsets)], part))
+    for file, pairs in by_file.items():
+        for (target, _), values in zip(pairs, parts_in_file(folder / file, [p for _, p in pairs]), strict=True):
+            target.copy_(values)
 
-    def _chunk_at(self, index: MetadataIndex) -> Chunk:
-        chunks, offset = self._manifest.tensors[index.fqn].chunks, tuple(index.offset or ())
-        hinted = chunks[index.index :][:1] if index.index is not None else ()
-        return next(chunk for chunk in (*hinted, *chunks) if chunk.offsets == offset)
+
+def _within(box: Sequence[tuple[int, int]], offsets: Sequence[int]) -> tuple[slice, ...]:
+    """A box of a tensor as a part of a chunk that begins at `offsets`."""
+    return tuple(slice(start - at, stop - at) for (start, stop), at in zip(box, offsets, strict=True))

@@ -8,8 +8,7 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,33 +103,25 @@ def write_at(descriptor: int, content: memoryview, at: int) -> None:
         content, at = content[count:], at + count
 
 
-class OpenFile:
-    """A file that is read: its tensors by name. Only the bytes of the asked elements are read from disk."""
-
-    def __init__(self, path: Path, file: Any) -> None:
-        self._path, self._file = path, file
-        self._names = frozenset(file.keys())
-
-    def read(self, name: str, dtype: torch.dtype, sizes: Sequence[int], part: tuple[slice, ...]) -> torch.Tensor:
-        """Elements of a tensor that must have this dtype and these sizes. They lie in the file's memory: copy them."""
-        if name not in self._names:
-            raise CheckpointError(f"{self._path} does not hold {name}, as the manifest says")
-        whole: torch.Tensor = self._file.get_tensor(name)
-        if dtype is torch.complex128 and whole.dtype is torch.float64 and whole.shape[-1:] == (2,):
-            whole = torch.view_as_complex(whole)
-        if whole.dtype is not dtype or tuple(whole.shape) != tuple(sizes):
-            raise CheckpointError(
-                f"{name} in {self._path} has dtype {whole.dtype} and shape {tuple(whole.shape)}, but the manifest says "
-                f"{dtype} and {tuple(sizes)}"
-            )
-        return whole[part]
+Part = tuple[str, torch.dtype, Sequence[int], tuple[slice, ...]]  # a tensor, its dtype and sizes, and a part of it
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[OpenFile]:
-    """Open a file of safetensors."""
+def parts_in_file(path: Path, parts: Iterable[Part]) -> Iterator[torch.Tensor]:
+    """Parts of the tensors of a file, which must have these dtypes and sizes. They lie in its memory: copy them."""
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            yield OpenFile(path, file)
+            names = frozenset(file.keys())
+            for name, dtype, sizes, part in parts:
+                if name not in names:
+                    raise CheckpointError(f"{path} does not hold {name}, as the manifest says")
+                whole: torch.Tensor = file.get_tensor(name)
+                if dtype is torch.complex128 and whole.dtype is torch.float64 and whole.shape[-1:] == (2,):
+                    whole = torch.view_as_complex(whole)
+                if whole.dtype is not dtype or tuple(whole.shape) != tuple(sizes):
+                    raise CheckpointError(
+                        f"{name} in {path} has dtype {whole.dtype} and shape {tuple(whole.shape)}, but the manifest "
+                        f"says {dtype} and {tuple(sizes)}"
+                    )
+                yield whole[part]
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None

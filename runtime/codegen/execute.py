@@ -11,6 +11,7 @@ from autopar.ir.program import CallSite, Constants, Program
 from autopar.ir.sharding import Dims, Mesh
 from autopar.lowering.local_graph import LocalGraph
 from autopar.lowering.randomness import bind_streams, draws
+from autopar.rules.operators import BATCH_STATISTIC
 from autopar.runtime.codegen.randomness import Streams
 from autopar.runtime.distributed.mesh import RankMesh
 
@@ -35,20 +36,17 @@ def captured_modules(
     program: Program, device: str = "cpu", streams: Streams | None = None
 ) -> tuple[fx.GraphModule, ...]:
     """The captured blocks as they are: the single-device reference. Random operators draw from `streams`, if given."""
-    return tuple(_captured(block.graph, device, streams) for block in program.blocks)
-
-
-def _captured(captured: fx.Graph, device: str, streams: Streams | None) -> fx.GraphModule:
-    graph = _with_device(captured, device)
-    if streams is None:
-        return graph_module(graph, "Captured")
-    dims = {}
-    for node in graph.nodes:
-        if node.op == "call_function" and draws(node):
-            node.meta["types"] = ()
-            dims[node.name] = Dims.plain(node.meta["info"].shape)
-    uses = bind_streams(graph, Mesh.of(), dims)
-    return graph_module(graph, "Captured", {name: streams.of(use) for name, use in uses.items()})
+    modules = []
+    for block in program.blocks:
+        graph, dims = _with_device(block.graph, device), dict[str, Dims]()
+        for node in graph.nodes if streams is not None else ():
+            if node.op == "call_function" and draws(node):
+                node.meta["types"] = ()
+                dims[node.name] = Dims.plain(node.meta["info"].shape)
+        uses = {} if streams is None else bind_streams(graph, Mesh.of(), dims)
+        given = {} if streams is None else {name: streams.of(use) for name, use in uses.items()}
+        modules.append(graph_module(graph, "Captured", given))
+    return tuple(modules)
 
 
 def _with_device(graph: fx.Graph, device: str) -> fx.Graph:
@@ -76,9 +74,14 @@ def constant_values(constants: Constants, buffers: Mapping[str, torch.Tensor], d
     return dict(zip(constants.results, values, strict=True))
 
 
-def bind(call: CallSite, values: Mapping[str, Any]) -> list[Any]:
-    """Arguments of a call: named values and numbers."""
-    return [values[a] if isinstance(a, str) else a for a in call.arguments]
+def use_running_statistics(graph: fx.Graph) -> None:
+    """For evaluation: replace every choice between a batch norm's statistic of the batch and the running one."""
+    statistics = [node for node in graph.nodes if node.target is BATCH_STATISTIC]
+    for node in statistics:
+        node.replace_all_uses_with(node.args[1])
+        graph.erase_node(node)
+    if statistics:
+        graph.eliminate_dead_code()
 
 
 def run_calls(
@@ -89,7 +92,7 @@ def run_calls(
 ) -> None:
     """Run calls in order; results join `values`."""
     for index, call in enumerate(calls):
-        outputs = function_of(index, call)(*bind(call, values))
+        outputs = function_of(index, call)(*(values[a] if isinstance(a, str) else a for a in call.arguments))
         values.update(zip(results_of(call), outputs, strict=True))
 
 

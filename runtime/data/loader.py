@@ -1,15 +1,17 @@
 """`ParallelLoader`: batches of one rank, and a position in the data that every plan can go on from."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from autopar.errors import Problem, RuntimeInputError, did_you_mean
+from autopar.ir.degrees import Degrees
 from autopar.runtime.data.parts import Collate, MapParts, Part, Parts, Split, StreamParts, state_of
-from autopar.runtime.data.reading import Reading, read_parts
+from autopar.runtime.data.reading import read_parts
 
+MAX_SEED = 2**63 - 1
 _VERSION = 1
 _KEYS = ("version", "epoch", "offset", "seed", "shuffle", "length", "stream")
 
@@ -32,14 +34,6 @@ class ParallelLoader:
 
     A batch counts as read when the loop gets it. Batches that workers hold in advance do not. Every iteration begins
     with the first sample that was not read, so a loop that was left goes on.
-
-    Args:
-        source: The dataset.
-        split: This rank's part of a global batch.
-        options: How the dataset is read.
-        agree: A function that raises on all ranks if its values differ among them. Collective.
-        lockstep: A function from this rank's batches to the same batches, in step with the other ranks.
-        short: A function from the size of a short global batch to the reason why it cannot run, or an empty text.
 
     Example:
         >>> loader = parallel.loader(torch.utils.data.TensorDataset(*batch), shuffle=True)
@@ -200,22 +194,91 @@ class ParallelLoader:
 
     def _read(self) -> Iterator[Part]:
         options = self._options
-        reading = Reading(
-            num_workers=options.num_workers, prefetch_factor=options.prefetch_factor, pin_memory=options.pin_memory
-        )
-        return read_parts(self._parts(), reading)
-
-    def _parts(self) -> Parts:
-        options = self._options
         common = {
             "source": self._source, "collate": options.collate_fn, "split": self._split, "seed": options.seed,
             "epoch": self._epoch, "offset": self._offset,
         }  # fmt: skip
-        if self._length is None:
-            return StreamParts(**common, state=self._state)
-        return MapParts(**common, shuffle=options.shuffle)
+        parts: Parts = (
+            StreamParts(**common, state=self._state)
+            if self._length is None
+            else MapParts(**common, shuffle=options.shuffle)
+        )
+        return read_parts(
+            parts,
+            num_workers=options.num_workers,
+            prefetch_factor=options.prefetch_factor,
+            pin_memory=options.pin_memory,
+        )
 
 
 def is_stream(source: Any) -> bool:
     """Whether a dataset is read from its beginning to its end, and not by index."""
     return isinstance(source, IterableDataset) or not (hasattr(source, "__getitem__") and hasattr(source, "__len__"))
+
+
+class Ranks(Protocol):
+    """What ranks tell each other of their data. Collective: `autopar.runtime.model.preflight_check`."""
+
+    def agree(self, values: Mapping[str, object]) -> None: ...
+    def all_or_none(self, message: str, problems: Sequence[Problem]) -> None: ...
+    def in_lockstep(self, loader: Iterable[Any]) -> Iterator[Any]: ...
+
+
+def make_loader(
+    source: Any,
+    options: LoaderOptions,
+    global_batch: int | None,
+    *,
+    degrees: Degrees,
+    micro_batch: int,
+    index: int,
+    ranks: Ranks,
+    refusal: Callable[[Sequence[int], int], str],
+) -> ParallelLoader:
+    """The loader of data-parallel rank `index`. Raises `RuntimeInputError` on all ranks."""
+    planned = degrees.dp * micro_batch * degrees.num_micro_batches
+    wanted = planned if global_batch is None else global_batch
+    ranks.all_or_none("the data cannot be read", list(_problems(source, options, wanted, degrees.dp)))
+    split = Split(global_batch=wanted, index=index, count=degrees.dp, drop_last=options.drop_last)
+    micro_batches = degrees.num_micro_batches if wanted == planned else 1
+    return ParallelLoader(
+        source,
+        split,
+        options,
+        agree=ranks.agree,
+        lockstep=ranks.in_lockstep,
+        short=lambda size: refusal(split.counts(size), micro_batches),
+    )
+
+
+def _problems(source: Any, options: LoaderOptions, global_batch: Any, dp: int) -> Iterator[Problem]:
+    if not _is_count(global_batch) or global_batch < 1 or global_batch % dp:
+        rule = f"must be a whole number above 0 that the {dp} data-parallel ranks divide"
+        yield Problem(path="global_batch", value=global_batch, rule=rule)
+    if not _is_count(options.num_workers) or options.num_workers < 0:
+        yield Problem(path="num_workers", value=options.num_workers, rule="must be a whole number of at least 0")
+    if options.prefetch_factor is not None and not options.num_workers:
+        yield Problem(path="prefetch_factor", rule="needs num_workers of at least 1", value=options.prefetch_factor)
+    if not _is_count(options.seed) or not 0 <= options.seed <= MAX_SEED:
+        yield Problem(path="seed", value=options.seed, rule=f"must be a whole number from 0 to {MAX_SEED}")
+    if isinstance(source, DataLoader):
+        rule = "must be a dataset, not a loader; pass loader.dataset, or iterate over parallel.batches(loader)"
+        yield Problem(path="dataset", value=type(source).__name__, rule=rule)
+        return
+    if not is_stream(source):
+        if not len(source):
+            yield Problem(path="dataset", rule="has no samples")
+        return
+    if not hasattr(source, "__iter__"):
+        rule = "must have __getitem__ and __len__, or __iter__"
+        yield Problem(path="dataset", value=type(source).__name__, rule=rule)
+    elif hasattr(source, "__next__"):
+        rule = "is an iterator, which can be read only once; pass an object whose __iter__ begins anew"
+        yield Problem(path="dataset", value=type(source).__name__, rule=rule)
+    if options.shuffle:
+        rule = "cannot be true for a dataset without an index; shuffle in the dataset, by its own seed"
+        yield Problem(path="shuffle", value=True, rule=rule)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -7,12 +7,17 @@ equal on every machine and with every version of torch and NumPy. Any place in t
 """
 
 import hashlib
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+_END = object()
 _ROUNDS = 8
 _LEAST_HALF_BITS = 4  # a smaller domain has too few permutations
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))  # of splitmix64, as are the shifts below
@@ -59,3 +64,36 @@ def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     values = (values ^ (values >> np.uint64(30))) * _MIX[0]
     values = (values ^ (values >> np.uint64(27))) * _MIX[1]
     return values ^ (values >> np.uint64(31))
+
+
+# Random numbers of datasets: functions of the sample, and none of the training loop's.
+
+
+def seed_draws(number: int) -> None:
+    """Seed the generators of torch (CPU), NumPy and Python that datasets draw from."""
+    torch.default_generator.manual_seed(number)
+    np.random.seed(number % 2**32)
+    random.seed(number)
+
+
+@contextmanager
+def kept_draws() -> Iterator[None]:
+    states = torch.random.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.random.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+
+
+def undisturbed(items: Iterable[Any]) -> Iterator[Any]:
+    """The items. The loop around them draws the same random numbers as if the items drew none."""
+    with kept_draws():
+        iterator = iter(items)
+    while True:
+        with kept_draws():
+            item = next(iterator, _END)
+        if item is _END:
+            return
+        yield item

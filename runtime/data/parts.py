@@ -17,8 +17,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from autopar._torch import private
 from autopar.errors import RuntimeInputError
-from autopar.runtime.data.draws import seed_draws
-from autopar.runtime.data.order import SampleOrder, number_of
+from autopar.runtime.data.order import SampleOrder, number_of, seed_draws
 
 Collate = Callable[[list[Any]], Any]
 Part = tuple[Any, int, Any]  # this rank's batch, the place after the global batch, the dataset's state there

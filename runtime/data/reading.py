@@ -7,53 +7,39 @@ Positions are equal with torch's `DataLoader`, to which the parts bring this sta
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from autopar.runtime.data.draws import undisturbed
+from autopar.runtime.data.order import undisturbed
 from autopar.runtime.data.parts import Part, Parts, StreamParts, is_stateful
 
 _POSITION = "autopar position"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """Who reads: this process or so many workers, as `DataLoader` has it."""
-
-    num_workers: int
-    prefetch_factor: int | None
-    pin_memory: bool
-
-
-def read_parts(parts: Parts, reading: Reading) -> Iterator[Part]:
-    """The parts of a rank. The loop around them draws the same random numbers as without them."""
-    items = _reported(parts, reading) if isinstance(parts, StreamParts) and is_stateful(parts.source) else None
-    if items is None:
-        items = iter(DataLoader(parts, **_options(reading)))
-    return items if reading.num_workers else undisturbed(items)
-
-
-def _options(reading: Reading) -> dict[str, Any]:
-    return {
+def read_parts(parts: Parts, **workers: Any) -> Iterator[Part]:
+    """The parts of a rank, read as `workers` says. The loop around them draws the same random numbers as without."""
+    options = {
         "batch_size": None,
         "collate_fn": _as_it_is,
-        "num_workers": reading.num_workers,
-        "prefetch_factor": reading.prefetch_factor,
-        "pin_memory": reading.pin_memory,
         "generator": torch.Generator(),  # else torch draws a number of the training loop's
+        **workers,
     }
+    items = _reported(parts, options) if isinstance(parts, StreamParts) and is_stateful(parts.source) else None
+    if items is None:
+        items = iter(DataLoader(parts, **options))
+    return items if workers["num_workers"] else undisturbed(items)
 
 
-def _reported(parts: StreamParts, reading: Reading) -> Iterator[Part] | None:
+def _reported(parts: StreamParts, options: Mapping[str, Any]) -> Iterator[Part] | None:
     """The parts through torchdata, with the positions that its loader gives. None without torchdata."""
     try:
         from torchdata.stateful_dataloader import StatefulDataLoader
     except ImportError:
         return None
-    return _with_positions(StatefulDataLoader(_PlainParts(parts), snapshot_every_n_steps=1, **_options(reading)))
+    return _with_positions(StatefulDataLoader(_PlainParts(parts), snapshot_every_n_steps=1, **options))
 
 
 def _with_positions(loader: Any) -> Iterator[Part]:

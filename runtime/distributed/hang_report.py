@@ -99,7 +99,8 @@ def _position(frames: Sequence[FrameType], place: Place) -> list[str]:
     names = [frame.f_code.co_name for frame in frames]
     is_waiting = "_wait_batch_p2p" in names
     actions = [f.f_locals.get("action") for f, name in zip(frames, names, strict=True) if name == "_perform_action"]
-    block = _innermost_call(frames)
+    calls = (frame.f_locals.get("call") for frame in reversed(frames))
+    block = next((value for value in calls if isinstance(value, CallSite)), None)
     inside = "" if block is None else f"block {block.path!r}"
     if not actions:
         if is_waiting and place.pipeline is not None:
@@ -143,9 +144,3 @@ def _value(frames: Sequence[FrameType]) -> str:
 
 def _ranks_of(group: dist.ProcessGroup) -> str:
     return named_ranks(dist.get_process_group_ranks(group))
-
-
-def _innermost_call(frames: Sequence[FrameType]) -> CallSite | None:
-    """The call of a block that the innermost frame with one runs."""
-    calls = (frame.f_locals.get("call") for frame in reversed(frames))
-    return next((value for value in calls if isinstance(value, CallSite)), None)

@@ -18,7 +18,6 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -54,18 +53,6 @@ PRELOADED = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
-    """What a rank needs to join its world. `folder` is private to its ranks."""
-
-    rank: int
-    world_size: int
-    folder: str
-    timeout_s: float
-    checked: bool
-    device_type: str
-
-
 def device_of_rank() -> "torch.device":
     """The device of this rank: its GPU if ranks talk by NCCL, else the CPU."""
     import torch
@@ -74,40 +61,49 @@ def device_of_rank() -> "torch.device":
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
-def _work(place: _Place, pipe: Any, channel: Any) -> None:
-    """A rank: join the group, then run functions until told to stop."""
+def _work(
+    rank: int,
+    world_size: int,
+    pipe: Any,
+    channel: Any,
+    *,
+    folder: str,
+    timeout_s: float,
+    checked: bool,
+    device_type: str,
+) -> None:
+    """A rank: join the group, then run functions until told to stop. `folder` is private to the ranks of a world."""
     import torch
     import torch.distributed as dist
     from torch.distributed import FileStore  # type: ignore[attr-defined]
 
     from autopar._torch.private import share_gloo_device
 
-    rank, world_size = place.rank, place.world_size
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
-    mp.current_process()._config["tempdir"] = place.folder  # type: ignore[attr-defined] # of sockets that send tensors
+    mp.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined] # of sockets that send tensors
     # torch reads TORCH_DISTRIBUTED_DEBUG at its import, which the server of ranks has done
     levels = dist.DebugLevel  # type: ignore[attr-defined]
-    dist.set_debug_level(levels.DETAIL if place.checked else levels.OFF)  # type: ignore[attr-defined]
+    dist.set_debug_level(levels.DETAIL if checked else levels.OFF)  # type: ignore[attr-defined]
     logging.disable(logging.NOTSET)  # the server's imports were silent
     for library in LOGS_OF_LIBRARIES:
         logging.getLogger(library).setLevel(logging.ERROR)
     os.environ["TORCH_FR_BUFFER_SIZE"] = "0"  # else torch keeps a Python stack of every collective, which nobody reads
     torch.set_num_threads(1)
-    stack = os.open(stack_file(place.folder, rank), os.O_CREAT | os.O_WRONLY)
+    stack = os.open(stack_file(folder, rank), os.O_CREAT | os.O_WRONLY)
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
     faulthandler.enable(file=stack)  # a fatal signal leaves the stacks of all threads
     threading.Thread(target=_answer, args=(channel, threading.get_ident()), daemon=True).start()
     try:
-        if place.device_type == "cuda":
+        if device_type == "cuda":
             torch.cuda.set_device(rank)
         else:
             share_gloo_device()
         dist.init_process_group(
-            "nccl" if place.device_type == "cuda" else "gloo",
-            store=FileStore(os.path.join(place.folder, "store"), world_size),
+            "nccl" if device_type == "cuda" else "gloo",
+            store=FileStore(os.path.join(folder, "store"), world_size),
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=place.timeout_s),
+            timeout=timedelta(seconds=timeout_s),
         )
         pipe.send(("ready", None))
         while (job := pipe.recv()) is not None:
@@ -116,7 +112,7 @@ def _work(place: _Place, pipe: Any, channel: Any) -> None:
             function = getattr(importlib.import_module(module), name)
             pipe.send(("done", function(rank, *arguments)))
     except (EOFError, BrokenPipeError):  # the parent was killed and could not remove its folder
-        shutil.rmtree(place.folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
     except BaseException as error:
         kind = "user" if isinstance(error, AutoparError) else "bug"
         text, notes = f"{type(error).__name__}: {error}", "; ".join(getattr(error, "__notes__", ()))
@@ -152,14 +148,7 @@ def stack_file(folder: str, rank: int) -> str:
 
 
 class Ranks:
-    """A world of ranks on this machine. Use as a context manager; `run` may be called many times.
-
-    CPU ranks talk by gloo. With `device_type` "cuda" each rank has a GPU, and ranks talk by NCCL.
-
-    A rank that waits for another longer than `timeout_s` fails, and the one that it waits for is named; a run that
-    takes twice as long is ended. A `checked` world compares every collective's order and shapes before it runs: slower,
-    but a mismatch is an error at once and not a wait for the timeout. Measure speed without.
-    """
+    """A world of ranks on this machine, over gloo or NCCL. A `checked` one compares collectives before they run."""
 
     def __init__(
         self,
@@ -173,21 +162,15 @@ class Ranks:
         self._folder = tempfile.TemporaryDirectory(prefix="autopar-ranks-")
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(list(PRELOADED))
+        options = {"folder": self._folder.name, "timeout_s": timeout_s, "checked": checked, "device_type": device_type}
         self._pipes: list[Any] = []
         self._questions: list[Any] = []
         self._processes: list[Any] = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             question, channel = context.Pipe()
-            place = _Place(
-                rank=rank,
-                world_size=world_size,
-                folder=self._folder.name,
-                timeout_s=timeout_s,
-                checked=checked,
-                device_type=device_type,
-            )
-            process = context.Process(target=_work, args=(place, theirs, channel), daemon=True, name=f"rank-{rank}")
+            ends = rank, world_size, theirs, channel
+            process = context.Process(target=_work, args=ends, kwargs=options, daemon=True, name=f"rank-{rank}")
             process.start()
             theirs.close()
             channel.close()

@@ -11,9 +11,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar._torch import private
+from autopar.errors import Problem
 from autopar.ir.degrees import Degrees
 from autopar.ir.rank_order import strides
 from autopar.ir.sharding import Mesh
+from autopar.rules.scaled_product import CAPABILITIES
 
 _c10d = torch.ops._c10d_functional
 
@@ -121,26 +123,17 @@ class ExpertMesh:
 
 @dataclass(frozen=True, eq=False)
 class RankMesh:
-    """The running mesh: torch's `DeviceMesh`, one `MeshDim` per named dimension, and one per pair that can be joined.
+    """The running mesh: torch's meshes, a `MeshDim` for each named dimension, and one for each pair that is joined."""
 
-    `device_mesh` is the mesh of the parameters of this rank's stages: ``dp_replicate``, ``dp_shard`` and the tensor
-    dimensions. Its ``dp_shard`` has all ranks that ZeRO divides the state over, so the ranks of ``cp`` too.
-    `value_mesh` is the mesh of values. With expert or context parallelism it has ``dp_samples``, ``ep`` and ``cp`` in
-    place of ``dp_shard``. `tensor_mesh` has the tensor dimensions, which split parameters. It is None if there are
-    none. `data` are the ranks that hold the same parameters. `samples` are the ranks of ``dp`` and ``ep``, if there is
-    ``ep``. `pipeline` are the ranks that hold the stages of one pipeline. `experts` has the meshes of parameters that
-    ``ep`` splits.
-    """
-
-    device_mesh: DeviceMesh
+    device_mesh: DeviceMesh  # of a stage's parameters: dp_replicate, dp_shard (all ranks of ZeRO), tensor dimensions
     dims: Mapping[str, MeshDim]
     spec: Mesh
-    value_mesh: DeviceMesh
-    data: MeshDim | None = None
-    samples: MeshDim | None = None
-    experts: "ExpertMesh | None" = None
-    tensor_mesh: DeviceMesh | None = None
-    pipeline: MeshDim | None = None
+    value_mesh: DeviceMesh  # of values: with ep or cp it has dp_samples, ep and cp in place of dp_shard
+    data: MeshDim | None = None  # the ranks that hold the same parameters
+    samples: MeshDim | None = None  # the ranks of dp and ep, if there is ep
+    experts: "ExpertMesh | None" = None  # of parameters that ep splits
+    tensor_mesh: DeviceMesh | None = None  # the tensor dimensions, which split parameters
+    pipeline: MeshDim | None = None  # the ranks that hold the stages of one pipeline
 
     @property
     def sample_ranks(self) -> MeshDim:
@@ -290,9 +283,30 @@ def _group_of_stages(stage_ranks: tuple[int, ...], stride: int, degree: int, wor
     return next((group for ranks, group in zip(every, groups, strict=True) if rank in ranks), groups[0])
 
 
+def precision_problems(precision: str | None, device: torch.device) -> list[Problem]:
+    """Why a device cannot compute in a precision. A CPU emulates all of them."""
+    needed = CAPABILITIES.get(precision or "")
+    if needed is None or device.type != "cuda":
+        return []
+    capability = torch.cuda.get_device_capability(device)
+    if capability >= needed:
+        return []
+    name, words = torch.cuda.get_device_name(device), [".".join(map(str, version)) for version in (needed, capability)]
+    rule = f"needs compute capability {words[0]}, and {name} has {words[1]}"
+    return [Problem(path="precision", value=precision, rule=rule, suggestion="use bf16")]
+
+
 def named_ranks(ranks: Sequence[int]) -> str:
     """``rank 3``, ``ranks 0, 1``; of many, the first."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     shown = [str(rank) for rank in ranks[:16]]
     return f"ranks {', '.join(shown)}" + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
+
+
+def ranks_by(values: Sequence[Any]) -> dict[Any, list[int]]:
+    """The ranks by their values, in order of the first."""
+    ranks: dict[Any, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return ranks

@@ -11,6 +11,7 @@ other work.
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 
@@ -18,15 +19,8 @@ import torch
 from torch.nn import functional as F
 
 from autopar.ir.samples import Part, Work
-from autopar.runtime.measure.calibrate_cuda import (
-    Runnable,
-    float8_product,
-    graph_replay,
-    products_in,
-    synchronize,
-    torch_dtype,
-)
 
+Runnable = Callable[[], object]
 FEWEST_ROUNDS, MOST_ROUNDS, MOST_REPEATS = 3, 9, 2000
 LATE = 2.0  # times the budget; then a measurement ends early
 # rows are tokens; columns and inner sizes are of small models on CPU and of real models on GPUs
@@ -47,6 +41,74 @@ MEMORY_BYTES = {
 }
 _OPERATORS = 100  # tiny ones in one chain
 _PRODUCTS = 20  # on a GPU, replayed from one graph: a small product is shorter than its launch by the host
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def num_units(device: torch.device) -> int:
+    """Multiprocessors; 1 for a CPU, whose threads share one product."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def dtypes_of(device: torch.device) -> tuple[str, ...]:
+    """The dtypes in which products are measured, the most wanted first."""
+    if device.type == "cpu":
+        return ("float32", "bfloat16", "float64")
+    if torch.version.hip is not None:
+        return ("bfloat16", "float16", "float32")
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:  # no bfloat16 and no TF32 units before Ampere
+        return ("float16", "float32")
+    return ("bfloat16", "float16", "tf32", "float32", *(("float8",) if (major, minor) >= (8, 9) else ()))
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    dtype = {"tf32": torch.float32, "float8": torch.float8_e4m3fn}.get(name)
+    return dtype if dtype is not None else getattr(torch, name)
+
+
+@contextmanager
+def products_in(name: str) -> Iterator[None]:
+    """Decide whether products of float32 use TF32 units, and restore the setting of before at the end."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def float8_product(m: int, n: int, k: int, device: torch.device) -> Runnable:
+    """A product of 8-bit operands with one scale for each, into bfloat16, as training does it."""
+    a = torch.randn(m, k, device=device).to(torch.float8_e4m3fn)
+    b = torch.randn(n, k, device=device).to(torch.float8_e4m3fn).t()  # the units need the second operand by columns
+    unit, whole = torch.ones((), device=device), F.ScalingType.TensorWise
+    return lambda: F.scaled_mm(a, b, unit, whole, unit, whole, output_dtype=torch.bfloat16, use_fast_accum=True)
+
+
+def graph_replay(action: Runnable, device: torch.device) -> Runnable:
+    """A function that replays the kernels of an action from a CUDA graph, without launches by the host."""
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):  # memory of the first runs must not belong to the graph
+        for _ in range(3):
+            action()
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        action()
+    return graph.replay
+
+
+def reserve_bytes(device: torch.device) -> int:
+    """Memory of the device that is in use and not torch's tensors: context, libraries, communication buffers."""
+    if device.type == "cpu":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, total - free - torch.cuda.memory_reserved(device))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +133,16 @@ class Pace:
 
 def device_works(device_type: str, dtypes: tuple[str, ...]) -> dict[str, list[Work]]:
     """The measurements of a device by the name of their group. Every group has the quickest first."""
-    groups: dict[str, list[Work]] = {"launches": list(_launches(device_type)), "memory": list(_memory(device_type))}
+    groups: dict[str, list[Work]] = {
+        # the device's part of a launch, and the host's in training. A CPU runs operators, a GPU replays a graph
+        "launches": [
+            _work("launch", "device", _OPERATORS, trains=0),
+            _work("launch", "host", 2.0 * _OPERATORS, trains=1),
+        ],
+        "memory": [
+            _work("memory", *kind) for n in MEMORY_BYTES[device_type] for kind in (("copy", 2.0 * n), ("add", 3.0 * n))
+        ],
+    }
     for index, dtype in enumerate(dtypes):
         groups[f"products {dtype}"] = _ordered(_products(device_type, dtype, every=1 if index == 0 else 2))
     half = next((d for d in dtypes if d in ("bfloat16", "float16")), dtypes[0])
@@ -114,18 +185,6 @@ def _unfused(device_type: str, dtype: str) -> Iterator[Work]:
         count = max(1, ATTENTION_TOKENS[device_type] // length)
         for n, k in ((length, size), (size, length)):
             yield _work("products", dtype, 2.0 * count * length * n * k, count=count, m=length, n=n, k=k)
-
-
-def _memory(device_type: str) -> Iterator[Work]:
-    for size in MEMORY_BYTES[device_type]:
-        yield _work("memory", "copy", 2.0 * size)
-        yield _work("memory", "add", 3.0 * size)
-
-
-def _launches(device_type: str) -> Iterator[Work]:
-    """The device's part of a launch, and the host's part in training. A CPU runs operators, a GPU replays a graph."""
-    yield _work("launch", "device", _OPERATORS, trains=0)
-    yield _work("launch", "host", 2.0 * _OPERATORS, trains=1)
 
 
 # ---- running ----

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.ir.samples import Work
-from autopar.runtime.measure.calibrate_cuda import Runnable
+from autopar.runtime.measure.calibrate_device import Runnable
 
 _c10d = torch.ops._c10d_functional
 _SIZES = {"cpu": tuple(2**i for i in range(10, 27, 2)), "cuda": tuple(2**i for i in range(10, 31, 2))}

@@ -6,7 +6,7 @@ integers, so sums are exact in any order and dtype: a conversion must be right t
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import permutations
+from itertools import permutations, product
 from typing import Any
 
 import torch
@@ -75,11 +75,7 @@ def _all_to_all(parts: Parts, dim: int, to: int) -> Parts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionCase:
-    """One conversion: the name of its function, and the correct results of both passes, computed by one rank.
-
-    The rows repeat a table on purpose, because `doctor` must not read the table that it checks
-    (`autopar.lowering.conversions`). The function takes `num_dims` tensor dimensions.
-    """
+    """A conversion and its correct results. The table is written anew: `doctor` must not read the one it checks."""
 
     name: str
     function: str
@@ -126,41 +122,25 @@ def groups_to_check(world: RankMesh) -> dict[str, MeshDim]:
 
 def check_conversion(row: ConversionCase, groups: dict[str, MeshDim], device: torch.device) -> Iterator[Difference]:
     """A row forward and backward on every group, in every dtype, along every tensor dimension. Collective."""
-    for where, mesh in groups.items():
-        for dtype, high in _DTYPES.items():
-            for dims in permutations((0, 1), row.num_dims):
-                generator = torch.Generator().manual_seed(len(where) + 31 * sum(dims))
-                forward, backward = _one(row, mesh, dims, dtype, high, generator, device)
-                detail = f"{where}, {str(dtype).removeprefix('torch.')}" + (f", dimension {dims[0]}" if dims else "")
-                yield Difference(name=f"forward on {detail}", error=forward)
-                yield Difference(name=f"backward on {detail}", error=backward)
+    cases = product(groups.items(), _DTYPES.items(), permutations((0, 1), row.num_dims))
+    for (where, mesh), (dtype, high), dims in cases:
+        generator = torch.Generator().manual_seed(len(where) + 31 * sum(dims))
+        dim, to = (*dims, 0, 0)[:2]
+        parts = _drawn((2 * mesh.degree, 3 * mesh.degree), mesh.degree, high, generator)
+        results = row.forward(parts, dim, to)
+        grads = _drawn(results[0].shape, mesh.degree, high, generator)
+        wanted = row.backward(grads, *((to, dim) if row.num_dims == 2 else (dim, to)))[mesh.coordinate]
+        x = parts[mesh.coordinate].to(device, dtype, copy=True).requires_grad_()
+        y = getattr(functions, row.function)(x, mesh, *dims)
+        y.backward(grads[mesh.coordinate].to(device, dtype))
+        detail = f"{where}, {str(dtype).removeprefix('torch.')}" + (f", dimension {dims[0]}" if dims else "")
+        yield Difference(name=f"forward on {detail}", error=_apart(y, results[mesh.coordinate]))
+        yield Difference(name=f"backward on {detail}", error=_apart(x.grad, wanted))
 
 
-def _one(
-    row: ConversionCase,
-    mesh: MeshDim,
-    dims: Sequence[int],
-    dtype: torch.dtype,
-    high: int,
-    generator: torch.Generator,
-    device: torch.device,
-) -> tuple[float, float]:
-    """Largest differences of this rank's result and gradient."""
-    dim, to = (*dims, 0, 0)[:2]
-
-    def drawn(shape: Sequence[int]) -> Parts:
-        values = (torch.randint(-high, high + 1, tuple(shape), generator=generator) for _ in range(mesh.degree))
-        return [value.to(torch.float64) for value in values]
-
-    parts = drawn((2 * mesh.degree, 3 * mesh.degree))
-    results = row.forward(parts, dim, to)
-    grads = drawn(results[0].shape)
-    back = (to, dim) if row.num_dims == 2 else (dim, to)
-    wanted = row.backward(grads, *back)[mesh.coordinate]
-    x = parts[mesh.coordinate].to(device, dtype, copy=True).requires_grad_()
-    y = getattr(functions, row.function)(x, mesh, *dims)
-    y.backward(grads[mesh.coordinate].to(device, dtype))
-    return _apart(y, results[mesh.coordinate]), _apart(x.grad, wanted)
+def _drawn(shape: Sequence[int], num_ranks: int, high: int, generator: torch.Generator) -> Parts:
+    values = (torch.randint(-high, high + 1, tuple(shape), generator=generator) for _ in range(num_ranks))
+    return [value.to(torch.float64) for value in values]
 
 
 def _apart(value: torch.Tensor | None, wanted: torch.Tensor) -> float:

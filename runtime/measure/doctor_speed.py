@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from autopar.runtime.measure.calibrate_device import Pace
 
+multiply = torch.mm
 ROUNDS, ROUND_S, MOST_REPEATS = 7, 0.02, 1000
 MATMUL_DTYPES = ("float64", "float32", "bfloat16", "float16")  # torch multiplies these without further arguments
 MATMUL_SIZE = {"cpu": 256, "cuda": 8192}
@@ -41,16 +42,8 @@ def device_speeds(device: torch.device, dtypes: Iterable[str]) -> Iterator[Speed
         yield SpeedMeasurement(name=f"matmul {name}", kind="flops", amount=2.0 * size**3, rounds_s=rounds)
     source = torch.ones(COPY_BYTES[device.type] // 4, device=device)
     target = torch.empty_like(source)
-    rounds = rounds_of(partial(copy, source, target), device)
+    rounds = rounds_of(partial(target.copy_, source), device)
     yield SpeedMeasurement(name="memory copy", kind="copy", amount=2.0 * COPY_BYTES[device.type], rounds_s=rounds)
-
-
-def multiply(a: torch.Tensor, b: torch.Tensor) -> None:
-    torch.mm(a, b)
-
-
-def copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    target.copy_(source)
 
 
 def link_speeds(device: torch.device) -> Iterator[SpeedMeasurement]:
@@ -60,7 +53,7 @@ def link_speeds(device: torch.device) -> Iterator[SpeedMeasurement]:
         return
     for size in MESSAGE_BYTES[device.type]:
         data = torch.zeros(max(1, size // 4), device=device)
-        rounds = rounds_of(partial(all_reduce, data), device)
+        rounds = rounds_of(partial(dist.all_reduce, data), device)
         amount = 4.0 * data.numel()
         yield SpeedMeasurement(
             name=f"all-reduce of {in_words(size)}", kind="all-reduce", amount=amount, rounds_s=rounds
@@ -71,16 +64,12 @@ def link_speeds(device: torch.device) -> Iterator[SpeedMeasurement]:
         speed: SpeedMeasurement | None = None
         for pairs in _turns(world_size):
             pair = next((p for p in pairs if dist.get_rank() in p), None)
-            action = partial(there_and_back, data, pair) if pair is not None else _nothing
+            action = partial(there_and_back, data, pair) if pair is not None else lambda: None
             rounds = tuple(seconds / 2 for seconds in rounds_of(action, device))
             if pair is not None and dist.get_rank() == pair[0]:
                 speed = SpeedMeasurement(name=name, kind="point-to-point", amount=amount, rounds_s=rounds, peer=pair[1])
         if speed is not None:
             yield speed
-
-
-def all_reduce(data: torch.Tensor) -> None:
-    dist.all_reduce(data)
 
 
 def there_and_back(data: torch.Tensor, pair: tuple[int, int]) -> None:
@@ -94,10 +83,6 @@ def there_and_back(data: torch.Tensor, pair: tuple[int, int]) -> None:
         dist.send(data, first)
 
 
-def _nothing() -> None:
-    pass
-
-
 def _turns(world_size: int) -> list[list[tuple[int, int]]]:
     """Pairs of every rank and the next, last and first included, in turns in which no rank is in two pairs."""
     pairs = [(r, (r + 1) % world_size) for r in range(world_size if world_size > 2 else 1)]
@@ -106,7 +91,7 @@ def _turns(world_size: int) -> list[list[tuple[int, int]]]:
     return [turn for turn in (rest[0::2], rest[1::2], *last) if turn]
 
 
-def rounds_of(action: Callable[[], None], device: torch.device) -> tuple[float, ...]:
+def rounds_of(action: Callable[[], object], device: torch.device) -> tuple[float, ...]:
     """Seconds of an action in each of several rounds, which all ranks begin together. Collective."""
     pace = Pace()
     once = torch.tensor(min(pace.timed(action, device, 1, waits=True)[0] for _ in range(3)), device=device)

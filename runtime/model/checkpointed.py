@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
 
 from autopar.errors import CheckpointError, InputError
 from autopar.ir.explanation import sizes_in_words
@@ -27,9 +25,10 @@ from autopar.runtime.checkpoint.plain import encode
 from autopar.runtime.checkpoint.saving import Snapshot
 from autopar.runtime.distributed.broadcast import run_on_all_ranks, run_on_first_rank
 from autopar.runtime.model.running import RunningModel
-from autopar.runtime.parameters.checkpoint_state import flat_state, names_of_state
 from autopar.runtime.parameters.flat_shards import FlatShards, as_shards
-from autopar.runtime.parameters.packed import by_model_parameter
+from autopar.runtime.parameters.packed import by_model_parameter, names_of_state
+from autopar.runtime.parameters.user_view import state_shards
+from autopar.runtime.parameters.whole_values import whole_of
 
 Path_ = str | os.PathLike[str]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -189,9 +188,11 @@ class CheckpointedModel(RunningModel):
             autopar.errors.InputError: export_hf needs a model of transformers itself, which has a config; ...
         """
         group, root = self._saver.group, Path(path).absolute()
-        names = {name_to_keep(aliases, self._tied_names()): aliases[0] for aliases in names_of_state(self.program)}
+        model = None if self._origin is None else self._origin.weightless
+        tied_to: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+        names = {name_to_keep(aliases, tied_to): aliases[0] for aliases in names_of_state(self.program)}
         wholes = {name: self._on_meta(first) for name, first in names.items()}
-        export = Export(self._unmodified(), wholes, root, max_shard_bytes)
+        export = Export(model, wholes, root, max_shard_bytes)
         run_on_first_rank(export.begin, group)
         try:
             run_on_all_ranks(lambda: export.write(self._gathered(names)), group)
@@ -199,12 +200,6 @@ class CheckpointedModel(RunningModel):
             run_on_first_rank(export.discard, group)
             raise
         run_on_first_rank(export.end, group)
-
-    def _unmodified(self) -> nn.Module | None:
-        return None if self._origin is None else self._origin.weightless
-
-    def _tied_names(self) -> Mapping[str, str]:
-        return getattr(self._unmodified(), "all_tied_weights_keys", None) or {}
 
     def _on_meta(self, name: str) -> torch.Tensor:
         """A parameter or buffer of the model without values. It may be another stage's."""
@@ -222,22 +217,18 @@ class CheckpointedModel(RunningModel):
         is_first = not any(at or ())
         for name, first in names.items():
             if first in state:
-                value = state[first]
-                whole = value.full_tensor() if isinstance(value, (DTensor, FlatShards)) else value
+                whole = whole_of(state[first])
                 yield name, whole.detach() if is_first else None
 
     def _saved_tensors(self) -> dict[str, FlatShards]:
         """This rank's chunks of parameters, persistent buffers, and the other buffers that the forward pass changes."""
-        tensors = {
-            f"model/{name}": self._saver.known.of(f"model/{name}", parameter, partial(self._chunks_of, name))
-            for name, parameter in self.named_parameters()
-        }
+        tensors: dict[str, FlatShards] = {}
+        for name, parameter in self.named_parameters():
+            make = partial(state_shards, storage=self.placements.get(name))
+            tensors[f"model/{name}"] = self._saver.known.of(f"model/{name}", parameter, make)
         for name, buffer, persistent in self.own_buffers():
             tensors[f"{'model' if persistent else 'buffers'}/{name}"] = as_shards(buffer)
         return tensors
-
-    def _chunks_of(self, name: str, parameter: torch.Tensor) -> FlatShards:
-        return as_shards(flat_state(parameter, self.placements.get(name)))
 
     def _snapshot(
         self,
@@ -258,10 +249,9 @@ class CheckpointedModel(RunningModel):
             "model": encode({"steps": self._step, "seed": self.streams.seed}, "model", plain_tensors),
             "extra": encode(states, "extra", plain_tensors),
         }
-        parts = [
-            optimizers.described(o, index, named, self.placements, tensors, plain_tensors, self._saver.known)
-            for index, o in enumerate(given)
-        ]
+        parts = [optimizers.described(o, index, named, plain_tensors) for index, o in enumerate(given)]
+        for index, o in enumerate(given):
+            tensors |= optimizers.state_tensors(o, index, named, self.placements, self._saver.known)
         return Snapshot(
             root=root,
             step=step,

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,17 +13,14 @@ from autopar.capture.analysis import Analysis, analyse
 from autopar.ir.plan import Plan
 from autopar.ir.program import CallSite, Program
 from autopar.ir.sharding import Type
-from autopar.ir.stages import kept_results, needed_results
+from autopar.ir.stages import Stage, kept_results, needed_results, stages_of
 from autopar.ir.storage import Storage, boundary_types
 from autopar.lowering.local_graph import local_graph
-from autopar.lowering.recomputation import SelectiveBlock
-from autopar.runtime.codegen.execute import constant_values, graph_module, module_attributes
-from autopar.runtime.codegen.passes.evaluation import use_running_statistics
+from autopar.runtime.codegen.execute import constant_values, graph_module, module_attributes, use_running_statistics
 from autopar.runtime.codegen.randomness import Streams
 from autopar.runtime.distributed.mesh import RankMesh
 from autopar.runtime.model.decision_check import DecisionCheck
 from autopar.runtime.model.index_check import IndexCheck
-from autopar.runtime.model.inputs import with_sequences
 from autopar.runtime.model.known_code import KnownCode
 
 
@@ -42,19 +40,20 @@ class CompiledProgram:
     indices: IndexCheck
     decisions: DecisionCheck
     used: Mapping[str, Storage] = field(default_factory=dict)
-    _modules: dict[bool, list[fx.GraphModule]] = field(default_factory=dict)
+    _modules: dict[bool, list[fx.GraphModule]] = field(default_factory=dict)  # by whether all outputs are kept
     _partial: dict[tuple[int, tuple[str, ...]], fx.GraphModule] = field(default_factory=dict)
     _constants: dict[tuple[int, ...], dict[str, torch.Tensor]] = field(default_factory=dict)  # of one version at most
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """The pipeline stages of the program in order."""
+        return stages_of(self.program, self.plan.cuts, self.plan.recomputed)
 
     @property
     def micro_batch(self) -> int:
         """Sequences of one data-parallel rank in one micro-batch."""
         infos = [i for i in self.program.inputs if i.batch_dim is not None]
         return infos[0].shape[infos[0].batch_dim or 0] // self.plan.degrees.dp if infos else 0
-
-    def local_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of one rank's micro-batch by input name."""
-        return {i.name: with_sequences(i, i.shape, self.micro_batch) for i in self.program.inputs}
 
     def constants(self) -> dict[str, torch.Tensor]:
         """Values of the constant part, made again when a buffer that they are made of was written to."""
@@ -84,10 +83,6 @@ class CompiledProgram:
         if (index, keep) not in self._partial:
             self._partial[index, keep] = self._generated(index, keep, False)
         return self._partial[index, keep]
-
-    def selective_module(self, index: int, compiled: Callable[[fx.GraphModule], Callable[..., Any]]) -> SelectiveBlock:
-        """Code of a block in training with selective recomputation; `compiled` makes the function of a part."""
-        return SelectiveBlock(self.code_modules(outputs=False)[index], self.plan.blocks[index].recomputed, compiled)
 
     def _generated(self, index: int, keep: Sequence[str], outputs: bool) -> fx.GraphModule:
         generated = local_graph(

@@ -82,7 +82,14 @@ class DecisionCheck:
 
     def text(self, rows: Sequence[Sequence[int]]) -> str:
         """The first decision that differs, from the `difference` of every rank."""
-        return _text(rows, self._program.decisions)
+        number, bits = min((row[0], row[1]) for row in rows if row[0])
+        ranks = [rank for rank, row in enumerate(rows) if tuple(row[:2]) == (number, bits)]
+        decision = self._program.decisions[number - 1]
+        of = f" of input {' and '.join(map(repr, decision.inputs))}" if decision.inputs else ""
+        return (
+            f"{decision.line}: `{decision.code}` read {short_repr(decision.value)}{of} during capture, "
+            f"{named_ranks(ranks)} now read {short_repr(_number(decision, bits))}"
+        )
 
 
 def _as_read(value: Any, numbers: Found) -> Any:
@@ -116,17 +123,3 @@ def _number(decision: Decision, bits: int) -> float:
     number: float = struct.unpack("<d", struct.pack("<q", bits))[0]
     kinds = {type(value) for value in pytree.tree_leaves(decision.value)}
     return bool(number) if kinds == {bool} else int(number) if kinds == {int} and number == int(number) else number
-
-
-def _text(rows: Sequence[Sequence[int]], decisions: Sequence[Decision]) -> str:
-    ranks_of: dict[tuple[int, int], list[int]] = {}
-    for rank, (number, bits, *_) in enumerate(rows):
-        if number:
-            ranks_of.setdefault((number, bits), []).append(rank)
-    (number, bits), ranks = min(ranks_of.items())
-    decision = decisions[number - 1]
-    of = f" of input {' and '.join(map(repr, decision.inputs))}" if decision.inputs else ""
-    return (
-        f"{decision.line}: `{decision.code}` read {short_repr(decision.value)}{of} during capture, "
-        f"{named_ranks(ranks)} now read {short_repr(_number(decision, bits))}"
-    )

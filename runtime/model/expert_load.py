@@ -66,22 +66,12 @@ def load_of_experts(
     load: dict[str, torch.Tensor] = {}
     for index, call in enumerate(program.calls):
         for place, routing in enumerate(routings(program.blocks[call.block].graph)):
-            counted = mine[index][place] if index in mine else None
-            summed = _summed(counted, _num_experts(program.blocks[call.block].graph, routing), device)
+            graph = program.blocks[call.block].graph
+            product = next(node for node in graph.nodes if node.target is PRODUCT and arg(node, 2) is routing)
+            none = torch.zeros(arg(product, 1).meta["info"].shape[0], dtype=torch.int64, device=device)
+            summed = mine[index][place] if index in mine else none
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                dist.all_reduce(summed)
             copies = int(summed.sum()) // routing.meta["info"].shape[0]
             load[call.path + f" ({place + 1})" * (place > 0)] = summed.cpu() // copies
     return load
-
-
-def _num_experts(graph: fx.Graph, routing: fx.Node) -> int:
-    product = next(node for node in graph.nodes if node.target is PRODUCT and arg(node, 2) is routing)
-    experts: int = arg(product, 1).meta["info"].shape[0]
-    return experts
-
-
-def _summed(mine: torch.Tensor | None, num_experts: int, device: torch.device) -> torch.Tensor:
-    """The sum of all ranks' counts. A rank without this call adds nothing."""
-    counts = torch.zeros(num_experts, dtype=torch.int64, device=device) if mine is None else mine
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(counts)
-    return counts

@@ -27,7 +27,7 @@ from autopar.capture.lookups import Lookup, lookups
 from autopar.capture.value_range import ValueRange
 from autopar.errors import RuntimeInputError
 from autopar.ir.program import Program
-from autopar.runtime.distributed.mesh import named_ranks
+from autopar.runtime.distributed.mesh import named_ranks, ranks_by
 from autopar.runtime.model.known_code import KnownCode, Part, Values
 
 MAX_NAMED = 3  # indices that a message names
@@ -120,11 +120,8 @@ def first_outside(values: torch.Tensor, allowed: ValueRange) -> int | None:
 
 def outside_text(rows: Sequence[Sequence[int]], sites: Sequence[Lookup]) -> str:
     """The message about indices outside, empty without any. A row has a lookup's number from 1 on, and its index."""
-    ranks_of: dict[tuple[int, int], list[int]] = {}
-    for rank, (number, index, *_) in enumerate(rows):
-        if number:
-            ranks_of.setdefault((number, index), []).append(rank)
-    lines = [_line(sites[number - 1], index, ranks) for (number, index), ranks in ranks_of.items()]
+    ranks_of = ranks_by([tuple(row[:2]) for row in rows])
+    lines = [_line(sites[number - 1], index, ranks) for (number, index), ranks in ranks_of.items() if number]
     more = f"; and {len(lines) - MAX_NAMED} more" if len(lines) > MAX_NAMED else ""
     remedy = "; correct the batch, or make the table larger"
     return "; ".join(lines[:MAX_NAMED]) + more + remedy if lines else ""

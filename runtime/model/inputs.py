@@ -196,17 +196,6 @@ def pad_batch(
     return padded
 
 
-def padded_micro_batches(
-    batch: Batch,
-    sequences: int,
-    count: int,
-    fillers: Mapping[str, torch.Tensor],
-    ignored: Mapping[str, int],
-) -> list[dict[str, torch.Tensor]]:
-    """The micro-batches of a batch that is filled up to `sequences` (`pad_batch`)."""
-    return split_micro_batches(batch.form, pad_batch(batch, sequences, ignored, fillers), count)
-
-
 def first_rows(batch: Batch) -> dict[str, torch.Tensor]:
     """The first sequence of every input, for ranks whose next batch is empty."""
     dims = {info.name: info.batch_dim for info in batch.form.inputs}

@@ -8,12 +8,10 @@ from functools import partial
 from typing import Any, Self
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset, default_collate
 
 from autopar.errors import RuntimeInputError
-from autopar.runtime.data.loader import LoaderOptions, ParallelLoader
-from autopar.runtime.data.make import make_loader
+from autopar.runtime.data.loader import LoaderOptions, ParallelLoader, make_loader
 from autopar.runtime.data.parts import Collate
 from autopar.runtime.distributed.hang_report import reports_position
 from autopar.runtime.model import zero
@@ -21,12 +19,12 @@ from autopar.runtime.model.checkpointed import CheckpointedModel
 from autopar.runtime.model.compiled import CompiledProgram, readable
 from autopar.runtime.model.expert_load import Counts, counting, load_of_experts, routings
 from autopar.runtime.model.inputs import as_batch, rows_of_rank
-from autopar.runtime.model.outputs import refuse_autocast, refuse_move, step_loss, with_backward
+from autopar.runtime.model.outputs import StepLoss, refuse_autocast, refuse_move, with_backward
 from autopar.runtime.model.pipeline import refuse_compiling
 from autopar.runtime.model.preflight_check import STEP
 from autopar.runtime.model.running import COMPARED
-from autopar.runtime.parameters.flat_shards import FlatShards
 from autopar.runtime.parameters.grad_scaler import adopted, settings_of
+from autopar.runtime.parameters.whole_values import whole_of
 from autopar.runtime.profile.trace_step import trace_step
 
 
@@ -38,19 +36,6 @@ class ParallelModel(CheckpointedModel):
     in the same order.
 
     `train()` and `eval()` set the mode of the model. A new input shape, and eval mode, capture the model again.
-
-    Args:
-        program: The captured training program.
-        plan: The plan of this program.
-        source: A function from a parameter's name to its whole tensor. It is not kept.
-        device: This rank's device.
-        seed: The seed of dropout and other random operators.
-        replan: A function that captures the model for another shape or mode. Without it only the plan's shapes run.
-        buffers: A function from a buffer's name to its whole tensor; `source` by default.
-        streams: A function from this rank's mesh to the streams of random numbers. Verification draws the same numbers
-            under every plan.
-        origin: The unmodified model, and a copy without weights for `export_hf`. A step raises if it was changed.
-        sent: Whether rank 0 sends the weights. The sources of the other ranks are not asked then.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.Tanh(), torch.nn.Linear(12, 4))
@@ -79,10 +64,7 @@ class ParallelModel(CheckpointedModel):
         state = self.state_dict()
 
         def source(name: str) -> torch.Tensor:
-            whole: torch.Tensor = state[name]
-            if isinstance(whole, (DTensor, FlatShards)):
-                whole = whole.full_tensor()
-            return whole
+            return whole_of(state[name])
 
         model = ParallelModel(
             self.program,
@@ -120,7 +102,6 @@ class ParallelModel(CheckpointedModel):
         refuse_compiling(self.plan.degrees)
         self._compile_options = options
         self._compiled_code.clear()
-        self._selective_code.clear()
 
     @reports_position
     def forward(self, *args: Any, **inputs: Any) -> torch.Tensor:
@@ -155,7 +136,7 @@ class ParallelModel(CheckpointedModel):
         compiled, (values,), _ = self._prepared(batch, STEP, 1)
         self._forget_copies()
         (denominator,) = self._denominators(compiled, [values])
-        (stage,), (module,) = self.stages_in(compiled), self.stage_modules().values()
+        (stage,), (module,) = compiled.stages, self.stage_modules().values()
         self._before_backward(module, last=self._sums)
         results = self._run_stage(compiled, module, stage, values | denominator, 0, num_averaged=1)
         loss: torch.Tensor = results[compiled.program.loss]
@@ -238,7 +219,7 @@ class ParallelModel(CheckpointedModel):
             self._sum_deferred()
             self._show_gradients(earlier)
         self._step += 1
-        return step_loss(loss)
+        return loss.detach().as_subclass(StepLoss)
 
     def local_batch(self, batch: Mapping[str, Any] | Sequence[Any]) -> Any:
         """Give this rank's part of a global batch.
@@ -407,7 +388,7 @@ class ParallelModel(CheckpointedModel):
             return counting(compiled.code_modules(outputs=outputs), counts)
 
         compiled, _ = self._evaluated(batch, functions, may_pad=False)
-        stages = self.stages_in(compiled)
+        stages = compiled.stages
         calls = [call for index in sorted(self.stage_modules()) for call in stages[index].calls]
         return load_of_experts(compiled.program, counts, calls, self.device)
 

@@ -14,7 +14,7 @@ from autopar.errors import RuntimeInputError
 from autopar.ir.precision import is_low
 from autopar.ir.sharding import Dims, R, Type, splits_samples
 from autopar.runtime.distributed.mesh import RankMesh
-from autopar.runtime.parameters.relayout import gathered
+from autopar.runtime.parameters.placement import gathered
 
 _DATA = ("dp_replicate", "dp_shard", "dp_samples")  # torch's names for the mesh dimension `dp`
 _PLACED = "its device follows from the cluster: leave the move out, or call parallelize with another cluster"
@@ -68,11 +68,6 @@ class StepLoss(torch.Tensor):
             "forward_backward has run the backward pass, and the gradients are summed over all ranks; leave backward() "
             "out. For float16, pass scaler=... to forward_backward. With bfloat16 no GradScaler is needed"
         )
-
-
-def step_loss(value: torch.Tensor) -> torch.Tensor:
-    """The loss that `forward_backward` returns."""
-    return value.detach().as_subclass(StepLoss)
 
 
 def refuse_autocast(device_type: str) -> None:

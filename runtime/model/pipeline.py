@@ -154,31 +154,26 @@ class Pipeline:
     def __init__(
         self,
         compiled: CompiledProgram,
-        stages: Sequence[Stage],
         modules: Mapping[int, StageModule],
         pipeline: MeshDim,
         degrees: Degrees,
         *,
         trains: bool,
     ) -> None:
-        self.stages, self.modules, self.loss = stages, modules, compiled.program.loss
+        stages, loss = compiled.stages, compiled.program.loss
         self.place = Place(degrees=degrees, pipeline=pipeline)
-        self.no_loss = wide(
-            torch.zeros((), dtype=value_infos(compiled.program)[self.loss].dtype, device=compiled.device)
-        )
+        self.no_loss = wide(torch.zeros((), dtype=value_infos(compiled.program)[loss].dtype, device=compiled.device))
         self.count = degrees.micro_batches if trains else 1
-        order = (
-            actions(degrees.schedule, degrees.pp, degrees.virtual_stages, self.count)
-            if trains
-            else _there_and_back(degrees)
-        )
+        order = _there_and_back(degrees)
+        if trains:
+            order = actions(degrees.schedule, degrees.pp, degrees.virtual_stages, self.count)
         device = compiled.device
         recomputed = recomputed_calls(compiled.program, degrees, stages)
         self._torch_stages = []
         for number in sorted(modules):
             stage = stages[number]
             is_last, detaches = number == len(stages) - 1, degrees.splits_backward
-            submodule = _Submodule(modules[number], stage, self.loss, is_last, detaches)
+            submodule = _Submodule(modules[number], stage, loss, is_last, detaches)
             sent = _loss_meta(compiled) if is_last else _metas(compiled, stage.sends)
             torch_stage = _TorchStage(
                 submodule,

@@ -24,7 +24,7 @@ from autopar._torch import private
 from autopar.errors import Problem, RuntimeInputError
 from autopar.ir.program import InputInfo
 from autopar.runtime.checkpoint.saving import Saver
-from autopar.runtime.distributed.mesh import RankMesh
+from autopar.runtime.distributed.mesh import RankMesh, ranks_by
 from autopar.runtime.distributed.mesh import named_ranks as _ranks
 from autopar.runtime.model.inputs import Batch, batch_error
 from autopar.runtime.parameters.grad_scaler import SAME_SETTINGS
@@ -95,7 +95,7 @@ class PreflightCheck:
         """Raise `RuntimeInputError` on all ranks if their values differ. Collective."""
         text = ", ".join(f"{name} {value}" for name, value in values.items())
         rows = self.exchange([2 * READING, 0, FITS, _number(text)])
-        groups = list(_groups([tuple(row[:1] + row[3:4]) for row in rows]).values())
+        groups = list(ranks_by([tuple(row[:1] + row[3:4]) for row in rows]).values())
         if len(groups) > 1:
             others = disagreement([row[:3] for row in rows], (), lambda rank: rank) or (
                 f"{_ranks(_joined(groups[1:]))} read other data than {_ranks(groups[0])}; here {text}; pass equal "
@@ -118,7 +118,7 @@ class PreflightCheck:
         every = [torch.empty_like(mine) for _ in range(self.world_size)]
         dist.all_gather(every, mine, group=self._group)
         for name, rows in zip(names, torch.stack(every, 1).tolist(), strict=True):
-            groups = _groups([tuple(row) for row in rows])
+            groups = ranks_by([tuple(row) for row in rows])
             for place in {place for place, _ in groups}:
                 first, *others = (ranks for (at, _), ranks in groups.items() if at == place)
                 if others:
@@ -172,7 +172,7 @@ class PreflightCheck:
 
 def disagreement(rows: Sequence[_Row], inputs: Sequence[InputInfo], dp_of: Callable[[int], int]) -> str:
     """The message about a disagreement, with ranks and input; empty if the ranks agree."""
-    kinds = _groups([row[0] // 2 for row in rows])
+    kinds = ranks_by([row[0] // 2 for row in rows])
     if len(kinds) > 1:
         if ENDED in kinds and set(kinds) <= {READING, ENDED}:
             count = rows[kinds[ENDED][0]][1]
@@ -182,13 +182,13 @@ def disagreement(rows: Sequence[_Row], inputs: Sequence[InputInfo], dp_of: Calla
             )
         places = "; ".join(f"{_ranks(r)} {_KINDS[k]}" for k, r in kinds.items())
         return f"ranks call different methods: {places}; make the same calls in the same order on every rank"
-    modes = _groups([row[0] % 2 for row in rows])
+    modes = ranks_by([row[0] % 2 for row in rows])
     if len(modes) > 1:
         return (
             f"{_ranks(modes[1])} in training mode, but {_ranks(modes[0])} in eval mode; call train() or eval() on "
             "all ranks"
         )
-    steps = _groups([row[1] for row in rows])
+    steps = ranks_by([row[1] for row in rows])
     if len(steps) > 1:
         at = "; ".join(f"{_ranks(ranks)} at {step}" for step, ranks in steps.items())
         return f"ranks are at different steps: {at}; every rank must call forward_backward equally often"
@@ -202,9 +202,9 @@ def disagreement(rows: Sequence[_Row], inputs: Sequence[InputInfo], dp_of: Calla
 
 
 def _data_disagreement(rows: Sequence[_Row], inputs: Sequence[InputInfo], dp_of: Callable[[int], int]) -> str:
-    replicas = list(_groups([dp_of(rank) for rank in range(len(rows))]).values())
+    replicas = list(ranks_by([dp_of(rank) for rank in range(len(rows))]).values())
     for index, info in enumerate(inputs):
-        shapes = _groups([row[5 + 2 * index] for row in rows])
+        shapes = ranks_by([row[5 + 2 * index] for row in rows])
         if len(shapes) > 1:
             usual, *unusual = shapes.values()
             if info.name == _OTHERS:
@@ -220,7 +220,7 @@ def _data_disagreement(rows: Sequence[_Row], inputs: Sequence[InputInfo], dp_of:
         others: list[int] = []
         batched = info.batch_dim is not None
         for ranks in replicas if batched else [list(range(len(rows)))]:
-            values = _groups([(rows[rank][3] if batched else 0, rows[rank][6 + 2 * index]) for rank in ranks])
+            values = ranks_by([(rows[rank][3] if batched else 0, rows[rank][6 + 2 * index]) for rank in ranks])
             named = [[ranks[k] for k in group] for group in values.values()]
             first += named[0] if len(named) > 1 else []
             others += _joined(named[1:])
@@ -234,7 +234,7 @@ def _data_disagreement(rows: Sequence[_Row], inputs: Sequence[InputInfo], dp_of:
 
 
 def _scalers_differ(rows: Sequence[_Row], mine: str) -> str:
-    groups = _groups([row[4] for row in rows])
+    groups = ranks_by([row[4] for row in rows])
     if len(groups) == 1:
         return ""
     without = groups.pop(0, None)
@@ -284,14 +284,6 @@ def _shape_hash(value: torch.Tensor, info: InputInfo) -> int:
 
 def _number(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-
-
-def _groups(values: Sequence[Any]) -> dict[Any, list[int]]:
-    """Ranks by value, in order of the first."""
-    groups: dict[Any, list[int]] = {}
-    for rank, value in enumerate(values):
-        groups.setdefault(value, []).append(rank)
-    return groups
 
 
 def _joined(groups: Iterable[Sequence[int]]) -> list[int]:

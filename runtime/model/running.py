@@ -16,7 +16,6 @@ from autopar.ir.offload import PARAMETERS
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.stages import (
-    How,
     Stage,
     needs_denominator,
     num_averaged,
@@ -33,9 +32,10 @@ from autopar.runtime.model.compiled import CompiledProgram
 from autopar.runtime.model.inputs import (
     batch_error,
     first_rows,
-    padded_micro_batches,
+    pad_batch,
     read_batch,
     sequences_to_run,
+    split_micro_batches,
 )
 from autopar.runtime.model.original_model import OriginalModel
 from autopar.runtime.model.outputs import as_dtensor, refuse_autocast, wide
@@ -55,7 +55,7 @@ Functions = Callable[[CompiledProgram, bool], Sequence[Callable[..., Any]]]  # t
 
 
 class RunningModel(ShardedModel):
-    """The parts of a step. `autopar.runtime.model.module.ParallelModel` joins them and describes the arguments."""
+    """The parts of a step, which `ParallelModel` joins. `replan` captures again, `origin` is the unmodified model."""
 
     def __init__(
         self,
@@ -75,8 +75,7 @@ class RunningModel(ShardedModel):
         drawing = Streams(mesh.dims, seed, device) if streams is None else streams(mesh)
         super().__init__(program, plan, mesh, source, device, drawing, buffers or source, sent)
         self._compile_options: dict[str, Any] | None = None
-        self._compiled_code = WeakKeyDictionary[CompiledProgram, dict[bool, list[Callable[..., Any]]]]()
-        self._selective_code = WeakKeyDictionary[CompiledProgram, dict[int, SelectiveBlock]]()
+        self._compiled_code = WeakKeyDictionary[CompiledProgram, dict[tuple[str, int], Any]]()
         self._step = self._num_steps = 0  # of the training, and of this object
         self.num_trained = (0, 0)  # samples and tokens of the training steps of all ranks so far
         self._sums = True  # whether a backward pass ends with the sums over ranks
@@ -174,10 +173,11 @@ class RunningModel(ShardedModel):
         modules = compiled.code_modules(outputs=outputs)
         if self._compile_options is None:
             return modules
-        code = self._compiled_code.setdefault(compiled, {})
-        if outputs not in code:
-            code[outputs] = [torch.compile(module, **self._compile_options) for module in modules]
-        return code[outputs]
+        code, options = self._compiled_code.setdefault(compiled, {}), self._compile_options
+        if ("outputs", outputs) not in code:
+            code["outputs", outputs] = [torch.compile(module, **options) for module in modules]
+        functions: Sequence[Callable[..., Any]] = code["outputs", outputs]
+        return functions
 
     def _begin_backward(self) -> None:
         if not are_waiting(self._unsummed):
@@ -200,6 +200,7 @@ class RunningModel(ShardedModel):
         *,
         outputs: bool,
     ) -> Execution:
+        of_stages = compiled.program, self.plan.degrees, compiled.stages
         return Execution(
             compiled=compiled,
             functions=functions,
@@ -208,34 +209,29 @@ class RunningModel(ShardedModel):
             state={name: self._old_buffers.of(name, self.buffer(name)) for name in compiled.program.updates},
             streams=self.streams,
             when=when,
-            recomputed={} if outputs else self._recomputed(compiled),
+            recomputed={} if outputs else recomputed_calls(*of_stages),
             selective=partial(self._selective, compiled),
-            offloaded=frozenset() if outputs else self._offloaded(compiled),
+            offloaded=frozenset() if outputs else offloaded_calls(*of_stages),
             copies=self.copies,
             stops_early=self._compile_options is None,
         )
 
     def _selective(self, compiled: CompiledProgram, block: int) -> SelectiveBlock:
         """The code of a block with selective recomputation."""
-        blocks = self._selective_code.setdefault(compiled, {})
-        if block not in blocks:
-            options = self._compile_options
-            wrap = (lambda module: module) if options is None else partial(torch.compile, **options)
-            blocks[block] = compiled.selective_module(block, wrap)
-        return blocks[block]
-
-    def _recomputed(self, compiled: CompiledProgram) -> Mapping[int, How]:
-        return recomputed_calls(compiled.program, self.plan.degrees, self.stages_in(compiled))
-
-    def _offloaded(self, compiled: CompiledProgram) -> frozenset[int]:
-        return offloaded_calls(compiled.program, self.plan.degrees, self.stages_in(compiled))
+        code, options = self._compiled_code.setdefault(compiled, {}), self._compile_options
+        if ("selective", block) not in code:
+            module, values = compiled.code_modules(outputs=False)[block], compiled.plan.blocks[block].recomputed
+            wrap = (lambda part: part) if options is None else partial(torch.compile, **options)
+            code["selective", block] = SelectiveBlock(module, values, wrap)
+        selective: SelectiveBlock = code["selective", block]
+        return selective
 
     def _prepared(
         self, batch: Mapping[str, Any] | Sequence[Any], kind: int, micro_batches: int, scaler: str = ""
     ) -> tuple[CompiledProgram, MicroBatches, bool]:
         """What runs a batch, its micro-batches on the device, and whether any rank's was padded. Collective."""
         self._old_buffers.clear()
-        shapes, evaluates = self._shapes, kind == EVALUATION
+        shapes = self._shapes
         self._num_steps += kind == STEP
         planned = shapes.base.micro_batch * micro_batches
         casts = self.plan.degrees.precision is not None
@@ -247,16 +243,12 @@ class RunningModel(ShardedModel):
         counts, is_unsure = self._preflight.check(kind, self.training, self._step, checked, is_unsure, scaler, change)
         if kind == STEP and self._num_steps - 1 in COMPARED:
             self._compare_weights()
-        sequences = sequences_to_run(
-            counts,
-            planned,
-            micro_batches,
-            pads=shapes.base.ignored is not None,
-            captures=shapes.can_capture,
-            wants_outputs=evaluates,
-            per_micro_batch=self.plan.degrees.per_micro_batch,
-        )
-        padded = partial(padded_micro_batches, checked, sequences, micro_batches, self._fillers)
+        sequences = self._sequences_to_run(counts, micro_batches, wants_outputs=kind == EVALUATION)
+
+        def padded(ignored: Mapping[str, int]) -> Sequence[Mapping[str, torch.Tensor]]:
+            filled = pad_batch(checked, sequences, ignored, self._fillers)
+            return split_micro_batches(checked.form, filled, micro_batches)
+
         pieces = padded(shapes.base.ignored or {})
         step = Wanted(batch=checked, pieces=pieces, padded=padded, training=self.training, is_unsure=is_unsure)
         compiled = shapes.compiled_for(step, self._preflight.exchange)
@@ -313,39 +305,40 @@ class RunningModel(ShardedModel):
 
     def _refusal_of(self, counts: Sequence[int], micro_batches: int) -> str:
         """Why a step cannot run these numbers of sequences of the data-parallel ranks; empty if it can."""
-        shapes = self._shapes
         try:
-            sequences_to_run(
-                counts,
-                shapes.base.micro_batch * micro_batches,
-                micro_batches,
-                pads=shapes.base.ignored is not None,
-                captures=shapes.can_capture,
-                wants_outputs=False,
-                per_micro_batch=self.plan.degrees.per_micro_batch,
-            )
+            self._sequences_to_run(counts, micro_batches)
         except RuntimeInputError:
             of = f" of {micro_batches}" if micro_batches > 1 else ""
             return f"the model cannot ignore samples, nor do all ranks have the same multiple{of} of them"
         return ""
 
+    def _sequences_to_run(self, counts: Sequence[int], micro_batches: int, *, wants_outputs: bool = False) -> int:
+        return sequences_to_run(
+            counts,
+            self._shapes.base.micro_batch * micro_batches,
+            micro_batches,
+            pads=self._shapes.base.ignored is not None,
+            captures=self._shapes.can_capture,
+            wants_outputs=wants_outputs,
+            per_micro_batch=self.plan.degrees.per_micro_batch,
+        )
+
     def _inputs_read(self, compiled: CompiledProgram) -> set[str]:
         """The inputs that this rank's stages read, for the loss's denominator too."""
-        program, stages = compiled.program, self.stages_in(compiled)
-        calls = [program.calls[i] for s in self.stage_modules() for i in (*stages[s].calls, *stages[s].again)]
+        program, stages = compiled.program, [compiled.stages[at] for at in self.stage_modules()]
+        calls = [program.calls[i] for stage in stages for i in (*stage.calls, *stage.again)]
         if self._needs_denominator(compiled):
             calls += [call for call in program.calls if call.phase == "denominator"]
         return {a for call in calls for a in call.arguments if isinstance(a, str)}
 
     def _needs_denominator(self, compiled: CompiledProgram) -> bool:
         """Whether this rank's stages divide by the loss's denominator."""
-        stages = self.stages_in(compiled)
-        return needs_denominator(compiled.program, (stages[index] for index in self.stage_modules()))
+        return needs_denominator(compiled.program, (compiled.stages[at] for at in self.stage_modules()))
 
     def _step_without_stages(
         self, compiled: CompiledProgram, micro_batches: MicroBatches, scale: torch.Tensor | None
     ) -> torch.Tensor:
-        (stage,), (module,) = self.stages_in(compiled), self.stage_modules().values()
+        (stage,), (module,) = compiled.stages, self.stage_modules().values()
         loss, count = torch.zeros((), device=self.device), num_averaged(compiled.program, self.plan.degrees)
         for index, values in enumerate(micro_batches):
             self._before_backward(module, last=index == len(micro_batches) - 1)
@@ -372,7 +365,7 @@ class RunningModel(ShardedModel):
             def run(module: StageModule, stage: Stage, received: dict[str, Any], index: int, at: int = first) -> Any:
                 values = micro_batches[at + index] | received
                 results = self._run_stage(compiled, module, stage, values, at + index, averaged)
-                if scale is not None and stage.index == len(self.stages_in(compiled)) - 1:
+                if scale is not None and stage.index == len(compiled.stages) - 1:
                     results[compiled.program.loss] = results[compiled.program.loss] * scale
                 return results
 
@@ -403,7 +396,7 @@ class RunningModel(ShardedModel):
             for name, update in program.updates.items():
                 if update in results:
                     self.buffer(name).copy_(results[update])  # it may be sent too
-        if program.loss in results and stage.index == len(self.stages_in(compiled)) - 1:
+        if program.loss in results and stage.index == len(compiled.stages) - 1:
             results[program.loss] = wide(results[program.loss]) / num_averaged
         return results
 
@@ -411,10 +404,7 @@ class RunningModel(ShardedModel):
         pipelines, mesh = self._pipelines.setdefault(compiled, {}), self.rank_mesh.pipeline
         assert mesh is not None
         if trains not in pipelines:
-            degrees = self.plan.degrees
-            pipelines[trains] = Pipeline(
-                compiled, self.stages_in(compiled), self.stage_modules(), mesh, degrees, trains=trains
-            )
+            pipelines[trains] = Pipeline(compiled, self.stage_modules(), mesh, self.plan.degrees, trains=trains)
         return pipelines[trains]
 
     def _denominators(self, compiled: CompiledProgram, micro_batches: MicroBatches) -> list[dict[str, torch.Tensor]]:
@@ -438,7 +428,7 @@ class RunningModel(ShardedModel):
         run = self._execution(compiled, functions(compiled, True), (self._step, 0), outputs=True)
         scope: dict[str, Any] = {}
         if self.plan.degrees.pp == 1:
-            (stage,), (module,) = self.stages_in(compiled), self.stage_modules().values()
+            (stage,), (module,) = compiled.stages, self.stage_modules().values()
             scope = module(lambda: (run, stage), values)
             loss = scope[program.loss]
         else:
@@ -468,7 +458,7 @@ class RunningModel(ShardedModel):
         pipeline, stages = self.rank_mesh.pipeline, self._pipeline(compiled, trains=False)
         assert pipeline is not None
         stages.evaluate(run)
-        is_last = len(self.stages_in(compiled)) - 1 in self.stage_modules()
+        is_last = len(compiled.stages) - 1 in self.stage_modules()
         loss = wide(scope[compiled.program.loss].clone()) if is_last else stages.no_loss.clone()
         dist.all_reduce(loss, group=pipeline.group)
         return loss

@@ -21,7 +21,7 @@ from autopar.ir.storage import Storage, storage_of
 from autopar.runtime.distributed.broadcast import gather_objects
 from autopar.runtime.model.compiled import CompiledProgram, compile_program
 from autopar.runtime.model.inputs import Batch, with_sequences
-from autopar.runtime.parameters.relayout import same_layout
+from autopar.runtime.parameters.placement import same_layout
 
 MAX_SHAPES = 16
 _logger = logging.getLogger("autopar")
@@ -64,14 +64,10 @@ class Replan(Protocol):
 class ShapeCache:
     """The compiled programs of one model; `base` is that of the plan."""
 
-    def __init__(
-        self,
-        base: CompiledProgram,
-        held: Mapping[str, Storage],
-        replan: Replan | None,
-    ) -> None:
+    def __init__(self, base: CompiledProgram, held: Mapping[str, Storage], replan: Replan | None) -> None:
         self.base, self._placements, self.replan = base, held, replan
-        key = _key(base.program, base.local_shapes(), training=True)
+        sizes = {i.name: with_sequences(i, i.shape, base.micro_batch) for i in base.program.inputs}
+        key = _key(base.program, sizes, training=True)
         self._kept: list[tuple[_Key, CompiledProgram]] = [(key, base)]  # least recently used first
         self._warned = False
 
@@ -158,15 +154,12 @@ class ShapeCache:
             )
         compiled = compile_program(program, plan, base.buffers, base.mesh, base.streams, base.device)
         used = {n: storage_of(compiled.analysis.outer[n], compiled.types[n], plan.mesh) for n in program.parameters}
-        self._announce(wanted, why, time.perf_counter() - started)
+        if not (dist.is_initialized() and dist.get_rank()):
+            shapes = ", ".join(f"{name} {shape}" for name, shape in wanted.sizes.items())
+            mode, seconds = "training" if wanted.training else "eval", time.perf_counter() - started
+            text = f"captured the model in {mode} mode for micro-batches of {shapes}"
+            _logger.info("%s in %.1f s%s", text, seconds, f", because {why}" if why else "")
         return replace(compiled, used={n: s for n, s in used.items() if not same_layout(s, self._placements[n])})
-
-    def _announce(self, wanted: Wanted, why: str, seconds: float) -> None:
-        if dist.is_initialized() and dist.get_rank():
-            return
-        shapes = ", ".join(f"{name} {shape}" for name, shape in wanted.sizes.items())
-        text = f"captured the model in {'training' if wanted.training else 'eval'} mode for micro-batches of {shapes}"
-        _logger.info("%s in %.1f s%s", text, seconds, f", because {why}" if why else "")
 
     def _warn(self) -> None:
         if not self._warned and not (dist.is_initialized() and dist.get_rank()):

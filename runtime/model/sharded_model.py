@@ -3,11 +3,9 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from autopar._torch.private import IncompatibleKeys
 from autopar.errors import PlanError, RuntimeInputError
@@ -17,25 +15,24 @@ from autopar.ir.plan import Plan
 from autopar.ir.precision import summed_dtype
 from autopar.ir.program import Program, StateInfo
 from autopar.ir.sharding import owned_by
-from autopar.ir.stages import Stage, stage_of_buffers, stages_by_parameter, stages_of
+from autopar.ir.stages import Stage, stage_of_buffers, stages_by_parameter
 from autopar.ir.storage import Storage, storage_of, zero_dim_of
 from autopar.runtime.codegen.randomness import Streams
-from autopar.runtime.distributed.device_precision import precision_problems
 from autopar.runtime.distributed.hang_report import reports_position
-from autopar.runtime.distributed.mesh import MeshDim, RankMesh
+from autopar.runtime.distributed.mesh import MeshDim, RankMesh, precision_problems
 from autopar.runtime.model import zero
-from autopar.runtime.model.compiled import CompiledProgram, compile_program
+from autopar.runtime.model.compiled import compile_program
 from autopar.runtime.model.stage import StageModule, attribute
 from autopar.runtime.model.tied_parameters import TiedParameters
 from autopar.runtime.offload.backward_step import BackwardStep
 from autopar.runtime.offload.host_memory import HostCopies, HostParameters
-from autopar.runtime.parameters.checkpoint_state import flat_state, load_whole, names_of_state, optimizer_state
+from autopar.runtime.parameters.flat_shards import as_shards
 from autopar.runtime.parameters.gradients import gradient_norm, local_gradient, nonfinite_error, sum_over
 from autopar.runtime.parameters.initial import Parts
-from autopar.runtime.parameters.packed import complete_gradients, join_packed
-from autopar.runtime.parameters.placement import make_parameter
-from autopar.runtime.parameters.relayout import whole_placement
+from autopar.runtime.parameters.packed import complete_gradients, join_packed, names_of_state
+from autopar.runtime.parameters.placement import make_parameter, whole_placement
 from autopar.runtime.parameters.user_view import (
+    flat_state,
     has_hooks,
     parameters_of_model,
     parts_of,
@@ -43,6 +40,7 @@ from autopar.runtime.parameters.user_view import (
     show_gradient,
     show_parameter,
 )
+from autopar.runtime.parameters.whole_values import whole_of
 
 
 class ShardedModel(nn.Module):
@@ -68,14 +66,16 @@ class ShardedModel(nn.Module):
         self.program, self.plan, self.rank_mesh, self.device, self.streams = program, plan, mesh, device, streams
         if problems := [*offload_problems(plan.degrees), *precision_problems(plan.degrees.precision, device)]:
             raise PlanError("the plan cannot run", problems)
-        self._hold_buffers(buffers)
+        self._buffer_source = buffers
+        for name, info in program.buffers.items():  # others are made when they are asked for
+            if info.persistent or not {name, *info.aliases}.isdisjoint(program.updates):
+                self.buffer(name)
         self.base = compile_program(program, plan, self.buffer, mesh, streams, device)
         self.analysis, self.types = self.base.analysis, self.base.types
         self.placements = {
             name: storage_of(self.analysis.outer[name], self.types[name], plan.mesh) for name in program.parameters
         } | {name: whole_placement(info, plan.mesh) for name, info in program.unused.items()}
-        self._stages_of = WeakKeyDictionary[CompiledProgram, tuple[Stage, ...]]()
-        stages = self.stages_in(self.base)
+        stages = self.base.stages
         self.ties = TiedParameters(stages_by_parameter(program, stages), plan.degrees, mesh)
         self.stages = nn.ModuleDict()
         parts = Parts(program, plan, mesh, source, sent=sent)
@@ -96,7 +96,6 @@ class ShardedModel(nn.Module):
         self._parameters_of_model = parameters_of_model(program, dict(self.stored_parameters()))
         infos = program.every_parameter
         self._summed = {p: summed_dtype(infos[n].dtype, plan.degrees) for n, p in self._computed()}
-        self._segments = [segment for module in self.stage_modules().values() for segment in module.segments]
 
     def _stage_module(self, stage: Stage, parts: Parts) -> StageModule:
         zero_dims: dict[nn.Parameter, int | None] = {}
@@ -121,16 +120,10 @@ class ShardedModel(nn.Module):
             modules[module.index] = module
         return modules
 
-    def stages_in(self, compiled: CompiledProgram) -> tuple[Stage, ...]:
-        """The pipeline stages of a program that was compiled for one input shape and mode, in order."""
-        if compiled not in self._stages_of:
-            self._stages_of[compiled] = stages_of(compiled.program, compiled.plan.cuts, compiled.plan.recomputed)
-        return self._stages_of[compiled]
-
     @property
     def segments(self) -> list[nn.Module]:
         """The modules that each hold the parameters of one call of a block, in order."""
-        return self._segments
+        return [segment for module in self.stage_modules().values() for segment in module.segments]
 
     def _fill(self, module: nn.Module, names: Mapping[str, Storage], parts: Parts) -> dict[nn.Parameter, int | None]:
         """Register parameters on a module; returns the dimension of each that ZeRO shards."""
@@ -144,13 +137,6 @@ class ShardedModel(nn.Module):
             zero_dims[parameter] = zero_dim
             module.register_parameter(attribute(name), parameter)
         return zero_dims
-
-    def _hold_buffers(self, source: Callable[[str], torch.Tensor]) -> None:
-        """Every buffer that a state dict holds or that forward changes, whole; others when they are asked for."""
-        self._buffer_source = source
-        for name, info in self.program.buffers.items():
-            if info.persistent or not {name, *info.aliases}.isdisjoint(self.program.updates):
-                self.buffer(name)
 
     def buffer(self, name: str) -> torch.Tensor:
         """Give a buffer of the model.
@@ -255,7 +241,7 @@ class ShardedModel(nn.Module):
 
     def own_buffers(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
         """Name, value and persistence of each buffer that is state, from the stage that changes it."""
-        changed = stage_of_buffers(self.program, self.stages_in(self.base))
+        changed = stage_of_buffers(self.program, self.base.stages)
         for first, info in self.program.buffers.items():
             changing = {changed[n] for n in (first, *info.aliases) if n in changed}
             if (info.persistent or changing) and changing <= self.stage_modules().keys():
@@ -302,7 +288,10 @@ class ShardedModel(nn.Module):
             )
         for first, name in given.items():
             if name is not None:
-                load_whole(state[first], state_dict[name])
+                whole = whole_of(state_dict[name]).detach()
+                for offsets, sizes, values in as_shards(state[first]).chunks:
+                    box = [slice(start, start + size) for start, size in zip(offsets, sizes, strict=True)]
+                    values.detach().copy_(whole[tuple(box)])
         return IncompatibleKeys(missing, unknown)
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -321,7 +310,12 @@ class ShardedModel(nn.Module):
             >>> tuple(parallel.optimizer_state_dict(optimizer)["0.weight.exp_avg"].shape)
             (12, 8)
         """
-        return optimizer_state(dict(self.named_parameters()), optimizer, self.placements)
+        state: dict[str, Any] = {}
+        for name, parameter in self.named_parameters():
+            for key, value in optimizer.state.get(parameter, {}).items():
+                is_like = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+                state[f"{name}.{key}"] = flat_state(value, self.placements.get(name)) if is_like else value
+        return state
 
     def whole_gradients(self) -> dict[str, torch.Tensor]:
         """Gather every gradient as a whole tensor on every rank, for verification.
@@ -336,9 +330,7 @@ class ShardedModel(nn.Module):
         gradients: dict[str, torch.Tensor] = {}
         for name, parameter in self.stored_parameters():
             if parameter.grad is not None:
-                grad = parameter.grad
-                whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
-                gradients[name] = whole.reshape(self.placements[name].dims.shape).clone()
+                gradients[name] = whole_of(parameter.grad).reshape(self.placements[name].dims.shape).clone()
         return join_packed(self.program, gradients)
 
     # Gradients.
@@ -374,8 +366,7 @@ class ShardedModel(nn.Module):
     def _forget_copies(self) -> None:
         """Drop the copies of master weights, which hold for one step."""
         for module in self.stage_modules().values():
-            for copies in module.all_copies():
-                copies.clear()
+            module.copies.clear()
 
     def _show_gradients(self, earlier: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
         """Call hooks with the gradients of this step, add the gradients of earlier calls, and show them to the user."""

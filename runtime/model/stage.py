@@ -21,19 +21,16 @@ from autopar.runtime.codegen.randomness import Streams
 from autopar.runtime.model.compiled import CompiledProgram
 from autopar.runtime.model.zero import is_gathered, own_memory
 from autopar.runtime.offload.host_memory import HostCopies
-from autopar.runtime.parameters.compute_copies import ComputeCopies
-from autopar.runtime.parameters.placement import local_value
-from autopar.runtime.parameters.relayout import relayout
+from autopar.runtime.parameters.placement import ComputeCopies, local_value, relayout
 from autopar.runtime.profile.timeline import range_name
 
 
 class Segment(nn.Module):
     """The parameters of one call of a block in training, gathered while code that needs them runs."""
 
-    def __init__(self, names: Mapping[str, Storage], dtypes: Mapping[str, torch.dtype]) -> None:
+    def __init__(self, names: Mapping[str, Storage], copies: ComputeCopies) -> None:
         super().__init__()
-        self.names = dict(names)
-        self.copies = ComputeCopies(dtypes)
+        self.names, self.copies = dict(names), copies
 
     def forward(self, run: Callable[..., Any], *arguments: Any) -> Any:
         """`run` of this segment's parameters by name, and of the arguments."""
@@ -49,27 +46,20 @@ def attribute(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Execution:
-    """How a stage runs one micro-batch.
-
-    `functions` run the distinct blocks, and `selective` run them with selective recomputation; `partly` runs one block
-    for some of its results. `state` are the buffers that the forward pass changes. `when` is (step, micro-batch).
-    `recomputed` are the calls that the backward pass repeats, fully or selectively.
-    `offloaded` are the calls whose saved tensors wait on the host. Full recomputation `stops_early`, at the last value
-    that is needed. Compiled blocks save their values at their end; stopping there breaks `fullgraph` of torch.compile.
-    """
+    """How a stage runs one micro-batch of a step: the code of its blocks, buffers that change, and calls apart."""
 
     compiled: CompiledProgram
     functions: Sequence[BlockFunction]
-    partly: Callable[[int, tuple[str, ...]], BlockFunction]
+    partly: Callable[[int, tuple[str, ...]], BlockFunction]  # of a block, for some of its results
     outputs: bool
     state: Mapping[str, torch.Tensor]
     streams: Streams
-    when: tuple[int, int]
+    when: tuple[int, int]  # step and micro-batch
     copies: HostCopies
     recomputed: Mapping[int, How] = field(default_factory=dict)
     selective: Callable[[int], BlockFunction] | None = None
     offloaded: frozenset[int] = frozenset()
-    stops_early: bool = True
+    stops_early: bool = True  # recomputation at the last value needed; compiled blocks cannot (`fullgraph`)
 
     @cached_property
     def stays(self) -> frozenset[str]:
@@ -92,45 +82,31 @@ class StageModule(nn.Module):
         owner_by_name = owners(program, stage.calls)
         self.segment_of = dict[str, int]()
         self.segments = nn.ModuleList()
-        dtypes = {name: info.dtype for name, info in program.every_parameter.items()}
-        self.copies = ComputeCopies(dtypes)
+        self.copies = ComputeCopies({name: info.dtype for name, info in program.every_parameter.items()})
         own_of = [{name: held[name] for name, at in owner_by_name.items() if at == k} for k in range(len(stage.calls))]
         infos = program.every_parameter
         others = list[list[str]]()
         for members in own_of:
             experts = by_dtype((name for name, s in members.items() if s.is_of_experts), infos)
             first, *more = by_dtype((name for name, s in members.items() if not s.is_of_experts), infos) or [[]]
-            self._add_segment(first, dtypes, fill)
+            self._add_segment(first, fill)
             others += [*more, *experts]
         for group in others:
-            self._add_segment(group, dtypes, fill)
+            self._add_segment(group, fill)
         shared = [name for name, at in owner_by_name.items() if at is None]
         unused = program.unused if stage.index == 0 else ()
         first, *more = by_dtype(shared, infos) or [[]]
         self.shared = {name: held[name] for name in (*first, *unused)}
         self.shared_segments = range(len(self.segments), len(self.segments) + len(more))
         for group in more:
-            self._add_segment(group, dtypes, fill)
+            self._add_segment(group, fill)
         fill(self, self.shared)
 
-    def _add_segment(
-        self,
-        names: Sequence[str],
-        dtypes: Mapping[str, torch.dtype],
-        fill: Callable[[nn.Module, Mapping[str, Storage]], None],
-    ) -> None:
-        segment = Segment(named := {name: self.placements[name] for name in names}, dtypes)
+    def _add_segment(self, names: Sequence[str], fill: Callable[[nn.Module, Mapping[str, Storage]], None]) -> None:
+        segment = Segment(named := {name: self.placements[name] for name in names}, self.copies)
         fill(segment, named)
         self.segment_of |= dict.fromkeys(names, len(self.segments))
         self.segments.append(segment)
-
-    def all_copies(self) -> list[ComputeCopies]:
-        """The copies in the dtype of computing, of this module and its segments."""
-        copies = [self.copies]
-        for segment in self.segments:
-            assert isinstance(segment, Segment)
-            copies.append(segment.copies)
-        return copies
 
     def owner_of(self) -> dict[str, nn.Module]:
         """The module that holds each parameter of this stage."""

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from autopar._torch import private
 from autopar.ir.degrees import Degrees
 from autopar.ir.precision import summed_dtype
 from autopar.runtime.distributed.mesh import RankMesh, group_of_stages
@@ -42,7 +42,7 @@ class TiedParameters:
         """Give twins the values of the parameters that the user has updated."""
         for first, twins in self._twins(modules):
             for twin in twins:
-                _local(twin).copy_(_local(first))
+                private.local_part(twin).copy_(private.local_part(first))
                 twin.grad = None
 
     @torch.no_grad()
@@ -53,7 +53,7 @@ class TiedParameters:
                 if first.grad is None:
                     first.grad = twin.grad
                 elif twin.grad is not None:
-                    _local(first.grad).add_(_local(twin.grad))
+                    private.local_part(first.grad).add_(private.local_part(twin.grad))
                 twin.grad = None
         for ranks, group in self._groups.items():
             names = [name for name in self.names if self._ranks_of[name] == ranks and self._own_rank in ranks]
@@ -76,7 +76,3 @@ class TiedParameters:
         """This rank's copies of a parameter, by stage."""
         owners = [modules[s].owner_of()[name] for s in self._stages_of[name] if s in modules]
         return [getattr(owner, attribute(name)) for owner in owners]
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

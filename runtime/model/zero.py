@@ -69,6 +69,7 @@ def shard(
     whole = {p for p in module.parameters() if dims.get(p, 0) is None}
     if not root and all(p in whole for p in module.parameters()):
         return
+    on_host = degrees.offloads(PARAMETERS)
     # generated code writes nothing in place, which is what FSDP2 warns of where a segment's output is a view
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     fully_shard(
@@ -77,20 +78,13 @@ def shard(
         # backward passes in two parts both need the stage's parameters
         reshard_after_forward=stage == 3 and not root and not degrees.splits_backward,
         shard_placement_fn=lambda p: Shard(dims[p] or 0),
-        offload_policy=_place(degrees, mesh),
+        offload_policy=CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if on_host else OffloadPolicy(),
         ignored_params=whole,
         mp_policy=_mixed_precision(degrees),
     )
     assert isinstance(module, FSDPModule)
     module.set_gradient_divide_factor(1.0)  # the loss is divided by the global denominator already
     module.set_force_sum_reduction_for_comms(True)  # else float32 and bfloat16 use an operator that gloo lacks
-
-
-def _place(degrees: Degrees, mesh: RankMesh) -> OffloadPolicy:
-    """Where FSDP2 keeps the shards. A build without a device has no pinned memory."""
-    if not degrees.offloads(PARAMETERS):
-        return OffloadPolicy()
-    return CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
 
 
 def _mixed_precision(degrees: Degrees) -> MixedPrecisionPolicy:

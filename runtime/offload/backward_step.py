@@ -16,7 +16,6 @@ parameters before these updates end.
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -42,7 +41,12 @@ class BackwardStep:
     ) -> None:
         self.optimizers = {name: make([p]) for name, p in parameters.items() if p.requires_grad}
         for optimizer in self.optimizers.values():
-            _check(optimizer)
+            kind = type(optimizer).__name__
+            if not isinstance(optimizer, torch.optim.Optimizer) or kind not in BY_ELEMENT:
+                raise RuntimeInputError(
+                    f"{kind} cannot step in the backward pass: each parameter is updated as soon as its own gradient "
+                    f"is final; use one of torch.optim.{', '.join(BY_ELEMENT)}, or step after the backward pass"
+                )
         self._parameters, self._take = dict(parameters), take
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="autopar-update")
         self._running: list[Future[None]] = []
@@ -75,12 +79,3 @@ class BackwardStep:
         for name, parameter in self._parameters.items():
             if parameter.grad is not None and name in self.optimizers:
                 self._update(name)
-
-
-def _check(optimizer: Any) -> None:
-    kind = type(optimizer).__name__
-    if not isinstance(optimizer, torch.optim.Optimizer) or kind not in BY_ELEMENT:
-        raise RuntimeInputError(
-            f"{kind} cannot step in the backward pass: each parameter is updated as soon as its own gradient is final; "
-            f"use one of torch.optim.{', '.join(BY_ELEMENT)}, or step after the backward pass"
-        )

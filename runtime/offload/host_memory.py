@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar._torch import private
 from autopar.ir.storage import Storage
+from autopar.runtime.parameters.gradients import local_gradient
 from autopar.runtime.parameters.user_view import show_parameter
 
 
@@ -79,7 +80,7 @@ class HostParameters:
             show_parameter(parameter, name, placements[name])
 
     def _on_host(self, parameter: nn.Parameter) -> nn.Parameter:
-        host = self._copies.to_host(_local(parameter.detach()))
+        host = self._copies.to_host(private.local_part(parameter.detach()))
         whole = private.with_local_part(parameter, host) if isinstance(parameter, DTensor) else host
         return nn.Parameter(whole, requires_grad=True)
 
@@ -91,10 +92,10 @@ class HostParameters:
     def send_values(self) -> None:
         """Give the device the values written since. Unchanged weights keep their version, which autograd compares."""
         for name, held in self._held.items():
-            computed, version = _local(self._computed[name]), private.version_of(held)
+            computed, version = private.local_part(self._computed[name]), private.version_of(held)
             same = private.keeping_version(computed) if version == self._sent[name] else nullcontext()
             with same:
-                self._copies.fill(computed, _local(held))
+                self._copies.fill(computed, private.local_part(held))
             self._sent[name] = version
             computed = self._computed[name]
             if computed.requires_grad != held.requires_grad:
@@ -107,22 +108,14 @@ class HostParameters:
         for name, held in self._held.items():
             if names is not None and name not in names:
                 continue
-            grad = _local_gradient(self._computed[name])
+            grad = local_gradient(self._computed[name])
             if grad is not None:
                 moved.append((held, self._copies.to_host(grad)))
                 self._computed[name].grad = None
         self._copies.wait()
         for held, host in moved:
-            earlier = _local_gradient(held)
+            earlier = local_gradient(held)
             if earlier is not None:
                 earlier.add_(host)
             else:
                 held.grad = private.with_local_part(held, host) if isinstance(held, DTensor) else host
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    return None if parameter.grad is None else _local(parameter.grad)

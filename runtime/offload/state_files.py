@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from autopar._torch import private
 from autopar.errors import InputError, RuntimeInputError
 from autopar.runtime.parameters.user_view import parts_of
 from autopar.words.numbers import readable_bytes
@@ -166,5 +166,4 @@ def local_tensors(value: Any) -> list[torch.Tensor]:
     """The tensors that hold this rank's part of a value; none if it is no tensor."""
     if not isinstance(value, torch.Tensor):
         return []
-    with torch.no_grad():
-        return [part.to_local() if isinstance(part, DTensor) else part for part in parts_of(value)]  # type: ignore[arg-type]
+    return [private.local_part(part) for part in parts_of(value)]  # type: ignore[arg-type]

@@ -94,12 +94,12 @@ class FlatShards(torch.Tensor):
         raise ValueError(f"no chunk at {index} among {[c[0] for c in self.chunks]}")
 
 
-def as_shards(tensor: Any) -> FlatShards:
-    """A tensor of any kind as this rank's chunks of it."""
+def as_shards(tensor: Any, shape: Sequence[int] | None = None) -> FlatShards:
+    """A tensor of any kind as this rank's chunks of it, perhaps in another flat shape."""
     if isinstance(tensor, FlatShards):
         return tensor
-    shape = tuple(tensor.shape)
-    return FlatShards.of([FlatRows(tensor=tensor, shape=shape)], shape)
+    flat = tuple(tensor.shape if shape is None else shape)
+    return FlatShards.of([FlatRows(tensor=tensor, shape=flat)], flat)
 
 
 def _factors(shape: tuple[int, ...], flat_shape: tuple[int, ...]) -> list[int]:

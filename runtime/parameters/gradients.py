@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from autopar._torch import private
 from autopar.errors import RuntimeInputError
 from autopar.ir.precision import as_float64
 from autopar.ir.storage import buckets
@@ -13,8 +14,7 @@ from autopar.ir.storage import buckets
 
 def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     """This rank's part of a parameter's gradient."""
-    grad = parameter.grad
-    return grad.to_local() if isinstance(grad, DTensor) else grad
+    return None if parameter.grad is None else private.local_part(parameter.grad)
 
 
 Unsummed = Sequence[tuple[torch.Tensor, torch.Tensor, int]]  # parameters, their gradients, and versions of these

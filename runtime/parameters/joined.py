@@ -19,7 +19,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from autopar._torch import private
 from autopar.errors import RuntimeInputError
@@ -27,16 +27,21 @@ from autopar.runtime.parameters.factored import stored
 from autopar.runtime.parameters.flat_shards import FlatRows, FlatShards
 from autopar.runtime.parameters.operator_kinds import (
     TO_ONE_NUMBER,
-    TURNED,
     WITHOUT_VALUES,
-    is_by_element,
     places_of,
     rows_of,
     tensors_in,
     writes,
 )
-from autopar.runtime.parameters.stage_gradient import StageGradient, refuse_norm
-from autopar.runtime.parameters.whole_values import ShownTensor, refuse_compiling, run_whole
+from autopar.runtime.parameters.whole_values import (
+    ShownTensor,
+    StageGradient,
+    first_of,
+    refuse_compiling,
+    refuse_norm,
+    replicated,
+    whole_of,
+)
 
 _OF_SHAPE = frozenset(["size", "dim", "ndimension", "stride", "__len__"])
 _OF_NUMBERS = {"max": "amax", "min": "amin", "_foreach_max": "amax"}  # the function of the numbers of parts
@@ -68,8 +73,7 @@ class JoinedTensor(ShownTensor):
         return joined
 
     def full_tensor(self) -> torch.Tensor:
-        whole = [part.full_tensor() if isinstance(part, DTensor) else part for part in self.parts]
-        return torch.cat(whole, self.joint.dim)
+        return torch.cat([whole_of(part) for part in self.parts], self.joint.dim)
 
     def gathered(self) -> torch.Tensor:
         return _replicated(self.full_tensor(), self.parts[0])
@@ -104,7 +108,55 @@ class JoinedTensor(ShownTensor):
         joined = [x for x in tensors_in(args) if isinstance(x, JoinedTensor)]
         if any(isinstance(x.parts[0], StageGradient) for x in joined):
             refuse_norm(func, sys._getframe(1))
-        return _run(func, tuple(args), dict(kwargs or {}))
+        if func.__name__ == "data_ptr":
+            return joined[0].parts[0].data_ptr()
+        return JoinedTensor.run(func, tuple(args), dict(kwargs or {}), WITHOUT_VALUES | _OF_SHAPE)
+
+    @classmethod
+    def run_property(cls, func: Any, name: str, tensor: Any, *values: Any) -> Any:
+        if not isinstance(tensor, JoinedTensor) or name not in ("grad", "data", "requires_grad"):
+            with private.without_torch_function():
+                return func(tensor, *values)
+        if func.__name__ == "__get__":
+            parts = [getattr(part, name) for part in tensor.parts]
+            if name == "requires_grad":
+                return any(parts)
+            return None if any(v is None for v in parts) else JoinedTensor.of(parts, tensor.joint, tensor.model_name)
+        for part, value in zip(tensor.parts, _cut(values[0] if values else None, tensor.joint) or (), strict=True):
+            setattr(part, name, value)
+        return None
+
+    @classmethod
+    def matched(cls, row: Sequence[Any], *, first_changes: bool) -> list[Any] | None:
+        """The operands of each part."""
+        like = first_of(row, JoinedTensor)
+        if like is None:
+            return [list(row)]
+        if first_changes and isinstance(row[0], DTensor):
+            return [[x.gathered() if isinstance(x, JoinedTensor) else x for x in row]]
+        columns = [_cut(x, like.joint) for x in row]
+        known = [column for column in columns if column is not None]
+        return [list(part) for part in zip(*known, strict=True)] if len(known) == len(columns) else None
+
+    @classmethod
+    def run_stored(cls, func: Any, name: str, args: Any, rows: Sequence[list[Any]], kwargs: dict[str, Any]) -> Any:
+        places, counts = places_of(args), [len(parts) for parts in rows]
+        if not places:
+            return _together(name, args, kwargs, args, [func(*part, **kwargs) for part in rows[0]])
+        operands = list(args)
+        for column, k in enumerate(places):
+            operands[k] = [part[column] for parts in rows for part in parts]
+        for k, arg in enumerate(args):
+            if k not in places and isinstance(arg, (list, tuple)) and len(arg) == len(rows):  # a number for each row
+                operands[k] = [x for x, count in zip(arg, counts, strict=True) for _ in range(count)]
+        result = func(*operands, **kwargs)
+        if result is None:
+            return None
+        results = iter(result)
+        together = zip(rows_of(args), counts, strict=True)
+        return type(result)(
+            _together(name, args, kwargs, row, [next(results) for _ in range(count)]) for row, count in together
+        )
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -114,75 +166,15 @@ class JoinedTensor(ShownTensor):
         )
 
 
-def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a function of torch. Its arguments may contain `JoinedTensor`s."""
-    name = func.__name__
-    if name in ("__get__", "__set__", "__delete__"):
-        name = func.__self__.__name__
-        if name not in TURNED:
-            return _property(func, name, args)
-    if name == "data_ptr":
-        return args[0].parts[0].data_ptr()
-    if name.startswith("is_") or name in WITHOUT_VALUES or name in _OF_SHAPE:
-        with private.without_torch_function():
-            return func(*args, **kwargs)
-    if isinstance(kwargs.get("out"), JoinedTensor):
-        out = kwargs.pop("out")
-        return out.copy_(_run(func, args, kwargs))
-    if is_by_element(name, args, kwargs):
-        rows = [_parts_of(row, first_changes=writes(name)) for row in rows_of(args)]
-        known = [row for row in rows if row is not None]
-        if len(known) == len(rows):
-            return _run_by_part(func, name, args, known, kwargs)
-    return run_whole(func, name, args, kwargs)
-
-
-def _property(func: Any, name: str, args: tuple[Any, ...]) -> Any:
-    """A property is read, set or deleted."""
-    tensor, *values = args
-    if not isinstance(tensor, JoinedTensor) or name not in ("grad", "data", "requires_grad"):
-        with private.without_torch_function():
-            return func(*args)
-    if func.__name__ == "__get__":
-        parts = [getattr(part, name) for part in tensor.parts]
-        if name == "requires_grad":
-            return any(parts)
-        return None if any(v is None for v in parts) else JoinedTensor.of(parts, tensor.joint, tensor.model_name)
-    for part, value in zip(tensor.parts, _cut(values[0] if values else None, tensor.joint) or (), strict=True):
-        setattr(part, name, value)
-    return None
-
-
-def _run_by_part(func: Any, name: str, args: tuple[Any, ...], rows: Sequence[list[list[Any]]], kwargs: Any) -> Any:
-    """Run an operator on the parts. `rows` has, for each row of operands, the operands of each part."""
-    places, counts = places_of(args), [len(parts) for parts in rows]
-    if not places:
-        outs = [func(*part, **kwargs) for part in rows[0]]
-        return _together(name, args, kwargs, args, outs)
-    operands = list(args)
-    for column, k in enumerate(places):
-        operands[k] = [part[column] for parts in rows for part in parts]
-    for k, arg in enumerate(args):
-        if k not in places and isinstance(arg, (list, tuple)) and len(arg) == len(rows):  # a number for each row
-            operands[k] = [x for x, count in zip(arg, counts, strict=True) for _ in range(count)]
-    result = func(*operands, **kwargs)
-    if result is None:
-        return None
-    results = iter(result)
-    outs = [[next(results) for _ in range(count)] for count in counts]
-    together = zip(rows_of(args), outs, strict=True)
-    return type(result)(_together(name, args, kwargs, row, parts) for row, parts in together)
-
-
 def _together(name: str, args: Any, kwargs: dict[str, Any], row: Sequence[Any], outs: Sequence[Any]) -> Any:
     """What an operator returns for one row of operands, of what it returned for the parts."""
-    like = _joined(row)
+    like = first_of(row, JoinedTensor)
     if like is None:
         return outs[0]
     if writes(name):
         return row[0]
     if name in TO_ONE_NUMBER or name in ("_foreach_norm", "_foreach_max"):
-        numbers = torch.stack([x.full_tensor() if isinstance(x, DTensor) else x for x in outs])
+        numbers = torch.stack([whole_of(x) for x in outs])
         number = _combined(name, args, kwargs, numbers, like)
         return number if name in TO_ONE_NUMBER else _replicated(number, like.parts[0])
     return JoinedTensor.of(outs, like.joint)
@@ -201,18 +193,6 @@ def _combined(name: str, args: Any, kwargs: dict[str, Any], numbers: torch.Tenso
     return function(numbers)
 
 
-def _parts_of(row: Sequence[Any], *, first_changes: bool) -> list[list[Any]] | None:
-    """The operands of each part. None if the operands have different shapes."""
-    like = _joined(row)
-    if like is None:
-        return [list(row)]
-    if first_changes and isinstance(row[0], DTensor):
-        return [[x.gathered() if isinstance(x, JoinedTensor) else x for x in row]]
-    columns = [_cut(x, like.joint) for x in row]
-    known = [column for column in columns if column is not None]
-    return [list(part) for part in zip(*known, strict=True)] if len(known) == len(columns) else None
-
-
 def _cut(operand: Any, joint: Joint) -> list[Any] | None:
     """An operand for each part. A number serves every part. None for a tensor of another shape."""
     if isinstance(operand, JoinedTensor):
@@ -221,16 +201,9 @@ def _cut(operand: Any, joint: Joint) -> list[Any] | None:
         return [operand] * (len(joint.bounds) - 1)
     if operand.shape != joint.shape:
         return None
-    return joint.cut(operand.full_tensor() if isinstance(operand, DTensor) else operand)
-
-
-def _joined(row: Sequence[Any]) -> JoinedTensor | None:
-    return next((x for x in row if isinstance(x, JoinedTensor)), None)
+    return joint.cut(whole_of(operand))
 
 
 def _replicated(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """A whole value as operators take it beside a part: on the mesh of the part."""
-    if not isinstance(part, DTensor):
-        return whole
-    mesh = part.device_mesh
-    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    """A whole value on the mesh of a part."""
+    return replicated(whole, part.device_mesh) if isinstance(part, DTensor) else whole

@@ -12,18 +12,18 @@ between kinds of CPU, as all of torch's random numbers do.
 import contextlib
 import hashlib
 import inspect
-import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autopar.errors import InputError, did_you_mean
+from autopar.runtime.data.order import kept_draws, seed_draws
 from autopar.runtime.parameters.state_loading import (
     ModelTensor,
     StateEntry,
@@ -67,16 +67,12 @@ def parameter_source(
             value = held.detach()
         else:
             value = initialiser(slot)
-        return value.to(device="cpu", dtype=_wanted_dtype(held, slot.is_parameter, dtype))
+        wanted = held.dtype
+        if dtype is not None and held.is_floating_point():
+            wanted = dtype if slot.is_parameter or torch.promote_types(wanted, dtype) == dtype else wanted
+        return value.to(device="cpu", dtype=wanted)
 
     return source
-
-
-def _wanted_dtype(tensor: torch.Tensor, is_parameter: bool, dtype: torch.dtype | None) -> torch.dtype:
-    if dtype is None or not tensor.is_floating_point():
-        return tensor.dtype
-    widens = torch.promote_types(tensor.dtype, dtype) == dtype
-    return dtype if is_parameter or widens else tensor.dtype
 
 
 def _from_state(slot: ModelTensor, entries: Mapping[str, StateEntry]) -> torch.Tensor:
@@ -116,10 +112,10 @@ class _Initialiser:
         value = self._rebuilt(slot, owner, attribute)
         if value is not None:
             return value
-        kind = type(owner).__name__
+        kind, dtype = type(owner).__name__, str(slot.tensor.dtype).removeprefix("torch.")
         where = f"{kind} at {path!r}" if path else kind
         raise InputError(
-            f"nothing initialises {target}, {_described(slot.tensor)} of {where}. No _init_weights and no "
+            f"nothing initialises {target}, {dtype} {tuple(slot.tensor.shape)} of {where}. No _init_weights and no "
             "reset_parameters, here or in a parent module, writes all of it. The module cannot be built again "
             "from its "
             f"attributes either. Remedy: {_WHAT_TO_PASS}, or define reset_parameters() in {kind}"
@@ -197,17 +193,9 @@ class _Initialiser:
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """All of a process's CPU generators, seeded. Their states are put back."""
-    states = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
-    # torch.manual_seed would seed the devices' generators too
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    try:
+    with kept_draws():
+        seed_draws(seed)  # torch.manual_seed would seed the devices' generators too
         yield
-    finally:
-        torch.default_generator.set_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])
 
 
 def _has_nan(value: torch.Tensor) -> bool:
@@ -216,10 +204,6 @@ def _has_nan(value: torch.Tensor) -> bool:
     # the minimum is NaN if any element is, and needs no mask of the tensor's size
     flat = torch.view_as_real(value) if value.is_complex() else value
     return bool(flat.min().isnan())
-
-
-def _described(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
 def _actions(chain: list[nn.Module]) -> tuple[list[_Action], list[_Action]]:
@@ -236,18 +220,14 @@ def _actions(chain: list[nn.Module]) -> tuple[list[_Action], list[_Action]]:
         around = next((m for m in chain[i:] if base is not None and isinstance(m, base)), None)
         if around is not None:
             # each module is initialised by the innermost model that holds it, children before parents
-            action = _bound(around._init_weights, module)
+            action = partial(around._init_weights, module)
             ours.append(action)
             everything.append(action)
             continue
         method = getattr(module, "_init_weights", None)
         if callable(method) and _num_required(method) == 1:  # the `self.apply(self._init_weights)` of many models
-            everything += [_bound(method, inner) for inner in chain[: i + 1]]
+            everything += [partial(method, inner) for inner in chain[: i + 1]]
     return (ours if len(ours) < len(everything) else []), everything
-
-
-def _bound(method: Callable[..., object], module: nn.Module) -> _Action:
-    return lambda: method(module)
 
 
 def _num_required(method: Callable[..., object]) -> int | None:

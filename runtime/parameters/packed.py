@@ -35,6 +35,12 @@ def by_model_parameter(program: Program) -> Iterator[tuple[str, list[StateInfo]]
     yield from groups.items()
 
 
+def names_of_state(program: Program) -> list[tuple[str, ...]]:
+    """The names of every parameter and persistent buffer of the model, in the order of a state dict."""
+    names = [(name, *infos[0].aliases) for name, infos in by_model_parameter(program)]
+    return names + [(name, *info.aliases) for name, info in program.buffers.items() if info.persistent]
+
+
 def join_packed(program: Program, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Whole values by the model's names; a parameter without a value has none."""
     joined: dict[str, torch.Tensor] = {}

@@ -6,14 +6,28 @@ shape. ``(3, h·e, in)`` has a plain `Shard` on its own dimension. Exports resto
 If the degree does not divide the axis, the parts are uneven, as in torch.distributed, and the axis has a dimension of
 its own: 30 heads over 4 ranks are 8, 8, 8 and 6. A block pads its part with zeros. The padding's gradient is dropped,
 so no optimizer, norm or checkpoint sees the padding.
+
+FSDP2 gathers the parameters that ZeRO shards in the dtype of computing (`autopar.runtime.model.zero`). All others are
+cast here. A copy of a master weight lasts for one step. Gradients are cast back, so they add up in float32.
+
+A program that was captured for another shape or mode takes some parameters in another placement. They are converted
+once, when its code needs them.
 """
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from autopar.ir.storage import Storage
+from autopar.ir.program import StateInfo
+from autopar.ir.sharding import Dims, I, Mesh, R, Type, chunk, owned_by
+from autopar.ir.storage import Storage, storage_of
+from autopar.lowering.functions import CONVERT
+from autopar.runtime.distributed.mesh import RankMesh
 from autopar.runtime.parameters.shards import pad_axis
 
 
@@ -63,3 +77,113 @@ def local_value(parameter: torch.Tensor, storage: Storage) -> torch.Tensor:
         for _, dim, size in storage.uneven():
             parameter = pad_axis(parameter, dim, size)
     return parameter if parameter.shape == storage.local_shape else parameter.reshape(storage.local_shape)
+
+
+class _Cast(torch.autograd.Function):
+    """The copy of a value that is cast already. Its gradient has the dtype of the value."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+        ctx.dtype = value.dtype
+        return copy.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient.to(ctx.dtype), None
+
+
+class ComputeCopies:
+    """The copies of one module's parameters. `dtypes` are the dtypes of computing by name."""
+
+    def __init__(self, dtypes: Mapping[str, torch.dtype]) -> None:
+        self._dtypes = dtypes
+        self._held: dict[str, torch.Tensor] = {}
+
+    def of(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """A parameter's local value in its dtype of computing."""
+        dtype = self._dtypes[name]
+        if value.dtype == dtype:
+            return value
+        if name not in self._held:
+            self._held[name] = value.detach().to(dtype)
+        cast: torch.Tensor = _Cast.apply(value, self._held[name])
+        return cast
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The copies that are held now."""
+        return list(self._held.values())
+
+    def clear(self) -> None:
+        """Forget the copies. Graphs of autograd keep what they need."""
+        self._held.clear()
+
+
+# Parameters that a program takes in another placement than they are stored in.
+
+
+def whole_placement(info: StateInfo, mesh: Mesh) -> Storage:
+    """How a parameter is held that no block takes: whole on every rank."""
+    sizes = tuple((size,) if size != 1 else () for size in info.shape)
+    data = [i for i, name in enumerate(mesh.names) if owned_by(name) != "parameters" and mesh.degrees[i] > 1]
+    types = tuple(R if i in data else I for i in range(len(mesh.names)))
+    return storage_of(Dims(sizes, sizes), types, mesh)
+
+
+def same_layout(first: Storage, other: Storage) -> bool:
+    """Whether two ways of holding a parameter are one, however its dimensions are cut into axes."""
+    kinds = [[t.kind for t in storage.types] for storage in (first, other)]
+    return kinds[0] == kinds[1] and ("S" not in kinds[0] or _layout(first) == _layout(other))
+
+
+def _layout(storage: Storage) -> tuple[object, ...]:
+    return storage.shape, storage.splits, storage.local_shape
+
+
+def relayout(value: torch.Tensor, storage: Storage, used: Storage, mesh: RankMesh) -> torch.Tensor:
+    """Convert the flat local value of a parameter from the placement `storage` to the placement `used`."""
+    current = list(storage.types)
+    tensor = [*mesh.spec.owning("experts"), *mesh.spec.owning("parameters")]
+    is_same = _layout(storage) == _layout(used)
+    for i in tensor:
+        if current[i].kind == "S" and not (is_same and used.types[i].kind == "S"):
+            kind = I if used.types[i].kind == "I" else R
+            value = gathered(value, storage.dims, current, i, kind, mesh)
+            current[i] = kind
+    for i in tensor:
+        dim, pair = mesh.dims[mesh.spec.names[i]], (current[i].kind, used.types[i].kind)
+        if pair in (("I", "R"), ("R", "I")):
+            value = CONVERT[pair](value, dim)
+    for i in tensor:
+        if used.types[i].kind == "S" and current[i].kind != "S":
+            value = _cut(value, used.dims, used.types, current, i, mesh)
+            current[i] = used.types[i]
+    return value.reshape(used.local_shape)
+
+
+def gathered(
+    value: torch.Tensor, dims: Dims, types: Sequence[Type], i: int, kind: Type, mesh: RankMesh
+) -> torch.Tensor:
+    """A local value with the shard on mesh dimension `i` gathered."""
+    t, dim = types[i], mesh.dims[mesh.spec.names[i]]
+    axis, flat = dims.axis_index(t), _by_axes(value, dims, types, mesh)
+    whole = CONVERT["S", kind.kind](flat, dim, axis).narrow(axis, 0, dims.sizes[t.dim][t.position])
+    after = [kind if j == i else other for j, other in enumerate(types)]
+    return whole.reshape(dims.local_shape(after, mesh.spec.degrees))
+
+
+def _cut(
+    value: torch.Tensor, dims: Dims, wanted: Sequence[Type], types: Sequence[Type], i: int, mesh: RankMesh
+) -> torch.Tensor:
+    """A local value cut on mesh dimension `i` as `wanted`; shards of `types` are those of `wanted` already."""
+    t, dim = wanted[i], mesh.dims[mesh.spec.names[i]]
+    axis, flat = dims.axis_index(t), _by_axes(value, dims, types, mesh)
+    part = chunk(dims.sizes[t.dim][t.position], dim.degree)
+    out = CONVERT[types[i].kind, "S"](pad_axis(flat, axis, part * dim.degree), dim, axis)
+    after = [t if j == i else other for j, other in enumerate(types)]
+    return out.reshape(dims.local_shape(after, mesh.spec.degrees))
+
+
+def _by_axes(value: torch.Tensor, dims: Dims, types: Sequence[Type], mesh: RankMesh) -> torch.Tensor:
+    """A local value with a dimension for each axis."""
+    return value.reshape([size for sizes in dims.local_sizes(types, mesh.spec.degrees) for size in sizes])

@@ -5,7 +5,7 @@ Files are read through ``safetensors.safe_open``, one tensor at a time; nothing 
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -53,7 +53,11 @@ def model_tensors(model: nn.Module) -> dict[str, ModelTensor]:
     """Every parameter and buffer by its first name, tied ones once, in the order of ``named_parameters``."""
     groups: dict[int, tuple[list[str], list[tuple[nn.Module, str]], bool, list[bool]]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for is_parameter, attribute, tensor in _tensors_of(module):
+        parameters, buffers = module._parameters.items(), module._buffers.items()
+        every = [*((True, *pair) for pair in parameters), *((False, *pair) for pair in buffers)]
+        for is_parameter, attribute, tensor in every:
+            if tensor is None:
+                continue
             names, owners, _, persistent = groups.setdefault(id(tensor), ([], [], is_parameter, []))
             names.append(f"{prefix}.{attribute}" if prefix else attribute)
             owners.append((module, attribute))
@@ -69,15 +73,6 @@ def model_tensors(model: nn.Module) -> dict[str, ModelTensor]:
         for names, owners, is_parameter, persistent in groups.values()
     )
     return {slot.name: slot for slot in slots}
-
-
-def _tensors_of(module: nn.Module) -> Iterator[tuple[bool, str, torch.Tensor]]:
-    for attribute, parameter in module._parameters.items():
-        if parameter is not None:
-            yield True, attribute, parameter
-    for attribute, buffer in module._buffers.items():
-        if buffer is not None:
-            yield False, attribute, buffer
 
 
 def open_state(state: StateSource) -> dict[str, StateEntry]:

@@ -11,10 +11,11 @@ from torch.utils.hooks import RemovableHandle
 
 from autopar.ir.program import Program
 from autopar.ir.storage import Storage
-from autopar.runtime.parameters.factored import FactoredTensor, shown
+from autopar.runtime.parameters.factored import FactoredTensor, shown, stored
+from autopar.runtime.parameters.flat_shards import FlatShards, as_shards
 from autopar.runtime.parameters.joined import JoinedTensor, Joint
 from autopar.runtime.parameters.packed import by_model_parameter
-from autopar.runtime.parameters.stage_gradient import FactoredStageGradient, PlainStageGradient
+from autopar.runtime.parameters.whole_values import StageGradient
 
 Hook = Callable[[Any], Any]
 
@@ -45,6 +46,14 @@ class JoinedParameter(UserParameter, JoinedTensor):
     _is_param = True  # isinstance(parameter, nn.Parameter)
 
 
+class PlainStageGradient(StageGradient, torch.Tensor):
+    __slots__ = ()
+
+
+class FactoredStageGradient(StageGradient, FactoredTensor):
+    __slots__ = ()
+
+
 def parameters_of_model(program: Program, held: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     """The parameters of the model by name, of those that this rank holds; a packed one joins its parts."""
     views: dict[str, nn.Parameter] = {}
@@ -64,6 +73,23 @@ def parameters_of_model(program: Program, held: Mapping[str, nn.Parameter]) -> d
 def parts_of(parameter: nn.Parameter) -> tuple[Any, ...]:
     """The stored parameters of a parameter of the model: its parts, or itself."""
     return parameter.parts if isinstance(parameter, JoinedTensor) else (parameter,)
+
+
+def flat_state(tensor: torch.Tensor, storage: Storage | None) -> Any:
+    """A parameter of the model, or state shaped like it, in its flat shape. One of several parts has no `storage`."""
+    if isinstance(tensor, JoinedTensor):
+        return tensor.flat_shards()
+    tensor = stored(tensor)
+    if storage is None:
+        return tensor
+    if storage.is_factored and isinstance(tensor, DTensor):
+        return as_shards(tensor, storage.dims.shape)
+    return tensor if tensor.dim() == 0 or isinstance(tensor, DTensor) else tensor.reshape(storage.dims.shape)
+
+
+def state_shards(tensor: torch.Tensor, storage: Storage | None) -> FlatShards:
+    """The chunks of `flat_state`."""
+    return as_shards(flat_state(tensor, storage))
 
 
 def show_parameter(parameter: nn.Parameter, name: str, storage: Storage, *, has_two_meshes: bool = False) -> None:

@@ -1,17 +1,31 @@
 """Tensors that show the model's shape, and the functions of torch that run on their whole values."""
 
+import sys
 from abc import abstractmethod
-from typing import Any
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar._torch import private
 from autopar.errors import RuntimeInputError
 from autopar.runtime.parameters.flat_shards import FlatShards
-from autopar.runtime.parameters.operator_kinds import changed_operands, target_of, tensors_in, writes
+from autopar.runtime.parameters.operator_kinds import (
+    TURNED,
+    changed_operands,
+    is_by_element,
+    rows_of,
+    target_of,
+    tensors_in,
+    writes,
+)
+
+_Kind = TypeVar("_Kind")
 
 
 class ShownTensor(torch.Tensor):
@@ -36,6 +50,42 @@ class ShownTensor(torch.Tensor):
     def flat_shards(self) -> FlatShards:
         """This rank's chunks of the model's tensor."""
 
+    @classmethod
+    def run(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], itself: frozenset[str]) -> Any:
+        """Run a function of torch on tensors of this kind. Those of `itself` look at the tensor alone."""
+        name = func.__name__
+        if name in ("__get__", "__set__", "__delete__"):
+            name = func.__self__.__name__
+            if name not in TURNED:
+                return cls.run_property(func, name, *args)
+        if name.startswith("is_") or name in itself:
+            with private.without_torch_function():
+                return func(*args, **kwargs)
+        if isinstance(kwargs.get("out"), cls):
+            out = kwargs.pop("out")
+            return out.copy_(cls.run(func, args, kwargs, itself))
+        if is_by_element(name, args, kwargs):
+            rows = [cls.matched(row, first_changes=writes(name)) for row in rows_of(args)]
+            matched = [row for row in rows if row is not None]
+            if len(matched) == len(rows):
+                return cls.run_stored(func, name, args, matched, kwargs)
+        return run_whole(func, name, args, kwargs)
+
+    @classmethod
+    @abstractmethod
+    def run_property(cls, func: Any, name: str, tensor: Any, *values: Any) -> Any:
+        """Read, set or delete a property."""
+
+    @classmethod
+    @abstractmethod
+    def matched(cls, row: Sequence[Any], *, first_changes: bool) -> list[Any] | None:
+        """Operands that are stored alike, None if they cannot be. An operand that is written to stays what it is."""
+
+    @classmethod
+    @abstractmethod
+    def run_stored(cls, func: Any, name: str, args: Any, rows: Sequence[list[Any]], kwargs: dict[str, Any]) -> Any:
+        """Run an operator on single elements, or a reduction, on `rows` of matched operands."""
+
     # methods of a split tensor that torch.distributed.checkpoint calls
 
     def __create_write_items__(self, name: str, obj: Any) -> list[WriteItem]:
@@ -54,6 +104,31 @@ def refuse_compiling() -> None:
         raise RuntimeInputError(
             "torch.compile traces an optimizer whose parameters are split; run its step without torch.compile, "
             "such as torch.optim.AdamW(parallel.parameters(), fused=True)"
+        )
+
+
+class StageGradient:
+    """A gradient of one of this rank's pipeline stages."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        refuse_norm(func, sys._getframe(1))
+        if issubclass(cls, ShownTensor):
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[misc]
+        if any(issubclass(kind, ShownTensor) for kind in types):
+            return NotImplemented  # the other operand knows how
+        with private.without_torch_function():
+            return func(*args, **(kwargs or {}))
+
+
+def refuse_norm(func: Any, frame: FrameType) -> None:
+    """Raise if torch's clipping of gradients, whose frame called a function of torch, computes a norm."""
+    if "norm" in func.__name__ and frame.f_globals.get("__name__") == "torch.nn.utils.clip_grad":
+        raise RuntimeInputError(
+            "torch.nn.utils computes a norm over the gradients of this rank's pipeline stages, which differs among "
+            "ranks; call parallel.clip_grad_norm_(max_norm), which returns the norm of all gradients"
         )
 
 
@@ -105,7 +180,7 @@ def run_whole(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
     mesh = next((t.device_mesh for t in (*gathered.values(), *operands) if isinstance(t, DTensor)), None)
     for plain in operands:
         if mesh is not None and plain.dim() and not isinstance(plain, (ShownTensor, DTensor)):
-            gathered[id(plain)] = DTensor.from_local(plain, mesh, [Replicate()] * mesh.ndim, run_check=False)
+            gathered[id(plain)] = replicated(plain, mesh)
     args, kwargs = private.pytree.tree_map(lambda t: gathered.get(id(t), t), (args, kwargs))
     result = func(*args, **kwargs)
     result = private.pytree.tree_map(as_plain_number, result)
@@ -122,11 +197,22 @@ def _as_view(tensor: Any, name: str) -> None:
     tensor.model_name = name
 
 
+def replicated(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """A whole value as operators take it beside the shards of a mesh."""
+    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
 def as_plain_number(result: Any) -> Any:
     """A single number as a tensor without a layout."""
     return result.full_tensor() if isinstance(result, DTensor) and not result.dim() else result
 
 
-def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+def whole_of(value: Any) -> torch.Tensor:
     """The whole value as a tensor without a layout."""
-    return tensor.full_tensor() if isinstance(tensor, (ShownTensor, DTensor)) else tensor
+    whole: torch.Tensor = value.full_tensor() if isinstance(value, (ShownTensor, DTensor, FlatShards)) else value
+    return whole
+
+
+def first_of(row: Sequence[Any], kind: type[_Kind]) -> _Kind | None:
+    """The first operand of a kind."""
+    return next((x for x in row if isinstance(x, kind)), None)

@@ -65,14 +65,10 @@ def _order(track: str) -> tuple[int, str]:
 
 def _message(rank_label: str, span: Slice) -> tuple[Any, ...]:
     """The common key of a send and its receive: both stages, pass, micro-batch, and all coordinates except pp."""
-    others = tuple(part for part in _coordinates(rank_label) if part[0] != "pp")
+    words = rank_label.partition(": ")[2].split()
+    others = tuple(part for part in zip(words[::2], words[1::2], strict=True) if part[0] != "pp")
     details = span.details
     return (details["from_stage"], details["to_stage"], details["micro_batch"], others)
-
-
-def _coordinates(rank_label: str) -> list[tuple[str, str]]:
-    words = rank_label.partition(": ")[2].split()
-    return list(zip(words[::2], words[1::2], strict=True))
 
 
 def _arrows(ends: Mapping[tuple[Any, ...], Sequence[_Json]]) -> list[_Json]:

@@ -49,38 +49,39 @@ class Slice:
         return self.start_us + self.duration_us
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProfileContext:
-    """Facts that the profile of a rank does not hold."""
-
-    tracks: Mapping[str, str]
-    micro_batches: int
-    origin_ns: int = 0
-
-
 def range_name(path: str, call: int, stage: int, micro_batch: int) -> str:
     """The profiler's range around one call of a block."""
     return f"block {path} (call {call}, stage {stage}, micro-batch {micro_batch})"
 
 
-def slices_of(document: Mapping[str, Any], sent: Sequence[LoggedCollective], setting: ProfileContext) -> list[Slice]:
-    """The slices of one rank's profile, as `torch.profiler.profile.export_chrome_trace` writes it."""
+def slices_of(
+    document: Mapping[str, Any],
+    sent: Sequence[LoggedCollective],
+    *,
+    tracks: Mapping[str, str],
+    micro_batches: int,
+    origin_ns: int = 0,
+) -> list[Slice]:
+    """The slices of one rank's profile, in microseconds of its clock since `origin_ns`.
+
+    `tracks` gives the track of each process group by name, `micro_batches` those of one run of the schedule.
+    """
     events = sorted((e for e in document["traceEvents"] if e.get("ph") == "X"), key=lambda e: float(e["ts"]))
-    base_us = (int(document.get("baseTimeNanoseconds", 0)) - setting.origin_ns) * MICROSECONDS
+    base_us = (int(document.get("baseTimeNanoseconds", 0)) - origin_ns) * MICROSECONDS
     device = _Device(events)
-    actions = _actions(events, setting.micro_batches)
+    actions = _actions(events, micro_batches)
     spans = [*actions, *_blocks(events, actions)]
     if not any(s.name[:1].isdigit() for s in actions):
         spans += _passes(spans)
     calls = _communication(events, sent)
     messages = [_described(s, calls) for s in spans if s.track == MESSAGES]
     compute = [s for s in spans if s.track == COMPUTE]
-    collectives = _collectives(calls, events, setting.tracks)
+    collectives = _collectives(calls, events, tracks)
     if device.is_there:
         hosted = [replace(s, track=HOST) for s in compute]
         compute = [*hosted, *(span for s in compute for span in device.span(s))]
         messages = [span for s in messages for span in device.messages(s)]
-        collectives = device.collectives(setting.tracks) or collectives
+        collectives = device.collectives(tracks) or collectives
     else:
         messages = [_received(s, events) for s in messages]
     return [replace(s, start_us=s.start_us + base_us) for s in (*compute, *collectives, *messages)]

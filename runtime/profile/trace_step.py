@@ -26,7 +26,7 @@ from autopar.runtime.distributed.broadcast import broadcast_object, gather_objec
 from autopar.runtime.distributed.collective_log import log_collectives
 from autopar.runtime.distributed.mesh import RankMesh
 from autopar.runtime.profile.chrome_trace import check_writable, chrome_trace, write_whole
-from autopar.runtime.profile.timeline import ProfileContext, slices_of
+from autopar.runtime.profile.timeline import slices_of
 
 ALL_RANKS = "all ranks"
 
@@ -48,8 +48,8 @@ def trace_step(
     origin_ns = broadcast_object(time.time_ns())
     document = _profiled(step, device)
     groups = {c.group for c in sent if c.group is not None}
-    setting = ProfileContext(tracks=tracks_of(mesh, groups), micro_batches=degrees.micro_batches, origin_ns=origin_ns)
-    slices = slices_of(document, sent, setting)
+    tracks = tracks_of(mesh, groups)
+    slices = slices_of(document, sent, tracks=tracks, micro_batches=degrees.micro_batches, origin_ns=origin_ns)
     name = rank_label(dist.get_rank(), degrees)
     ranks = gather_objects((name, slices))
     about = {

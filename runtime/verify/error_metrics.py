@@ -60,12 +60,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantity:
-    """The worst tensor of one quantity: the one whose error is the largest part of its own limit.
-
-    `num_noisy` tensors are above the tolerance and pass because of their noise. `largest_noise` is the largest noise
-    of these tensors, and `noisiest` is its place. `num_unjudged` tensors cannot be judged. If no tensor is different,
-    the worst tensor is one of them, and `unjudged_noise` is its noise.
-    """
+    """The worst tensor of one quantity, and how many pass by their noise or cannot be judged."""
 
     name: str
     max_error: float

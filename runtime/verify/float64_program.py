@@ -20,6 +20,7 @@ from autopar.ir.program import Program
 from autopar.rules.rule import TensorInfo
 from autopar.rules.scaled_product import SCALED_LINEAR
 
+_SDPA, _DROPOUT_P = aten.scaled_dot_product_attention.default, 4  # and the position of its argument
 LOWER = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -42,6 +43,30 @@ def promoted(program: Program, dtype: torch.dtype = torch.float64) -> Program:
     inputs = tuple(replace(i, dtype=_higher(i.dtype, dtype)) for i in program.inputs)
     buffers = {n: replace(b, dtype=_higher(b.dtype, dtype)) for n, b in program.buffers.items()}
     return replace(program, blocks=blocks, constants=constants, parameters=parameters, inputs=inputs, buffers=buffers)
+
+
+def without_attention_dropout(program: Program) -> tuple[Program, bool]:
+    """The program with the dropout of `scaled_dot_product_attention` off, and whether it had any."""
+    has_dropout = False
+    blocks = []
+    for block in program.blocks:
+        graph, changed = _quiet(block.graph)
+        has_dropout |= changed
+        blocks.append(replace(block, graph=graph) if changed else block)
+    return (replace(program, blocks=tuple(blocks)) if has_dropout else program), has_dropout
+
+
+def _quiet(graph: fx.Graph) -> tuple[fx.Graph, bool]:
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    changed = False
+    for old, node in zip(graph.nodes, copy.nodes, strict=True):
+        node.meta = dict(old.meta)
+        if node.target is _SDPA and len(node.args) > _DROPOUT_P and node.args[_DROPOUT_P]:
+            node.args, changed = (*node.args[:_DROPOUT_P], 0.0, *node.args[_DROPOUT_P + 1 :]), True
+        if node.target is _SDPA and node.kwargs.get("dropout_p"):
+            node.kwargs, changed = {**node.kwargs, "dropout_p": 0.0}, True
+    return copy, changed
 
 
 def casts_lower(program: Program) -> bool:

@@ -13,8 +13,7 @@ from autopar.ir.degrees import Degrees
 from autopar.ir.precision import stored_dtype
 from autopar.ir.program import CallSite, Program
 from autopar.ir.stages import updated_by_inputs
-from autopar.runtime.codegen.execute import captured_modules, constant_values, run_calls
-from autopar.runtime.codegen.passes.evaluation import use_running_statistics
+from autopar.runtime.codegen.execute import captured_modules, constant_values, run_calls, use_running_statistics
 from autopar.runtime.model.compiled import totals_of
 from autopar.runtime.model.inputs import split_micro_batches
 from autopar.runtime.model.outputs import wide

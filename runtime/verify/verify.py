@@ -1,22 +1,41 @@
-"""`verify`: the same seeded steps on one device and in parallel, compared tensor by tensor."""
+"""`verify`: the same seeded steps on one device and in parallel, compared tensor by tensor.
+
+A plan with a precision has a bound: its parallel step is as near to float32 as the step on one device.
+
+Three runs make the same steps on the same float32 weights:
+
+    exact     one device, in float32 (the program with every cast to 16 bits replaced by a cast to float32)
+    single    one device, in the precision: master weights in float32, blocks in 16 bits
+    parallel  the ranks of the plan
+
+The error of a tensor is ‖parallel - exact‖ / ‖exact‖. Weights whose gradient is rounding are compared by the reach of
+AdamW, as in any verification. Its limit is `FACTOR` times the largest of three numbers: the
+error of the single run in this tensor, the error of the single run in the whole quantity (such as all gradients), and
+the machine epsilon of the precision. A limit is at most `LARGEST_LIMIT`, except for a tensor that is zero in exact
+arithmetic (`autopar.runtime.verify.error_metrics`). Products of eight bits move single gradients by a tenth, so there
+the limit of a whole quantity may be `LARGEST_OF_EIGHT_BITS`.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from math import hypot
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from autopar.errors import InputError, VerificationError
+from autopar.ir.degrees import Degrees
 from autopar.ir.plan import Plan
+from autopar.ir.precision import EIGHT_BITS, compute_dtype, is_low
 from autopar.ir.program import Program
-from autopar.runtime.codegen.passes.attention_dropout import without_attention_dropout
 from autopar.runtime.model.inputs import split_micro_batches
 from autopar.runtime.model.module import ParallelModel
-from autopar.runtime.parameters.flat_shards import FlatShards
 from autopar.runtime.parameters.packed import by_model_parameter
+from autopar.runtime.parameters.whole_values import whole_of
 from autopar.runtime.verify.error_metrics import (
     DIFFERENT,
+    LARGEST_LIMIT,
     NOISE_FACTOR,
     TOLERANCES,
     UNJUDGED,
@@ -26,9 +45,11 @@ from autopar.runtime.verify.error_metrics import (
     is_open,
     measured,
     measured_weights,
+    size,
+    size_of_all,
     worst,
 )
-from autopar.runtime.verify.float64_program import promoted
+from autopar.runtime.verify.float64_program import promoted, without_attention_dropout
 from autopar.runtime.verify.noise import Noise
 from autopar.runtime.verify.reference import (
     EXAMPLE,
@@ -42,6 +63,11 @@ from autopar.runtime.verify.reference import (
 )
 from autopar.runtime.verify.shared_draws import SharedDraws
 
+FACTOR = 2.0  # docs/precision.md has the measured ratios of the two errors
+LARGEST_OF_EIGHT_BITS = 0.3
+
+# of models that draw random numbers: their parallel step is compared with the single run
+DIRECT_TOLERANCES = {"bf16": 5e-2, "fp16": 1e-2, "fp8": 0.2, "mxfp8": 0.2}
 HOW_TO_JUDGE = "use float64, a larger batch, larger inputs, or fewer steps"
 
 
@@ -83,14 +109,6 @@ def this_ranks_part(
     return mine
 
 
-def _whole(value: Any) -> torch.Tensor:
-    """The whole flat tensor of a sharded value. Collective."""
-    if isinstance(value, (DTensor, FlatShards)):
-        return value.full_tensor().detach()
-    out: torch.Tensor = value.detach()
-    return out
-
-
 def parallel_steps(
     program: Program,
     plan: Plan,
@@ -114,7 +132,7 @@ def parallel_steps(
         if step == 0 and decides_alone(program, plan.degrees):
             micro = split_micro_batches(program, mine, plan.degrees.num_micro_batches)[-1]
             out = model.evaluate(structured(micro))
-            steps.outputs = {k: _whole(v) for k, v in out.items() if k != "loss"}
+            steps.outputs = {k: whole_of(v).detach() for k, v in out.items() if k != "loss"}
         steps.losses.append(model.forward_backward(structured(mine), scaler=scaler))
         if scaler is not None:
             scaler.unscale_(optimizer)
@@ -122,7 +140,7 @@ def parallel_steps(
             steps.gradients = model.whole_gradients()
         steps.norms.append(model.clip_grad_norm_(MAX_NORM))
         step_with(scaler, optimizer)
-    state = {n: _whole(v) for n, v in model.state_dict().items()}
+    state = {n: whole_of(v).detach() for n, v in model.state_dict().items()}
     steps.weights = {n: state[n] for n, _ in by_model_parameter(program) if n in state}
     steps.buffers = {n: v for n, v in state.items() if n in program.updates}
     return steps
@@ -184,6 +202,35 @@ def note_on_reach(by_reach: int, prefix: str = "") -> tuple[str, ...]:
     """A sentence about weights that were compared by the reach of AdamW."""
     what = f"{by_reach:,} {prefix}weights have a gradient that is only rounding, and were compared by lr·steps"
     return (what,) if by_reach else ()
+
+
+def is_bounded(degrees: Degrees) -> bool:
+    """Whether a plan computes in 16 bits beside float32 weights, so that its error has this bound."""
+    return degrees.precision is not None and is_low(compute_dtype(degrees.precision))
+
+
+def compare_with_float32(
+    exact: Steps, single: Steps, steps: Steps, precision: str
+) -> tuple[tuple[Quantity, ...], tuple[str, ...]]:
+    """The quantities of a verification by the bound, and notes."""
+    bounded = partial(_bounded, precision)
+    quantities, by_reach = quantities_of(exact, steps, [single], bounded, compute_dtype(precision))
+    note = (
+        f"the errors are those of {precision} against float32, and a limit is {FACTOR:g} × the error of one device in "
+        f"{precision}"
+    )
+    return quantities, (note, *note_on_reach(by_reach))
+
+
+def _bounded(precision: str, name: str, errors: Mapping[str, Measured], exact: Tensors) -> Quantity:
+    """The worst tensor of a quantity. The noise of a tensor is the error of the single run."""
+    whole = size_of_all(exact)
+    apart = hypot(*(e.noise * size(exact[n]) for n, e in errors.items() if exact[n].is_floating_point()))
+    common = max(apart / whole if whole else 0.0, torch.finfo(compute_dtype(precision)).eps)
+    largest = LARGEST_OF_EIGHT_BITS if precision in EIGHT_BITS else LARGEST_LIMIT
+    # `Measured` multiplies the noise by a factor of its own
+    scaled = {n: replace(e, noise=e.noise * FACTOR / NOISE_FACTOR) for n, e in errors.items()}
+    return worst(name, scaled, min(FACTOR * common, largest))
 
 
 def compare_with_noise(

@@ -17,7 +17,7 @@ from autopar.errors import InputError
 from autopar.ir.plan import Plan
 from autopar.planning.degrees import resolve_degrees
 from autopar.rules.scaled_product import SCALED_LINEAR
-from autopar.runtime.distributed.device_precision import precision_problems
+from autopar.runtime.distributed.mesh import precision_problems
 
 pytest.importorskip("torchao")
 pytest.importorskip("transformers")

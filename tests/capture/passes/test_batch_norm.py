@@ -12,8 +12,7 @@ from autopar.capture.request import Request
 from autopar.errors import PlanError
 from autopar.ir.degrees import Degrees
 from autopar.planning.fixed import capture_for
-from autopar.runtime.codegen.execute import captured_modules, run_calls, run_reference
-from autopar.runtime.codegen.passes.evaluation import use_running_statistics
+from autopar.runtime.codegen.execute import captured_modules, run_calls, run_reference, use_running_statistics
 
 
 class Normed(nn.Module):

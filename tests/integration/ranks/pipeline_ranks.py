@@ -22,8 +22,9 @@ from autopar.ir.plan import Plan
 from autopar.runtime.distributed.mesh import group_of_stages, training_mesh
 from autopar.runtime.model.module import ParallelModel
 from autopar.runtime.model.pipeline import _TorchStage
+from autopar.runtime.parameters.whole_values import whole_of
 from autopar.runtime.verify.random_batches import random_batches
-from autopar.runtime.verify.verify import _whole, this_ranks_part
+from autopar.runtime.verify.verify import this_ranks_part
 
 State = dict[str, dict[str, torch.Tensor]]
 
@@ -34,7 +35,7 @@ def state_of(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str
 
 def whole_everywhere(state: Mapping[str, Mapping[str, Any]]) -> State:
     """The whole state of all stages, on every rank; copies of tied parameters must be equal."""
-    own = {part: {name: _whole(value).clone() for name, value in values.items()} for part, values in state.items()}
+    own = {part: {name: whole_of(value).clone() for name, value in values.items()} for part, values in state.items()}
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, own)
     found: State = {part: {} for part in own}
@@ -97,7 +98,7 @@ def live_micro_batches(rank: int, world_size: int, wish: Mapping[str, Any], loca
 def weights_of_first_rank(rank: int, world_size: int, wish: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """This rank's state where every rank built other weights."""
     parallel = parallelize(tokens(seed=rank), f"{world_size}xcpu", example_inputs=rows(8, LENGTH, 0), plan=wish)
-    return {name: _whole(value) for name, value in parallel.state_dict().items()}
+    return {name: whole_of(value) for name, value in parallel.state_dict().items()}
 
 
 def asked_for(rank: int, wanted: Wanted, plan: Plan) -> tuple[set[str], set[str]]:

@@ -161,7 +161,7 @@ def kept_for_backward(
         outside.update(private.storage_id(local(getattr(module, attribute(name)))) for name in names)
 
     def is_copy(at: int) -> bool:
-        copies = [c for stage in model.stage_modules().values() for c in stage.all_copies()]
+        copies = [stage.copies for stage in model.stage_modules().values()]
         return any(private.storage_id(tensor) == at for copy in copies for tensor in copy.tensors())
 
     def pack(tensor: torch.Tensor) -> Any:

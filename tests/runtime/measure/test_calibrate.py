@@ -13,7 +13,7 @@ from autopar.cost_model.machine.profile import Measurement
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.samples import Sample, Work
 from autopar.runtime.distributed.launch import Ranks
-from autopar.runtime.measure.calibrate_cuda import dtypes_of, num_units, products_in, reserve_bytes, torch_dtype
+from autopar.runtime.measure import calibrate_device as device
 from autopar.runtime.measure.calibrate_device import Pace, device_works, measure, prepared, seconds_of
 from autopar.runtime.measure.calibrate_links import link_groups, link_works, overlap_works
 
@@ -33,14 +33,14 @@ def smallest(works: list[Work]) -> list[Work]:
 
 
 def test_every_kind_of_work_of_a_cpu_runs() -> None:
-    groups = device_works("cpu", dtypes_of(CPU))
+    groups = device_works("cpu", device.dtypes_of(CPU))
     works = smallest([work for group in groups.values() for work in group])
     assert {work.part for work in works} == {"launch", "memory", "matmul", "attention", "products"}
     assert {work.name for work in works if work.part == "matmul"} == {"float32", "bfloat16", "float64"}
     for work in works:
         seconds = measure(work, CPU, Pace(), BUDGET_S)
         assert 0 < seconds < 5, work
-    assert (num_units(CPU), reserve_bytes(CPU)) == (1, 0)
+    assert (device.num_units(CPU), device.reserve_bytes(CPU)) == (1, 0)
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
@@ -73,10 +73,10 @@ def test_prepared_attention_is_what_it_says() -> None:
 
 def test_float32_products_leave_the_setting_as_it_was() -> None:
     before = torch.get_float32_matmul_precision()
-    with products_in("tf32"):
+    with device.products_in("tf32"):
         assert torch.get_float32_matmul_precision() == "high"
     assert torch.get_float32_matmul_precision() == before
-    assert (torch_dtype("tf32"), torch_dtype("bfloat16")) == (torch.float32, torch.bfloat16)
+    assert (device.torch_dtype("tf32"), device.torch_dtype("bfloat16")) == (torch.float32, torch.bfloat16)
 
 
 def test_ranks_agree_on_how_often_they_run() -> None:

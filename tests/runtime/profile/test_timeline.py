@@ -7,7 +7,7 @@ import pytest
 from autopar.errors import InputError
 from autopar.runtime.distributed.collective_log import LoggedCollective, kind_of
 from autopar.runtime.profile.chrome_trace import chrome_trace, nested_tracks, track_times, write_whole
-from autopar.runtime.profile.timeline import ProfileContext, Slice, range_name, slices_of
+from autopar.runtime.profile.timeline import Slice, range_name, slices_of
 
 
 def event(name: str, ts: float, dur: float, cat: str = "cpu_op", tid: int = 1, **args: Any) -> dict[str, Any]:
@@ -45,7 +45,7 @@ HOST = [
 def found(
     events: list[dict[str, Any]], sent: list[LoggedCollective] | None = None
 ) -> set[tuple[str, str, Any, float, float]]:
-    slices = slices_of({"traceEvents": events}, sent or [], ProfileContext(tracks={"5": "tp"}, micro_batches=1))
+    slices = slices_of({"traceEvents": events}, sent or [], tracks={"5": "tp"}, micro_batches=1)
     return {(s.track, s.name, s.details.get("pass"), s.start_us, s.end_us) for s in slices}
 
 
@@ -104,8 +104,8 @@ def test_messages_and_collectives_of_a_pipeline_on_the_host() -> None:
             ("c10d::recv_", "1", 32),
         )
     ]
-    setting = ProfileContext(tracks={"5": "tp", "1": "pp"}, micro_batches=4, origin_ns=1_000_000)
-    slices = {s.name: s for s in slices_of({"traceEvents": events, "baseTimeNanoseconds": 2_000_000}, sent, setting)}
+    setting: dict[str, Any] = {"tracks": {"5": "tp", "1": "pp"}, "micro_batches": 4, "origin_ns": 1_000_000}
+    slices = {s.name: s for s in slices_of({"traceEvents": events, "baseTimeNanoseconds": 2_000_000}, sent, **setting)}
     assert slices.keys() == {"0F0", "0F4", "all-reduce", "0SEND_F0", "0RECV_B0"}
     reduce = slices["all-reduce"]
     assert (reduce.track, reduce.start_us, reduce.duration_us) == ("tp", 1004, 3)
@@ -114,7 +114,7 @@ def test_messages_and_collectives_of_a_pipeline_on_the_host() -> None:
     assert [send.details[k] for k in ("from_stage", "to_stage", "bytes")] == [0, 1, 64]
     assert [receive.details[k] for k in ("from_stage", "to_stage", "bytes")] == [1, 0, 32]
     assert receive.end_us == pytest.approx(1036.2)  # when the data is there
-    unlike = {s.name: s for s in slices_of({"traceEvents": events}, sent[:1], setting)}
+    unlike = {s.name: s for s in slices_of({"traceEvents": events}, sent[:1], **setting)}
     assert unlike["all-reduce"].track == "collectives" and not unlike["all-reduce"].details
 
 

@@ -1,4 +1,0 @@
-"""Rewrites of graphs that change no collective: evaluation, and dropout switched off.
-
-It imports `autopar.ir` and `autopar.rules`.
-"""
