@@ -124,7 +124,6 @@ def _largest(
         engine=engine,
         reserve_bytes=reserve_bytes,
         cache=mechanisms().allocator_cache,
-        fused=engine.attention == "fused",
     )
     memory = step_memory(family, layouts, basis)
     needed = memory.needed_bytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,8 +12,8 @@ import numpy as np
 from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.machine.fitted_constants import Mechanisms
 from autopar.cost_model.machine.machine import Machine
-from autopar.cost_model.memory.formula import MemoryBasis, StepMemory, memory_basis, step_memory
-from autopar.cost_model.memory.per_stage import memory_of_ranks, staged_memory
+from autopar.cost_model.memory.formula import StepMemory, memory_basis, step_memory
+from autopar.cost_model.memory.per_stage import fullest, memory_of_ranks
 from autopar.cost_model.pipeline.stages import Stages, is_by_stage, pipeline_of, stages_at, whole_message_s
 from autopar.cost_model.step.assembly import Pipeline, PipelineTimes
 from autopar.cost_model.step.context import Passes
@@ -22,7 +22,7 @@ from autopar.cost_model.step.layouts import Layouts, Shape, layouts_from
 from autopar.cost_model.step.offload import host_bytes, is_on_host
 from autopar.cost_model.step.saved_bytes import activations
 from autopar.cost_model.step.step import StepSeconds, step_seconds
-from autopar.cost_model.work.block_work import PASSES, VARIANTS, Family, evaluate
+from autopar.cost_model.work.block_work import PASSES, VARIANTS, Family, evaluate, free_symbols
 from autopar.ir.arrays import Floats
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
@@ -106,7 +106,6 @@ class Pricing:
         machine: Machine,
     ) -> None:
         self.works, self.question, self.machine = works, question, machine
-        self.fused = question.engine.attention == "fused"
         self.families: dict[float, Family[Any]] = {}
         self.shape = shape_of_works(works)
 
@@ -159,22 +158,19 @@ class Pricing:
         return costs, whole_message_s(messages[0], self.question.engine, self.machine.mechanisms.message_exposed)
 
     def memory(self, layouts: Layouts) -> StepMemory:
-        return memory_between(self._shares(), [self._memory(at) for at in self.at_levels(layouts)])
+        """Bytes of the fullest rank at every level of recomputation, as much between them as blocks have it."""
+        return memory_between(self._shares(), [fullest(self._memory(at)) for at in self.at_levels(layouts)])
 
     def memory_of_ranks(self, layouts: Layouts) -> StepMemory:
         """What every pipeline rank holds, in arrays of all ranks."""
-        stages = self.stages()
-        if stages is None:
-            return self.memory(layouts)
-        held = [memory_of_ranks(stages, self.family(at), at, self._memory_basis()) for at in self.at_levels(layouts)]
-        return memory_between(self._shares(), held)
+        return memory_between(self._shares(), [self._memory(at) for at in self.at_levels(layouts)])
 
     def host_bytes(self, layouts: Layouts) -> float:
         """Bytes of host memory for one device."""
         engine, saved = self.machine.engine, np.zeros(1)
         if is_on_host(engine, ACTIVATIONS):
             shares = block_shares(self.works, self.question.degrees)
-            saving = activations(self.family(layouts), self.shape, layouts, engine, fused=self.fused)
+            saving = activations(self.family(layouts), self.shape, layouts, engine)
             saved = saving.mixed(shares["selective"], shares["full"])
         return float(host_bytes(engine, self.shape, self.works.num_parameters, saved, layouts)[0])
 
@@ -210,23 +206,13 @@ class Pricing:
         return Utilisation(flops_per_s=reached, mfu=mfu, hfu=mfu * (1 + extra / model if model else 1.0))
 
     def _step(self, layouts: Layouts, pipeline: Pipeline | None) -> StepSeconds:
-        return step_seconds(
-            self.family(layouts),
-            self.shape,
-            layouts,
-            self.machine,
-            fused=self.fused,
-            pipeline=pipeline,
-        )
-
-    def _memory_basis(self) -> MemoryBasis:
-        return memory_basis(self.shape, self.machine, fused=self.fused)
+        return step_seconds(self.family(layouts), self.shape, layouts, self.machine, pipeline)
 
     def _memory(self, layouts: Layouts) -> StepMemory:
-        family, stages, basis = self.family(layouts), self.stages(), self._memory_basis()
+        basis, stages = memory_basis(self.shape, self.machine), self.stages()
         if stages is None:
-            return step_memory(family, layouts, basis)
-        return staged_memory(stages, family, layouts, basis)
+            return step_memory(self.family(layouts), layouts, basis)
+        return memory_of_ranks(stages, self.family(layouts), layouts, basis)
 
     def recomputed_share(self) -> float:
         """The part of the repeated blocks that is recomputed, fully or selectively."""
@@ -270,37 +256,21 @@ def level_shares(works: ProgramWorks, question: Question) -> dict[int, float]:
 
 def family_at(works: ProgramWorks, layouts: Layouts, constants: Mechanisms) -> Family[Any]:
     """The numbers of a captured model's blocks for one micro-batch of each layout."""
-    return with_experts(evaluated(works, works.family, layouts), layouts, constants)
-
-
-def evaluated(
-    works: ProgramWorks,
-    family: Family[Any],
-    layouts: Layouts,
-    names: Collection[str] = ("b", "t", "tp", "d", "ep", "cp", "s", "S"),
-) -> Family[Any]:
-    """The numbers of a family of a captured model's expressions, which have those `names` of layouts."""
-    tokens = float(works.sequence)
-    sizes = dict(zip(works.mesh.names, works.mesh.degrees, strict=True))
-    numbers = {name: np.array([float(n)]) for name, n in sizes.items()}
-    of_layouts: dict[str, Callable[[], Floats]] = {
+    roles, tokens = works.family.roles, float(works.sequence)
+    blocks = tuple(works.family.block(role, "tp") for role in roles)  # both variants are one
+    sizes, names = works.mesh.as_dict(), free_symbols(blocks)
+    of_layouts: dict[str, Callable[[], Floats]] = {  # layouts may lack what nothing depends on
         "b": lambda: layouts.micro_batch,
         "t": lambda: layouts.tp,
         "d": lambda: layouts.dp / layouts.ep if "ep" in sizes else layouts.dp,
-        "ep": lambda: layouts.ep,
-        "cp": lambda: layouts.cp,
         "s": lambda: tokens / layouts.cp,
         "S": lambda: np.array([tokens]),
+        **{name: lambda name=name: getattr(layouts, name) for name in ("tp", "ep", "cp") if name in sizes},
     }
-    numbers |= {
-        name: value()
-        for name, value in of_layouts.items()
-        if name in names and (name not in ("tp", "ep", "cp") or name in sizes)
-    }
-    roles = family.roles
-    valued = evaluate(tuple(family.block(role, "tp") for role in roles), numbers)  # both variants are one
-    blocks = tuple((role, tuple((v, work) for v in VARIANTS)) for role, work in zip(roles, valued, strict=True))
-    return replace(family, blocks=blocks)
+    numbers = {name: np.array([float(n)]) for name, n in sizes.items()}
+    valued = evaluate(blocks, numbers | {name: value() for name, value in of_layouts.items() if name in names})
+    each = tuple((role, tuple((v, work) for v in VARIANTS)) for role, work in zip(roles, valued, strict=True))
+    return with_experts(replace(works.family, blocks=each), layouts, constants)
 
 
 def step_between(shares: Sequence[float], steps: Sequence[StepSeconds]) -> StepSeconds:

@@ -12,6 +12,7 @@ rank has min(n, p) micro-batches in flight under 1F1B, and p·(1 + (p-1)/(p·v))
 section 2.2; Korthikanti et al. 2022, section 4.2.3). The fullest rank is the first or the last pipeline rank.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -21,16 +22,17 @@ from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.step.context import repeated_roles
 from autopar.cost_model.step.layouts import Layouts, Shape
-from autopar.cost_model.step.offload import StateParts, device_state, fsdp_stage
+from autopar.cost_model.step.offload import fsdp_stage, is_on_host
 from autopar.cost_model.step.rank_parameters import RankParameters, blocks_per_rank, first_and_last
-from autopar.cost_model.step.saved_bytes import SavedBytes, activations, least_of, on_device
-from autopar.cost_model.step.unique_rows import spread
+from autopar.cost_model.step.saved_bytes import SavedBytes, activations, on_device
 from autopar.cost_model.work.block_work import Family
 from autopar.ir.arrays import Floats
+from autopar.ir.offload import OPTIMIZER, PARAMETERS
 
 FLOAT_BYTES = 4
 ADAM_BYTES = 8  # of the state of one trained parameter in the engines' figures: two moments in float32
 GATHERED_BLOCKS = 2
+BLOCKS_WITH_GRADIENTS = 2  # on the device: gradients of one block are computed while another block's go to the host
 
 Ends: TypeAlias = tuple[RankParameters, RankParameters]  # of the first and of the last pipeline rank
 
@@ -43,23 +45,21 @@ class MemoryBasis:
     engine: Engine
     reserve_bytes: float  # the framework's own memory on the device
     cache: float  # memory that the allocator keeps beyond the tensors, as a fraction of the tensors
-    fused: bool  # attention is one kernel, which saves no scores
 
 
-def memory_basis(shape: Shape, machine: Machine, *, fused: bool) -> MemoryBasis:
+def memory_basis(shape: Shape, machine: Machine) -> MemoryBasis:
     """The basis on a machine."""
     return MemoryBasis(
         shape=shape,
         engine=machine.engine.computing_in(machine.precision),
         reserve_bytes=machine.reserve_bytes,
         cache=machine.mechanisms.allocator_cache,
-        fused=fused,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMemory:
-    """Bytes of the fullest rank, and their parts."""
+    """Bytes of the fullest rank or of several ranks, and their parts."""
 
     peak_bytes: Floats
     parts: dict[str, Floats]
@@ -78,53 +78,80 @@ class BlockBytes:
     saved: SavedBytes
     logits: Floats
 
-    def at(self, index: Any) -> "BlockBytes":
-        """The bytes of an index."""
-        return BlockBytes(saved=self.saved.at(index), logits=spread(self.logits, index))
 
+def rank_memory(
+    state: Mapping[str, Floats],
+    activations: Floats,
+    working: Floats,
+    logits: Floats,
+    blocks: Floats | float,
+    layouts: Layouts,
+    basis: MemoryBasis,
+) -> StepMemory:
+    """What ranks hold: state, the activations in flight, the logits, and the `working` bytes of a block that runs.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankBytes:
-    """The memory of one rank: `parts` without the allocator's `cache`, and the total."""
-
-    parts: dict[str, Floats]
-    cache: Floats
-    total: Floats
+    Gradients that the backward pass makes add to the peak only what needs more than the freed room. When this pass
+    begins, all tensors are there that it will have freed at its end. At its end, all gradients are there. Both change
+    steadily, so the peak is at one of the two (benchmarks/results/2026-11-26-one-h100.md).
+    """
+    workspace = np.maximum(working - logits * gone_logits(basis.shape, basis.engine), 0.0)
+    parts = {**state, "activations": activations, "workspace": workspace, "logits": logits}
+    freed = activations * (1 - 1 / np.maximum(blocks, 1)) + logits
+    beside = np.maximum(parts["gradients"] - freed, 0.0)
+    parts["gradients"] = np.where(makes_gradients(layouts, basis.engine), beside, parts["gradients"])
+    held = np.asarray(sum(parts.values()))
+    parts |= {"cache": basis.cache * held, "reserve": basis.reserve_bytes + 0.0 * held}
+    return StepMemory(peak_bytes=held + parts["cache"] + basis.reserve_bytes, parts=parts)
 
 
 def step_memory(family: Family[Any], layouts: Layouts, basis: MemoryBasis) -> StepMemory:
     """Peak of every layout."""
-    ends = end_parameters(family, layouts, basis)
-    return memory_of_ends(layouts, basis, block_bytes(family, layouts, basis), ends)
+    return memory_of_ends(layouts, basis, block_bytes(family, layouts, basis), end_parameters(family, layouts, basis))
 
 
 def memory_of_ends(layouts: Layouts, basis: MemoryBasis, blocks: BlockBytes, ends: Ends) -> StepMemory:
-    """As `step_memory`, of what blocks keep and ranks have of parameters."""
-    first, last = ends_bytes(layouts, basis, blocks, ends)
-    parts = {name: fuller(first, last, part, last.parts[name]) for name, part in first.parts.items()}
-    parts |= {"cache": fuller(first, last, first.cache, last.cache), "reserve": basis.reserve_bytes + 0.0 * first.total}
-    return StepMemory(peak_bytes=np.maximum(first.total, last.total), parts=parts)
-
-
-def fuller(first: RankBytes, last: RankBytes, of_first: Floats, of_last: Floats) -> Floats:
-    """Of the rank that holds more."""
-    return np.where(last.total > first.total, of_last, of_first)
+    """As `step_memory`, of what blocks keep, and of the parameters of the first and of the last rank."""
+    n, p, v, has_stages = layouts.micro_batches, layouts.pp, np.maximum(layouts.virtual, 1), layouts.pp > 1
+    flight = np.where(v > 1, np.minimum(n, p * (1 + (p - 1) / (p * v))), np.minimum(n, p))
+    flight = np.where(has_stages, flight, 1)
+    at_last = np.where(has_stages, np.minimum(n, np.maximum(flight - p + 1, 1)), 1)
+    per_rank = blocks_per_rank(basis.shape.blocks, layouts, basis.engine)[0]
+    kept, working = blocks.saved.kept(layouts.recompute), blocks.saved.working(layouts.recompute)
+    first, last = (
+        rank_memory(
+            state_bytes(parameters, layouts, basis, per_rank, has_stages=has_stages),
+            live * per_rank * kept,
+            working,
+            logits,
+            per_rank,
+            layouts,
+            basis,
+        )
+        for parameters, live, logits in (
+            (ends[0], flight, np.where(has_stages, 0.0, blocks.logits)),
+            (ends[1], at_last, blocks.logits),
+        )
+    )
+    is_last = last.peak_bytes > first.peak_bytes
+    return StepMemory(
+        peak_bytes=np.maximum(first.peak_bytes, last.peak_bytes),
+        parts={name: np.where(is_last, last.parts[name], part) for name, part in first.parts.items()},
+    )
 
 
 def block_bytes(family: Family[Any], layouts: Layouts, basis: MemoryBasis) -> BlockBytes:
     """What blocks and head keep of one micro-batch; of no field but tp, sp, cp, dp and micro-batch."""
-    saved = on_device(activations(family, basis.shape, layouts, basis.engine, fused=basis.fused), basis.engine)
+    saved = on_device(activations(family, basis.shape, layouts, basis.engine), basis.engine)
     return BlockBytes(saved=saved, logits=logit_bytes(family, basis.shape, layouts, basis.engine))
 
 
-def least_saved(family: Family[Any], layouts: Layouts, basis: MemoryBasis) -> SavedBytes:
-    """The bytes of one micro-batch that the repeated block saves which saves least."""
-    options = []
-    for role in repeated_roles(basis.shape):
-        alone = replace(basis.shape, counts=((role, np.ones(1)),))
-        saved = activations(family, alone, layouts, basis.engine, fused=basis.fused)
-        options.append(on_device(saved, basis.engine))
-    return least_of(options)
+def saved_of_roles(family: Family[Any], layouts: Layouts, basis: MemoryBasis) -> dict[str, SavedBytes]:
+    """The bytes that one block of every repeated role saves of one micro-batch."""
+    alone = {role: replace(basis.shape, counts=((role, np.ones(1)),)) for role in repeated_roles(basis.shape)}
+    return {
+        role: on_device(activations(family, shape, layouts, basis.engine), basis.engine)
+        for role, shape in alone.items()
+    }
 
 
 def end_parameters(family: Family[Any], layouts: Layouts, basis: MemoryBasis) -> Ends:
@@ -133,61 +160,24 @@ def end_parameters(family: Family[Any], layouts: Layouts, basis: MemoryBasis) ->
     return first_and_last(family, basis.shape, layouts, per_rank)
 
 
-def ends_bytes(layouts: Layouts, basis: MemoryBasis, blocks: BlockBytes, ends: Ends) -> tuple[RankBytes, RankBytes]:
-    """The memory of the first and of the last pipeline rank."""
-    shape, engine = basis.shape, basis.engine
-    n, p, v, has_stages = layouts.micro_batches, layouts.pp, np.maximum(layouts.virtual, 1), layouts.pp > 1
-    flight = np.where(v > 1, np.minimum(n, p * (1 + (p - 1) / (p * v))), np.minimum(n, p))
-    flight = np.where(has_stages, flight, 1)
-    at_last = np.where(has_stages, np.minimum(n, np.maximum(flight - p + 1, 1)), 1)
-    per_rank = blocks_per_rank(shape.blocks, layouts, engine)[0]
-    kept, working = blocks.saved.kept(layouts.recompute), blocks.saved.working(layouts.recompute)
-
-    def of_rank(parameters: RankParameters, live: Floats, logits: Floats) -> RankBytes:
-        parts = state_bytes(parameters, shape, layouts, engine)
-        gathered = gathered_bytes(parameters, shape, layouts, engine, per_rank, has_stages=has_stages)
-        workspace = np.maximum(working - logits * gone_logits(shape, engine), 0.0)
-        parts |= {"gathered": gathered, "activations": live * per_rank * kept, "workspace": workspace, "logits": logits}
-        freed = parts["activations"] * (1 - 1 / np.maximum(per_rank, 1)) + logits
-        parts["gradients"] = beside_freed(parts["gradients"], freed, makes_gradients(layouts, engine))
-        held = np.asarray(sum(parts.values()))
-        cache = basis.cache * held
-        return RankBytes(parts=parts, cache=cache, total=held + cache + basis.reserve_bytes)
-
-    return (
-        of_rank(ends[0], flight, np.where(has_stages, 0.0, blocks.logits)),
-        of_rank(ends[1], at_last, blocks.logits),
-    )
-
-
 def makes_gradients(layouts: Layouts, engine: Engine) -> Any:
     """Whether no gradient exists when the last backward pass of a step begins."""
     return (engine.gradients == "made") & (layouts.pp == 1) & (layouts.micro_batches == 1)
 
 
-def beside_freed(gradients: Floats, freed: Floats, is_made: Any) -> Floats:
-    """Bytes of gradients that add to the peak: only those that need more than the freed room.
+def state_bytes(
+    parameters: RankParameters, layouts: Layouts, basis: MemoryBasis, blocks: Floats | float, *, has_stages: Any
+) -> dict[str, Floats]:
+    """Bytes of the parameters of a rank with so many blocks, of their gradients and of the optimizer's state.
 
-    When the backward pass begins, all tensors are there that it will have `freed` at its end. At its end, all gradients
-    are there. Both change steadily, so the peak is at one of the two (benchmarks/results/2026-11-26-one-h100.md).
+    With ZeRO 3 also of gathered weights. With stages they stay until the step ends, and so do their gradients.
     """
-    return np.where(is_made, np.maximum(gradients - freed, 0.0), gradients)
-
-
-def gathered_bytes(
-    parameters: RankParameters, shape: Shape, layouts: Layouts, engine: Engine, blocks: Floats, *, has_stages: Any
-) -> Floats:
-    """Bytes of whole weights under ZeRO 3 on a rank with so many blocks; with stages, of their gradients too."""
-    stage = fsdp_stage(layouts, engine)
-    if not np.any(stage >= 3):
-        return np.zeros(1)
-    some = shape.element_bytes * GATHERED_BLOCKS * parameters.whole / np.maximum(blocks, 1)
-    gathered = np.where(has_stages, (shape.element_bytes + shape.stored_bytes) * parameters.whole, some)
-    return np.where(stage >= 3, gathered, 0.0)
-
-
-def state_bytes(parameters: RankParameters, shape: Shape, layouts: Layouts, engine: Engine) -> dict[str, Floats]:
-    """Bytes of a rank's parameters, of their gradients and of the optimizer's state."""
+    shape, engine, stage = basis.shape, basis.engine, fsdp_stage(layouts, basis.engine)
+    gathered: Floats = np.zeros(1)
+    if np.any(stage >= 3):
+        some = shape.element_bytes * GATHERED_BLOCKS * parameters.whole / np.maximum(blocks, 1)
+        whole = np.where(has_stages, (shape.element_bytes + shape.stored_bytes) * parameters.whole, some)
+        gathered = np.where(stage >= 3, whole, 0.0)
     weights, gradients, master = shape.element_bytes, shape.stored_bytes, 0.0
     if shape.has_master_weights:
         divided: float = engine.sharded_state_bytes if engine.sharded_state_bytes < engine.state_bytes else 12
@@ -197,19 +187,25 @@ def state_bytes(parameters: RankParameters, shape: Shape, layouts: Layouts, engi
     is_copied = engine.zero_weights == "copied"
     of_blocks, stored = weights * parameters.sharded(layouts, 3), master * parameters.sharded(layouts, 1)
     if is_copied:
-        stage = fsdp_stage(layouts, engine)
         is_copy = (stage >= 1) | shape.has_master_weights
         stored = np.where(is_copy, shape.stored_bytes * parameters.sharded(layouts, 1), 0.0)
         of_blocks = np.where(stage >= 3, 0.0, of_blocks)  # counted as gathered
-    parts = StateParts(
-        weights=np.asarray(of_blocks),
-        gradients=np.asarray(gradients * parameters.sharded(layouts, 2) + bucket),
-        stored=np.asarray(stored),
-        moments=np.asarray(shape.moment_bytes * parameters.sharded(layouts, 1)),
-    )
-    kept = device_state(parts, parameters, shape, layouts, engine)
-    at_rank, others = (kept.weights + kept.stored, 0.0) if is_copied else (kept.weights, kept.stored)
-    return {"parameters": at_rank, "gradients": kept.gradients, "optimizer state": others + kept.moments}
+    moments = shape.moment_bytes * parameters.sharded(layouts, 1)
+    made = gradients * parameters.sharded(layouts, 2) + bucket
+    if is_on_host(engine, OPTIMIZER):  # a copy of the stored weights stays, unless blocks compute with other weights
+        stored, moments = stored if is_copied else 0.0 * stored, 0.0 * moments
+    elif is_on_host(engine, PARAMETERS):  # gathered ones stay whole from the first forward pass to the last backward
+        of_blocks = np.where(stage >= 3, 0.0, shape.element_bytes * parameters.whole)
+        running = np.minimum(1.0, BLOCKS_WITH_GRADIENTS * layouts.pp / shape.blocks)
+        made = np.where(stage >= 2, shape.element_bytes * running * parameters.whole, made)
+        stored, moments = 0.0 * stored, 0.0 * moments
+    at_rank, others = (of_blocks + stored, 0.0) if is_copied else (of_blocks, stored)
+    return {
+        "parameters": np.asarray(at_rank),
+        "gradients": np.asarray(made),
+        "optimizer state": np.asarray(others + moments),
+        "gathered": gathered,
+    }
 
 
 def logit_bytes(family: Family[Any], shape: Shape, layouts: Layouts, engine: Engine) -> Floats:

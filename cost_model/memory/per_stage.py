@@ -5,9 +5,9 @@ every number of recomputed blocks.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,11 +15,9 @@ from numpy.typing import NDArray
 from autopar.cost_model.memory.formula import (
     MemoryBasis,
     StepMemory,
-    beside_freed,
-    gathered_bytes,
-    gone_logits,
     logit_bytes,
-    makes_gradients,
+    rank_memory,
+    saved_of_roles,
     state_bytes,
 )
 from autopar.cost_model.pipeline.simulator import most_held
@@ -34,47 +32,36 @@ from autopar.cost_model.pipeline.stages import (
 )
 from autopar.cost_model.step.layouts import Layouts
 from autopar.cost_model.step.rank_parameters import RankParameters, block_parameters
-from autopar.cost_model.step.saved_bytes import SavedBytes, activations, on_device
+from autopar.cost_model.step.saved_bytes import SavedBytes
+from autopar.cost_model.step.unique_rows import spread
 from autopar.cost_model.work.block_work import Family
 from autopar.ir.arrays import Floats
 from autopar.ir.schedules.registry import SCHEDULES
 
+_V = TypeVar("_V")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleBytes:
-    """Bytes and elements of every layout by role."""
+    """What a call of every role saves of a micro-batch, its parameters, and bytes of the logits."""
 
-    saved: Mapping[str, SavedBytes]  # of a repeated block and a micro-batch
-    dense: Mapping[str, Floats]  # elements of parameters without experts
-    expert: Mapping[str, Floats]  # elements of experts
+    saved: Mapping[str, SavedBytes]
+    parameters: Mapping[str, RankParameters]
     logits: Floats
 
 
 def role_bytes(family: Family[Any], layouts: Layouts, basis: MemoryBasis) -> RoleBytes:
     """What every role keeps and holds, for `held_by_ranks`."""
-    shape, engine = basis.shape, basis.engine
-    alone = {role: replace(shape, counts=((role, np.ones(1)),)) for role, _ in shape.counts}
-    saved_of = {
-        role: on_device(activations(family, layout, layouts, engine, fused=basis.fused), engine)
-        for role, layout in alone.items()
-    }
-    parameters = {role: block_parameters(family, layouts, role) for role in family.roles}
     return RoleBytes(
-        saved=saved_of,
-        dense={role: kind.dense for role, kind in parameters.items()},
-        expert={role: kind.expert for role, kind in parameters.items()},
-        logits=logit_bytes(family, shape, layouts, engine),
+        saved=saved_of_roles(family, layouts, basis),
+        parameters={role: block_parameters(family, layouts, role) for role in family.roles},
+        logits=logit_bytes(family, basis.shape, layouts, basis.engine),
     )
-
-
-def staged_memory(stages: Stages, family: Family[Any], layouts: Layouts, basis: MemoryBasis) -> StepMemory:
-    """Peak of the fullest rank of one layout, and its parts."""
-    return fullest(memory_of_ranks(stages, family, layouts, basis))
 
 
 def memory_of_ranks(stages: Stages, family: Family[Any], layouts: Layouts, basis: MemoryBasis) -> StepMemory:
     """What every pipeline rank of one layout holds, in arrays of all ranks."""
-    held = held_by_ranks(stages, role_bytes(family, layouts, basis), 0, layouts, basis)
+    held = held_by_ranks(stages, role_bytes(family, layouts, basis), layouts, basis)
     if stages.full is not None and stages.selective is not None:
         return held.memory(*held.first_blocks(stages.full, stages.selective))
     return held.memory(*held.every_block(int(np.max(layouts.recompute))))
@@ -82,38 +69,26 @@ def memory_of_ranks(stages: Stages, family: Family[Any], layouts: Layouts, basis
 
 def fullest(memory: StepMemory) -> StepMemory:
     """The rank that holds most."""
-    rank = int(np.argmax(memory.peak_bytes))
-    parts = {name: part[rank : rank + 1] for name, part in memory.parts.items()}
-    return StepMemory(peak_bytes=memory.peak_bytes[rank : rank + 1], parts=parts)
+    rank = [int(np.argmax(memory.peak_bytes))]
+    return spread(memory, rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldByRanks:
-    """The memory of ranks before any recomputation.
+    """The memory of the ranks of a layout before any recomputation.
 
     `calls` is the number of calls of every role in each stage. `saved` is the bytes that a call saves of a micro-batch.
-    Full recomputation frees `freed` of them, and selective recomputation `freed_selectively`. `again` is what selective
-    recomputation of a call makes again at once, and `whole` what full recomputation makes. `always` is on the device
-    while a call runs. `kept_bytes` is the bytes that a stage saves without recomputation. `gone_logits` is the bytes of
-    the logits that are gone when a block is recomputed. `is_made` says whether the backward pass makes the gradients.
+    `state` and `logits` are bytes of every rank.
     """
 
     stages: Stages
     calls: NDArray[np.float64]
     is_block: NDArray[np.bool_]
-    saved: NDArray[np.float64]
-    freed: NDArray[np.float64]
-    freed_selectively: NDArray[np.float64]
-    again: NDArray[np.float64]
-    whole: NDArray[np.float64]
-    always: NDArray[np.float64]
-    kept_bytes: NDArray[np.float64]
+    saved: SavedBytes
     state: Mapping[str, Floats]
     logits: Floats
-    gone_logits: Floats
-    cache: float
-    reserve_bytes: float
-    is_made: bool
+    layout: Layouts
+    basis: MemoryBasis
 
     def every_block(self, level: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """The calls that are recomputed fully and selectively if all calls have one `level` (`RECOMPUTE`)."""
@@ -137,95 +112,66 @@ class HeldByRanks:
 
     def memory(self, full: NDArray[np.float64], selective: NDArray[np.float64]) -> StepMemory:
         """Memory of every rank where stages recompute so many calls of every role."""
-        pp = self.stages.pp
-        working = np.zeros(pp)
-        largest = np.maximum(np.where(full > 0, self.whole, 0.0), np.where(selective > 0, self.again, 0.0))
-        largest = np.maximum(largest, np.where(self.calls > 0, self.always, 0.0))
-        np.maximum.at(working, self.stages.rank_index, largest.max(axis=1))
-        freed = full @ self.freed + selective @ self.freed_selectively
-        live = _live_bytes(self.stages, self.kept_bytes - freed)
-        parts = {**self.state, "activations": live, "logits": self.logits}
-        parts["workspace"] = np.maximum(working - self.gone_logits, 0.0)
-        num_blocks = max(1.0, float((self.calls * self.is_block).sum()))
-        parts["gradients"] = beside_freed(parts["gradients"], live * (1 - 1 / num_blocks) + self.logits, self.is_made)
-        held = sum(parts.values())
-        parts |= {"cache": np.asarray(self.cache * held), "reserve": np.full(pp, self.reserve_bytes)}
-        return StepMemory(peak_bytes=np.asarray(held + parts["cache"] + parts["reserve"]), parts=parts)
+        saved, stages, working = self.saved, self.stages, np.zeros(self.stages.pp)
+        largest = np.maximum(np.where(full > 0, saved.whole, 0.0), np.where(selective > 0, saved.again, 0.0))
+        largest = np.maximum(largest, np.where(self.calls > 0, saved.always, 0.0))
+        np.maximum.at(working, stages.rank_index, largest.max(axis=1))
+        freed = full @ (saved.none - saved.full) + selective @ (saved.none - saved.selective)
+        live = _live_bytes(stages, self.calls @ saved.none - freed)
+        blocks = float((self.calls * self.is_block).sum())
+        return rank_memory(self.state, live, working, self.logits, blocks, self.layout, self.basis)
 
 
-def held_by_ranks(stages: Stages, blocks: RoleBytes, index: int, layout: Layouts, basis: MemoryBasis) -> HeldByRanks:
-    """The memory of the ranks of one layout: the layout at this `index` in `blocks`."""
+def held_by_ranks(stages: Stages, blocks: RoleBytes, layout: Layouts, basis: MemoryBasis) -> HeldByRanks:
+    """The memory of the ranks of one layout."""
     roles, calls = calls_by_role(stages.roles)
     of_ranks = np.zeros((stages.pp, len(roles)))
     np.add.at(of_ranks, stages.rank_index, calls)
-    nothing = np.zeros(stages.pp)
-
-    def of_roles(values: Mapping[str, Floats]) -> NDArray[np.float64]:
-        return np.array([float(_at(values[role], index)) if role in values else 0.0 for role in roles])
-
-    is_end = np.array([role in ENDS for role in roles])
-    saved, selective, inputs, again, whole, always = (
-        of_roles({role: getattr(saved, name) for role, saved in blocks.saved.items()})
-        for name in ("none", "selective", "full", "again", "whole", "always")
-    )
-    dense = of_roles(blocks.dense)
-    ends = of_ranks * (is_end * dense)
-    elements = of_ranks @ (~is_end * dense) + (ends.max(axis=1) if np.all(basis.shape.is_tied) else ends.sum(axis=1))
-    parameters = RankParameters(dense=elements, expert=of_ranks @ of_roles(blocks.expert))
-    state = _stage_state(parameters, layout, basis)
+    is_end, nothing = np.array([role in ENDS for role in roles]), np.zeros(1)
+    no_bytes = SavedBytes(**dict.fromkeys(SavedBytes.__slots__, nothing))
+    saved = [blocks.saved.get(role, no_bytes) for role in roles]
+    parameters = [blocks.parameters.get(role, RankParameters(dense=nothing, expert=nothing)) for role in roles]
+    each = _stacked(parameters)
+    ends = of_ranks * (is_end * each.dense)
+    repeated = of_ranks @ (~is_end * each.dense)
+    dense = repeated + (ends.max(axis=1) if np.all(basis.shape.is_tied) else ends.sum(axis=1))
+    held = RankParameters(dense=dense, expert=of_ranks @ each.expert)
     has_last = of_ranks @ np.array([float(role == "last") for role in roles]) > 0
-    logits = np.where(has_last, float(_at(blocks.logits, index)), 0.0)
     return HeldByRanks(
         stages=stages,
         calls=calls,
         is_block=~is_end,
-        saved=saved,
-        freed=saved - inputs,
-        freed_selectively=saved - selective,
-        again=again,
-        whole=whole,
-        always=always,
-        kept_bytes=calls @ saved,
-        state={name: part + nothing for name, part in state.items()},
-        logits=logits,
-        gone_logits=logits * gone_logits(basis.shape, basis.engine),
-        cache=basis.cache,
-        reserve_bytes=float(basis.reserve_bytes),
-        is_made=bool(np.all(makes_gradients(layout, basis.engine))),
+        saved=_stacked(saved),
+        state={name: part + np.zeros(stages.pp) for name, part in _state(held, layout, basis).items()},
+        logits=np.where(has_last, blocks.logits, 0.0),
+        layout=layout,
+        basis=basis,
     )
 
 
-def _stage_state(parameters: RankParameters, layout: Layouts, basis: MemoryBasis) -> dict[str, Floats]:
-    """`state_bytes`, and the gathered part of them. With stages, gathered weights stay until the step ends."""
-    gathered = gathered_bytes(parameters, basis.shape, layout, basis.engine, np.ones(1), has_stages=True)
-    return state_bytes(parameters, basis.shape, layout, basis.engine) | {"gathered": gathered}
+def _stacked(values: Sequence[_V]) -> _V:
+    """The numbers of one layout in several values, as arrays."""
+    names = [each.name for each in fields(type(values[0]))]  # type: ignore[arg-type]
+    return type(values[0])(**{name: np.array([float(np.max(getattr(v, name))) for v in values]) for name in names})
+
+
+def _state(parameters: RankParameters, layout: Layouts, basis: MemoryBasis) -> dict[str, Floats]:
+    return state_bytes(parameters, layout, basis, 1.0, has_stages=True)
 
 
 def bytes_of_roles(
-    blocks: RoleBytes, index: int, layout: Layouts, basis: MemoryBasis
+    blocks: RoleBytes, layout: Layouts, basis: MemoryBasis
 ) -> tuple[dict[str, float], list[dict[str, float]]]:
-    """The memory of one call of every role under the layout at an `index` of `blocks`.
-
-    It has the state of its parameters (with the logits), and the bytes saved of a micro-batch without recomputation,
-    with selective and with full recomputation.
-    """
-    dense, expert = (
-        {role: float(_at(values, index)) for role, values in counts.items()} for counts in (blocks.dense, blocks.expert)
-    )
+    """The memory of one call of every role: state with the logits, and saved bytes by the level of recomputation."""
     saved = [
-        {role: float(_at(getattr(saved, name), index)) for role, saved in blocks.saved.items()}
+        {role: float(np.max(getattr(saved, name))) for role, saved in blocks.saved.items()}
         for name in ("none", "selective", "full")
     ]
-    parameters = RankParameters(dense=np.array([*dense.values()]), expert=np.array([*expert.values()]))
-    parts = _stage_state(parameters, layout, basis)
-    state = dict(zip(dense, np.sum([np.broadcast_to(p, len(dense)) for p in parts.values()], axis=0), strict=True))
-    state["last"] = state.get("last", 0.0) + float(_at(blocks.logits, index))
+    roles, parameters = zip(*blocks.parameters.items(), strict=True)
+    parts = _state(_stacked(parameters), layout, basis).values()
+    state = dict(zip(roles, np.sum([np.broadcast_to(p, len(roles)) for p in parts], axis=0), strict=True))
+    state["last"] = state.get("last", 0.0) + float(np.max(blocks.logits))
     return state, saved
-
-
-def _at(values: Floats, index: int) -> Any:
-    values = np.asarray(values).reshape(-1)
-    return values[index if len(values) > 1 else 0]
 
 
 def _live_bytes(stages: Stages, held_bytes: Floats) -> NDArray[np.float64]:

@@ -60,7 +60,6 @@ class _Case:
     row: Row
     machine: Machine
     family: str
-    fused: bool
     global_batch: int
     warnings: tuple[str, ...]
 
@@ -97,7 +96,7 @@ class RowGroup:
         for level, weight in enumerate(self.weights):
             if np.any(weight > 0):
                 layouts = replace(self.layouts, recompute=np.full(len(weight), float(level)))
-                step = step_seconds(family, self.shape, layouts, machine, fused=first.fused)
+                step = step_seconds(family, self.shape, layouts, machine)
                 pairs.append((weight, step))
         names = dict.fromkeys(name for _, step in pairs for name in step.parts)
         return StepSeconds(
@@ -131,7 +130,7 @@ def prepare(rows: Sequence[Row]) -> tuple[list[RowGroup], dict[int, NoEstimate]]
         key = (
             *(machine.device.name, machine.engine.model_dump_json()),
             *(machine.links.inter_host_bytes_per_s, machine.links.devices_per_host),
-            *(case.family, case.fused, row.precision, row.gpu_mem_gb, (row.tp or 1) == 1, _is_over_data(case)),
+            *(case.family, row.precision, row.gpu_mem_gb, (row.tp or 1) == 1, _is_over_data(case)),
         )
         groups.setdefault(key, []).append((index, case))
     return [_prepare(members) for members in groups.values()], unmodelled
@@ -162,7 +161,6 @@ def _case(row: Row) -> _Case | NoEstimate:
         row=row,
         machine=machine,
         family=family_name(row),
-        fused=engine.attention == "fused",
         global_batch=batch,
         warnings=(*warnings, *filter(None, (host_assumption(machine),))),
     )
@@ -197,7 +195,7 @@ def _prepare(members: Sequence[tuple[int, _Case]]) -> RowGroup:
     family = with_chosen_parameters(family, layouts.sequence_parallel)
     unstated = np.array([case.row.recompute is None for case in cases])
 
-    basis = memory_basis(shape, machine, fused=first.fused)
+    basis = memory_basis(shape, machine)
     memory, layouts, weights = _recomputing(family, layouts, basis, machine.memory_bytes, unstated)
     return RowGroup(
         indices=tuple(index for index, _ in members),

@@ -23,7 +23,6 @@ from autopar.cost_model.step.layouts import Layouts
 from autopar.cost_model.step.offload import is_on_host
 from autopar.cost_model.step.recomputed_modules import recomputed
 from autopar.cost_model.step.saved_bytes import SavedBytes, activations
-from autopar.cost_model.step.unique_rows import spread
 from autopar.cost_model.work.block_work import PASSES, BlockWork, Family
 from autopar.ir.arrays import Floats
 from autopar.ir.offload import ACTIVATIONS
@@ -49,22 +48,6 @@ class BlockPrices:
     parts: Mapping[str, Floats]  # by name: seconds that computing takes or waits
     hidden: Mapping[str, Floats]  # by name: seconds of collectives that run beside computing
     saved: SavedBytes = NOTHING_SAVED  # on the host, if saved tensors are there
-
-    def at(self, index: Any, *, with_parts: bool = True) -> "BlockPrices":
-        """The prices of an index."""
-        parts, hidden = (
-            {name: spread(np.asarray(s), index) for name, s in each.items()} if with_parts else {}
-            for each in (self.parts, self.hidden)
-        )
-        return BlockPrices(
-            forward=spread(self.forward, index),
-            backward=spread(self.backward, index),
-            weight=spread(self.weight, index),
-            selective=spread(self.selective, index),
-            parts=parts,
-            hidden=hidden,
-            saved=self.saved.at(index),
-        )
 
 
 def block_prices(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> BlockPrices:
@@ -109,8 +92,7 @@ def _saved(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> di
     if not is_on_host(engine, ACTIVATIONS):
         return {}
     alone = replace(basis.shape, counts=((role, np.ones(1)),))
-    saved = activations(family, alone, layouts, engine, fused=basis.fused)
-    return {"saved": saved}
+    return {"saved": activations(family, alone, layouts, engine)}
 
 
 def _selective(
@@ -164,14 +146,8 @@ def _of_variants(basis: Basis, family: Family[Any], layouts: Layouts, role: str,
 
 
 def _seconds(basis: Basis, work: BlockWork[Any], layouts: Layouts, is_narrow: bool) -> BlockSeconds:
-    return computing_seconds(
-        work,
-        basis.machine.speeds,
-        basis.machine.engine,
-        is_narrow=is_narrow,
-        fused=basis.fused,
-        is_split=layouts.tp > 1,
-    )
+    machine, is_split = basis.machine, layouts.tp > 1
+    return computing_seconds(work, machine.speeds, machine.engine, is_narrow=is_narrow, is_split=is_split)
 
 
 def _hidden(basis: Basis, layouts: Layouts, *, is_forward: bool) -> Floats:

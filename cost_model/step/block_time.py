@@ -55,10 +55,10 @@ class BlockSeconds:
 
 
 def computing_seconds(
-    work: BlockWork[Any], speeds: Speeds, engine: Engine, *, is_narrow: bool, fused: bool, is_split: Any = False
+    work: BlockWork[Any], speeds: Speeds, engine: Engine, *, is_narrow: bool, is_split: Any = False
 ) -> BlockSeconds:
     """Seconds of one micro-batch in one block."""
-    zero = np.zeros(1)
+    zero, fused = np.zeros(1), engine.attention == "fused"
     products, attention, memory = [zero, zero], [zero, zero], [zero, zero]
     kernels: list[Any] = [0.0, 0.0]
     for sent in work.sent:

@@ -1,13 +1,11 @@
 """The shared inputs of all prices of a model: its shape and the machine."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.step.layouts import Shape
-from autopar.cost_model.step.unique_rows import spread
 from autopar.ir.arrays import Floats
 
 
@@ -17,7 +15,6 @@ class Basis:
 
     shape: Shape
     machine: Machine
-    fused: bool  # attention is one kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,10 +25,6 @@ class Passes:
     backward: Floats
     weight: Floats | float = 0.0  # the part of `backward` that makes gradients of weights: no other pass waits for it
     selective: Floats | float = 0.0  # of selective recomputation, which `backward` may have or not
-
-    def at(self, index: Any) -> "Passes":
-        """The seconds of an index, without `weight` and `selective`."""
-        return Passes(forward=spread(self.forward, index), backward=spread(self.backward, index))
 
     @property
     def both(self) -> Floats:

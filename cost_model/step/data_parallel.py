@@ -12,7 +12,6 @@ import numpy as np
 from autopar.cost_model.step.context import Basis, Passes
 from autopar.cost_model.step.layouts import Layouts
 from autopar.cost_model.step.rank_parameters import RankParameters, block_parameters, first_and_last
-from autopar.cost_model.step.unique_rows import spread
 from autopar.cost_model.work.block_work import Family
 from autopar.ir.arrays import Floats
 
@@ -30,12 +29,6 @@ class Gathers:
     scatter: Floats  # gradients
     copies: Floats  # sums of gradients over the copies of the shards
 
-    def at(self, index: Any) -> "Gathers":
-        """The prices of an index."""
-        return Gathers(
-            gather=spread(self.gather, index), scatter=spread(self.scatter, index), copies=spread(self.copies, index)
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataPrices:
@@ -44,11 +37,6 @@ class DataPrices:
     parameters: RankParameters
     whole: Floats  # without ZeRO: every rank keeps the whole state
     sharded: Floats  # ZeRO 1: gradients are scattered and updated parameters gathered
-
-    def at(self, index: Any) -> "DataPrices":
-        """The prices of an index."""
-        whole, sharded = spread(self.whole, index), spread(self.sharded, index)
-        return DataPrices(parameters=self.parameters.at(index), whole=whole, sharded=sharded)
 
 
 # ---- ZeRO 2 and 3 ----

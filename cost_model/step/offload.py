@@ -12,7 +12,7 @@ training", section 4.1; their one-step delay is not assumed, because it changes 
 from data sheets.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from autopar.cost_model.step.context import Basis, Passes
     from autopar.cost_model.step.rank_parameters import RankParameters
 
-BLOCKS_WITH_GRADIENTS = 2  # on the device: gradients of one block are computed while another block's go down
 ASSUMED_LINK_BYTES_PER_S = 16e9  # of a host without figures: PCIe 3.0 x16 (PCI-SIG), and as much for its memory
 
 
@@ -78,11 +77,6 @@ def fsdp_stage(layouts: Layouts, engine: "Engine") -> Floats:
     return np.where(layouts.data_ranks > 1, layouts.zero, 3 if is_on_host(engine, PARAMETERS) else 0)
 
 
-def state_bytes_on_host(shape: Shape) -> float:
-    """Bytes of a parameter on the host: its stored value, its gradient, and the optimizer's state."""
-    return 2 * shape.stored_bytes + shape.moment_bytes
-
-
 def host_bytes(engine: "Engine", shape: Shape, parameters: float, saved: Floats | float, layouts: Layouts) -> Floats:
     """Bytes of host memory for one device, as the mean over ranks.
 
@@ -92,44 +86,12 @@ def host_bytes(engine: "Engine", shape: Shape, parameters: float, saved: Floats 
     total = np.zeros(1)
     if is_on_host(engine, OPTIMIZER) or is_on_host(engine, PARAMETERS):
         divided = np.where(layouts.zero >= 1, layouts.shard, 1.0)
-        total = total + state_bytes_on_host(shape) * parameters / (layouts.tp * layouts.pp * divided)
+        of_parameter = 2 * shape.stored_bytes + shape.moment_bytes  # stored value, gradient, and the optimizer's state
+        total = total + of_parameter * parameters / (layouts.tp * layouts.pp * divided)
     if is_on_host(engine, ACTIVATIONS):
         flight = np.where(layouts.pp > 1, layouts.micro_batches, 1)
         total = total + flight * shape.blocks / layouts.pp * saved
     return np.asarray(total)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateParts:
-    """Bytes of state on one rank. `stored` is zero where blocks compute with the stored weights themselves."""
-
-    weights: Floats  # that blocks compute with
-    gradients: Floats
-    stored: Floats  # what the optimizer updates: master weights, or the shards of gathered weights
-    moments: Floats
-
-
-def device_state(
-    every: StateParts, parameters: "RankParameters", shape: Shape, layouts: Layouts, engine: "Engine"
-) -> StateParts:
-    """The part of the state that stays on the device.
-
-    Where the host updates, the device keeps a copy of the stored weights, unless blocks compute with other weights.
-    Under ZeRO 1 and 2 the gathered parameters stay whole from the first forward pass to the last backward pass.
-    """
-    if is_on_host(engine, OPTIMIZER):
-        stored = every.stored if engine.zero_weights == "copied" else 0.0 * every.stored
-        return replace(every, stored=stored, moments=0.0 * every.moments)
-    if not is_on_host(engine, PARAMETERS):
-        return every
-    stage = fsdp_stage(layouts, engine)
-    held = np.minimum(1.0, BLOCKS_WITH_GRADIENTS * layouts.pp / shape.blocks)
-    return StateParts(
-        weights=np.where(stage >= 3, 0.0, shape.element_bytes * parameters.whole),
-        gradients=np.where(stage >= 2, shape.element_bytes * held * parameters.whole, every.gradients),
-        stored=0.0 * every.stored,
-        moments=0.0 * every.moments,
-    )
 
 
 def host_seconds(

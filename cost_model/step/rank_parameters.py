@@ -8,7 +8,6 @@ import numpy as np
 from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.step.context import repeated_roles
 from autopar.cost_model.step.layouts import Layouts, Shape
-from autopar.cost_model.step.unique_rows import spread
 from autopar.cost_model.work.block_work import Family
 from autopar.ir.arrays import Floats
 
@@ -24,10 +23,6 @@ class RankParameters:
     def whole(self) -> Floats:
         """Dense and expert elements together."""
         return np.asarray(self.dense + self.expert)
-
-    def at(self, index: Any) -> "RankParameters":
-        """The elements of an index."""
-        return RankParameters(dense=spread(self.dense, index), expert=spread(self.expert, index))
 
     def sharded(self, layouts: Layouts, stage: int) -> Floats:
         """The elements of one data-parallel rank, if ZeRO divides them from `stage` on."""
@@ -49,41 +44,26 @@ def rank_parameters(
     family: Family[Any], shape: Shape, layouts: Layouts, blocks: Floats, *, has_first: Any, has_last: Any
 ) -> RankParameters:
     """Elements of a rank with `blocks` repeated blocks, with or without the first and the last block."""
-    repeated, ends = _repeated(family, shape, layouts, blocks), _ends(family)
+    dense, expert = np.zeros(1), np.zeros(1)
+    for role, share in repeated_roles(shape).items():
+        block = block_parameters(family, layouts, role)
+        dense, expert = dense + share * blocks * block.dense, expert + share * blocks * block.expert
+    works = [family.block(role, "tp") if role in family.roles else None for role in ("first", "last")]
+    ends = [np.zeros(1) if w is None else np.asarray(w.parameters_split + w.parameters_whole) for w in works]
     first, last = (np.where(has, n, 0.0) for has, n in zip((has_first, has_last), ends, strict=True))
-    return RankParameters(dense=repeated.dense + _together(shape, first, last), expert=repeated.expert)
+    of_ends = np.where(shape.is_tied, np.maximum(first, last), first + last)  # a tied weight counts once
+    return RankParameters(dense=dense + of_ends, expert=expert)
 
 
 def first_and_last(
     family: Family[Any], shape: Shape, layouts: Layouts, blocks: Floats
 ) -> tuple[RankParameters, RankParameters]:
     """Elements of the first and of the last pipeline rank, each with `blocks` repeated blocks."""
-    repeated, ends = _repeated(family, shape, layouts, blocks), _ends(family)
-    both = _together(shape, *ends)
-    first, last = (np.where(layouts.pp > 1, n, both) for n in ends)
+    alone = layouts.pp == 1
     return (
-        RankParameters(dense=repeated.dense + first, expert=repeated.expert),
-        RankParameters(dense=repeated.dense + last, expert=repeated.expert),
+        rank_parameters(family, shape, layouts, blocks, has_first=True, has_last=alone),
+        rank_parameters(family, shape, layouts, blocks, has_first=alone, has_last=True),
     )
-
-
-def _repeated(family: Family[Any], shape: Shape, layouts: Layouts, blocks: Floats) -> RankParameters:
-    dense, expert = np.zeros(1), np.zeros(1)
-    for role, share in repeated_roles(shape).items():
-        block = block_parameters(family, layouts, role)
-        dense, expert = dense + share * blocks * block.dense, expert + share * blocks * block.expert
-    return RankParameters(dense=dense, expert=expert)
-
-
-def _ends(family: Family[Any]) -> list[Floats]:
-    """Elements of the first block and of the last."""
-    works = [family.block(role, "tp") if role in family.roles else None for role in ("first", "last")]
-    return [np.zeros(1) if w is None else np.asarray(w.parameters_split + w.parameters_whole) for w in works]
-
-
-def _together(shape: Shape, first: Floats, last: Floats) -> Floats:
-    """Elements of both ends. A tied weight counts once."""
-    return np.where(shape.is_tied, np.maximum(first, last), first + last)
 
 
 def blocks_per_rank(blocks: Floats, layouts: Layouts, engine: Engine) -> tuple[Floats, Floats]:

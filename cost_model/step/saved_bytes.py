@@ -10,7 +10,6 @@ from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.step.layouts import Layouts, Shape
 from autopar.cost_model.step.offload import is_on_host
 from autopar.cost_model.step.recomputed_modules import recomputed
-from autopar.cost_model.step.unique_rows import spread
 from autopar.cost_model.work.block_work import BlockWork, Family
 from autopar.ir.arrays import Floats
 from autopar.ir.offload import ACTIVATIONS
@@ -34,10 +33,6 @@ class SavedBytes:
     again: Floats
     whole: Floats
     always: Floats
-
-    def at(self, index: Any) -> "SavedBytes":
-        """The bytes of an index."""
-        return SavedBytes(**{name: spread(np.asarray(getattr(self, name)), index) for name in self.__slots__})
 
     def kept(self, recompute: Floats) -> Floats:
         """The saved bytes of layouts."""
@@ -72,7 +67,7 @@ def on_device(saved: SavedBytes, engine: Engine) -> SavedBytes:
     return replace(saved, none=nothing, selective=nothing, full=nothing, always=saved.whole)
 
 
-def activations(family: Family[Any], shape: Shape, layouts: Layouts, engine: Engine, *, fused: bool) -> SavedBytes:
+def activations(family: Family[Any], shape: Shape, layouts: Layouts, engine: Engine) -> SavedBytes:
     """Bytes that one mean block saves of one micro-batch, on the device or on the host."""
     saved, inputs, selective, again = (np.zeros(1) for _ in range(4))
     for role, count in shape.counts:
@@ -82,7 +77,7 @@ def activations(family: Family[Any], shape: Shape, layouts: Layouts, engine: Eng
         for variant, is_chosen in (("tp", 1 - layouts.sequence_parallel), ("sp", layouts.sequence_parallel)):
             work = family.block(role, variant)
             whole = work.saved_fused_bytes if engine.pointwise == "fused" else work.saved_eager_bytes
-            scores = np.zeros(1) if fused else _scores(work)
+            scores = np.zeros(1) if engine.attention == "fused" else _scores(work)
             narrow = 0.5 if engine.saved_operands == "narrow" else 0.0
             whole = whole + scores - narrow * work.saved_operand_bytes
             weight = share * is_chosen

@@ -53,15 +53,13 @@ def step_seconds(
     shape: Shape,
     layouts: Layouts,
     machine: Machine,
-    *,
-    fused: bool,
     pipeline: Pipeline | None = None,
 ) -> StepSeconds:
     """Price every layout. `family` holds the numbers of its blocks for one micro-batch of each layout.
 
     If a `pipeline` is given, its stages count. Else blocks are cut evenly, and the closed form of 1F1B holds.
     """
-    basis = Basis(shape=shape, machine=machine, fused=fused)
+    basis = Basis(shape=shape, machine=machine)
     return step_of(basis, layouts, step_prices(basis, family, layouts), pipeline)
 
 

@@ -3,14 +3,15 @@
 Values index a table of marks, and mixed radix joins the numbers of two columns.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 SMALL_TABLE = 1 << 16
+_V = TypeVar("_V")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +63,23 @@ def distinct(columns: Sequence[Distinct]) -> Distinct:
     return _ALIKE if numbers is None else _counted(numbers, limit)
 
 
-def spread(values: NDArray[Any], index: Any) -> NDArray[Any]:
-    """The value of each row, from `values` by combination and the rows' `index`. A single value stays single."""
-    return values if values.size == 1 else values[index]
+def spread(values: _V, index: Any) -> _V:
+    """The value of each row, from `values` by combination and the rows' `index`. A single value stays single.
+
+    Values are arrays, and tuples, mappings and dataclasses of them.
+    """
+    rows: Any
+    if isinstance(values, tuple):
+        rows = tuple(spread(each, index) for each in values)
+    elif isinstance(values, Mapping):
+        rows = {name: spread(each, index) for name, each in values.items()}
+    elif is_dataclass(values) and not isinstance(values, type):
+        rows = replace(values, **{each.name: spread(getattr(values, each.name), index) for each in fields(values)})
+    else:
+        array = np.asarray(values)
+        rows = array if array.size == 1 else array[index]
+    of_rows: _V = rows
+    return of_rows
 
 
 def _table_limit(rows: NDArray[Any]) -> int:

@@ -12,19 +12,15 @@ from numpy.typing import NDArray
 
 from autopar.cost_model.machine.fitted_constants import usable_bytes
 from autopar.cost_model.machine.machine import Machine
-from autopar.cost_model.memory.formula import BlockBytes, MemoryBasis, block_bytes, least_saved, memory_basis
 from autopar.cost_model.pricing import family_at, shape_of_works
-from autopar.cost_model.screened_model import ScreenedModel, model_of_program
-from autopar.cost_model.step.assembly import StepPrices, StepTimes, assembled
-from autopar.cost_model.step.block_prices import block_prices, end_passes
-from autopar.cost_model.step.context import Basis, Passes, repeated_roles
-from autopar.cost_model.step.data_parallel import RANK_FIELDS, DataPrices, data_prices, end_gathers, gather_prices
-from autopar.cost_model.step.experts import with_experts
+from autopar.cost_model.shared_prices import SharedPrices
+from autopar.cost_model.step.assembly import StepTimes, assembled
+from autopar.cost_model.step.context import Basis
 from autopar.cost_model.step.layouts import Layouts, layouts_from
 from autopar.cost_model.step.offload import can_offload, host_bytes, host_of, is_on_host
-from autopar.cost_model.step.saved_bytes import SavedBytes, activations
+from autopar.cost_model.step.saved_bytes import activations
 from autopar.cost_model.step.step import StepSeconds
-from autopar.cost_model.step.unique_rows import distinct, numbered, spread
+from autopar.cost_model.step.unique_rows import distinct, numbered
 from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.ir.arrays import Floats
 from autopar.ir.offload import ACTIVATIONS, NO_OFFLOAD
@@ -72,7 +68,7 @@ class Machinery:
         if not is_on_host(engine, ACTIVATIONS):
             return 0.0
         family = family_at(works, layouts, self.machine.mechanisms)
-        saved = activations(family, shape_of_works(works), layouts, engine, fused=engine.attention == "fused")
+        saved = activations(family, shape_of_works(works), layouts, engine)
         part = self._pinned_part(works, layouts)
         selective = part if self.most_level == 1 and works.has_selected else 0.0
         full = part if self.most_level > 1 or not works.has_selected else 0.0
@@ -145,15 +141,6 @@ def layouts_of(candidates: Candidates, *, sequence_parallel: bool) -> Layouts:
     )
 
 
-def basis_of(works: ProgramWorks, on: Machinery) -> Basis:
-    """The context in which the blocks of a captured model are priced."""
-    return Basis(
-        shape=shape_of_works(works),
-        machine=on.machine,
-        fused=on.machine.engine.attention == "fused",
-    )
-
-
 def screen(works: ProgramWorks, rows: Candidates, on: Machinery, *, logits: bool = True) -> Screening:
     """Price candidates under the labels of `works`.
 
@@ -168,7 +155,7 @@ def screen(works: ProgramWorks, rows: Candidates, on: Machinery, *, logits: bool
 
 def _screen(works: ProgramWorks, candidates: Candidates, on: Machinery, logits: bool) -> Screening:
     layouts = layouts_of(candidates, sequence_parallel=works.sequence_parallel)
-    basis, model = basis_of(works, on), model_of_program(works)
+    shared = SharedPrices(works, layouts, on.machine)
     run = Run(
         schedule=candidates.schedule,
         pp=layouts.pp,
@@ -178,31 +165,24 @@ def _screen(works: ProgramWorks, candidates: Candidates, on: Machinery, logits: 
         ranks_per_core=on.machine.ranks_per_core,
     )
     cuts: list[EvenCuts] = []
-    memory_of = memory_basis(basis.shape, on.machine, fused=basis.fused)
-    prices, blocks_save, saved_least = _prices(basis, model, layouts, memory_of)
-    if not logits:
-        blocks_save = replace(blocks_save, logits=np.zeros(1))
-    names = {*model.block_fields, "pp", "virtual"}
-    groups = distinct([numbered(np.broadcast_to(getattr(layouts, name), layouts.pp.shape)) for name in names])
+    prices = shared.prices(slice(None), with_parts=False)
+    groups = distinct([numbered(column) for column in (shared.row, layouts.pp, layouts.virtual)])
     waits = 0.0 if on.machine.engine.messages == "overlapped" else 1.0
     bound = lower_bound(run, waits=waits, used=cuts, groups=groups)
     levels = (0, 1, 2) if works.has_selected else (0, 2)
     priced = [
-        assembled(basis, replace(layouts, recompute=np.full(len(candidates), float(level))), prices, bound)
+        assembled(shared.basis, replace(layouts, recompute=np.full(len(candidates), float(level))), prices, bound)
         for level in levels
     ]
     steps = [priced[0], priced[-2], priced[-1]]  # without chosen operators, level 1 is level 0
     memory = memory_bounds(
         candidates.schedule,
-        model.parameters(layouts),
-        blocks_save,
-        saved_least,
-        layouts,
-        memory_of,
+        shared,
         cuts[0],
         distinct([groups, numbered(candidates.schedule), numbered(layouts.micro_batches)]),
         capacity_bytes=on.capacity_bytes,
         has_selective=works.has_selected,
+        has_logits=logits,
     )
     least = np.broadcast_to(memory.level, layouts.pp.shape)
     level = _of_whole_blocks(least, run)
@@ -229,9 +209,9 @@ def _screen(works: ProgramWorks, candidates: Candidates, on: Machinery, logits: 
         seconds=np.where(can, mixed, np.inf),
         recomputed_seconds=np.where(can, steps[2].seconds, np.inf),
         least_seconds=np.where(legal, least_s, np.inf),
-        pipeline=_of_pipeline(basis, steps[0]),
-        selective_pipeline=_of_pipeline(basis, steps[1]),
-        recomputed_pipeline=_of_pipeline(basis, steps[2]),
+        pipeline=_of_pipeline(shared.basis, steps[0]),
+        selective_pipeline=_of_pipeline(shared.basis, steps[1]),
+        recomputed_pipeline=_of_pipeline(shared.basis, steps[2]),
         level=level,
         by_stage_seconds=np.where((full <= 1) & legal, by_stage, np.inf),
         without_bytes=np.broadcast_to(memory.without, level.shape),
@@ -262,53 +242,6 @@ def _of_pipeline(basis: Basis, step: StepTimes) -> Floats:
     behind = step.sums + step.end_gathers + step.optimizer + step.host_copies + step.accumulation
     behind = behind + basis.machine.mechanisms.step_s
     return np.asarray((step.before - behind) * (1 + step.straggling))
-
-
-def _prices(
-    basis: Basis, model: ScreenedModel, layouts: Layouts, memory_of: MemoryBasis
-) -> tuple[StepPrices, BlockBytes, SavedBytes]:
-    """The prices of every layout, without the parts of a block's seconds, and the bytes that blocks save.
-
-    A block is priced once for all candidates with the same fields. A gather is priced once for all candidates whose
-    ranks lie in the same places.
-    """
-    roles = repeated_roles(basis.shape)
-    columns = {name: numbered(getattr(layouts, name)) for name in {*model.block_fields, *RANK_FIELDS}}
-    of_blocks, of_ranks = (distinct([columns[name] for name in names]) for names in (model.block_fields, RANK_FIELDS))
-    few, places = layouts.only(model.block_fields, of_blocks.rows), layouts.only(RANK_FIELDS, of_ranks.rows)
-    blocks, bare = model.blocks(few), model.parameters(places)
-    if "ep" in model.block_fields:
-        blocks = with_experts(blocks, few, basis.machine.mechanisms)
-    passes = {role: block_prices(basis, blocks, few, role) for role in roles}
-
-    def end(role: str) -> Passes:
-        passes = end_passes(basis, blocks, few, role)
-        return replace(passes.at(of_blocks.index), weight=spread(np.asarray(passes.weight), of_blocks.index))
-
-    known: list[tuple[Floats, DataPrices]] = []  # levels of recomputation have the same blocks
-
-    def data(per_rank: Floats) -> DataPrices:
-        per_rank = np.broadcast_to(per_rank, layouts.tp.shape)
-        if not known or not np.array_equal(known[0][0], per_rank):
-            known[:] = [(per_rank, data_of(per_rank))]
-        return known[0][1]
-
-    def data_of(per_rank: Floats) -> DataPrices:
-        each = distinct([*(columns[name] for name in RANK_FIELDS), numbered(per_rank)])
-        rows = each.rows
-        at = layouts.only(RANK_FIELDS, rows)
-        return data_prices(basis, model.parameters(at), at, per_rank[rows]).at(each.index)
-
-    prices = StepPrices(
-        blocks={role: passes.at(of_blocks.index, with_parts=False) for role, passes in passes.items()},
-        first=end("first"),
-        last=end("last"),
-        gathers={role: gather_prices(basis, bare, places, role).at(of_ranks.index) for role in roles},
-        end_gathers=spread(end_gathers(basis, bare, places), of_ranks.index),
-        data=data,
-    )
-    saved, least = block_bytes(blocks, few, memory_of), least_saved(blocks, few, memory_of)
-    return prices, saved.at(of_blocks.index), least.at(of_blocks.index)
 
 
 def _of_whole_blocks(level: Floats, run: Run) -> Floats:

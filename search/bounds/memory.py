@@ -19,19 +19,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost_model.machine.engine import Engine
-from autopar.cost_model.memory.formula import (
-    BlockBytes,
-    MemoryBasis,
-    gathered_bytes,
-    gone_logits,
-    makes_gradients,
-    state_bytes,
-)
+from autopar.cost_model.memory.formula import gone_logits, makes_gradients, state_bytes
+from autopar.cost_model.shared_prices import SharedPrices
 from autopar.cost_model.step.context import repeated_roles
 from autopar.cost_model.step.layouts import Layouts, Shape
 from autopar.cost_model.step.rank_parameters import block_parameters, rank_parameters
-from autopar.cost_model.step.saved_bytes import SavedBytes
+from autopar.cost_model.step.saved_bytes import SavedBytes, least_of
 from autopar.cost_model.step.unique_rows import Distinct, spread
 from autopar.cost_model.work.block_work import Family
 from autopar.ir.arrays import Floats
@@ -98,24 +91,23 @@ class MemoryBounds:
 
 def memory_bounds(
     schedule: NDArray[np.int64],
-    parameters: Family[Any],
-    blocks_save: BlockBytes,
-    least_saved: SavedBytes,
-    layouts: Layouts,
-    basis: MemoryBasis,
+    shared: SharedPrices,
     cuts: EvenCuts,
     peers: Distinct,
     *,
     capacity_bytes: float,
     has_selective: bool,
+    has_logits: bool,
 ) -> MemoryBounds:
-    """Memory bounds of candidates. With `has_selective` blocks can be recomputed selectively.
+    """Memory bounds of candidates, of which a rank may use `capacity_bytes`.
 
-    `schedule` holds positions in `SCHEDULE_NAMES`. `parameters` has the numbers of the blocks' parameters. The block
-    that saves least saves `least_saved`. Candidates with the same number in `groups` have the same pipeline. A rank may
-    use `capacity_bytes`.
+    `schedule` holds positions in `SCHEDULE_NAMES`. Candidates with the same number in `peers` have the same pipeline.
+    With `has_selective` blocks can be recomputed selectively. Without `has_logits`, logits take no memory.
     """
-    shape, engine, saved = basis.shape, basis.engine, blocks_save.saved
+    layouts, basis, parameters = shared.layouts, shared.memory_basis, shared.parameters(shared.row)
+    shape, engine, blocks_save = basis.shape, basis.engine, spread(shared.bytes_of_blocks, shared.row)
+    saved, least_saved = blocks_save.saved, spread(least_of([*shared.bytes_of_roles.saved.values()]), shared.row)
+    logits = blocks_save.logits if has_logits else np.zeros(1)
     if not has_selective:  # the selective level is no recomputation
         saved = replace(saved, selective=saved.none, again=np.zeros(1))
         least_saved = replace(least_saved, selective=least_saved.none, again=np.zeros(1))
@@ -125,8 +117,9 @@ def memory_bounds(
     has_blocks = (owned[0][0] > 0) & (owned[1][0] > 0)
 
     def rank(blocks: Floats, ends: tuple[Any, Any], held: Floats, saved: SavedBytes) -> _Rank:
-        parts = _state(parameters, shape, layouts, engine, blocks, ends)
-        parts["logits"] = np.where(ends[1], blocks_save.logits, 0.0)
+        held_parameters = rank_parameters(parameters, shape, layouts, blocks, has_first=ends[0], has_last=ends[1])
+        parts = state_bytes(held_parameters, layouts, basis, blocks, has_stages=layouts.pp > 1)
+        parts["logits"] = np.where(ends[1], logits, 0.0)
         held = held if peers.index is None else held[peers.index]
         held = np.where(layouts.pp > 1, held, blocks)
         before = saved.always  # a block's tensors before they are moved to the host
@@ -210,15 +203,6 @@ def _largest(rank: "_Rank", is_full: NDArray[np.bool_]) -> Floats:
     parts = {**rank.parts, "activations": np.where(is_full, full + rank.working[1], none)}
     every = np.stack(np.broadcast_arrays(*(parts[name] for name in PARTS)))
     return np.asarray(np.argmax(every, axis=0), float)
-
-
-def _state(
-    family: Family[Any], shape: Shape, layouts: Layouts, engine: Engine, blocks: Floats, ends: tuple[Any, Any]
-) -> dict[str, Floats]:
-    """Parameters, gradients, optimizer state and gathered weights."""
-    parameters = rank_parameters(family, shape, layouts, blocks, has_first=ends[0], has_last=ends[1])
-    gathered = gathered_bytes(parameters, shape, layouts, engine, blocks, has_stages=layouts.pp > 1)
-    return state_bytes(parameters, shape, layouts, engine) | {"gathered": gathered}
 
 
 def level_weights(level: Floats) -> tuple[Floats, Floats, Floats]:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost_model.pricing import family_at
+from autopar.cost_model.pricing import family_at, shape_of_works
 from autopar.cost_model.step.block_prices import block_prices, end_passes
 from autopar.cost_model.step.context import Basis, Passes, repeated_roles
 from autopar.cost_model.step.layouts import Layouts
@@ -26,7 +26,7 @@ from autopar.cost_model.work.block_work import Family
 from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.errors import AutoparError
 from autopar.ir.arrays import Floats
-from autopar.search.bounds.lower_bounds import Machinery, basis_of, layouts_of, screen
+from autopar.search.bounds.lower_bounds import Machinery, layouts_of, screen
 from autopar.search.bounds.memory import level_weights
 from autopar.search.bounds.pipeline import SPLITS_BACKWARD
 from autopar.search.driver.alternatives import raised_seconds
@@ -182,7 +182,8 @@ def most_saved(search: SearchState, index: NDArray[np.int64]) -> Floats:
 
 
 def _most_saved(works: ProgramWorks, candidates: Candidates, on: Machinery) -> Floats:
-    basis, layouts = basis_of(works, on), layouts_of(candidates, sequence_parallel=works.sequence_parallel)
+    basis = Basis(shape=shape_of_works(works), machine=on.machine)
+    layouts = layouts_of(candidates, sequence_parallel=works.sequence_parallel)
     gathered = family_at(works, layouts, on.machine.mechanisms)
     kept = _without_second_gathers(gathered)
     staged, splits = candidates.pp > 1, np.isin(candidates.schedule, SPLITS)

@@ -7,13 +7,13 @@ collectives of ZeRO. A search and a plan of given degrees cut by the same weight
 from collections.abc import Mapping, Sequence
 
 from autopar.cost_model.pricing import layouts_of_degrees
+from autopar.cost_model.shared_prices import SharedPrices
 from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.errors import PlanError, did_you_mean
 from autopar.ir.degrees import Degrees
 from autopar.ir.program import Program
 from autopar.ir.stages import main_calls
 from autopar.search.bounds.lower_bounds import Machinery
-from autopar.search.pricing.shared import SharedPrices
 from autopar.search.pricing.stage_partition import partition
 
 
@@ -42,7 +42,7 @@ def even_cuts(works: ProgramWorks, call_s: Sequence[float], num_stages: int) -> 
 def call_seconds(works: ProgramWorks, degrees: Degrees, on: Machinery) -> tuple[float, ...]:
     """Seconds of every main call on one rank for one micro-batch, forward and backward."""
     layouts = layouts_of_degrees(works, [degrees], recompute=0)
-    (passes,) = SharedPrices(works, layouts, on).passes
+    (passes,) = SharedPrices(works, layouts, on.machine).passes
     return tuple(seconds_of_calls(works, passes))
 
 

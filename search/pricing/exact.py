@@ -17,8 +17,10 @@ from autopar.cost_model.memory.formula import StepMemory
 from autopar.cost_model.memory.per_stage import HeldByRanks, bytes_of_roles, fullest, held_by_ranks
 from autopar.cost_model.pipeline.stages import Stages, pipelines_of, stages_at
 from autopar.cost_model.pricing import Pricing, Question, layouts_of_degrees, parts_between
+from autopar.cost_model.shared_prices import SharedPrices
 from autopar.cost_model.step.layouts import Layouts
 from autopar.cost_model.step.step import StepSeconds, step_of
+from autopar.cost_model.step.unique_rows import spread
 from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.ir.arrays import Floats
 from autopar.ir.cluster import ClusterSpec
@@ -28,7 +30,6 @@ from autopar.memo import Memo
 from autopar.search.bounds.lower_bounds import Machinery, pipeline_seconds
 from autopar.search.pricing.cuts import even_cuts, seconds_of_calls
 from autopar.search.pricing.per_stage_recompute import CallCosts, Recomputed, costs_of, cuts_by_stage, fewest_blocks
-from autopar.search.pricing.shared import SharedPrices
 
 NONE, SELECTIVE, FULL = 0, 1, 2  # levels of recomputation, positions in `RECOMPUTE`
 
@@ -106,7 +107,7 @@ class PlanPricer:
         self.works, self.on, self.least_memory = works, on, least_memory
         self.degrees = lambda index: replace(degrees(index), offload=on.machine.engine.offload)
         self.sharing = on.machine.ranks_per_core
-        self.shared = SharedPrices(works, layouts, on)
+        self.shared = SharedPrices(works, layouts, on.machine)
         self.allowed = np.broadcast_to(on.allows(works, layouts), len(layouts.tp))
         self.num_blocks = sum(count for _, count in works.counts)
         self.levels = (NONE, SELECTIVE, FULL) if works.has_selected else (NONE, FULL)
@@ -180,8 +181,9 @@ class PlanPricer:
         return weights
 
     def _held(self, index: int, stages: Stages) -> HeldByRanks:
-        shared, row = self.shared, int(self.shared.row[index])
-        return held_by_ranks(stages, shared.bytes_of_roles, row, shared.layouts.at([index]), shared.memory_basis)
+        shared = self.shared
+        blocks = spread(shared.bytes_of_roles, shared.row[[index]])
+        return held_by_ranks(stages, blocks, shared.layouts.at([index]), shared.memory_basis)
 
     def _is_by_stage(self, cut: Cut, must_recompute: bool) -> bool:
         if isinstance(self.on.recompute_blocks, tuple):
@@ -227,10 +229,12 @@ class PlanPricer:
         )
 
     def _costs(self, index: int, cut: Cut) -> CallCosts:
-        shared, row = self.shared, int(self.shared.row[index])
-        state, saved = bytes_of_roles(shared.bytes_of_roles, row, shared.layouts.at([index]), shared.memory_basis)
-        recomputed = [shared.selective_s[row] if self.works.has_selected else {}]
-        recomputed.append({role: passes for role, (passes, _) in self._passes(index).items()})
+        shared, row = self.shared, self.shared.row[[index]]
+        blocks = spread(shared.bytes_of_roles, row)
+        state, saved = bytes_of_roles(blocks, shared.layouts.at([index]), shared.memory_basis)
+        selective = {role: float(np.max(spread(prices.selective, row))) for role, prices in shared.blocks.items()}
+        full = {role: forward for role, (forward, _) in self._passes(index).items()}
+        recomputed = [selective if self.works.has_selected else {}, full]
         if not self.works.has_selected:
             saved[SELECTIVE] = saved[NONE]
         return costs_of(self.works.calls, self._weights(index, cut), recomputed, state, saved)
@@ -326,14 +330,14 @@ class PlanPricer:
         """
         ones = [(k, level) for k, plan in enumerate(plans) for level in self._levels(plan)]
         index = np.array([plans[k].index for k, _ in ones])
-        layouts, blocks = self.shared.at(index, np.array([float(level) for _, level in ones]))
+        layouts = replace(self.shared.layouts.at(index), recompute=np.array([float(level) for _, level in ones]))
         stages, pipeline = [plans[k].stages for k, _ in ones], None
         if stages[0] is not None:
             each = [stage for stage in stages if stage is not None]
             pipeline = pipelines_of(
                 each, self.on.machine.engine, self.on.machine.mechanisms.message_exposed, self.sharing, self.memo
             )
-        steps = step_of(self.shared.basis, layouts, blocks, pipeline)
+        steps = step_of(self.shared.basis, layouts, self.shared.prices(index), pipeline)
         of_pipelines = np.broadcast_to(pipeline_seconds(steps), len(ones)).tolist()
         for k, seconds in self._in_parts(plans).items():
             of_pipelines[next(at for at, pair in enumerate(ones) if pair[0] == k)] = seconds
@@ -366,10 +370,11 @@ class PlanPricer:
         }
         if not stages:
             return {}
-        layouts, blocks = self.shared.at(np.array([plans[k].index for k in stages]), np.zeros(len(stages)))
+        index = np.array([plans[k].index for k in stages])
         exposed = self.on.machine.mechanisms.message_exposed
         pipeline = pipelines_of([*stages.values()], self.on.machine.engine, exposed, self.sharing, self.memo)
-        seconds = pipeline_seconds(step_of(self.shared.basis, layouts, blocks, pipeline))
+        step = step_of(self.shared.basis, self.shared.layouts.at(index), self.shared.prices(index), pipeline)
+        seconds = pipeline_seconds(step)
         return dict(zip(stages, np.broadcast_to(seconds, len(stages)).tolist(), strict=True))
 
 

@@ -113,7 +113,7 @@ def _counted(works: Any, question: Question, machine: Any, links: CountingLinks,
     layouts = layout_of(works, question)
     found = [
         float(
-            step_seconds(pricing.family(one), pricing.shape, one, counting, fused=True, pipeline=pipeline).seconds[0]
+            step_seconds(pricing.family(one), pricing.shape, one, counting, pipeline).seconds[0]
         )
         for one in pricing.at_levels(layouts)
     ]  # fmt: skip

@@ -215,7 +215,7 @@ def test_extra_flop_and_held_logits_are_priced() -> None:
 
     def seconds(kinds: tuple[str, ...]) -> float:
         own = replace(last, products=tuple(one for one in last.products if one.kind in kinds))
-        found = computing_seconds(own, machine.speeds, machine.engine, is_narrow=False, fused=True)
+        found = computing_seconds(own, machine.speeds, machine.engine, is_narrow=False)
         return float(np.max(found.products))
 
     product, with_again = seconds(("matmul",)), seconds(("matmul", "again"))

@@ -94,10 +94,10 @@ def test_one_thread_adds_starting_to_running() -> None:
         peak_flops_per_s=1e10, product_flops_per_s=1e10, narrow_flops_per_s=None, attention=profile.attention,
         tile=profile.tile, bytes_per_s=1e9, launch_s=1e-6, host_s=1e-3, misaligned=1.0, in_one_thread=True,
     )  # fmt: skip
-    found = computing_seconds(work, speeds, ENGINE, is_narrow=False, fused=True)
+    found = computing_seconds(work, speeds, ENGINE, is_narrow=False)
     assert found.forward == pytest.approx(3e-3 + 1e-6 + 1e-3)
     assert found.waiting == pytest.approx(3e-3)
-    beside = computing_seconds(work, replace(speeds, in_one_thread=False), ENGINE, is_narrow=False, fused=True)
+    beside = computing_seconds(work, replace(speeds, in_one_thread=False), ENGINE, is_narrow=False)
     assert beside.forward < found.forward
 
 

@@ -35,7 +35,7 @@ def priced(machine: Machine, m: float, n: float, k: float, experts: float) -> Bl
         saved_fused_bytes=0.0, saved_operand_bytes=0.0, input_bytes=0.0,
         parameters_split=0.0, parameters_whole=0.0, parameters_expert=0.0,
     )  # fmt: skip
-    return computing_seconds(work, machine.speeds, machine.engine, is_narrow=False, fused=True)
+    return computing_seconds(work, machine.speeds, machine.engine, is_narrow=False)
 
 
 def seconds(machine: Machine, m: float, n: float, k: float, experts: float) -> float:

@@ -96,7 +96,7 @@ def waited(machine: Machine, *, exchange_s: float = 0.0, name: str = "expert_pro
         counts=(("moe_layer", np.ones(1)),), hidden=np.ones(1), sequence=np.ones(1), experts_per_token=np.ones(1),
         is_tied=np.zeros(1),
     )  # fmt: skip
-    basis = Basis(shape=shape, machine=machine, fused=True)
+    basis = Basis(shape=shape, machine=machine)
     family = with_experts(block(name), LAYOUT, machine.mechanisms)
     found = count_seconds(basis, family, LAYOUT, "moe_layer", np.array([exchange_s]))
     return [float(one) for one in np.broadcast_to(found, (2,))]

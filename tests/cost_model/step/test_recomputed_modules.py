@@ -101,7 +101,7 @@ def test_operands_in_8_bits_free_half() -> None:
     )
     for precision, part in (("bf16", 1.0), ("fp8", 0.5)):
         engine = engine_named("megatron").model_copy(update={"selective": ["mlp"]}).computing_in(precision)
-        saved = activations(works, shape, layouts, engine, fused=True)
+        saved = activations(works, shape, layouts, engine)
         assert saved.again == pytest.approx(found.results_bytes + part * found.operands_bytes)
         assert saved.none - saved.selective == pytest.approx(saved.again)
 

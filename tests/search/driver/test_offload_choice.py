@@ -8,15 +8,15 @@ import pytest
 from deep_models import Deep, machinery
 from search_cases import Case
 
-from autopar.cost_model.pricing import layout_of
+from autopar.cost_model.pricing import layout_of, shape_of_works
 from autopar.cost_model.step.layouts import Layouts
-from autopar.cost_model.step.offload import can_offload, host_bytes, state_bytes_on_host
+from autopar.cost_model.step.offload import can_offload, host_bytes
 from autopar.errors import InputError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.device import HostShare
 from autopar.ir.offload import OFFLOADS
-from autopar.search.bounds.lower_bounds import Machinery, basis_of, screen
+from autopar.search.bounds.lower_bounds import Machinery, screen
 from autopar.search.driver.infeasible import Query, closest
 from autopar.search.driver.offload_choice import search_offloads
 from autopar.search.driver.search import SearchState, search_degrees
@@ -135,8 +135,8 @@ def test_the_optimizer_on_the_host_by_hand() -> None:
     assert float(there.step.parts["host copies"].max()) == pytest.approx(copies, rel=1e-6)
     assert float(there.step.parts["optimizer"].max()) == pytest.approx(update, rel=1e-6)
     assert float(here.step.parts["host copies"].max()) == 0.0
-    shape = basis_of(works, on).shape
-    held = state_bytes_on_host(shape) * elements
+    shape = shape_of_works(works)
+    held = (2 * shape.stored_bytes + shape.moment_bytes) * elements
     assert host_bytes(on.keeping("optimizer").machine.engine, shape, works.num_parameters, 0.0, layouts(
         dp=4.0, shard=4.0, zero=3.0)) == pytest.approx(held)  # fmt: skip
     little = hosted(on, replace(HOST, memory_bytes=0.99 * held)).keeping("optimizer")
