@@ -14,7 +14,7 @@ from autopar.cost_model.machine.fitted_constants import Mechanisms
 from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.memory.formula import StepMemory, memory_basis, step_memory
 from autopar.cost_model.memory.per_stage import fullest, memory_of_ranks
-from autopar.cost_model.pipeline.stages import Stages, is_by_stage, pipeline_of, stages_at, whole_message_s
+from autopar.cost_model.pipeline.stages import Stages, is_by_stage, pipelines_of, stages_at, whole_message_s
 from autopar.cost_model.step.assembly import Pipeline, PipelineTimes
 from autopar.cost_model.step.context import Passes
 from autopar.cost_model.step.experts import with_experts
@@ -126,7 +126,7 @@ class Pricing:
         stages, pipeline = self.stages(), None
         if stages is not None:
             exposed, sharing = self.machine.mechanisms.message_exposed, self.machine.ranks_per_core
-            pipeline = pipeline_of(stages, self.question.engine, exposed, sharing, every_rank=every_rank)
+            pipeline = pipelines_of([stages], self.question.engine, exposed, sharing, every_rank=every_rank)
         steps = [self._step(at, pipeline) for at in self.at_levels(layouts)]
         return step_between(self._shares(), steps)
 

@@ -28,7 +28,6 @@ from autopar.cost_model.pipeline.stages import (
     calls_by_role,
     per_rank,
     recomputed,
-    recomputed_selectively,
 )
 from autopar.cost_model.step.layouts import Layouts
 from autopar.cost_model.step.rank_parameters import RankParameters, block_parameters
@@ -106,7 +105,7 @@ class HeldByRanks:
         roles, _ = calls_by_role(self.stages.roles)
         fully, partly = (
             np.array([[calls.count(role) for role in roles] for calls in each], dtype=np.float64)
-            for each in (recomputed(stages), recomputed_selectively(stages))
+            for each in recomputed(stages)
         )
         return fully, partly
 

@@ -13,7 +13,7 @@ itself; an action list does not say so.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -72,15 +72,14 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """A replayed step. Arrays are per rank; `starts_s[rank][i]` and the like are of the i-th action of a rank.
+    """A replayed run. `starts_s[rank][i]` and the like are of the i-th action of a rank, `sending_s` of blocking sends.
 
-    `busy_s` is the seconds in passes, `sending_s` the seconds in blocking sends.
+    `orders` are the replayed lists, if the caller has them.
     """
 
-    orders: Orders
+    orders: Orders = ()
     rank_of_stage: Sequence[int]
     step_s: float
-    busy_s: NDArray[np.float64]
     sending_s: NDArray[np.float64]
     starts_s: Sequence[Sequence[float]]
     ends_s: Sequence[Sequence[float]]
@@ -89,7 +88,12 @@ class Simulation:
 
     @property
     def num_ranks(self) -> int:
-        return len(self.orders)
+        return len(self.starts_s)
+
+    @property
+    def busy_s(self) -> NDArray[np.float64]:
+        """Seconds of every rank in passes."""
+        return np.array([sum(end) - sum(start) for start, end in zip(self.starts_s, self.ends_s, strict=True)])
 
     def timeline(self) -> Iterator[Interval]:
         """Every pass, rank by rank in the order of time."""
@@ -125,22 +129,10 @@ def simulate(
     replay = _replay(np.array(each).reshape(-1, 3).T, [*map(len, orders)], ranks)
     if not isinstance(replay, Replay):
         raise _stuck(orders, replay, ranks)
-    times = replayed(replay, seconds, messages=messages)
-    busy = [sum(end) - sum(start) for start, end in zip(times.starts_s, times.ends_s, strict=True)]
-    return Simulation(
-        orders=orders,
-        rank_of_stage=replay.rank_of_stage,
-        step_s=times.step_s,
-        busy_s=np.array(busy),
-        sending_s=times.sending_s,
-        starts_s=times.starts_s,
-        ends_s=times.ends_s,
-        sent_s=times.sent_s,
-        arrived_s=times.arrived_s,
-    )
+    return replace(replayed(replay, seconds, messages=messages), orders=orders)
 
 
-def shared_step_s(run: "Simulation | ReplayTimes", ranks_per_core: float) -> float:
+def shared_step_s(run: Simulation, ranks_per_core: float) -> float:
     """Seconds of a step whose ranks share cores, replayed with the seconds of passes while all ranks compute.
 
     At any moment all computing ranks have the same speed, so the order of events stays and time runs faster. If k of p
@@ -203,19 +195,6 @@ class Replay:
     rank_of_stage: Sequence[int]
     rows: Sequence[tuple[int, ...]]
     num_cells: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayTimes:
-    """Times of a replay by rank, in the order of its actions; `sending_s` are seconds per rank in sends that block."""
-
-    step_s: float
-    num_ranks: int
-    sending_s: NDArray[np.float64]
-    starts_s: list[list[float]]
-    ends_s: list[list[float]]
-    sent_s: list[list[float]]
-    arrived_s: list[list[float]]
 
 
 @lru_cache(maxsize=64)
@@ -296,7 +275,7 @@ def _rows(
 
 def replayed(
     replay: Replay, seconds: StageSeconds, *, messages: Literal["overlapped", "blocking"] = "overlapped"
-) -> ReplayTimes:
+) -> Simulation:
     """Replay action lists with the seconds of their passes."""
     blocks, ranks = messages == "blocking", range(replay.num_ranks)
     lasting, lasts = _lasting(seconds)
@@ -323,9 +302,9 @@ def replayed(
         free[rank] = now + lasting[then]
         if then >= 0:
             write(rank, now, free[rank], _NEVER, _NEVER)
-    return ReplayTimes(
+    return Simulation(
+        rank_of_stage=replay.rank_of_stage,
         step_s=max(free, default=0.0),
-        num_ranks=replay.num_ranks,
         sending_s=np.array(sending),
         starts_s=starts,
         ends_s=ends,

@@ -111,34 +111,6 @@ def is_by_stage(degrees: Degrees) -> bool:
     return isinstance(degrees.recompute_blocks, tuple) or isinstance(degrees.selective_blocks, tuple)
 
 
-def pipeline_of(
-    stages: Stages, engine: Engine, message_exposed: float, ranks_per_core: float = 1.0, *, every_rank: bool = False
-) -> Pipeline:
-    """How `step.step_seconds` prices one layout's stages; see `pipelines_of`. With `every_rank` the
-    parts are arrays of all ranks instead of the slowest one's, or the mean one's."""
-    if not every_rank:
-        return pipelines_of([stages], engine, message_exposed, ranks_per_core)
-    is_overlapped = engine.messages == "overlapped"
-
-    def priced(passes: Mapping[str, Passes], message: Floats) -> PipelineTimes:
-        seconds = seconds_of_roles(passes)
-        sent_s = whole_message_s(message, engine, message_exposed)
-        busy, blocks, extra, total, sending = _of_ranks(stages, seconds, sent_s, is_overlapped, ranks_per_core)
-        idle = np.maximum(0.0, total - stages.micro_batches * busy - sending)
-        full, selective = _recomputed_of_ranks(stages)
-        return PipelineTimes(
-            busy=busy,
-            blocks=blocks,
-            again=extra,
-            full=full,
-            selective=selective,
-            idle=stages.runs * idle,
-            messages=stages.runs * sending,
-        )
-
-    return priced
-
-
 def whole_message_s(message: Floats, engine: Engine, message_exposed: float) -> float:
     """Seconds of one message. The figures of overlapped messages count the fraction `message_exposed`."""
     return float(np.max(message)) / (message_exposed if engine.messages == "overlapped" else 1.0)
@@ -150,33 +122,36 @@ def pipelines_of(
     message_exposed: float,
     ranks_per_core: float = 1.0,
     memo: Memo | None = None,
+    *,
+    every_rank: bool = False,
 ) -> Pipeline:
     """How `autopar.cost_model.step.step.step_of` prices the stages of every layout.
 
     `message_exposed` is the fraction of an overlapped message that its figures count; here the action list shows the
     hidden part. If ranks share cores, a computing rank is faster while others wait (`shared_step_s`), and the parts are
-    those of the mean rank. Layouts that differ in data parallelism alone run the same: `memo` holds their pipelines.
+    those of the mean rank. With `every_rank` the parts of one layout are those of all ranks. Layouts that differ in
+    data parallelism alone run the same: `memo` holds their pipelines.
     """
     is_overlapped, memo = engine.messages == "overlapped", Memo() if memo is None else memo
 
     def priced(passes: Mapping[str, Passes], message: Floats) -> PipelineTimes:
         size, roles = len(stages), tuple(passes)
-        columns = [
-            np.broadcast_to(values, size).tolist()
-            for each in passes.values()
-            for values in (each.forward, each.backward, np.asarray(each.weight), np.asarray(each.selective))
-        ]
+        columns = [np.broadcast_to(values, size).tolist() for each in passes.values() for values in _fields(each)]
         messages = np.broadcast_to(message / (message_exposed if is_overlapped else 1.0), size).tolist()
         rows = [
-            memo(_pipelined, each, roles, seconds, sent_s, is_overlapped, ranks_per_core)
+            memo(_pipelined, each, roles, seconds, sent_s, is_overlapped, ranks_per_core, every_rank)
             for each, sent_s, seconds in zip(stages, messages, zip(*columns, strict=True), strict=True)
         ]
-        busy, blocks, extra, full, selective, idle, sending = np.array(rows).T
+        busy, blocks, extra, full, selective, sending, idle = np.concatenate(rows, axis=1)
         return PipelineTimes(
             busy=busy, blocks=blocks, again=extra, full=full, selective=selective, idle=idle, messages=sending
         )
 
     return priced
+
+
+def _fields(passes: Passes) -> tuple[Floats, ...]:
+    return passes.forward, passes.backward, np.asarray(passes.weight), np.asarray(passes.selective)
 
 
 def _pipelined(
@@ -186,54 +161,34 @@ def _pipelined(
     message: float,
     is_overlapped: bool,
     ranks_per_core: float,
-) -> tuple[float, ...]:
-    """The fields of `PipelineTimes` for one layout: seconds and blocks of a rank, its idle seconds and its messages.
+    every_rank: bool,
+) -> NDArray[np.float64]:
+    """Figures of the slowest rank of one layout, of the mean rank if ranks share cores, or of every rank.
 
-    Each role has the seconds of the fields of `Passes`.
+    These are seconds of a micro-batch, blocks, seconds of recomputation, fully and selectively recomputed blocks, and
+    seconds of a step in messages and idle. Each role has the seconds of the fields of `Passes`.
     """
     passes = {role: seconds[4 * k : 4 * k + 4] for k, role in enumerate(roles)}
-    busy, blocks, extra, total, sending = _of_ranks(stages, passes, message, is_overlapped, ranks_per_core)
-    slowest = int(np.argmax(busy))
-    busy_s, *others, waited = (
-        float(np.mean(values) if ranks_per_core > 1 else values[slowest])
-        for values in (busy, blocks, extra, *_recomputed_of_ranks(stages), sending)
-    )
-    idle = max(0.0, total - stages.micro_batches * busy_s - waited)
-    return busy_s, *others, stages.runs * idle, stages.runs * waited
-
-
-def _recomputed_of_ranks(stages: Stages) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The fully and the selectively recomputed blocks of every rank, where stages differ in that."""
-    full, selective = (
-        per_rank(stages, np.array([len(roles) for roles in calls], dtype=np.float64))
-        for calls in (recomputed(stages), recomputed_selectively(stages))
-    )
-    return full, selective
-
-
-def _of_ranks(
-    stages: Stages, passes: Mapping[str, Sequence[float]], message: float, is_overlapped: bool, ranks_per_core: float
-) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64], float, NDArray[np.float64]]:
-    """Figures of every rank, and the seconds of one run.
-
-    The figures are the seconds of its passes of a micro-batch, its repeated blocks, the seconds of its recomputation,
-    and the seconds in which it waits for its messages.
-    """
     forward, backward, weight, extra = seconds_of_stages(stages, passes)
     total, sending = _seconds(stages, forward, backward, weight, message, is_overlapped, ranks_per_core)
-    blocks, repeated = (per_rank(stages, one) for one in (np.array([len(own) for own in stages.repeated]), extra))
-    return per_rank(stages, forward + backward), blocks, repeated, total, np.broadcast_to(sending, (stages.pp,))
+    counts = (np.array([float(len(roles)) for roles in each]) for each in (stages.repeated, *recomputed(stages)))
+    blocks, full, selective = (per_rank(stages, each) for each in counts)
+    busy, extra_s, waits = (
+        per_rank(stages, forward + backward),
+        per_rank(stages, extra),
+        np.broadcast_to(sending, stages.pp),
+    )
+    figures = np.array([busy, blocks, extra_s, full, selective, waits])
+    if not every_rank:
+        slowest = [int(np.argmax(busy))]
+        figures = figures.mean(axis=1, keepdims=True) if ranks_per_core > 1 else figures[:, slowest]
+    idle = np.maximum(0.0, total - stages.micro_batches * figures[0] - figures[-1])
+    return np.vstack([figures[:-1], stages.runs * figures[-1], stages.runs * idle])
 
 
 def seconds_of_roles(passes: Mapping[str, Passes]) -> dict[str, list[float]]:
     """The seconds of the fields of `Passes` for every role of one layout."""
-    return {
-        role: [
-            float(np.max(values))
-            for values in (each.forward, each.backward, np.asarray(each.weight), np.asarray(each.selective))
-        ]
-        for role, each in passes.items()
-    }
+    return {role: [float(np.max(values)) for values in _fields(each)] for role, each in passes.items()}
 
 
 def seconds_of_stages(stages: Stages, passes: Mapping[str, Sequence[float]]) -> tuple[Floats, Floats, Floats, Floats]:
@@ -248,7 +203,7 @@ def seconds_of_stages(stages: Stages, passes: Mapping[str, Sequence[float]]) -> 
     if stages.full is None:
         return forward, backward, weight, np.zeros(len(stages.roles))
     extra = np.zeros(len(stages.roles))
-    for which, of_stage in ((0, recomputed(stages)), (3, recomputed_selectively(stages))):
+    for which, of_stage in zip((0, 3), recomputed(stages), strict=True):
         extra += [sum(passes[role][which] for role in roles) for roles in of_stage]
     return forward, backward + extra, weight, extra
 
@@ -261,16 +216,11 @@ def _is_whole(stages: Stages) -> list[bool]:
     return [False, *(a + b > 0 for a, b in zip(stages.full[1:], stages.selective[1:], strict=True))]
 
 
-def recomputed(stages: Stages) -> list[tuple[str, ...]]:
-    """The roles of the blocks that every stage recomputes fully, where stages differ in that."""
-    return [roles[:most] for roles, most in zip(stages.repeated, stages.full or [0] * len(stages.roles), strict=True)]
-
-
-def recomputed_selectively(stages: Stages) -> list[tuple[str, ...]]:
-    """The roles of the blocks that every stage recomputes selectively, where stages differ in that."""
+def recomputed(stages: Stages) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
+    """The roles of the blocks that every stage recomputes fully and selectively, where stages differ in that."""
     nothing = (0,) * len(stages.roles)
-    counts = zip(stages.repeated, stages.full or nothing, stages.selective or nothing, strict=True)
-    return [roles[first : first + most] for roles, first, most in counts]
+    counts = list(zip(stages.repeated, stages.full or nothing, stages.selective or nothing, strict=True))
+    return [roles[:full] for roles, full, _ in counts], [roles[full : full + more] for roles, full, more in counts]
 
 
 @lru_cache(maxsize=256)
@@ -295,24 +245,10 @@ def _seconds(
     """
     if stages.num_actions > MOST_ACTIONS:
         ranks = [per_rank(stages, seconds) for seconds in (forward, backward, weight)]
-        whole = unequal_step_s(
-            stages.schedule,
-            micro_batches=stages.micro_batches,
-            forward_s=ranks[0],
-            backward_s=ranks[1],
-            weight_s=ranks[2],
-            virtual_stages=stages.virtual,
-        )
-        waited = 0.0
-        if not is_overlapped:
-            waited = float(
-                blocking_message_s(
-                    pp=stages.pp,
-                    virtual_stages=stages.virtual,
-                    micro_batches=stages.micro_batches,
-                    message_s=message,
-                )
-            )
+        run = {"virtual_stages": stages.virtual, "micro_batches": stages.micro_batches}
+        passes = dict(zip(("forward_s", "backward_s", "weight_s"), ranks, strict=True))
+        whole = unequal_step_s(stages.schedule, **run, **passes)
+        waited = 0.0 if is_overlapped else float(blocking_message_s(pp=stages.pp, **run, message_s=message))
         mean = stages.micro_batches * float(np.mean(ranks[0] + ranks[1]))
         shared = float(whole) if ranks_per_core == 1 else max(float(whole) / ranks_per_core, mean)
         return shared + waited, np.full(stages.pp, waited)
@@ -321,14 +257,12 @@ def _seconds(
     messages: Literal["overlapped", "blocking"] = "overlapped" if is_overlapped else "blocking"
     if ranks_per_core == 1:
         return run_seconds(replay, seconds, messages=messages)
-    run = replayed(replay, seconds, messages=messages)
-    return shared_step_s(run, ranks_per_core), run.sending_s
+    shared_run = replayed(replay, seconds, messages=messages)
+    return shared_step_s(shared_run, ranks_per_core), shared_run.sending_s
 
 
 def stage_seconds(forward: Floats, backward: Floats, weight: Floats, message: float) -> StageSeconds:
-    """The times with which a run of a schedule is simulated: seconds of one micro-batch in every stage, and of a
-    message.
-    """
+    """The times with which a run of a schedule is simulated, of one micro-batch."""
     between = [message] * (len(forward) - 1)
     return StageSeconds(
         forward_s=forward.tolist(),

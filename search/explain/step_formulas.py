@@ -12,7 +12,6 @@ import numpy as np
 from autopar.cost_model.pipeline.stages import (
     ENDS,
     recomputed,
-    recomputed_selectively,
     seconds_of_roles,
     seconds_of_stages,
 )
@@ -58,7 +57,7 @@ class _Terms:
                 self.pricing.recomputed_share(),
             )
         forward, backward, _, _ = seconds_of_stages(stages, seconds_of_roles(self.passes))
-        again_of = zip(recomputed(stages), recomputed_selectively(stages), strict=True)
+        again_of = zip(*recomputed(stages), strict=True)
         counts = [len(fully) + len(partly) for fully, partly in again_of]
         of_stages = zip(forward + backward, map(len, stages.repeated), counts, strict=True)
         of_ranks = np.zeros((stages.pp, 3))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.cost_model.memory.formula import StepMemory
 from autopar.cost_model.memory.per_stage import HeldByRanks, bytes_of_roles, fullest, held_by_ranks
@@ -106,7 +107,6 @@ class PlanPricer:
         self.memo = memo
         self.works, self.on, self.least_memory = works, on, least_memory
         self.degrees = lambda index: replace(degrees(index), offload=on.machine.engine.offload)
-        self.sharing = on.machine.ranks_per_core
         self.shared = SharedPrices(works, layouts, on.machine)
         self.allowed = np.broadcast_to(on.allows(works, layouts), len(layouts.tp))
         self.num_blocks = sum(count for _, count in works.counts)
@@ -330,14 +330,7 @@ class PlanPricer:
         """
         ones = [(k, level) for k, plan in enumerate(plans) for level in self._levels(plan)]
         index = np.array([plans[k].index for k, _ in ones])
-        layouts = replace(self.shared.layouts.at(index), recompute=np.array([float(level) for _, level in ones]))
-        stages, pipeline = [plans[k].stages for k, _ in ones], None
-        if stages[0] is not None:
-            each = [stage for stage in stages if stage is not None]
-            pipeline = pipelines_of(
-                each, self.on.machine.engine, self.on.machine.mechanisms.message_exposed, self.sharing, self.memo
-            )
-        steps = step_of(self.shared.basis, layouts, self.shared.prices(index), pipeline)
+        steps = self._priced(index, np.array([float(level) for _, level in ones]), [plans[k].stages for k, _ in ones])
         of_pipelines = np.broadcast_to(pipeline_seconds(steps), len(ones)).tolist()
         for k, seconds in self._in_parts(plans).items():
             of_pipelines[next(at for at, pair in enumerate(ones) if pair[0] == k)] = seconds
@@ -351,6 +344,15 @@ class PlanPricer:
         return [
             (_step(steps, sums[:, k : k + 1]), _by_level(known[k]) if plan.cuts else ()) for k, plan in enumerate(plans)
         ]
+
+    def _priced(self, index: NDArray[np.intp], levels: Floats, stages: Sequence[Stages | None]) -> StepSeconds:
+        """Steps of candidates with a level of recomputation each, under their stages if they have any."""
+        layouts, machine = replace(self.shared.layouts.at(index), recompute=levels), self.on.machine
+        several, pipeline = [each for each in stages if each is not None], None
+        if several:
+            exposed = machine.mechanisms.message_exposed
+            pipeline = pipelines_of(several, machine.engine, exposed, machine.ranks_per_core, self.memo)
+        return step_of(self.shared.basis, layouts, self.shared.prices(index), pipeline)
 
     def _levels(self, plan: "_OpenPlan") -> tuple[int, ...]:
         """The levels whose steps make up a plan's step and its comparison with other plans of its class."""
@@ -370,11 +372,8 @@ class PlanPricer:
         }
         if not stages:
             return {}
-        index = np.array([plans[k].index for k in stages])
-        exposed = self.on.machine.mechanisms.message_exposed
-        pipeline = pipelines_of([*stages.values()], self.on.machine.engine, exposed, self.sharing, self.memo)
-        step = step_of(self.shared.basis, self.shared.layouts.at(index), self.shared.prices(index), pipeline)
-        seconds = pipeline_seconds(step)
+        steps = self._priced(np.array([plans[k].index for k in stages]), np.zeros(1), [*stages.values()])
+        seconds = pipeline_seconds(steps)
         return dict(zip(stages, np.broadcast_to(seconds, len(stages)).tolist(), strict=True))
 
 

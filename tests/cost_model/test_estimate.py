@@ -19,7 +19,7 @@ from autopar.cost_model.machine.engine import engine_named
 from autopar.cost_model.machine.fitted_constants import mechanisms
 from autopar.cost_model.machine.presets import device_profile
 from autopar.cost_model.pipeline.closed_forms import unequal_step_s
-from autopar.cost_model.pipeline.stages import MOST_ACTIONS, pipeline_of, stages_at
+from autopar.cost_model.pipeline.stages import MOST_ACTIONS, pipelines_of, stages_at
 from autopar.cost_model.step.context import Passes
 from autopar.errors import ClusterError, InputError, PlanError
 from autopar.ir.cluster import ClusterSpec
@@ -261,7 +261,7 @@ def test_stages_agree_with_the_closed_form(schedule: str, micro_batches: int) ->
         range(8 // (4 * virtual), 8, 8 // (4 * virtual)),
         Degrees(schedule=schedule, pp=4, virtual_stages=virtual, micro_batches=micro_batches, accumulate=3),
     )
-    found = pipeline_of(stages, engine_named("autopar"), 1.0)({"layer": _passes(1.0, 2.0, 0.8)}, np.zeros(1))
+    found = pipelines_of([stages], engine_named("autopar"), 1.0)({"layer": _passes(1.0, 2.0, 0.8)}, np.zeros(1))
     whole = step_s(
         schedule, pp=4, virtual_stages=virtual, micro_batches=micro_batches, forward_s=2.0, backward_s=4.0, weight_s=1.6
     )
@@ -274,12 +274,12 @@ def test_uneven_stages_agree_with_the_closed_form_of_long_lists() -> None:
     roles = ["first", *["layer"] * 6, "last"]
     passes = {"first": _passes(0.1, 0.2), "layer": _passes(1.0, 2.0), "last": _passes(1.5, 3.0)}
     short = stages_at(roles, (3, 5), Degrees(pp=3, micro_batches=12))
-    found = pipeline_of(short, engine_named("autopar"), 1.0)(passes, np.zeros(1))
+    found = pipelines_of([short], engine_named("autopar"), 1.0)(passes, np.zeros(1))
     forward, backward = np.array([2.1, 2.0, 3.5]), np.array([4.2, 4.0, 7.0])
     whole = unequal_step_s("1f1b", micro_batches=12, forward_s=forward, backward_s=backward)
     assert float(12 * found.busy[0] + found.idle[0]) == pytest.approx(whole)
     long = replace(short, micro_batches=MOST_ACTIONS)
     assert long.num_actions > MOST_ACTIONS
-    found = pipeline_of(long, engine_named("autopar"), 1.0)(passes, np.zeros(1))
+    found = pipelines_of([long], engine_named("autopar"), 1.0)(passes, np.zeros(1))
     whole = unequal_step_s("1f1b", micro_batches=MOST_ACTIONS, forward_s=forward, backward_s=backward)
     assert float(MOST_ACTIONS * found.busy[0] + found.idle[0]) == pytest.approx(whole)

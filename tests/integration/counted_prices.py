@@ -17,7 +17,7 @@ from autopar.cost_model.machine.collectives import sent_bytes
 from autopar.cost_model.machine.engine import engine_named, with_sums_in
 from autopar.cost_model.machine.fitted_constants import mechanisms
 from autopar.cost_model.machine.links import Links
-from autopar.cost_model.pipeline.stages import Stages, recomputed, recomputed_selectively
+from autopar.cost_model.pipeline.stages import Stages, recomputed
 from autopar.cost_model.pricing import Pricing, Question, layout_of, level_shares
 from autopar.cost_model.step.assembly import PipelineTimes
 from autopar.cost_model.step.context import Passes
@@ -112,21 +112,18 @@ def _counted(works: Any, question: Question, machine: Any, links: CountingLinks,
     shares = level_shares(works, question).values()
     layouts = layout_of(works, question)
     found = [
-        float(
-            step_seconds(pricing.family(one), pricing.shape, one, counting, pipeline).seconds[0]
-        )
+        float(step_seconds(pricing.family(one), pricing.shape, one, counting, pipeline).seconds[0])
         for one in pricing.at_levels(layouts)
-    ]  # fmt: skip
+    ]
     return sum(share * seconds for share, seconds in zip(shares, found, strict=True))
 
 
 def _rank_alone(stages: Stages, passes: Mapping[str, Passes], message: float, rank: int) -> PipelineTimes:
     own = [i for i, of in enumerate(stages.ranks) if of == rank]
     busy = sum(float(np.max(passes[role].both)) for i in own for role in stages.roles[i])
-    again = 0.0
-    for i in own:
-        again += sum(float(np.max(passes[role].forward)) for role in recomputed(stages)[i])
-        again += sum(float(np.max(passes[role].selective)) for role in recomputed_selectively(stages)[i])
+    fully, partly = recomputed(stages)
+    again = sum(float(np.max(passes[role].forward)) for i in own for role in fully[i])
+    again += sum(float(np.max(passes[role].selective)) for i in own for role in partly[i])
     others = [[near for near in (i - 1, i + 1) if 0 <= near < len(stages.roles)] for i in own]
     sends = sum(stages.ranks[near] != rank for neighbours in others for near in neighbours)
     n = stages.micro_batches * stages.runs

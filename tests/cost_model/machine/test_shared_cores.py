@@ -17,7 +17,7 @@ from autopar.cost_model.machine.machine import Speeds
 from autopar.cost_model.machine.presets import device_profile
 from autopar.cost_model.machine.profile import CallCost, LinkProfile, Measurement
 from autopar.cost_model.pipeline.simulator import shared_step_s, simulate
-from autopar.cost_model.pipeline.stages import pipeline_of, stages_at
+from autopar.cost_model.pipeline.stages import pipelines_of, stages_at
 from autopar.cost_model.step.assembly import PipelineTimes
 from autopar.cost_model.step.block_time import computing_seconds
 from autopar.cost_model.step.context import Passes
@@ -37,7 +37,7 @@ def _passes(seconds: float) -> Passes:
 def _pipelined(seconds: dict[str, float], cuts: tuple[int, ...], micro_batches: int, sharing: float) -> PipelineTimes:
     stages = stages_at(list(seconds), cuts, Degrees(pp=len(cuts) + 1, micro_batches=micro_batches))
     passes = {role: _passes(one) for role, one in seconds.items()}
-    return pipeline_of(stages, ENGINE, 1.0, sharing)(passes, np.zeros(1))
+    return pipelines_of([stages], ENGINE, 1.0, sharing)(passes, np.zeros(1))
 
 
 def _run_s(found: PipelineTimes, micro_batches: int) -> float:
