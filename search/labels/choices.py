@@ -1,4 +1,4 @@
-"""The choices of the labeller on one mesh dimension: variants of operators, types of values that cross blocks.
+"""What the labeller chooses on one mesh dimension, and the axes that the dimension may split.
 
 All values that are bound to the same port, or leave a block by the same result, must have one type. They form a
 *boundary class*. This covers tied parameters and the shared ports of layers.
@@ -12,30 +12,18 @@ axis is split twice, so conversions on different mesh dimensions commute.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 from autopar._torch.operators import aten
 from autopar.capture.analysis import Analysis, expert_axes
-from autopar.errors import PlanError, Problem
-from autopar.ir.degrees import EXCHANGE, GATHER, HEADS, QUERIES, RING, WHOLE
 from autopar.ir.program import Program
-from autopar.ir.sharding import Dims, I, Mesh, R, S, Type, chunk, owned_by, splits_samples
-from autopar.rules.routed import ORDER, PRODUCT, ROUTED
-from autopar.rules.variants import Variant, may_be_uneven, rewrites_fit, variants
+from autopar.ir.sharding import Dims, Mesh, Type, chunk, owned_by, splits_samples
+from autopar.rules.variants import Variant
 
 NodeKey = tuple[int, str]  # (block, node)
 ATTENTION = aten.scaled_dot_product_attention.default
-_NEEDS: Mapping[str, str] = {  # of the operators that a way decides about
-    HEADS: "heads that the degree divides",
-    QUERIES: "scores without dropout, and as many queries as keys if attention is causal",
-    RING: "full or causal attention without another mask, without dropout, and of as many queries as keys",
-    EXCHANGE: "experts and tokens that the degree divides",
-    GATHER: "experts that the degree divides",
-    WHOLE: "tokens that the degree divides",
-}
 MAX_PADDED = 1.25  # a padded axis over its own size; beyond, a rank may compute mostly padding
 
 
@@ -82,18 +70,6 @@ class Choice:
     def type_of(self, boundary: Boundary, key: NodeKey) -> Type:
         """The type in which a value is made, by its operator or by the value that is bound to its port."""
         return self.variants[key].output if key in self.variants else self.types[boundary.ports[key]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Space:
-    """The candidates on one mesh dimension."""
-
-    index: int
-    name: str
-    degree: int
-    axes: frozenset[int]
-    variants: Mapping[NodeKey, tuple[Variant, ...]]
-    types: Mapping[str, tuple[Type, ...]]
 
 
 def boundary_of(program: Program, analysis: Analysis) -> Boundary:
@@ -227,153 +203,6 @@ def split_axes(analysis: Analysis, boundary: Boundary, solved: Choice) -> set[in
         if chosen.kind == "S":
             axes.add(boundary.classes[name].dims.axes[chosen.dim][chosen.position])
     return axes
-
-
-def space_of(
-    program: Program,
-    analysis: Analysis,
-    boundary: Boundary,
-    name: str,
-    degree: int,
-    index: int,
-    solved: Sequence[Choice],
-    axes: frozenset[int],
-    require_sequence: bool,
-    relaxed: bool,
-    pinned: Mapping[str, tuple[Type, ...]],
-    dispatch: str | None = None,
-    context: str | None = None,
-) -> Space:
-    """All candidates of one mesh dimension. A `pinned` parameter has one of the types given for its class.
-
-    `dispatch` and `context` are those of the degrees.
-
-    A `relaxed` space includes axes that the degree does not divide. Otherwise only paddable axes may be uneven.
-    """
-    paddable = paddable_axes(program, analysis, degree)
-    ways = _ways(name, context)
-    kept_variants: dict[NodeKey, tuple[Variant, ...]] = {}
-    for i, bounds in enumerate(analysis.bounds):
-        for node, bound in bounds.items():
-            call = analysis.calls[i][node]
-            flows = call.output.differentiable or any(o.differentiable for o in call.operands)
-            outer, inner = ([s for s in solved if (s.index < index) is is_outer] for is_outer in (True, False))
-            before, behind = ([s.variants[i, node] for s in side] for side in (outer, inner))
-            degrees = [*(s.degree for s in outer), degree, *(s.degree for s in inner)]  # in the mesh's order
-            kept = []
-            for variant in variants(bound, 1):
-                if variant.label == "R" and not flows:
-                    continue  # without a cotangent R is I
-                if variant.is_by_expert and owned_by(name) != "experts":
-                    continue
-                if variant.is_ring and owned_by(name) != "sequence":
-                    continue
-                if owned_by(name) == "experts" and not _is_dispatch(variant, call.target, dispatch):
-                    continue
-                if owned_by(name) == "sequence" and not _is_context(variant, call.target, ways):
-                    continue
-                if variant.factor:
-                    axis, size = bound.factors[variant.factor][variant.axis]
-                    padded = axis in paddable and may_be_uneven(bound, variant.factor)
-                    if axis not in axes or not (relaxed or size % degree == 0 or padded):
-                        continue
-                    if not rewrites_fit(bound, [*before, variant, *behind], degrees):
-                        continue
-                kept.append(variant)
-            if not kept:
-                word, way = ("dispatch", dispatch) if owned_by(name) == "experts" else ("context", context)
-                rule = (
-                    f"cannot run {node} of block {program.blocks[i].name} on {name}={degree}, because it needs "
-                    f"{_NEEDS[way or HEADS]}"
-                )
-                hint = f"leave {word} out, or take another degree"
-                raise PlanError("a way was asked for", [Problem(path=word, value=way, rule=rule, suggestion=hint)])
-            kept_variants[i, node] = tuple(kept)
-    types = {}
-    for c in boundary.classes.values():
-        fixed = frozenset(pinned[member][index] for member in c.members if member in pinned)
-        fitting = None if relaxed else paddable
-        types[c.name] = tuple(_types_of(c, analysis, name, degree, axes, fitting, require_sequence, fixed))
-    return Space(
-        index=index,
-        name=name,
-        degree=degree,
-        axes=axes,
-        variants=kept_variants,
-        types=types,
-    )
-
-
-def _is_dispatch(variant: Variant, target: Any, dispatch: str | None) -> bool:
-    """Whether an operator may run so on `ep` under a way of dispatch."""
-    if dispatch is None:
-        return target is not PRODUCT or variant.is_by_expert
-    if target not in ROUTED and not variant.is_by_expert:
-        return True
-    if dispatch == WHOLE:
-        return not variant.is_by_expert
-    if target is ORDER:
-        return variant.factor != "" if dispatch == EXCHANGE else variant.factor == ""
-    if target is PRODUCT or target not in ROUTED:
-        return variant.is_by_expert
-    return variant.factor != "" and variant.is_by_expert == (dispatch == GATHER)
-
-
-def _ways(name: str, context: str | None) -> Collection[str]:
-    """The ways of attention on a mesh dimension of `cp`; empty for any way.
-
-    Of two dimensions (`autopar.search.labels.context_dims`), the first splits queries and the second heads.
-    """
-    if name == "cp0":
-        return (QUERIES, RING) if context is None else (context,)
-    return (HEADS,) if name == "cp1" else () if context is None else (context,)
-
-
-def _is_context(variant: Variant, target: Any, ways: Collection[str]) -> bool:
-    """Whether attention may run so on `cp`. Other operators may run in any way."""
-    if not ways or target is not ATTENTION:
-        return True
-    way = RING if variant.is_ring else QUERIES if variant.factor == "q" else HEADS
-    return variant.factor not in ("", "f") and way in ways  # f is the width of a head's values
-
-
-def _types_of(
-    c: BoundaryClass,
-    analysis: Analysis,
-    mesh_dim: str,
-    degree: int,
-    axes: frozenset[int],
-    paddable: frozenset[int] | None,
-    require_sequence: bool,
-    pinned: frozenset[Type],
-) -> Iterator[Type]:
-    """The types that a boundary class may have; none if training drops it. Any axis splits without `paddable`."""
-    owned = owned_by(mesh_dim)
-    shards = [
-        (S(d, p), axis)
-        for d, (dim, sizes) in enumerate(zip(c.dims.axes, c.dims.sizes, strict=True))
-        for p, (axis, size) in enumerate(zip(dim, sizes, strict=True))
-        if axis in axes and (paddable is None or size % degree == 0 or axis in paddable)
-    ]
-    if c.free:
-        return
-    if c.role == "input":
-        # the batch is cut before the model sees it, along its outermost axis
-        yield from [t for t, _ in shards][:1] if splits_samples(mesh_dim) and shards else [I]
-    elif c.fixed or c.role not in ("parameter", "value"):
-        yield I
-    elif c.role == "parameter" and pinned:
-        yield from sorted(pinned)
-    elif c.role == "parameter":
-        split = [t for t, _ in shards] if owned in ("parameters", "experts") else []
-        yield from [*([I] if owned == "parameters" else []), R, *split]
-    else:
-        sequence = [t for t, axis in shards if axis in analysis.sequence_axes]
-        is_required = (require_sequence and owned == "parameters") or owned == "sequence"
-        if is_required and sequence and c.consumed and c.differentiable and not c.shared:
-            yield from sequence
-        else:
-            yield from [I, *([R] if c.differentiable else []), *(t for t, _ in shards)]
 
 
 def share_of(solved: Sequence[Choice], boundary: Boundary, key: NodeKey) -> float:

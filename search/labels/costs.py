@@ -16,20 +16,19 @@ from math import inf, prod
 
 import numpy as np
 
-from autopar.capture.analysis import Analysis, parameter_values
+from autopar.capture.analysis import parameter_values
 from autopar.cost_model.work.block_work import PASSES
 from autopar.cost_model.work.operator_cost import is_view, local_flops, parameter_state_bytes, saved_operands
-from autopar.ir.program import Program
 from autopar.ir.sharding import I, Kind, Type, chunk, moves_along, owned_by
 from autopar.lowering.conversions import Wire, wire
 from autopar.memo import Memo
 from autopar.rules.rule import Call, TensorInfo
 from autopar.rules.variants import WIDTH_OF_SUMS, Bound, Exchange, Variant, exchanges
-from autopar.search.labels.choices import Boundary, BoundaryClass, Choice, NodeKey, Space, share_of
+from autopar.search.labels.choices import BoundaryClass, Choice, NodeKey, share_of
 from autopar.search.labels.elimination import eliminated
 from autopar.search.labels.neighbourhoods import improved
 from autopar.search.labels.network import FloatArray, IntArray, Network, Solution, Use, Value
-from autopar.search.labels.prices import Prices
+from autopar.search.labels.turn import Space, Turn
 
 PER_COLLECTIVE = 1e-3  # in units of the largest all-reduce
 SENT_TOGETHER = 0.5  # of it less if a neighbouring mesh dimension has the same conversion
@@ -50,20 +49,10 @@ class _Use:
 class DimProblem:
     """Builds and solves the network of one mesh dimension."""
 
-    def __init__(
-        self,
-        program: Program,
-        analysis: Analysis,
-        boundary: Boundary,
-        space: Space,
-        solved: Sequence[Choice],
-        prices: Prices,
-        *,
-        regather: bool,
-        accumulate: int,
-    ) -> None:
-        self.program, self.analysis, self.boundary, self.space = program, analysis, boundary, space
-        self.solved, self.prices, self.regather, self.accumulate = solved, prices, regather, accumulate
+    def __init__(self, turn: Turn, space: Space) -> None:
+        program = turn.program
+        self.turn, self.space, self.program, self.analysis = turn, space, program, turn.analysis
+        self.boundary, self.solved, self.prices = turn.boundary, turn.solved, turn.prices
         self.calls = [len(program.uses_of_block(i)) for i in range(len(program.blocks))]
         self.operators: dict[NodeKey, int] = {}  # the variables of operators and of boundary classes
         self.classes: dict[str, int] = {}
@@ -91,15 +80,14 @@ class DimProblem:
             if self.boundary.classes[name].free:  # training drops it: no conversion, but never partial
                 made_type = chosen[block, node].output
                 types[name] = I if made_type.kind == "P" else made_type
-        space = self.space
-        solved = Choice(index=space.index, name=space.name, degree=space.degree, variants=chosen, types=types)
-        return solved, solution
+        turn = self.turn
+        return Choice(index=turn.index, name=turn.name, degree=turn.degree, variants=chosen, types=types), solution
 
     def _undoes(self, index: int) -> bool:
         """Whether a gather along the batch undoes data parallelism. A block with experts may gather tokens for them."""
-        if owned_by(self.space.name) != "experts":
-            return owned_by(self.space.name) == "batch"
-        experts, dims = self.space.axes - self.analysis.batch_axes, self.analysis.dims[index]
+        if owned_by(self.turn.name) != "experts":
+            return owned_by(self.turn.name) == "batch"
+        experts, dims = self.turn.axes - self.analysis.batch_axes, self.analysis.dims[index]
         ports = [name for name, role in self.program.blocks[index].ports.items() if role == "parameter"]
         return experts.isdisjoint(axis for name in ports for axes in dims[name].axes for axis in axes)
 
@@ -124,13 +112,13 @@ class DimProblem:
         share = 1 / prod(s.degree for s in self.solved if s.types[c.name].kind == "S")
         elements = share * sum(info.num_elements for info in infos)
         held = elements * parameter_state_bytes([info.dtype for info in infos])
-        summed = self.prices.ring.seconds("all_reduce", elements * c.itemsize, latency=False) / self.accumulate
+        summed = self.prices.ring.seconds("all_reduce", elements * c.itemsize) / self.turn.accumulate
         for t in candidates:
             is_summed = t.kind == "R" and c.differentiable
             yield self.prices.state_byte_s * held * self._part(t) + is_summed * summed
 
     def _part(self, t: Type) -> float:
-        return 1 / self.space.degree if t.kind == "S" else 1.0
+        return 1 / self.turn.degree if t.kind == "S" else 1.0
 
     def _operators(self, index: int) -> None:
         calls = self.calls[index]
@@ -146,7 +134,7 @@ class DimProblem:
     def _work(self, key: NodeKey, bound: Bound, variant: Variant, moves_data: bool) -> tuple[float, int]:
         """Seconds of an operator on one rank, forward and backward, and the collectives inside it."""
         call = self.analysis.calls[key[0]][key[1]]
-        chosen = [(s.variants[key], s.degree) for s in self.solved] + [(variant, self.space.degree)]
+        chosen = [(s.variants[key], s.degree) for s in self.solved] + [(variant, self.turn.degree)]
         degrees: dict[str, float] = {}
         for v, degree in chosen:
             if v.factor:
@@ -178,7 +166,7 @@ class DimProblem:
         hidden_by: float,
     ) -> float:
         """Seconds of what a rewrite sends in both passes. Computing hides `hidden_by` of messages beside it."""
-        ring, degree = self.prices.ring, self.space.degree
+        ring, degree = self.prices.ring, self.turn.degree
         exposed = beside = 0.0
         for exchange in messages:
             whole, times = 0.0, exchange.per_rank * degree + exchange.more
@@ -187,7 +175,7 @@ class DimProblem:
                 types = [(v.output if k < 0 else v.operands[k], d) for v, d in chosen if v is not variant]
                 item = max(info.dtype.itemsize, WIDTH_OF_SUMS if exchange.sums else 0)
                 whole += prod(info.shape) * item / prod(d for t, d in types if t.kind == "S")
-            seconds = ring.seconds(exchange.collective, whole / (2 if exchange.is_half else 1), latency=False)
+            seconds = ring.seconds(exchange.collective, whole / (2 if exchange.is_half else 1))
             seconds = times * (seconds + ring.latency_of(exchange.collective) * self.prices.latency_scale)
             exposed, beside = (exposed, beside + seconds) if exchange.is_beside else (exposed + seconds, beside)
         return exposed + max(0.0, beside - hidden_by * (degree - 1) / degree)
@@ -231,7 +219,7 @@ class DimProblem:
         is_kept = any(use.kept for use in uses) and role not in ("parameter", "constant", "buffer")
         types = tuple(dict.fromkeys((*start_types, *(t for use in uses for t in use.wanted), I)))
         number = {t: k for k, t in enumerate(types)}
-        gather = ("S", "R") if is_kept and self.regather else None
+        gather = ("S", "R") if is_kept and self.turn.regather else None
         neighbours = self._conversions_of_neighbour(index, name)
         ragged = self.analysis.ragged[index].get(name, frozenset())
         is_order = self.analysis.orders[index].get(name) == name
@@ -275,8 +263,8 @@ class DimProblem:
 
         Two equal conversions send as one. The second one adds the cost of the part that the first one leaves.
         """
-        before_it = [s for s in self.solved if owned_by(s.name) == owned_by(self.space.name)]
-        before = next((s for s in before_it if s.index == self.space.index - 1), None)
+        before_it = [s for s in self.solved if owned_by(s.name) == owned_by(self.turn.name)]
+        before = next((s for s in before_it if s.index == self.turn.index - 1), None)
         if before is None:
             return {}
         source = before.type_of(self.boundary, (index, name))
@@ -319,7 +307,7 @@ class DimProblem:
         ring, total = self.prices.ring, 0.0
         for kind, size, latency in ((sends[0], forward, True), (sends[1], backward, gradient_latency)):
             if kind is not None:
-                total += ring.seconds(kind, size, latency=False)
+                total += ring.seconds(kind, size)
                 total += ring.latency_of(kind) * self.prices.latency_scale * latency
         return total
 

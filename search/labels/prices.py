@@ -18,17 +18,44 @@ from dataclasses import dataclass, field
 from math import prod
 
 from autopar.capture.analysis import Analysis, parameter_values
+from autopar.cost_model.machine.collectives import hops, sent_bytes
 from autopar.ir.cluster import ClusterSpec, memory_bytes_per_s, peak_flops_per_s
 from autopar.ir.program import Program
 from autopar.ir.sharding import Mesh
+from autopar.lowering.conversions import Collective
 from autopar.rules.rule import Call
 from autopar.search.labels.choices import Boundary
-from autopar.search.labels.ring import Ring, ring_of
 
 REFERENCE_BYTES = 64 * 1024 * 1024  # 8192 tokens × 4096 × 2 bytes
 BALANCE = 2.0
 MEMORY_WEIGHT = 2.0
 CAUSAL = 0.5  # of attention's FLOP, which count all pairs of positions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ring:
+    """The ranks of one mesh dimension: how many, and their slowest link."""
+
+    ranks: int
+    bytes_per_s: float
+    latency_s: float
+
+    def seconds(self, kind: Collective, whole_bytes: float) -> float:
+        """Time of the bytes of one collective over a tensor of `whole_bytes` in all."""
+        return sent_bytes(kind, whole_bytes, self.ranks) / self.bytes_per_s
+
+    def latency_of(self, kind: Collective) -> float:
+        return hops(kind, self.ranks) * self.latency_s
+
+
+def ring_of(cluster: ClusterSpec, mesh: Mesh, index: int) -> Ring:
+    """The ring of mesh dimension `index`, with the link of its first and last rank, which lie farthest apart."""
+    ranks, stride = mesh.degrees[index], prod(mesh.degrees[index + 1 :])
+    last = min((ranks - 1) * stride, cluster.num_devices - 1)
+    link = cluster.link(0, last) if last > 0 else cluster.groups[0].in_host or cluster.inter_host
+    if link is None:  # one device: nothing to price
+        return Ring(ranks=ranks, bytes_per_s=1e9, latency_s=0.0)
+    return Ring(ranks=ranks, bytes_per_s=link.bytes_per_s, latency_s=link.latency_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,5 +136,5 @@ def prices_of(
         latency_scale=min(1.0, largest / REFERENCE_BYTES),
         compute_scale=compute_scale,
         hiding=0.0 if cluster.device_type == "cpu" else CAUSAL,
-        unit_s=ring.seconds("all_reduce", largest, latency=False) or 1e-9,
+        unit_s=ring.seconds("all_reduce", largest) or 1e-9,
     )

@@ -11,7 +11,6 @@ does not know how much a later one will shrink a value.
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from math import prod
 
 from autopar.capture.analysis import Analysis
@@ -23,11 +22,12 @@ from autopar.ir.program import Program
 from autopar.ir.sharding import I, Mesh, Type, owned_by
 from autopar.memo import Memo
 from autopar.search.labels import divisibility as legal
-from autopar.search.labels.choices import Boundary, Choice, NodeKey, boundary_of, owned_axes, paddable_axes, space_of
+from autopar.search.labels.choices import Boundary, Choice, NodeKey, boundary_of, owned_axes, paddable_axes
 from autopar.search.labels.costs import DimProblem
 from autopar.search.labels.network import Solution
 from autopar.search.labels.prices import Prices, prices_of
 from autopar.search.labels.result import Labelling
+from autopar.search.labels.turn import Turn, space_of
 
 TIME_LIMIT_S = 60.0  # of HiGHS on a mesh dimension that needs it
 SPLIT_ENOUGH = 0.95  # of the products' FLOP: with less, splits of the residual stream are tried too
@@ -78,8 +78,8 @@ def label(
             continue  # reported below, with the other indivisible axes
         prices = prices_of(program, analysis, boundary, cluster, mesh, index)
 
-        def turn(hidden: bool, index: int = index, prices: Prices = prices) -> _Turn:
-            return _Turn(
+        def turn(hidden: bool, index: int = index, prices: Prices = prices) -> Turn:
+            return Turn(
                 program=program, analysis=analysis, boundary=boundary,
                 name=mesh.names[index], degree=mesh.degrees[index], index=index, solved=tuple(solved),
                 axes=owned_axes(program, analysis, boundary, mesh, index, solved, degrees.sequence_parallel, hidden),
@@ -89,17 +89,13 @@ def label(
             )  # fmt: skip
 
         choice, solution, size_of, verdict = _settled(turn, hidden_axes, memo, is_tensor)
-        problems, notes, added_work = (
-            problems + verdict.problems,
-            notes + verdict.notes,
-            added_work + verdict.added_work,
-        )
-        notes += legal.padding_notes(program, analysis, boundary, choice)
+        problems, added_work = problems + verdict.problems, added_work + verdict.added_work
+        notes += [*verdict.notes, *legal.padding_notes(program, analysis, boundary, choice)]
         solved.append(choice)
         name = mesh.names[index]
         objective[name], size[name] = solution.objective, size_of
         gaps.append(solution.gap)
-        notes += turn(hidden_axes).notes()
+        notes += _notes(name, prices)
     legal.refuse(problems, mesh)
     return Labelling(
         mesh=mesh,
@@ -113,19 +109,19 @@ def label(
     )
 
 
-def _settled(turn: Callable[[bool], "_Turn"], hidden_axes: bool, memo: Memo, is_tensor: bool) -> _Settled:
+def _settled(turn: Callable[[bool], Turn], hidden_axes: bool, memo: Memo, is_tensor: bool) -> _Settled:
     """The labels of a turn. Hidden axes are tried where much work stays whole without them, as in plain layers."""
     try:
-        plain = turn(hidden_axes).settle(memo)
+        plain = _settle(turn(hidden_axes), memo)
     except InfeasibleError:  # parameters may be held in parts of a hidden axis
         if hidden_axes or not is_tensor:
             raise
-        return turn(True).settle(memo)
+        return _settle(turn(True), memo)
     solution, verdict = plain[1], plain[3]
     if hidden_axes or not is_tensor or not (verdict.splits_nothing or verdict.split_share < SPLIT_ENOUGH):
         return plain
     try:
-        other = turn(True).settle(memo)
+        other = _settle(turn(True), memo)
     except InfeasibleError:
         return plain
     return other if verdict.splits_nothing or other[1].objective < (1 - TIE) * solution.objective else plain
@@ -137,66 +133,31 @@ def _order(mesh: Mesh) -> list[int]:
     return [i for i in every if mesh.degrees[i] > 1]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Turn:
-    """One mesh dimension's turn: everything that its labels depend on, behind the solved mesh dimensions."""
+def _settle(turn: Turn, memo: Memo) -> _Settled:
+    """The best legal labels, and their loss by axes that the degree does not divide."""
+    program, analysis, boundary = turn.program, turn.analysis, turn.boundary
+    choice, solution, size = memo(_solve, turn, True, memo)
+    relaxed = choice
+    paddable = paddable_axes(program, analysis, turn.degree)
+    if legal.indivisible(analysis, relaxed, paddable) or legal.uneven_types(boundary, relaxed, paddable):
+        choice, solution, size = memo(_solve, turn, False, memo)
+    return choice, solution, size, legal.judge(program, analysis, boundary, relaxed, choice, paddable)
 
-    program: Program
-    analysis: Analysis
-    boundary: Boundary = field(compare=False)  # the analysis decides it
-    name: str
-    degree: int
-    index: int
-    solved: tuple[Choice, ...] = field(hash=False)
-    axes: frozenset[int]
-    prices: Prices
-    requires_sequence: bool
-    accumulate: int
-    regather: bool
-    pinned: Mapping[str, tuple[Type, ...]] = field(hash=False)
-    dispatch: str | None
-    context: str | None
 
-    def settle(self, memo: Memo) -> _Settled:
-        """The best legal labels, and their loss by axes that the degree does not divide."""
-        program, analysis, boundary = self.program, self.analysis, self.boundary
-        choice, solution, size = memo(_Turn.solve, self, True, memo)
-        relaxed = choice
-        paddable = paddable_axes(program, analysis, self.degree)
-        if legal.indivisible(analysis, relaxed, paddable) or legal.uneven_types(boundary, relaxed, paddable):
-            choice, solution, size = memo(_Turn.solve, self, False, memo)
-        return choice, solution, size, legal.judge(program, analysis, boundary, relaxed, choice, paddable)
+def _solve(turn: Turn, relaxed: bool, memo: Memo) -> _Found:
+    """The best labels. Raises `InfeasibleError` if none are found in time."""
+    problem = DimProblem(turn, space_of(turn, relaxed))
+    result = problem.solve(TIME_LIMIT_S, memo)
+    if result is None:
+        raise InfeasibleError(f"no labels for {turn.name}={turn.degree} within {TIME_LIMIT_S:g} s; use another degree")
+    return *result, (problem.network.num_choices, len(problem.network.values))
 
-    def solve(self, relaxed: bool, memo: Memo) -> _Found:
-        """The best labels. Raises `InfeasibleError` if none are found in time."""
-        program, analysis, boundary = self.program, self.analysis, self.boundary
-        space = space_of(
-            program, analysis, boundary, self.name, self.degree, self.index, self.solved, self.axes,
-            self.requires_sequence, relaxed, self.pinned, self.dispatch, self.context,
-        )  # fmt: skip
-        problem = DimProblem(
-            program, analysis, boundary, space, self.solved, self.prices,
-            regather=self.regather, accumulate=self.accumulate,
-        )  # fmt: skip
-        result = problem.solve(TIME_LIMIT_S, memo)
-        if result is None:
-            raise InfeasibleError(
-                f"no labels for {self.name}={self.degree} within {TIME_LIMIT_S:g} s; use another degree"
-            )
-        return *result, (problem.network.num_choices, len(problem.network.values))
 
-    def notes(self) -> list[str]:
-        prices = self.prices
-        scaled = []
-        if prices.compute_scale > 1:
-            scaled.append(f"arithmetic × {prices.compute_scale:.3g}")
-        if prices.latency_scale < 1:
-            scaled.append(f"latency × {prices.latency_scale:.3g}")
-        return (
-            [f"{self.name}: labels chosen at the reference workload of docs/labelling.md ({', '.join(scaled)})"]
-            if scaled
-            else []
-        )
+def _notes(name: str, prices: Prices) -> list[str]:
+    scaled = [f"arithmetic × {prices.compute_scale:.3g}"] if prices.compute_scale > 1 else []
+    scaled += [f"latency × {prices.latency_scale:.3g}"] if prices.latency_scale < 1 else []
+    said = f"{name}: labels chosen at the reference workload of docs/labelling.md ({', '.join(scaled)})"
+    return [said] if scaled else []
 
 
 def _blocks(program: Program, boundary: Boundary, mesh: Mesh, solved: list[Choice]) -> tuple[BlockLabels, ...]:
