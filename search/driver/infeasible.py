@@ -87,59 +87,53 @@ def closest(query: Query, should_continue: Callable[[], bool] = lambda: True) ->
     )
 
 
+Change = tuple[str, Query]  # in words, and the search after it
+
+
 def _remedies(query: Query, should_continue: Callable[[], bool]) -> Iterator[str]:
     """At most one remedy of each kind, the cheapest kind first."""
     kinds = (
         _per_micro_batch, _fewer_wishes, _recomputed, _in_chunks, _offloaded, _other_optimizer, _shorter, _more_devices,
     )  # fmt: skip
-    for find in kinds:
-        remedy = find(query, should_continue) if should_continue() else None
-        if remedy is not None:
-            yield remedy
+    for changes_of in kinds:
+        for text, changed in changes_of(query):
+            plan = _fitting(changed) if should_continue() else None
+            if plan is not None:
+                yield f"{text}: {plan_in_words(degrees_in_plain(plan.degrees, plan.cuts, regather=plan.regather))}"
+            if plan is not None or not should_continue():
+                break
 
 
-def _per_micro_batch(query: Query, _: Callable[[], bool]) -> str | None:
-    if query.constraints.accumulates:
-        return None
-    plan = _fitting(replace(query, constraints=replace(query.constraints, accumulates=True)))
-    return None if plan is None else f"with a loss for each micro-batch (per_micro_batch): {_words(plan)}"
+def _per_micro_batch(query: Query) -> Iterator[Change]:
+    if not query.constraints.accumulates:
+        constraints = replace(query.constraints, accumulates=True)
+        yield "with a loss for each micro-batch (per_micro_batch)", replace(query, constraints=constraints)
 
 
-def _fewer_wishes(query: Query, should_continue: Callable[[], bool]) -> str | None:
+def _fewer_wishes(query: Query) -> Iterator[Change]:
     for text, constraints in query.constraints.without_one():
-        if not should_continue():
-            return None
-        plan = _fitting(replace(query, constraints=constraints))
-        if plan is not None:
-            return f"without {text}: {_words(plan)}"
-    return None
+        yield f"without {text}", replace(query, constraints=constraints)
 
 
-def _recomputed(query: Query, _: Callable[[], bool]) -> str | None:
+def _recomputed(query: Query) -> Iterator[Change]:
     """More recomputation than the user asked for."""
-    if recompute_blocks_of(query.constraints.fix) is None and most_level_of(query.constraints.fix) == 2:
-        return None
-
-    def free(cluster: ClusterSpec) -> Machinery:
-        return replace(query.machinery(cluster), recompute_blocks=None, most_level=2)
-
-    plan = _fitting(_without_words(replace(query, machinery=free), "recompute", "recompute_blocks"))
-    return None if plan is None else f"with --recompute auto: {_words(plan)}"
+    if recompute_blocks_of(query.constraints.fix) is not None or most_level_of(query.constraints.fix) != 2:
+        free = replace(
+            query, machinery=lambda cluster: replace(query.machinery(cluster), recompute_blocks=None, most_level=2)
+        )
+        yield "with --recompute auto", _without_words(free, "recompute", "recompute_blocks")
 
 
-def _in_chunks(query: Query, should_continue: Callable[[], bool]) -> str | None:
+def _in_chunks(query: Query) -> Iterator[Change]:
     """More chunks of the loss than the user asked for. Without a wish the search has tried all numbers."""
     (given,) = query.constraints.fix.get("loss_chunks", (None,))
-    works_in_chunks, chunks = query.works_in_chunks, 2
-    if given is None or works_in_chunks is None:
-        return None
-    while chunks <= chunks_of(query.works_of(1).sequence) and should_continue():
-        more = replace(query, works_of=partial(works_in_chunks, chunks=chunks))
-        plan = _fitting(_without_words(more, "loss_chunks")) if chunks > given else None
-        if plan is not None:
-            return f"with --loss-chunks {chunks}: {_words(plan)}"
-        chunks *= 2
-    return None
+    if given is not None and query.works_in_chunks is not None:
+        chunks, most = 2, chunks_of(query.works_of(1).sequence)
+        while chunks <= most:
+            if chunks > given:
+                more = replace(query, works_of=partial(query.works_in_chunks, chunks=chunks))
+                yield f"with --loss-chunks {chunks}", _without_words(more, "loss_chunks")
+            chunks *= 2
 
 
 def _without_words(query: Query, *words: str) -> Query:
@@ -147,53 +141,34 @@ def _without_words(query: Query, *words: str) -> Query:
     return replace(query, constraints=replace(query.constraints, fix=fixed))
 
 
-def _offloaded(query: Query, should_continue: Callable[[], bool]) -> str | None:
+def _offloaded(query: Query) -> Iterator[Change]:
     """Values of `offload` that the search did not try."""
     tried = query.constraints.first_offloads
     if query.machinery(query.cluster).machine.host is not None:
-        tried = tuple(dict.fromkeys((*tried, *query.constraints.offloads)))
+        tried = (*tried, *query.constraints.offloads)
     for offload in (value for value in OFFLOADS if value not in tried):
-        if not should_continue():
-            return None
-        plan = _fitting(_keeping(query, offload))
-        if plan is not None:
-            return f"with --offload {offload}: {_words(plan)}"
-    return None
+        on_host = replace(query, machinery=lambda cluster, kept=offload: query.machinery(cluster).keeping(kept))
+        yield f"with --offload {offload}", _without_words(on_host, "offload")
 
 
-def _keeping(query: Query, offload: str) -> Query:
-    def on_host(cluster: ClusterSpec) -> Machinery:
-        return query.machinery(cluster).keeping(offload)
-
-    return _without_words(replace(query, machinery=on_host), "offload")
-
-
-def _other_optimizer(query: Query, should_continue: Callable[[], bool]) -> str | None:
+def _other_optimizer(query: Query) -> Iterator[Change]:
     """The optimizer with the most state that a plan has room for, of the ones with less state than the plan's own."""
     works = query.works_of(1)
     alone = query.cluster.num_devices == 1
     known = {name: works.moment_bytes_of(name) for name in works.optimizers if alone or OPTIMIZERS[name].runs_split}
-    sizes = {name: size for name, size in known.items() if size < works.moment_bytes}
-    for name in sorted(sizes, key=lambda optimizer: -sizes[optimizer]):
-        if not should_continue():
-            return None
-        plan = _fitting(replace(query, works_of=_changed(query.works_of, optimizer=name)))
-        if plan is not None:
-            return (
-                f"with --optimizer {name} ({sizes[name]:.3g} instead of {works.moment_bytes:.3g} bytes of state a "
-                f"parameter): {_words(plan)}"
-            )
-    return None
+    for name in sorted(known, key=lambda optimizer: -known[optimizer]):
+        if known[name] < works.moment_bytes:
+            bytes_of = f"{known[name]:.3g} instead of {works.moment_bytes:.3g} bytes of state a parameter"
+            changed = replace(query, works_of=_changed(query.works_of, optimizer=name))
+            yield f"with --optimizer {name} ({bytes_of})", changed
 
 
-def _shorter(query: Query, should_continue: Callable[[], bool]) -> str | None:
+def _shorter(query: Query) -> Iterator[Change]:
     tokens = query.works_of(1).sequence
-    while tokens % 2 == 0 and tokens // 2 >= LEAST_TOKENS and should_continue():
+    while tokens % 2 == 0 and tokens // 2 >= LEAST_TOKENS:
         tokens //= 2
-        plan = _fitting(replace(query, works_of=_changed(query.works_of, sequence=tokens)))
-        if plan is not None:
-            return f"with sequences of {tokens:,} tokens: {_words(plan)}"
-    return None
+        changed = replace(query, works_of=_changed(query.works_of, sequence=tokens))
+        yield f"with sequences of {tokens:,} tokens", changed
 
 
 def _changed(works_of: Works, **fields: Any) -> Works:
@@ -203,18 +178,13 @@ def _changed(works_of: Works, **fields: Any) -> Works:
     return changed
 
 
-def _more_devices(query: Query, should_continue: Callable[[], bool]) -> str | None:
-    room, hosts, tried = _room(query), _least_hosts(query), 0
-    while room > 0 and tried < MOST_TRIES and should_continue():
+def _more_devices(query: Query) -> Iterator[Change]:
+    hosts = _least_hosts(query)
+    for tried in range(1, MOST_TRIES + 1) if _room(query) > 0 else ():
         cluster = with_hosts(query.cluster, hosts)
-        plan = _fitting(
-            replace(query, cluster=cluster, constraints=constraints_on(query.constraints, cluster.num_devices))
-        )
-        if plan is not None:
-            return f"on {cluster.num_devices:,} such devices: {_words(plan)}"
-        tried += 1
+        more = replace(query, cluster=cluster, constraints=constraints_on(query.constraints, cluster.num_devices))
+        yield f"on {cluster.num_devices:,} such devices", more
         hosts += 1 if tried < MOST_TRIES // 2 else max(1, hosts // 4)
-    return None
 
 
 def _least_hosts(query: Query) -> int:
@@ -258,7 +228,3 @@ def _searched(query: Query, on: Machinery, should_continue: Callable[[], bool]) 
         ).best
     except AutoparError:  # labels that cannot be found
         return None
-
-
-def _words(plan: PricedPlan) -> str:
-    return plan_in_words(degrees_in_plain(plan.degrees, plan.cuts, regather=plan.regather))

@@ -136,13 +136,13 @@ def search_degrees(
     """
     whole = Part(cluster=cluster, on=on, weight=1.0)
     goal = goal or Goal(objective="time", parts={cluster.num_devices: whole})
-    search = _Search(works_of, cluster, constraints, goal, below, labelled_as)
+    search = _Search(works_of, cluster, constraints, goal, below, labelled_as, should_continue, on_progress)
     on_progress(f"{len(search.candidates):,} candidates")
     while True:
-        proof = search.explore(most_exact, should_continue, on_progress)
+        proof = search.explore(most_exact)
         open_split = search.open_split(proof)
         if open_split is None:
-            return search.result(proof, search.refined(proof, trials, seed, place, should_continue, on_progress))
+            return search.result(proof, search.refined(proof, trials, seed, place))
         on_progress(f"labels for {open_split}")
         search.label(open_split)
 
@@ -220,8 +220,11 @@ class _Search:
         goal: Goal,
         below: float,
         labelled_as: Callable[[Split], Split],
+        should_continue: Callable[[], bool],
+        on_progress: Callable[[str], None],
     ) -> None:
         self.works_of, self.goal, self.below, self.labelled_as = works_of, goal, below, labelled_as
+        self.should_continue, self.on_progress = should_continue, on_progress
         self.refused: dict[Split, str] = {}
         self.works: dict[Split, ProgramWorks] = {}
         self.candidates = candidates(constraints)
@@ -312,19 +315,17 @@ class _Search:
             column[index] = np.inf if screened is None else getattr(screened, name)
         self.values[index] = np.inf if screened is None else self.goal.bounds(self.candidates.at(index), screened)
 
-    def explore(self, most: int, should_continue: Callable[[], bool], on_progress: Callable[[str], None]) -> Proof:
+    def explore(self, most: int) -> Proof:
         """Price candidates until the best is proven, or until a candidate without labels is next.
 
         A few candidates with labels come first. Their prices show which others are still open.
         """
         needs_labels, bounds = self.needs_labels, self.bounds()
         if self.unlabelled and not self.exact:
-            self._best_first(np.where(needs_labels, np.inf, bounds), min(most, AHEAD), should_continue, on_progress)
-        return self._best_first(bounds, most, should_continue, on_progress)
+            self._best_first(np.where(needs_labels, np.inf, bounds), min(most, AHEAD))
+        return self._best_first(bounds, most)
 
-    def _best_first(
-        self, bounds: Floats, most: int, should_continue: Callable[[], bool], on_progress: Callable[[str], None]
-    ) -> Proof:
+    def _best_first(self, bounds: Floats, most: int) -> Proof:
         needs_labels = self.needs_labels
         stopped = False
 
@@ -340,7 +341,8 @@ class _Search:
 
         def on_bound(best: float, bound: float) -> None:
             status = f"best {readable_value(best, self.goal.unit)}" if np.isfinite(best) else "none fits yet"
-            on_progress(f"{len(self.exact):,} plans priced: {status}, bound {readable_value(bound, self.goal.unit)}")
+            told = readable_value(bound, self.goal.unit)
+            self.on_progress(f"{len(self.exact):,} plans priced: {status}, bound {told}")
 
         known = [*self.exact, *(baseline.index for baseline in self.baselines if not needs_labels[baseline.index])]
         return best_first(
@@ -349,7 +351,7 @@ class _Search:
             price,
             first=known,
             most=most,
-            should_continue=lambda: should_continue() and not stopped,
+            should_continue=lambda: self.should_continue() and not stopped,
             ties=self.columns["seconds"],
             prefetch=lambda likely: self.together.price(
                 [(i, AS_IT_IS) for i in likely if not needs_labels[i] and np.isfinite(bounds[i])]
@@ -376,15 +378,7 @@ class _Search:
         split = None if last is None else self.candidates.split(last)
         return split if split in self.unlabelled else None
 
-    def refined(
-        self,
-        proof: Proof,
-        trials: int,
-        seed: int,
-        place: StudyPlace | None,
-        should_continue: Callable[[], bool],
-        on_progress: Callable[[str], None],
-    ) -> Refinement:
+    def refined(self, proof: Proof, trials: int, seed: int, place: StudyPlace | None) -> Refinement:
         """Vary the cuts, and the recomputation by stage, of the fastest candidates with several stages.
 
         Only candidates that could beat the best one are varied. If no candidate fits, the varied candidates are the
@@ -393,7 +387,7 @@ class _Search:
         if not trials:
             return Refinement()
         can_be_priced, value = self.candidates.of(*self.works), self.goal.value
-        others = self.by_stage(can_be_priced, np.inf if proof.best is None else proof.best.value, should_continue)
+        others = self.by_stage(can_be_priced, np.inf if proof.best is None else proof.best.value)
         if proof.best is None and not others:
             return Refinement()
         best = others[0] if proof.best is None else proof.best.index
@@ -418,7 +412,7 @@ class _Search:
         def cut(index: int, moved: tuple[int, int]) -> Cut:
             return Cut(*moved, by_stage=index not in as_they_are)
 
-        on_progress(f"moving cuts of {len(starts) - len(as_they_are)} plans")
+        self.on_progress(f"moving cuts of {len(starts) - len(as_they_are)} plans")
         with nullcontext() if place is None else study_values(place.where):
             return refine(
                 starts,
@@ -429,7 +423,7 @@ class _Search:
                 seed=seed,
                 index_of=self.candidates.index_of,
                 place=place,
-                should_continue=should_continue,
+                should_continue=self.should_continue,
                 prefetch=lambda likely: self.together.price([(index, cut(index, moved)) for index, moved in likely]),
             )
 
@@ -448,7 +442,7 @@ class _Search:
             raised[index] = self.goal.value(plan) if plan.fits else np.inf
         return raised
 
-    def by_stage(self, can_be_priced: NDArray[np.bool_], best: float, should_continue: Callable[[], bool]) -> list[int]:
+    def by_stage(self, can_be_priced: NDArray[np.bool_], best: float) -> list[int]:
         """Candidates that may beat the best value, or fit, if every stage recomputes its own number of blocks.
 
         Bounds assume one number for all stages. Here screening estimates the value, and the fraction `NEARLY` is
@@ -476,7 +470,7 @@ class _Search:
             kinds_of(self.candidates, ("schedule",)),
             price,
             most=MOST_BY_STAGE,
-            should_continue=should_continue,
+            should_continue=self.should_continue,
             prefetch=lambda likely: self.together.price([(index, BY_STAGE) for index in likely]),
             added=lambda index, _: max(0.0, price(index) - float(estimates[index])),
         )

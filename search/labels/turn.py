@@ -54,7 +54,7 @@ class Space:
 
 
 def space_of(turn: Turn, relaxed: bool) -> Space:
-    """All candidates. If `relaxed`, also axes that the degree does not divide; else only paddable ones may be uneven."""
+    """All candidates. A `relaxed` space has axes that the degree does not divide, else only paddable ones are."""
     program, analysis, name, index, degree = turn.program, turn.analysis, turn.name, turn.index, turn.degree
     solved, dispatch, context = turn.solved, turn.dispatch, turn.context
     paddable = paddable_axes(program, analysis, degree)
