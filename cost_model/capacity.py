@@ -55,10 +55,7 @@ def capacity(
     sequence: int = 4096,
     reserve_bytes: float = 0.0,
 ) -> list[Largest]:
-    """For every number of devices and every way of `WAYS`, the largest model that fits `memory_bytes` of a device.
-
-    Raises InputError for a number of devices or a sequence that is none.
-    """
+    """For every number of devices and every way of `WAYS`, the largest model that fits `memory_bytes` of a device."""
     for what, value in (*(("number of devices", n) for n in devices), ("sequence", sequence)):
         if not 1 <= value <= _MAX_DEVICES:
             raise InputError(f"{what} {value:,} must be from 1 to {_MAX_DEVICES:,}")

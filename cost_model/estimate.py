@@ -128,11 +128,7 @@ def estimate_works(
     tokens: float | None = None,
     grams_co2_per_kwh: float | None = None,
 ) -> Estimate:
-    """Price a captured and labelled model under a plan.
-
-    Raises InputError or ClusterError, with every problem, for degrees that do not fit, a precision that the device does
-    not have, or a profile of another device.
-    """
+    """Price a captured and labelled model under a plan."""
     _check(works, question, tokens, grams_co2_per_kwh)
     question = replace(question, engine=question.engine.keeping(question.degrees.offload))
     constants, cluster, degrees = mechanisms(), question.cluster, question.degrees

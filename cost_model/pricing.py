@@ -243,10 +243,7 @@ def block_shares(works: ProgramWorks, degrees: Degrees) -> dict[How, float]:
 
 
 def level_shares(works: ProgramWorks, question: Question) -> dict[int, float]:
-    """The levels of recomputation (positions in `RECOMPUTE`) of a question's blocks, with the part of each.
-
-    Stages that recompute by themselves count as level 0.
-    """
+    """The levels of recomputation (positions in `RECOMPUTE`) of a question's blocks, with the part of each."""
     if question.is_by_stage:
         return {0: 1.0}
     shares = block_shares(works, question.degrees)

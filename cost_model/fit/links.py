@@ -31,11 +31,7 @@ class FittedTier:
 
 
 def fit_links(samples: Sequence[Sample], link: Link | None = None) -> dict[Tier, FittedTier]:
-    """The fit of every measured tier.
-
-    The efficiencies of ``in_host`` are parts of the figures of `link`. Without `link`, the bandwidth is the best rate
-    that any collective reached.
-    """
+    """The fit of every measured tier."""
     tiers: dict[Tier, list[Sample]] = {}
     for sample in samples:
         tiers.setdefault("inter_host" if sample.work.numbers["hosts"] > 1 else "in_host", []).append(sample)

@@ -48,10 +48,7 @@ def predicted_parts(estimate: Estimate) -> dict[str, float]:
 
 
 def compare_trace(estimate: Estimate, trace: Mapping[str, Any], *, band: float) -> Comparison:
-    """The estimate of a plan beside a trace of its step.
-
-    Raises InputError for a trace of another plan, naming every field that differs, and for a file that is no trace.
-    """
+    """The estimate of a plan beside a trace of its step."""
     _check_same(estimate, trace.get("otherData"))
     measured: dict[str, float] = {}
     for track, seconds in measured_parts(trace).items():

@@ -36,10 +36,7 @@ def read_trace(path: str | os.PathLike[str]) -> Mapping[str, Any]:
 
 
 def measured_parts(trace: Mapping[str, Any]) -> dict[str, float]:
-    """Seconds by term of the rank that computes longest; their sum is the step.
-
-    Raises InputError if `trace` is not a trace of `autopar trace`.
-    """
+    """Seconds by term of the rank that computes longest; their sum is the step."""
     ranks = _slices(trace)
     spans = [span for tracks in ranks.values() for track in tracks.values() for span, _ in track]
     step = (min(start for start, _ in spans), max(end for _, end in spans))

@@ -26,11 +26,7 @@ def default_precision(cluster: ClusterSpec) -> str:
 
 
 def precision_of(dtype: str, cluster: ClusterSpec) -> str:
-    """The default precision for pricing a model of `dtype`.
-
-    A model is priced in its own precision, because it runs in it. A dtype without a precision, such as float64, takes
-    the devices' default.
-    """
+    """The default precision for pricing a model of `dtype`."""
     return _OF_DTYPE.get(dtype) or default_precision(cluster)
 
 

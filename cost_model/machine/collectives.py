@@ -67,10 +67,7 @@ class Algorithm:
 
 
 def fastest_seconds(kind: Collective, whole_bytes: Number, group: RankGroup) -> Number:
-    """Seconds of one collective by the fastest algorithm and wire protocol. 0 for one rank.
-
-    The fixed cost of a call is not in it.
-    """
+    """Seconds of one collective by the fastest algorithm and wire protocol. 0 for one rank."""
     times = [_seconds(each, kind, whole_bytes, group) for each in ALGORITHMS.values() if kind in each.kinds]
     if not times:
         known = sorted(set().union(*(each.kinds for each in ALGORITHMS.values())))

@@ -92,10 +92,7 @@ class Engine(NamedModel):
         return self.context == "labels"
 
     def computing_in(self, precision: str) -> Engine:
-        """This engine in a precision of `autopar.ir.precision`.
-
-        Only gradients of bfloat16 stay beside their sums. Only products in fewer than 16 bits have narrow inputs.
-        """
+        """This engine in a precision of `autopar.ir.precision`."""
         changes = {}
         if self.low_gradients == "beside" and precision != "bf16":
             changes["low_gradients"] = "added"
@@ -144,10 +141,7 @@ def _folder() -> AbstractContextManager[Path]:
 
 
 def with_sums_in(engine: Engine, reduce_dtype: str | None, stored_bytes: int) -> Engine:
-    """autopar's engine if ranks sum gradients in a dtype of `autopar.ir.precision`. Other engines keep their bytes.
-
-    Without a dtype the gradients are summed as they are stored, in `stored_bytes` an element.
-    """
+    """autopar's engine if ranks sum gradients in a dtype of `autopar.ir.precision`. Other engines keep their bytes."""
     if engine.name != DEFAULT:
         return engine
     size = stored_bytes if reduce_dtype is None else 4 if reduce_dtype == MASTER else 2

@@ -47,11 +47,7 @@ def matmul_seconds(
     bytes_per_s: float,
     launch_s: float,
 ) -> Floats:
-    """Seconds of products of `flops` FLOP. Their operands and results have `moved_bytes` bytes.
-
-    The products reach `part` of the peak. The longer of computing and moving counts: the roofline of Williams,
-    Waterman, Patterson 2009.
-    """
+    """Seconds of products of `flops` FLOP. Their operands and results have `moved_bytes` bytes."""
     computing = np.asarray(flops, dtype=np.float64) / (peak_flops_per_s * np.asarray(part))
     return _floats(launch_s + np.maximum(computing, np.asarray(moved_bytes, dtype=np.float64) / bytes_per_s))
 

@@ -76,11 +76,7 @@ class Links:
     def seconds(
         self, kind: Collective, whole_bytes: Floats, ranks: Floats, stride: Floats, *, num_calls: Any = 1.0
     ) -> Floats:
-        """Seconds of one collective of `whole_bytes` in all, sent in `num_calls` parts; 0 for one rank.
-
-        Inside a host each part costs a call, if calls of this kind were measured. Else the parts cost nothing more,
-        because the hops of a part run beside the bytes of the part before.
-        """
+        """Seconds of one collective of `whole_bytes` in all, sent in `num_calls` parts; 0 for one rank."""
         ranks, stride = np.asarray(ranks), np.asarray(stride)
         usual = np.asarray(fastest_seconds(kind, whole_bytes, self.group(ranks, stride)))
         if self.calls is None or kind not in self.calls.kinds:

@@ -31,10 +31,7 @@ def shipped_profiles() -> dict[str, DeviceProfile]:
 
 
 def device_profile(device: str, device_type: DeviceType = "cuda") -> DeviceProfile:
-    """The shipped profile of a device preset.
-
-    Without one, the profile ``default`` for a GPU or ``cpu`` for a CPU, with a note for the user.
-    """
+    """The shipped profile of a device preset."""
     with resources.as_file(resources.files("autopar.presets") / "profiles") as folder:
         for path in files_naming(Path(folder), device):
             profile = _loaded(path)
@@ -54,10 +51,7 @@ def _loaded(path: Path) -> DeviceProfile:
 
 
 def cluster_profile(cluster: ClusterSpec, device: str) -> DeviceProfile:
-    """The profile that a cluster names, else the shipped profile of a device.
-
-    Raises ClusterError for an unknown name. For a malformed file the error lists every problem.
-    """
+    """The profile that a cluster names, else the shipped profile of a device."""
     if cluster.profile is None:
         return device_profile(device, cluster.device_type)
     path = profile_file(cluster.profile, Path())

@@ -194,10 +194,7 @@ class DeviceProfile:
         return link if tier in self.links else replace(link, link=None)  # this tier's own speed is unknown
 
     def applied_to(self, device: Device) -> Device:
-        """`device` with the measured figures of this profile, except the memory size, which the cluster states.
-
-        Raises ClusterError if the profile describes another type of device.
-        """
+        """`device` with the measured figures of this profile, except the memory size, which the cluster states."""
         if self.device_type != device.device_type:
             raise ClusterError(
                 f"profile {self.name!r} is of a {self.device_type} device, the cluster's {device.name!r} is a "

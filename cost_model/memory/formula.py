@@ -168,10 +168,7 @@ def makes_gradients(layouts: Layouts, engine: Engine) -> Any:
 def state_bytes(
     parameters: RankParameters, layouts: Layouts, basis: MemoryBasis, blocks: Floats | float, *, has_stages: Any
 ) -> dict[str, Floats]:
-    """Bytes of the parameters of a rank with so many blocks, of their gradients and of the optimizer's state.
-
-    With ZeRO 3 also of gathered weights. With stages they stay until the step ends, and so do their gradients.
-    """
+    """Bytes of the parameters of a rank with so many blocks, of their gradients and of the optimizer's state."""
     shape, engine, stage = basis.shape, basis.engine, fsdp_stage(layouts, basis.engine)
     gathered: Floats = np.zeros(1)
     if np.any(stage >= 3):

@@ -150,10 +150,7 @@ def shared_step_s(run: Simulation, ranks_per_core: float) -> float:
 
 @lru_cache(maxsize=64)
 def most_held(schedule: str, pp: int, virtual_stages: int, micro_batches: int) -> tuple[NDArray[np.float64], ...]:
-    """Per rank of a schedule, rows of how many micro-batches of every stage it holds, whenever it holds most of one.
-
-    The largest of all rows times the bytes of a micro-batch in every stage is the most that the rank holds.
-    """
+    """Per rank of a schedule, rows of how many micro-batches of every stage it holds, whenever it holds most of one."""
     stages, states = pp * virtual_stages, []
     for order in numbered_actions(schedule, pp, virtual_stages, micro_batches):
         each = np.array(order) // micro_batches

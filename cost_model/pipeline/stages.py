@@ -192,10 +192,7 @@ def seconds_of_roles(passes: Mapping[str, Passes]) -> dict[str, list[float]]:
 
 
 def seconds_of_stages(stages: Stages, passes: Mapping[str, Sequence[float]]) -> tuple[Floats, Floats, Floats, Floats]:
-    """Forward, backward and weight seconds of one micro-batch in every stage, from the seconds of every role.
-
-    If stages differ in recomputation, also the recomputed part of the backward pass.
-    """
+    """Forward, backward and weight seconds of one micro-batch in every stage, from the seconds of every role."""
     roles, counts = calls_by_role(stages.roles)
     forward, backward, weight = (counts @ np.array([passes[role][k] for role in roles]) for k in range(3))
     if SCHEDULES[stages.schedule].splits_backward:
@@ -239,10 +236,7 @@ def _seconds(
     is_overlapped: bool,
     ranks_per_core: float,
 ) -> tuple[float, NDArray[np.float64]]:
-    """Seconds of one run, and the seconds in which each rank waits for its own messages.
-
-    A long list of ranks that share cores takes the mean of their computing time, or its closed form on whole cores.
-    """
+    """Seconds of one run, and the seconds in which each rank waits for its own messages."""
     if stages.num_actions > MOST_ACTIONS:
         ranks = [per_rank(stages, seconds) for seconds in (forward, backward, weight)]
         run = {"virtual_stages": stages.virtual, "micro_batches": stages.micro_batches}

@@ -211,10 +211,7 @@ def _prepare(members: Sequence[tuple[int, _Case]]) -> RowGroup:
 def _recomputing(
     family: Family[Any], layouts: Layouts, basis: MemoryBasis, memory_bytes: float, unstated: NDArray[np.bool_]
 ) -> tuple[StepMemory, Layouts, tuple[Floats, ...]]:
-    """Memory, layouts with the likeliest level of recomputation, and the weight of each level.
-
-    `unstated` rows recompute as little as fits. The levels of the others are stated.
-    """
+    """Memory, layouts with the likeliest level of recomputation, and the weight of each level."""
     stated = np.broadcast_to(layouts.recompute, unstated.shape)
     left, weights = np.ones(len(unstated)), []
     for level in range(len(RECOMPUTE)):

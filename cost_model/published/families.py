@@ -36,11 +36,7 @@ def family_name(row: Row) -> str:
 
 @cache
 def family_of(name: str, *, is_whole: bool = False, over_data: bool = False) -> Family[Any]:
-    """The expressions of a family, on one tensor rank (`is_whole`) or several.
-
-    Dense blocks among expert blocks are llama's. `over_data`: with the labels of an engine that splits blocks over
-    data-parallel ranks.
-    """
+    """The expressions of a family, on one tensor rank (`is_whole`) or several."""
     base = expressions.family(name, over_data=over_data)
     if "moe_layer" in base.roles and "layer" not in base.roles:
         dense = dict(expressions.family("llama", over_data=over_data).blocks)["layer"]
@@ -53,10 +49,7 @@ def family_of(name: str, *, is_whole: bool = False, over_data: bool = False) -> 
 
 
 def with_chosen_parameters(family: Family[Any], sequence_parallel: Any) -> Family[Any]:
-    """The family with the parameter counts of the variant that each layout runs.
-
-    Labels may split a parameter in one variant and not in the other, and counts of parameters read one variant.
-    """
+    """The family with the parameter counts of the variant that each layout runs."""
 
     def chosen(variants: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
         tensor, sequence = variants["tp"], variants["sp"]

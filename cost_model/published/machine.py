@@ -13,10 +13,7 @@ from autopar.ir.device_presets import DevicePreset, device_preset
 
 
 def memory_bytes_of(preset: DevicePreset, stated_gb: float | None) -> float:
-    """Bytes of a row's device. A row states the size that the device is sold with.
-
-    If this size is the preset's, the result is the size that torch reports. Otherwise it is the stated size.
-    """
+    """Bytes of a row's device. A row states the size that the device is sold with."""
     if stated_gb is None or stated_gb == preset.memory_gb.value:
         return preset.total_memory_gb.value * 1e9
     return stated_gb * 1e9
@@ -38,10 +35,7 @@ def engine_of(row: Row) -> Engine:
 
 
 def row_machine(row: Row, engine: Engine, mechanisms: Mechanisms, *, profile: DeviceProfile | None = None) -> Machine:
-    """The machine that a row names, by its shipped profile unless one is given.
-
-    Raises ClusterError for an unknown device.
-    """
+    """The machine that a row names, by its shipped profile unless one is given."""
     preset, precision = device_preset(row.gpu_type or ""), row.precision or "bf16"
     given, device = profile or device_profile(preset.name), device_of_preset(preset)
     between = (row.inter_gb_per_s or preset.inter_host.bandwidth_gb_per_s.value) * 1e9

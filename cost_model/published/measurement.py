@@ -55,11 +55,7 @@ class StepTime:
 
 
 def measured_seconds(row: Row, *, global_batch: int | None = None) -> StepTime | None:
-    """The step time of a row that ran, or None if the row states no time and no throughput.
-
-    `global_batch` is the assumed number of sequences for a row that does not state it. A row that ran out of memory has
-    no time.
-    """
+    """The step time of a row that ran, or None if the row states no time and no throughput."""
     if row.outcome == "oom":
         return None
     if row.step_time_s is not None:
@@ -83,11 +79,7 @@ def measured_bytes(row: Row) -> float | None:
 
 
 def model_flops(row: Row, batch: int, *, attention: float = 1.0) -> float | None:
-    """FLOP of forward and backward of `batch` sequences; None if a size is not stated.
-
-    A token counts the experts that work on it. `attention` is the part of attention's FLOP that counts. Attention
-    without query, key and value heads (mla, hybrid) gives None.
-    """
+    """FLOP of forward and backward of `batch` sequences; None if a size is not stated."""
     parts = _forward_flops(row, batch, attention)
     return None if parts is None else PASSES * sum(parts)
 

@@ -210,11 +210,7 @@ class RowFile:
 
 
 def read_rows(path: str | os.PathLike[str]) -> list[Row]:
-    """The rows of a CSV file whose header names columns of `Row`.
-
-    Raises `InputError` with all problems: unknown, repeated or missing columns, cells of a wrong kind, missing or
-    repeated ids. The path of a problem is row id and column.
-    """
+    """The rows of a CSV file whose header names columns of `Row`."""
     return list(read_row_file(path, is_strict=True).rows)
 
 

@@ -139,10 +139,7 @@ class Validation:
 
 
 def compared_rows(rows: Sequence[Row], estimator: Estimator) -> tuple[RowComparison, ...]:
-    """Predict every row without its result, and put the estimate beside it. `estimator` never sees a measured value.
-
-    Raises `AutoparError` if an estimate is of another row or no number.
-    """
+    """Predict every row without its result, and put the estimate beside it. `estimator` never sees a measured value."""
     estimates = list(estimator([row.without_result() for row in rows]))
     if [e.id for e in estimates] != [row.id for row in rows]:
         raise AutoparError(f"{len(rows)} rows were given and {len(estimates)} estimates of other rows came back")

@@ -146,10 +146,7 @@ def _recomputed(layouts: Layouts, prices: BlockPrices) -> Passes:
 
 
 def _evenly_cut(basis: Basis, layouts: Layouts, block: Floats, prices: StepPrices, message: Floats) -> PipelineTimes:
-    """The default schedule, 1F1B, over stages with equal numbers of blocks.
-
-    With v stages on a rank, a v-th of its idle time remains.
-    """
+    """The default schedule, 1F1B, over stages with equal numbers of blocks."""
     pp, n, v = layouts.pp, layouts.micro_batches, np.maximum(layouts.virtual, 1)
     first, last, has_stages = prices.first.both, prices.last.both, pp > 1
     per_rank, last_rank = blocks_per_rank(basis.shape.blocks, layouts, basis.machine.engine)
@@ -189,10 +186,7 @@ def moving_sums(layouts: Layouts, data: DataPrices) -> Floats:
 
 
 def _waiting_sums(basis: Basis, layouts: Layouts, data: DataPrices, window: Floats) -> Floats:
-    """Exposed seconds of gradient sums and of gathering updated parameters; 0 if ZeRO sums beside blocks.
-
-    The sums may hide behind `window`: the seconds of one micro-batch in blocks.
-    """
+    """Exposed seconds of gradient sums and of gathering updated parameters; 0 if ZeRO sums beside blocks."""
     engine, mechanisms = basis.machine.engine, basis.machine.mechanisms
     total = moving_sums(layouts, data)
     if engine.gradient_sync == "during":

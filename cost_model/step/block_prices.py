@@ -98,10 +98,7 @@ def _saved(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> di
 def _selective(
     basis: Basis, family: Family[Any], layouts: Layouts, role: str, whole: BlockSeconds, sent: Floats
 ) -> Floats:
-    """Seconds of selective recomputation: of the block's chosen operators, or as the engine recomputes.
-
-    `sent` are the exposed seconds of what the feed-forward layer sends in the forward pass.
-    """
+    """Seconds of selective recomputation: of the block's chosen operators, or as the engine recomputes."""
     work, kind = family.block(role, "tp"), basis.machine.engine.selective
     sending: Floats = np.zeros(1)
     if work.selected is not None:
@@ -183,10 +180,7 @@ class _Beside:
 
 
 def _beside_attention(basis: Basis, family: Family[Any], layouts: Layouts, role: str, seconds: BlockSeconds) -> _Beside:
-    """The keys and values that travel between context ranks while attention computes, by labels.
-
-    A ring of n ranks has n steps of computing, and n - 1 of them have a shift beside them. On a CPU nothing is hidden.
-    """
+    """The keys and values that travel between context ranks while attention computes, by labels."""
     sent = _collectives(basis, family, layouts, role, "sequence", beside=True)
     attention = seconds.attention_forward, seconds.attention - seconds.attention_forward
     ranks, _ = _ranks(basis, layouts, "cp0" if basis.shape.context_dims else "cp")
@@ -201,11 +195,7 @@ def _beside_attention(basis: Basis, family: Family[Any], layouts: Layouts, role:
 def _collectives(
     basis: Basis, family: Family[Any], layouts: Layouts, role: str, *over: Owned, beside: bool = False
 ) -> tuple[Floats, Floats]:
-    """Seconds of a block's labelled collectives over mesh dimensions of some kinds, forward and backward.
-
-    They are counted as if nothing hid them, and nothing hides the ones of context and expert ranks. Collectives that
-    run beside computing are counted alone, with `beside`.
-    """
+    """Seconds of a block's labelled collectives over mesh dimensions of some kinds, forward and backward."""
     seconds, known = [np.zeros(1), np.zeros(1)], dict[tuple[str, str, bytes], Floats]()
     for variant, is_chosen in (("tp", 1 - layouts.sequence_parallel), ("sp", layouts.sequence_parallel)):
         for sent in family.block(role, variant).sent:
@@ -263,10 +253,7 @@ def _ring(basis: Basis, family: Family[Any], layouts: Layouts, role: str, second
 
 
 def _experts(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> tuple[Floats, Floats]:
-    """Seconds of sending tokens to their experts and back, forward and backward: as labels say, or by formula.
-
-    If labels are still to be chosen, the formula is the least that they may send.
-    """
+    """Seconds of sending tokens to their experts and back, forward and backward: as labels say, or by formula."""
     if basis.machine.engine.sends_by_labels and (_has_expert_labels(family) or not has_experts(role)):
         return _collectives(basis, family, layouts, role, "experts")
     if not has_experts(role):

@@ -100,11 +100,7 @@ def _beside(basis: Basis, computing: Floats, moving: Floats) -> Floats:
 
 
 def end_gathers(basis: Basis, family: Family[Any], layouts: Layouts) -> Floats:
-    """Exposed seconds of embedding and head under ZeRO 3 without stages, one micro-batch.
-
-    Half of the collectives hide behind the neighbouring blocks. On a CPU nothing hides, because a collective takes the
-    cores of the computation.
-    """
+    """Exposed seconds of embedding and head under ZeRO 3 without stages, one micro-batch."""
     total = np.zeros(1)
     for role in _ENDS:
         gather, scatter = _gather_and_scatter(basis, layouts, block_parameters(family, layouts, role).whole)

@@ -31,10 +31,7 @@ KERNELS_TO_PRODUCT = 4.0  # from the exchange of rows to the first product of ex
 
 
 def with_experts(family: Family[Any], layouts: Layouts, constants: Mechanisms) -> Family[Any]:
-    """The family with its expert products divided over ranks.
-
-    A rank has 1/ep of the experts, and each of its experts gets the tokens of ep ranks.
-    """
+    """The family with its expert products divided over ranks."""
 
     def divided(op: Any) -> Any:
         if not is_expert_product(op):
@@ -54,11 +51,7 @@ def has_experts(role: str) -> bool:
 
 
 def exchange_seconds(basis: Basis, layouts: Layouts) -> Floats:
-    """Seconds of one all-to-all of a micro-batch's rows over the expert ranks; 0 for one expert rank.
-
-    Every pass sends tokens to their experts and back: two exchanges. A token crosses to a host once, however many of
-    its experts are there (DeepSeek-V3, arXiv 2412.19437, section 3.2.2).
-    """
+    """Seconds of one all-to-all of a micro-batch's rows over the expert ranks; 0 for one expert rank."""
     shape = basis.shape
     is_split = (layouts.sequence_parallel > 0) | (layouts.etp < layouts.tp)
     tokens = layouts.micro_batch * shape.sequence / layouts.cp / np.where(is_split, layouts.tp, 1)
@@ -80,12 +73,7 @@ def rows_between_hosts(experts_per_token: Floats, hosts: Floats) -> Floats:
 
 
 def least_exchange_seconds(basis: Basis, layouts: Layouts, widths: Sequence[Any]) -> Floats:
-    """The least seconds of one pass in which tokens reach their experts and come back; 0 for one expert rank.
-
-    Either rows travel twice, or the tokens of all ranks are gathered and the results scattered. Tensor ranks may split
-    what is sent. A row has the smallest of the `widths` of the experts' products on one tensor rank, or less than the
-    model's hidden width.
-    """
+    """The least seconds of one pass in which tokens reach their experts and come back; 0 for one expert rank."""
     shape, links = basis.shape, basis.machine.links
     tokens = layouts.micro_batch * shape.sequence / layouts.cp / layouts.tp
     narrow = shape.hidden

@@ -58,11 +58,7 @@ class Layouts:
         return Layouts(**{name: np.asarray(getattr(self, name))[index] for name in self.__slots__})
 
     def only(self, names: Sequence[str], index: Any) -> "Layouts":
-        """As `at`, in float64 and with the fields `names` only.
-
-        Reading another field raises AttributeError. So a price that many candidates share cannot depend on a field in
-        which they differ.
-        """
+        """As `at`, in float64 and with the fields `names` only."""
         few = object.__new__(Layouts)
         for name in names:
             column = np.asarray(getattr(self, name))
@@ -88,10 +84,7 @@ def layouts_from(
     etp: ArrayLike | None = None,
     order: Any = 0,
 ) -> Layouts:
-    """Layouts from their degrees, which broadcast. `order` holds positions in `ORDERS`; all else is as in `Layouts`.
-
-    Without `etp`, all tensor ranks split each expert.
-    """
+    """Layouts from their degrees, which broadcast. `order` holds positions in `ORDERS`; all else is as in `Layouts`."""
     degrees = (tp, pp, dp, shard, zero, micro_batch, micro_batches, sequence_parallel, recompute, virtual, cp, ep)
     columns = np.broadcast_arrays(*(np.asarray(d, dtype=float) for d in (*degrees, tp if etp is None else etp)))
     tp, pp, dp, shard, zero, micro_batch, micro_batches, sequence_parallel, recompute, virtual, cp, ep, etp = columns

@@ -78,11 +78,7 @@ def fsdp_stage(layouts: Layouts, engine: "Engine") -> Floats:
 
 
 def host_bytes(engine: "Engine", shape: Shape, parameters: float, saved: Floats | float, layouts: Layouts) -> Floats:
-    """Bytes of host memory for one device, as the mean over ranks.
-
-    `saved` is the bytes that one repeated block saves of one micro-batch. With pipeline stages all micro-batches of a
-    step count as in flight.
-    """
+    """Bytes of host memory for one device, as the mean over ranks."""
     total = np.zeros(1)
     if is_on_host(engine, OPTIMIZER) or is_on_host(engine, PARAMETERS):
         divided = np.where(layouts.zero >= 1, layouts.shard, 1.0)
@@ -97,11 +93,7 @@ def host_bytes(engine: "Engine", shape: Shape, parameters: float, saved: Floats 
 def host_seconds(
     basis: "Basis", layouts: Layouts, parameters: "RankParameters", mean: "Passes", blocks: Floats, saved: Floats
 ) -> HostSeconds:
-    """The waiting of every layout.
-
-    `mean` are the passes of a mean block, of which a rank has `blocks`. The blocks save `saved` bytes of a micro-batch
-    for their backward passes.
-    """
+    """The waiting of every layout."""
     engine, host, n = basis.machine.engine, host_of(basis.machine), layouts.micro_batches
     if engine.offload == NO_OFFLOAD:
         return HostSeconds(copies=np.zeros(1), update=None)

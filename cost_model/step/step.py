@@ -55,10 +55,7 @@ def step_seconds(
     machine: Machine,
     pipeline: Pipeline | None = None,
 ) -> StepSeconds:
-    """Price every layout. `family` holds the numbers of its blocks for one micro-batch of each layout.
-
-    If a `pipeline` is given, its stages count. Else blocks are cut evenly, and the closed form of 1F1B holds.
-    """
+    """Price every layout. `family` holds the numbers of its blocks for one micro-batch of each layout."""
     basis = Basis(shape=shape, machine=machine)
     return step_of(basis, layouts, step_prices(basis, family, layouts), pipeline)
 

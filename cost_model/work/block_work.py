@@ -193,10 +193,7 @@ def _prepared(works: Any) -> tuple[Evaluation, Callable[[list[Any]], Any]]:
 
 
 def _builder(value: Any, leaves: dict[Polynomial, int]) -> Callable[[list[Any]], Any]:
-    """A function from the values of `leaves` to `value` with numbers.
-
-    The expressions in `value` are added to `leaves`.
-    """
+    """A function from the values of `leaves` to `value` with numbers."""
     if isinstance(value, Polynomial):
         position = leaves.setdefault(value, len(leaves))
         return lambda values: values[position]
@@ -350,11 +347,7 @@ class _Reader:
 
 @functools.cache
 def family(name: str, *, over_data: bool = False) -> Family[Polynomial]:
-    """The blocks of a family shipped with the package.
-
-    With `over_data` they are labelled over data-parallel ranks too, as autopar runs them. Raises `InputError` for an
-    unknown name, with the known names.
-    """
+    """The blocks of a family shipped with the package."""
     if name not in family_names():
         raise InputError(f"no blocks of a family {name!r}; {did_you_mean(name, family_names())}")
     folder = resources.files("autopar.cost_model.work") / "families"

@@ -98,10 +98,7 @@ class Coverage:
     seconds: float
 
     def split_flops(self, mesh_dim: str) -> float:
-        """The share of FLOP that is split on a mesh dimension, or on both dimensions of `tp`.
-
-        It is 1 if there are no FLOP.
-        """
+        """The share of FLOP that is split on a mesh dimension, or on both dimensions of `tp`."""
         return _share(sum(o.split_flops[mesh_dim] for o in self.operators), sum(o.flops for o in self.operators))
 
     def split_bytes(self, mesh_dim: str) -> float:

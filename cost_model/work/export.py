@@ -42,11 +42,7 @@ def block_works(
     regather: bool = True,
     loss_chunks: int = 1,
 ) -> tuple[SymbolicWork, ...]:
-    """The work of every distinct block, in their order. The degree of each mesh dimension is a symbol (t for `tp`).
-
-    `by_size` names axes by captured size (see `Naming`). `roles` gives blocks other names than their own. `runs` are
-    `block_runs` of the same program. `regather` has the meaning of `Plan.regather`, `loss_chunks` of `Degrees`.
-    """
+    """The work of every distinct block, in their order. The degree of each mesh dimension is a symbol (t for `tp`)."""
     runs = block_runs(program, analysis) if runs is None else runs
     naming = naming_of(analysis, mesh, by_size)
     flows = (flow_of(program, i, analysis, labels[i], naming, runs[i], regather) for i in range(len(program.blocks)))
@@ -253,11 +249,7 @@ def _products(flow: Flow, name: str) -> Iterator[Operator[Polynomial]]:
 
 
 def _product(flow: Flow, name: str) -> Operator[Polynomial]:
-    """The work of a product.
-
-    A factor in both operands and the output belongs to `count`, a factor in both operands only to k. A factor in one
-    operand belongs to m or n.
-    """
+    """The work of a product."""
     sizes, run = flow.sizes[name], flow.runs[name]
     rule, factors = sizes.bound.rule, sizes.factors()
     if flow.is_attention(name):
@@ -405,10 +397,7 @@ def _in_chunks(flow: Flow, members: Sequence[str], work: Operator[Polynomial]) -
 
 
 def _parameters(flow: Flow) -> tuple[Expr, Expr, Expr]:
-    """Parameter elements on one rank: split by some mesh dimension, whole, and of experts.
-
-    Experts are counted before expert ranks divide them. Experts that all expert ranks have are no such experts.
-    """
+    """Parameter elements on one rank: split by some mesh dimension, whole, and of experts."""
     mesh = flow.naming.mesh
     expert_dims = [i for i in mesh.owning("experts") if mesh.degrees[i] > 1]
     of_experts = {flow.base(flow.operands[name][1])[0] for name in flow.runs if flow.operators[name] in EXPERT_PRODUCTS}

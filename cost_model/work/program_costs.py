@@ -115,10 +115,7 @@ def program_works(
     regather: bool = True,
     loss_chunks: int = 1,
 ) -> ProgramWorks:
-    """The work of a program under labels on a mesh of data and tensor dimensions.
-
-    For `regather` and `loss_chunks` see `block_works`.
-    """
+    """The work of a program under labels on a mesh of data and tensor dimensions."""
     from autopar.cost_model.work.export import block_works  # not needed if works are cached
 
     works = block_works(program, analysis, labels, mesh, regather=regather, loss_chunks=loss_chunks)
@@ -135,10 +132,7 @@ def merged_works(
     loss_chunks: int = 1,
     optimizers: Mapping[str, OptimizerFigures] | None = None,
 ) -> ProgramWorks:
-    """The work of a program. `works` has the work of each of its distinct blocks.
-
-    `optimizers` are the `optimizer_figures` of the program, if they are known.
-    """
+    """The work of a program. `works` has the work of each of its distinct blocks."""
     roles = _roles(program)
     used: dict[str, list[BlockWork[Polynomial]]] = {"first": [], "last": []}
     for call, role in zip(main_calls(program), roles, strict=True):

@@ -60,10 +60,7 @@ class Machinery:
         return np.asarray(mask)
 
     def _saved(self, works: ProgramWorks, layouts: Layouts) -> Floats | float:
-        """Bytes that a mean block saves of a micro-batch, if they go to the host.
-
-        Recomputation that is open is none: it frees no device memory.
-        """
+        """Bytes that a mean block saves of a micro-batch, if they go to the host."""
         engine = self.machine.engine
         if not is_on_host(engine, ACTIVATIONS):
             return 0.0
@@ -142,11 +139,7 @@ def layouts_of(candidates: Candidates, *, sequence_parallel: bool) -> Layouts:
 
 
 def screen(works: ProgramWorks, rows: Candidates, on: Machinery, *, logits: bool = True) -> Screening:
-    """Price candidates under the labels of `works`.
-
-    Labels of a mesh with one tensor dimension serve any tensor degree. Candidates are priced in parts whose arrays stay
-    in the processor's cache. Without `logits`, the logits take no memory.
-    """
+    """Price candidates under the labels of `works`."""
     if len(rows) <= _PART:
         return _screen(works, rows, on, logits)
     parts = [_screen(works, rows.at(slice(at, at + _PART)), on, logits) for at in range(0, len(rows), _PART)]
@@ -222,10 +215,7 @@ def _screen(works: ProgramWorks, candidates: Candidates, on: Machinery, logits: 
 
 
 def _least_of_stages(steps: Sequence[StepTimes]) -> Floats:
-    """The least seconds if every stage recomputes a number of blocks of its own: as without recomputation.
-
-    Recomputed blocks save less, so fewer bytes go to the host.
-    """
+    """The least seconds if every stage recomputes a number of blocks of its own: as without recomputation."""
     copies = np.minimum.reduce(np.broadcast_arrays(*(step.host_copies for step in steps)))
     return np.asarray((steps[0].before - steps[0].host_copies + copies) * (1 + steps[0].straggling))
 

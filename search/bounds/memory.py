@@ -99,11 +99,7 @@ def memory_bounds(
     has_selective: bool,
     has_logits: bool,
 ) -> MemoryBounds:
-    """Memory bounds of candidates, of which a rank may use `capacity_bytes`.
-
-    `schedule` holds positions in `SCHEDULE_NAMES`. Candidates with the same number in `peers` have the same pipeline.
-    With `has_selective` blocks can be recomputed selectively. Without `has_logits`, logits take no memory.
-    """
+    """Memory bounds of candidates, of which a rank may use `capacity_bytes`."""
     layouts, basis, parameters = shared.layouts, shared.memory_basis, shared.parameters(shared.row)
     shape, engine, blocks_save = basis.shape, basis.engine, spread(shared.bytes_of_blocks, shared.row)
     saved, least_saved = blocks_save.saved, spread(least_of([*shared.bytes_of_roles.saved.values()]), shared.row)

@@ -71,12 +71,7 @@ class _Path:
 def lower_bound(
     run: Run, *, waits: float, used: list[EvenCuts] | None = None, groups: Distinct | None = None
 ) -> Pipeline:
-    """A pipeline for `autopar.cost_model.step.step.step_seconds` that is never longer than the pipeline that runs.
-
-    A rank waits for the fraction `waits` of the seconds of each message. It is 0 if messages are sent beside passes.
-    The cuts that the bound assumes are appended to `used`. Candidates with the same number in `groups` have the same
-    stages and, with several of them, the same passes.
-    """
+    """A pipeline for `autopar.cost_model.step.step.step_seconds` that is never longer than the pipeline that runs."""
 
     def bounded(passes: Mapping[str, Passes], message: Floats) -> PipelineTimes:
         block = _mean([(count / run.blocks, passes[role]) for role, count in run.counts])

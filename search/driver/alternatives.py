@@ -24,10 +24,7 @@ _Key = tuple[int, ...]
 
 
 def next_plans(search: SearchState, top: int, *, alike: bool) -> list[tuple[int, PricedPlan]]:
-    """At most `top` plans beside the best plan, the best first.
-
-    They have other degrees. With `alike` plans of the same degrees and another micro-batch fill them up.
-    """
+    """At most `top` plans beside the best plan, the best first."""
     together = search.together
     following = partial(
         next_best, search, together.priced, top, prefetch=lambda likely: together.price([(i, AS_IT_IS) for i in likely])
@@ -94,11 +91,7 @@ def _first_below(
     key: Callable[[int], _Key],
     top: int,
 ) -> list[int]:
-    """Candidates without a price that could still be reported, smallest bound first.
-
-    Their bound is below the last reported plan, and below the best plan of their own combination. Every combination and
-    every class occurs once, because one price may raise the bounds of the others.
-    """
+    """Candidates without a price that could still be reported, smallest bound first."""
     told = sorted(value for value, _, _ in chosen.values())
     last = told[top] if len(told) > top else np.inf
     below = np.flatnonzero(values < last)

@@ -26,10 +26,7 @@ DECIDED = ("pp", "tp", "cp", "ep", "dp_shard", "dp_replicate", "zero", "micro_ba
 
 
 def check_result(search: SearchState, plan: Plan, works: ProgramWorks, constraints: Constraints) -> None:
-    """Raise `SearchError` with all errors of a search's best plan and of the `plan` made of it.
-
-    `works` are the block costs under the labels of its tensor degree, with kept values if the plan keeps them.
-    """
+    """Raise `SearchError` with all errors of a search's best plan and of the `plan` made of it."""
     best = search.best
     assert best is not None
     problems = [*_degrees(best.degrees, constraints), *_cuts(best, works), *_plan(best, plan)]

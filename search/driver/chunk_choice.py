@@ -50,10 +50,7 @@ def with_chunks(
     most_exact: int,
     should_continue: Callable[[], bool] = lambda: True,
 ) -> SearchState:
-    """The search's result with the best plan whose loss runs in chunks, if it is better, and with a bound of both.
-
-    `chunks` is the largest number of chunks, a power of two.
-    """
+    """The search's result with the best plan whose loss runs in chunks, if it is better, and with a bound of both."""
     best, proof = None, search.proof
     least = np.inf if search.best is None else search.goal.value(search.best)
     could = _InChunks(search, works_in_chunks, LEAST_CHUNKS, least, _can_gain(search, least), logits=False)

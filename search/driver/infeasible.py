@@ -64,10 +64,7 @@ def counted(search: SearchState, capacity_bytes: float) -> CandidateCounts:
 
 
 def closest(query: Query, should_continue: Callable[[], bool] = lambda: True) -> Closest | None:
-    """The plan that needs the least memory of a device, the missing bytes, and the changes that would help.
-
-    None if no candidate can be priced.
-    """
+    """The plan that needs the least memory of a device, the missing bytes, and the changes that would help."""
     on = query.machinery(query.cluster)
     roomy = replace(on, machine=replace(on.machine, memory_bytes=inf))
     least = _searched(query, roomy, should_continue)

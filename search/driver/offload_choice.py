@@ -31,10 +31,7 @@ def search_offloads(
     should_continue: Callable[[], bool] = lambda: True,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> SearchState:
-    """The best plan over the values of `offload` that the constraints allow.
-
-    Without figures of the hosts, only the values that the user fixed are searched.
-    """
+    """The best plan over the values of `offload` that the constraints allow."""
     first = constraints.first_offloads
     result = _best_of(search, goal, first, None, should_continue)
     rest = tuple(value for value in constraints.offloads if value not in first)

@@ -83,14 +83,7 @@ def refine(
     should_continue: Callable[[], bool] = lambda: True,
     prefetch: Callable[[Sequence[tuple[int, tuple[int, int]]]], None] = lambda _: None,
 ) -> Refinement:
-    """Vary the candidates in `starts` until the study has `trials` different trials, or all variations.
-
-    Candidates with a name come first, as they are. `prefetch` gets the next variations, because pricing several
-    together is cheaper.
-
-    A study at a `place` continues with its earlier trials and with the candidates that it was made with. The function
-    `index_of` finds the candidates that are not in `starts`. Raises `InputError` as `StudyPlace.opened` does.
-    """
+    """Vary the candidates in `starts` until the study has `trials` different trials, or all variations."""
     study, choices = _study(place, starts)
     refining = _Refining(study, choices, starts, price, value, capacity_bytes, index_of)
     every = [(start, variation) for start in starts for variation in start.variations]

@@ -28,12 +28,7 @@ def starts_of(
     others: Sequence[int],
     baselines: Sequence[Baseline],
 ) -> list[Start]:
-    """The best candidate and the baselines by name, which are tried as they are, then the other varied candidates.
-
-    `bounds` are lower bounds of values, or the values if they are known. They are infinite for candidates that cannot
-    be priced. `values` gives exact values, whether a candidate fits or not. `others` are candidates that gain from
-    recomputation by stage, the best first.
-    """
+    """The best candidate and the baselines by name, which are tried as they are, then the other varied candidates."""
     names = {best: BEST}
     for baseline in baselines:
         names.setdefault(baseline.index, baseline.name)

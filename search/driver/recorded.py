@@ -41,11 +41,7 @@ OFFLOAD, LEFT_OUT = "offload", "left_out"  # attributes of a trial and of the st
 
 
 def record(search: SearchState, place: StudyPlace) -> Mapping[str, float]:
-    """Write the trials of a search into its study, without those that it has already.
-
-    Exact prices come before bounds, and small values before large ones, until the study has `MOST` trials. An attribute
-    of the study counts the trials that are left out.
-    """
+    """Write the trials of a search into its study, without those that it has already."""
     if not len(search.candidates):
         return {}
     wanted = _trials(search)

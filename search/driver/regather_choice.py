@@ -47,11 +47,7 @@ MOST_VARIED = 4  # candidates whose cuts are moved
 def with_kept(
     search: SearchState, works_kept: Works, *, most_exact: int, should_continue: Callable[[], bool] = lambda: True
 ) -> SearchState:
-    """The search's result with the best plan that keeps gathered values, and with a bound of both kinds.
-
-    `works_kept` are the block costs with kept values, under the labels that `search` was priced with. If memory is the
-    objective, or if nothing fits, gathering again is the best.
-    """
+    """The search's result with the best plan that keeps gathered values, and with a bound of both kinds."""
     if search.proof.best is None or search.goal.is_memory:
         return search
     kept, old = _KeptGathers(search, works_kept), search.proof
@@ -136,11 +132,7 @@ class _KeptGathers:
         return self.goal.value(plan) if plan is not None and plan.fits else np.inf
 
     def added(self, index: int, peers: NDArray[np.int64]) -> Floats:
-        """The value that an exact price adds to the bounds of other candidates of its class.
-
-        All of them have the same pipeline. The price shows by how much this pipeline is longer or shorter than
-        screening says. Infinite if the new value is not below the least value.
-        """
+        """The value that an exact price adds to the bounds of other candidates of its class."""
         screened, plan = self.found.screened, self.together.found[index, AS_IT_IS]
         levels = [each[index] for each in screened.pipelines]
         more = [pipeline - bound for pipeline, bound in zip(plan.pipelines, levels, strict=False)]

@@ -95,10 +95,7 @@ class SearchState:
 
     @property
     def best(self) -> PricedPlan | None:
-        """The fitting plan of the smallest value.
-
-        It may be a candidate, a variation of its cuts, a plan that keeps gathered values, or one with a loss in chunks.
-        """
+        """The fitting plan of the smallest value."""
         best = None if self.proof.best is None else self.exact[self.proof.best.index]
         for plan in (self.refined.best, self.kept, self.chunked):
             if best is None or (plan is not None and self.goal.value(plan) < self.goal.value(best)):
@@ -160,11 +157,7 @@ def classes_of(c: Candidates, goal: Goal) -> NDArray[np.int64]:
 
 
 def added_seconds(screened: Screening, index: int, plan: PricedPlan, peers: NDArray[np.int64]) -> Floats:
-    """Seconds that the exact price of a candidate adds to the bounds of other candidates of its class.
-
-    They are the exact time of its pipeline less the bound, at the recomputation of each candidate. State, gradient sums
-    and the optimizer differ in a class.
-    """
+    """Seconds that the exact price of a candidate adds to the bounds of other candidates of its class."""
     bounds = [each[index] for each in screened.pipelines]
     more = [max(0.0, pipeline - bound) for pipeline, bound in zip(plan.pipelines, bounds, strict=False)]
     parts = level_weights(screened.level[peers])
@@ -296,11 +289,7 @@ class _Search:
         return np.concatenate(every) if every else np.zeros(0, dtype=np.intp)
 
     def _is_open(self, index: NDArray[np.intp]) -> NDArray[np.bool_]:
-        """Whether candidates may still matter, by the bounds of their stand-in.
-
-        They may become the best, or nearly the best, also if every stage recomputes its own number of blocks. Own
-        labels of context ranks only make them slower.
-        """
+        """Whether candidates may still matter, by the bounds of their stand-in."""
         least = min(self.below, *(self.goal.value(plan) for plan in self.exact.values() if plan.fits), np.inf)
         if not np.isfinite(least):
             return np.ones(len(index), dtype=bool)
@@ -316,10 +305,7 @@ class _Search:
         self.values[index] = np.inf if screened is None else self.goal.bounds(self.candidates.at(index), screened)
 
     def explore(self, most: int) -> Proof:
-        """Price candidates until the best is proven, or until a candidate without labels is next.
-
-        A few candidates with labels come first. Their prices show which others are still open.
-        """
+        """Price candidates until the best is proven, or until a candidate without labels is next."""
         needs_labels, bounds = self.needs_labels, self.bounds()
         if self.unlabelled and not self.exact:
             self._best_first(np.where(needs_labels, np.inf, bounds), min(most, AHEAD))
@@ -379,11 +365,7 @@ class _Search:
         return split if split in self.unlabelled else None
 
     def refined(self, proof: Proof, trials: int, seed: int, place: StudyPlace | None) -> Refinement:
-        """Vary the cuts, and the recomputation by stage, of the fastest candidates with several stages.
-
-        Only candidates that could beat the best one are varied. If no candidate fits, the varied candidates are the
-        ones that could fit.
-        """
+        """Vary the cuts, and the recomputation by stage, of the fastest candidates with several stages."""
         if not trials:
             return Refinement()
         can_be_priced, value = self.candidates.of(*self.works), self.goal.value
@@ -428,10 +410,7 @@ class _Search:
             )
 
     def raised(self) -> Floats:
-        """Bounds, raised by the exact prices of their class.
-
-        A priced candidate has its value, infinite if it does not fit.
-        """
+        """Bounds, raised by the exact prices of their class."""
         bounds = self.bounds()
         raised = bounds.copy()
         for index in self.exact:

@@ -54,11 +54,7 @@ class StudyPlace:
         self._checked(self._study())
 
     def opened(self, candidates: Sequence[str], name: str = NAME) -> "tuple[optuna.Study, list[str]]":
-        """The study of this name, and the candidates that its trials choose among.
-
-        If there is no study, it is made with `candidates`. Otherwise it keeps the candidates that it was made with.
-        Raises `InputError` if it answers another question, or cannot be read or written.
-        """
+        """The study of this name, and the candidates that its trials choose among."""
         study = self._study()
         with _as_input_errors(self.where):
             if CANDIDATES not in _settled(study):

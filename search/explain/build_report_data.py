@@ -37,10 +37,7 @@ _SECONDS_PER_HOUR = 3600.0
 
 
 def details_of(best: PricedPlan, works: ProgramWorks, cluster: ClusterSpec, on: Machinery) -> Details:
-    """The best plan, rank by rank, on the part of the cluster that it uses.
-
-    `works` are the block costs under the labels of its tensor degree.
-    """
+    """The best plan, rank by rank, on the part of the cluster that it uses."""
     pricing = pricing_of(works, best, cluster, on)
     stages = pricing.stages()
     return Details(
@@ -95,10 +92,7 @@ def _of_rank(parts: Mapping[str, NDArray[Any]], rank: int) -> dict[str, float]:
 
 
 def timeline_of(pricing: Pricing, stages: Stages, most: int = MOST_PASSES) -> Timeline:
-    """One run of the schedule, replayed with the seconds of the plan's blocks.
-
-    If all stages recompute the same number of blocks, every block takes the mean seconds of all blocks.
-    """
+    """One run of the schedule, replayed with the seconds of the plan's blocks."""
     forward, backward, weight, message = _stage_seconds(pricing, stages)
     orders = actions(stages.schedule, stages.pp, stages.virtual, stages.micro_batches)
     messages_are: Literal["overlapped", "blocking"] = (
@@ -149,11 +143,7 @@ def _short(value: float) -> float:
 
 
 def points_of(search: SearchState, most: int = MOST_POINTS) -> Points:
-    """The candidates that fit, as points of a picture.
-
-    All exactly priced candidates are shown. Screened candidates fill the remaining room, evenly from the fastest to the
-    slowest; each is shown at the lower bound that the proof uses.
-    """
+    """The candidates that fit, as points of a picture."""
     screened, candidates = search.screened, search.candidates
     seconds = raised_seconds(search)
     has_bound = np.isfinite(seconds)  # the other candidates may have a tensor degree without labels

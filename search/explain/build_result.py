@@ -37,10 +37,7 @@ def result_of(
     alike: bool = False,
     global_batch: int | None = None,
 ) -> SearchResult:
-    """The result without its plan and the model's name.
-
-    `works_of_best` gives the block costs under the best plan's labels. `top` and `alike` are for `next_plans`.
-    """
+    """The result without its plan and the model's name."""
     best, goal, whole = search.best, search.goal, search.goal.parts[max(search.goal.parts)]
     on, cluster = whole.on, whole.cluster
     details = None
@@ -126,11 +123,7 @@ def _is_like(seconds: float, best_s: float) -> bool:
 
 
 def _priced_baselines(search: SearchState, works_of: Works, hold: Hold) -> Iterator[tuple[int, PricedPlan, int]]:
-    """The legal baselines by candidate, their prices, and the tensor degree of borrowed labels.
-
-    A tensor degree whose bound is far from the best has no labels. Its baseline borrows the labels of another degree if
-    they are legal; 0 means that nothing is borrowed. Baselines have no context ranks.
-    """
+    """The legal baselines by candidate, their prices, and the tensor degree of borrowed labels."""
     first = min((split.tp for split in search.labelled if split.tp > 1 and split.cp == split.ep == 1), default=0)
     for index in (baseline.index for baseline in search.baselines):
         split = search.candidates.split(index)

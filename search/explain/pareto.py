@@ -43,10 +43,7 @@ def front_of(search: SearchState) -> tuple[Contender, ...]:
 
 
 def not_beaten(points: Floats) -> NDArray[np.int64]:
-    """Rows that no other row equals or beats in every column, in the order of the first column.
-
-    Of equal rows the first one counts.
-    """
+    """Rows that no other row equals or beats in every column, in the order of the first column."""
     kept: list[int] = []
     # fewest devices first, so that only an earlier row can beat a row
     counts = np.unique(points[:, 2]) if len(points) else ()

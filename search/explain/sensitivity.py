@@ -217,11 +217,7 @@ def _bound(base: Base, changed: _Setting) -> float | None:
 
 
 def _labelled(base: Base) -> Iterator[tuple[Callable[[Split], bool], ProgramWorks]]:
-    """Block costs with the splits that they stand for: tensor degree 1, and one set for all other degrees.
-
-    The set has the labels of the plan's own tensor degree, or of the smallest degree above 1. Context ranks send
-    nothing in these costs.
-    """
+    """Block costs with the splits that they stand for: tensor degree 1, and one set for all other degrees."""
     yield lambda split: split.tp == 1, base.works_of(1)
     best_tp = base.best.degrees.tp
     above = (best_tp,) if best_tp > 1 else tuple(tp for tp in base.constraints.tensor_degrees if tp > 1)

@@ -13,11 +13,7 @@ from autopar.search.labels.choices import ATTENTION
 
 
 def context_dims(program: Program, analysis: Analysis, cp: int, tp: int) -> tuple[int, int] | None:
-    """The two degrees whose product is `cp`, the second of which divides the key heads that `tp` leaves on a rank.
-
-    None if there is no such factor, or if `cp` divides these heads itself. `analysis` is of the whole program, without
-    a mesh.
-    """
+    """The two degrees whose product is `cp`, the second of which divides the key heads that `tp` leaves on a rank."""
     common = gcd(cp, heads_left(program, analysis, tp))
     return (cp // common, common) if 1 < common < cp else None
 

@@ -67,10 +67,7 @@ class DimProblem:
         self.network = Network(costs=tuple(self.costs), values=tuple(self.values))
 
     def solve(self, time_limit_s: float, memo: Memo) -> tuple[Choice, Solution] | None:
-        """The best labels of this mesh dimension. None if there are none, or if the solver found none in time.
-
-        `memo` holds the solutions of equal networks: other mesh dimensions may change nothing.
-        """
+        """The best labels of this mesh dimension. None if there are none, or if the solver found none in time."""
         solution = memo(solution_of, self.network, time_limit_s)
         if solution is None or solution.objective == inf:
             return None
@@ -259,10 +256,7 @@ class DimProblem:
         return self.prices.saved_byte_s / self.prices.unit_s * whole * self._part(form)
 
     def _conversions_of_neighbour(self, index: int, name: str) -> dict[tuple[str, str], int]:
-        """Conversions of a value on the mesh dimension of this kind before this one, and by how much they shrink it.
-
-        Two equal conversions send as one. The second one adds the cost of the part that the first one leaves.
-        """
+        """Conversions of a value on the mesh dimension of this kind before this one, and by how much they shrink it."""
         before_it = [s for s in self.solved if owned_by(s.name) == owned_by(self.turn.name)]
         before = next((s for s in before_it if s.index == self.turn.index - 1), None)
         if before is None:

@@ -77,10 +77,7 @@ def elimination_order(sizes: Sequence[int], scopes: Sequence[Sequence[int]]) -> 
 
 
 def eliminate(sizes: Sequence[int], tables: Sequence[Table], order: Sequence[int]) -> tuple[list[int], float]:
-    """The best choice of every variable, and the total cost.
-
-    A table's axes are places in the order, ascending. The variable to eliminate is the first axis of all its tables.
-    """
+    """The best choice of every variable, and the total cost."""
     place = {variable: k for k, variable in enumerate(order)}
     waiting: list[list[Table]] = [[] for _ in order]
     for variables, table in tables:
@@ -109,10 +106,7 @@ def eliminate(sizes: Sequence[int], tables: Sequence[Table], order: Sequence[int
 
 
 def _tables_of(value: Value, sizes: list[int]) -> list[Table]:
-    """The costs of a value.
-
-    A large table is taken apart over further variables of two choices, which extend `sizes`.
-    """
+    """The costs of a value."""
     scope = tuple(dict.fromkeys((value.source, *(use.variable for use in value.uses))))
     if prod(sizes[variable] for variable in scope) <= LARGEST_OF_A_VALUE:
         return [(scope, _whole_table(value, scope))]

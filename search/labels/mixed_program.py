@@ -46,10 +46,7 @@ class MixedProgram:
         self._upper.append(upper)
 
     def solve(self, time_limit_s: float) -> tuple[list[float], float, float] | None:
-        """Values of the columns, the objective, and its relative gap to the proven bound.
-
-        They belong to an optimum, or to the best solution found within the time limit. None if there is no solution.
-        """
+        """Values of the columns, the objective, and its relative gap to the proven bound."""
         if not self._costs:  # HiGHS has no solution of a program without columns
             fits = all(lower <= 0 <= upper for lower, upper in zip(self._lower, self._upper, strict=True))
             return ([], 0.0, 0.0) if fits else None

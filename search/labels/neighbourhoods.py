@@ -25,10 +25,7 @@ LEAST_GAIN = 1e-9
 
 
 def improved(network: Network) -> Solution | None:
-    """The best choices that the rounds find, without a proven bound. None if all of them want a missing conversion.
-
-    One search begins with every variable's cheapest choice, a second one without the variables that round 1 keeps.
-    """
+    """The best choices that the rounds find, without a proven bound. None if all of them want a missing conversion."""
     sizes, tables = tables_of(network)
     forbidden = 1.0 + sum(float(np.abs(table[np.isfinite(table)]).max(initial=0.0)) for _, table in tables)
     softened = [(scope, np.where(np.isinf(table), forbidden, table)) for scope, table in tables]
@@ -85,10 +82,7 @@ def _searched(sizes: Sequence[int], tables: Sequence[Table], choices: list[int],
 def order_with_kept(
     sizes: Sequence[int], scopes: Sequence[Sequence[int]], weights: Sequence[float]
 ) -> tuple[list[int], set[int]]:
-    """The order in which variables are eliminated, and the variables to keep, so that every table stays small.
-
-    If the smallest table is too large, its variable with the most neighbours, by `weights`, is kept.
-    """
+    """The order in which variables are eliminated, and the variables to keep, so that every table stays small."""
     neighbours = neighbours_of(len(sizes), scopes)
     bits = [log2(size) for size in sizes]
 

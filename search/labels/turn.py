@@ -118,10 +118,7 @@ def _is_dispatch(variant: Variant, target: Any, dispatch: str | None) -> bool:
 
 
 def _ways(name: str, context: str | None) -> Collection[str]:
-    """The ways of attention on a mesh dimension of `cp`; empty for any way.
-
-    Of two dimensions (`autopar.search.labels.context_dims`), the first splits queries and the second heads.
-    """
+    """The ways of attention on a mesh dimension of `cp`; empty for any way."""
     if name == "cp0":
         return (QUERIES, RING) if context is None else (context,)
     return (HEADS,) if name == "cp1" else () if context is None else (context,)

@@ -18,10 +18,7 @@ from autopar.search.pricing.stage_partition import partition
 
 
 def choose_cuts(program: Program, works: ProgramWorks, degrees: Degrees, call_s: Sequence[float]) -> tuple[int, ...]:
-    """The main calls before which stages begin, under given degrees. `call_s` are `call_seconds`.
-
-    Raises `PlanError` if there are more stages than calls that can make one, or if `cut_at` names no call.
-    """
+    """The main calls before which stages begin, under given degrees. `call_s` are `call_seconds`."""
     if degrees.cut_at is not None:
         return cuts_at(program, degrees.cut_at)
     if sum(works.can_be_stage) < degrees.num_stages:
@@ -70,11 +67,7 @@ def cuts_at(program: Program, paths: Sequence[str]) -> tuple[int, ...]:
 
 
 def cuts_like(program: Program, stage_of: Mapping[str, tuple[int, ...]], num_stages: int) -> tuple[int, ...]:
-    """Cuts that leave every parameter where it is held: `stage_of` names the stages that hold it.
-
-    They are for a model captured again in eval mode or for another shape. A call without parameters stays with the call
-    before it. Raises `PlanError` if the calls do not follow the stages.
-    """
+    """Cuts that leave every parameter where it is held: `stage_of` names the stages that hold it."""
     cuts, stage = [], 0
     for k, index in enumerate(main_calls(program)):
         held = [stage_of[str(a)] for a in program.calls[index].arguments if a in stage_of]

@@ -79,11 +79,7 @@ def priced(
     cut: Cut = AS_IT_IS,
     least_memory: bool = False,
 ) -> PricedPlan:
-    """Price `degrees`, which name no recomputation, with the least recomputation that fits.
-
-    With `least_memory` the price has no recomputation or full recomputation. `works` are the block costs under the
-    labels of the tensor degree.
-    """
+    """Price `degrees`, which name no recomputation, with the least recomputation that fits."""
     layouts = layouts_of_degrees(works, [degrees], recompute=0)
     return PlanPricer(works, layouts, lambda _: degrees, on, Memo(), least_memory=least_memory).priced([(0, cut)])[0]
 
@@ -192,10 +188,7 @@ class PlanPricer:
         return cut.by_stage and is_open and must_recompute
 
     def _by_stage(self, index: int, cut: Cut, even: tuple[int, ...], held: HeldByRanks) -> "_OpenPlan":
-        """Cuts, stages, and the recomputed blocks of each stage: the fewest that fit, or the pinned number.
-
-        `even` are the cuts if all stages recompute the same number of blocks, `held` their memory.
-        """
+        """Cuts, stages, and the recomputed blocks of each stage: the fewest that fit, or the pinned number."""
         capacity, cuts, stages = self.on.capacity_bytes, even, held.stages
         room = capacity - self.on.machine.reserve_bytes
         if self.on.cuts is None and self.on.recompute_blocks is None:
@@ -248,11 +241,7 @@ class PlanPricer:
         parts_of: Sequence[Mapping[str, float]],
     ) -> "_OpenPlan":
         """The recomputation of every stage: the fewest steps that let a candidate fit, all if none fits, or the pinned
-        number of blocks.
-
-        If the goal is the least memory, no blocks or all blocks. `parts_of` are the parts of memory in bytes of each of
-        the levels.
-        """
+        number of blocks."""
         of_level = dict(zip(self.levels, parts_of, strict=True))
 
         def parts_with(steps: int) -> dict[str, float]:
@@ -324,10 +313,7 @@ class PlanPricer:
         return recomputing(degrees, full, None if SELECTIVE in shares else 0)
 
     def _steps(self, plans: "Sequence[_OpenPlan]") -> list[tuple[StepSeconds, tuple[float, ...]]]:
-        """The step of every plan, made from the steps of the levels of its blocks.
-
-        Plans with stages also get the seconds of their pipelines, and are priced at all lower levels too.
-        """
+        """The step of every plan, made from the steps of the levels of its blocks."""
         ones = [(k, level) for k, plan in enumerate(plans) for level in self._levels(plan)]
         index = np.array([plans[k].index for k, _ in ones])
         steps = self._priced(index, np.array([float(level) for _, level in ones]), [plans[k].stages for k, _ in ones])
@@ -361,10 +347,7 @@ class PlanPricer:
         return tuple(level for level in self.levels if level <= max(plan.shares))
 
     def _in_parts(self, plans: "Sequence[_OpenPlan]") -> dict[int, float]:
-        """Pipeline seconds of recomputing plans as if they did not recompute, if backward passes would run in parts.
-
-        The search compares other candidates of the same class with these figures.
-        """
+        """Pipeline seconds of recomputing plans as if they did not recompute, if backward passes would run in parts."""
         stages = {
             k: replace(plan.stages, recomputes=False)
             for k, plan in enumerate(plans)

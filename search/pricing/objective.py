@@ -86,10 +86,7 @@ def goal_of(
     *,
     per_sequence: bool = False,
 ) -> Goal:
-    """The goal on a cluster, whose parts are priced by `machinery`.
-
-    Raises `InputError` if the objective is unknown, or if the cluster does not state the price or power of its devices.
-    """
+    """The goal on a cluster, whose parts are priced by `machinery`."""
     if objective not in UNITS:
         raise InputError(f"unknown objective {objective[:80]!r}; {did_you_mean(objective, tuple(UNITS))}")
     _weight(objective, cluster)

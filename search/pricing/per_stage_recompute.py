@@ -139,11 +139,7 @@ def fewest_blocks(
     levels: Sequence[int] = (0, 2),
     most_level: int = 2,
 ) -> Recomputed:
-    """The fewest steps of recomputation of every stage that let its rank fit; all steps of a rank that cannot fit.
-
-    `needed_bytes` gives the bytes of every rank for numbers of recomputed blocks. `levels` are the levels that blocks
-    can have, up to `most_level`.
-    """
+    """The fewest steps of recomputation of every stage that let its rank fit; all steps of a rank that cannot fit."""
     orders = _orders(stages)
     phases = [level for level in levels[1:] if level <= most_level]
     size = np.array([len(order) for order in orders])

@@ -54,11 +54,7 @@ def _cuts_of(starts: Sequence[NDArray[np.int64]], count: int) -> tuple[int, ...]
 
 
 def _longest(weights: Sequence[float], parts: int) -> int:
-    """The most elements that a part of the best partition can have.
-
-    A part's sum is at most an equal share plus the largest element. Negative elements count as zero, and leave room for
-    others.
-    """
+    """The most elements that a part of the best partition can have."""
     above = np.maximum(np.asarray(weights, dtype=np.float64), 0.0)
     sums = np.concatenate([[0.0], np.cumsum(above)])
     room = float(np.sum(above - weights))

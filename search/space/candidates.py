@@ -140,11 +140,7 @@ class Candidates:
 
 
 def candidates(constraints: Constraints) -> Candidates:
-    """Every candidate that the constraints allow; may be none.
-
-    Dimension by dimension, every row becomes one row for each value that the dimension may have beside the row's values
-    so far. Values are listed once for the rows that do not differ in what the values depend on.
-    """
+    """Every candidate that the constraints allow; may be none."""
     counts = sorted({constraints.num_devices, *constraints.fewer_devices}, reverse=True)
     rows: dict[str, Integers] = {"num_devices": np.array(counts)}
     for dimension in DIMENSIONS:
@@ -175,10 +171,7 @@ def tensor_degrees(*counts: int) -> tuple[int, ...]:
 
 
 def context_degrees(tokens: int | None, *counts: int, fixed: Sequence[int] = ()) -> tuple[int, ...]:
-    """The context degrees that divide one of several numbers of devices, and the tokens of a sequence.
-
-    Every rank has at least `LEAST_TOKENS_OF_RANK` tokens, unless the user has `fixed` the degree.
-    """
+    """The context degrees that divide one of several numbers of devices, and the tokens of a sequence."""
     every = {cp for count in counts for cp in divisors(count) if tokens and tokens % cp == 0}
     enough = {cp for cp in every if cp == 1 or (tokens or 0) // cp >= LEAST_TOKENS_OF_RANK}
     return tuple(sorted(every.intersection(fixed) or enough or {1}))
@@ -199,10 +192,7 @@ def constraints_on(constraints: Constraints, num_devices: int) -> Constraints:
 
 
 def what_would_be_legal(constraints: Constraints) -> str:
-    """Why no candidate is left, if fixed degrees say so; else the smallest change that leaves candidates.
-
-    The change is one word of `fix` or `forbid` less, or a batch that can be split.
-    """
+    """Why no candidate is left, if fixed degrees say so; else the smallest change that leaves candidates."""
     over_data = {"dp": "dp"} if "dp" in constraints.fix else {"dp_replicate": "dp_replicate", "dp_shard": "dp"}
     words = {"pp": "pp", "tp": "tp", "cp": "cp"} | over_data  # the option of dp_shard is --dp
     fixed = {name: constraints.fix[word][0] for word, name in words.items() if len(constraints.fix.get(word, ())) == 1}

@@ -117,11 +117,7 @@ def _data_degree(limits: Limits, num_devices: int, tp: int, pp: int, cp: int) ->
 
 
 def _orders_of_ranks(limits: Limits, tp: int, pp: int, cp: int, dp: int) -> Iterable[int]:
-    """The first allowed order, and the orders that may be faster.
-
-    In the default order, data-parallel ranks are nearest to each other. Another order can only gain if it keeps the
-    messages between stages inside a host. Context ranks have the default only.
-    """
+    """The first allowed order, and the orders that may be faster."""
     allowed = [position for position, order in enumerate(ORDERS) if limits.allows("order", order)]
     if pp == 1 or dp == 1 or cp > 1:
         allowed = [position for position in allowed if position == 0]
