@@ -19,7 +19,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from autopar.errors import InputError
 from autopar.files.strict_yaml import read_yaml
@@ -54,17 +54,11 @@ class Situation:
         return f"{basis}, experts" if self.has_experts else basis
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Interval:
+class Interval(NamedTuple):
     """The bounds of a value, in its unit. `COVERED` of the measured values lie between them."""
 
     low: float
     high: float
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        """Both bounds."""
-        return self.low, self.high
 
     def holds(self, value: float) -> bool:
         """Whether a measured value is inside."""

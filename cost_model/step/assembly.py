@@ -10,7 +10,7 @@ from autopar.cost_model.step.block_prices import BlockPrices
 from autopar.cost_model.step.context import Basis, Passes, repeated_roles, weighted
 from autopar.cost_model.step.data_parallel import DataPrices, Gathers, with_gathers
 from autopar.cost_model.step.layouts import Layouts
-from autopar.cost_model.step.offload import HostSeconds, host_seconds
+from autopar.cost_model.step.offload import host_seconds
 from autopar.cost_model.step.rank_parameters import RankParameters, blocks_per_rank
 from autopar.ir.arrays import Floats
 from autopar.ir.schedules.registry import DEFAULT_SCHEDULE, SCHEDULES
@@ -62,6 +62,7 @@ class StepTimes:
     host_copies: Floats
     before: Floats  # the step without stragglers
     straggling: Floats
+    pipeline_s: Floats  # passes, messages and waiting, with stragglers
 
     @property
     def seconds(self) -> Floats:
@@ -72,7 +73,13 @@ class StepTimes:
 def assembled(basis: Basis, layouts: Layouts, prices: StepPrices, pipeline: Pipeline | None = None) -> StepTimes:
     """The step of every layout from its prices. A `pipeline` gets every role's passes."""
     mechanisms, n = basis.machine.mechanisms, layouts.micro_batches
-    computing, passes = _with_and_without_gathers(basis, layouts, prices)
+    computing = {
+        role: Passes(forward=price.forward, backward=price.backward + recomputing(layouts, price))
+        for role, price in prices.blocks.items()
+    }
+    passes = computing
+    if prices.gathers:
+        passes = {role: with_gathers(basis, layouts, one, prices.gathers[role]) for role, one in computing.items()}
     shares = repeated_roles(basis.shape)
     mean = Passes(
         forward=weighted([(share, passes[role].forward) for role, share in shares.items()]),
@@ -82,14 +89,17 @@ def assembled(basis: Basis, layouts: Layouts, prices: StepPrices, pipeline: Pipe
     if pipeline is None:
         pipe = _evenly_cut(basis, layouts, mean.both, prices, message)
     else:
-        pipe = pipeline(_of_roles(prices, passes), message)
+        of_roles = {role: replace(each, weight=prices.blocks[role].weight) for role, each in passes.items()}
+        of_roles = {role: replace(each, selective=prices.blocks[role].selective) for role, each in of_roles.items()}
+        pipe = pipeline({**of_roles, "first": prices.first, "last": prices.last}, message)
     data = prices.data(pipe.blocks)
     sums = _waiting_sums(basis, layouts, data, pipe.blocks * mean.both + pipe.again)
-    host = _host_seconds(basis, layouts, prices, data, mean, pipe)
-    optimizer = _optimizer(basis, layouts, data.parameters) if host.update is None else host.update
+    copies, update = _host_seconds(basis, layouts, prices, data, mean, pipe)
+    optimizer = _optimizer(basis, layouts, data.parameters) if update is None else update
     adding = _accumulation(basis, layouts, data.parameters)
     ends = np.where((layouts.zero >= 3) & (layouts.pp == 1), prices.end_gathers, 0.0) * n
     straggling = mechanisms.straggler * np.sqrt(2 * np.log(np.maximum(layouts.num_devices, 1.0001)))
+    busy = n * pipe.busy + pipe.idle + pipe.messages
     return StepTimes(
         computing=computing,
         passes=passes,
@@ -100,49 +110,20 @@ def assembled(basis: Basis, layouts: Layouts, prices: StepPrices, pipeline: Pipe
         end_gathers=ends,
         optimizer=optimizer,
         accumulation=adding,
-        host_copies=host.copies,
-        before=n * pipe.busy
-        + pipe.idle
-        + pipe.messages
-        + sums
-        + optimizer
-        + host.copies
-        + adding
-        + ends
-        + mechanisms.step_s,
+        host_copies=copies,
+        before=busy + sums + optimizer + copies + adding + ends + mechanisms.step_s,
         straggling=straggling,
+        pipeline_s=busy * (1 + straggling),
     )
 
 
 # ---- blocks and stages ----
 
 
-def _of_roles(prices: StepPrices, blocks: Mapping[str, Passes]) -> dict[str, Passes]:
-    known = {
-        role: replace(one, weight=prices.blocks[role].weight, selective=prices.blocks[role].selective)
-        for role, one in blocks.items()
-    }
-    return {**known, "first": prices.first, "last": prices.last}
-
-
-def _with_and_without_gathers(
-    basis: Basis, layouts: Layouts, prices: StepPrices
-) -> tuple[dict[str, Passes], dict[str, Passes]]:
-    """Passes of every repeated block, alone and beside the collectives of ZeRO."""
-    computing = {role: _recomputed(layouts, price) for role, price in prices.blocks.items()}
-    if not prices.gathers:
-        return computing, computing
-    return computing, {role: with_gathers(basis, layouts, one, prices.gathers[role]) for role, one in computing.items()}
-
-
 def recomputing(layouts: Layouts, prices: BlockPrices) -> Floats:
     """Seconds of recomputation in a block's backward pass."""
     full = np.where(layouts.recompute == 2, prices.forward, 0.0)
     return np.where(layouts.recompute == 1, prices.selective, full)
-
-
-def _recomputed(layouts: Layouts, prices: BlockPrices) -> Passes:
-    return Passes(forward=prices.forward, backward=prices.backward + recomputing(layouts, prices))
 
 
 def _evenly_cut(basis: Basis, layouts: Layouts, block: Floats, prices: StepPrices, message: Floats) -> PipelineTimes:
@@ -207,7 +188,7 @@ def _accumulation(basis: Basis, layouts: Layouts, parameters: RankParameters) ->
 
 def _host_seconds(
     basis: Basis, layouts: Layouts, prices: StepPrices, data: DataPrices, mean: Passes, pipe: PipelineTimes
-) -> HostSeconds:
+) -> tuple[Floats, Floats | None]:
     """Waiting for the host. A rank moves what its blocks save, which depends on recomputation."""
     moved = np.zeros(1)
     for role, share in repeated_roles(basis.shape).items():

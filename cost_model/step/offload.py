@@ -12,7 +12,6 @@ training", section 4.1; their one-step delay is not assumed, because it changes 
 from data sheets.
 """
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,17 +28,6 @@ if TYPE_CHECKING:
     from autopar.cost_model.step.rank_parameters import RankParameters
 
 ASSUMED_LINK_BYTES_PER_S = 16e9  # of a host without figures: PCIe 3.0 x16 (PCI-SIG), and as much for its memory
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostSeconds:
-    """Seconds of a step in which the device waits: for copies, and for the update on the host.
-
-    `update` is None if the device updates.
-    """
-
-    copies: Floats
-    update: Floats | None
 
 
 def is_on_host(engine: "Engine", part: str) -> bool:
@@ -92,11 +80,11 @@ def host_bytes(engine: "Engine", shape: Shape, parameters: float, saved: Floats 
 
 def host_seconds(
     basis: "Basis", layouts: Layouts, parameters: "RankParameters", mean: "Passes", blocks: Floats, saved: Floats
-) -> HostSeconds:
-    """The waiting of every layout."""
+) -> tuple[Floats, Floats | None]:
+    """Seconds of a step in which the device waits for copies, and for the update on the host; None: it updates."""
     engine, host, n = basis.machine.engine, host_of(basis.machine), layouts.micro_batches
     if engine.offload == NO_OFFLOAD:
-        return HostSeconds(copies=np.zeros(1), update=None)
+        return np.zeros(1), None
     size, elements = basis.shape.stored_bytes, parameters.sharded(layouts, 1)
     one_way = size * elements / host.link_bytes_per_s
     beside = 0.0 if basis.machine.speeds.in_one_thread else blocks  # on a CPU a copy takes the cores of the computation
@@ -118,4 +106,4 @@ def host_seconds(
     if is_on_host(engine, ACTIVATIONS):
         moving = saved / host.link_bytes_per_s
         copies = copies + n * (np.maximum(moving - forward, 0.0) + moving)
-    return HostSeconds(copies=np.asarray(copies), update=update)
+    return np.asarray(copies), update

@@ -57,7 +57,8 @@ def step_seconds(
 ) -> StepSeconds:
     """Price every layout. `family` holds the numbers of its blocks for one micro-batch of each layout."""
     basis = Basis(shape=shape, machine=machine)
-    return step_of(basis, layouts, step_prices(basis, family, layouts), pipeline)
+    prices = step_prices(basis, family, layouts)
+    return step_of(basis, layouts, prices, assembled(basis, layouts, prices, pipeline))
 
 
 def step_prices(basis: Basis, family: Family[Any], layouts: Layouts) -> StepPrices:
@@ -74,9 +75,8 @@ def step_prices(basis: Basis, family: Family[Any], layouts: Layouts) -> StepPric
     )
 
 
-def step_of(basis: Basis, layouts: Layouts, prices: StepPrices, pipeline: Pipeline | None = None) -> StepSeconds:
-    """The step of every layout from its `prices`, under its stages and recomputation."""
-    step = assembled(basis, layouts, prices, pipeline)
+def step_of(basis: Basis, layouts: Layouts, prices: StepPrices, step: StepTimes) -> StepSeconds:
+    """A step that was assembled from `prices`, by its parts."""
     return StepSeconds(
         seconds=step.seconds,
         parts=_parts(basis, layouts, prices, step),

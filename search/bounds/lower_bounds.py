@@ -15,11 +15,9 @@ from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.pricing import family_at, shape_of_works
 from autopar.cost_model.shared_prices import SharedPrices
 from autopar.cost_model.step.assembly import StepTimes, assembled
-from autopar.cost_model.step.context import Basis
 from autopar.cost_model.step.layouts import Layouts, layouts_from
 from autopar.cost_model.step.offload import can_offload, host_bytes, host_of, is_on_host
 from autopar.cost_model.step.saved_bytes import activations
-from autopar.cost_model.step.step import StepSeconds
 from autopar.cost_model.step.unique_rows import distinct, numbered
 from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.ir.arrays import Floats
@@ -29,7 +27,6 @@ from autopar.search.bounds.pipeline import Run, lower_bound
 from autopar.search.bounds.uniform_partition import EvenCuts
 from autopar.search.space.candidates import Candidates
 
-BEHIND_PIPELINE = ("data collectives", "optimizer", "host copies", "gradient accumulation", "fixed")
 _ROUNDING = 1e-9  # of a part of the blocks
 _PART = 1 << 16  # candidates that are screened at once
 
@@ -202,9 +199,9 @@ def _screen(works: ProgramWorks, candidates: Candidates, on: Machinery, logits: 
         seconds=np.where(can, mixed, np.inf),
         recomputed_seconds=np.where(can, steps[2].seconds, np.inf),
         least_seconds=np.where(legal, least_s, np.inf),
-        pipeline=_of_pipeline(shared.basis, steps[0]),
-        selective_pipeline=_of_pipeline(shared.basis, steps[1]),
-        recomputed_pipeline=_of_pipeline(shared.basis, steps[2]),
+        pipeline=steps[0].pipeline_s,
+        selective_pipeline=steps[1].pipeline_s,
+        recomputed_pipeline=steps[2].pipeline_s,
         level=level,
         by_stage_seconds=np.where((full <= 1) & legal, by_stage, np.inf),
         without_bytes=np.broadcast_to(memory.without, level.shape),
@@ -218,20 +215,6 @@ def _least_of_stages(steps: Sequence[StepTimes]) -> Floats:
     """The least seconds if every stage recomputes a number of blocks of its own: as without recomputation."""
     copies = np.minimum.reduce(np.broadcast_arrays(*(step.host_copies for step in steps)))
     return np.asarray((steps[0].before - steps[0].host_copies + copies) * (1 + steps[0].straggling))
-
-
-def pipeline_seconds(step: StepSeconds) -> Floats:
-    """The pipeline's part of a step: passes, messages and waiting, with stragglers, without the end of the step."""
-    before = step.seconds - step.parts["stragglers"]
-    pipeline = before - sum(step.parts[name] for name in BEHIND_PIPELINE)
-    return np.asarray(pipeline * step.seconds / before)
-
-
-def _of_pipeline(basis: Basis, step: StepTimes) -> Floats:
-    """`pipeline_seconds` of a step that is given without its parts."""
-    behind = step.sums + step.end_gathers + step.optimizer + step.host_copies + step.accumulation
-    behind = behind + basis.machine.mechanisms.step_s
-    return np.asarray((step.before - behind) * (1 + step.straggling))
 
 
 def _of_whole_blocks(level: Floats, run: Run) -> Floats:

@@ -112,7 +112,7 @@ class TrialStudy:
         about = {
             DEGREES: _text(plan.degrees),
             "predicted_s": plan.predicted_s,
-            "predicted_interval_s": interval_of(plan.predicted_s, "time", Situation()).bounds,
+            "predicted_interval_s": interval_of(plan.predicted_s, "time", Situation()),
             "needed_bytes": plan.needed_bytes,
         }
         self.study.enqueue_trial(params_of(plan.degrees), user_attrs=about)

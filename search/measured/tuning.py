@@ -183,7 +183,7 @@ def _may_need_less(candidates: Sequence[Candidate], outcomes: Mapping[int, Outco
     best = min(
         (value_of(candidates[at], run, "memory") for at, run in outcomes.items() if run.is_measured), default=np.inf
     )
-    low, _ = interval_of(1.0, "memory", Situation()).bounds
+    low, _ = interval_of(1.0, "memory", Situation())
     return min(candidates[at].needed_bytes for at in left) * low < best
 
 

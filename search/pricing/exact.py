@@ -19,6 +19,7 @@ from autopar.cost_model.memory.per_stage import HeldByRanks, bytes_of_roles, ful
 from autopar.cost_model.pipeline.stages import Stages, pipelines_of, stages_at
 from autopar.cost_model.pricing import Pricing, Question, layouts_of_degrees, parts_between
 from autopar.cost_model.shared_prices import SharedPrices
+from autopar.cost_model.step.assembly import assembled
 from autopar.cost_model.step.layouts import Layouts
 from autopar.cost_model.step.step import StepSeconds, step_of
 from autopar.cost_model.step.unique_rows import spread
@@ -28,7 +29,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.schedules.registry import SCHEDULES
 from autopar.memo import Memo
-from autopar.search.bounds.lower_bounds import Machinery, pipeline_seconds
+from autopar.search.bounds.lower_bounds import Machinery
 from autopar.search.pricing.cuts import even_cuts, seconds_of_calls
 from autopar.search.pricing.per_stage_recompute import CallCosts, Recomputed, costs_of, cuts_by_stage, fewest_blocks
 
@@ -316,8 +317,9 @@ class PlanPricer:
         """The step of every plan, made from the steps of the levels of its blocks."""
         ones = [(k, level) for k, plan in enumerate(plans) for level in self._levels(plan)]
         index = np.array([plans[k].index for k, _ in ones])
-        steps = self._priced(index, np.array([float(level) for _, level in ones]), [plans[k].stages for k, _ in ones])
-        of_pipelines = np.broadcast_to(pipeline_seconds(steps), len(ones)).tolist()
+        levels = np.array([float(level) for _, level in ones])
+        steps, pipeline_s = self._priced(index, levels, [plans[k].stages for k, _ in ones])
+        of_pipelines = np.broadcast_to(pipeline_s, len(ones)).tolist()
         for k, seconds in self._in_parts(plans).items():
             of_pipelines[next(at for at, pair in enumerate(ones) if pair[0] == k)] = seconds
         first = np.flatnonzero(np.diff([k for k, _ in ones], prepend=-1))
@@ -331,14 +333,18 @@ class PlanPricer:
             (_step(steps, sums[:, k : k + 1]), _by_level(known[k]) if plan.cuts else ()) for k, plan in enumerate(plans)
         ]
 
-    def _priced(self, index: NDArray[np.intp], levels: Floats, stages: Sequence[Stages | None]) -> StepSeconds:
-        """Steps of candidates with a level of recomputation each, under their stages if they have any."""
+    def _priced(
+        self, index: NDArray[np.intp], levels: Floats, stages: Sequence[Stages | None]
+    ) -> tuple[StepSeconds, Floats]:
+        """Steps of candidates with a level of recomputation each, under their stages if any, and of their pipelines."""
         layouts, machine = replace(self.shared.layouts.at(index), recompute=levels), self.on.machine
         several, pipeline = [each for each in stages if each is not None], None
         if several:
             exposed = machine.mechanisms.message_exposed
             pipeline = pipelines_of(several, machine.engine, exposed, machine.ranks_per_core, self.memo)
-        return step_of(self.shared.basis, layouts, self.shared.prices(index), pipeline)
+        basis, prices = self.shared.basis, self.shared.prices(index)
+        times = assembled(basis, layouts, prices, pipeline)
+        return step_of(basis, layouts, prices, times), times.pipeline_s
 
     def _levels(self, plan: "_OpenPlan") -> tuple[int, ...]:
         """The levels whose steps make up a plan's step and its comparison with other plans of its class."""
@@ -355,8 +361,7 @@ class PlanPricer:
         }
         if not stages:
             return {}
-        steps = self._priced(np.array([plans[k].index for k in stages]), np.zeros(1), [*stages.values()])
-        seconds = pipeline_seconds(steps)
+        _, seconds = self._priced(np.array([plans[k].index for k in stages]), np.zeros(1), [*stages.values()])
         return dict(zip(stages, np.broadcast_to(seconds, len(stages)).tolist(), strict=True))
 
 
