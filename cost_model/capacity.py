@@ -126,25 +126,21 @@ def _largest(
     needed = memory.needed_bytes
     heads = ASPECT * blocks / HEAD
     fits = (needed <= usable_bytes(memory_bytes)) & (pp <= blocks) & (tp <= heads)
-    if not fits.any():
-        return Largest(way=way, devices=devices, parameters=0.0, blocks=0, hidden=0, peak_bytes=0.0, **_named(plans[0]))
-    row = int(np.flatnonzero(fits.any(axis=1))[-1])
-    columns = np.flatnonzero(fits[row])
-    column = int(columns[np.argmin(needed[row, columns])])
-    size = int(_SIZES[row])
+    size, column, peak = 0, 0, 0.0
+    if fits.any():
+        row = int(np.flatnonzero(fits.any(axis=1))[-1])
+        columns = np.flatnonzero(fits[row])
+        column = int(columns[np.argmin(needed[row, columns])])
+        size, peak = int(_SIZES[row]), float(needed[row, column])
     return Largest(
         way=way,
         devices=devices,
-        parameters=parameters(size),
+        parameters=parameters(size) if size else 0.0,
         blocks=size,
         hidden=ASPECT * size,
-        peak_bytes=float(needed[row, column]),
-        **_named(plans[column]),
+        peak_bytes=peak,
+        **dict(zip(("tp", "pp", "dp", "zero"), plans[column], strict=True)),
     )
-
-
-def _named(plan: tuple[int, int, int, int]) -> dict[str, Any]:
-    return dict(zip(("tp", "pp", "dp", "zero"), plan, strict=True))
 
 
 def _numbers(blocks: Any, tp: Any, sequence: int) -> dict[str, Any]:

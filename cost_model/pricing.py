@@ -133,29 +133,27 @@ class Pricing:
     def mean_passes_and_message(self) -> tuple[dict[str, Passes], float]:
         """Seconds of one micro-batch of the question's layout in every role, with recomputation in some blocks those of
         the mean block, without what stages recompute by themselves; and of a whole message between stages."""
-        share = self._shares()
-        pairs = [self._passes_and_message(at) for at in self.at_levels(layout_of(self.works, self.question))]
-        return {
-            role: Passes(
-                forward=_between(share, [p[role].forward for p, _ in pairs]),
-                backward=_between(share, [p[role].backward for p, _ in pairs]),
-                weight=_between(share, [np.asarray(p[role].weight) for p, _ in pairs]),
-                selective=np.asarray(pairs[0][0][role].selective),
-            )
-            for role in pairs[0][0]
-        }, pairs[0][1]
-
-    def _passes_and_message(self, layouts: Layouts) -> tuple[dict[str, Passes], float]:
-        costs: dict[str, Passes] = {}
+        passes: list[Mapping[str, Passes]] = []
         messages: list[Floats] = []
 
-        def look(passes: Mapping[str, Passes], message: Floats) -> PipelineTimes:
-            costs.update(passes)
+        def look(of_roles: Mapping[str, Passes], message: Floats) -> PipelineTimes:
+            passes.append(of_roles)
             messages.append(message)
             return PipelineTimes(busy=np.zeros(1), blocks=np.zeros(1), idle=np.zeros(1), messages=np.zeros(1))
 
-        self._step(layouts, look)
-        return costs, whole_message_s(messages[0], self.question.engine, self.machine.mechanisms.message_exposed)
+        for layouts in self.at_levels(layout_of(self.works, self.question)):
+            self._step(layouts, look)
+        means = {
+            role: replace(
+                each,
+                **{
+                    name: _between(self._shares(), [np.asarray(getattr(of[role], name)) for of in passes])
+                    for name in ("forward", "backward", "weight")
+                },
+            )
+            for role, each in passes[0].items()
+        }
+        return means, whole_message_s(messages[0], self.question.engine, self.machine.mechanisms.message_exposed)
 
     def memory(self, layouts: Layouts) -> StepMemory:
         """Bytes of the fullest rank at every level of recomputation, as much between them as blocks have it."""

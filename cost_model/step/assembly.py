@@ -1,7 +1,7 @@
 """The step time from its prices: blocks on stages, messages between stages, and the end of the step."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
@@ -74,7 +74,12 @@ def assembled(basis: Basis, layouts: Layouts, prices: StepPrices, pipeline: Pipe
     """The step of every layout from its prices. A `pipeline` gets every role's passes."""
     mechanisms, n = basis.machine.mechanisms, layouts.micro_batches
     computing = {
-        role: Passes(forward=price.forward, backward=price.backward + recomputing(layouts, price))
+        role: Passes(
+            forward=price.forward,
+            backward=price.backward + recomputing(layouts, price),
+            weight=price.weight,
+            selective=price.selective,
+        )
         for role, price in prices.blocks.items()
     }
     passes = computing
@@ -89,9 +94,7 @@ def assembled(basis: Basis, layouts: Layouts, prices: StepPrices, pipeline: Pipe
     if pipeline is None:
         pipe = _evenly_cut(basis, layouts, mean.both, prices, message)
     else:
-        of_roles = {role: replace(each, weight=prices.blocks[role].weight) for role, each in passes.items()}
-        of_roles = {role: replace(each, selective=prices.blocks[role].selective) for role, each in of_roles.items()}
-        pipe = pipeline({**of_roles, "first": prices.first, "last": prices.last}, message)
+        pipe = pipeline({**passes, "first": prices.first, "last": prices.last}, message)
     data = prices.data(pipe.blocks)
     sums = _waiting_sums(basis, layouts, data, pipe.blocks * mean.both + pipe.again)
     copies, update = _host_seconds(basis, layouts, prices, data, mean, pipe)

@@ -4,7 +4,7 @@ The bytes follow from a rank's parameters. The prices depend only on `RANK_FIELD
 micro-batches, virtual stages or recomputation share prices.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -79,8 +79,10 @@ def with_gathers(basis: Basis, layouts: Layouts, computing: Passes, gathers: Gat
     forward = _beside(basis, computing.forward, gather_s)
     backward = _beside(basis, computing.backward, gather_s + gathers.scatter + gathers.copies)
     sums = gathers_blocks(layouts)
-    return Passes(
-        forward=np.where(sums, forward, computing.forward), backward=np.where(sums, backward, computing.backward)
+    return replace(
+        computing,
+        forward=np.where(sums, forward, computing.forward),
+        backward=np.where(sums, backward, computing.backward),
     )
 
 

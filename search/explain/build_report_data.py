@@ -4,7 +4,7 @@ The functions that priced the plans price everything here. This module decides n
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,12 +93,11 @@ def _of_rank(parts: Mapping[str, NDArray[Any]], rank: int) -> dict[str, float]:
 
 def timeline_of(pricing: Pricing, stages: Stages, most: int = MOST_PASSES) -> Timeline:
     """One run of the schedule, replayed with the seconds of the plan's blocks."""
-    forward, backward, weight, message = _stage_seconds(pricing, stages)
+    of_roles, message = pricing.mean_passes_and_message()
+    forward, backward, weight, _ = seconds_of_stages(stages, seconds_of_roles(of_roles))
     orders = actions(stages.schedule, stages.pp, stages.virtual, stages.micro_batches)
-    messages_are: Literal["overlapped", "blocking"] = (
-        "overlapped" if pricing.question.engine.messages == "overlapped" else "blocking"
-    )
-    run = simulate(orders, stage_seconds(forward, backward, weight, message), messages=messages_are)
+    seconds = stage_seconds(forward, backward, weight, message)
+    run = simulate(orders, seconds, messages=pricing.question.engine.messages)
     passes = sorted(run.timeline(), key=lambda event: (event.start_s, event.rank))
     messages = list(run.messages([0.0] * len(stages.roles), [0.0] * len(stages.roles)))
     gap = None
@@ -122,12 +121,6 @@ def timeline_of(pricing: Pricing, stages: Stages, most: int = MOST_PASSES) -> Ti
         left_out=sum(map(len, run.orders)) - len(passes),
         gap=gap,
     )
-
-
-def _stage_seconds(pricing: Pricing, stages: Stages) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], float]:
-    passes, message = pricing.mean_passes_and_message()
-    forward, backward, weight, _ = seconds_of_stages(stages, seconds_of_roles(passes))
-    return forward, backward, weight, message
 
 
 def _is_outside(start: float, gap: tuple[float, float]) -> bool:

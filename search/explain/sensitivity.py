@@ -75,9 +75,17 @@ def what_if(base: Base) -> tuple[Curve, ...]:
         ("global batch", "sequences", f"{of_plan}, devices and sequence; the number of micro-batches follows", _batch),
         ("sequence length", "tokens", f"{of_plan}, devices, global batch and the search's labels", _sequence),
     )
+    now = _Setting(
+        value=0.0,
+        cluster=base.part.cluster,
+        on=base.part.on,
+        global_batch=base.global_batch,
+        sequence=base.works_of(*Split.of(base.best.degrees)).sequence,
+    )
     result = []
     for name, unit, held, change in curves:
-        points = tuple(_point(base, factor, new) for factor in FACTORS if (new := change(base, factor)) is not None)
+        changes = ((factor, change(base, now, factor)) for factor in FACTORS)
+        points = tuple(_point(base, factor, new) for factor, new in changes if new is not None)
         if len(points) > 1:
             result.append(Curve(name=name, unit=unit, held=held, points=points))
     return tuple(result)
@@ -86,9 +94,8 @@ def what_if(base: Base) -> tuple[Curve, ...]:
 # ---- the changes ----
 
 
-def _devices(base: Base, factor: float) -> _Setting | None:
-    count = base.part.cluster.num_devices * factor
-    cluster = base.part.cluster
+def _devices(base: Base, now: _Setting, factor: float) -> _Setting | None:
+    count, cluster = now.cluster.num_devices * factor, now.cluster
     if factor < 1:
         if count not in device_counts(cluster):
             return None
@@ -98,51 +105,32 @@ def _devices(base: Base, factor: float) -> _Setting | None:
             return None  # one host: its links to other hosts are unknown
         groups = tuple(replace(group, num_hosts=int(group.num_hosts * factor)) for group in cluster.groups)
         cluster = replace(cluster, name=f"{count:g} devices like {cluster.name}", groups=groups)
-    on = base.part.on if factor == 1 else base.machinery(cluster)
-    return _changed(base, count, cluster=cluster, on=on)
+    on = now.on if factor == 1 else base.machinery(cluster)
+    return replace(now, value=count, cluster=cluster, on=on)
 
 
-def _bandwidth(base: Base, factor: float) -> _Setting | None:
-    links = base.part.on.machine.links
-    if base.part.cluster.num_devices == 1:
+def _bandwidth(base: Base, now: _Setting, factor: float) -> _Setting | None:
+    links = now.on.machine.links
+    if now.cluster.num_devices == 1:
         return None
-    if base.part.cluster.num_hosts == 1:
+    if now.cluster.num_hosts == 1:
         value = links.in_host_bytes_per_s * factor
         calls = None if links.calls is None else replace(links.calls, bytes_per_s=links.calls.bytes_per_s * factor)
         links = replace(links, in_host_bytes_per_s=value, calls=calls)
     else:
         value = links.inter_host_bytes_per_s * factor
         links = replace(links, inter_host_bytes_per_s=value)
-    machine = replace(base.part.on.machine, links=links)
-    return _changed(base, value, on=replace(base.part.on, machine=machine))
+    return replace(now, value=value, on=replace(now.on, machine=replace(now.on.machine, links=links)))
 
 
-def _batch(base: Base, factor: float) -> _Setting | None:
-    count = base.global_batch * factor
-    return _changed(base, count, global_batch=int(count)) if count == int(count) else None
+def _batch(base: Base, now: _Setting, factor: float) -> _Setting | None:
+    count = now.global_batch * factor
+    return replace(now, value=count, global_batch=int(count)) if count == int(count) else None
 
 
-def _sequence(base: Base, factor: float) -> _Setting | None:
-    tokens = base.works_of(*Split.of(base.best.degrees)).sequence * factor
-    return _changed(base, tokens, sequence=int(tokens)) if tokens == int(tokens) else None
-
-
-def _changed(
-    base: Base,
-    value: float,
-    *,
-    cluster: ClusterSpec | None = None,
-    on: Machinery | None = None,
-    global_batch: int | None = None,
-    sequence: int | None = None,
-) -> _Setting:
-    return _Setting(
-        value=float(value),
-        cluster=cluster or base.part.cluster,
-        on=on or base.part.on,
-        global_batch=global_batch or base.global_batch,
-        sequence=sequence or base.works_of(*Split.of(base.best.degrees)).sequence,
-    )
+def _sequence(base: Base, now: _Setting, factor: float) -> _Setting | None:
+    tokens = now.sequence * factor
+    return replace(now, value=tokens, sequence=int(tokens)) if tokens == int(tokens) else None
 
 
 # ---- the step after a change ----
@@ -157,7 +145,7 @@ def _point(base: Base, factor: float, changed: _Setting) -> CurvePoint:
     tokens, bound = float(changed.global_batch * changed.sequence), _bound(base, changed)
     return CurvePoint(
         factor=factor,
-        value=changed.value,
+        value=float(changed.value),
         step_s=None if plan is None else plan.seconds,
         tokens_per_s=None if plan is None else tokens / plan.seconds,
         fits=plan is not None and plan.fits,
