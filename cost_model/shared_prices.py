@@ -36,7 +36,7 @@ from autopar.cost_model.step.data_parallel import (
     gathers_blocks,
 )
 from autopar.cost_model.step.layouts import Layouts
-from autopar.cost_model.step.unique_rows import Distinct, distinct, numbered, spread
+from autopar.cost_model.step.unique_rows import distinct, numbered, spread
 from autopar.cost_model.work.block_work import VARIANTS, Family, free_symbols
 from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.ir.arrays import Floats
@@ -54,16 +54,15 @@ class SharedPrices:
         fields = block_fields(works.family)
         columns = {name: numbered(getattr(layouts, name)) for name in {*fields, *RANK_FIELDS}}
         groups, of_ranks = (distinct([columns[name] for name in names]) for names in (fields, RANK_FIELDS))
-        self.row, self.place = self._index(groups), self._index(of_ranks)  # of a layout's blocks, and of its ranks
+        self.row, self.place = (
+            each.numbers(len(layouts.tp)) for each in (groups, of_ranks)
+        )  # of a layout's blocks, and of its ranks
         self.few, self.places = layouts.only(fields, groups.rows), layouts.only(RANK_FIELDS, of_ranks.rows)
         self.row_of_place = self.row[of_ranks.rows]
         self.family = family_at(works, self.few, machine.mechanisms)
         roles = repeated_roles(self.basis.shape)
         self.blocks = {role: block_prices(self.basis, self.family, self.few, role) for role in roles}
         self.ends = {role: end_passes(self.basis, self.family, self.few, role) for role in ("first", "last")}
-
-    def _index(self, groups: Distinct) -> _Index:
-        return np.zeros(len(self.layouts.tp), dtype=np.intp) if groups.index is None else groups.index
 
     def prices(self, index: Any, *, with_parts: bool = True) -> StepPrices:
         """The prices of the steps of some candidates, perhaps without the parts of a block's seconds."""

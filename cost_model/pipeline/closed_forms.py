@@ -37,7 +37,8 @@ def bubble_s(
     Exact if the schedule's `is_exact` says so, else a lower bound. Raises `InputError` for an unknown schedule.
     """
     p, v, n = np.broadcast_arrays(pp, virtual_stages, micro_batches)
-    stage = (_over(forward_s, v), _over(backward_s, v) - _over(weight_s, v), _over(weight_s, v))
+    forward, backward, weight = (np.asarray(seconds, float) / v for seconds in (forward_s, backward_s, weight_s))
+    stage = (forward, backward - weight, weight)
     paths = [
         sum((count * seconds for count, seconds in zip(path, stage, strict=True)), np.zeros(()))
         for path in _known(schedule).critical_paths(p, v, n)
@@ -115,8 +116,3 @@ def _known(schedule: str) -> Schedule:
     if schedule not in SCHEDULES:
         raise InputError(f"no closed form of schedule {schedule!r}; {did_you_mean(schedule, SCHEDULE_NAMES)}")
     return SCHEDULES[schedule]
-
-
-def _over(seconds: _Number, stages: NDArray[Any]) -> NDArray[Any]:
-    divided: NDArray[Any] = np.asarray(seconds, float) / stages
-    return divided

@@ -21,6 +21,10 @@ class Distinct:
     index: NDArray[np.intp] | None  # the number of each row's combination; None if all rows have the same
     count: int
 
+    def numbers(self, size: int) -> NDArray[np.intp]:
+        """The number of the combination of each of `size` rows."""
+        return np.zeros(size, dtype=np.intp) if self.index is None else self.index
+
     @property
     def rows(self) -> NDArray[np.intp]:
         """One row of each combination."""

@@ -118,21 +118,10 @@ class Screening:
 
 def layouts_of(candidates: Candidates, *, sequence_parallel: bool) -> Layouts:
     """The candidates as layouts of the cost model."""
-    return layouts_from(
-        tp=candidates.tp,
-        sequence_parallel=sequence_parallel,
-        pp=candidates.pp,
-        virtual=candidates.virtual,
-        cp=candidates.cp,
-        ep=candidates.ep,
-        dp=candidates.dp,
-        shard=candidates.dp_shard * candidates.cp,
-        zero=candidates.zero,
-        micro_batch=candidates.micro_batch,
-        micro_batches=candidates.micro_batches,
-        recompute=0,
-        order=candidates.order,
-    )
+    names = ("tp", "pp", "virtual", "cp", "ep", "dp", "zero", "micro_batch", "micro_batches", "order")
+    columns = {name: getattr(candidates, name) for name in names}
+    shard = candidates.dp_shard * candidates.cp
+    return layouts_from(**columns, shard=shard, sequence_parallel=sequence_parallel, recompute=0)
 
 
 def screen(works: ProgramWorks, rows: Candidates, on: Machinery, *, logits: bool = True) -> Screening:

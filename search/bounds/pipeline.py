@@ -15,7 +15,7 @@ repeated blocks are alike.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -93,13 +93,7 @@ def _cuts(run: Run, sums: Sequence[Floats], groups: Distinct | None) -> EvenCuts
     rows, index = groups.rows, groups.index
     few = even_cuts(blocks, stages[rows], *(spread(seconds, rows) for seconds in sums))
     alone = blocks * sums[0] + sums[1] + sums[2]  # one stage: a micro-batch of it may differ between its candidates
-    return EvenCuts(
-        first=few.first[index],
-        last=few.last[index],
-        most=few.most[index],
-        least=few.least[index],
-        largest=np.where(stages <= 1, alone, few.largest[index]),
-    )
+    return replace(spread(few, index), largest=np.where(stages <= 1, alone, few.largest[index]))
 
 
 def _mean(shares: Sequence[tuple[float, Passes]]) -> list[Floats]:

@@ -45,7 +45,7 @@ def next_best(
     columns: Sequence[str] = DEGREES,
 ) -> list[tuple[int, PricedPlan]]:
     """At most `top` candidates that fit, the best first, without the combination of the best plan."""
-    c, goal, classes, seconds = search.candidates, search.goal, search.classes, raised_seconds(search)
+    c, goal, classes, seconds = search.candidates, search.goal, search.members.classes, raised_seconds(search)
     chosen: dict[_Key, tuple[float, int, PricedPlan]] = {}
     values_of = [getattr(c, name) for name in columns]
 

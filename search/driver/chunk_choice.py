@@ -60,7 +60,7 @@ def with_chunks(
         if np.any(np.isfinite(choice.bounds)):
             chunked = best_first(
                 choice.bounds,
-                search.classes,
+                search.members.classes,
                 choice.value,
                 most=most_exact if should_continue() else 0,
                 should_continue=should_continue,

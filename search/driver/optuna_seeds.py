@@ -48,8 +48,7 @@ def starts_of(
 
 def kinds_of(candidates: Candidates, columns: Sequence[str] = KIND) -> NDArray[np.int64]:
     """The kind of every candidate, as a number. Candidates of one kind are equal in all `columns`."""
-    kinds = distinct([numbered(getattr(candidates, name)) for name in columns]).index
-    return np.zeros(len(candidates), dtype=np.int64) if kinds is None else kinds
+    return distinct([numbered(getattr(candidates, name)) for name in columns]).numbers(len(candidates))
 
 
 def _first_of_kinds(kinds: NDArray[np.int64], indices: Sequence[int]) -> list[int]:

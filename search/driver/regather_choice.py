@@ -53,7 +53,7 @@ def with_kept(
     kept, old = _KeptGathers(search, works_kept), search.proof
     proof = best_first(
         kept.bounds,
-        search.classes,
+        search.members.classes,
         kept.value,
         most=most_exact if should_continue() else 0,
         should_continue=should_continue,

@@ -85,7 +85,6 @@ class SearchState:
     refused: Mapping[Split, str] = field(hash=False)
     labelled: tuple[Split, ...]
     goal: Goal
-    classes: NDArray[np.int64] = field(hash=False, compare=False)  # one number for candidates with the same pipeline
     members: Members = field(hash=False, compare=False)
     together: Together = field(hash=False, compare=False)  # prices more candidates of splits with labels
     # the best plan that keeps gathered values, if one was priced (`autopar.search.driver.regather_choice`)
@@ -152,8 +151,7 @@ def classes_of(c: Candidates, goal: Goal) -> NDArray[np.int64]:
     columns: Sequence[Any] = (
         c.num_devices, c.tp, c.cp, c.ep, c.pp, c.schedule, c.virtual, c.micro_batch, c.micro_batches, c.order,
     )  # fmt: skip
-    classes = distinct([numbered(column) for column in (*columns, alone)]).index
-    return np.zeros(len(c), dtype=np.int64) if classes is None else classes
+    return distinct([numbered(column) for column in (*columns, alone)]).numbers(len(c))
 
 
 def added_seconds(screened: Screening, index: int, plan: PricedPlan, peers: NDArray[np.int64]) -> Floats:
@@ -231,8 +229,7 @@ class _Search:
                 self.machinery[at] = (part.on, self.machinery[at][1] | mine)
         self.columns = {name: np.full(len(self.candidates), np.inf) for name in Screening.__slots__}
         self.exact: dict[int, PricedPlan] = {}
-        self.classes = classes_of(self.candidates, goal)
-        self.members = Members(classes=self.classes)
+        self.members = Members(classes=classes_of(self.candidates, goal))
         self.together = Together(self.candidates, self.works, goal)
         self.unlabelled = self.candidates.splits()
         self.needs_labels = np.ones(len(self.candidates), dtype=bool)
@@ -333,7 +330,7 @@ class _Search:
         known = [*self.exact, *(baseline.index for baseline in self.baselines if not needs_labels[baseline.index])]
         return best_first(
             bounds,
-            self.classes,
+            self.members.classes,
             price,
             first=known,
             most=most,
@@ -467,7 +464,6 @@ class _Search:
             refused=self.refused,
             labelled=tuple(self.works),
             goal=self.goal,
-            classes=self.classes,
             members=self.members,
             together=self.together,
         )

@@ -87,7 +87,7 @@ class Candidates:
             return {}
         columns = (self.ep, self.cp, self.tp)
         kinds = distinct([numbered(column) for column in columns])
-        number = np.zeros(len(self), dtype=np.intp) if kinds.index is None else kinds.index
+        number = kinds.numbers(len(self))
         few = number.astype(np.uint16) if kinds.count <= 1 << 16 else number  # sorted by their digits
         groups = np.split(np.argsort(few, kind="stable"), np.cumsum(np.bincount(number))[:-1])
         places = {self.split(int(group[0])): group for group in groups}
@@ -148,7 +148,7 @@ def candidates(constraints: Constraints) -> Candidates:
         if not len(beside[0]):
             return Candidates(**{each.name: beside[0] for each in fields(Candidates)})
         groups = distinct([numbered(column) for column in beside])
-        group = np.zeros(len(beside[0]), dtype=np.intp) if groups.index is None else groups.index
+        group = groups.numbers(len(beside[0]))
         lists = [_allowed(dimension, constraints, row) for row in np.stack(beside, axis=1)[groups.rows].tolist()]
         sizes = np.array([len(values) for values in lists])
         begins, counts_of_rows = np.cumsum(sizes) - sizes, sizes[group]
