@@ -57,17 +57,14 @@ class CollectiveSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunCost:
-    """A whole training run of `tokens`. Money, energy and CO2 are None where the cluster does not say what they take.
-
-    `energy_kwh` is of the devices alone; hosts, switches and cooling come on top.
-    """
+    """A whole training run of `tokens`. Money, energy and CO2 are None where the cluster has no figure."""
 
     tokens: float
     steps: float
     days: float
     device_hours: float
     price_usd: float | None
-    energy_kwh: float | None
+    energy_kwh: float | None  # of the devices alone; hosts, switches and cooling come on top
     co2_kg: float | None
 
 

@@ -37,15 +37,12 @@ Figure = Literal["time", "memory"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """What is known of a run: an engine profile of its framework, a profile of its device, and if it has experts.
-
-    `has_steps` says that measured steps corrected the profile.
-    """
+    """What is known of a run: an engine profile of its framework, a profile of its device, and if it has experts."""
 
     is_engine_known: bool = True
     is_device_known: bool = True
     has_experts: bool = False
-    has_steps: bool = False
+    has_steps: bool = False  # measured steps corrected the profile
 
     @property
     def name(self) -> str:

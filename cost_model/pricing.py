@@ -49,17 +49,14 @@ class Utilisation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """Everything that a price depends on beside the captured model, without the tokens of a run.
-
-    `cuts` are the calls before which pipeline stages begin (none: equal stages and the closed form of 1F1B).
-    """
+    """Everything that a price depends on beside the captured model, without the tokens of a run."""
 
     cluster: ClusterSpec
     degrees: Degrees
     engine: Engine
     precision: str | None = None
     profile: DeviceProfile | None = None
-    cuts: tuple[int, ...] = ()
+    cuts: tuple[int, ...] = ()  # calls before which stages begin; none: equal stages and the closed form of 1F1B
 
     @property
     def is_by_stage(self) -> bool:

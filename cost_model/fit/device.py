@@ -30,17 +30,13 @@ LEAST_PART, MOST_PART = 1e-3, 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitSetting:
-    """The inputs of a fit other than times.
-
-    `figures_are_known`: the device's peaks and bandwidth are of a data sheet. If not, the best measured rates take
-    their place. `units` is the number of multiprocessors, 1 on a CPU.
-    """
+    """The inputs of a fit other than times."""
 
     device: Device
     base: DeviceProfile
     measured: Measurement
-    units: float = 1.0
-    figures_are_known: bool = True
+    units: float = 1.0  # multiprocessors, 1 on a CPU
+    figures_are_known: bool = True  # of a data sheet; else the best measured rates take their place
     reserve_bytes: int | None = None
     link: Link | None = None
 

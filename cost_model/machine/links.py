@@ -40,18 +40,14 @@ class MeasuredCalls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """Effective bytes/s of one device in one direction, and seconds per hop, inside a host and between hosts.
-
-    Without a switch (`is_switched` False) a host's devices are linked pair by pair. Then k of its n devices have
-    (k-1)/(n-1) of the bandwidth among themselves.
-    """
+    """Effective bytes/s of one device in one direction, and seconds per hop, inside a host and between hosts."""
 
     in_host_bytes_per_s: float
     in_host_latency_s: float
     inter_host_bytes_per_s: float
     inter_host_latency_s: float
     devices_per_host: float
-    is_switched: bool = True
+    is_switched: bool = True  # else linked pair by pair: k of n devices have (k-1)/(n-1) of the bandwidth among them
     calls: MeasuredCalls | None = None
 
     def group(self, ranks: Floats, stride: Floats) -> RankGroup:

@@ -42,14 +42,11 @@ MOST = 0.9  # of its peak that no device exceeds by more power or a better kerne
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """The tile of a matrix product: one unit computes `m` × `n` elements of the result, and `units` run at once.
-
-    At the inner size `k_half` a product reaches half of its full efficiency.
-    """
+    """The tile of a matrix product: one unit computes `m` × `n` elements of the result, and `units` run at once."""
 
     m: float
     n: float
-    k_half: float
+    k_half: float  # the inner size at which a product reaches half of its full efficiency
     units: float = 1.0
 
 

@@ -74,18 +74,14 @@ def fullest(memory: StepMemory) -> StepMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldByRanks:
-    """The memory of the ranks of a layout before any recomputation.
-
-    `calls` is the number of calls of every role in each stage. `saved` is the bytes that a call saves of a micro-batch.
-    `state` and `logits` are bytes of every rank.
-    """
+    """The memory of the ranks of a layout before any recomputation."""
 
     stages: Stages
-    calls: NDArray[np.float64]
+    calls: NDArray[np.float64]  # of every role in each stage
     is_block: NDArray[np.bool_]
-    saved: SavedBytes
-    state: Mapping[str, Floats]
-    logits: Floats
+    saved: SavedBytes  # of a call of every role and a micro-batch
+    state: Mapping[str, Floats]  # of every rank
+    logits: Floats  # of every rank
     layout: Layouts
     basis: MemoryBasis
 

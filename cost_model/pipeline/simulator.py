@@ -30,17 +30,14 @@ _NEVER = -1.0  # times are not negative
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSeconds:
-    """Seconds of the passes of one micro-batch, by stage: F, B, and I and W where the backward pass is split.
-
-    `forward_message_s[i]` is the time of a message from stage i to the next, `backward_message_s[i]` of a message back.
-    """
+    """Seconds of the passes of one micro-batch, by stage: F, B, and I and W where the backward pass is split."""
 
     forward_s: Sequence[float]
     backward_s: Sequence[float]
     input_s: Sequence[float]
     weight_s: Sequence[float]
-    forward_message_s: Sequence[float]
-    backward_message_s: Sequence[float]
+    forward_message_s: Sequence[float]  # from each stage to the next
+    backward_message_s: Sequence[float]  # from each stage's next one back
 
     @property
     def num_stages(self) -> int:
@@ -72,15 +69,12 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """A replayed run. `starts_s[rank][i]` and the like are of the i-th action of a rank, `sending_s` of blocking sends.
+    """A replayed run. `starts_s[rank][i]` and the like are of the i-th action of a rank."""
 
-    `orders` are the replayed lists, if the caller has them.
-    """
-
-    orders: Orders = ()
+    orders: Orders = ()  # the replayed lists, if the caller has them
     rank_of_stage: Sequence[int]
     step_s: float
-    sending_s: NDArray[np.float64]
+    sending_s: NDArray[np.float64]  # of every rank, in sends that block
     starts_s: Sequence[Sequence[float]]
     ends_s: Sequence[Sequence[float]]
     sent_s: Sequence[Sequence[float]]

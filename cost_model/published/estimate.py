@@ -66,10 +66,7 @@ class _Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowGroup:
-    """Rows of one family, machine and engine, ready to be priced: `indices` are their places among all rows.
-
-    `weights` are the weights of the levels of recomputation of each row, which add up to 1.
-    """
+    """Rows of one family, machine and engine, ready to be priced: `indices` are their places among all rows."""
 
     indices: tuple[int, ...]
     cases: tuple[_Case, ...]
@@ -77,7 +74,7 @@ class RowGroup:
     shape: Shape
     layouts: Layouts
     memory: StepMemory
-    weights: tuple[Floats, ...]
+    weights: tuple[Floats, ...]  # of the levels of recomputation of each row; they add up to 1
 
     @property
     def machine(self) -> Machine:

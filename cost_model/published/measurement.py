@@ -39,14 +39,11 @@ NOTABLE = 0.02  # of a step time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """A measured step time and how it follows from the row.
-
-    An ambiguous time is `least_seconds` if its source counted attention half, and `seconds` if it counted it whole.
-    """
+    """A measured step time and how it follows from the row."""
 
     seconds: float
     derivation: str
-    least_seconds: float | None = None
+    least_seconds: float | None = None  # of an ambiguous time, if its source counted half of attention
 
     @property
     def is_ambiguous(self) -> bool:

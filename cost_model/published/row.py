@@ -148,22 +148,16 @@ RESULT_COLUMNS = COLUMNS[COLUMNS.index("outcome") :]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowEstimate:
-    """The prediction for one row.
-
-    `seconds` are of one optimizer step, `peak_bytes` of the fullest rank. `fits` is None if the device's memory is not
-    known. `parts` are seconds by name that add up to the step. `global_batch` is the assumed number of sequences of a
-    step, for a row that does not state it. `warnings` say which texts of the row were not used, or not clear.
-    `situation` decides how wide the intervals are.
-    """
+    """The prediction for one row."""
 
     id: str
-    seconds: float
-    peak_bytes: float
-    fits: bool | None
-    parts: Mapping[str, float]
-    global_batch: int | None = None
-    warnings: tuple[str, ...] = ()
-    situation: Situation = field(default_factory=Situation)
+    seconds: float  # of one optimizer step
+    peak_bytes: float  # of the fullest rank
+    fits: bool | None  # None if the device's memory is not known
+    parts: Mapping[str, float]  # seconds by name that add up to the step
+    global_batch: int | None = None  # the assumed sequences of a step, for a row that does not state them
+    warnings: tuple[str, ...] = ()  # which texts of the row were not used, or not clear
+    situation: Situation = field(default_factory=Situation)  # decides how wide the intervals are
 
     @property
     def interval_s(self) -> Interval:

@@ -87,19 +87,15 @@ class Oom:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measures:
-    """All figures of one set of rows.
-
-    `stated` counts the rows that state enough to be modelled. `time_inside` and `memory_inside` count the rows whose
-    measured value is in the interval of the prediction.
-    """
+    """All figures of one set of rows."""
 
     rows: int
     modelled: int
-    stated: int
+    stated: int  # rows that state enough to be modelled
     stated_modelled: int
     step_time: Errors
     memory: Errors
-    time_inside: int
+    time_inside: int  # rows whose measured value is in the interval of the prediction
     memory_inside: int
     ranking: Ranking
     oom: Oom

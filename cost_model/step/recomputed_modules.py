@@ -32,17 +32,12 @@ SAVED_BYTES = 2.0  # of an element that a module saves
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputed:
-    """What the backward pass of one block computes again.
+    """What the backward pass of one block computes again."""
 
-    `results_bytes` and `operands_bytes` are the freed bytes in 16 bits. Operands are inputs of products alone, which
-    may be saved in the precision of the product. `sends` says whether tensor and expert ranks exchange again what the
-    feed-forward layer sends.
-    """
-
-    results_bytes: Floats
-    operands_bytes: Floats
+    results_bytes: Floats  # freed, in 16 bits
+    operands_bytes: Floats  # freed; inputs of products alone, which may be saved in the precision of the product
     operators: tuple[Operator[Any], ...]
-    sends: bool
+    sends: bool  # ranks exchange again what the feed-forward layer sends
 
 
 def recomputed(work: BlockWork[Any], role: str, hidden: Floats, modules: Collection[Module]) -> Recomputed:

@@ -20,19 +20,14 @@ SAVED_SCORE_BYTES = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedBytes:
-    """Bytes that a block saves of one micro-batch, by the level of recomputation.
-
-    `again` is what selective recomputation makes again at once. `whole` is everything that the block saves without
-    recomputation; full recomputation makes it again. `always` is the part of it that is on the device under every
-    level while the block runs.
-    """
+    """Bytes that a block saves of one micro-batch, by the level of recomputation."""
 
     none: Floats
     selective: Floats
     full: Floats
-    again: Floats
-    whole: Floats
-    always: Floats
+    again: Floats  # what selective recomputation makes again at once
+    whole: Floats  # what the block saves without recomputation; full recomputation makes it again
+    always: Floats  # on the device under every level while the block runs
 
     def kept(self, recompute: Floats) -> Floats:
         """The saved bytes of layouts."""

@@ -33,54 +33,42 @@ _ALIASES = frozenset(["detach", "alias", "lift_fresh", "empty_like", "empty", "n
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A tensor as a kernel or the backward pass reads it.
-
-    The dimensions of `shape` and the `elements` are counted in memory: an expanded dimension has size 1.
-    """
+    """A tensor as a kernel or the backward pass reads it."""
 
     shape: tuple[int, ...]
     itemsize: int
-    elements: int
+    elements: int  # counted in memory, as `shape`: an expanded dimension has size 1
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A tensor saved for the backward pass: the value that owns its memory, and the position of the operand.
+    """A tensor saved for the backward pass: the value that owns its memory, and the position of the operand."""
 
-    `value` is None if the operator made the tensor for itself. `operand` is -1 if the tensor is no operand.
-    """
-
-    value: str | None
-    operand: int
+    value: str | None  # None if the operator made the tensor for itself
+    operand: int  # -1 if the tensor is no operand
     piece: Piece
 
 
 @dataclass(frozen=True, slots=True)
 class NodeRun:
-    """One operator: the tensors of every kernel, forward and backward, and the saved tensors.
-
-    `owner` is the value that owns the output's memory: the operator's own name, or the base of a view.
-    """
+    """One operator: the tensors of every kernel, forward and backward, and the saved tensors."""
 
     forward: tuple[tuple[Piece, ...], ...]
     backward: tuple[tuple[Piece, ...], ...]
     kept: tuple[Kept, ...]
-    owner: str
+    owner: str  # of the output's memory: the operator's own name, or the base of a view
 
 
 @dataclass(frozen=True, slots=True)
 class _Like:
-    """A run that equal operators reuse, with the layout of its output.
-
-    `operand` is None if the output has its own memory.
-    """
+    """A run that equal operators reuse, with the layout of its output."""
 
     run: NodeRun
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: Any
     offset: int
-    operand: int | None
+    operand: int | None  # None if the output has its own memory
 
 
 ProbedRuns = dict[object, _Like]

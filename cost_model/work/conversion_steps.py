@@ -12,16 +12,12 @@ from autopar.rules.variants import by_label, variants
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionStep:
-    """One conversion of a value, as in the generated code.
-
-    `before` are the value's types, `target` the types that its users take. The mesh dimensions `indices` are converted
-    together.
-    """
+    """One conversion of a value, as in the generated code."""
 
     value: str
-    before: tuple[Type, ...]
-    indices: tuple[int, ...]
-    target: tuple[Type, ...]
+    before: tuple[Type, ...]  # the value's types
+    indices: tuple[int, ...]  # mesh dimensions that are converted together
+    target: tuple[Type, ...]  # the types that its users take
     users: tuple[tuple[str, int], ...]  # (node key, operand), or ("result", -1)
 
     @property

@@ -87,15 +87,12 @@ class WholeOperator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:
-    """The split and whole operators of a labelling.
+    """The split and whole operators of a labelling."""
 
-    `mesh` holds the mesh dimensions of size > 1. `seconds` is one rank's work in a step.
-    """
-
-    mesh: Mapping[str, int]
+    mesh: Mapping[str, int]  # mesh dimensions of size > 1
     operators: tuple[OperatorCoverage, ...]
     whole: tuple[WholeOperator, ...]
-    seconds: float
+    seconds: float  # one rank's work in a step
 
     def split_flops(self, mesh_dim: str) -> float:
         """The share of FLOP that is split on a mesh dimension, or on both dimensions of `tp`."""

@@ -27,15 +27,11 @@ _ENDS = ("first", "last")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerFigures:
-    """What an optimizer of `autopar.ir.optimizers` holds of one trained parameter, as the mean over a model.
+    """What an optimizer of `autopar.ir.optimizers` holds of one trained parameter, as the mean over a model."""
 
-    The state has `master_bytes` beside master weights, and `own_bytes` beside parameters in the model's own dtype.
-    Gradients of `gathered_part` of the elements are gathered for the update.
-    """
-
-    master_bytes: float = 8.0
-    own_bytes: float = 8.0
-    gathered_part: float = 0.0
+    master_bytes: float = 8.0  # of the state beside master weights
+    own_bytes: float = 8.0  # of the state beside parameters in the model's own dtype
+    gathered_part: float = 0.0  # of the elements, whose gradients are gathered for the update
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -25,27 +25,20 @@ from autopar.rules.variants import exchanges
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedValue(Generic[V]):
-    """A value: its bytes, the operator that can make it again, and whether autograd saves it.
-
-    `maker` is a position in `Recomputable.operators`. It is None if no operator can make the value again.
-    """
+    """A value: its bytes, the operator that can make it again, and whether autograd saves it."""
 
     num_bytes: V
-    maker: int | None
+    maker: int | None  # a position in `Recomputable.operators`; None if no operator can make the value again
     is_saved: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputableOperator(Generic[V]):
-    """An operator that can be recomputed.
+    """An operator that can be recomputed."""
 
-    `keys` are the operator's key and the keys of the views of its result. `takes` are positions in
-    `Recomputable.values`. `own_bytes` counts the tensors that the operator makes for itself and autograd saves.
-    """
-
-    keys: tuple[str, ...]
-    takes: tuple[int, ...]
-    own_bytes: V
+    keys: tuple[str, ...]  # the operator's key and the keys of the views of its result
+    takes: tuple[int, ...]  # positions in `Recomputable.values`
+    own_bytes: V  # of tensors that the operator makes for itself and autograd saves
     work: Operator[V]
 
 

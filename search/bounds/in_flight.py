@@ -23,19 +23,16 @@ from autopar.search.bounds.uniform_partition import EvenCuts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipelines:
-    """Pipelines as arrays: `schedule` holds positions in `SCHEDULE_NAMES`.
-
-    The blocks are those of the first stage, of the last, and of the fullest and the emptiest stage between.
-    """
+    """Pipelines as arrays: `schedule` holds positions in `SCHEDULE_NAMES`."""
 
     schedule: NDArray[np.int64]
     pp: Floats
     virtual: Floats
     micro_batches: Floats
-    first: Floats
-    last: Floats
-    most: Floats
-    least: Floats
+    first: Floats  # blocks of the first stage
+    last: Floats  # blocks of the last stage
+    most: Floats  # blocks of the fullest stage between
+    least: Floats  # blocks of the emptiest stage between
 
     @classmethod
     def of(cls, schedule: NDArray[np.int64], layouts: Layouts, cuts: EvenCuts, rows: NDArray[np.intp]) -> "Pipelines":

@@ -85,26 +85,20 @@ class Machinery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Screening:
-    """The result of screening: arrays with one element per candidate.
+    """The result of screening: arrays with one element per candidate."""
 
-    A bound is in seconds, and infinite if the candidate cannot fit. `level` is the least level of recomputation that
-    fits. The bounds named `selective` and `recomputed` are of the levels 1 and 2. `least_seconds` is the bound of the
-    fastest level, whether it fits or not. Memory is the bytes of the fullest rank. `largest` is a position in
-    `autopar.search.bounds.memory.PARTS`.
-    """
-
-    seconds: Floats
-    recomputed_seconds: Floats
-    least_seconds: Floats
+    seconds: Floats  # a bound; infinite if the candidate cannot fit
+    recomputed_seconds: Floats  # the bound of level 2
+    least_seconds: Floats  # the bound of the fastest level, whether it fits or not
     pipeline: Floats
     selective_pipeline: Floats
     recomputed_pipeline: Floats
-    level: Floats
+    level: Floats  # the least level of recomputation that fits
     by_stage_seconds: Floats
-    without_bytes: Floats
+    without_bytes: Floats  # of the fullest rank
     recomputed_bytes: Floats
     state_bytes: Floats
-    largest: Floats
+    largest: Floats  # a position in `autopar.search.bounds.memory.PARTS`
 
     @property
     def fits(self) -> NDArray[np.bool_]:

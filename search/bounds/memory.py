@@ -44,18 +44,13 @@ PARTS = ("parameters", "gradients", "optimizer state", "gathered", "logits", "ac
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rank:
-    """Bytes of a pipeline rank.
+    """Bytes of a pipeline rank."""
 
-    `state` is everything but activations, `parts` are its parts. `saved` is the activations at the levels 0, 1 and 2.
-    `working` is the block that is being recomputed, at the levels 1 and 2. If the backward pass makes the gradients,
-    `state` has none of them, and `at_end` is the least that the rank holds when this pass ends. Else `at_end` is 0.
-    """
-
-    parts: Mapping[str, Floats]
-    state: Floats
-    at_end: Floats
-    saved: tuple[Floats, Floats, Floats]
-    working: tuple[Floats, Floats]
+    parts: Mapping[str, Floats]  # of `state`
+    state: Floats  # everything but activations, and but gradients that the backward pass makes
+    at_end: Floats  # the least that the rank holds when this pass ends, if it makes the gradients; else 0
+    saved: tuple[Floats, Floats, Floats]  # activations at the levels 0, 1 and 2
+    working: tuple[Floats, Floats]  # the block that is being recomputed, at the levels 1 and 2
 
     def bytes(self, level: int) -> Floats:
         """All bytes at a level."""
@@ -71,22 +66,15 @@ class _Rank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBounds:
-    """Memory and recomputation: arrays with one element per candidate.
+    """Memory and recomputation: arrays with one element per candidate."""
 
-    Memory is the bytes of the fullest rank, without recomputation and with recomputation of all blocks. `state` is the
-    part of the first figure that is parameters, gradients, optimizer state and gathered weights. `level` is the least
-    level of recomputation. Above 2 the candidate never fits. `mean_selective` and `mean_full` estimate the fractions of
-    the blocks that are recomputed selectively and fully if every rank chooses its own number of blocks. `largest` is a
-    position in `PARTS`: the largest part of the fullest rank.
-    """
-
-    without: Floats
-    recomputed: Floats
-    state: Floats
-    level: Floats
-    mean_selective: Floats
+    without: Floats  # bytes of the fullest rank without recomputation
+    recomputed: Floats  # bytes of the fullest rank if all blocks are recomputed
+    state: Floats  # of `without`: parameters, gradients, optimizer state and gathered weights
+    level: Floats  # the least level of recomputation; above 2 the candidate never fits
+    mean_selective: Floats  # fractions of the blocks if every rank chooses its own number of blocks: estimated
     mean_full: Floats
-    largest: Floats
+    largest: Floats  # a position in `PARTS`: the largest part of the fullest rank
 
 
 def memory_bounds(

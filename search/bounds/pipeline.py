@@ -35,16 +35,13 @@ SPLITS_BACKWARD = np.array([kind.splits_backward for kind in SCHEDULES.values()]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Candidates as arrays: schedule (a position in `SCHEDULE_NAMES`), ranks, stages per rank, micro-batches.
-
-    `counts` is the number of repeated blocks by role.
-    """
+    """Candidates as arrays: schedule (a position in `SCHEDULE_NAMES`), ranks, stages per rank, micro-batches."""
 
     schedule: NDArray[np.int64]
     pp: Floats
     virtual: Floats
     micro_batches: Floats
-    counts: tuple[tuple[str, int], ...]
+    counts: tuple[tuple[str, int], ...]  # repeated blocks by role
     ranks_per_core: float = 1.0
 
     @property

@@ -16,17 +16,13 @@ _NEAR = (-1.0, 0.0, 1.0)  # how far the best number of blocks of an end lies fro
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvenCuts:
-    """Numbers of blocks: of the first stage, of the last, and of the fullest and the emptiest stage between.
-
-    `largest` is the seconds of the slowest stage. It is infinite if there are too few blocks. A single stage has all
-    blocks.
-    """
+    """Numbers of blocks: of the first stage, of the last, and of the fullest and the emptiest stage between."""
 
     first: Floats
     last: Floats
     most: Floats
     least: Floats
-    largest: Floats
+    largest: Floats  # seconds of the slowest stage; infinite if there are too few blocks
 
 
 def even_cuts(blocks: Floats, stages: Floats, block_s: Floats, first_s: Floats, last_s: Floats) -> EvenCuts:

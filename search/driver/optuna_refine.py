@@ -37,16 +37,12 @@ Variation = tuple[str, tuple[int, int]]  # a candidate's text, and the blocks mo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """A candidate of trials.
-
-    `text` names it in the study. A candidate with a `name` is tried as it is. A candidate that `is_varied` is tried
-    with blocks moved.
-    """
+    """A candidate of trials."""
 
     index: int
-    text: str
-    name: str = ""
-    is_varied: bool = True
+    text: str  # names it in the study
+    name: str = ""  # if it is tried as it is
+    is_varied: bool = True  # it is tried with blocks moved
 
     @property
     def variations(self) -> Sequence[Variation]:

@@ -71,10 +71,7 @@ class Members:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchState:
-    """Candidates, their screening, and the exact prices by candidate.
-
-    `refused` gives the reason why a split cannot be used.
-    """
+    """Candidates, their screening, and the exact prices by candidate."""
 
     candidates: Candidates
     screened: Screening
@@ -82,7 +79,7 @@ class SearchState:
     proof: Proof
     baselines: tuple[Baseline, ...]
     refined: Refinement
-    refused: Mapping[Split, str] = field(hash=False)
+    refused: Mapping[Split, str] = field(hash=False)  # why a split cannot be used
     labelled: tuple[Split, ...]
     goal: Goal
     members: Members = field(hash=False, compare=False)

@@ -35,16 +35,13 @@ FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-    """The search as it was: the part of the cluster, the prices, and how to price another cluster.
-
-    `works_of` gives the block costs of the plan, `every` the block costs of all plans that were searched.
-    """
+    """The search as it was: the part of the cluster, the prices, and how to price another cluster."""
 
     best: PricedPlan
     part: Part
     machinery: Callable[[ClusterSpec], Machinery]
-    works_of: Works
-    every: tuple[Works, ...]
+    works_of: Works  # the block costs of the plan
+    every: tuple[Works, ...]  # the block costs of all plans that were searched
     constraints: Constraints
     global_batch: int
 

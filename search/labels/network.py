@@ -31,19 +31,15 @@ class Use:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """A value between variables; its types are numbers.
-
-    `convert[made, wanted]` is the cost of a conversion, infinite if there is none. A kept use costs `keep[form]` of the
-    `forms` of its type. It costs nothing if `regathered[made, wanted]` says that it is gathered again.
-    """
+    """A value between variables; its types are numbers."""
 
     source: int
     made: IntArray
     uses: tuple[Use, ...]
-    convert: FloatArray
+    convert: FloatArray  # [made, wanted]: the cost of a conversion, infinite if there is none
     forms: IntArray
-    keep: FloatArray
-    regathered: BoolArray
+    keep: FloatArray  # by form: the cost of a kept use
+    regathered: BoolArray  # [made, wanted]: gathered again, so a kept use costs nothing
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -60,21 +60,17 @@ def ring_of(cluster: ClusterSpec, mesh: Mesh, index: int) -> Ring:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """Seconds per unit of everything that the objective counts. The solver's objective is in units of `unit_s`.
-
-    `compute_scale` and `latency_scale` are the factors by which the reference workload changed the cluster's figures.
-    Computing hides what is sent beside it for the share `hiding` of its seconds at the device's peak.
-    """
+    """Seconds per unit of everything that the objective counts. The solver's objective is in units of `unit_s`."""
 
     ring: Ring
     flop_s: Mapping[str, float] = field(hash=False)
     byte_s: float
     state_byte_s: float
     saved_byte_s: float
-    latency_scale: float
-    compute_scale: float
+    latency_scale: float  # by which the reference workload changed the cluster's figures
+    compute_scale: float  # likewise
     unit_s: float
-    hiding: float
+    hiding: float  # the share of computing, at the device's peak, that hides what is sent beside it
 
     def peak_s(self, call: Call) -> float:
         """Seconds of a FLOP of an operator at the device's peak."""

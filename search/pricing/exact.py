@@ -367,15 +367,11 @@ class PlanPricer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OpenPlan(Placement):
-    """A candidate with its stages and its recomputation, before its seconds are known.
-
-    `shares` are the levels of recomputation of its blocks, with the part of the blocks of each. Stages that recompute
-    by themselves count as level 0.
-    """
+    """A candidate with its stages and its recomputation, before its seconds are known."""
 
     index: int
     stages: Stages | None
-    shares: Mapping[int, float]
+    shares: Mapping[int, float]  # the part of the blocks of each level; stages that recompute by themselves count as 0
 
 
 def recomputing(

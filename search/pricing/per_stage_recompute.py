@@ -28,17 +28,13 @@ from autopar.search.pricing.stage_partition import partition_with
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallCosts:
-    """Costs of every call in its place, per micro-batch.
-
-    Seconds are of the call and of its selective and full recomputation. Bytes are of its parameters' state and of its
-    saved activations without recomputation, with selective and with full recomputation.
-    """
+    """Costs of every call in its place, per micro-batch."""
 
     seconds: Floats
-    selective_s: Floats
-    full_s: Floats
-    state_bytes: Floats
-    saved_bytes: Floats
+    selective_s: Floats  # of recomputation
+    full_s: Floats  # of recomputation
+    state_bytes: Floats  # of its parameters
+    saved_bytes: Floats  # of activations without recomputation
     selective_bytes: Floats
     full_bytes: Floats
 

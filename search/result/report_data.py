@@ -13,19 +13,15 @@ WAITING = "waiting for other ranks"  # a part of a rank's seconds beside `PARTS`
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankCost:
-    """One pipeline rank of a plan: its stages, its first and last block, seconds and bytes by part.
-
-    `seconds` add up to the step time; idle time counts as "waiting for other ranks". `bytes` add up to the rank's
-    memory with the allocator's cache.
-    """
+    """One pipeline rank of a plan: its stages, its first and last block, seconds and bytes by part."""
 
     rank: int
     stages: tuple[int, ...]
     num_blocks: int
     has_first: bool
     has_last: bool
-    seconds: Mapping[str, float] = field(hash=False)
-    bytes: Mapping[str, float] = field(hash=False)
+    seconds: Mapping[str, float] = field(hash=False)  # add up to the step time, with `WAITING`
+    bytes: Mapping[str, float] = field(hash=False)  # add up to the rank's memory with the allocator's cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,29 +46,22 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Points:
-    """Candidates in columns of one length: seconds, bytes of the fullest rank, degrees.
+    """Candidates in columns of one length: seconds, bytes of the fullest rank, degrees."""
 
-    Seconds are the exact price if `exact`, otherwise a lower bound. `fitting` is the number of all candidates that may
-    fit; the columns hold some of them.
-    """
-
-    fitting: int
+    fitting: int  # all candidates that may fit; the columns hold some of them
     columns: Mapping[str, tuple[Any, ...]] = field(hash=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurvePoint:
-    """The effect of one change: the step time of the changed best plan, and a lower bound of every plan.
-
-    The first is None if the plan cannot be changed so, or does not fit. The second is None if no plan fits.
-    """
+    """The effect of one change: the step time of the changed best plan, and a lower bound of every plan."""
 
     factor: float
     value: float
-    step_s: float | None
+    step_s: float | None  # None if the plan cannot be changed so, or does not fit
     tokens_per_s: float | None
     fits: bool
-    bound_s: float | None
+    bound_s: float | None  # None if no plan fits
     bound_tokens_per_s: float | None
 
 
@@ -112,17 +101,13 @@ class Term:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """The rates of the best plan.
-
-    `autopar.cost_model.estimate` defines model and hardware FLOP utilisation. Dollars are per 10^9 tokens, if the
-    cluster has a price.
-    """
+    """The rates of the best plan."""
 
     tokens_per_s: float
     mfu: float
     hfu: float
     peak_flops_per_s: float
-    usd_per_billion_tokens: float | None
+    usd_per_billion_tokens: float | None  # if the cluster has a price
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,17 +122,13 @@ class Details:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphNode:
-    """A box of the drawing: operators of a block, or a collective.
-
-    `kind` is "product", "attention", "other", "input", "output" or "collective". `layer` is the distance from the
-    inputs.
-    """
+    """A box of the drawing: operators of a block, or a collective."""
 
     name: str
-    kind: str
+    kind: str  # "product", "attention", "other", "input", "output" or "collective"
     label: str
     detail: str
-    layer: int
+    layer: int  # the distance from the inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

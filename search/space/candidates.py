@@ -49,10 +49,7 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Candidates:
-    """Candidates as arrays of one length, one for each column of `autopar.search.space.dimensions.DIMENSIONS`.
-
-    `schedule` is a position in `SCHEDULE_NAMES`, `order` in `ORDERS`. `micro_batches` is the number in a step.
-    """
+    """Candidates as arrays of one length, one for each column of `autopar.search.space.dimensions.DIMENSIONS`."""
 
     tp: Integers
     pp: Integers
@@ -62,10 +59,10 @@ class Candidates:
     dp_replicate: Integers
     zero: Integers
     micro_batch: Integers
-    micro_batches: Integers
-    schedule: Integers
+    micro_batches: Integers  # of a step
+    schedule: Integers  # a position in `SCHEDULE_NAMES`
     virtual: Integers
-    order: Integers
+    order: Integers  # a position in `ORDERS`
 
     def __len__(self) -> int:
         return len(self.tp)
