@@ -162,12 +162,8 @@ class Pricing:
 
     def host_bytes(self, layouts: Layouts) -> float:
         """Bytes of host memory for one device."""
-        engine, saved = self.machine.engine, np.zeros(1)
-        if is_on_host(engine, ACTIVATIONS):
-            shares = block_shares(self.works, self.question.degrees)
-            saving = activations(self.family(layouts), self.shape, layouts, engine)
-            saved = saving.mixed(shares["selective"], shares["full"])
-        return float(host_bytes(engine, self.shape, self.works.num_parameters, saved, layouts)[0])
+        shares = block_shares(self.works, self.question.degrees)
+        return float(bytes_on_host(self.works, layouts, self.machine, shares["selective"], shares["full"])[0])
 
     def flops(self, sequences: float) -> tuple[float, float]:
         """FLOP of a step over all devices: the model's own, and the recomputed ones."""
@@ -223,6 +219,17 @@ class Pricing:
             return [layouts]
         levels = level_shares(self.works, self.question)
         return [replace(layouts, recompute=np.full(1, float(level))) for level in levels]
+
+
+def bytes_on_host(
+    works: ProgramWorks, layouts: Layouts, machine: Machine, selective: Floats | float, full: Floats | float
+) -> Floats:
+    """Bytes of host memory for one device, if these parts of the blocks are recomputed selectively and fully."""
+    engine, shape, saved = machine.engine, shape_of_works(works), np.zeros(1)
+    if is_on_host(engine, ACTIVATIONS):
+        family = family_at(works, layouts, machine.mechanisms)
+        saved = activations(family, shape, layouts, engine).mixed(selective, full)
+    return host_bytes(engine, shape, works.num_parameters, saved, layouts)
 
 
 def block_shares(works: ProgramWorks, degrees: Degrees) -> dict[How, float]:

@@ -12,16 +12,15 @@ from numpy.typing import NDArray
 
 from autopar.cost_model.machine.fitted_constants import usable_bytes
 from autopar.cost_model.machine.machine import Machine
-from autopar.cost_model.pricing import family_at, shape_of_works
+from autopar.cost_model.pricing import bytes_on_host
 from autopar.cost_model.shared_prices import SharedPrices
 from autopar.cost_model.step.assembly import StepTimes, assembled
 from autopar.cost_model.step.layouts import Layouts, layouts_from
-from autopar.cost_model.step.offload import can_offload, host_bytes, host_of, is_on_host
-from autopar.cost_model.step.saved_bytes import activations
+from autopar.cost_model.step.offload import can_offload, host_of
 from autopar.cost_model.step.unique_rows import distinct, numbered
 from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.ir.arrays import Floats
-from autopar.ir.offload import ACTIVATIONS, NO_OFFLOAD
+from autopar.ir.offload import NO_OFFLOAD
 from autopar.search.bounds.memory import MOST_LEVEL, level_weights, memory_bounds
 from autopar.search.bounds.pipeline import Run, lower_bound
 from autopar.search.bounds.uniform_partition import EvenCuts
@@ -52,21 +51,13 @@ class Machinery:
         """Whether the host has room for what is kept there."""
         mask, engine = np.ones(layouts.tp.shape, dtype=bool), self.machine.engine
         if engine.offload != NO_OFFLOAD:
-            held = host_bytes(engine, shape_of_works(works), works.num_parameters, self._saved(works, layouts), layouts)
+            is_selective = self.most_level == 1 and works.has_selected
+            part = self._pinned_part(works, layouts)  # open recomputation is none: it frees no device memory
+            held = bytes_on_host(
+                works, layouts, self.machine, part if is_selective else 0.0, 0.0 if is_selective else part
+            )
             mask = mask & can_offload(engine, layouts) & (held <= host_of(self.machine).memory_bytes)
         return np.asarray(mask)
-
-    def _saved(self, works: ProgramWorks, layouts: Layouts) -> Floats | float:
-        """Bytes that a mean block saves of a micro-batch, if they go to the host."""
-        engine = self.machine.engine
-        if not is_on_host(engine, ACTIVATIONS):
-            return 0.0
-        family = family_at(works, layouts, self.machine.mechanisms)
-        saved = activations(family, shape_of_works(works), layouts, engine)
-        part = self._pinned_part(works, layouts)
-        selective = part if self.most_level == 1 and works.has_selected else 0.0
-        full = part if self.most_level > 1 or not works.has_selected else 0.0
-        return saved.mixed(selective, full)
 
     def _pinned_part(self, works: ProgramWorks, layouts: Layouts) -> Floats | float:
         """The part of the blocks that are recomputed because `recompute_blocks` says so."""

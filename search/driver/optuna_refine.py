@@ -80,8 +80,7 @@ def refine(
     prefetch: Callable[[Sequence[tuple[int, tuple[int, int]]]], None] = lambda _: None,
 ) -> Refinement:
     """Vary the candidates in `starts` until the study has `trials` different trials, or all variations."""
-    study, choices = _study(place, starts)
-    refining = _Refining(study, choices, starts, price, value, capacity_bytes, index_of)
+    refining = _Refining(place, starts, price, value, capacity_bytes, index_of)
     every = [(start, variation) for start in starts for variation in start.variations]
     all_are_tried = len(every) <= trials
     sources = {(start.text, NONE): f"enqueued: {start.name}" for start in starts if start.name}
@@ -98,30 +97,25 @@ def refine(
     return refining.result()
 
 
-def _study(place: StudyPlace | None, starts: Sequence[Start]) -> "tuple[optuna.Study, list[str]]":
-    import optuna
-
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    texts = [start.text for start in starts]
-    return (optuna.create_study(), texts) if place is None else place.opened(texts, CUTS)
-
-
 class _Refining:
     """One process's part of a study."""
 
     def __init__(
         self,
-        study: "optuna.Study",
-        choices: Sequence[str],
+        place: StudyPlace | None,
         starts: Sequence[Start],
         price: Callable[[int, tuple[int, int]], "PricedPlan"],
         value: Callable[["PricedPlan"], float],
         capacity_bytes: float,
         index_of: Callable[[str], int] | None,
     ) -> None:
+        import optuna
         from optuna.distributions import CategoricalDistribution, IntDistribution
 
-        self.study, self.starts, self.price, self.value = study, starts, price, value
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        texts = [start.text for start in starts]
+        self.study, choices = (optuna.create_study(), texts) if place is None else place.opened(texts, CUTS)
+        self.starts, self.price, self.value = starts, price, value
         self.capacity_bytes, self.index_of = capacity_bytes, index_of
         self.start = {start.text: start for start in starts}
         moves = IntDistribution(MOVES[0], MOVES[-1])
@@ -131,7 +125,7 @@ class _Refining:
             "out_of_last": moves,
         }
         self.choices = set(choices)
-        self.before = {trial.number for trial in study.get_trials(deepcopy=False) if trial.state.is_finished()}
+        self.before = {trial.number for trial in self.study.get_trials(deepcopy=False) if trial.state.is_finished()}
         self.own: dict[int, PricedPlan] = {}
         self.mine: set[int] = set()
         self.is_repeating = False  # whether the sampler's last variation had a price
