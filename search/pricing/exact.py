@@ -31,7 +31,7 @@ from autopar.ir.schedules.registry import SCHEDULES
 from autopar.memo import Memo
 from autopar.search.bounds.lower_bounds import Machinery
 from autopar.search.pricing.cuts import even_cuts, seconds_of_calls
-from autopar.search.pricing.per_stage_recompute import CallCosts, Recomputed, costs_of, cuts_by_stage, fewest_blocks
+from autopar.search.pricing.per_stage_recompute import CallCosts, Recomputed, cuts_by_stage, fewest_blocks
 
 NONE, SELECTIVE, FULL = 0, 1, 2  # levels of recomputation, positions in `RECOMPUTE`
 
@@ -226,12 +226,21 @@ class PlanPricer:
         shared, row = self.shared, self.shared.row[[index]]
         blocks = spread(shared.bytes_of_roles, row)
         state, saved = bytes_of_roles(blocks, shared.layouts.at([index]), shared.memory_basis)
-        selective = {role: float(np.max(spread(prices.selective, row))) for role, prices in shared.blocks.items()}
-        full = {role: forward for role, (forward, _) in self._passes(index).items()}
-        recomputed = [selective if self.works.has_selected else {}, full]
-        if not self.works.has_selected:
-            saved[SELECTIVE] = saved[NONE]
-        return costs_of(self.works.calls, self._weights(index, cut), recomputed, state, saved)
+        again = {role: float(np.max(spread(prices.selective, row))) for role, prices in shared.blocks.items()}
+        has_selected, passes = self.works.has_selected, self._passes(index)
+
+        def each(values: Mapping[str, float]) -> Floats:
+            return np.array([values.get(role, 0.0) for role in self.works.calls])
+
+        return CallCosts(
+            seconds=np.array(self._weights(index, cut)),
+            selective_s=each(again if has_selected else {}),
+            full_s=each({role: passes[role][0] for role in shared.blocks}),
+            state_bytes=each(state),
+            saved_bytes=each(saved[NONE]),
+            selective_bytes=each(saved[SELECTIVE if has_selected else NONE]),
+            full_bytes=each(saved[FULL]),
+        )
 
     def _recomputing(
         self,

@@ -10,7 +10,7 @@ another block selective, until all blocks of the rank are, and then another bloc
 The cut assumes that all stages of a rank are alike. The number of recomputed blocks is counted on the real stages.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -176,29 +176,3 @@ def _of_stages(
                 reached[level][stage] += 1
     full = tuple(reached[2])
     return Recomputed(full, tuple(max(0, n - done) for n, done in zip(reached[1], full, strict=True)))
-
-
-def costs_of(
-    calls: Sequence[str],
-    seconds: Sequence[float],
-    again_s: Sequence[Mapping[str, float]],
-    state_bytes: Mapping[str, float],
-    saved_bytes: Sequence[Mapping[str, float]],
-) -> CallCosts:
-    """The costs of calls: `seconds` of each, and by their roles the seconds of selective and full recomputation, and
-    the bytes."""
-
-    def each(values: Mapping[str, float]) -> Floats:
-        return np.array([values.get(role, 0.0) for role in calls])
-
-    selective_s, full_s = (each({role: one for role, one in values.items() if role not in ENDS}) for values in again_s)
-    none, selective, full = map(each, saved_bytes)
-    return CallCosts(
-        seconds=np.array(seconds),
-        selective_s=selective_s,
-        full_s=full_s,
-        state_bytes=each(state_bytes),
-        saved_bytes=none,
-        selective_bytes=selective,
-        full_bytes=full,
-    )
