@@ -264,7 +264,9 @@ def family_at(works: ProgramWorks, layouts: Layouts, constants: Mechanisms) -> F
         "d": lambda: layouts.dp / layouts.ep if "ep" in sizes else layouts.dp,
         "s": lambda: tokens / layouts.cp,
         "S": lambda: np.array([tokens]),
-        **{name: lambda name=name: getattr(layouts, name) for name in ("tp", "ep", "cp") if name in sizes},
+        "tp": lambda: layouts.tp,
+        "ep": lambda: layouts.ep,
+        "cp": lambda: layouts.cp,
     }
     numbers = {name: np.array([float(n)]) for name, n in sizes.items()}
     valued = evaluate(blocks, numbers | {name: value() for name, value in of_layouts.items() if name in names})

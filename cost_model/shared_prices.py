@@ -137,7 +137,7 @@ class SharedPrices:
         blocks = []
         for role in self.family.roles:
             work = self.family.block(role, VARIANTS[0])
-            counts = {name: spread(np.asarray(getattr(work, name)), row) for name in names}
+            counts: dict[str, Any] = {name: spread(np.asarray(getattr(work, name)), row) for name in names}
             bare = replace(work, products=(), eager=(), fused=(), sent=(), selected=None, **counts)
             blocks.append((role, tuple((variant, bare) for variant in VARIANTS)))
         return replace(self.family, blocks=tuple(blocks))

@@ -3,8 +3,8 @@
 Values index a table of marks, and mixed radix joins the numbers of two columns.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, is_dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -70,18 +70,17 @@ def distinct(columns: Sequence[Distinct]) -> Distinct:
 def spread(values: _V, index: Any) -> _V:
     """The value of each row, from `values` by combination and the rows' `index`. A single value stays single.
 
-    Values are arrays, and tuples, mappings and dataclasses of them.
+    Values are arrays, and tuples, dictionaries and dataclasses of them.
     """
-    rows: Any
-    if isinstance(values, tuple):
+    rows: Any = values
+    if isinstance(values, np.ndarray):
+        rows = values if values.size == 1 else values[index]
+    elif isinstance(values, tuple):
         rows = tuple(spread(each, index) for each in values)
-    elif isinstance(values, Mapping):
+    elif isinstance(values, dict):
         rows = {name: spread(each, index) for name, each in values.items()}
-    elif is_dataclass(values) and not isinstance(values, type):
-        rows = replace(values, **{each.name: spread(getattr(values, each.name), index) for each in fields(values)})
-    else:
-        array = np.asarray(values)
-        rows = array if array.size == 1 else array[index]
+    elif is_dataclass(values):
+        rows = type(values)(**{name: spread(getattr(values, name), index) for name in values.__dataclass_fields__})
     of_rows: _V = rows
     return of_rows
 
