@@ -81,10 +81,7 @@ def of_group(group: RowGroup) -> list[Published]:
         Published(
             row=case.row,
             layout=Layouts(**{name: column[i : i + 1].astype(float) for name, column in columns.items()}),
-            machine=replace(
-                case.machine,
-                engine=case.machine.engine.model_copy(update={"attention": "fused" if case.fused else "materialised"}),
-            ),
+            machine=case.machine,
             global_batch=case.global_batch,
             needed_bytes=float(needed[i]),
         )
