@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -239,7 +239,7 @@ def _seconds(
     """Seconds of one run, and the seconds in which each rank waits for its own messages."""
     if stages.num_actions > MOST_ACTIONS:
         ranks = [per_rank(stages, seconds) for seconds in (forward, backward, weight)]
-        run = {"virtual_stages": stages.virtual, "micro_batches": stages.micro_batches}
+        run: dict[str, Any] = {"virtual_stages": stages.virtual, "micro_batches": stages.micro_batches}
         passes = dict(zip(("forward_s", "backward_s", "weight_s"), ranks, strict=True))
         whole = unequal_step_s(stages.schedule, **run, **passes)
         waited = 0.0 if is_overlapped else float(blocking_message_s(pp=stages.pp, **run, message_s=message))

@@ -80,7 +80,8 @@ def spread(values: _V, index: Any) -> _V:
     elif isinstance(values, dict):
         rows = {name: spread(each, index) for name, each in values.items()}
     elif is_dataclass(values):
-        rows = type(values)(**{name: spread(getattr(values, name), index) for name in values.__dataclass_fields__})
+        kind: Any = type(values)
+        rows = kind(**{name: spread(getattr(values, name), index) for name in values.__dataclass_fields__})
     of_rows: _V = rows
     return of_rows
 

@@ -144,8 +144,11 @@ def _offloaded(query: Query) -> Iterator[Change]:
     if query.machinery(query.cluster).machine.host is not None:
         tried = (*tried, *query.constraints.offloads)
     for offload in (value for value in OFFLOADS if value not in tried):
-        on_host = replace(query, machinery=lambda cluster, kept=offload: query.machinery(cluster).keeping(kept))
-        yield f"with --offload {offload}", _without_words(on_host, "offload")
+        yield f"with --offload {offload}", _without_words(_keeping(query, offload), "offload")
+
+
+def _keeping(query: Query, offload: str) -> Query:
+    return replace(query, machinery=lambda cluster: query.machinery(cluster).keeping(offload))
 
 
 def _other_optimizer(query: Query) -> Iterator[Change]:
