@@ -1,11 +1,8 @@
 """The composition root: `parallelize` joins capture, labels and runtime."""
 
-import logging
 import os
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,38 +10,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from autopar._torch import private
-from autopar._version import public_version
 from autopar.cache.store import cache_folder
-from autopar.cache.tuned import TUNED, tuned_plans
 from autopar.capture.passes.autocast import ambient_autocast, autocast_as
 from autopar.capture.record.file import from_bytes, to_bytes
 from autopar.capture.record.write import Unexplained
-from autopar.capture.request import Inputs, LossFunction, Request, checked_precision
+from autopar.capture.request import Inputs, LossFunction, Request
 from autopar.capture.weightless import weightless
-from autopar.errors import ClusterError, InputError, PlanError
+from autopar.errors import InputError, PlanError
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.degrees import Degrees
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.stages import stages_by_parameter, stages_of
 from autopar.ir.storage import Storage
-from autopar.models.example_inputs import example_inputs_for
+from autopar.models.example_inputs import derived_inputs
+from autopar.planning.decide import TrainingJob, job_options, plan_of_job
 from autopar.planning.fixed import (
-    ONE_MICRO_BATCH,
     PlanLike,
     capture_for,
-    check_plan,
     label_plan,
-    program_for,
-    wished_program,
 )
-from autopar.planning.options import PlanOptions
-from autopar.planning.precision import in_precision_of
-from autopar.planning.search import captured_as_asked, labels_for, search_captured
 from autopar.runtime.distributed.broadcast import agreed, broadcast_object, run_on_first_rank
+from autopar.runtime.distributed.start import TIMEOUT_S, check_world, refuse_hooks, start_process_group
 from autopar.runtime.model.compiled import CompiledProgram
 from autopar.runtime.model.module import ParallelModel
 from autopar.runtime.model.original_model import OriginalModel
@@ -52,12 +40,6 @@ from autopar.runtime.model.shape_cache import Replan, Wanted
 from autopar.runtime.parameters.initial import first_rank_sends, own_buffers, sent_buffers
 from autopar.runtime.parameters.materialise import parameter_source
 from autopar.runtime.parameters.packed import Source
-from autopar.search.result.format import nothing_fits
-
-logger = logging.getLogger("autopar")
-
-_TIMEOUT_S = 300
-DEFAULT_BATCH, DEFAULT_SEQUENCE = 2, 128
 
 
 def parallelize(
@@ -118,18 +100,18 @@ def parallelize(
         >>> loss = parallel.forward_backward(batch)
     """
     cluster = ClusterSpec.parse(cluster_spec) if isinstance(cluster_spec, str) else cluster_spec
-    _check_world(cluster)
+    check_world(cluster)
     model = private.unwrapped(model)
-    _refuse_hooks(model)
+    refuse_hooks(model)
     device = start_process_group(cluster)
     inputs = example_inputs if example_inputs is not None else derived_inputs(model)
     request = replace(Request.of(model, inputs, loss_fn, specialise=specialise), folder=cache_folder())
     sent = first_rank_sends(model, agreed(lambda: request.named_inputs), has_state=state is not None)
     on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     without_weights = weightless(model)
-    job = _Job(request=replace(request, model=without_weights) if on_meta else request, cluster=cluster)
-    options = _asked(job, precision, global_batch, fix or {}, forbid or {}, objective)
-    decide = partial(_decide, job, plan, options, derived=example_inputs is None)
+    job = TrainingJob(request=replace(request, model=without_weights) if on_meta else request, cluster=cluster)
+    options = job_options(job, precision, global_batch, fix or {}, forbid or {}, objective, TIMEOUT_S / 2)
+    decide = partial(plan_of_job, job, plan, options, derived=example_inputs is None)
     program, ours = _from_first_rank(decide, job.capture_for)
     origin = _same_settings(OriginalModel(model, without_weights, loss_fn, program.reads))
     source = agreed(lambda: parameter_source(model, state=state, seed=seed, dtype=None))
@@ -142,189 +124,9 @@ def parallelize(
     return origin.attached(parallel, optimizer)
 
 
-def _check_world(cluster: ClusterSpec) -> None:
-    _refuse_missing_gpus(cluster)
-    world_size = int(os.environ.get("WORLD_SIZE", "1")) if not dist.is_initialized() else dist.get_world_size()
-    if world_size != cluster.num_devices:
-        raise PlanError(
-            f"the cluster has {cluster.num_devices} devices, this job {world_size} ranks; start it with "
-            f"torchrun --nproc-per-node {cluster.num_devices}, or describe a cluster of {world_size}"
-        )
-
-
 def _first_of(held: Mapping[str, torch.Tensor], late: Source) -> Source:
     """A source of held buffers. Other buffers come later from `late`, which keeps no weights."""
     return lambda name: held[name] if name in held else late(name)
-
-
-def _refuse_hooks(model: nn.Module) -> None:
-    """Raise `InputError` for hooks on gradients, which the generated code would never call."""
-    hooks = private.backward_hooked(model)
-    if hooks["module"]:
-        raise InputError(
-            f"backward hooks of module {_listed(hooks['module'])} would never be called: the generated code has no "
-            "modules; remove them, and register hooks on the parameters of the ParallelModel"
-        )
-    if hooks["parameter"]:
-        raise InputError(
-            f"gradient hooks of parameter {_listed(hooks['parameter'])} would never be called; register them on "
-            "parallel.named_parameters() after parallelize"
-        )
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(repr(name or "the model itself") for name in names[:3]) + more
-
-
-def _refuse_missing_gpus(cluster: ClusterSpec) -> None:
-    """Raise `ClusterError` for a cluster of GPUs on a machine that has none for this rank."""
-    here, wanted = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0")) + 1
-    if cluster.device_type == "cuda" and here < wanted:
-        why = f"torch {torch.__version__} was built without CUDA" if torch.version.cuda is None else "see nvidia-smi"
-        raise ClusterError(
-            f"cluster {cluster.name} is of GPUs, and torch sees {here or 'none'} on this machine ({why}); train on the "
-            "devices that are here, such as '2xcpu', or only plan for the cluster by autopar.plan"
-        )
-
-
-def start_process_group(cluster: ClusterSpec, *, timeout_s: float = _TIMEOUT_S) -> torch.device:
-    """Join the process group of this job if it has not been joined, and pick this rank's device."""
-    _refuse_missing_gpus(cluster)
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device(cluster.device_type if cluster.device_type == "cpu" else f"cuda:{local_rank}")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        timeout = timedelta(seconds=timeout_s)
-        if "RANK" in os.environ:
-            dist.init_process_group(cluster.backend, timeout=timeout)
-        else:
-            dist.init_process_group(cluster.backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
-    return device
-
-
-def derived_inputs(model: nn.Module) -> Inputs:
-    """Example inputs that the model's transformers config decides. Raises `InputError` without one."""
-    try:
-        return example_inputs_for(model, DEFAULT_BATCH, DEFAULT_SEQUENCE)
-    except InputError as error:
-        raise InputError(
-            f"{type(model).__name__} does not say what its inputs look like; pass example_inputs=..., a dict or tuple "
-            f"with the tensors of one rank's batch ({error})"
-        ) from error
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class _Job:
-    """What a plan is for: inputs are of one rank in one step, or give the shapes."""
-
-    request: Request
-    cluster: ClusterSpec
-
-    @property
-    def name(self) -> str:
-        return type(self.request.model).__name__
-
-    @property
-    def local_batch(self) -> int:
-        return self.request.sizes[0]
-
-    def capture_for(self, plan: Plan) -> Program:
-        return capture_for(self.request, plan.degrees)
-
-
-def _asked(
-    job: _Job,
-    precision: str | None,
-    global_batch: int | None,
-    fix: Mapping[str, Any],
-    forbid: Mapping[str, Any],
-    objective: str,
-) -> PlanOptions:
-    return PlanOptions(
-        precision=checked_precision(precision), fix=fix, forbid=forbid, objective=objective, global_batch=global_batch,
-        local_batch=job.local_batch if global_batch is None else None,
-        timeout_s=_TIMEOUT_S / 2,  # of a search, because the other ranks wait in a collective
-    )  # fmt: skip
-
-
-def _decide(job: _Job, plan: PlanLike, options: PlanOptions, *, derived: bool) -> tuple[Program, Plan]:
-    """The program and the plan that are asked for."""
-    loaded = Plan.load(plan) if isinstance(plan, (str, Path)) and plan != TUNED else plan
-    if isinstance(loaded, (Plan, str)):
-        _refuse_beside(options, "the plan decides this", ("precision", "global_batch", "fix", "forbid", "objective"))
-    if isinstance(loaded, str):
-        return _tuned(job, options)
-    if isinstance(loaded, Plan):
-        program = job.capture_for(loaded)
-        check_plan(loaded, program, job.cluster.num_devices, None if derived else job.local_batch)
-        _warn_torch_version(loaded)
-        return program, loaded
-    options, wish = options.joined_with(loaded or {})
-    if not wish:
-        return _searched(job, options)
-    _refuse_beside(options, "they are about a search, and the plan has degrees", ("fix", "forbid", "objective"))
-
-    def captured(precision: str | None) -> tuple[Degrees, Program]:
-        words = {**options.wish(), **wish, "precision": precision}
-        return wished_program(job.request, words, job.cluster.num_devices, options.local_batch, options.global_batch)
-
-    (degrees, program), _, notes = in_precision_of(
-        options.precision, job.request.model, job.cluster, captured, lambda pair: pair[1]
-    )
-    _say((*notes, *(note for note in program.notes if note.startswith(ONE_MICRO_BATCH))))
-    decided = label_plan(program, job.cluster, degrees, job.name)
-    return program, replace(decided, notes=(*decided.notes, *notes))
-
-
-def _refuse_beside(options: PlanOptions, why: str, names: Sequence[str]) -> None:
-    """Refuse arguments of a search. Raises `InputError` naming them."""
-    usual = PlanOptions()
-    if given := [name for name in names if (getattr(options, name) or None) != (getattr(usual, name) or None)]:
-        raise InputError(f"{', '.join(given)} beside plan: {why}; leave out these arguments, or leave out plan")
-
-
-def _say(notes: Sequence[str]) -> None:
-    for note in notes:
-        logger.warning(note)
-
-
-def _searched(job: _Job, options: PlanOptions) -> tuple[Program, Plan]:
-    """The best plan and its program."""
-    captured, used, notes = captured_as_asked(job.request, job.cluster, options)
-    _say(notes)
-    report, folder = (lambda _: None), job.request.folder and job.request.folder / "labels"
-    labels = labels_for(captured, job.cluster, used, report, folder)
-    result = search_captured(captured, job.cluster, used, name=job.name, on_progress=report, labels=labels)
-    if result.plan is None:
-        raise PlanError(nothing_fits(result))
-    if result.plan.degrees.world_size != job.cluster.num_devices:
-        raise PlanError(
-            f"the plan of least {options.objective} uses {result.plan.degrees.world_size} of the "
-            f"{job.cluster.num_devices} devices; start that many ranks, or leave out objective"
-        )
-    return program_for(captured, result.plan.degrees), replace(result.plan, notes=(*result.plan.notes, *notes))
-
-
-def _tuned(job: _Job, options: PlanOptions) -> tuple[Program, Plan]:
-    """The plan that `autopar.tune` measured to be the best for this model, batch and cluster, and its program.
-
-    The batch is of one data-parallel rank, or of all of them.
-    """
-    cluster, kind, batch = job.cluster, job.name, options.local_batch
-    kept = tuned_plans(cache_folder(), cluster, kind)
-    for plan in (*(p for p in kept if p.degrees.local_batch == batch),
-                 *(p for p in kept if p.degrees.global_batch == batch)):  # fmt: skip
-        program = job.capture_for(plan)
-        if program.fingerprint == plan.fingerprint:
-            return program, plan
-    batches = [f"{n} sequences" for n in sorted({p.degrees.global_batch for p in kept})]
-    there = f" (there are plans of {', '.join(batches)}, perhaps of another {kind})" if batches else ""
-    raise PlanError(
-        f"nobody tuned {kind} on {cluster.name} for {batch} sequences of a data-parallel rank or of all ranks "
-        f"here{there}; run `autopar tune` or autopar.tune on these devices first, or give another plan"
-    )
 
 
 def _from_first_rank(
@@ -376,7 +178,7 @@ def _same_as(plan: Plan, program: Program) -> Program:
     return program
 
 
-def _replan(origin: OriginalModel, job: _Job, program: Program, plan: Plan) -> Replan:
+def _replan(origin: OriginalModel, job: TrainingJob, program: Program, plan: Plan) -> Replan:
     """Captures the model, of which it holds no weights, for another batch or in eval mode, cut into the same stages."""
     model, planned, around = origin.weightless, job.request, ambient_autocast()
     placed = stages_by_parameter(program, stages_of(program, plan.cuts, plan.recomputed))
@@ -413,9 +215,3 @@ def _replan(origin: OriginalModel, job: _Job, program: Program, plan: Plan) -> R
         return captured, decided
 
     return replan
-
-
-def _warn_torch_version(plan: Plan) -> None:
-    built, here = public_version(plan.torch_version), public_version(torch.__version__)
-    if built and built != here:
-        warnings.warn(f"the plan was made with torch {built}, this is {here}", stacklevel=3)

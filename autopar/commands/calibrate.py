@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from autopar._version import __version__
-from autopar.api import start_process_group
 from autopar.cost_model.fit.device import FitSetting, fit_profile
 from autopar.cost_model.machine.presets import device_profile
 from autopar.cost_model.machine.profile import DeviceProfile, Measurement
@@ -28,6 +27,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.samples import Sample, Work
 from autopar.runtime.distributed.broadcast import broadcast_object, gather_objects
 from autopar.runtime.distributed.launch import Ranks, device_of_rank
+from autopar.runtime.distributed.start import start_process_group
 from autopar.runtime.measure import calibrate_device, calibrate_links
 from autopar.runtime.measure.calibrate_device import Pace, device_works, measure, seconds_of
 from autopar.runtime.measure.calibrate_links import Groups

@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autopar.api import parallelize, start_process_group
+from autopar.api import parallelize
 from autopar.commands.diagnosis import Check, Diagnosis, Rank, diagnose
 from autopar.errors import AutoparError, ClusterError, RankError
 from autopar.ir.cluster import ClusterSpec
 from autopar.runtime.distributed.broadcast import gather_objects
 from autopar.runtime.distributed.launch import Ranks
+from autopar.runtime.distributed.start import start_process_group
 from autopar.runtime.measure.doctor_checks import (
     CONVERSION_CASES,
     Difference,

@@ -15,9 +15,9 @@ from unittest.mock import patch
 
 from torch import nn
 
-from autopar.api import derived_inputs
 from autopar.capture.request import Inputs, LossFunction, Request
 from autopar.errors import InputError
+from autopar.models.example_inputs import derived_inputs
 
 _INSTEAD = "or name a function that returns (model, example_inputs), as package.module:factory"
 

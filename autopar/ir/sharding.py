@@ -10,9 +10,6 @@ On each mesh dimension a value has one of four types:
 Rows of tokens that are sorted by expert have a second kind of shard, printed ``S(0.1:experts)``. A rank then holds the
 rows of its experts instead of the rows of its tokens. Their number depends on the data; the axis at `position` tells
 how many rows are expected.
-
-The package `spmd_types` has the same types, without `position`. A packed dimension such as ``(3 heads head_dim)`` needs
-it, because an inner axis is split.
 """
 
 import re
@@ -108,10 +105,7 @@ def splits_samples(mesh_dim: str) -> bool:
 
 
 def chunk(size: int, degree: int) -> int:
-    """Elements of an axis that one rank holds: all ranks hold as many, the last ones padding where it is uneven.
-
-    The parts equal the parts of `torch.chunk`: the part of rank r begins at r times this number.
-    """
+    """Elements of an axis that every rank holds, as `torch.chunk` cuts it. The last ones hold padding if it is uneven."""
     return -(-size // degree)
 
 
@@ -163,10 +157,7 @@ class Dims:
         return tuple(tuple(sizes) for sizes in local)
 
     def is_outermost(self, shard: Type, types: Sequence[Type], degrees: Sequence[int]) -> bool:
-        """Whether a rank has one element of every axis before the shard's, so that its part is one range.
-
-        `types` are the types of the rank's part, one per mesh dimension.
-        """
+        """Whether a rank has one element of every axis before the shard's, so that its part is one range."""
         return prod(self.local_sizes(types, degrees)[shard.dim][: shard.position]) == 1
 
     def local_shape(self, types: Sequence[Type], degrees: Sequence[int]) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 DEFAULT_BATCH = 2  # at batch 1 the batch dimension cannot be told from a broadcast one
 MAX_DEFAULT_SEQ_LEN = 4096
+DEFAULT_SEQUENCE = 128  # of a rank's inputs
 ExampleInputs = dict[str, Any] | tuple[Any, ...]
 _MAIN_INPUTS = ("input_ids", "pixel_values", "input_features")
 _TOKEN_LABELS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
@@ -55,6 +56,17 @@ def example_inputs_for(model: torch.nn.Module, batch: int | None = None, seq_len
     if "labels" not in known:
         raise InputError(f"{kind} takes no labels and so has no loss; {_WHAT_TO_PASS}, and a loss_fn")
     return inputs | {"labels": _labels(model, config, batch, seq_len)}
+
+
+def derived_inputs(model: torch.nn.Module) -> dict[str, Any]:
+    """One rank's inputs that the model's transformers config decides. Raises `InputError` without one."""
+    try:
+        return example_inputs_for(model, DEFAULT_BATCH, DEFAULT_SEQUENCE)
+    except InputError as error:
+        raise InputError(
+            f"{type(model).__name__} does not say what its inputs look like; pass example_inputs=..., a dict or tuple "
+            f"with the tensors of one rank's batch ({error})"
+        ) from error
 
 
 def _labels(model: torch.nn.Module, config: Any, batch: int, seq_len: int | None) -> torch.Tensor:

@@ -1,0 +1,155 @@
+"""What rank 0 decides for `parallelize`: the program and the plan of a job."""
+
+import logging
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autopar._version import public_version
+from autopar.cache.store import cache_folder
+from autopar.cache.tuned import TUNED, tuned_plans
+from autopar.capture.request import Request, checked_precision
+from autopar.errors import InputError, PlanError
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.degrees import Degrees
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
+from autopar.planning.fixed import (
+    ONE_MICRO_BATCH,
+    PlanLike,
+    capture_for,
+    check_plan,
+    label_plan,
+    program_for,
+    wished_program,
+)
+from autopar.planning.options import PlanOptions
+from autopar.planning.precision import in_precision_of
+from autopar.planning.search import captured_as_asked, labels_for, search_captured
+from autopar.search.result.format import nothing_fits
+
+_logger = logging.getLogger("autopar")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TrainingJob:
+    """What a plan is for: inputs are of one rank in one step, or give the shapes."""
+
+    request: Request
+    cluster: ClusterSpec
+
+    @property
+    def name(self) -> str:
+        return type(self.request.model).__name__
+
+    @property
+    def local_batch(self) -> int:
+        return self.request.sizes[0]
+
+    def capture_for(self, plan: Plan) -> Program:
+        return capture_for(self.request, plan.degrees)
+
+
+def job_options(
+    job: TrainingJob,
+    precision: str | None,
+    global_batch: int | None,
+    fix: Mapping[str, Any],
+    forbid: Mapping[str, Any],
+    objective: str,
+    timeout_s: float,
+) -> PlanOptions:
+    """What a search is asked for. It ends after `timeout_s`, because the other ranks wait in a collective."""
+    return PlanOptions(
+        precision=checked_precision(precision), fix=fix, forbid=forbid, objective=objective, global_batch=global_batch,
+        local_batch=job.local_batch if global_batch is None else None,
+        timeout_s=timeout_s,
+    )  # fmt: skip
+
+
+def plan_of_job(job: TrainingJob, plan: PlanLike, options: PlanOptions, *, derived: bool) -> tuple[Program, Plan]:
+    """The program and the plan of a job, from a plan, a path, degrees, a tuned plan, or a search."""
+    loaded = Plan.load(plan) if isinstance(plan, (str, Path)) and plan != TUNED else plan
+    if isinstance(loaded, (Plan, str)):
+        _refuse_beside(options, "the plan decides this", ("precision", "global_batch", "fix", "forbid", "objective"))
+    if isinstance(loaded, str):
+        return _tuned(job, options)
+    if isinstance(loaded, Plan):
+        program = job.capture_for(loaded)
+        check_plan(loaded, program, job.cluster.num_devices, None if derived else job.local_batch)
+        _warn_torch_version(loaded)
+        return program, loaded
+    options, wish = options.joined_with(loaded or {})
+    if not wish:
+        return _searched(job, options)
+    _refuse_beside(options, "they are about a search, and the plan has degrees", ("fix", "forbid", "objective"))
+
+    def captured(precision: str | None) -> tuple[Degrees, Program]:
+        words = {**options.wish(), **wish, "precision": precision}
+        return wished_program(job.request, words, job.cluster.num_devices, options.local_batch, options.global_batch)
+
+    (degrees, program), _, notes = in_precision_of(
+        options.precision, job.request.model, job.cluster, captured, lambda pair: pair[1]
+    )
+    _say((*notes, *(note for note in program.notes if note.startswith(ONE_MICRO_BATCH))))
+    decided = label_plan(program, job.cluster, degrees, job.name)
+    return program, replace(decided, notes=(*decided.notes, *notes))
+
+
+def _refuse_beside(options: PlanOptions, why: str, names: Sequence[str]) -> None:
+    """Refuse arguments of a search. Raises `InputError` naming them."""
+    usual = PlanOptions()
+    if given := [name for name in names if (getattr(options, name) or None) != (getattr(usual, name) or None)]:
+        raise InputError(f"{', '.join(given)} beside plan: {why}; leave out these arguments, or leave out plan")
+
+
+def _say(notes: Sequence[str]) -> None:
+    for note in notes:
+        _logger.warning(note)
+
+
+def _searched(job: TrainingJob, options: PlanOptions) -> tuple[Program, Plan]:
+    """The best plan and its program."""
+    captured, used, notes = captured_as_asked(job.request, job.cluster, options)
+    _say(notes)
+    report, folder = (lambda _: None), job.request.folder and job.request.folder / "labels"
+    labels = labels_for(captured, job.cluster, used, report, folder)
+    result = search_captured(captured, job.cluster, used, name=job.name, on_progress=report, labels=labels)
+    if result.plan is None:
+        raise PlanError(nothing_fits(result))
+    if result.plan.degrees.world_size != job.cluster.num_devices:
+        raise PlanError(
+            f"the plan of least {options.objective} uses {result.plan.degrees.world_size} of the "
+            f"{job.cluster.num_devices} devices; start that many ranks, or leave out objective"
+        )
+    return program_for(captured, result.plan.degrees), replace(result.plan, notes=(*result.plan.notes, *notes))
+
+
+def _tuned(job: TrainingJob, options: PlanOptions) -> tuple[Program, Plan]:
+    """The plan that `autopar.tune` measured to be the best for this model, batch and cluster, and its program.
+
+    The batch is of one data-parallel rank, or of all of them.
+    """
+    cluster, kind, batch = job.cluster, job.name, options.local_batch
+    kept = tuned_plans(cache_folder(), cluster, kind)
+    for plan in (*(p for p in kept if p.degrees.local_batch == batch),
+                 *(p for p in kept if p.degrees.global_batch == batch)):  # fmt: skip
+        program = job.capture_for(plan)
+        if program.fingerprint == plan.fingerprint:
+            return program, plan
+    batches = [f"{n} sequences" for n in sorted({p.degrees.global_batch for p in kept})]
+    there = f" (there are plans of {', '.join(batches)}, perhaps of another {kind})" if batches else ""
+    raise PlanError(
+        f"nobody tuned {kind} on {cluster.name} for {batch} sequences of a data-parallel rank or of all ranks "
+        f"here{there}; run `autopar tune` or autopar.tune on these devices first, or give another plan"
+    )
+
+
+def _warn_torch_version(plan: Plan) -> None:
+    built, here = public_version(plan.torch_version), public_version(torch.__version__)
+    if built and built != here:
+        warnings.warn(f"the plan was made with torch {built}, this is {here}", stacklevel=3)
