@@ -105,7 +105,7 @@ def splits_samples(mesh_dim: str) -> bool:
 
 
 def chunk(size: int, degree: int) -> int:
-    """Elements of an axis that every rank holds, as `torch.chunk` cuts it. The last ones hold padding if it is uneven."""
+    """Elements of an axis that every rank holds, as `torch.chunk` cuts it; the last ones hold padding if uneven."""
     return -(-size // degree)
 
 
