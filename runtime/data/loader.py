@@ -1,13 +1,12 @@
 """`ParallelLoader`: batches of one rank, and a position in the data that every plan can go on from."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from autopar.errors import Problem, RuntimeInputError, did_you_mean
-from autopar.ir.degrees import Degrees
 from autopar.runtime.data.parts import Collate, MapParts, Part, Parts, Split, StreamParts, state_of
 from autopar.runtime.data.reading import read_parts
 
@@ -22,7 +21,6 @@ class LoaderOptions:
 
     shuffle: bool = False
     seed: int = 0
-    drop_last: bool = False
     collate_fn: Collate = default_collate
     num_workers: int = 0
     prefetch_factor: int | None = None
@@ -216,42 +214,8 @@ def is_stream(source: Any) -> bool:
     return isinstance(source, IterableDataset) or not (hasattr(source, "__getitem__") and hasattr(source, "__len__"))
 
 
-class Ranks(Protocol):
-    """What ranks tell each other of their data. Collective: `autopar.runtime.model.preflight_check`."""
-
-    def agree(self, values: Mapping[str, object]) -> None: ...
-    def all_or_none(self, message: str, problems: Sequence[Problem]) -> None: ...
-    def in_lockstep(self, loader: Iterable[Any]) -> Iterator[Any]: ...
-
-
-def make_loader(
-    source: Any,
-    options: LoaderOptions,
-    global_batch: int | None,
-    *,
-    degrees: Degrees,
-    micro_batch: int,
-    index: int,
-    ranks: Ranks,
-    refusal: Callable[[Sequence[int], int], str],
-) -> ParallelLoader:
-    """The loader of data-parallel rank `index`. Raises `RuntimeInputError` on all ranks."""
-    planned = degrees.dp * micro_batch * degrees.num_micro_batches
-    wanted = planned if global_batch is None else global_batch
-    ranks.all_or_none("the data cannot be read", list(_problems(source, options, wanted, degrees.dp)))
-    split = Split(global_batch=wanted, index=index, count=degrees.dp, drop_last=options.drop_last)
-    micro_batches = degrees.num_micro_batches if wanted == planned else 1
-    return ParallelLoader(
-        source,
-        split,
-        options,
-        agree=ranks.agree,
-        lockstep=ranks.in_lockstep,
-        short=lambda size: refusal(split.counts(size), micro_batches),
-    )
-
-
-def _problems(source: Any, options: LoaderOptions, global_batch: Any, dp: int) -> Iterator[Problem]:
+def loader_problems(source: Any, options: LoaderOptions, global_batch: Any, dp: int) -> Iterator[Problem]:
+    """Why a dataset cannot be read so."""
     if not _is_count(global_batch) or global_batch < 1 or global_batch % dp:
         rule = f"must be a whole number above 0 that the {dp} data-parallel ranks divide"
         yield Problem(path="global_batch", value=global_batch, rule=rule)

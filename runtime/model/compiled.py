@@ -14,7 +14,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import CallSite, Program
 from autopar.ir.sharding import Type
 from autopar.ir.stages import Stage, kept_results, needed_results, stages_of
-from autopar.ir.storage import Storage, boundary_types
+from autopar.ir.storage import Storage, boundary_types, storage_of
 from autopar.lowering.local_graph import local_graph
 from autopar.runtime.codegen.execute import constant_values, graph_module, module_attributes, use_running_statistics
 from autopar.runtime.codegen.randomness import Streams
@@ -22,27 +22,51 @@ from autopar.runtime.distributed.mesh import RankMesh
 from autopar.runtime.model.decision_check import DecisionCheck
 from autopar.runtime.model.index_check import IndexCheck
 from autopar.runtime.model.known_code import KnownCode
+from autopar.runtime.parameters.placement import same_layout
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CompiledProgram:
-    """A program and its code. `used` has placements of parameters that differ from the stored ones."""
+    """A program, its plan, and the code and constants that are made of them at first use."""
 
     program: Program
     plan: Plan
-    analysis: Analysis
-    types: Mapping[str, tuple[Type, ...]]
-    buffers: Callable[[str], torch.Tensor]
-    ignored: Mapping[str, int] | None
+    buffers: Callable[[str], torch.Tensor]  # whole values by name, the same tensor each time
     mesh: RankMesh
     streams: Streams
     device: torch.device
-    indices: IndexCheck
-    decisions: DecisionCheck
-    used: Mapping[str, Storage] = field(default_factory=dict)
+    stored: Mapping[str, Storage] = field(default_factory=dict)  # parameters that may lie in another placement
     _modules: dict[bool, list[fx.GraphModule]] = field(default_factory=dict)  # by whether all outputs are kept
     _partial: dict[tuple[int, tuple[str, ...]], fx.GraphModule] = field(default_factory=dict)
     _constants: dict[tuple[int, ...], dict[str, torch.Tensor]] = field(default_factory=dict)  # of one version at most
+
+    @cached_property
+    def analysis(self) -> Analysis:
+        return analyse(self.program, self.plan.mesh)
+
+    @cached_property
+    def types(self) -> Mapping[str, tuple[Type, ...]]:
+        return boundary_types(self.program, self.plan.blocks)
+
+    @cached_property
+    def used(self) -> dict[str, Storage]:
+        """The placement of parameters that this program takes in another placement than they are stored in."""
+        names = [name for name in self.program.parameters if name in self.stored]
+        taken = {n: storage_of(self.analysis.outer[n], self.types[n], self.plan.mesh) for n in names}
+        return {n: storage for n, storage in taken.items() if not same_layout(storage, self.stored[n])}
+
+    @cached_property
+    def _known_code(self) -> KnownCode:
+        return KnownCode(self.program, self.analysis, self.plan, self.mesh, self.device)
+
+    @cached_property
+    def indices(self) -> IndexCheck:
+        return IndexCheck(self.program, self._known_code)
+
+    @cached_property
+    def decisions(self) -> DecisionCheck:
+        per_micro_batch = self.plan.degrees.per_micro_batch
+        return DecisionCheck(self.program, self._known_code, per_micro_batch=per_micro_batch)
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -140,32 +164,6 @@ def totals_of(
                 for known, total in zip(known_of, totals, strict=True):
                     known[name] = total
     return known_of
-
-
-def compile_program(
-    program: Program,
-    plan: Plan,
-    buffers: Callable[[str], torch.Tensor],
-    mesh: RankMesh,
-    streams: Streams,
-    device: torch.device,
-) -> CompiledProgram:
-    """Analyse a program under its plan; `buffers` gives whole values by name, the same tensor each time."""
-    analysis = analyse(program, plan.mesh)
-    code = KnownCode(program, analysis, plan, mesh, device)
-    return CompiledProgram(
-        program=program,
-        plan=plan,
-        analysis=analysis,
-        types=boundary_types(program, plan.blocks),
-        buffers=buffers,
-        ignored=program.ignored,
-        mesh=mesh,
-        streams=streams,
-        device=device,
-        indices=IndexCheck(program, code),
-        decisions=DecisionCheck(program, code, per_micro_batch=plan.degrees.per_micro_batch),
-    )
 
 
 def readable(code: str) -> str:

@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import Dataset, default_collate
 
 from autopar.errors import RuntimeInputError
-from autopar.runtime.data.loader import LoaderOptions, ParallelLoader, make_loader
-from autopar.runtime.data.parts import Collate
+from autopar.runtime.data.loader import LoaderOptions, ParallelLoader, loader_problems
+from autopar.runtime.data.parts import Collate, Split
 from autopar.runtime.distributed.hang_report import reports_position
 from autopar.runtime.model import zero
 from autopar.runtime.model.checkpointed import CheckpointedModel
@@ -289,21 +289,25 @@ class ParallelModel(CheckpointedModel):
         options = LoaderOptions(
             shuffle=shuffle,
             seed=seed,
-            drop_last=drop_last,
             collate_fn=collate_fn,
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
             pin_memory=pin_memory,
         )
-        return make_loader(
+        degrees, ranks = self.plan.degrees, self._preflight
+        planned = degrees.dp * self._shapes.base.micro_batch * degrees.num_micro_batches
+        size = planned if global_batch is None else global_batch
+        ranks.all_or_none("the data cannot be read", list(loader_problems(dataset, options, size, degrees.dp)))
+        micro_batches = degrees.num_micro_batches if size == planned else 1
+        index = self.rank_mesh.sample_ranks.coordinate
+        split = Split(global_batch=size, index=index, count=degrees.dp, drop_last=drop_last)
+        return ParallelLoader(
             dataset,
+            split,
             options,
-            global_batch,
-            degrees=self.plan.degrees,
-            micro_batch=self._shapes.base.micro_batch,
-            index=self.rank_mesh.sample_ranks.coordinate,
-            ranks=self._preflight,
-            refusal=self._refusal_of,
+            agree=ranks.agree,
+            lockstep=ranks.in_lockstep,
+            short=lambda rest: self._refusal_of(split.counts(rest), micro_batches),
         )
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:

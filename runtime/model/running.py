@@ -249,11 +249,11 @@ class RunningModel(ShardedModel):
             filled = pad_batch(checked, sequences, ignored, self._fillers)
             return split_micro_batches(checked.form, filled, micro_batches)
 
-        pieces = padded(shapes.base.ignored or {})
+        pieces = padded(shapes.base.program.ignored or {})
         step = Wanted(batch=checked, pieces=pieces, padded=padded, training=self.training, is_unsure=is_unsure)
         compiled = shapes.compiled_for(step, self._preflight.exchange)
         is_padded = min(counts) < sequences
-        if is_padded and compiled.ignored is None:
+        if is_padded and compiled.program.ignored is None:
             raise batch_error(
                 ["it is too short, and its model at this shape has no targets to ignore; pass a full batch"]
             )
@@ -317,7 +317,7 @@ class RunningModel(ShardedModel):
             counts,
             self._shapes.base.micro_batch * micro_batches,
             micro_batches,
-            pads=self._shapes.base.ignored is not None,
+            pads=self._shapes.base.program.ignored is not None,
             captures=self._shapes.can_capture,
             wants_outputs=wants_outputs,
             per_micro_batch=self.plan.degrees.per_micro_batch,

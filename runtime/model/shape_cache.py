@@ -9,7 +9,6 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,11 +16,10 @@ import torch.distributed as dist
 from autopar.errors import PlanError, RuntimeInputError
 from autopar.ir.plan import Plan
 from autopar.ir.program import Decision, Program
-from autopar.ir.storage import Storage, storage_of
+from autopar.ir.storage import Storage
 from autopar.runtime.distributed.broadcast import gather_objects
-from autopar.runtime.model.compiled import CompiledProgram, compile_program
+from autopar.runtime.model.compiled import CompiledProgram
 from autopar.runtime.model.inputs import Batch, with_sequences
-from autopar.runtime.parameters.placement import same_layout
 
 MAX_SHAPES = 16
 _logger = logging.getLogger("autopar")
@@ -53,12 +51,8 @@ class Wanted:
         return every[0] | joined
 
 
-class Replan(Protocol):
-    """Captures and labels the model again. Collective; raises the same `AutoparError` on all ranks."""
-
-    def __call__(self, wanted: Wanted, base: CompiledProgram, held: Mapping[str, Storage]) -> tuple[Program, Plan]:
-        """`base` is the program of the plan, and `held` says how each parameter is stored."""
-        ...
+# Captures and labels the model again, of the plan's program and the storage of each parameter. Collective.
+Replan = Callable[[Wanted, CompiledProgram, Mapping[str, Storage]], tuple[Program, Plan]]
 
 
 class ShapeCache:
@@ -152,14 +146,21 @@ class ShapeCache:
             raise PlanError(
                 f"at shapes {wanted.sizes} another dimension is as large as the batch; pass another number of sequences"
             )
-        compiled = compile_program(program, plan, base.buffers, base.mesh, base.streams, base.device)
-        used = {n: storage_of(compiled.analysis.outer[n], compiled.types[n], plan.mesh) for n in program.parameters}
+        compiled = CompiledProgram(
+            program=program,
+            plan=plan,
+            buffers=base.buffers,
+            mesh=base.mesh,
+            streams=base.streams,
+            device=base.device,
+            stored=self._placements,
+        )
         if not (dist.is_initialized() and dist.get_rank()):
             shapes = ", ".join(f"{name} {shape}" for name, shape in wanted.sizes.items())
             mode, seconds = "training" if wanted.training else "eval", time.perf_counter() - started
             text = f"captured the model in {mode} mode for micro-batches of {shapes}"
             _logger.info("%s in %.1f s%s", text, seconds, f", because {why}" if why else "")
-        return replace(compiled, used={n: s for n, s in used.items() if not same_layout(s, self._placements[n])})
+        return compiled
 
     def _warn(self) -> None:
         if not self._warned and not (dist.is_initialized() and dist.get_rank()):

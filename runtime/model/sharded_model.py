@@ -21,7 +21,7 @@ from autopar.runtime.codegen.randomness import Streams
 from autopar.runtime.distributed.hang_report import reports_position
 from autopar.runtime.distributed.mesh import MeshDim, RankMesh, precision_problems
 from autopar.runtime.model import zero
-from autopar.runtime.model.compiled import compile_program
+from autopar.runtime.model.compiled import CompiledProgram
 from autopar.runtime.model.stage import StageModule, attribute
 from autopar.runtime.model.tied_parameters import TiedParameters
 from autopar.runtime.offload.backward_step import BackwardStep
@@ -70,7 +70,9 @@ class ShardedModel(nn.Module):
         for name, info in program.buffers.items():  # others are made when they are asked for
             if info.persistent or not {name, *info.aliases}.isdisjoint(program.updates):
                 self.buffer(name)
-        self.base = compile_program(program, plan, self.buffer, mesh, streams, device)
+        self.base = CompiledProgram(
+            program=program, plan=plan, buffers=self.buffer, mesh=mesh, streams=streams, device=device
+        )
         self.analysis, self.types = self.base.analysis, self.base.types
         self.placements = {
             name: storage_of(self.analysis.outer[name], self.types[name], plan.mesh) for name in program.parameters
