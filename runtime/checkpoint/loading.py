@@ -33,10 +33,11 @@ Description = tuple[str, tuple[int, ...]]  # dtype and shape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint whose files are verified."""
+    """A checkpoint whose files are verified, and the ranks that load it."""
 
     folder: StepFolder
     manifest: Manifest
+    group: dist.ProcessGroup
 
     def section(self, name: str) -> Any:
         """A part of the plain data."""
@@ -90,7 +91,7 @@ def verified(root: Path, step: int | None, group: dist.ProcessGroup) -> Checkpoi
         raise CheckpointError(
             f"the checkpoint {folder.path} is damaged, and nothing of it was loaded; {remedy}", problems
         )
-    return Checkpoint(folder=folder, manifest=manifest)
+    return Checkpoint(folder=folder, manifest=manifest, group=group)
 
 
 def refuse_differences(
@@ -99,13 +100,12 @@ def refuse_differences(
     given: Sequence[Optimizer],
     named: Mapping[str, nn.Parameter],
     extra_names: Sequence[str],
-    group: dist.ProcessGroup,
     *,
     weights_only: bool,
 ) -> None:
     """Raise `CheckpointError` on all ranks with all differences, of optimizers their classes and groups. Collective."""
     own_state = (described(tensors), [optimizers.group_names(o, named) for o in given], tuple(sorted(extra_names)))
-    ranks = gather_objects(own_state, group)
+    ranks = gather_objects(own_state, checkpoint.group)
     expected = {name: d for held, _, _ in ranks for name, d in held.items()}
     problems = tensor_differences(checkpoint.manifest, expected, ("model", "buffers"))
     saved = () if weights_only else checkpoint.optimizers()
@@ -151,7 +151,7 @@ def tensor_differences(
     return problems
 
 
-def plain_tensors(checkpoint: Checkpoint, plain: Any, group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
+def plain_tensors(checkpoint: Checkpoint, plain: Any) -> dict[str, torch.Tensor]:
     """The tensors in plain data. A file of the checkpoint holds their bytes, so they are not larger. Collective."""
     tensors: dict[str, torch.Tensor] = {}
     for name in tensors_named(plain):
@@ -160,16 +160,16 @@ def plain_tensors(checkpoint: Checkpoint, plain: Any, group: dist.ProcessGroup) 
             raise CheckpointError(f"{checkpoint.folder.path} lacks the tensor {name}, which its plain data names")
         assert entry.dtype in ITEM_BYTES
         tensors[name] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-    read_tensors(checkpoint, tensors, group)
+    read_tensors(checkpoint, tensors)
     return tensors
 
 
-def read_tensors(checkpoint: Checkpoint, tensors: Mapping[str, Any], group: dist.ProcessGroup) -> None:
+def read_tensors(checkpoint: Checkpoint, tensors: Mapping[str, Any]) -> None:
     """Read this rank's elements of tensors, in place. Collective."""
     wanted = {name: t for name, t in tensors.items() if t.numel()}
     folder, manifest = checkpoint.folder.path, checkpoint.manifest
     failed = f"reading {folder} failed, and the model may hold a part of it"
-    results_of_all(lambda: read_chunks(folder, manifest, wanted), group, failed)
+    results_of_all(lambda: read_chunks(folder, manifest, wanted), checkpoint.group, failed)
 
 
 def load_optimizers(
@@ -178,7 +178,6 @@ def load_optimizers(
     named: Mapping[str, nn.Parameter],
     held: Mapping[str, Storage],
     known: KnownChunks,
-    group: dist.ProcessGroup,
 ) -> dict[str, FlatShards]:
     """Prepare optimizers, and give their tensors by name, into which the checkpoint is read. Collective."""
     if not given:
@@ -186,7 +185,7 @@ def load_optimizers(
     saved = checkpoint.optimizers()
     options = [group.options for o in saved for group in o.groups]
     values = [value for o in saved for keys in o.state.values() for value in keys.values()]
-    memory = plain_tensors(checkpoint, [*options, *values], group)
+    memory = plain_tensors(checkpoint, [*options, *values])
     tensors: dict[str, FlatShards] = {}
 
     def prepare() -> dict[str, Description]:
@@ -196,7 +195,7 @@ def load_optimizers(
             tensors.update(optimizers.state_tensors(optimizer, index, named, held, known, state.state))
         return described(tensors)
 
-    expected = {name: d for each in run_on_all_ranks(prepare, group) for name, d in each.items()}
+    expected = {name: d for each in run_on_all_ranks(prepare, checkpoint.group) for name, d in each.items()}
     sections = [f"optimizer.{index}" for index in range(len(saved))]
     problems = tensor_differences(checkpoint.manifest, expected, sections)
     problems = [p for p in problems if p.path not in memory]
@@ -209,11 +208,9 @@ def load_optimizers(
     return tensors
 
 
-def read_extra(
-    checkpoint: Checkpoint, names: Sequence[str], group: dist.ProcessGroup
-) -> tuple[dict[str, Any], list[Any]]:
+def read_extra(checkpoint: Checkpoint, names: Sequence[str]) -> tuple[dict[str, Any], list[Any]]:
     """The extra data of a checkpoint, and the state of some objects, each of its own. Collective."""
     encoded = checkpoint.extra()
-    memory = plain_tensors(checkpoint, list(encoded.values()), group)
+    memory = plain_tensors(checkpoint, list(encoded.values()))
     values = {name: decode(value, memory) for name, value in encoded.items()}
     return values, [decode(encoded[name], memory) for name in names]

@@ -27,10 +27,7 @@ def held_chunks(tensors: Mapping[str, Any]) -> dict[Key, torch.Tensor]:
 
 
 def chunks_to_write(ranks: Sequence[Mapping[Key, int]]) -> list[set[Key]]:
-    """The chunks that each rank writes. Of the ranks that hold a chunk, the one with the least to write gets it.
-
-    `ranks` has the chunks of each rank, with the bytes of their tensors.
-    """
+    """The chunks that each rank writes, by bytes of tensors: the holder with the least to write gets a chunk."""
     holders: dict[Key, list[int]] = {}
     for rank, chunks in enumerate(ranks):
         for key in chunks:

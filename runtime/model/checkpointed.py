@@ -117,17 +117,17 @@ class CheckpointedModel(RunningModel):
             {'epoch': 3}
         """
         self._saver.finish()
-        group, given, objects = self._saver.group, [] if weights_only else _listed(optimizer), dict(extra or {})
+        given, objects = [] if weights_only else _listed(optimizer), dict(extra or {})
         for name, item in objects.items():
             if not hasattr(item, "load_state_dict"):
                 raise InputError(f"extra[{name!r}] has no load_state_dict(); load returns plain values, leave it out")
-        checkpoint = verified(Path(path), step, group)
+        checkpoint = verified(Path(path), step, self._saver.group)
         named, tensors = dict(self.named_parameters()), self._saved_tensors()
-        refuse_differences(checkpoint, tensors, given, named, list(objects), group, weights_only=weights_only)
-        values, states = read_extra(checkpoint, list(objects), group)
+        refuse_differences(checkpoint, tensors, given, named, list(objects), weights_only=weights_only)
+        values, states = read_extra(checkpoint, list(objects))
         counters = checkpoint.counters()
-        tensors |= load_optimizers(checkpoint, given, named, self.placements, self._saver.known, group)
-        read_tensors(checkpoint, tensors, group)
+        tensors |= load_optimizers(checkpoint, given, named, self.placements, self._saver.known)
+        read_tensors(checkpoint, tensors)
         if not weights_only:
             self._step, seed = counters
             self.streams.reseed(seed)

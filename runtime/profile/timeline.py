@@ -62,10 +62,7 @@ def slices_of(
     micro_batches: int,
     origin_ns: int = 0,
 ) -> list[Slice]:
-    """The slices of one rank's profile, in microseconds of its clock since `origin_ns`.
-
-    `tracks` gives the track of each process group by name, `micro_batches` those of one run of the schedule.
-    """
+    """The slices of one rank's profile, in microseconds since `origin_ns`. `tracks` are those of process groups."""
     events = sorted((e for e in document["traceEvents"] if e.get("ph") == "X"), key=lambda e: float(e["ts"]))
     base_us = (int(document.get("baseTimeNanoseconds", 0)) - origin_ns) * MICROSECONDS
     device = _Device(events)
