@@ -32,7 +32,7 @@ from autopar.search.driver.optuna_refine import MISSING, MOST_MOVED, STARTUP
 from autopar.search.driver.search import SearchState, search_degrees
 from autopar.search.pricing.exact import PricedPlan, priced
 from autopar.search.space.candidates import Candidates, candidates
-from autopar.search.space.constraints import Constraints
+from autopar.search.space.dimensions import Constraints
 
 SEEDS = 20
 REFINING_TRIALS, WHOLE_TRIALS = 40, 150

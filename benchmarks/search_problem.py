@@ -18,8 +18,7 @@ from autopar.ir.program import Program
 from autopar.planning.fixed import choose_labels, program_for
 from autopar.search.bounds.lower_bounds import Machinery
 from autopar.search.space.candidates import Split
-from autopar.search.space.constraints import Constraints
-from autopar.search.space.dimensions import divisors
+from autopar.search.space.dimensions import Constraints, divisors
 
 MOST_TENSOR_RANKS = 64
 

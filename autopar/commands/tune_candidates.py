@@ -40,7 +40,7 @@ from autopar.search.measured.study import TrialStudy
 from autopar.search.measured.tuning import Candidate
 from autopar.search.result.format import nothing_fits
 from autopar.search.result.result import Contender
-from autopar.search.space.constraints import shared_degrees
+from autopar.search.space.dimensions import shared_degrees
 from autopar.search.space.subcluster import part_of
 
 CALIBRATION_MINUTES = 1.5

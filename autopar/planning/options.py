@@ -1,6 +1,6 @@
 """`PlanOptions`: the options of a plan and of its search, declared once for the library and every command.
 
-Inside a search the same request is `autopar.search.space.constraints.Constraints`, checked for a model and a cluster.
+Inside a search the same request is `autopar.search.space.dimensions.Constraints`, checked for a model and a cluster.
 This module does not import torch.
 """
 
@@ -15,7 +15,7 @@ from autopar.ir.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 from autopar.ir.rank_order import ORDERS
 from autopar.ir.schedules.registry import DEFAULT_SCHEDULE, SCHEDULE_NAMES
 from autopar.planning.degrees import nearest_divisors, resolve_degrees
-from autopar.search.space.constraints import Values, checked_values
+from autopar.search.space.dimensions import Values, checked_values
 
 if TYPE_CHECKING:
     from autopar.cost_model.machine.profile import DeviceProfile

@@ -57,7 +57,7 @@ from autopar.search.space.candidates import (
     tensor_degrees,
     what_would_be_legal,
 )
-from autopar.search.space.constraints import (
+from autopar.search.space.dimensions import (
     Constraints,
     Values,
     is_selective,

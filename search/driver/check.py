@@ -16,8 +16,7 @@ from autopar.ir.schedules.registry import SCHEDULES, schedule_problems
 from autopar.search.driver.search import SearchState
 from autopar.search.pricing.exact import PricedPlan, pricing_of
 from autopar.search.pricing.objective import Part
-from autopar.search.space.constraints import Constraints
-from autopar.search.space.dimensions import DIMENSIONS
+from autopar.search.space.dimensions import DIMENSIONS, Constraints
 
 _SAME = 1e-9  # of a number that is counted twice
 # the fields of `Degrees` that a search decides

@@ -27,7 +27,7 @@ from autopar.search.pricing.objective import Goal, Part
 from autopar.search.result.format import plan_in_words
 from autopar.search.result.result import CandidateCounts, Closest, degrees_in_plain
 from autopar.search.space.candidates import constraints_on
-from autopar.search.space.constraints import Constraints, most_level_of, recompute_blocks_of
+from autopar.search.space.dimensions import Constraints, most_level_of, recompute_blocks_of
 
 LEAST_TOKENS = 64
 MOST_TRIES = 24  # numbers of hosts; in the second half each is a quarter larger than the number before

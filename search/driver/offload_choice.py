@@ -12,7 +12,7 @@ import numpy as np
 from autopar.ir.offload import NO_OFFLOAD
 from autopar.search.driver.search import SearchState
 from autopar.search.pricing.objective import Goal
-from autopar.search.space.constraints import Constraints
+from autopar.search.space.dimensions import Constraints
 
 # a search under a goal, for values below a number
 Search = Callable[[Goal, float], SearchState]

@@ -38,7 +38,7 @@ from autopar.search.pricing.objective import Goal, Part
 from autopar.search.result.format import readable_value
 from autopar.search.space.baselines import Baseline, baselines
 from autopar.search.space.candidates import Candidates, Split, candidates
-from autopar.search.space.constraints import Constraints
+from autopar.search.space.dimensions import Constraints
 
 MOST_BY_STAGE = 48  # prices of candidates whose stages recompute their own numbers of blocks
 

@@ -26,8 +26,7 @@ from autopar.search.pricing.exact import BY_STAGE, PricedPlan, priced
 from autopar.search.pricing.objective import Part
 from autopar.search.result.report_data import Curve, CurvePoint
 from autopar.search.space.candidates import Split, candidates
-from autopar.search.space.constraints import Constraints
-from autopar.search.space.dimensions import divisors
+from autopar.search.space.dimensions import Constraints, divisors
 from autopar.search.space.subcluster import device_counts, part_of
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)

@@ -23,8 +23,7 @@ from autopar.cost_model.step.unique_rows import distinct, numbered
 from autopar.errors import InputError
 from autopar.ir.arrays import Integers
 from autopar.ir.degrees import Degrees
-from autopar.search.space.constraints import Constraints
-from autopar.search.space.dimensions import BY_COLUMN, DIMENSIONS, Dimension, divisors
+from autopar.search.space.dimensions import BY_COLUMN, DIMENSIONS, Constraints, Dimension, divisors
 
 MOST_TENSOR_RANKS = 64
 LEAST_TOKENS_OF_RANK = 1024  # of a sequence, on a context rank; fewer rows make products slow

@@ -15,7 +15,7 @@ from autopar.planning.labels import LABELLED, SearchLabels
 from autopar.planning.machine import machinery_of
 from autopar.search.bounds.lower_bounds import screen
 from autopar.search.space.candidates import candidates
-from autopar.search.space.constraints import Constraints
+from autopar.search.space.dimensions import Constraints
 
 pytest.importorskip("transformers")
 CLUSTER = ClusterSpec.preset("8xh100")

@@ -21,8 +21,7 @@ from autopar.planning.machine import machinery_of
 from autopar.search.pricing.exact import priced
 from autopar.search.result.result import degrees_in_plain
 from autopar.search.space.candidates import Candidates, Split, candidates
-from autopar.search.space.constraints import Constraints
-from autopar.search.space.dimensions import BY_COLUMN, BY_WORD, DIMENSIONS, WORDS
+from autopar.search.space.dimensions import BY_COLUMN, BY_WORD, DIMENSIONS, WORDS, Constraints
 
 CONSTRAINTS = Constraints(
     num_devices=24,

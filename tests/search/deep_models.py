@@ -15,7 +15,7 @@ from autopar.planning.labels import LABELLED, SearchLabels
 from autopar.search.bounds.lower_bounds import Machinery
 from autopar.search.driver.search import SearchState, Works, search_degrees
 from autopar.search.space.candidates import tensor_degrees
-from autopar.search.space.constraints import Constraints
+from autopar.search.space.dimensions import Constraints
 
 CAPTURED_LAYERS = 2
 

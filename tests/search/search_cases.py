@@ -15,7 +15,7 @@ from autopar.ir.device import Link
 from autopar.planning.fixed import choose_labels
 from autopar.planning.recomputed import with_recomputed
 from autopar.search.bounds.lower_bounds import Machinery
-from autopar.search.space.constraints import Constraints
+from autopar.search.space.dimensions import Constraints
 
 
 @cache

@@ -31,8 +31,7 @@ from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.ir.sharding import Mesh
 from autopar.search.bounds.lower_bounds import Machinery, screen
 from autopar.search.space.candidates import Candidates, candidates
-from autopar.search.space.constraints import Constraints
-from autopar.search.space.dimensions import MOST_VIRTUAL, divisors
+from autopar.search.space.dimensions import MOST_VIRTUAL, Constraints, divisors
 
 RUNS = Path(__file__).parents[2] / "benchmarks" / "data" / "published_runs.csv"
 ROWS = tuple(read_rows(RUNS))

@@ -13,7 +13,7 @@ from autopar.ir.plan import Plan
 from autopar.search.driver.check import check_result
 from autopar.search.driver.search import SearchState, search_degrees
 from autopar.search.pricing.exact import PricedPlan
-from autopar.search.space.constraints import Constraints
+from autopar.search.space.dimensions import Constraints
 
 STAGED = Case(model="llama", cluster="4xh100", global_batch=8, tokens=512, memory_bytes=20e6)
 RECOMPUTING = replace(STAGED, memory_bytes=10e6)

@@ -14,7 +14,7 @@ from autopar.search.driver.search import search_degrees
 from autopar.search.pricing.exact import priced
 from autopar.search.result.result import Closest
 from autopar.search.space.candidates import candidates, constraints_on
-from autopar.search.space.constraints import Constraints
+from autopar.search.space.dimensions import Constraints
 
 CASE = Case(model="llama", cluster="2xh100", global_batch=4, tokens=128, memory_bytes=4e6)
 

@@ -23,7 +23,7 @@ from autopar.search.driver.search import SearchState, search_degrees
 from autopar.search.pricing.exact import PricedPlan, priced, pricing_of
 from autopar.search.pricing.objective import Goal, Part
 from autopar.search.space.candidates import candidates, tensor_degrees
-from autopar.search.space.constraints import EVERY_BLOCK, Constraints
+from autopar.search.space.dimensions import EVERY_BLOCK, Constraints
 
 HOST = HostShare(link_bytes_per_s=20e9, memory_bytes=1e9, memory_bytes_per_s=40e9)
 FORBID = {"schedule": ("gpipe", "interleaved-1f1b", "interleaved-zero-bubble", "dualpipev")}

@@ -15,7 +15,7 @@ from autopar.search.driver.search import SearchState, search_degrees
 from autopar.search.pricing.exact import PricedPlan, priced
 from autopar.search.pricing.objective import Goal, goal_of
 from autopar.search.space.candidates import candidates
-from autopar.search.space.constraints import Constraints
+from autopar.search.space.dimensions import Constraints
 from autopar.search.space.subcluster import device_counts, part_of
 
 TWO_HOSTS = {

@@ -10,8 +10,7 @@ from autopar.errors import InputError
 from autopar.ir.schedules.registry import SCHEDULE_NAMES, schedule_problems
 from autopar.planning.degrees import resolve_degrees
 from autopar.search.space.candidates import Candidates, candidates
-from autopar.search.space.constraints import Constraints
-from autopar.search.space.dimensions import divisors
+from autopar.search.space.dimensions import Constraints, divisors
 
 COLUMNS = [each.name for each in fields(Candidates)]
 CONSTRAINTS = Constraints(num_devices=24, global_batch=48, most_stages=10, tensor_degrees=(1, 2, 3, 4, 8))
