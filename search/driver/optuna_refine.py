@@ -61,11 +61,6 @@ class Refinement:
     importance: Mapping[str, float] = field(default_factory=dict, hash=False)
 
 
-def seconds(plan: "PricedPlan") -> float:
-    """The objective unless another is given."""
-    return plan.seconds
-
-
 def refine(
     starts: Sequence[Start],
     price: Callable[[int, tuple[int, int]], "PricedPlan"],
@@ -73,7 +68,7 @@ def refine(
     trials: int,
     capacity_bytes: float,
     seed: int,
-    value: Callable[["PricedPlan"], float] = seconds,
+    value: Callable[["PricedPlan"], float] = lambda plan: plan.seconds,
     index_of: Callable[[str], int] | None = None,
     place: StudyPlace | None = None,
     should_continue: Callable[[], bool] = lambda: True,

@@ -217,13 +217,9 @@ class _Search:
         self.works: dict[Split, ProgramWorks] = {}
         self.candidates = candidates(constraints)
         self.machinery: list[tuple[Machinery, NDArray[np.bool_]]] = []  # with the candidates that are priced on it
-        for count, part in goal.parts.items():
-            mine = self.candidates.num_devices == count
-            at = next((i for i, (on, _) in enumerate(self.machinery) if on is part.on), None)
-            if at is None:
-                self.machinery.append((part.on, mine))
-            else:
-                self.machinery[at] = (part.on, self.machinery[at][1] | mine)
+        for on in {id(part.on): part.on for part in goal.parts.values()}.values():
+            counts = [count for count, part in goal.parts.items() if part.on is on]
+            self.machinery.append((on, np.isin(self.candidates.num_devices, counts)))
         self.columns = {name: np.full(len(self.candidates), np.inf) for name in Screening.__slots__}
         self.exact: dict[int, PricedPlan] = {}
         self.members = Members(classes=classes_of(self.candidates, goal))

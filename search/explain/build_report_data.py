@@ -144,7 +144,8 @@ def points_of(search: SearchState, most: int = MOST_POINTS) -> Points:
     share = level / MOST_LEVEL
     needed = np.full(len(seconds), np.inf)
     needed[has_bound] = (1 - share) * whole + share * full
-    needed = np.minimum(needed, _capacities(search))  # enough blocks are recomputed to fit
+    capacities = search.goal.by_devices(candidates, lambda part: part.on.capacity_bytes)
+    needed = np.minimum(needed, capacities)  # enough blocks are recomputed to fit
     is_exact = np.zeros(len(seconds), dtype=bool)
     for index, plan in search.exact.items():
         seconds[index] = plan.seconds if plan.fits else np.inf
@@ -168,11 +169,3 @@ def points_of(search: SearchState, most: int = MOST_POINTS) -> Points:
     columns |= {name: tuple(getattr(candidates, name)[chosen].tolist()) for name in numbers}
     columns["devices"] = tuple(candidates.num_devices[chosen].tolist())
     return Points(fitting=len(fitting), columns=columns)
-
-
-def _capacities(search: SearchState) -> NDArray[np.float64]:
-    """The memory that a rank may use on the devices of each candidate."""
-    capacities = np.zeros(len(search.candidates))
-    for count, part in search.goal.parts.items():
-        capacities[search.candidates.num_devices == count] = part.on.capacity_bytes
-    return capacities

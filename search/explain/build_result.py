@@ -7,11 +7,9 @@ from autopar.cost_model.estimate import optimizer_assumption, situation_of
 from autopar.cost_model.interval import interval_of, likely_slower
 from autopar.cost_model.machine.cluster import dtype_assumptions
 from autopar.cost_model.step.offload import host_assumption
-from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.errors import AutoparError
 from autopar.ir.degrees import Degrees
 from autopar.ir.program import Program
-from autopar.search.bounds.lower_bounds import Machinery
 from autopar.search.driver.alternatives import next_plans
 from autopar.search.driver.infeasible import counted
 from autopar.search.driver.search import SearchState, Works
@@ -46,6 +44,7 @@ def result_of(
         details = details_of(best, works_of_best(*Split.of(best.degrees)), part.cluster, part.on)
     others = next_plans(search, top, alike=alike)
     situation = situation_of(on.machine, works_of(1))
+    degrees = replace(Degrees() if best is None else best.degrees, optimizer=works_of(1).optimizer)
     return SearchResult(
         model="",
         cluster=cluster.name,
@@ -77,19 +76,11 @@ def result_of(
         assumptions=(
             *on.machine.assumptions,
             *dtype_assumptions(works_of(1).dtype, on.machine.precision, cluster),
-            *_assumed(works_of(1), best, on),
+            *filter(None, (host_assumption(on.machine), optimizer_assumption(works_of(1), degrees))),
         ),
         details=details,
         points=points_of(search),
     )
-
-
-def _assumed(works: ProgramWorks, best: PricedPlan | None, on: Machinery) -> Iterator[str]:
-    """What is assumed of the host and of the optimizer."""
-    degrees = Degrees() if best is None else best.degrees
-    for said in (host_assumption(on.machine), optimizer_assumption(works, replace(degrees, optimizer=works.optimizer))):
-        if said is not None:
-            yield said
 
 
 def _contender(search: SearchState, index: int | None, plan: PricedPlan, borrowed: int = 0) -> Contender:
@@ -114,12 +105,11 @@ def _contender(search: SearchState, index: int | None, plan: PricedPlan, borrowe
         value=goal.value(plan),
         num_devices=plan.degrees.world_size,
         name="" if index is None else names.get(index, ""),
-        is_like_best=best is not None and plan is not best and plan.fits and _is_like(plan.seconds, best.seconds),
+        is_like_best=best is not None
+        and plan is not best
+        and plan.fits
+        and plan.seconds < best.seconds * (1 + likely_slower()),
     )
-
-
-def _is_like(seconds: float, best_s: float) -> bool:
-    return seconds < best_s * (1 + likely_slower())
 
 
 def _priced_baselines(search: SearchState, works_of: Works, hold: Hold) -> Iterator[tuple[int, PricedPlan, int]]:

@@ -71,9 +71,7 @@ def _beaten_by(points: Floats, others: Floats) -> NDArray[np.bool_]:
 def _bounds(search: SearchState, priced: Sequence[int]) -> tuple[Floats, NDArray[np.int64]]:
     """Points of the screened candidates without an exact price, and the candidate of each point."""
     screened, devices = search.screened, search.candidates.num_devices
-    capacity = np.zeros(len(devices))
-    for count, part in search.goal.parts.items():
-        capacity[devices == count] = part.on.capacity_bytes
+    capacity = search.goal.by_devices(search.candidates, lambda part: part.on.capacity_bytes)
     usable = screened.fits.copy()
     usable[priced] = False
     some = np.flatnonzero(usable)

@@ -67,14 +67,19 @@ class Goal:
             return needed_bytes
         return step_s * self.parts[degrees.world_size].weight / (degrees.global_batch if self.per_sequence else 1)
 
+    def by_devices(self, candidates: Candidates, figure: Callable[[Part], float]) -> Floats:
+        """A figure of the devices that each candidate uses."""
+        figures = np.zeros(len(candidates))
+        for count, part in self.parts.items():
+            figures[candidates.num_devices == count] = figure(part)
+        return figures
+
     def bounds(self, candidates: Candidates, screened: Screening) -> Floats:
         """A lower bound of every candidate's value; infinite if the candidate cannot fit."""
         if self.is_memory:
             least = np.minimum(screened.without_bytes, screened.recomputed_bytes)
             return np.where(screened.fits, least, np.inf)
-        weights = np.zeros(len(candidates))
-        for count, part in self.parts.items():
-            weights[candidates.num_devices == count] = part.weight
+        weights = self.by_devices(candidates, lambda part: part.weight)
         sequences: Any = candidates.dp * candidates.micro_batch * candidates.micro_batches if self.per_sequence else 1
         return np.asarray(screened.seconds * weights / sequences)
 
@@ -96,10 +101,8 @@ def goal_of(
     parts = {}
     for part in (part_of(cluster, count) for count in counts):
         on = machinery(part)
-        if on in known:
-            on = known[known.index(on)]
-        else:
-            known.append(on)
+        on = next((other for other in known if other == on), on)
+        known.append(on)
         parts[part.num_devices] = Part(cluster=part, on=on, weight=_weight(objective, part))
     return Goal(objective=objective, parts=parts, per_sequence=per_sequence)
 
