@@ -85,29 +85,17 @@ def layouts_from(
     order: Any = 0,
 ) -> Layouts:
     """Layouts from their degrees, which broadcast. `order` holds positions in `ORDERS`; all else is as in `Layouts`."""
-    degrees = (tp, pp, dp, shard, zero, micro_batch, micro_batches, sequence_parallel, recompute, virtual, cp, ep)
-    columns = np.broadcast_arrays(*(np.asarray(d, dtype=float) for d in (*degrees, tp if etp is None else etp)))
-    tp, pp, dp, shard, zero, micro_batch, micro_batches, sequence_parallel, recompute, virtual, cp, ep, etp = columns
-    sizes = {"tp": tp, "pp": pp, "dp": dp * cp}
-    every = [strides(order, sizes) for order in ORDERS]
-    data_stride, stage_stride = (np.choose(order, [at[name] for at in every]) for name in ("dp", "pp"))
-    return Layouts(
-        tp=tp,
-        sequence_parallel=sequence_parallel,
-        pp=pp,
-        virtual=virtual,
-        cp=cp,
-        ep=ep,
-        etp=etp,
-        dp=dp,
-        shard=shard,
-        zero=zero,
-        micro_batch=micro_batch,
-        micro_batches=micro_batches,
-        recompute=recompute,
-        data_stride=data_stride,
-        stage_stride=stage_stride,
-    )
+    given = {
+        "tp": tp, "sequence_parallel": sequence_parallel, "pp": pp, "virtual": virtual, "cp": cp, "ep": ep,
+        "etp": tp if etp is None else etp, "dp": dp, "shard": shard, "zero": zero, "micro_batch": micro_batch,
+        "micro_batches": micro_batches, "recompute": recompute,
+    }  # fmt: skip
+    every = np.broadcast_arrays(*(np.asarray(column, dtype=float) for column in given.values()))
+    columns = dict(zip(given, every, strict=True))
+    sizes = {"tp": columns["tp"], "pp": columns["pp"], "dp": columns["dp"] * columns["cp"]}
+    lie = [strides(each, sizes) for each in ORDERS]
+    data_stride, stage_stride = (np.choose(order, [at[name] for at in lie]) for name in ("dp", "pp"))
+    return Layouts(**columns, data_stride=data_stride, stage_stride=stage_stride)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
