@@ -14,7 +14,7 @@ from autopar.cost_model.machine.fitted_constants import Mechanisms
 from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.memory.formula import StepMemory, memory_basis, step_memory
 from autopar.cost_model.memory.per_stage import fullest, memory_of_ranks
-from autopar.cost_model.pipeline.stages import Stages, is_by_stage, pipelines_of, stages_at, whole_message_s
+from autopar.cost_model.pipeline.stages import Stages, is_by_stage, pipelines_of, stages_at
 from autopar.cost_model.step.assembly import Pipeline, PipelineTimes
 from autopar.cost_model.step.context import Passes
 from autopar.cost_model.step.experts import with_experts
@@ -57,11 +57,6 @@ class Question:
     precision: str | None = None
     profile: DeviceProfile | None = None
     cuts: tuple[int, ...] = ()  # calls before which stages begin; none: equal stages and the closed form of 1F1B
-
-    @property
-    def is_by_stage(self) -> bool:
-        """Whether every stage has its own numbers of recomputed blocks."""
-        return is_by_stage(self.degrees) and bool(self.cuts)
 
 
 def layout_of(works: ProgramWorks, question: Question) -> Layouts:
@@ -150,7 +145,9 @@ class Pricing:
             )
             for role, each in passes[0].items()
         }
-        return means, whole_message_s(messages[0], self.question.engine, self.machine.mechanisms.message_exposed)
+        is_overlapped = self.question.engine.messages == "overlapped"  # then messages count their exposed part
+        part = self.machine.mechanisms.message_exposed if is_overlapped else 1.0
+        return means, float(np.max(messages[0])) / part
 
     def memory(self, layouts: Layouts) -> StepMemory:
         """Bytes of the fullest rank at every level of recomputation, as much between them as blocks have it."""
@@ -246,7 +243,7 @@ def block_shares(works: ProgramWorks, degrees: Degrees) -> dict[How, float]:
 
 def level_shares(works: ProgramWorks, question: Question) -> dict[int, float]:
     """The levels of recomputation (positions in `RECOMPUTE`) of a question's blocks, with the part of each."""
-    if question.is_by_stage:
+    if question.cuts and is_by_stage(question.degrees):
         return {0: 1.0}
     shares = block_shares(works, question.degrees)
     levels = {0: 1.0 - shares["full"] - shares["selective"], 1: shares["selective"], 2: shares["full"]}

@@ -111,11 +111,6 @@ def is_by_stage(degrees: Degrees) -> bool:
     return isinstance(degrees.recompute_blocks, tuple) or isinstance(degrees.selective_blocks, tuple)
 
 
-def whole_message_s(message: Floats, engine: Engine, message_exposed: float) -> float:
-    """Seconds of one message. The figures of overlapped messages count the fraction `message_exposed`."""
-    return float(np.max(message)) / (message_exposed if engine.messages == "overlapped" else 1.0)
-
-
 def pipelines_of(
     stages: Sequence[Stages],
     engine: Engine,

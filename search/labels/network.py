@@ -68,10 +68,6 @@ class Network:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Network) and self.digest == other.digest
 
-    @property
-    def num_choices(self) -> int:
-        return sum(len(costs) for costs in self.costs)
-
 
 def _add(digest: Any, *arrays: NDArray[Any]) -> None:
     for array in arrays:

@@ -150,7 +150,7 @@ def _solve(turn: Turn, relaxed: bool, memo: Memo) -> _Found:
     result = problem.solve(TIME_LIMIT_S, memo)
     if result is None:
         raise InfeasibleError(f"no labels for {turn.name}={turn.degree} within {TIME_LIMIT_S:g} s; use another degree")
-    return *result, (problem.network.num_choices, len(problem.network.values))
+    return *result, (sum(map(len, problem.costs)), len(problem.values))
 
 
 def _notes(name: str, prices: Prices) -> list[str]:
