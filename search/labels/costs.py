@@ -12,7 +12,6 @@ Tiny terms break ties: fewer collectives first, then the order of variants and n
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from math import inf, prod
 
 import numpy as np
@@ -59,7 +58,7 @@ class DimProblem:
         self.classes: dict[str, int] = {}
         self.costs: list[FloatArray] = []
         self.values: list[Value] = []
-        self.conversion_cost = cache(self._conversion_cost)  # values are of few sizes
+        self.converted: dict[tuple[Kind, Kind, bool, str, float, bool], float] = {}  # costs: values are of few sizes
         self.undoes = [self._undoes(i) for i in range(len(program.blocks))]
         self._classes()
         for index in range(len(program.blocks)):
@@ -232,7 +231,7 @@ class DimProblem:
                 kinds = start.kind, target.kind
                 if kinds not in costs and start != target:
                     size = whole / neighbours.get(kinds, 1)
-                    cost = self.conversion_cost(*kinds, info.differentiable, role, size, self.undoes[index])
+                    cost = self._convert(*kinds, info.differentiable, role, size, self.undoes[index])
                     cost -= SENT_TOGETHER * PER_COLLECTIVE * (kinds in neighbours)
                     cost += self._saved(whole, start) * (kinds == gather)
                     costs[kinds] = calls * cost
@@ -274,10 +273,18 @@ class DimProblem:
         # a shard is priced as a part already
         return {(source.kind, t.kind): 1 if source.kind == "S" else before.degree for t in wanted if t != source}
 
-    def _conversion_cost(
+    def _convert(
         self, source: Kind, target: Kind, differentiable: bool, role: str, whole: float, undoes: bool
     ) -> float:
         """Cost of one conversion in units. The sum of a parameter's gradient has no latency of its own."""
+        key = source, target, differentiable, role, whole, undoes
+        if key not in self.converted:
+            self.converted[key] = self._converted(*key)
+        return self.converted[key]
+
+    def _converted(
+        self, source: Kind, target: Kind, differentiable: bool, role: str, whole: float, undoes: bool
+    ) -> float:
         sends = wire(source, target, differentiable)
         if role in ("constant", "buffer") and sends == (None, None):
             return PER_RANK
