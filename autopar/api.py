@@ -132,10 +132,7 @@ def _first_of(held: Mapping[str, torch.Tensor], late: Source) -> Source:
 def _from_first_rank(
     decide: Callable[[], tuple[Program, Plan]], capture: Callable[[Plan], Program]
 ) -> tuple[Program, Plan]:
-    """The program and the plan that rank 0 decides, on every rank, or its `AutoparError`. Collective.
-
-    Other ranks `capture` themselves only if no record can hold the program.
-    """
+    """The program and the plan that rank 0 decides, on every rank, or its `AutoparError`. Collective."""
     here: list[Program] = []
 
     def decided() -> tuple[bytes | None, Plan]:

@@ -1,6 +1,5 @@
 """All uses of PyTorch's private modules while a model is exported."""
 
-import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -29,29 +28,14 @@ FAKE_TENSOR_LOG = FakeTensorMode.__module__  # the logger of failures in a trace
 
 @contextmanager
 def quick_export() -> Iterator[None]:
-    """Export in half the time, without debugging data and without garbage collection.
-
-    Nodes record no stack trace. The code of graph modules is generated only when it runs, and it never runs. Graphs
-    refer to each other in many cycles, so each garbage collection would walk all of them.
-    """
-    was_enabled, had_traces = gc.isenabled(), config.do_not_emit_stack_traces
-    gc.disable()
-    config.do_not_emit_stack_traces = True
-    try:
-        with _use_lazy_graph_module(True):
-            yield
-    finally:
-        config.do_not_emit_stack_traces = had_traces
-        if was_enabled:
-            gc.enable()
+    """Export in half the time: nodes have no stack traces, and graph modules no code, which never runs."""
+    with patch.object(config, "do_not_emit_stack_traces", True), _use_lazy_graph_module(True):
+        yield
 
 
 @contextmanager
 def ctc_loss_traced() -> Iterator[None]:
-    """A context in which `ctc_loss` is traced for tensors of lengths.
-
-    PyTorch refuses it, because an inner result is as long as the longest target. Here it has the length of all targets.
-    """
+    """A context in which `ctc_loss` is traced for tensors of lengths, as if every target had the length of all."""
     from torch._subclasses.fake_impls import op_implementations_dict
 
     def losses(mode: Any, operator: Any, log_probs: Any, targets: Any, *given: Any, **named: Any) -> tuple[Any, Any]:
@@ -60,16 +44,8 @@ def ctc_loss_traced() -> Iterator[None]:
             length = 2 * targets.shape[-1] + 1
             return log_probs.new_empty(batch), log_probs.new_empty((*batch, log_probs.shape[0], length))
 
-    inner = torch.ops.aten._ctc_loss.Tensor
-    before = op_implementations_dict.get(inner)
-    op_implementations_dict[inner] = losses
-    try:
+    with patch.dict(op_implementations_dict, {torch.ops.aten._ctc_loss.Tensor: losses}):
         yield
-    finally:
-        if before is None:
-            del op_implementations_dict[inner]
-        else:
-            op_implementations_dict[inner] = before
 
 
 @contextmanager
@@ -98,13 +74,11 @@ def index_by_tensors() -> AbstractContextManager[Any]:
     return TransformGetItemToIndex()
 
 
-@contextmanager
-def as_exported() -> Iterator[None]:
+def as_exported() -> AbstractContextManager[None]:
     """A context in which `torch.compiler.is_compiling` and `torch.compiler.is_exporting` return True."""
     from torch._export.utils import _compiling_state_context
 
-    with _compiling_state_context():
-        yield
+    return _compiling_state_context()
 
 
 def traced_node(tensor: torch.Tensor) -> fx.Node | None:
@@ -143,10 +117,7 @@ def tensor_of(node: fx.Node) -> Any:
 
 
 def with_backward(function: Callable[..., Any], leaves: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """The graph of a function of tensors that runs autograd. Backward passes are decomposed.
-
-    So are forward passes that save a value for which autograd has no derivative, such as the mean in a normalisation.
-    """
+    """The graph of a function of tensors that runs autograd. Passes without derivatives are decomposed."""
     from torch._decomp import decomposition_table
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -179,29 +150,19 @@ def without_tracing() -> Iterator[None]:
 
 @contextmanager
 def applied_functions(apply: Callable[..., Any]) -> Iterator[None]:
-    """A context in which ``Function.apply`` calls ``apply(function, plain, *args)``; ``plain(*args)`` runs it.
-
-    A model may have taken ``Function.apply`` as a value before. So the method that it calls is replaced.
-    """
+    """A context in which ``Function.apply`` calls ``apply(function, plain, *args)``; ``plain(*args)`` runs it."""
     from torch.autograd.function import _SingleLevelFunction
 
     def applied(cls: Any, *args: Any) -> Any:
         return apply(cls, super(_SingleLevelFunction, cls).apply, *args)
 
-    function: Any = _SingleLevelFunction
-    function.apply = classmethod(applied)
-    try:
+    with patch.object(_SingleLevelFunction, "apply", classmethod(applied)):
         yield
-    finally:
-        del function.apply
 
 
 @contextmanager
 def module_conversions(convert: Callable[..., Any]) -> Iterator[None]:
-    """A context in which ``module.to(...)``, ``.float()`` and the like call ``convert(module, function)``.
-
-    `function` converts a tensor.
-    """
+    """A context in which ``module.to(...)`` and the like call ``convert(module, function of a tensor)``."""
 
     def applied(module: torch.nn.Module, function: Callable[..., Any], *_: Any, **__: Any) -> Any:
         return convert(module, function)
@@ -222,10 +183,7 @@ class _Node:
 
 @contextmanager
 def gradient_hooks(refuse: Callable[..., Any], is_lossless: Callable[..., bool]) -> Iterator[None]:
-    """A context in which ``refuse()`` is called instead of a registration of a hook on gradients.
-
-    It is also called for a user's saved-tensor hooks, unless ``is_lossless(pack, unpack)``.
-    """
+    """A context in which hooks on gradients, and saved-tensor hooks that are not lossless, call ``refuse()``."""
     saved: Any = torch.autograd.graph.saved_tensors_hooks
     plain: Any = torch.Tensor.grad_fn
     node_of, enter = plain.__get__, saved.__enter__

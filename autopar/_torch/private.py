@@ -6,9 +6,10 @@ pipelining. These modules load symbolic shapes and the compiler. Their import ta
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeAlias
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -39,10 +40,7 @@ IncompatibleKeys = _IncompatibleKeys
 
 
 def overloads_of(value: Any) -> dict[str, OpOverload]:
-    """The overloads of an operator by name. Empty for a value that is no operator.
-
-    The value may also be one overload, or a function made by `torch.library.custom_op`.
-    """
+    """The overloads of an operator, an overload or a custom operator, by name. Empty for another value."""
     op = getattr(value, "_opoverload", value)
     if isinstance(op, OpOverload):
         return {str(op): op}
@@ -147,10 +145,7 @@ def local_shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...
 
 
 def finish_fsdp_backward(model: nn.Module) -> None:
-    """Reduce the gradients of an FSDP2 module whose earlier backward passes left them unreduced.
-
-    PyTorch's pipeline stage does the same for its FSDP module (`perform_reduce_grad` in torch.distributed.pipelining).
-    """
+    """Reduce the gradients of an FSDP2 module whose earlier backward passes left them unreduced."""
     from torch.distributed.fsdp import FSDPModule
 
     roots = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -169,10 +164,7 @@ def backward_of_inputs(
     inputs: Sequence[torch.Tensor],
     weights: Sequence[Any],
 ) -> Any:
-    """Run the first part of a backward pass, the gradients of the inputs, as PyTorch's pipeline stages do.
-
-    Returns the state that `backward_of_weights` takes.
-    """
+    """Run the first part of a backward pass, the gradients of the inputs, as PyTorch's pipeline stages do."""
     from torch.distributed.pipelining import _backward
 
     return _backward.stage_backward_input(list(outputs), list(grads), list(inputs), iter(weights))[1]
@@ -341,11 +333,8 @@ def outside_of_workers() -> Iterator[None]:
     """`torch.utils.data.get_worker_info()` is None, as in a process that is no worker of a loader."""
     from torch.utils.data._utils import worker
 
-    held, worker._worker_info = worker._worker_info, None
-    try:
+    with patch.object(worker, "_worker_info", None):
         yield
-    finally:
-        worker._worker_info = held
 
 
 def unscale_and_check(gradients: list[torch.Tensor], flag: torch.Tensor, inverse_scale: torch.Tensor) -> None:
@@ -393,10 +382,7 @@ def share_gloo_device() -> None:
 
 
 def with_timeout(backend: str, timeout: timedelta) -> tuple[str, Any]:
-    """A backend and its options, for a process group with this timeout.
-
-    PyTorch gives the groups of a `DeviceMesh` 30 minutes on gloo, whatever the world's timeout is.
-    """
+    """A backend and its options, for a process group with this timeout: a `DeviceMesh` takes 30 minutes on gloo."""
     options: Any = dist.ProcessGroupNCCL.Options() if backend == "nccl" else dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     return backend, options
@@ -474,15 +460,11 @@ def backward_hooked(model: nn.Module) -> dict[str, list[str]]:
 @contextmanager
 def without_step_hooks(optimizer: Any) -> Iterator[None]:
     """A context in which the step of an optimizer calls no hooks of its users."""
-    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    before = {name: getattr(optimizer, name) for name in names if hasattr(optimizer, name)}
-    for name, hooks in before.items():
-        setattr(optimizer, name, type(hooks)())
-    try:
+    with ExitStack() as stack:
+        for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            if hasattr(optimizer, name):
+                stack.enter_context(patch.object(optimizer, name, type(getattr(optimizer, name))()))
         yield
-    finally:
-        for name, hooks in before.items():
-            setattr(optimizer, name, hooks)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -41,10 +41,7 @@ class Ranks(LocalTensorMode):
 
 @cache
 def _only_per_rank(func: OpOverload) -> bool:
-    """Whether an operator can run once per rank.
-
-    It draws no random numbers. It writes nothing, or only its first operand, and does not resize this operand.
-    """
+    """Whether an operator can run once per rank: it draws nothing, and writes at most its first operand."""
     if {torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view} & set(func.tags):
         return False
     schema = func._schema

@@ -30,11 +30,7 @@ CAPTURED_BATCH = 7
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CapturedModel:
-    """A model captured for any batch. `local_batch` is the batch of a factory's own inputs, None for other models.
-
-    `digest` is a hash of the capture's record, None of a factory's and where there is no record. A kept capture is read
-    by `read` when it is first asked for, which imports torch.
-    """
+    """A model captured for any batch. `local_batch` is the batch of a factory's own inputs, None for other models."""
 
     name: str
     digest: str | None

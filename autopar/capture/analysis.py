@@ -55,10 +55,7 @@ class Analysis:
 
     @cached_property
     def ragged(self) -> tuple[Mapping[NodeName, frozenset[int]], ...]:
-        """The ragged dimensions of the values of each block that have one: rows in the order of a rank's own tokens.
-
-        Rows lie elsewhere on one device, so no conversion may cut or join such a dimension (`autopar.rules.routed`).
-        """
+        """The ragged dimensions of each block's values: rows in the order of a rank's tokens, never cut or joined."""
         if not any(call.target is ORDER for calls in self.calls for call in calls.values()):
             return tuple({} for _ in self.graphs)
         outer: dict[str, frozenset[int]] = {}
@@ -213,10 +210,7 @@ def refining(mesh: Mesh) -> Mesh:
 
 
 def batch_refinement(axes: Axes, batch: Collection[int], mesh: Mesh) -> dict[int, int]:
-    """Split the batch into one part per mesh dimension that splits samples.
-
-    The result is that of `refinement`.
-    """
+    """Split the batch into one part per mesh dimension that splits samples."""
     rivals = _rivals_for_batch(mesh)
     if not rivals:
         return {}
@@ -234,12 +228,7 @@ def batch_refinement(axes: Axes, batch: Collection[int], mesh: Mesh) -> dict[int
 
 
 def refinement(axes: Axes, atoms: Sequence[int], sequence: Collection[int], mesh: Mesh) -> dict[int, int]:
-    """Split each atom into one part per rival mesh dimension, if several of them may split it.
-
-    The outermost part is of the mesh dimension that owns the atom. So each rank of `cp` has a contiguous part of the
-    sequence, and each rank of `tp` contiguous parameters. Returns the new atoms, each with the mesh dimension that may
-    split it.
-    """
+    """Split each atom into one part per rival mesh dimension, if several of them may split it."""
     rivals, meant_for = _rivals(mesh), dict[int, int]()
     owners = sorted(rivals, key=lambda i: owned_by(mesh.names[i]) != "sequence")
     for atom in atoms:
@@ -258,10 +247,7 @@ def refinement(axes: Axes, atoms: Sequence[int], sequence: Collection[int], mesh
 
 
 def analyse(program: Program, mesh: Mesh | None = None) -> Analysis:
-    """The axes of a program. With a mesh, they are refined until at most one mesh dimension splits each axis.
-
-    If the mesh refines nothing, the result is the analysis that the program was `described` with.
-    """
+    """The axes of a program, refined for a mesh until at most one mesh dimension splits each axis."""
     known = program.analysis
     if isinstance(known, Analysis) and _is_of(known, program) and not _refines(mesh):
         return known

@@ -22,11 +22,7 @@ FEWEST = 2  # sequences of a capture; one has no batch dimension that differs fr
 
 
 def capture(request: Request, batch: int | None = None) -> Capture:
-    """Capture a model for any batch size, at `batch` sequences or at those of its inputs. One is captured as two.
-
-    The result keeps the model and its inputs, because some sizes need another capture. Errors are those of
-    `capture_program`.
-    """
+    """Capture a model for any batch size, at `batch` sequences or at those of its inputs. One is captured as two."""
     size, _ = request.sizes if request.named_inputs else (None, None)
     twice = capture_twice(request, max(FEWEST, batch or size or FEWEST))
     record, unknown = _recorded(twice)

@@ -87,11 +87,7 @@ def placeholders_of(model: nn.Module, exported: Any, inputs: Sequence[str]) -> d
 
 
 def order_outputs(exported: Any, placeholders: Mapping[str, tuple[str, str]], dropped: str) -> tuple[str, ...]:
-    """Order a graph's outputs: the model's outputs, then the new values of buffers. Returns the buffers' names.
-
-    In-place changes of inputs, and outputs with the prefix `dropped`, are left out. Raises `CaptureError` if the model
-    changes a parameter.
-    """
+    """Order a graph's outputs: the model's, then new values of buffers, whose names it returns; `dropped` are out."""
     graph: fx.Graph = exported.graph_module.graph
     values: Any = graph.output_node().args[0]
     outputs, updates = [], {}

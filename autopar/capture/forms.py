@@ -70,10 +70,7 @@ def float_form_of(first: float, second: float, sizes: Sizes, others: Sizes) -> F
 
 
 def batch_exponent(first: float, second: float, sizes: Sizes, others: Sizes) -> int | None:
-    """The power of the batch size to which a number is proportional, whatever the sequence length does to it.
-
-    The number is `first` at `sizes` and `second` at `others`. None if it depends on the batch size in another way.
-    """
+    """The power of the batch size in a number that is `first` at `sizes`, `second` at `others`. None if it has none."""
     if not (math.isfinite(first) and math.isfinite(second)) or 0 in (first, second):
         return 0 if first == second else None
     ratio = first / second

@@ -11,10 +11,7 @@ from autopar.errors import InputError
 
 
 def named_leaves(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves of every value, in order: tensors, numbers, texts and None.
-
-    Raises `InputError` for a dataclass that PyTorch does not know.
-    """
+    """The leaves of every value, in order: tensors, numbers, texts and None."""
     named: dict[str, Any] = {}
     for name, value in values.items():
         for path, leaf in pytree.tree_flatten_with_path(value)[0]:

@@ -30,13 +30,7 @@ _Bounds = Iterable[tuple[fx.Node, ValueRange]]
 
 
 def input_ranges(program: Program, constants: Mapping[str, Ends] | None = None) -> dict[str, ValueRange]:
-    """The range of every integer input, and of every floating input that an operator bounds, such as a cast index.
-
-    The range of an integer input is unbounded if no operator bounds it. `constants` are the least and the largest
-    element of results of the program's constant part, such as offsets that are added to indices.
-
-    Raises `InputError` if no value of an input suits all operators that read it.
-    """
+    """The range of every integer input, and of floating inputs that an operator bounds. `constants` are known ends."""
     bounds = _passed_back(program, lambda _, node: _bounds_of_uses(node), constants or {}).ranges
     names = {
         info.name
@@ -55,13 +49,10 @@ def input_ranges(program: Program, constants: Mapping[str, Ends] | None = None) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SafeRanges:
-    """Ranges by the name of an input or a constant.
-
-    If `is_complete` and all values are inside, then the index of every lookup is inside its own range.
-    """
+    """Ranges by the name of an input or a constant."""
 
     ranges: Mapping[str, ValueRange]
-    is_complete: bool
+    is_complete: bool  # then values inside keep the index of every lookup inside its own range
 
 
 def safe_ranges(program: Program, lookups: Iterable[Lookup]) -> SafeRanges:
@@ -102,10 +93,7 @@ def _passed_back(
 def _port_bounds(
     block: Block, wanted: Mapping[str, ValueRange], uses: Callable[[fx.Node], _Bounds], ends: Mapping[str, Ends]
 ) -> tuple[dict[int, ValueRange], bool]:
-    """The bounds of a block's ports by position, if the results must stay within `wanted`.
-
-    Also whether these bounds are enough: no operator was met that does not pass them on.
-    """
+    """The bounds of a block's ports by position for results `wanted`, and whether they are enough."""
     bounds: dict[fx.Node, ValueRange] = {}
     known, all_passed = KnownRange({node: ends[node.name] for node in block.graph.nodes if node.name in ends}), True
     for node in reversed(block.graph.nodes):
@@ -138,10 +126,7 @@ def _bounds_of_uses(node: fx.Node) -> Iterator[tuple[fx.Node, ValueRange]]:
 def _bounds_before(
     node: fx.Node, allowed: ValueRange, known: KnownRange
 ) -> tuple[list[tuple[fx.Node, ValueRange]], bool]:
-    """The bounds of an operator's operands that follow from the bounds of its result, and whether they are enough.
-
-    An unknown operator passes nothing on.
-    """
+    """The bounds of an operator's operands that follow from the bounds of its result, and whether they are enough."""
     name = operator_name(node)
     chosen = chosen_from(node)
     if chosen is not None:

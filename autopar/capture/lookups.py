@@ -25,17 +25,14 @@ _MASKS = (torch.bool, torch.uint8)  # dtypes of an index that picks positions by
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Lookup:
-    """An operator of a block call that looks up, and an index that depends on inputs and constants only.
-
-    `depth` counts the lookups that the index itself is computed with.
-    """
+    """An operator of a block call that looks up, and an index that depends on inputs and constants only."""
 
     call: int
     node: fx.Node
     index: fx.Node
     allowed: ValueRange
     inputs: tuple[str, ...]
-    depth: int
+    depth: int  # lookups that the index itself is computed with
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +44,7 @@ class _Source:
 
 
 def lookups(program: Program) -> tuple[Lookup, ...]:
-    """The lookups whose index depends on inputs and constants only, in program order.
-
-    Calls of one block that look up the same index count once. An index that depends on parameters, on buffers that
-    change, or on random numbers is not among them: nobody knows it before the step.
-    """
+    """The lookups whose index depends on inputs and constants only. Equal ones of one block count once."""
     sources = {info.name: _Source(frozenset({info.name})) for info in program.inputs}
     sources |= dict.fromkeys(program.constants.results, _Source())
     by_key: dict[object, Lookup] = {}

@@ -157,10 +157,7 @@ def _deciding(program: Program, block: Block, call: CallSite) -> set[fx.Node]:
 
 
 def extreme_of(program: Program, decision: str) -> Extreme | None:
-    """`max` or `min`, if this one of the micro-batches' values of a decision is the batch's value. None if neither is.
-
-    The decision must rise or fall with one extreme over the batch.
-    """
+    """`max` or `min`, if this one of the micro-batches' values of a decision is the batch's value. None if not."""
     call = next((call for call in program.calls if decision in call.results), None)
     node: Any = None if call is None else output_nodes(program.blocks[call.block].graph)[call.results.index(decision)]
     rises = True

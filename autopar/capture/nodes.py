@@ -1,6 +1,7 @@
 """Typed access to fx nodes: PyTorch types an argument as a wide union, and a target as a function or a string."""
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,10 +49,28 @@ def copies(node: fx.Node) -> Iterator[fx.Node]:
         yield node
 
 
+def before(node: fx.Node, names: Container[str]) -> fx.Node:
+    """The value before operators with these names, each of which takes it as its first operand."""
+    while node.op == "call_function" and operator_name(node) in names and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
 def before_copies(node: fx.Node) -> fx.Node:
     """The value before all copies and casts."""
-    *_, first = copies(node)
-    return first
+    return before(node, SAME_ELEMENTS)
+
+
+def replace_node(node: fx.Node, new: fx.Node | Sequence[fx.Node]) -> None:
+    """Put a value, or one for each output, in the place of a node, and erase it."""
+    if isinstance(new, fx.Node):
+        node.replace_all_uses_with(new)
+    else:
+        for user in list(node.users):
+            assert user.target is operator.getitem, user
+            user.replace_all_uses_with(new[int_arg(user, 1)])
+            node.graph.erase_node(user)
+    node.graph.erase_node(node)
 
 
 def numbers_of(value: Any) -> list[float]:

@@ -91,20 +91,15 @@ def capture_program(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Twice:
-    """A model captured at the requested sizes and at small sizes. `small` is None if the two graphs differ.
-
-    `sizes` and `small_sizes` have no sequence if the length does not vary. `causal` names the attention nodes with a
-    causal mask. `masks_remain` is true if attention has any other mask. `notes` are the notes of `program` that do not
-    depend on sizes.
-    """
+    """A model captured at the requested sizes and at small sizes. `small` is None if the two graphs differ."""
 
     program: Program
     small: Program | None
-    sizes: Sizes
+    sizes: Sizes  # without a sequence if the length does not vary
     small_sizes: Sizes
-    causal: frozenset[str]
-    masks_remain: bool
-    notes: tuple[str, ...]
+    causal: frozenset[str]  # the attention nodes with a causal mask
+    masks_remain: bool  # whether attention has any other mask
+    notes: tuple[str, ...]  # of `program`, which do not depend on sizes
 
 
 def capture_twice(request: Request, batch: int | None = None) -> Twice:
@@ -241,10 +236,7 @@ def _small_capture(
     stacks: Sequence[Stack],
     big: Request,
 ) -> tuple[Flat | None, int | None]:
-    """The second capture at small sizes, and its sequence length if the length may vary. None if the graph differs.
-
-    A scan in chunks has other operators at a short length than at a long one, so half the length is tried too.
-    """
+    """The second capture, and its sequence length if this varies. Half of it is tried too, for scans in chunks."""
     request, big = request.deciding_as(flat), big.deciding_as(flat)
     stacks = stacks or layers_to_take_out(request.model, flat, lambda: _captured(big))
     for sequence in dict.fromkeys((small[1], (sizes[1] or 0) // 2 or None, sizes[1])):

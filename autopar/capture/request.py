@@ -78,10 +78,7 @@ class Request:
 
     @property
     def named_inputs(self) -> dict[str, torch.Tensor]:
-        """The tensor inputs by name: their keywords, or the argument names of `forward` for positional inputs.
-
-        A tensor in a nested input has its path as name. With a `loss_fn`, the last positional input is the target.
-        """
+        """The tensor inputs by path. Positional ones have the names of `forward`; the last may be the target."""
         return {name: leaf for name, leaf in self._leaves().items() if isinstance(leaf, torch.Tensor)}
 
     @property
@@ -148,10 +145,7 @@ def checked_precision(precision: str | None) -> str | None:
 
 
 def products_of(precision: str | None) -> str | None:
-    """The format of linear layers under a precision with operands of eight bits; None under another one.
-
-    Raises InputError if torchao is missing.
-    """
+    """The format of linear layers under a precision with operands of eight bits; None under another one."""
     if precision not in EIGHT_BITS:
         return None
     check_torchao(precision)
@@ -159,13 +153,7 @@ def products_of(precision: str | None) -> str | None:
 
 
 def in_precision(model: nn.Module, precision: str | None) -> nn.Module:
-    """A copy of a model with floating-point parameters in the dtype of a precision. Their values are undefined.
-
-    The model itself is returned without a precision, and if its parameters have the dtype already. Buffers and tied
-    parameters are shared as in the model.
-
-    Raises InputError if the model cannot be copied.
-    """
+    """A copy of a model with parameters in the dtype of a precision, and no values. The model itself if it has them."""
     if precision is None:
         return model
     dtype = compute_dtype(precision)
@@ -213,10 +201,7 @@ def has_sequence(t: torch.Tensor, sizes: tuple[int, int | None]) -> bool:
 
 
 def _is_mask(t: torch.Tensor, sizes: tuple[int, int | None]) -> bool:
-    """Whether a tensor looks like a mask of queries and keys, such as that of packed documents.
-
-    As many sequences as tokens make ids look like a mask of two dimensions. They stay ids.
-    """
+    """Whether a tensor looks like a mask of queries and keys. Ids of as many sequences as tokens stay ids."""
     if t.dim() < 2 or (t.dim() == 2 and has_sequence(t, sizes)):
         return False
     has_mask_shape = not t.dtype.is_floating_point or (t.dim() == 4 and t.shape[1] == 1)

@@ -57,19 +57,13 @@ def judged(program: Program) -> Program:
 
 
 def agreed(program: Program, small: Program) -> tuple[Program, Program]:
-    """The programs of two captures. Micro-batches are exact only if both captures say so.
-
-    The small capture's reason counts first, because few dimensions have its sizes by chance.
-    """
+    """The programs of two captures. Micro-batches are exact only if both captures say so."""
     reason = small.mixes_batch or program.mixes_batch
     return coupled(program, reason), coupled(small, reason)
 
 
 def coupled(program: Program, reason: str | None) -> Program:
-    """The program with a reason against micro-batches that was found at other sizes. None leaves it as it is.
-
-    At some batch sizes a dimension has the size of the batch by chance, such as ``x.view(2, -1)`` at two sequences.
-    """
+    """The program with a reason against micro-batches that was found at other sizes. None leaves it as it is."""
     if reason is None:
         return program
     return replace(program, loss_reduction="sum", mixes_batch=reason, ignored=None)
@@ -111,10 +105,7 @@ def _sums_over_the_batch(program: Program, analysis: Analysis, phase: str) -> It
 
 
 def _readers(program: Program, name: str) -> set[fx.Node]:
-    """The operators that read a value or its views.
-
-    A weight may have no other readers. For example, a mask that also hides a sample from attention may make it NaN.
-    """
+    """The operators that read a value or its views."""
     readers: set[fx.Node] = set()
     for call in program.calls:
         block = program.blocks[call.block]
@@ -162,10 +153,7 @@ def _behind_views(node: object) -> fx.Node | None:
 
 
 def _input_of(program: Program, call_index: int, mask: _Mask) -> str | None:
-    """The input with a batch dimension that a mask is a view of. None if other operators are between them.
-
-    A floating-point input may be a weight, but no target, because a target is a class.
-    """
+    """The input with a batch dimension that a mask is a view of, or None. No floating one is a target."""
     node, ignored = mask.value, mask.ignored
     call: CallSite = program.calls[call_index]
     while True:

@@ -11,11 +11,7 @@ logger = logging.getLogger("autopar")
 
 
 def weightless(model: nn.Module) -> nn.Module:
-    """A copy of a model whose parameters and buffers are on meta. Ties, modes and all other attributes stay the same.
-
-    The model itself is returned if it cannot be copied. It is also returned if it has plain tensors, neither parameters
-    nor buffers, because these cannot be combined with meta tensors. Its weights then stay in memory.
-    """
+    """A copy of a model on meta. The model itself if it cannot be copied, or has plain tensors beside its state."""
     tensors = [*model.parameters(), *model.buffers()]
     if all(tensor.is_meta for tensor in tensors):
         return model

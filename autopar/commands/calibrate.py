@@ -62,15 +62,12 @@ class RankDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """A profile, the samples behind it, and the number of works that took too long to be measured.
-
-    `spread` is the slowest pass over the fastest pass, less 1, as the median of works. None after one pass.
-    """
+    """A profile, the samples behind it, and the number of works that took too long to be measured."""
 
     profile: DeviceProfile
     samples: tuple[Sample, ...]
     num_skipped: int
-    spread: float | None = None
+    spread: float | None = None  # the slowest pass over the fastest, less 1, as the median of works
 
     @property
     def is_disturbed(self) -> bool:

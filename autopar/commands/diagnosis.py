@@ -34,13 +34,10 @@ class Rank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """A comparison with one rank: the worst of `num_compared` differences, on which rank, and which is allowed.
-
-    `error` is None where something was missing, not a number, or of another shape.
-    """
+    """A comparison with one rank: the worst of `num_compared` differences, on which rank, and which is allowed."""
 
     name: str
-    error: float | None
+    error: float | None  # None where something was missing, not a number, or of another shape
     tolerance: float
     where: str
     num_compared: int
@@ -53,11 +50,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One figure of every rank, beside the figure in the cluster description. None if a rank or the cluster has none.
-
-    `slow` are the ranks with a bad figure, each with its fraction of the peers' median. A message belongs to the rank
-    that sends first.
-    """
+    """One figure of every rank, beside the cluster description's; None without one. `slow` has parts of the median."""
 
     name: str
     unit: Unit

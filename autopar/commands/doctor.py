@@ -44,11 +44,7 @@ _T = TypeVar("_T")
 def examine(
     cluster: ClusterSpec, *, timeout_s: float = _TIMEOUT_S, on_progress: _Progress = lambda _: None
 ) -> Diagnosis:
-    """Examine the ranks of this job, as torchrun started them; alone, this process is the only rank. Collective.
-
-    Returns the same diagnosis on all ranks. Raises `ClusterError` where the cluster has another number of devices, and
-    `RankError` with the check's name where a rank fails or does not answer within `timeout_s`.
-    """
+    """Examine the ranks of this job, as torchrun started them; alone, this process is the only rank. Collective."""
     world_size = int(os.environ.get("WORLD_SIZE", "1")) if not dist.is_initialized() else dist.get_world_size()
     if cluster.num_devices != world_size:
         raise ClusterError(
@@ -103,11 +99,7 @@ def examine_rank(rank: int, cluster: ClusterSpec, timeout_s: float) -> Diagnosis
 
 
 class _Together:
-    """Runs one thing after the other on all ranks; a rank that fails, or is not there, ends it with a `RankError`.
-
-    Before each, ranks meet on the host: rank 0 then knows who does not come. A rank that stops inside a check is
-    noticed by the timeout of the process group.
-    """
+    """Runs one thing after the other on all ranks; a rank that fails, or is not there, ends it with a `RankError`."""
 
     def __init__(self, timeout_s: float) -> None:
         limit = timedelta(seconds=timeout_s)

@@ -24,14 +24,11 @@ _INSTEAD = "or name a function that returns (model, example_inputs), as package.
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Given:
-    """The model of a search with its inputs, and messages for the user.
-
-    `origin` is the module, factory or script that may register operators of its own.
-    """
+    """The model of a search with its inputs, and messages for the user."""
 
     request: Request
     name: str
-    origin: str = ""
+    origin: str = ""  # the module, factory or script that may register operators of its own
     precision: str | None = None  # that the script names
     notes: tuple[str, ...] = ()
 

@@ -55,13 +55,10 @@ class TrialJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMeasure:
-    """One step: the seconds of the slowest rank, and this rank's peak memory.
-
-    On a GPU the memory is what torch's allocator holds, on a CPU how much the process grew.
-    """
+    """One step: the seconds of the slowest rank, and this rank's peak memory."""
 
     seconds: float
-    peak_bytes: int
+    peak_bytes: int  # of torch's allocator on a GPU, and what the process grew by on a CPU
 
 
 class Trainer:

@@ -195,11 +195,7 @@ def _calibrated(cluster: ClusterSpec, report: _Progress) -> DeviceProfile:
 
 
 def candidates_of(subject: Subject, options: PlanOptions, machine: Machine, report: _Progress) -> tuple[Candidate, ...]:
-    """The best plans by prediction, in the order of their price.
-
-    If the best plans of all degrees are few, plans of other micro-batches are added. Plans of less memory are added for
-    the case that trials run out of memory.
-    """
+    """The best plans by prediction, in the order of their price."""
     find = partial(
         search_captured, subject.captured, subject.cluster, name=subject.name, on_progress=report, labels=subject.labels
     )

@@ -78,10 +78,7 @@ class Job:
 
 
 def resolve(job: Job) -> ResolvedModel:
-    """The model, with the same random weights in every process where a factory draws them.
-
-    A check in float64 takes float32 weights, except of a factory whose weights are float64.
-    """
+    """The model, with equal random weights in every process. A check in float64 takes float32 weights."""
     storage = "float32" if job.dtype == "float64" else job.dtype
     build = partial(resolve_model, job.spec, layers=job.layers, hidden=job.hidden, seq_len=job.seq_len, batch=job.batch)
     with seeded(job.seed):
@@ -120,13 +117,7 @@ def verify(
     on_progress: _Progress = lambda text: None,
     ranks: Ranks | None = None,
 ) -> Report:
-    """Verify a model under degrees, or a plan file, on `world_size` gloo ranks of this machine.
-
-    `batch` is the sequences of one data-parallel rank in one step. `ranks` reuses a world. With `specialise`, branches
-    on inputs are captured as the example inputs take them, and the inputs that decide keep their values.
-
-    Raises `InputError` or `PlanError` on bad input before any rank starts, and `RankError` where a rank fails.
-    """
+    """Verify a model under degrees, or a plan file, on `world_size` gloo ranks of this machine, or on `ranks`."""
     started = time.monotonic()
     precision = _precision_of(degrees, plan)
     dtype = _dtype_beside(precision, dtype)
@@ -397,10 +388,7 @@ def trace_model(
     plan: Path | str | None = None,
     on_progress: _Progress = lambda text: None,
 ) -> tuple[Plan, list[TrackTime]]:
-    """Write a trace of one step on `world_size` gloo ranks of this machine; returns the plan and the trace's tracks.
-
-    Raises `InputError` or `PlanError` on bad input before any rank starts, and `RankError` where a rank fails.
-    """
+    """Write a trace of one step on `world_size` gloo ranks of this machine; returns the plan and the trace's tracks."""
     check_writable(path)
     check_dtype(job.dtype)
     model, program, decided = decide(job, world_size, degrees, plan, on_progress)

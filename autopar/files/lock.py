@@ -67,11 +67,7 @@ class FolderLock:
 
 
 def take_lock(root: Path, *, again: bool = False, stale_s: float = STALE_S) -> FolderLock:
-    """Take the lock of a folder that exists.
-
-    Waits `stale_s` at most, for the process of another host to renew its lock. With `again` this process may hold it
-    already.
-    """
+    """Take the lock of a folder. Waits at most `stale_s` for another host; with `again` this process may hold it."""
     holder = Holder(
         host=socket.gethostname(),
         namespace=_namespace(),

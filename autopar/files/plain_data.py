@@ -34,8 +34,7 @@ def content_of(data: Any, kind: str, version: int, source: str, *, command: str,
 def read_plain(
     kind: Any, data: Any, problems: list[Problem], *, path: str = "", readers: Mapping[Any, Reader] | None = None
 ) -> Any:
-    """A value of `kind`, or None and entries in `problems`. `readers` make values of types of their own. `InputError`
-    of a reader passes; its other errors are problems."""
+    """A value of `kind`, or None and entries in `problems`. `readers` make values of types of their own."""
     own = (readers or {}).get(kind)
     if own is not None:
         try:

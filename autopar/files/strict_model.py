@@ -21,11 +21,7 @@ class StrictModel(BaseModel):
 
 
 class NamedModel(StrictModel):
-    """A file that has the name of what it describes.
-
-    If a model has the field `like`, its files may name another file of their folder there. A file that is like another
-    states what differs.
-    """
+    """A file that has the name of what it describes. With a field `like` it may name another file, and what differs."""
 
     name: str
 

@@ -74,10 +74,7 @@ def read_json(path: str | os.PathLike[str], *, max_bytes: int) -> tuple[Any, lis
 
 @contextmanager
 def values_of(path: str | os.PathLike[str], remedy: str) -> Iterator[None]:
-    """Raise `InputError` for the errors that a file's values cause where they are used.
-
-    A reader checks types. Only the code that uses the values finds, for example, an index beyond the end of a list.
-    """
+    """Raise `InputError` for the errors that a file's values cause where they are used."""
     try:
         yield
     except AutoparError as error:

@@ -59,11 +59,7 @@ def write_yaml(path: str | os.PathLike[str], content: object, *, short_on_a_line
 
 
 def files_naming(folder: Path, word: str) -> list[Path]:
-    """The folder's YAML files that contain a word.
-
-    The file of that name comes first, then the files in which the word stands by itself. A caller can stop at the first
-    match, because parsing all files takes long.
-    """
+    """The folder's YAML files that contain a word: first the file of that name, then those with it as a word."""
     texts = {path: path.read_text("utf-8") for path in sorted(folder.glob("*.yaml"))}
     alone = re.compile(rf"(?<![\w-]){re.escape(word)}(?![\w-])")
     found = [path for path, text in texts.items() if path.stem == word or word in text]

@@ -121,10 +121,7 @@ class Degrees:
 
     @property
     def fsdp_stage(self) -> int:
-        """The ZeRO stage that FSDP2 runs; 0 if it runs none.
-
-        If one rank holds a parameter, FSDP2 holds the parameters only if they are on the host.
-        """
+        """The ZeRO stage that FSDP2 runs, 0 if none. Parameters that one rank holds it holds only on the host."""
         if self.data_ranks > 1:
             return self.zero
         return 3 if self.offloads(PARAMETERS) else 0

@@ -44,8 +44,7 @@ class Peaks(Mapping[str, float]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostShare:
-    """One device's part of its host: bytes/s of its link to it per direction, and of the host's memory its bytes and
-    bytes/s."""
+    """One device's part of its host: bytes/s of its link per direction, and bytes and bytes/s of the host's memory."""
 
     link_bytes_per_s: float
     memory_bytes: float

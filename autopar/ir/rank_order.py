@@ -8,10 +8,7 @@ ORDERS = ("pp-dp-tp", "dp-pp-tp")
 
 
 def strides(order: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """How many ranks lie from one rank of each dimension to the next, by the sizes of all.
-
-    The ranks of `cp`, if it has a size, lie inside of `dp`: its neighbours hold the parts of the same samples.
-    """
+    """How many ranks lie from one rank of each dimension to the next. The ranks of `cp` lie inside of `dp`."""
     result, stride = {}, 1
     for name in reversed(order.split("-")):
         inner = ("cp", name) if name == "dp" and "cp" in sizes else (name,)

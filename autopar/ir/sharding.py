@@ -220,10 +220,7 @@ def same(source: Type, target: Type, differentiable: bool) -> bool:
 
 
 def steps(dims: Dims, source: Sequence[Type], target: Sequence[Type], mesh: Mesh) -> list[tuple[int, ...]]:
-    """The conversions of a value in order, each as its mesh dimensions. Conversions that shrink the value come first.
-
-    The same conversion on two neighbouring mesh dimensions is one over both together.
-    """
+    """The conversions of a value in order, as mesh dimensions: first those that shrink it, equal neighbours as one."""
     todo = [i for i in range(len(source)) if source[i] != target[i]]
     order: list[tuple[int, ...]] = []
     while todo:

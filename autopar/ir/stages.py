@@ -43,10 +43,7 @@ def main_calls(program: Program) -> list[int]:
 
 
 def needed_results(program: Program, *, outputs: bool = False) -> list[list[str]]:
-    """Outputs per block that are needed; training drops the model's, so that no rank gathers full logits.
-
-    With `outputs`, the stages of an evaluation, which drops new values of buffers.
-    """
+    """Outputs per block that are needed. Training drops the model's `outputs`, and evaluation new values of buffers."""
     used = {program.loss, *program.invariant}
     if outputs:
         used = (used - set(program.updates.values())) | set(program.outputs.values())
@@ -75,10 +72,7 @@ def needs_denominator(program: Program, stages: Iterable[Stage]) -> bool:
 
 
 def recomputed_calls(program: Program, degrees: Degrees, stages: Sequence[Stage]) -> Mapping[int, How]:
-    """How the backward pass repeats calls: of each stage the first repeated blocks fully, the next ones selectively.
-
-    Other calls are not in the result. Where no block repeats, all blocks count.
-    """
+    """How the backward pass repeats calls: of each stage the first repeated blocks fully, the next ones selectively."""
     if degrees.recompute == "none":
         return {}
     repeated = {i for i, call in enumerate(program.calls) if len(program.uses_of_block(call.block)) > 1}
@@ -101,11 +95,7 @@ def offloaded_calls(program: Program, degrees: Degrees, stages: Sequence[Stage])
 
 
 def values_that_stay(program: Program, calls: Collection[int]) -> frozenset[str]:
-    """The values that stay on the device although `calls` save them.
-
-    These are parameters, buffers, constants and inputs, and the results that several calls take, such as a rotary
-    table: another block needs them on the device.
-    """
+    """The values that stay on the device although `calls` save them, as parameters, and results for several calls."""
     results = {result for call in program.calls for result in call.results}
     takers: dict[str, int] = {}
     for call in program.calls:
@@ -145,11 +135,7 @@ def owners(program: Program, calls: Sequence[int]) -> dict[str, int | None]:
 
 
 def stages_of(program: Program, cuts: Sequence[int], recomputed: Sequence[str] = ()) -> tuple[Stage, ...]:
-    """The stages of a program whose main calls are cut before the given ones, numbered from 0.
-
-    `recomputed` are values that every stage after the one that makes them computes anew. Raises `PlanError` for an
-    empty stage, a cut outside the program, and a value that cannot be computed from inputs and constants.
-    """
+    """The stages of a program, cut before the given main calls. Each stage computes `recomputed` values for itself."""
     calls = main_calls(program)
     bounds = (0, *cuts, len(calls))
     if any(stop <= start for start, stop in pairwise(bounds)):
@@ -251,10 +237,7 @@ def _check_recomputed(program: Program, recomputed: Sequence[str], by: Mapping[s
 
 
 def check_stages(program: Program, stages: Sequence[Stage]) -> None:
-    """Every call and parameter is placed exactly once, and every stage has what its calls take.
-
-    Parameters that calls of several stages take are placed in each of them: they are tied. Raises `PlanError`.
-    """
+    """Check that stages hold every call once, in order, and what each takes. Tied parameters are in several stages."""
     placed = [i for stage in stages for i in stage.calls]
     if placed != main_calls(program):
         lost = sorted(set(main_calls(program)) - set(placed))

@@ -64,10 +64,7 @@ class Storage:
         ]
 
     def own_shape(self, coordinates: Sequence[int]) -> tuple[int, ...]:
-        """The factored shape of the part that one rank stores, by its coordinates on the tensor mesh dimensions.
-
-        The last ranks of an uneven split store less, perhaps nothing.
-        """
+        """The factored shape of one rank's part. The last ranks of an uneven split store less, perhaps nothing."""
         shape = list(self.shape)
         for split, degree, at in zip(self.splits, self.degrees, coordinates, strict=True):
             if split is not None:
@@ -145,9 +142,7 @@ def storage_of(dims: Dims, types: Sequence[Type], mesh: Mesh) -> Storage:
 
 
 def buckets(tensors: Iterable[tuple[int, object]]) -> Iterator[list[int]]:
-    """Indices of tensors, given as (bytes, dtype), that are summed together: in order, of one dtype, of at most
-    `BUCKET_BYTES`.
-    """
+    """Indices of tensors, given as (bytes, dtype), that are summed together: of one dtype, at most `BUCKET_BYTES`."""
     group: list[int] = []
     size, kind = 0, None
     for index, (num_bytes, dtype) in enumerate(tensors):

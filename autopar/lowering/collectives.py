@@ -32,10 +32,7 @@ def collectives_of(
     regather: bool = False,
     loss_chunks: int = 1,
 ) -> Iterator[tuple[str, str, Collective, float]]:
-    """Every collective of a block: mesh dimension, "forward" or "backward", kind, and bytes of the whole tensor.
-
-    The arguments are those of `local_graph`.
-    """
+    """Every collective of a block: mesh dimension, "forward" or "backward", kind, and bytes of the whole tensor."""
     generated = local_graph(
         analysis, block, index, labels, mesh, keep=keep, regather=regather, fuse=True, loss_chunks=loss_chunks
     )

@@ -11,10 +11,7 @@ import torch
 
 
 class Communicator(Protocol):
-    """One dimension of the mesh, as one of its ranks sees it.
-
-    A collective whose name begins with `start_` returns at once. `wait` gives its result.
-    """
+    """One dimension of the mesh, as one of its ranks sees it. What begins with `start_` is not waited for (`wait`)."""
 
     @property
     def name(self) -> str: ...
@@ -49,10 +46,7 @@ class Communicator(Protocol):
         ...
 
     def exchange(self, x: torch.Tensor, to: int) -> torch.Tensor:
-        """`x` goes to the rank at coordinate `to`. The result is what the one rank sends that names this rank.
-
-        Every rank names another rank, or itself. If two ranks name each other, they swap.
-        """
+        """`x` goes to the rank at coordinate `to`. The result is what the one rank sends that names this rank."""
         ...
 
     def start_shift(self, x: torch.Tensor) -> torch.Tensor:
@@ -60,10 +54,7 @@ class Communicator(Protocol):
         ...
 
     def all_to_all_rows(self, x: torch.Tensor, sent: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
-        """The first `sent[0]` rows of `x` go to rank 0, the next `sent[1]` to rank 1, and so on.
-
-        `received[k]` rows come from rank k. Both counts are in host memory (`to_host`).
-        """
+        """`sent[k]` rows of `x` go to rank k, and `received[k]` rows come from it. Counts are on the host."""
         ...
 
     def to_host(self, counts: torch.Tensor) -> torch.Tensor:

@@ -55,11 +55,7 @@ def causal_attention(
     grouped: bool,
     mesh: Communicator,
 ) -> torch.Tensor:
-    """Causal attention of this rank's part of the queries to all keys.
-
-    `query` is (..., heads, queries / degree, width), `key` and `value` are whole along the sequence. With `grouped`,
-    several query heads share a key head.
-    """
+    """Causal attention of this rank's part of the queries to all keys. With `grouped`, query heads share a key head."""
     rows = query.shape[-2]
     if private.is_rank_tensor(query):
         return _of_all_ranks(query, key, value, scale, grouped, mesh)

@@ -38,10 +38,7 @@ Wire = tuple[Collective | None, Collective | None]  # the collectives of the for
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """One row of the table.
-
-    `forward` and `backward` are primitives of `autopar.lowering.functions`.
-    """
+    """One row of the table: `forward` and `backward` are primitives of `autopar.lowering.functions`."""
 
     source: Kind
     target: Kind
@@ -88,9 +85,6 @@ BY_FUNCTION: Mapping[str, Conversion] = {row.function: row for row in (*_ROWS, *
 
 
 def wire(source: Kind, target: Kind, differentiable: bool) -> Wire:
-    """The collectives of a conversion from one kind of type to another, forward and backward.
-
-    A value without a cotangent sends nothing in the backward pass.
-    """
+    """The collectives of a conversion from one kind of type to another, forward and backward."""
     forward, backward = CONVERSIONS[source, target].wire
     return forward, backward if differentiable else None

@@ -26,10 +26,7 @@ Route = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class KeptChoices:
-    """The experts that tokens chose in one call of a block, for the calls that compute its values again.
-
-    The block runs inside of this context every time. `pack` says what is kept of a tensor, and `unpack` gives it back.
-    """
+    """The experts that tokens chose in one call, for the calls that run it again. `pack` and `unpack` keep tensors."""
 
     def __init__(
         self,
@@ -68,11 +65,7 @@ def kept_choice(chosen: torch.Tensor) -> torch.Tensor:
 
 
 def route_to_experts(order: torch.Tensor, chosen: torch.Tensor, count: int, mesh: Communicator) -> Route:
-    """How the sorted rows of this rank's tokens go to the ranks of their experts, and which rows come from others.
-
-    `chosen` (t, j) has the numbers of experts, of which there are `count`. Rank r has the experts from r · count /
-    degree on.
-    """
+    """How the sorted rows of this rank's tokens go to the ranks of their experts, and which rows come from others."""
     numbers = chosen.reshape(-1).index_select(0, order)
     last = torch.arange(1, mesh.degree + 1, device=numbers.device, dtype=numbers.dtype) * (count // mesh.degree)
     ends = torch.searchsorted(numbers, last)

@@ -168,10 +168,7 @@ class _Writer:
         return node
 
     def convert_rows(self, value: str, node: fx.Node, source: Type, index: int) -> fx.Node:
-        """Sorted rows on the ranks of their experts, or back on the ranks of their tokens (`autopar.lowering.experts`).
-
-        A whole order becomes the part of a rank's experts.
-        """
+        """Sorted rows on the ranks of their experts, or back on those of their tokens; of an order, a rank's part."""
         order, mesh_dim = self.rows.orders[value], self.mesh_dim(self.mesh.names[index])
         arguments = (
             self.values[order],

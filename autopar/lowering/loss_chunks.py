@@ -219,11 +219,7 @@ def loss_in_chunks(
     gathered: Communicator | None = None,
     dim: int = 0,
 ) -> torch.Tensor:
-    """Sum over tokens of the cross-entropy of a linear layer's result, in chunks of tokens.
-
-    Ranks hold rows of `weight` and `bias` if `vocabulary` is given, and a part of dimension `dim` of `x` if `gathered`
-    is. `chain` has the operators between product and loss, with their other arguments.
-    """
+    """The sum over tokens of a linear layer's cross-entropy, in chunks. `chain` has the operators in between."""
     plan = _How(chunks, chain, ignore_index, classes, vocabulary, gathered, dim)
     out: torch.Tensor = _LossInChunks.apply(x, target, weight, bias, plan)
     return out

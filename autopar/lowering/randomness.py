@@ -67,10 +67,7 @@ def attention_with_dropout(stream: RandomNumbers, *args: Any, **kwargs: Any) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
-    """A value that an operator draws: the operator's key, the axes of the whole value, and its type on the mesh.
-
-    Dropout draws nothing in evaluation.
-    """
+    """A value that an operator draws: the operator's key, the axes of the whole value, and its type on the mesh."""
 
     key: str
     is_dropout: bool

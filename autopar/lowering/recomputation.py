@@ -74,10 +74,7 @@ def _is_of(node: fx.Node, nodes: Collection[fx.Node]) -> bool:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Part:
-    """Consecutive operators of a block, with the names of the values that they take and give.
-
-    `last_uses` are the values that no later part reads. `streams` are the random streams that the part draws from.
-    """
+    """Consecutive operators of a block, the values that they take and give, and those that no later part reads."""
 
     function: Callable[..., Any]
     is_again: bool
@@ -88,10 +85,7 @@ class Part:
 
 
 class SelectiveBlock(torch.nn.Module):
-    """A generated block that computes the results of some of its operators again in the backward pass.
-
-    `module` is the block as it runs without recomputation. `compiled` makes another function of a part's module.
-    """
+    """A generated block that computes results of some operators again for backward. `compiled` makes functions."""
 
     def __init__(
         self,
@@ -216,10 +210,7 @@ class _Frame:
         return results
 
     def finish(self) -> None:
-        """Keep the inputs of the parts that will run again, and forget the results of the forward pass.
-
-        The last part comes first: a part runs again if autograd, or a later part that runs again, asks for its values.
-        """
+        """Keep the inputs of parts that will run again, the last part first, and forget the forward pass's results."""
         for run in reversed(self.runs):
             run.keep_inputs(self.outer)
         self.runs.clear()

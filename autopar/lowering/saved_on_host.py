@@ -54,10 +54,7 @@ class _HostView:
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """The storages that one call of a block has saved so far.
-
-    The tensors live until the call ends. So no later tensor of the call gets the address of an earlier one.
-    """
+    """The storages that a call of a block has saved. Its tensors live until it ends: no address is used twice."""
 
     copies: Copies
     stays: frozenset[int]
@@ -89,10 +86,7 @@ def saved_on_host(
     keep: Callable[[torch.Tensor], Any] = torch.Tensor.detach,
     used: Callable[[Any], torch.Tensor] = lambda kept: kept,
 ) -> Iterator[None]:
-    """A context in which autograd saves tensors on the host.
-
-    Storages of the tensors among `stays` remain on the device. `keep` and `used` are what is saved of them instead.
-    """
+    """A context in which autograd saves tensors on the host, but of `stays`. `keep` and `used` are saved instead."""
     ids = frozenset(private.storage_id(value) for value in stays if isinstance(value, torch.Tensor))
     block = _Block(copies, ids, keep)
 

@@ -23,10 +23,7 @@ def own_ids(ids: torch.Tensor, mesh: Communicator, size: int) -> tuple[torch.Ten
 def vocab_parallel_embedding(
     weight: torch.Tensor, ids: torch.Tensor, padding_idx: int, mesh: Communicator
 ) -> torch.Tensor:
-    """Rows of this rank's part of the table, zero for ids of other ranks; the output is partial.
-
-    `weight` is (vocabulary / degree, hidden), `ids` any shape; `padding_idx` (-1: none) gets no gradient.
-    """
+    """Rows of this rank's part of the table, zero for ids of other ranks; `padding_idx` (-1: none) gets no gradient."""
     local, mine = own_ids(ids, mesh, weight.shape[0])
     if padding_idx >= 0:
         rows = torch.where(
@@ -82,11 +79,7 @@ def vocab_parallel_cross_entropy_sum(
     classes: int,
     mesh: Communicator,
 ) -> torch.Tensor:
-    """Sum over tokens of the cross-entropy; `logits` (tokens, vocabulary / degree), `target` (tokens,).
-
-    `classes` is the size of the vocabulary; where the degree does not divide it, the last ranks hold padding. The
-    collectives inside (a maximum and a sum over ranks) make the output invariant.
-    """
+    """The sum of cross-entropies of logits (tokens, vocabulary / degree) of `classes`, padded on the last ranks."""
     assert label_smoothing == 0.0, "label smoothing keeps the vocabulary whole"
     out: torch.Tensor = _CrossEntropySum.apply(logits, target, ignore_index, classes, mesh)
     return out

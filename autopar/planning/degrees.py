@@ -21,12 +21,7 @@ DEFAULT_MICRO_BATCH = 2  # some models cannot run in micro-batches of one sequen
 def resolve_degrees(
     wish: Mapping[str, Any] | None, world_size: int, local_batch: int | None = None, *, global_batch: int | None = None
 ) -> Degrees:
-    """Degrees for `world_size` ranks from a partial wish. Without a wish, pure FSDP over all ranks.
-
-    A step has `local_batch` sequences on one data-parallel rank and `global_batch` sequences on all ranks. If neither
-    is given, they follow from micro-batch and accumulate. Raises `PlanError` with every violation and the nearest legal
-    values.
-    """
+    """Degrees from a partial wish; open ones follow from the others. Without a wish, pure FSDP over all ranks."""
     given = {key: value for key, value in (wish or {}).items() if value is not None}
     degrees = degrees_from(given)
     if not {"dp", "dp_shard"} & set(given):

@@ -203,10 +203,7 @@ def _with_precision(plan: PlanLike, precision: str | None) -> tuple[Plan | Mappi
 def _as_it_runs(
     program: Program, priceable: Priceable, question: Question, plan: Plan | None
 ) -> tuple[Priceable, Question]:
-    """Both with the bytes of gradient sums, the cuts of stages, and the least recomputation that fits.
-
-    Recomputation is decided if autopar's own plan leaves it open.
-    """
+    """Both with the bytes of gradient sums, the cuts of stages, and the least recomputation that fits."""
     engine = with_sums_in(question.engine, question.degrees.reduce_dtype, priceable.works.stored_bytes)
     cuts = _cuts(program, priceable, question) if plan is None else plan.cuts
     question = replace(question, engine=engine, cuts=cuts)
@@ -299,11 +296,7 @@ def _whole_plan(program: Program, priceable: Priceable, question: Question) -> P
 def priceable_of(
     program: Program, cluster: ClusterSpec, degrees: Degrees, engine: Engine, plan: Plan | None = None
 ) -> Priceable:
-    """A program with its works, under a plan's labels or the labeller's choice. The result is kept for the next call.
-
-    autopar's own engine runs the labels as they are. Under any other engine, data-parallel ranks share only sums of
-    gradients.
-    """
+    """A program with its works, under a plan's labels or the labeller's choice. The result is kept."""
     given = None if plan is None else _GivenLabels(json.dumps(plan.to_dict()["blocks"]), plan.blocks)
     regather = plan is None or plan.regather
     is_own = engine.name == OWN

@@ -74,10 +74,7 @@ def wished_program(
     local_batch: int | None,
     global_batch: int | None = None,
 ) -> tuple[Degrees, Program]:
-    """Degrees as `resolve_degrees` gives them, and the program of `capture_for`.
-
-    If samples are coupled, a pipeline whose wish names no micro-batches has one. A note of the program says so.
-    """
+    """Degrees and their program. A pipeline has one micro-batch if samples are coupled and the wish names no number."""
     degrees = resolve_degrees(wish, world_size, local_batch, global_batch=global_batch)
     try:
         return degrees, capture_for(request, degrees)
@@ -93,10 +90,7 @@ def wished_program(
 
 
 def capture_for(request: "Request", degrees: Degrees) -> Program:
-    """The program at the global micro-batch and in the precision of `degrees`.
-
-    Raises `PlanError` if accumulation would change the loss and `degrees` do not accept that.
-    """
+    """The program at the global micro-batch and precision of `degrees`, unless accumulation would change the loss."""
     from autopar.cache.programs import kept_program
 
     batch = (degrees.micro_batch or request.sizes[0]) * degrees.dp
@@ -105,10 +99,7 @@ def capture_for(request: "Request", degrees: Degrees) -> Program:
 
 
 def program_for(captured: "Capture", degrees: Degrees) -> Program:
-    """The program of a captured model at the global micro-batch of `degrees`, which name the micro-batch.
-
-    Raises `PlanError` as `capture_for` does, and `CaptureError` if another capture is needed and fails.
-    """
+    """The program of a captured model at the global micro-batch of `degrees`, which name the micro-batch."""
     if degrees.micro_batch is None:
         raise PlanError(
             "the degrees have no micro_batch, so the global micro-batch is unknown; add micro_batch to them"
@@ -380,10 +371,7 @@ def coverage(
 
 
 def _as_held(storage: Storage, dims: Dims) -> tuple[Type, ...]:
-    """The types of a held parameter under another analysis, which may cut dimensions into other axes.
-
-    A type is invariant if the analysis does not have the split axis.
-    """
+    """The types of a held parameter under other axes. A type is invariant if these do not have the split axis."""
     types = []
     for kind in storage.types:
         position = kind.position
@@ -399,10 +387,7 @@ def _as_held(storage: Storage, dims: Dims) -> tuple[Type, ...]:
 
 
 def check_plan(plan: Plan, program: Program, world_size: int, local_batch: int | None = None) -> None:
-    """Refuse a plan made for another model, shape, batch of one rank or world size.
-
-    Raises `PlanError` naming the differences.
-    """
+    """Refuse a plan made for another model, shape, batch of one rank or world size."""
     if plan.degrees.world_size != world_size:
         raise PlanError(
             f"the plan is for {plan.degrees.world_size} ranks, this job has {world_size}; start "

@@ -84,10 +84,7 @@ class SearchLabels:
         return self.memo(SearchLabels._chunked, self, self._wanted(tp, cp, ep), chunks)[2]
 
     def chosen(self, tp: int, cp: int = 1, ep: int = 1) -> Chosen:
-        """The degrees, labels and block costs of a tensor, a context and an expert degree.
-
-        Raises the same errors as `works`.
-        """
+        """The degrees, labels and block costs of a tensor, a context and an expert degree."""
         return self.memo(SearchLabels._chosen, self, self._wanted(tp, cp, ep))
 
     def labelled_as(self, split: Split) -> Split:
@@ -232,10 +229,7 @@ class SearchLabels:
         return all(size % tp == 0 for size in _split_sizes(self.program, analysis, labelling.blocks, degrees.mesh))
 
     def of(self, program: Program, degrees: Degrees) -> Labelled | None:
-        """The labels of a tensor degree for another batch of the program.
-
-        None if its blocks differ from the searched blocks.
-        """
+        """The labels of a tensor degree for another batch of the program. None if its blocks are other blocks."""
         searched, labelled, _ = self.chosen(degrees.tp, degrees.cp, degrees.ep)
         used = replace(degrees, tp_dims=searched.tp_dims, cp_dims=searched.cp_dims)
         if len(program.blocks) != len(labelled.blocks):

@@ -40,10 +40,7 @@ def machinery_of(
     most_level: int = 2,
     cuts: tuple[int, ...] | None = None,
 ) -> "Machinery":
-    """The machine of `machine_of` with the decisions that price candidates.
-
-    Raises the same errors.
-    """
+    """The machine of `machine_of` with the decisions that price candidates."""
     from autopar.search.bounds.lower_bounds import Machinery
 
     return Machinery(
@@ -55,10 +52,7 @@ def machinery_of(
 
 
 def own_machinery(cluster: ClusterSpec, dtype: str) -> "Machinery":
-    """The machinery for plans of given degrees, of a model of `dtype`.
-
-    The precision is the model's, or float32 if the devices have no unit for it.
-    """
+    """The machinery for plans of given degrees: in the model's precision, or float32 where the devices lack it."""
     try:
         return machinery_of(cluster, None, precision_of(dtype, cluster))
     except InputError:

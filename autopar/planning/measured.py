@@ -143,11 +143,7 @@ def profile_for(
     precision: str | None,
     engine: Engine | None = None,
 ) -> DeviceProfile | None:
-    """A profile or its file, corrected by the measured `steps` of a CSV file; None where neither is given.
-
-    A trace needs the model, and corrects later (`autopar.planning.estimate.profile_by_trace`). Without a `precision`,
-    steps in the cluster's default precision count. The engine is autopar's unless given.
-    """
+    """A profile or its file, corrected by `steps` of a CSV file; a trace corrects later. None without any."""
     profile = load_profile(given) if isinstance(given, (str, Path)) else given
     if steps is None or is_trace(steps):
         return profile

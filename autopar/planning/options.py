@@ -160,10 +160,7 @@ class PlanOptions:
         return {name: value for name, value in self.given().items() if name not in _NOT_DEGREES}
 
     def joined_with(self, words: Mapping[str, Any]) -> "tuple[PlanOptions, dict[str, Any]]":
-        """These options with the words that no search chooses, such as a precision, and the other words.
-
-        Raises `InputError` for a word that has another value here.
-        """
+        """These options with the words that no search chooses, such as a precision, and the other words."""
         shared = {name for name, o in command_options().items() if not o.metadata["is_searched"]}
         mine = {name: value for name, value in words.items() if name in shared and value is not None}
         for name, value in mine.items():

@@ -47,12 +47,7 @@ def in_precision_of(
     capture: Callable[[str | None], _T],
     program_of: Callable[[_T], Program],
 ) -> tuple[_T, str | None, tuple[str, ...]]:
-    """A capture in the named precision or in the usual one, this precision, and notes for the user.
-
-    A model that does not run in the usual precision is captured as it is written.
-
-    Raises what `capture` raises for the named precision, or for the model as it is written.
-    """
+    """A capture in the named or the usual precision, or as the model is written; this precision; and notes."""
     usual = usual_precision(model, cluster) if precision is None and cluster is not None else None
     if usual is None:
         named = capture(precision)

@@ -329,10 +329,7 @@ def _deciding_state(fix: Values) -> Degrees:
 
 
 def _searched(space: _Space, on_progress: Callable[[str], None], goal: Goal, below: float) -> SearchState:
-    """The search under one goal, also of plans with the loss in chunks, and of plans that keep gathered values.
-
-    The study keeps varied cuts of the first searched value of `offload`.
-    """
+    """The search under one goal, also of plans with the loss in chunks, and of plans that keep gathered values."""
     labels, constraints, options = space.labels, space.constraints, space.asked
     on = goal.parts[space.cluster.num_devices].on
     is_first = on.machine.engine.offload == constraints.first_offloads[0]

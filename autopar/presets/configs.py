@@ -81,10 +81,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def check_config(config: Mapping[str, Any]) -> list[Problem]:
-    """Problems of the fields that have a meaning here. The model class checks the other fields.
-
-    Kernels on a hub are refused: autopar never fetches or runs anything that a config names.
-    """
+    """Problems of the fields that have a meaning here. Kernels on a hub are refused: nothing is ever fetched."""
     problems = []
     if not isinstance(config.get("model_type"), str):
         value = config.get("model_type")
@@ -134,10 +131,7 @@ def cleaned(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def scaled_config(config: Mapping[str, Any], *, layers: int | None = None, hidden: int | None = None) -> dict[str, Any]:
-    """A copy of a config with `layers` layers and residual width `hidden`, by the rule in this module's docstring.
-
-    `config` has every field that matters, defaults included. Raises InputError for sizes that the rule cannot make.
-    """
+    """A copy of a config with `layers` layers and residual width `hidden`, by the rule in this module's docstring."""
     result = dict(config)
     towers = [key for key in TOWER_KEYS if isinstance(config.get(key), Mapping)]
     if towers:

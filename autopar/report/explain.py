@@ -40,11 +40,7 @@ def summarise(
     call_s: Sequence[float] = (),
     works: ProgramWorks | None = None,
 ) -> Summary:
-    """Counts, prices and words about a plan on a program.
-
-    `call_s` has the seconds of every main call, for pipeline stages. `works`, of the plan's labels, tell of selective
-    recomputation.
-    """
+    """Counts, prices and words about a plan on a program."""
     return Summary(
         without_rule=tuple(_without_rule(program, analysis, plan, cluster)),
         parameters=tuple(_parameters(program, plan)),

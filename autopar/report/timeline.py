@@ -23,8 +23,7 @@ LANE = 0.78  # part of a lane that its boxes fill
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lanes:
-    """The plot, and for tooltips per pass: rank, kind, stage, micro-batch, x from and to in plot units, seconds from
-    and to."""
+    """The plot, and for tooltips the passes: rank, kind, stage, micro-batch, x from and to, seconds from and to."""
 
     plot: Plot
     rows: list[list[Any]]

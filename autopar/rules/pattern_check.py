@@ -10,10 +10,7 @@ from autopar.rules.rule import parse_operand, split_operands
 
 
 def check_pattern(text: str, schema: Any, *, whole: Sequence[str], operands: Collection[int]) -> None:
-    """Refuse a pattern that cannot fit the operator. `operands` are the numbers that `additive` and `linear` name.
-
-    Raises `RuleError` with the pattern, the operator's schema and what to change.
-    """
+    """Refuse a pattern that cannot fit the operator. `operands` are the numbers that `additive` and `linear` name."""
 
     def refuse(what: str) -> RuleError:
         return RuleError(f"rule {text!r} of {schema}: {what}")

@@ -130,10 +130,7 @@ def has_rules_of_users() -> bool:
 
 
 def operator_of(target: Any) -> Any:
-    """The overload that a captured graph calls, for an overload, an operator with one overload, or a custom operator.
-
-    Raises `RuleError` for anything else.
-    """
+    """The overload that a captured graph calls: an overload, an operator's only one, or that of a custom operator."""
     overloads = overloads_of(target)
     if not overloads:
         raise RuleError(

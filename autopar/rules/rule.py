@@ -256,10 +256,7 @@ def parse(
     flops: Callable[[Mapping[str, int]], float] | None = None,
     emit: Emit | None = None,
 ) -> Rule:
-    """Bind a pattern to a call's shapes. `whole`, `invariant` and `outermost` are space-separated factor names.
-
-    Raises `RuleError` where the pattern does not fit the shapes.
-    """
+    """Bind a pattern to a call's shapes. `whole`, `invariant` and `outermost` are space-separated factor names."""
     left, right = pattern.split("->")
     operand_dims = [parse_operand(text) for text in split_operands(left)]
     if not len(operand_dims) - left.count("[") <= len(call.operands) <= len(operand_dims):
@@ -287,10 +284,7 @@ def parse(
 
 
 def make_rule(inputs: tuple[Spec, ...], output: Spec, sizes: Mapping[str, int], **options: Any) -> Rule:
-    """A rule from explicit factor names. The output lacks the `reduced` factors; additive operands are added to it.
-
-    A dimension without elements is never split.
-    """
+    """A rule from explicit factor names. The output lacks the `reduced` factors; additive operands are added to it."""
     in_output = {f for dim in output for f in dim}
     used = in_output | {f for spec in inputs for dim in spec for f in dim}
     reduced = frozenset(f for f in used if f not in in_output)

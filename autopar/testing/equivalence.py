@@ -84,10 +84,7 @@ class Equivalence:
 
     @property
     def worst_error(self) -> float:
-        """The largest error. A value that is not a number counts as infinite.
-
-        The error of a tensor with a limit of its own counts as the same part of the tolerance.
-        """
+        """The largest error. A value that is not a number counts as infinite."""
         return max(self._scaled(name) for name in self.errors)
 
     def _scaled(self, name: str) -> float:
@@ -116,10 +113,7 @@ class Equivalence:
 
 
 def run_model(request: Request) -> SingleDeviceRun:
-    """Capture a model, and run it in float64 on one device. Dropout of fused attention is off.
-
-    Raises `InputError` if the model is on meta, and `CaptureError` if it cannot be captured.
-    """
+    """Capture a model, and run it in float64 on one device. Dropout of fused attention is off."""
     model = request.model
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise InputError("the model is on meta, so it has no weights to compute with; build it on CPU")
@@ -128,11 +122,7 @@ def run_model(request: Request) -> SingleDeviceRun:
 
 
 def run_program(program: Program, model: nn.Module, inputs: Mapping[str, Any]) -> SingleDeviceRun:
-    """Run a captured float64 program on one device, with the weights of `model`.
-
-    Inputs that are no tensors, such as flags, are constants of the program and are left out. Raises `InputError` if the
-    loss depends on no trained parameter.
-    """
+    """Run a captured float64 program on one device, with the weights of `model`."""
     every = {name: as_float64(p.cpu()).clone() for name, p in model.named_parameters()}
     whole = packed_source(program, lambda name: every[name])
     parameters = {
@@ -181,10 +171,7 @@ def run_labels(run: SingleDeviceRun, labels: Sequence[BlockLabels], mesh: Mesh, 
 
 
 def compare_runs(run: SingleDeviceRun, outcome: Outcome, mesh: Mesh) -> Equivalence:
-    """The errors of loss, outputs, every gradient, new values of buffers, and copies that must be equal.
-
-    Noise is measured only if a tensor is above the tolerance.
-    """
+    """The errors of loss, outputs, every gradient, new values of buffers, and copies that must be equal."""
     reference = _by_kind(run.loss, run.outputs, run.gradients, run.updates)
     found = _by_kind(outcome.loss, outcome.outputs, outcome.gradients, outcome.updates)
 

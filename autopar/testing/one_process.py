@@ -71,11 +71,7 @@ def run_in_one_process(
     outputs: bool = True,
     **options: Any,
 ) -> Outcome:
-    """Run loss and backward of the generated program on `mesh.size` ranks in this process.
-
-    `generated` are the blocks to run instead of generating them with `options`. Without `outputs` the model's outputs
-    are not computed, as in a training step. Blocks whose labels name recomputed operators are recomputed selectively.
-    """
+    """Run loss and backward of the generated program, or of `generated` blocks, on all ranks in this process."""
     types = boundary_types(program, labels)
     state = {name: buffers[name] for name in program.updates}
     whole = {**parameters, **state, **inputs, **constant_values(program.constants, buffers, "cpu")}

@@ -164,10 +164,7 @@ def _axes(size: int, rng: random.Random) -> list[int]:
 
 
 def prove(sample: OperatorSample, rule: Rule, rng: random.Random) -> Proved:
-    """Prove every variant of a rule for one call, and return the split factors and axes. Raises `Disproved`.
-
-    Every factor first has one axis, then two. The inner axis of two is split as well.
-    """
+    """Prove every variant of a rule for one call: the split factors and axes, of one axis each, then of two."""
     proved: set[tuple[str, int]] = set()
     single = bind_factors(rule, None)
     products = bind_factors(rule, rng)
@@ -289,10 +286,7 @@ def _flows_back(kind: Type) -> Type:
 def _drawn_shards(
     value: torch.Tensor, dims: Dims, types: Sequence[Type], mesh: Mesh, *, zeros: bool
 ) -> list[torch.Tensor]:
-    """The shards of all ranks, in rank order. Partial values get random summands.
-
-    With `zeros`, zeros pad the shards.
-    """
+    """The shards of all ranks, in rank order, padded by `zeros` or noise. Partial values get random summands."""
     partial_dims = [i for i, kind in enumerate(types) if kind.kind == "P"]
     whole_types = [Type("R") if kind.kind == "P" else kind for kind in types]
     summands: dict[tuple[int, ...], torch.Tensor] = {(): value}

@@ -8,9 +8,10 @@ import linecache
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
+from unittest.mock import patch
 
 import torch
 from torch.distributions import Distribution
@@ -86,12 +87,6 @@ def _has(node: ast.expr, place: _Place) -> bool:
     return begin <= place[0] and place[1] <= end
 
 
-@contextmanager
-def unchecked_distributions() -> Iterator[None]:
+def unchecked_distributions() -> AbstractContextManager[object]:
     """A context in which distributions do not check their arguments, as with ``validate_args=False``."""
-    before = Distribution._validate_args
-    Distribution.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        Distribution.set_default_validate_args(before)
+    return patch.object(Distribution, "_validate_args", False)

@@ -54,10 +54,7 @@ class _Context:
 
 @contextmanager
 def own_gradients(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """A context in which functions with a backward pass of their own are traced with it.
-
-    Raises `CaptureError` for a function whose backward pass cannot be traced, and for a hook on a gradient.
-    """
+    """A context in which functions with a backward pass of their own are traced with it."""
     are_derivatives: dict[str, bool] = {}
 
     def apply(cls: Any, plain: Callable[..., Any], *args: Any) -> Any:
@@ -184,10 +181,7 @@ def _described(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_derivative(function: Any, plain: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-    """Whether a function's gradients equal the gradients that autograd derives from its forward pass.
-
-    Raises `_TraceError` if a gradient is not zero for a result without a gradient.
-    """
+    """Whether a function's gradients equal the gradients that autograd derives from its forward pass."""
     with torch.random.fork_rng(devices=()), torch.enable_grad():
         for scale in _SCALES:
             torch.manual_seed(0)

@@ -79,10 +79,7 @@ class Chosen:
 
 
 class Count(torch.SymInt):
-    """A number of elements of chosen rows. It may be a size. Arithmetic with it computes the number.
-
-    It is no `int`: Python reads the number of an `int` without asking, as in ``range(n)``.
-    """
+    """A number of elements of chosen rows, with arithmetic. No `int`: Python reads the number of one without asking."""
 
     def __init__(self, chosen: Chosen, times: int, trace: Trace) -> None:
         self.chosen, self.times, self.trace = chosen, times, trace  # `times`: elements of a row

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -61,10 +62,7 @@ class _Reads:
 
 
 class _Outputs(nn.Module):
-    """The model with its output reduced to named tensors. Caches and other objects are dropped.
-
-    If it is traced, the values that the model reads are decisions (`DataReads`).
-    """
+    """The model with its output reduced to named tensors. While traced, what it reads are decisions (`DataReads`)."""
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction | None = None, *, traced: _Reads | None = None) -> None:
         super().__init__()
@@ -127,26 +125,11 @@ def outputs_of(model: nn.Module, inputs: Inputs, loss_fn: LossFunction | None = 
 
 @contextlib.contextmanager
 def _in_mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """The model in training or evaluation mode, without generation caches.
-
-    If the model is in the other mode, all its modules change mode. Otherwise each module keeps its own mode. Afterwards
-    the modules have their attributes of before: a trace leaves no tensor without values in them.
-    """
+    """The model in a mode, without caches. Afterwards its modules have the mode and the attributes of before."""
     with as_it_was(model), without_caches(model):
         if model.training != training:
             model.train(training)
         yield
-
-
-@contextlib.contextmanager
-def _without_log_of_failures() -> Iterator[None]:
-    """Turn off torch's log of an operator that fails in a trace: the error says it, and another trace may follow."""
-    log = logging.getLogger(FAKE_TENSOR_LOG)
-    was_disabled, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = was_disabled
 
 
 @contextlib.contextmanager
@@ -162,10 +145,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def capture_flat(request: Request) -> Flat:
-    """Trace the model of a request at the shapes of its inputs.
-
-    Raises `CaptureError` with the module and source line if the model cannot be exported.
-    """
+    """Trace the model of a request at the shapes of its inputs."""
     model, tests = request.model, list[str]()
     try:
         exported, traced = _exported(request, tests=tests)
@@ -252,10 +232,7 @@ def _difference(request: Request, exported: Any) -> str | None:
 
 
 def _exported(request: Request, *, lines: bool = False, tests: list[str] | None = None) -> tuple[Any, _Reads]:
-    """The exported program, and the values that the model read. `tests` gets the lines that test for no rows.
-
-    With `lines`, nodes have their stack traces, and the export takes twice as long.
-    """
+    """The exported program, and what the model read. `tests` gets tests for no rows; `lines` asks for stack traces."""
     model, inputs = request.model, request.inputs
     if request.loss_fn is not None:
         check_loss_fn(model, request.loss_fn, *split_inputs(inputs))
@@ -329,7 +306,8 @@ def _export(request: Request, model: nn.Module, inputs: Inputs, lines: bool, tes
     with ExitStack() as stack:
         stack.enter_context(autocast_as(around, enabled=False))  # a region inside the trace is in the exported graph
         stack.enter_context(_in_mode(model, request.training))
-        stack.enter_context(_without_log_of_failures())
+        # torch's log of an operator that fails in a trace: the error says it, and another trace may follow
+        stack.enter_context(patch.object(logging.getLogger(FAKE_TENSOR_LOG), "disabled", True))
         stack.enter_context(warnings.catch_warnings())
         speed = contextlib.nullcontext() if lines else quick_export()
         replaced = unchecked_distributions(), flex_attention_by(flexible_attention)

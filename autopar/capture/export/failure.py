@@ -35,10 +35,7 @@ MAX_CHARS = 300
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class OneDevice:
-    """Calls of a model on one device: with the user's own inputs, and with the inputs of the capture.
-
-    `resized` says how the two inputs differ, and is empty if they have the same sizes.
-    """
+    """Calls of a model on one device, with the user's inputs and the capture's. `resized` says how these differ."""
 
     run: Callable[[], object]
     run_resized: Callable[[], object]
@@ -46,10 +43,7 @@ class OneDevice:
 
 
 def capture_error(failed: Exception, model: nn.Module, calls: OneDevice, *, on_meta: bool) -> CaptureError:
-    """The error of a capture that `failed`.
-
-    With `on_meta` the model has no weights, so that errors about meta tensors are not its own.
-    """
+    """The error of a capture that `failed`. With `on_meta`, errors about meta tensors are not the model's own."""
 
     def error_of(run: Callable[[], object]) -> Exception | None:
         error = _error_of(model, run)
@@ -71,10 +65,7 @@ def capture_error(failed: Exception, model: nn.Module, calls: OneDevice, *, on_m
 
 
 def not_captured(failed: Exception, model: nn.Module, *, may_refuse: bool = False) -> CaptureError:
-    """The error of a model that runs, and that torch cannot record. No text of torch's own machinery is in it.
-
-    A model that did not run here `may_refuse` its inputs, with an error of its own.
-    """
+    """The error of a model that torch cannot record. A model that did not run here `may_refuse` its inputs."""
     line, text = line_that_failed(failed, model), str(failed).strip().split("\n")[0][:MAX_CHARS]
     refuses = may_refuse and _is_check(failed)
     what = f": {type(failed).__name__}: {text}" if refuses or _is_for_users(failed) else ""

@@ -24,10 +24,7 @@ def flexible_attention(
     scale: float,
     *_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attention with a score and a mask function.
-
-    Returns the output, the logarithm of the sum of the exponentials, and the maximum, both in base 2.
-    """
+    """Attention with a score and a mask function: the output, and of each row the log-sum-exp and maximum in base 2."""
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)

@@ -10,6 +10,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 from torch import nn
 
@@ -54,15 +55,9 @@ def _watched(drawn: Callable[[], object]) -> Iterator[None]:
 
         return run
 
-    before: list[tuple[Any, str, Any]] = []
-    modules = [module for module in (random, sys.modules.get("numpy.random")) if module is not None]
-    for module in modules:
-        for name, each in list(vars(module).items()):
-            if callable(each) and not isinstance(each, type) and not name.startswith("_"):
-                before.append((module, name, each))
-                setattr(module, name, watched(each))
-    try:
+    with contextlib.ExitStack() as stack:
+        for module in (random, sys.modules.get("numpy.random")):
+            for name, each in list(vars(module).items()) if module is not None else ():
+                if callable(each) and not isinstance(each, type) and not name.startswith("_"):
+                    stack.enter_context(patch.object(module, name, watched(each)))
         yield
-    finally:
-        for module, name, each in reversed(before):
-            setattr(module, name, each)

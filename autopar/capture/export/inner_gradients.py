@@ -27,11 +27,7 @@ class NotRecorded(Exception):
 
 
 def gradient(arguments: Mapping[str, Any], leaves: Mapping[fx.Node, fx.Node]) -> tuple[Tensor | None, ...]:
-    """The result of `torch.autograd.grad` with these arguments, recorded in the graph that is being traced.
-
-    `leaves` are the nodes that require gradients, and the last node before they did.
-    Raises `NotRecorded`, or the error of autograd.
-    """
+    """The result of `torch.autograd.grad`, recorded in the traced graph. `leaves` require gradients after some node."""
     outputs, inputs = _several(arguments["outputs"]), _several(arguments["inputs"])
     cotangents = _several(arguments.get("grad_outputs")) or (None,) * len(outputs)
     if arguments.get("is_grads_batched"):

@@ -44,26 +44,20 @@ RANDOM_NUMBERS = "random numbers"  # the reason of a value that random numbers d
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A value, and the names of the inputs and the buffers that it is computed of.
-
-    `assumes_finite` is true for an answer about values that are finite unless they overflow.
-    """
+    """A value, and the names of the inputs and the buffers that it is computed of."""
 
     value: Any
     inputs: frozenset[str] = frozenset()
     buffers: frozenset[str] = frozenset()
-    assumes_finite: bool = False
+    assumes_finite: bool = False  # an answer about values that are finite unless they overflow
 
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """The reason why a value is not known, such as the parameter that decides it.
-
-    `is_finite` is true if the value is finite unless it overflows.
-    """
+    """The reason why a value is not known, such as the parameter that decides it."""
 
     reason: str
-    is_finite: bool = False
+    is_finite: bool = False  # unless it overflows
 
 
 class KnownValues:

@@ -37,10 +37,7 @@ _CACHED: Any = type(_nothing)
 
 @contextmanager
 def as_it_was(model: nn.Module) -> Iterator[None]:
-    """A context that ends with the attributes, lists, dictionaries and objects of the model that it began with.
-
-    A function with a cache, beside the classes of the model, forgets its results if it was called in the context.
-    """
+    """A context that ends with the attributes, lists, dictionaries and objects of the model that it began with."""
     before, calls = list(_held(model)), {cached: cached.cache_info().misses for cached in _caches(model)}
     try:
         yield
@@ -114,10 +111,7 @@ def attribute_of(owner: object, name: str) -> str:
 
 @contextmanager
 def attributes_read(model: nn.Module, names: set[str]) -> Iterator[None]:
-    """A context in which `names` gets the plain attributes that code reads of modules and of their settings.
-
-    An attribute that the context also writes is none of them: the model changes it itself.
-    """
+    """A context in which `names` gets the plain attributes of modules and settings that code reads, but not writes."""
     written: set[str] = set()
 
     def kept(name: str, value: Any) -> bool:
@@ -146,10 +140,7 @@ def attributes_read(model: nn.Module, names: set[str]) -> Iterator[None]:
 
 @contextmanager
 def assigned_in_place(model: nn.Module, notes: list[str]) -> Iterator[None]:
-    """A context that ends with the first tensor of every buffer, which then holds the values of the assigned tensor.
-
-    `torch.export` records changes in place alone. A tensor of another shape cannot be kept, so `notes` gets its name.
-    """
+    """A context that ends with the first tensor of every buffer, which then holds the values of the assigned tensor."""
     before = [(path, m, name, first) for path, m in model.named_modules() for name, first in m._buffers.items()]
     yield
     for path, module, name, first in before:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar._torch.private import pytree
 from autopar.capture.export.chosen_rows import answer_if_some
-from autopar.capture.nodes import SAME_ELEMENTS, operator_name
+from autopar.capture.nodes import SAME_ELEMENTS, before, operator_name
 from autopar.capture.weightless import plain_tensors
 
 Tensor = torch.Tensor
@@ -73,9 +73,7 @@ def tested_mask(node: fx.Node) -> fx.Node | None:
 
 def before_views(node: fx.Node) -> fx.Node:
     """The value before views, copies and casts."""
-    while node.op == "call_function" and operator_name(node) in _SAME and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node
+    return before(node, _SAME)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -212,10 +210,7 @@ def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def _draw(model: nn.Module, state: Mapping[str, Tensor], trial: int) -> None:
-    """Other parameters, some of them large, so that a router prefers few rows. Buffers are as before.
-
-    A model that is built for its shapes has any numbers in its parameters. Such numbers count as zeros.
-    """
+    """Other parameters, some large, so that a router prefers few rows. Numbers never initialised count as zeros."""
     for name, tensor in _state(model):
         tensor.copy_(state[name])
         if isinstance(tensor, nn.Parameter) and tensor.dtype.is_floating_point:

@@ -21,11 +21,7 @@ _FIXED = "use a mask with torch.where, or a fixed number of elements as torch.to
 def refuse_unusable(
     graph: fx.Graph, placeholders: dict[str, tuple[str, str]], with_lines: Callable[[], fx.Graph]
 ) -> None:
-    """Raise `CaptureError` for the first value that no rank could hold. It names the operator, module and line.
-
-    `placeholders` has the kind and name of each input of the graph. `with_lines` exports the same graph again, with the
-    source lines of its nodes.
-    """
+    """Raise `CaptureError` for the first value that no rank could hold. It names the operator, module and line."""
     node, what, remedy = next(_found(graph), (None, "", ""))
     if node is None:
         return

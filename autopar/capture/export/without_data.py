@@ -26,10 +26,7 @@ def device_of_regions(module: fx.GraphModule) -> str | None:
 
 
 def on_device_without_data(model: nn.Module, inputs: Any, device_type: str) -> tuple[nn.Module, Any]:
-    """A copy of a meta model, and inputs, on a device and without elements.
-
-    Raises CaptureError if the model cannot be copied.
-    """
+    """A copy of a meta model, and inputs, on a device and without elements."""
     mode = private.fake_tensors()
 
     def empty(tensor: torch.Tensor) -> torch.Tensor:

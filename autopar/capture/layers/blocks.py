@@ -30,14 +30,11 @@ def module_path(node: fx.Node) -> str:
 
 @dataclass(slots=True)
 class Segment:
-    """Consecutive nodes of one block instance, with the inputs and outputs of the instance.
+    """Consecutive nodes of one block instance, with the inputs and outputs of the instance."""
 
-    `path` is the numbered module, to which the names of operators are relative. `name` is the path of another module.
-    """
-
-    path: str
+    path: str  # the numbered module, to which the names of operators are relative
     nodes: list[fx.Node]
-    name: str = ""
+    name: str = ""  # the path of another module
     externals: list[fx.Node] = field(default_factory=list)
     outputs: list[fx.Node] = field(default_factory=list)
     floats: list[float] = field(default_factory=list)
@@ -54,10 +51,7 @@ def repeated_prefixes(nodes: Sequence[fx.Node]) -> set[str]:
 
 
 def _numbered(path: str) -> Iterator[tuple[str, str]]:
-    """The prefixes of a path that end before a number, outermost first, and these numbers.
-
-    ``wav2vec2.layers.0`` has ``("wav2vec", "2")`` and ``("wav2vec2.layers", "0")``.
-    """
+    """The prefixes of a path before each number, and these: ``h2.layers.0`` has ("h", "2"), ("h2.layers", "0")."""
     for match in _NUMBER.finditer(path):
         yield path[: match.start()], match.group(1)
 

@@ -31,16 +31,12 @@ Layer = tuple[str, int]  # the path of a stack and a layer's number in it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """A stack of layers. `like[n]` is the number of a layer that layer n is equal to.
-
-    A capture with fewer layers keeps the first `kept` layers. A `period` other than 0 means that the last `period` of
-    the kept layers repeat until the end of the stack.
-    """
+    """A stack of layers. `like[n]` is the number of a layer that layer n is equal to."""
 
     path: str
     like: tuple[int, ...]
-    kept: int
-    period: int = 0
+    kept: int  # first layers that a capture with fewer layers has
+    period: int = 0  # the last ones of them, which repeat until the end of the stack; 0 if none do
 
 
 class Differs(Exception):
@@ -48,10 +44,7 @@ class Differs(Exception):
 
 
 def repeated_layers(model: nn.Module, flat: Flat) -> tuple[Stack, ...]:
-    """The stacks of a captured model that need less than half of their layers.
-
-    The model with fewer layers is captured twice, so more layers would save no time.
-    """
+    """The stacks of a captured model that need less than half of their layers: fewer are captured twice."""
     layers, modules = nodes_of_layers(flat.graph), dict(model.named_modules())
     result = []
     for path in dict.fromkeys(stack for stack, _ in layers):
@@ -86,10 +79,7 @@ def without_layers(model: nn.Module, stacks: Sequence[Stack]) -> Iterator[None]:
 
 
 def layers_to_take_out(model: nn.Module, flat: Flat, captured: Callable[[], Flat]) -> tuple[Stack, ...]:
-    """The stacks that can be captured with fewer layers.
-
-    `captured` captures the model with its present layers, at the sizes of `flat`.
-    """
+    """The stacks that need fewer layers. `captured` captures the model with its present layers, as `flat` was."""
     stacks = repeated_layers(model, flat)
     fewer = with_fewer_layers(model, flat, stacks, captured)
     if fewer is None or _text([*fewer.graph.nodes], "") != _text([*flat.graph.nodes], ""):
@@ -100,10 +90,7 @@ def layers_to_take_out(model: nn.Module, flat: Flat, captured: Callable[[], Flat
 def with_fewer_layers(
     model: nn.Module, flat: Flat, stacks: Sequence[Stack], captured: Callable[[], Flat]
 ) -> Flat | None:
-    """The capture of the whole model, written from a capture with fewer layers. None if this fails.
-
-    `captured` captures the model with its present layers, at the sizes of the result.
-    """
+    """The capture of the whole model, written from one with fewer layers that `captured` makes. None if this fails."""
     if not stacks:
         return None
     with contextlib.suppress(CaptureError, Differs), without_layers(model, stacks):
@@ -144,10 +131,7 @@ def _text(nodes: Sequence[fx.Node], path: str) -> str:
 
 
 def alike(a: Any, b: Any, numbers: tuple[int, int]) -> bool:
-    """Whether two attributes of layers with these numbers are equal.
-
-    Integers are also equal if each is its layer's number, or this number plus one.
-    """
+    """Whether attributes of layers with these numbers are equal. An integer may be the layer's number, or one more."""
     if a is b:
         return True
     if type(a) is not type(b):
@@ -168,10 +152,7 @@ def alike(a: Any, b: Any, numbers: tuple[int, int]) -> bool:
 
 
 class _Writing:
-    """The writing of one graph. `twin` maps a node of `flat` to the same node of `fewer`, or to an equal layer's node.
-
-    "Ours" means `flat` and "theirs" means `fewer`.
-    """
+    """The writing of one graph. `twin` maps a node of `flat` ("ours") to its equal in `fewer` ("theirs")."""
 
     def __init__(self, flat: Flat, fewer: Flat, stacks: Sequence[Stack]) -> None:
         self.flat, self.fewer = flat, fewer

@@ -25,10 +25,7 @@ WRAPPED = "model."  # the path of the captured model in the exported module
 
 
 def with_all_layers(fewer: Flat, stacks: Sequence[Stack]) -> Flat | None:
-    """The capture of a whole model, written from a capture with the kept layers of `stacks`.
-
-    Both captures are not normalised. None if the layers cannot be repeated.
-    """
+    """The capture of a whole model, written from one with the kept layers; neither is normalised. None if it fails."""
     if fewer.updates:
         return None
     try:
@@ -38,11 +35,7 @@ def with_all_layers(fewer: Flat, stacks: Sequence[Stack]) -> Flat | None:
 
 
 class _Repeating:
-    """The writing of one graph.
-
-    `new` maps the nodes of `fewer` to written nodes. `copies` has the nodes of repeated layers by stack, layer and
-    position.
-    """
+    """The writing of one graph."""
 
     def __init__(self, fewer: Flat, stacks: Sequence[Stack]) -> None:
         self.fewer = fewer
@@ -53,7 +46,7 @@ class _Repeating:
         self.shift: dict[str, int] = {}
         self.graph = fx.Graph()
         self.new: dict[fx.Node, fx.Node] = {}
-        self.copies: dict[tuple[str, int, int], fx.Node] = {}
+        self.copies: dict[tuple[str, int, int], fx.Node] = {}  # by stack, layer and position
         self.placeholders: dict[str, tuple[str, str]] = {}
         self.state: dict[tuple[fx.Node, int], fx.Node] = {}  # placeholders of repeated layers
 

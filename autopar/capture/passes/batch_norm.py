@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from autopar._torch.operators import aten
-from autopar.capture.nodes import argument, compute, operator_name, value
+from autopar.capture.nodes import argument, compute, operator_name, replace_node, value
 from autopar.rules.operators import BATCH_STATISTIC
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -35,8 +35,7 @@ def _replace(graph: fx.Graph, node: fx.Node, *, over_batch: bool) -> Changed:
     with graph.inserting_before(node):
         out, statistics = normalised(graph, node, over_batch=over_batch)
     running = [argument(node, name) for name in ("running_mean", "running_var")]
-    node.replace_all_uses_with(out)
-    graph.erase_node(node)
+    replace_node(node, out)
     return [(old, new) for old, new in zip(running, statistics, strict=False) if isinstance(old, fx.Node)]
 
 

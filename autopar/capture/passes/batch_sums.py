@@ -18,7 +18,7 @@ from torch import fx
 from autopar._torch.operators import aten
 from autopar.capture.analysis import analyse, info_of
 from autopar.capture.micro_batches import BATCH, FREE, MEAN, SUM, Mixing, Status, constant_statuses, status_of
-from autopar.capture.nodes import argument, closure, compute, is_random, value
+from autopar.capture.nodes import argument, closure, compute, is_random, replace_node, value
 from autopar.ir.program import Block, CallSite, Constants, InputInfo, Program
 from autopar.rules.rule import Call, TensorInfo
 
@@ -54,10 +54,7 @@ def batch_sums(
     constants: Collection[fx.Node],
     parameters: Collection[fx.Node],
 ) -> BatchSums:
-    """Find the totals that a loss needs, and make the graph use them. Placeholders and constants are nodes.
-
-    Parameters decide no total.
-    """
+    """Find the totals that a loss needs, and make the graph use them. Placeholders and constants are nodes."""
     while True:
         statuses, uses, levels, coupled = _statuses(graph, loss, inputs, constants)
         variances = [node for node in coupled if node.target in _VARIANCES]
@@ -84,10 +81,7 @@ def batch_sums(
 def _statuses(
     graph: fx.Graph, loss: fx.Node, inputs: Mapping[fx.Node, InputInfo], constants: Collection[fx.Node]
 ) -> tuple[dict[fx.Node, Status], dict[fx.Node, list[fx.Node]], dict[fx.Node, int], list[fx.Node]]:
-    """The statuses of values of inputs, the users of every total, the levels of values, and nodes that couple samples.
-
-    A user of a sum needs the total if it is not linear, or depends on parameters too.
-    """
+    """The statuses of values of inputs, the users of every total, the levels of values, nodes that couple samples."""
     statuses = {n: FREE if i.batch_dim is None else BATCH for n, i in inputs.items()} | constant_statuses(constants)
     needed = closure([loss])
     nodes, known = list[fx.Node](), set(statuses)
@@ -191,8 +185,7 @@ def _open_variance(graph: fx.Graph, node: fx.Node) -> None:
         result = new_node(graph, node, aten.div.Tensor, total, new_node(graph, node, aten.clamp_min.default, rest, 0))
         if node.target in _DEVIATIONS:
             result = new_node(graph, node, aten.sqrt.default, result)
-    node.replace_all_uses_with(result)
-    graph.erase_node(node)
+    replace_node(node, result)
 
 
 def new_node(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:

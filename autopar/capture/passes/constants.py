@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from autopar._torch.operators import aten
-from autopar.capture.nodes import closure, function, is_random, numbers_of
+from autopar.capture.nodes import closure, function, is_random, numbers_of, replace_node
 
 _SDPA = aten.scaled_dot_product_attention.default
 Leaf = Callable[[fx.Node], torch.Tensor]
@@ -66,11 +66,7 @@ def is_causal_mask(mask: torch.Tensor) -> bool:
 
 
 def recognise_causal(graph: fx.Graph, small: fx.Graph, leaf: Leaf, small_leaf: Leaf) -> frozenset[str]:
-    """Replace constant causal masks of attention by ``is_causal=True`` in both graphs.
-
-    `small` is the same graph captured at a small size. A mask that depends on a placeholder stays, because its value is
-    not known. Returns the names of the changed attention nodes.
-    """
+    """Replace constant causal masks of attention by ``is_causal=True`` in both graphs; the changed nodes' names."""
     twins = dict(zip(graph.nodes, small.nodes, strict=True))
     known: dict[fx.Node, bool] = {}
     causal: set[str] = set()
@@ -135,5 +131,4 @@ def merge_equal(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
         key = (node.target, repr((node.args, sorted(node.kwargs.items()))))
         first = seen.setdefault(key, node)
         if first is not node:
-            node.replace_all_uses_with(first)
-            graph.erase_node(node)
+            replace_node(node, first)

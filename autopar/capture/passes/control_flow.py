@@ -1,6 +1,5 @@
 """Control flow that PyTorch keeps as one operator: `scan` and `map` are unrolled, `cond` computes both branches."""
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,18 +8,14 @@ from torch import fx
 
 from autopar._torch.operators import aten
 from autopar._torch.private import HigherOrderOperator
-from autopar.capture.nodes import compute, value
+from autopar.capture.nodes import compute, replace_node, value
 from autopar.errors import CaptureError
 
 MAX_STEPS = 4096
 
 
 def inline_control_flow(graph: fx.Graph, root: fx.GraphModule) -> None:
-    """Replace every control-flow operator by the operators of its regions.
-
-    `cond` becomes `where` on the results of both branches. So both run, and a branch that is not taken must be finite.
-    Raises `CaptureError` for an operator whose number of steps depends on values.
-    """
+    """Replace control-flow operators by those of their regions. Both branches of `cond` run, and `where` chooses."""
     for node in list(graph.nodes):
         name = getattr(node.target, "_name", "") if node.op == "call_function" else ""
         if not isinstance(node.target, HigherOrderOperator):
@@ -37,13 +32,7 @@ def inline_control_flow(graph: fx.Graph, root: fx.GraphModule) -> None:
                     f"operator {name} cannot be split: its steps depend on values, or its regions are hidden. Use a "
                     "Python loop of fixed length, torch.where, or a custom operator with a rule (autopar.register_rule)"
                 )
-        if isinstance(value(node), torch.Tensor):
-            node.replace_all_uses_with(results[0])
-        for user in list(node.users):
-            assert user.target is operator.getitem, user
-            user.replace_all_uses_with(results[user.args[1]])
-            graph.erase_node(user)
-        graph.erase_node(node)
+        replace_node(node, results[0] if isinstance(value(node), torch.Tensor) else results)
     for node in list(graph.nodes):
         if node.op == "get_attr" and not node.users:
             graph.erase_node(node)

@@ -13,11 +13,7 @@ BAGS = {aten.embedding_bag.padding_idx, aten.embedding_bag.default}
 
 
 def embedding_bags(graph: fx.Graph) -> None:
-    """Replace `embedding_bag` if the model uses its first output only, with a sum or a mean.
-
-    Bags of one length are a dimension, which is summed. For other bags, `offsets` say to which bag an id belongs, and
-    the looked-up rows are added there.
-    """
+    """Replace `embedding_bag` if the model uses its first output only, with a sum or a mean."""
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target not in BAGS or argument(node, "mode") not in (SUM, MEAN):
             continue

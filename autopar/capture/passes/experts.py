@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from autopar._torch.operators import aten
-from autopar.capture.nodes import arg, argument, compute
+from autopar.capture.nodes import arg, argument, before, compute, replace_node
 from autopar.capture.nodes import value as _value
 from autopar.rules.grouped_product import GROUPED_MM
 from autopar.rules.operators import output_of
@@ -17,6 +17,7 @@ from autopar.rules.operators import output_of
 TOP = output_of(aten.topk.default, 1)
 SCATTER_ADD = "torchtitan.deterministic_scatter_add.default"
 FALLBACK = "transformers.grouped_mm_fallback.default"
+_VIEWS = ("reshape", "to", "flatten")  # and casts that keep the order of elements
 
 
 def operators_of_libraries(graph: fx.Graph) -> None:
@@ -42,10 +43,7 @@ def one_grouped_product(graph: fx.Graph) -> None:
 
 
 def histogram_of_integers(graph: fx.Graph) -> None:
-    """Replace ``histc(x, n, 0, n - 1)``, which counts each of n numbers and has no integer kernel on a CPU.
-
-    ``histc(x, n, 0, n)`` counts the same if no number is n, as in positions among n scores.
-    """
+    """Replace ``histc(x, n, 0, n - 1)``, or up to n for positions among n, by a count that has an integer kernel."""
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target is not aten.histc.default:
             continue
@@ -62,29 +60,21 @@ def histogram_of_integers(graph: fx.Graph) -> None:
             rows = compute(graph, node, aten.unsqueeze.default, source, 1)
             equal = compute(graph, node, aten.eq.Tensor, rows, columns)
             count = compute(graph, node, aten.sum.dim_IntList, equal, [0], False, dtype=_value(node).dtype)
-        node.replace_all_uses_with(count)
-        graph.erase_node(node)
+        replace_node(node, count)
 
 
 def _are_positions(node: fx.Node, size: int) -> bool:
     """Whether a node holds positions in a dimension of at most `size`."""
-    top = before_views(node)
+    top = before(node, _VIEWS)
     return top.target is TOP and bool(_value(top.args[0]).shape[argument(top, "dim")] <= size)
 
 
 def are_distinct(node: fx.Node) -> bool:
     """Whether a node holds positions whose last dimension has none of them twice."""
-    top = before_views(node)
+    top = before(node, _VIEWS)
     if top.target is not TOP or argument(top, "dim") not in (-1, _value(top).dim() - 1):
         return False
     return bool(_value(top).shape[-1] == _value(node).shape[-1])
-
-
-def before_views(node: fx.Node) -> fx.Node:
-    """The value before views and casts that keep the order of its elements."""
-    while node.target in (aten.reshape.default, aten.to.dtype, aten.flatten.using_ints):
-        node = arg(node, 0)
-    return node
 
 
 def _is_integer(node: Any) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from autopar._torch.operators import aten
-from autopar.capture.nodes import compute, value
+from autopar.capture.nodes import compute, replace_node, value
 from autopar.capture.passes.batch_norm import replace_batch_norm
 from autopar.errors import CaptureError
 
@@ -48,11 +48,7 @@ def change_views_by_copies(graph: fx.Graph) -> None:
 
 
 def functionalise(graph: fx.Graph, buffers: Mapping[str, str]) -> dict[str, fx.Node]:
-    """Make in-place operators and the statistics of batch norm functional.
-
-    `buffers` maps placeholders to names. Returns the last value of every changed buffer. Raises `CaptureError` if an
-    operator changes a value that others see.
-    """
+    """Make in-place operators and batch norm's statistics functional. Returns the last values of changed buffers."""
     last: dict[str, fx.Node] = {}
     holds: dict[fx.Node, str] = {n: buffers[n.name] for n in graph.nodes if n.op == "placeholder" and n.name in buffers}
     for node in list(graph.nodes):
@@ -102,10 +98,7 @@ def _kinds(schema: Any) -> list[str]:
 
 
 def _arguments(node: fx.Node, twin: Any) -> tuple[Any, ...]:
-    """The positional arguments of a node, with a default of its operator where the twin has another or none.
-
-    A trace leaves out `p` of `bernoulli_(p=0.5)`, but `bernoulli` needs it.
-    """
+    """The positional arguments of a node, with defaults that a trace leaves out and the twin needs."""
     given = list(node.args)
     places = [argument for argument in node.target._schema.arguments if not argument.kwarg_only]  # type: ignore[union-attr]
     for argument, other in list(zip(places, twin._schema.arguments, strict=False))[len(given) :]:
@@ -130,8 +123,7 @@ def _functional(graph: fx.Graph, node: fx.Node) -> fx.Node:
             new = _fitted(graph, node, node.args[1], like)
         else:
             new = _fitted(graph, node, compute(graph, node, twin, *_arguments(node, twin), **node.kwargs), like)
-    node.replace_all_uses_with(new)
-    graph.erase_node(node)
+    replace_node(node, new)
     assert target is not new
     return new
 
@@ -153,9 +145,7 @@ def drop_copies(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target in (aten.copy.default, aten.fill.Tensor):
             with graph.inserting_before(node):
-                new = _fitted(graph, node, node.args[1], value(node))
-            node.replace_all_uses_with(new)
-            graph.erase_node(node)
+                replace_node(node, _fitted(graph, node, node.args[1], value(node)))
         elif node.target is aten.index_put.default:
             _masked_put(graph, node)
         elif node.target in (aten.slice_scatter.default, aten.select_scatter.default) and value(node).is_complex():
@@ -176,8 +166,7 @@ def _joined_pieces(graph: fx.Graph, node: fx.Node) -> None:
         rows = compute(graph, node, aten.unsqueeze.default, source, dim) if is_one else source
         kept = [compute(graph, node, aten.slice.Tensor, x, dim, *r) for r in ((0, start), (end, size))]
         new = compute(graph, node, aten.cat.default, [kept[0], rows, kept[1]], dim)
-    node.replace_all_uses_with(new)
-    graph.erase_node(node)
+    replace_node(node, new)
 
 
 def _masked_put(graph: fx.Graph, node: fx.Node) -> None:
@@ -196,8 +185,7 @@ def _masked_put(graph: fx.Graph, node: fx.Node) -> None:
         wide = compute(graph, node, aten.reshape.default, mask, shape)
         row = compute(graph, node, aten.reshape.default, source, [*[1] * (dim - len(sizes)), *sizes])
         new = compute(graph, node, aten.where.self, wide, row, x)
-    node.replace_all_uses_with(new)
-    graph.erase_node(node)
+    replace_node(node, new)
 
 
 def _is_view(node: Any) -> bool:

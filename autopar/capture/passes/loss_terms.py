@@ -29,10 +29,7 @@ IsFree = Callable[[fx.Node], bool]
 
 
 def numbers_as_terms(graph: fx.Graph, loss: fx.Node) -> None:
-    """Replace every number that is added to a term of the loss by a constant tensor.
-
-    A number that depends on the batch size stays a number.
-    """
+    """Replace a number that is added to a term of the loss by a constant tensor, unless the batch size decides it."""
     stack, seen = [loss], {loss}
     while stack:
         node = stack.pop()
@@ -68,10 +65,7 @@ def average_terms(graph: fx.Graph, loss: fx.Node, sums: BatchSums) -> None:
 
 
 def _terms(node: fx.Node, is_free: IsFree) -> Iterator[Place]:
-    """The terms of a number that is a sum, each with the node that reads it.
-
-    A number that is read elsewhere too, such as another output of the model, is one term.
-    """
+    """The terms of a number that is a sum, each with its reader. A number that is read elsewhere too is one term."""
     for operand in _linear_in(node, is_free) if node.meta.get("batch_power", 0) == 0 else ():
         is_sum = next(_linear_in(operand, is_free), None) is not None and operand.meta.get("batch_power", 0) == 0
         if is_sum and len(operand.users) == 1:
@@ -104,10 +98,7 @@ def _linear_in(node: fx.Node, is_free: IsFree) -> Iterator[fx.Node]:
 
 
 def _power(term: fx.Node, is_free: IsFree) -> int | None:
-    """The power of the batch size to which a term is proportional beside its samples: 0 for a sum, -1 for a mean.
-
-    None if its operators do not show it.
-    """
+    """The power of the batch size of a term: 0 for a sum, -1 for a mean, None if its operators do not show it."""
     power: int | None = 0
     while not is_free(term) and term.op == "call_function" and power is not None:
         if operator_name(term) in ("mean", "sum"):

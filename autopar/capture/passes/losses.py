@@ -7,7 +7,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar._torch.operators import aten
-from autopar.capture.nodes import argument, compute, is_random, value
+from autopar.capture.nodes import argument, compute, is_random, replace_node, value
 from autopar.capture.passes.in_place import functionalise
 from autopar.errors import CaptureError
 from autopar.ir.precision import is_low
@@ -35,8 +35,7 @@ def open_composites(graph: fx.Graph) -> None:
                 if inner.op == "call_function":
                     values[inner] = graph.node_copy(inner, values.__getitem__)
                     values[inner].meta = dict(node.meta) | {"val": value(inner)}
-        node.replace_all_uses_with(values[opened.output_node().args[0]])  # type: ignore[index]
-        graph.erase_node(node)
+        replace_node(node, values[opened.output_node().args[0]])  # type: ignore[index]
 
 
 def _decomposed(node: fx.Node) -> fx.Graph | None:
@@ -57,10 +56,7 @@ def _decomposed(node: fx.Node) -> fx.Graph | None:
 
 
 def split_mean_losses(graph: fx.Graph) -> None:
-    """Split a mean over classes into sum, count and division, because ranks sum the first two separately.
-
-    The sum and the count of 16-bit logits are float32: 16 bits hold no count above 256 (bfloat16) or 65,504 (float16).
-    """
+    """Split a mean over classes into sum, count and division, in float32 for 16 bits, which hold no count above 256."""
     for node in list(graph.nodes):
         if node.target not in _CLASSES or argument(node, "reduction") == NONE:
             continue
@@ -85,8 +81,7 @@ def split_mean_losses(graph: fx.Graph) -> None:
                 total = compute(graph, node, aten.mean.default, total)
             if wide != low and any(user.op != "output" for user in node.users):
                 total = compute(graph, node, aten.to.dtype, total, low)
-        node.replace_all_uses_with(total)
-        graph.erase_node(node)
+        replace_node(node, total)
 
 
 def _like(graph: fx.Graph, node: fx.Node, logits: Any, weight: Any, reduction: int) -> fx.Node:

@@ -3,7 +3,6 @@
 After the passes, every node is a functional ATen operator with one tensor output, and has ``meta["info"]``.
 """
 
-import operator
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import fx
 
 from autopar._torch.operators import aten
-from autopar.capture.nodes import arg, compute, operator_name, output_nodes
+from autopar.capture.nodes import arg, compute, operator_name, output_nodes, replace_node
 from autopar.capture.nodes import value as _value
 from autopar.capture.passes.aliases import one_name
 from autopar.capture.passes.autocast import mark_region, write_casts
@@ -69,12 +68,8 @@ def inline_regions(graph: fx.Graph, root: fx.GraphModule) -> None:
                     if name == "wrap_with_autocast":
                         mark_region(copy, node.args)
                     values[inner] = copy
-        for user in list(node.users):
-            assert user.target is operator.getitem, user
-            user.replace_all_uses_with(result[user.args[1]])
-            graph.erase_node(user)
         region_node = node.args[position]
-        graph.erase_node(node)
+        replace_node(node, result)
         if not region_node.users:
             graph.erase_node(region_node)
 
@@ -87,8 +82,7 @@ def drop_no_ops(graph: fx.Graph) -> None:
         if node.target in DROPPED:
             graph.erase_node(node)
         elif node.target in IDENTITY or _is_no_op(node):
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
+            replace_node(node, arg(node, 0))
         elif node.target in RESHAPES:
             node.target = aten.reshape.default
         elif str(node.target).startswith(("aten.to.", "aten._to_copy", "aten.type_as")):
@@ -134,11 +128,7 @@ def dense_gradients(graph: fx.Graph) -> None:
 
 
 def spell_plainly(graph: fx.Graph) -> None:
-    """Give each operator one form.
-
-    Constant padding becomes `constant_pad_nd`, and `reshape` gets its complete shape. Uninitialised memory becomes
-    zeros, because it would differ between ranks. `new_zeros` and its relatives become `full` or `full_like`.
-    """
+    """Give each operator one form. Uninitialised memory becomes zeros, because it would differ between ranks."""
     for node in list(graph.nodes):
         if node.target is aten.pad.default and (len(node.args) < 3 or node.args[2] == "constant"):
             value = node.args[3] if len(node.args) > 3 else node.kwargs.get("value", 0.0)
@@ -154,10 +144,7 @@ def spell_plainly(graph: fx.Graph) -> None:
 
 
 def _fill_without_operand(node: fx.Node, value: float | None) -> None:
-    """Replace ``x.new_zeros(shape)`` by `full` with x's dtype and device.
-
-    If the shape is x's shape, `full_like` replaces it, because the result has x's axes.
-    """
+    """Replace ``x.new_zeros(shape)`` by `full`, or for x's shape by `full_like`, because the result has x's axes."""
     shape = list(_value(node).shape)
     fill = node.args[2] if value is None else value
     if isinstance(fill, fx.Node):
@@ -228,11 +215,7 @@ PASSES: tuple[GraphPass, ...] = (
 def normalise(
     graph: fx.Graph, root: fx.GraphModule, trainable: frozenset[str], buffers: Mapping[str, str], num_updates: int = 0
 ) -> tuple[str, ...]:
-    """Apply all passes in place, then give every node its `TensorInfo`.
-
-    `trainable` names placeholders, and `buffers` maps placeholders to buffers. The last `num_updates` outputs are new
-    values of buffers. Returns the buffers that in-place operators change. Their new values become the last outputs.
-    """
+    """Apply all passes in place. Returns the buffers that operators change, whose new values are the last outputs."""
     inline_regions(graph, root)
     write_casts(graph)
     inline_control_flow(graph, root)

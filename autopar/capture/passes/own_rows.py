@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from autopar._torch.operators import aten
-from autopar.capture.nodes import closure, compute, is_random, value
+from autopar.capture.nodes import closure, compute, is_random, replace_node, value
 from autopar.capture.passes.constants import evaluate
 
 _MASKS = (torch.bool, torch.uint8)
@@ -46,8 +46,7 @@ def own_rows(graph: fx.Graph) -> None:
                 make = _picked if node.target is aten.index.Tensor else _written
                 new = make(node, given, rows, rank)
             if new is not None:
-                node.replace_all_uses_with(new)
-                graph.erase_node(node)
+                replace_node(node, new)
 
 
 def _with_rows(node: fx.Node) -> None:
@@ -80,16 +79,12 @@ def _with_rows(node: fx.Node) -> None:
             new = emit(aten.index_put.default, x, [rows, inside], new, *args[3:])
         else:
             new = emit(aten.index.Tensor, x, [rows, inside])
-        node.replace_all_uses_with(emit(aten.reshape.default, new, list(value(node).shape)))
-        node.graph.erase_node(node)
+        replace_node(node, emit(aten.reshape.default, new, list(value(node).shape)))
         return
 
 
 def _counts_along(index: fx.Node, total: int | None = None) -> int | None:
-    """The dimension along which an index that depends on nothing counts from 0. It is constant along all others.
-
-    It counts in steps of one, or in equal steps up to a total.
-    """
+    """The dimension along which an index that depends on nothing counts from 0, by one or equally up to `total`."""
     nodes = closure([index])
     if any(n.op != "call_function" or is_random(n) or value(n).numel() > _MOST_EVALUATED for n in nodes):
         return None

@@ -179,10 +179,7 @@ def _after_reshape(before: Sequence[int], after: Sequence[int], at: _At) -> _At 
 
 
 def _partition(takes: Sequence[_Take], size: int) -> tuple[_Interval, ...] | None:
-    """The pieces of a dimension. Rows that no slice takes belong to the piece before them; both are trained alike.
-
-    None if slices overlap. Also None if all slices have one size and are aligned, because such pieces are a product.
-    """
+    """The pieces of a dimension. None if slices overlap, or are aligned and of one size: these are a product."""
     wanted = sorted({take.rows for take in takes})
     lengths = {stop - start for start, stop in wanted}
     if any(stop > start for (_, stop), (start, _) in pairwise(wanted)):

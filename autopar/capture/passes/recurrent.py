@@ -10,16 +10,13 @@ from typing import Any
 from torch import fx
 
 from autopar._torch.operators import aten
-from autopar.capture.nodes import argument, compute, operator_name, value
+from autopar.capture.nodes import argument, compute, operator_name, replace_node, value
 
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 def drop_between_layers(graph: fx.Graph) -> None:
-    """Replace every recurrent network of several layers that drops.
-
-    Its outputs are the sequence of the last layer, and the states of all layers.
-    """
+    """Replace every recurrent network of several layers that drops."""
     for node in list(graph.nodes):
         if node.op != "call_function" or operator_name(node) not in RECURRENT or not isinstance(value(node), tuple):
             continue
@@ -27,11 +24,7 @@ def drop_between_layers(graph: fx.Graph) -> None:
             continue
         if argument(node, "dropout") and argument(node, "train") and argument(node, "num_layers") > 1:
             with graph.inserting_before(node):
-                outputs = _layers(graph, node)
-            for user in list(node.users):
-                user.replace_all_uses_with(outputs[user.args[1]])
-                graph.erase_node(user)
-            graph.erase_node(node)
+                replace_node(node, _layers(graph, node))
 
 
 def _layers(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
@@ -84,15 +77,7 @@ def open_cells(graph: fx.Graph) -> None:
             return compute(graph, like, target, *args)
 
         with graph.inserting_before(node):
-            result = _CELLS[node.target](emit, node)
-        if isinstance(result, fx.Node):
-            node.replace_all_uses_with(result)
-        else:
-            for user in list(node.users):
-                assert user.target is operator.getitem, user
-                user.replace_all_uses_with(result[user.args[1]])
-                graph.erase_node(user)
-        graph.erase_node(node)
+            replace_node(node, _CELLS[node.target](emit, node))
 
 
 def _products(emit: Emit, node: fx.Node, state: Any) -> tuple[fx.Node, fx.Node]:

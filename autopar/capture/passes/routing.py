@@ -21,7 +21,17 @@ import torch
 from torch import fx
 
 from autopar._torch.operators import aten
-from autopar.capture.nodes import arg, argument, compute, is_random, operator_name, positional, value
+from autopar.capture.nodes import (
+    arg,
+    argument,
+    before,
+    compute,
+    is_random,
+    operator_name,
+    positional,
+    replace_node,
+    value,
+)
 from autopar.capture.passes.experts import are_distinct
 from autopar.rules.grouped_product import GROUPED_MM
 from autopar.rules.operators import output_of
@@ -162,17 +172,17 @@ class Region:
         if user.target is not GROUPED_MM or of_rows.get(arg(user, 0)) != 0 or user.args[1] in of_rows:
             return False
         counted = _counted_by_ends(arg(user, 2))
-        is_searched = _counted_by_search(_before(arg(user, 2), _CASTS)) is not None  # of sorted numbers alone
+        is_searched = _counted_by_search(before(arg(user, 2), _CASTS)) is not None  # of sorted numbers alone
         if counted is None or not (self._is_sorted_keys(counted) or (self._is_keys(counted) and not is_searched)):
             return False
         self.products.append(user)
         return True
 
     def _is_keys(self, node: fx.Node) -> bool:
-        return _before(node, _SAME) is _before(self.keys, _SAME)
+        return before(node, _SAME) is before(self.keys, _SAME)
 
     def _is_sorted_keys(self, node: fx.Node) -> bool:
-        source = _before(node, _SAME)
+        source = before(node, _SAME)
         return source in self.takes and self._is_keys(arg(source, self.takes[source]))
 
     # ---- rewriting ----
@@ -181,10 +191,10 @@ class Region:
         """Replace the region in place."""
         tokens, k = self.num_rows // self.k, self.k
         with graph.inserting_before(self.order):
-            before = arg(self.keys, 0) if self.keys.target is aten.reshape.default else self.keys
-            is_choices = tuple(value(before).shape) == (tokens, k)
+            chosen = arg(self.keys, 0) if self.keys.target is aten.reshape.default else self.keys
+            is_choices = tuple(value(chosen).shape) == (tokens, k)
             args = self.keys, [tokens, k]
-            choices = before if is_choices else compute(graph, self.order, aten.reshape.default, *args)
+            choices = chosen if is_choices else compute(graph, self.order, aten.reshape.default, *args)
             order = compute(graph, self.order, ORDER, choices)
             expert = compute(graph, self.order, TAKE, self.keys, order, k)
         for node in self.products:
@@ -197,8 +207,7 @@ class Region:
 
     def _replace(self, graph: fx.Graph, node: fx.Node, target: Any, *args: Any) -> None:
         with graph.inserting_before(node):
-            node.replace_all_uses_with(compute(graph, node, target, *args))
-        graph.erase_node(node)
+            replace_node(node, compute(graph, node, target, *args))
 
     def _add(self, graph: fx.Graph, node: fx.Node, rows: fx.Node, order: fx.Node) -> None:
         """Replace the addition of every row to its token."""
@@ -209,8 +218,7 @@ class Region:
             total = compute(graph, node, aten.sum.dim_IntList, by_token, [1])
             if not _is_zeros(arg(node, 0)):
                 total = compute(graph, node, aten.add.Tensor, arg(node, 0), total)
-        node.replace_all_uses_with(total)
-        graph.erase_node(node)
+        replace_node(node, total)
 
 
 # ---- the rows of a value ----
@@ -294,7 +302,7 @@ def _numbers_tokens(node: fx.Node, k: int) -> bool:
         return positional(node, 1) == k and _is_range(arg(node, 0), tokens * k)
     if name != "reshape" or tuple(value(node.args[0]).shape) != (tokens, k):
         return False
-    column = _before(arg(node, 0), _REPEATED)
+    column = before(arg(node, 0), _REPEATED)
     return _is_range(column, tokens)
 
 
@@ -376,16 +384,9 @@ _SHAPED = frozenset(["zeros_like", "ones_like", "full_like", "empty_like"])  # t
 _REPEATED = frozenset(["expand", "unsqueeze", "reshape", "repeat"])
 
 
-def _before(node: fx.Node, names: frozenset[str]) -> fx.Node:
-    """The value before some operators."""
-    while node.op == "call_function" and operator_name(node) in names and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node
-
-
 def _last_size(keys: fx.Node) -> int:
     """The size of the last dimension before keys became one dimension, which holds the choices of a token."""
-    shape = value(_before(keys, _SAME)).shape
+    shape = value(before(keys, _SAME)).shape
     return int(shape[-1]) if len(shape) > 1 else 1
 
 
@@ -398,17 +399,17 @@ def _is_zeros(node: fx.Node) -> bool:
 
 def _counted_by_ends(ends: fx.Node) -> fx.Node | None:
     """The numbers whose counts, added up, are the ends of groups."""
-    ends = _before(ends, _CASTS)
+    ends = before(ends, _CASTS)
     searched = _counted_by_search(ends)
     if searched is not None:
         return searched
     if ends.op != "call_function" or operator_name(ends) != "cumsum" or value(ends).dim() != 1:
         return None
-    counts = _before(arg(ends, 0), _CASTS)
+    counts = before(arg(ends, 0), _CASTS)
     name = operator_name(counts) if counts.op == "call_function" else ""
     size = len(value(counts))
     if name == "sum":
-        return _compared(_before(arg(counts, 0), _CASTS), positional(counts, 1), size)
+        return _compared(before(arg(counts, 0), _CASTS), positional(counts, 1), size)
     if name in ("scatter_add", "index_add", "index_put"):
         return _added(counts)
     return None
@@ -422,7 +423,7 @@ def _counted_by_search(node: fx.Node) -> fx.Node | None:
     if not (isinstance(x, fx.Node) and isinstance(numbers, fx.Node)):
         return None
     is_right = bool(argument(node, "right")) or argument(node, "side") == "right"
-    return x if is_right and _is_range(_before(numbers, _CASTS), len(value(node))) else None
+    return x if is_right and _is_range(before(numbers, _CASTS), len(value(node))) else None
 
 
 def _compared(equal: fx.Node, dims: Any, size: int) -> fx.Node | None:
@@ -437,7 +438,7 @@ def _compared(equal: fx.Node, dims: Any, size: int) -> fx.Node | None:
     if operator_name(equal) != "eq" or not all(isinstance(a, fx.Node) for a in equal.args[:2]):
         return None
     for x, numbers in ((arg(equal, 0), arg(equal, 1)), (arg(equal, 1), arg(equal, 0))):
-        row = _before(numbers, _SAME | {"expand"})
+        row = before(numbers, _SAME | {"expand"})
         if _is_range(row, size) and value(numbers).shape[-1:] == (size,) and value(x).shape[-1:] == (1,):
             return x
     return None

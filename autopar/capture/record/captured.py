@@ -16,22 +16,15 @@ Again = Callable[[int], Program]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Capture:
-    """A captured model. `record` gives its program at other sizes. If `record` is None, `unknown` has the reason.
-
-    `again` captures the model at another batch size and at the sequence length of the first capture. `sequence` is this
-    length, or None if the length does not vary.
-    """
+    """A captured model. `record` gives its program at other sizes. If `record` is None, `unknown` has the reason."""
 
     record: ProgramRecord | None
     unknown: str | None
-    again: Again | None
-    sequence: int | None
+    again: Again | None  # captures the model at another batch size
+    sequence: int | None  # the length of the first capture; None if it does not vary
 
     def at(self, *, batch: int, sequence: int | None = None) -> Program:
-        """The program at a global batch and a sequence length, equal to a new capture at these sizes.
-
-        This takes milliseconds, or as long as a capture if these sizes need one.
-        """
+        """The program at a global batch and a sequence length, equal to a new capture at these sizes."""
         same = sequence is None or sequence == self.sequence
         if self.record is None:
             why = self.unknown or ""

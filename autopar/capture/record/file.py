@@ -55,10 +55,7 @@ def capture_text(captured: "Capture", *, about: dict[str, str], notes: tuple[str
 
 
 def open_capture(path: Path) -> tuple[CaptureHeader, Callable[[], "Capture"]]:
-    """The header of an undamaged file, and a function that reads its capture. Only this function needs torch.
-
-    Both raise `InputError`.
-    """
+    """The header of an undamaged file, and a function that reads its capture. Only this function needs torch."""
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise InputError(f"{path} has more than {_MAX_BYTES:,} bytes, so it is no capture; capture again")

@@ -17,6 +17,8 @@ from autopar.capture.analysis import analyse, described
 from autopar.capture.forms import Form, Sizes
 from autopar.capture.layers.blocks import block_text, signature_of
 from autopar.capture.record.schema import (
+    SAME,
+    VERDICTS,
     BlockRecord,
     ConstantsRecord,
     InfoRecord,
@@ -30,16 +32,7 @@ from autopar.capture.record.schema import (
 )
 from autopar.capture.targets import coupled, judged
 from autopar.errors import CaptureError
-from autopar.ir.program import (
-    Block,
-    CallSite,
-    Constants,
-    Decision,
-    InputInfo,
-    PartOf,
-    Program,
-    StateInfo,
-)
+from autopar.ir.program import Block, CallSite, Constants, InputInfo, Program, StateInfo
 from autopar.rules.operators import output_of
 from autopar.rules.registry import load_families
 from autopar.rules.rule import TensorInfo
@@ -69,14 +62,13 @@ def program_at(record: ProgramRecord, sizes: Sizes) -> Program:
 
 def program_of(record: ProgramRecord) -> Program:
     """The program of `record_of_program`. Raises `BadRecord` if the record is bad."""
-    program = _with_verdicts(_program(record, Sizes(**dict(record.sizes))), record)
+    program = _with_verdicts(_program(record, record.sizes), record)
     return replace(program, batch=record.sizes.batch or None)
 
 
 def _with_verdicts(program: Program, record: ProgramRecord) -> Program:
-    ignored = None if record.ignored is None else dict(record.ignored)
-    verdicts: dict[str, Any] = {"loss_reduction": record.loss_reduction, "mixes_batch": record.mixes_batch}
-    return replace(described(program, analyse(program)), ignored=ignored, **verdicts)
+    verdicts: dict[str, Any] = {name: getattr(record, name) for name in VERDICTS}
+    return replace(described(program, analyse(program)), **verdicts)
 
 
 def _program(record: ProgramRecord, sizes: Sizes) -> Program:
@@ -86,29 +78,20 @@ def _program(record: ProgramRecord, sizes: Sizes) -> Program:
         calls=tuple(
             CallSite(**dict(c) | {"arguments": tuple(read.value(a, {}) for a in c.arguments)}) for c in record.calls
         ),
-        parameters={p.name: _state(p) for p in record.parameters},
-        unused={p.name: _state(p) for p in record.unused},
+        parameters={p.name: _described(StateInfo, p) for p in record.parameters},
+        unused={p.name: _described(StateInfo, p) for p in record.unused},
         notes=record.notes,
         inputs=tuple(_described(InputInfo, i, shape=read.shape(i.shape)) for i in record.inputs),
         constants=read.constants(record.constants),
-        loss=record.loss,
-        denominators=record.denominators,
-        outputs=record.outputs,
         batch=sizes.batch,
         sequence=sizes.sequence,
-        buffers={buffer.name: _state(buffer) for buffer in record.buffers},
-        updates=record.updates,
-        fixed=record.fixed,
-        reads=record.reads,
-        decisions=tuple(Decision(**dict(decision)) for decision in record.decisions),
+        buffers={buffer.name: _described(StateInfo, buffer) for buffer in record.buffers},
+        **{name: getattr(record, name) for name in SAME},
     )
 
 
 def _check_sizes(record: ProgramRecord, sizes: Sizes) -> None:
-    """Raise `OtherGraph` if the graph is not known at these sizes.
-
-    If the model's code takes the same path at two sequence lengths, it is assumed to take this path between them too.
-    """
+    """Raise `OtherGraph` if the graph is not known at these sizes. Between two captured lengths it is."""
     if 1 in (sizes.sequence, record.sizes.batch, record.small.batch):
         raise OtherGraph("a dimension of one element looks like a broadcast dimension")
     if sizes.batch == 1 and record.not_one_sequence is not None:
@@ -127,11 +110,7 @@ def _check_sizes(record: ProgramRecord, sizes: Sizes) -> None:
 
 
 def with_one_sequence(record: ProgramRecord) -> ProgramRecord:
-    """The record with the reason why its program is not known at one sequence, if there is one.
-
-    An operator such as `squeeze` may drop a batch dimension of one, which the record keeps. So all operators run on
-    tensors without data.
-    """
+    """The record with the reason why its program is not known at one sequence, where `squeeze` may drop the batch."""
     try:
         _check_shapes(program_at(record, Sizes(batch=1, sequence=record.sizes.sequence)))
     except OtherGraph as error:
@@ -224,10 +203,7 @@ class _Reader:
         return node
 
     def check_no_op(self, node: fx.Node) -> None:
-        """Raise `OtherGraph` if the operator keeps its operand's shape at these sizes only: capture would drop it.
-
-        At one sequence there is no capture to be equal to, and an operator that changes nothing does no harm.
-        """
+        """Raise `OtherGraph` if an operator changes nothing at these sizes only: capture would drop it."""
         if self.sizes.batch == 1:
             return
         source = node.all_input_nodes[0]
@@ -308,10 +284,7 @@ def _operator(name: str) -> Callable[..., Any]:
 
 
 def define(packet: str, overload: str) -> None:
-    """Define an operator of autopar.
-
-    Rules define their own operators; an output of an ATen operator is defined here.
-    """
+    """Define an output of an ATen operator. Rules define the other operators of autopar."""
     load_families()
     base, _, index = overload.rpartition("_")
     source = getattr(getattr(torch.ops.aten, packet, None), base, None)
@@ -347,7 +320,3 @@ def _literal(record: LiteralRecord) -> torch.Tensor:
 def _described(kind: Callable[..., _T], record: StateRecord | InputRecord, **other: object) -> _T:
     """The description of a tensor, which has the same fields as its record; `other` are those with other values."""
     return kind(**dict(record) | {"dtype": _named("dtype", record.dtype)} | other)
-
-
-def _state(record: StateRecord) -> StateInfo:
-    return _described(StateInfo, record, part=None if record.part is None else PartOf(**dict(record.part)))

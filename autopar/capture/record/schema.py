@@ -5,13 +5,14 @@ or a tagged mapping: ``{"node": "x"}``, ``{"size": [[1, 1, 1, 0]]}``, ``{"dtype"
 `autopar.capture.record.write` writes records, and `autopar.capture.record.read` reads them.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from autopar.capture.forms import Term
+from autopar.capture.forms import Sizes, Term
 from autopar.files.strict_model import StrictModel
-from autopar.ir.program import Role
+from autopar.ir.program import Decision, PartOf, Role
 
 Size = int | tuple[Term, ...]
 Word = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]  # torch.fx writes it into Python code
@@ -26,14 +27,11 @@ class InfoRecord(StrictModel):
 
 
 class LiteralRecord(StrictModel):
-    """A small tensor that the model's own code made.
-
-    `values` has the bytes of its elements in row-major order as base64. It is None for a meta tensor.
-    """
+    """A small tensor that the model's own code made."""
 
     shape: tuple[int, ...]
     dtype: str
-    values: str | None
+    values: str | None  # the bytes of its elements, row by row, as base64; None for a meta tensor
 
 
 class LeafRecord(StrictModel):
@@ -85,14 +83,6 @@ class CallRecord(StrictModel):
     phase: Literal["denominator", "main"]
 
 
-class PartRecord(StrictModel):
-    name: str
-    dim: int
-    start: int
-    stop: int
-    shape: tuple[int, ...]
-
-
 class StateRecord(StrictModel):
     """A `StateInfo`."""
 
@@ -102,7 +92,7 @@ class StateRecord(StrictModel):
     dtype: str
     requires_grad: bool
     persistent: bool
-    part: PartRecord | None
+    part: PartOf | None
 
 
 class InputRecord(StrictModel):
@@ -113,21 +103,16 @@ class InputRecord(StrictModel):
     sequence_dim: int | None
 
 
-class DecisionRecord(StrictModel):
-    """A `Decision`."""
-
-    name: str
-    value: Any
-    line: str
-    code: str
-    occurrence: int
-    inputs: tuple[str, ...]
-    buffers: tuple[str, ...]
-
-
-class SizesRecord(StrictModel):
-    batch: int
-    sequence: int | None
+SAME = (
+    "loss",
+    "denominators",
+    "outputs",
+    "updates",
+    "decisions",
+    "fixed",
+    "reads",
+)  # of a `Program`
+VERDICTS = ("loss_reduction", "mixes_batch", "ignored")  # and those that a batch of one sequence does not show
 
 
 class ProgramRecord(StrictModel):
@@ -140,8 +125,8 @@ class ProgramRecord(StrictModel):
     notes that do not depend on sizes.
     """
 
-    sizes: SizesRecord
-    small: SizesRecord
+    sizes: Sizes
+    small: Sizes
     sequence_is_fixed: bool
     blocks: tuple[BlockRecord, ...]
     calls: tuple[CallRecord, ...]
@@ -154,11 +139,11 @@ class ProgramRecord(StrictModel):
     denominators: tuple[str, ...]
     loss_reduction: Literal["sum", "mean"]
     mixes_batch: str | None
-    ignored: dict[str, int] | None
+    ignored: Mapping[str, int] | None
     not_one_sequence: str | None = None
-    outputs: dict[str, str]
-    updates: dict[str, str]
-    decisions: tuple[DecisionRecord, ...]
-    fixed: dict[str, str]
+    outputs: Mapping[str, str]
+    updates: Mapping[str, str]
+    decisions: tuple[Decision, ...]
+    fixed: Mapping[str, str]
     reads: tuple[str, ...] = ()
     notes: tuple[str, ...]

@@ -18,10 +18,11 @@ from autopar.capture.forms import Form, Sizes, Term, float_form_of, form_of
 from autopar.capture.nodes import output_nodes
 from autopar.capture.program import Twice
 from autopar.capture.record.schema import (
+    SAME,
+    VERDICTS,
     BlockRecord,
     CallRecord,
     ConstantsRecord,
-    DecisionRecord,
     InfoRecord,
     InputRecord,
     LeafRecord,
@@ -29,7 +30,6 @@ from autopar.capture.record.schema import (
     NodeRecord,
     ProgramRecord,
     Size,
-    SizesRecord,
     StateRecord,
 )
 from autopar.errors import CaptureError
@@ -54,8 +54,8 @@ def record_of(twice: Twice) -> ProgramRecord:
     for name in ("loss", "denominators", "outputs", "updates", "parameters", "unused", "buffers", "decisions", "fixed"):
         _same(name, getattr(program, name), getattr(small, name))
     return ProgramRecord(
-        sizes=SizesRecord(batch=sizes.batch, sequence=sizes.sequence),
-        small=SizesRecord(batch=others.batch, sequence=others.sequence),
+        sizes=sizes,
+        small=others,
         sequence_is_fixed=twice.masks_remain,
         blocks=tuple(write.block(a, b) for a, b in zip(program.blocks, small.blocks, strict=True)),
         calls=tuple(write.call(a, b) for a, b in zip(program.calls, small.calls, strict=True)),
@@ -67,17 +67,8 @@ def record_of(twice: Twice) -> ProgramRecord:
             for a, b in zip(program.inputs, small.inputs, strict=True)
         ),
         constants=write.constants(program.constants, small.constants),
-        loss=program.loss,
-        denominators=program.denominators,
-        loss_reduction=program.loss_reduction,
-        mixes_batch=program.mixes_batch,
-        ignored=None if program.ignored is None else dict(program.ignored),
-        outputs=dict(program.outputs),
-        updates=dict(program.updates),
-        decisions=tuple(DecisionRecord(**asdict(decision)) for decision in program.decisions),
-        fixed=dict(program.fixed),
-        reads=program.reads,
         notes=twice.notes,
+        **{name: getattr(program, name) for name in (*SAME, *VERDICTS)},
     )
 
 
@@ -149,12 +140,10 @@ class _Writer:
             return {"float_size": _plain(form.terms)}
         over_a, over_b = (float(round(1 / v)) if 0 < abs(v) < math.inf else math.nan for v in (a, b))
         inverse = float_form_of(over_a, over_b, self.sizes, self.others)
-        if inverse is None or any(1.0 / (inverse.at(s) or math.nan) != v for s, v in self.pairs(a, b)):
+        pairs = zip((self.sizes, self.others), (a, b), strict=True)
+        if inverse is None or any(1.0 / (inverse.at(s) or math.nan) != v for s, v in pairs):
             raise Unexplained(f"{where} has {a!r} at {_text(self.sizes)} and {b!r} at {_text(self.others)}")
         return {"one_over_size": _plain(inverse.terms)}
-
-    def pairs(self, a: float, b: float) -> tuple[tuple[Sizes, float], tuple[Sizes, float]]:
-        return (self.sizes, a), (self.others, b)
 
     def node(self, where: str, node: fx.Node, twin: fx.Node) -> NodeRecord:
         where = f"{where}: {node.meta.get('key', node.name)} ({node.target})"
@@ -283,4 +272,5 @@ def _in_base64(tensor: torch.Tensor) -> str:
 
 def _described(kind: type[_R], info: StateInfo | InputInfo, **other: object) -> _R:
     """The record of a tensor, which has the same fields; `other` are the fields with other values."""
-    return kind(**asdict(info) | {"dtype": _dtype(info.dtype)} | other)
+    fields: dict[str, Any] = {name: getattr(info, name) for name in kind.model_fields}
+    return kind(**fields | {"dtype": _dtype(info.dtype)} | other)

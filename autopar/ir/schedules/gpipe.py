@@ -10,10 +10,7 @@ from autopar.ir.schedules.schedule import PassCounts, PassSeconds, Schedule
 
 
 def one_stage_order(stage: int, ahead: int, micro_batches: int) -> list[int]:
-    """The order of a rank with one stage that runs at most `ahead` forward passes before the first backward pass.
-
-    torch's class runs so too. The order that torch prints counts micro-batches from 1 on the last rank.
-    """
+    """The order of a rank with one stage that runs at most `ahead` forward passes before the first backward pass."""
     forward, backward = (pass_number(stage, kind) * micro_batches for kind in ("F", "B"))
     return in_turns(
         (0, range(forward, forward + micro_batches)), (ahead - 1, range(backward, backward + micro_batches))

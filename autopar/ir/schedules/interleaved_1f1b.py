@@ -14,10 +14,7 @@ from autopar.ir.schedules.schedule import PassCounts, Schedule
 
 
 def interleaved_order(rank: int, pp: int, virtual_stages: int, micro_batches: int, *, splits: bool) -> list[int]:
-    """Rounds of micro-batches through each of the rank's stages in turn; backward in the other direction.
-
-    If the backward pass is split, a weights' part comes `rank` passes after the inputs' part.
-    """
+    """Rounds of micro-batches through each of the rank's stages. If split, weights' parts come `rank` passes later."""
     size = micro_batches // max(1, micro_batches // pp)
     ahead = (virtual_stages - 1) * size + (1 if splits else 2) * (pp - 1 - rank)
     warm_up = min(ahead, virtual_stages * micro_batches)

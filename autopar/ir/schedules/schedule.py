@@ -44,10 +44,7 @@ def _always_exact(pp: int, virtual_stages: int, micro_batches: int, is_balanced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """A schedule: its name, the order of its passes, and closed forms of its idle time and its memory.
-
-    `tests/conformance/test_schedules.py` compares the order with torch's and the closed forms with the replayed order.
-    """
+    """A schedule: its name, the order of its passes, and closed forms of its idle time and its memory."""
 
     name: str  # in plans and on the command line
     torch_name: str | None  # torch.distributed.pipelining's class without "Schedule"; None if it has none
@@ -87,12 +84,7 @@ class Schedule:
         return pp - 1 - position if self.placement == "v" and turn % 2 else position
 
     def most_in_flight(self, *, pp: Any, virtual_stages: Any = 1, micro_batches: Any, rank: Any = 0) -> Any:
-        """The most (stage, micro-batch) pairs whose activations a rank holds at once.
-
-        Divided by the stages of a rank it is in micro-batches of the whole rank.
-        `autopar.ir.schedules.action.peak_in_flight` counts the same on an action list. The result has the shape of all
-        arguments together.
-        """
+        """The most (stage, micro-batch) pairs whose activations a rank holds at once, in the shape of all arguments."""
         pairs = micro_batches * virtual_stages + 0 * (pp + rank)  # a formula may leave arguments out
         return minimum(pairs, self.in_flight(pp, virtual_stages, micro_batches, rank))
 

@@ -29,10 +29,7 @@ def _per_dim(argument: Any, count: int) -> list[int]:
 @rule(aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
 @rule(aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding)
 def convolution(call: Call) -> Rule:
-    """``"n (g i) x, (g o) i k[, (g o)] -> n (g o) y"``.
-
-    Where the kernel tiles the input (patches of an image), x is ``(y k)`` and y may be split. Else it is whole.
-    """
+    """``"n (g i) x, (g o) i k[, (g o)] -> n (g o) y"``. x is ``(y k)`` where the kernel tiles the input, else whole."""
     x, weight = slot_of(call.args[0]), slot_of(call.args[1])
     shape, kernel, out = call.operands[x].shape, call.operands[weight].shape, call.output.shape
     count = len(kernel) - 2
@@ -88,10 +85,7 @@ def _transposed_flops(sizes: Mapping[str, int]) -> float:
 
 @rule(aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input)
 def transposed_convolution(call: Call) -> Rule:
-    """``"n (g i) x, (g i) o k[, (g o)] -> n (g o) y"``.
-
-    Where the kernel's places do not overlap (stride = kernel), y is ``(x k)`` and x may be split. Else it is whole.
-    """
+    """``"n (g i) x, (g i) o k[, (g o)] -> n (g o) y"``. y is ``(x k)`` where places do not overlap, else whole."""
     x, weight = slot_of(call.args[0]), slot_of(call.args[1])
     shape, kernel, out = call.operands[x].shape, call.operands[weight].shape, call.output.shape
     count = len(kernel) - 2

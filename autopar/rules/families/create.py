@@ -10,10 +10,7 @@ from autopar.rules.rule import Call, Rule, Step
 
 
 def sized(call: Call, position: int) -> Rule:
-    """Every element is the same, so any dimension of the output may be split; operands only lend dtype and device.
-
-    An operand of the output's shape shares its factors: a tensor created beside the samples has their batch axis.
-    """
+    """Any dimension of the output may be split: elements are the same. An operand of its shape shares factors."""
 
     def emit(local: Call) -> tuple[Step, ...]:
         arguments: list[Any] = list(local.args)

@@ -26,10 +26,7 @@ def index_select(call: Call) -> Rule:
 
 @rule(aten.index.Tensor)
 def index(call: Call) -> Rule:
-    """Indexed dimensions are whole, the dimensions of the (broadcast) indices are parallel.
-
-    They stand where the indexed dimensions were when those are adjacent, in front otherwise.
-    """
+    """Indexed dimensions are whole, those of indices parallel: in the place of adjacent indexed ones, else in front."""
     x = slot_of(call.args[0])
     shape = call.operands[x].shape
     indices: list[Any] = list(call.args[1])
@@ -140,10 +137,7 @@ def _replaced(call: Call, *, keeps_dim: bool) -> Rule:
 
 @rule(aten.index_put.default)
 def index_put(call: Call) -> Rule:
-    """No single rank knows which elements are replaced.
-
-    So indexed dimensions and indices are whole, the rest is parallel.
-    """
+    """Indexed dimensions and indices are whole, the rest is parallel: no rank knows which elements are replaced."""
     x, values = slot_of(call.args[0]), slot_of(call.args[2])
     places = [d for d, i in enumerate(call.args[1]) if isinstance(i, Slot)]
     given = [slot_of(call.args[1][d]) for d in places]

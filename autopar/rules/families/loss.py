@@ -50,10 +50,7 @@ def _classes(call: Call) -> tuple[dict[int, list[Dim]], list[Dim], bool]:
 
 @rule(aten.cross_entropy_loss.default)
 def cross_entropy_loss(call: Call) -> Rule:
-    """``"t v, t ->"`` for a sum. The classes are split by a rewrite where the target is an id without weights.
-
-    A mean divides by the number (or weight) of valid targets, which no rank knows: everything is whole.
-    """
+    """``"t v, t ->"`` for a sum, with classes split by a rewrite for ids without weights. A mean is whole."""
     specs, batch, by_id = _classes(call)
     reduction = call.arg(3, "reduction", MEAN)
     smoothing = call.arg(5, "label_smoothing", 0.0)

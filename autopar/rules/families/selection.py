@@ -87,8 +87,7 @@ def _emit_untake(local: Call) -> tuple[Step, ...]:
 
 @rule(PRODUCT)
 def expert_product(call: Call) -> Rule:
-    """The rows of a rank's tokens may meet any matrix, and the rows of its experts only these. A matrix is split
-    inside."""
+    """The rows of a rank's tokens may meet any matrix, which is split inside; the rows of its experts only these."""
     inputs: list[list[Dim]] = [[ROW, ("k",)], [("e",), ("k",), ("n",)], [ROW]]
     output: list[Dim] = [ROW, ("n",)]
     linear = [{0}, {1}]
