@@ -1,6 +1,6 @@
 """Axis analysis of a folded program: union-find over the dimensions of all values in all distinct blocks."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -198,10 +198,6 @@ def _rivals_for_batch(mesh: Mesh) -> list[int]:
     return dims if len(dims) > 1 else []
 
 
-def _refines(mesh: Mesh | None) -> bool:
-    return mesh is not None and bool(_rivals(mesh) or _rivals_for_batch(mesh))
-
-
 def refining(mesh: Mesh) -> Mesh:
     """The mesh without the degrees that refine no axis: `analyse` has the same result for it."""
     rivals = _rivals(mesh)
@@ -209,47 +205,26 @@ def refining(mesh: Mesh) -> Mesh:
     return Mesh(mesh.names, tuple(n if i in dims else 1 for i, n in enumerate(mesh.degrees)))
 
 
-def batch_refinement(axes: Axes, batch: Collection[int], mesh: Mesh) -> dict[int, int]:
-    """Split the batch into one part per mesh dimension that splits samples."""
-    rivals = _rivals_for_batch(mesh)
-    if not rivals:
+def _refinement(axes: Axes, atom: int, order: Sequence[int], mesh: Mesh, *, both: bool) -> dict[int, int]:
+    """Split an atom into one part per mesh dimension of `order`, outermost first: the new atoms, each with its own."""
+    parts, rest = list[int](), axes.size(atom)
+    for i, following in pairwise(order):
+        degree = mesh.degrees[i]
+        # if not `both` degrees divide it, only one of the two may split it
+        if rest % degree == 0 and (not both or (rest // degree) % mesh.degrees[following] == 0):
+            parts.append(i)
+            rest //= degree
+    if not parts:
         return {}
-    meant_for: dict[int, int] = {}
-    for atom in dict.fromkeys(batch):
-        parts, rest = list[int](), axes.size(atom)
-        for i in rivals[:-1]:
-            if rest % mesh.degrees[i] == 0:
-                parts.append(i)
-                rest //= mesh.degrees[i]
-        if parts:
-            children = axes.split(atom, [*(mesh.degrees[i] for i in parts), rest])
-            meant_for |= dict(zip(children, [*parts, rivals[-1]], strict=True))
-    return meant_for
-
-
-def refinement(axes: Axes, atoms: Sequence[int], sequence: Collection[int], mesh: Mesh) -> dict[int, int]:
-    """Split each atom into one part per rival mesh dimension, if several of them may split it."""
-    rivals, meant_for = _rivals(mesh), dict[int, int]()
-    owners = sorted(rivals, key=lambda i: owned_by(mesh.names[i]) != "sequence")
-    for atom in atoms:
-        parts, rest = list[int](), axes.size(atom)
-        order = owners if atom in sequence else rivals
-        for i, following in pairwise(order):
-            degree = mesh.degrees[i]
-            # else only one of the two may split it
-            if rest % degree == 0 and (rest // degree) % mesh.degrees[following] == 0:
-                parts.append(i)
-                rest //= degree
-        if parts:
-            children = axes.split(atom, [*(mesh.degrees[i] for i in parts), rest])
-            meant_for |= dict(zip(children, [*parts, order[-1]], strict=True))
-    return meant_for
+    children = axes.split(atom, [*(mesh.degrees[i] for i in parts), rest])
+    return dict(zip(children, [*parts, order[-1]], strict=True))
 
 
 def analyse(program: Program, mesh: Mesh | None = None) -> Analysis:
     """The axes of a program, refined for a mesh until at most one mesh dimension splits each axis."""
     known = program.analysis
-    if isinstance(known, Analysis) and _is_of(known, program) and not _refines(mesh):
+    refines = mesh is not None and (_rivals(mesh) or _rivals_for_batch(mesh))
+    if isinstance(known, Analysis) and _is_of(known, program) and not refines:
         return known
     state = _Unifier(program)
     state.boundaries()
@@ -258,25 +233,22 @@ def analyse(program: Program, mesh: Mesh | None = None) -> Analysis:
             if node.op == "call_function":
                 state.node(i, node)
     axes = state.axes
-    batches = [
-        state.outer[info.name][info.batch_dim]
-        for info in program.inputs
-        if info.batch_dim is not None and info.name in state.outer
-    ]
-    sequences = [
-        state.outer[info.name][info.sequence_dim]
-        for info in program.inputs
-        if info.sequence_dim is not None and info.name in state.outer
-    ]
+    inputs = [(state.outer[info.name], info) for info in program.inputs if info.name in state.outer]
+    batches = [dims[info.batch_dim] for dims, info in inputs if info.batch_dim is not None]
+    sequences = [dims[info.sequence_dim] for dims, info in inputs if info.sequence_dim is not None]
     meant_for: dict[int, int] = {}
     if mesh is not None:
-        meant_for = batch_refinement(axes, axes.atoms(batches), mesh)
+        for atom in dict.fromkeys(axes.atoms(batches)):
+            meant_for |= _refinement(axes, atom, _rivals_for_batch(mesh), mesh, both=False)
     batch = set(axes.atoms(batches))
-    if mesh is not None and _rivals(mesh):
+    if mesh is not None and (rivals := _rivals(mesh)):
+        owners = sorted(rivals, key=lambda i: owned_by(mesh.names[i]) != "sequence")
         every = {a for block in state.values for dims in block.values() for a in axes.atoms(dims)}
+        split = set(axes.atoms(sequences))  # outermost by the ranks of `cp`, so that each has a contiguous part
         if any(mesh.degrees[i] > 1 for i in mesh.owning("experts")):
-            every -= state.expert_atoms() - set(axes.atoms(sequences))  # `ep` splits them whole
-        meant_for |= refinement(axes, sorted(every - batch), axes.atoms(sequences), mesh)
+            every -= state.expert_atoms() - split  # `ep` splits them whole
+        for atom in sorted(every - batch):
+            meant_for |= _refinement(axes, atom, owners if atom in split else rivals, mesh, both=True)
     sequence = set(axes.atoms(sequences))
     crossing = {r for call in program.calls for r in call.results}
     hidden = {a for name in crossing for v in state.outer[name] for a in axes.atoms(v)} - batch - sequence

@@ -4,8 +4,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from typing import Any
 
-import torch
-
 from autopar._torch.private import pytree
 from autopar.errors import InputError
 
@@ -33,11 +31,6 @@ def map_leaves(values: Mapping[str, Any], change: Callable[[str, Any], Any]) -> 
         names = named_leaves({name: value})
         changed[name] = pytree.tree_unflatten([change(*pair) for pair in zip(names, leaves, strict=True)], spec)
     return changed
-
-
-def fixed_leaves(leaves: Mapping[str, Any]) -> dict[str, str]:
-    """The leaves that are no tensors, as text. They are constants of a captured program."""
-    return {name: repr(leaf) for name, leaf in leaves.items() if not isinstance(leaf, torch.Tensor)}
 
 
 def _key(key: Any) -> str:

@@ -110,7 +110,10 @@ def indices(node: fx.Node, table: str = "a table") -> Iterator[tuple[fx.Node, Va
         yield from bounded(node, 1, 0, shape(node.args[0])[0], f"rows of {table}")
     elif name == "one_hot" and isinstance(positional(node, 1), int) and positional(node, 1) >= 0:
         yield from bounded(node, 0, 0, positional(node, 1), "classes")
-    elif name in _LOSSES_BY_CLASS and not _target_is_a_probability(node):
+    elif name in _LOSSES_BY_CLASS:
+        target = positional(node, 1)
+        if isinstance(target, fx.Node) and target.meta["info"].dtype.is_floating_point:
+            return  # a probability for every class
         logits = shape(node.args[0])
         ignored = positional(node, _IGNORE_INDEX, -100)
         yield from bounded(node, 1, 0, logits[min(1, len(logits) - 1)], "classes", ignored)
@@ -141,12 +144,6 @@ def _range(node: fx.Node, low: int, high: int, what: str, ignored: int | None = 
     where = node.meta.get("key", node.name)
     bound = f"{where} reads {low} to {high - 1} ({what})"
     return ValueRange(low=low, high=high, extra=skipped, ignored=skipped, bounded_by=(bound,))
-
-
-def _target_is_a_probability(loss: fx.Node) -> bool:
-    """Whether the target of a loss by class has a probability for every class."""
-    target = positional(loss, 1)
-    return isinstance(target, fx.Node) and bool(target.meta["info"].dtype.is_floating_point)
 
 
 def mask_among_indices(node: fx.Node) -> fx.Node | None:

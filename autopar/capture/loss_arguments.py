@@ -40,25 +40,20 @@ def names_of_loss(loss_fn: _Loss | None) -> tuple[str, ...]:
     return () if count < 2 else (TARGET, *(p.name for p in every[2:count]))
 
 
-def num_of_loss(loss_fn: _Loss | None) -> int:
-    """The number of the last inputs of a tuple that belong to the loss function."""
-    return len(names_of_loss(loss_fn))
-
-
 def arguments_of_loss(
     model: nn.Module, loss_fn: _Loss, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> LossArguments:
     """The inputs of one call of the model, parted."""
     if args:
-        count = len(args) - num_of_loss(loss_fn)
+        count = len(args) - len(names_of_loss(loss_fn))
         return LossArguments(args=tuple(args[:count]), kwargs=kwargs, loss_args=tuple(args[count:]), loss_kwargs={})
     own = inspect.signature(model.forward).parameters
     if _takes_batch(loss_fn):
         takes_all = any(p.kind is p.VAR_KEYWORD for p in own.values())
         given = {name: value for name, value in kwargs.items() if takes_all or name in own}
         return LossArguments(args=(), kwargs=given, loss_args=(dict(kwargs),), loss_kwargs={})
-    names = [p.name for p in _parameters(loss_fn)[2:] if p.name in kwargs]
-    more = {name: kwargs[name] for name in names if name not in own or _is_required(loss_fn, name)}
+    others = [p for p in _parameters(loss_fn)[2:] if p.name in kwargs]
+    more = {p.name: kwargs[p.name] for p in others if p.name not in own or p.default is p.empty}
     given = {name: value for name, value in kwargs.items() if name != TARGET and (name not in more or name in own)}
     target = (kwargs[TARGET],) if names_of_loss(loss_fn) else ()
     return LossArguments(args=(), kwargs=given, loss_args=target, loss_kwargs=more)
@@ -94,10 +89,6 @@ def check_loss_fn(model: nn.Module, loss_fn: _Loss, args: Sequence[Any], kwargs:
 def _takes_batch(loss_fn: _Loss) -> bool:
     every = _parameters(loss_fn)
     return len(every) > 1 and every[1].name == BATCH
-
-
-def _is_required(loss_fn: _Loss, name: str) -> bool:
-    return any(p.name == name and p.default is p.empty for p in _parameters(loss_fn))
 
 
 def _parameters(loss_fn: _Loss) -> list[inspect.Parameter]:
@@ -145,7 +136,7 @@ def _tensors(out: Any) -> dict[str, torch.Tensor]:
 def with_loss(out: Any, loss: Any) -> dict[str, torch.Tensor]:
     """The tensors of a model's output, and the loss. Raises `CaptureError` if the loss is no floating scalar."""
     loss = _without_dimension(loss)
-    if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.dtype.is_floating_point:
+    if not is_loss(loss):
         what = f"a {loss.dtype} tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
         raise CaptureError(
             f"loss_fn must return a floating scalar tensor, it returned {what}; reduce it to a sum or mean"

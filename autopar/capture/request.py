@@ -18,8 +18,8 @@ from torch import nn
 from autopar._torch import private
 from autopar._torch.private import pytree
 from autopar.capture.flat_graph import Flat
-from autopar.capture.input_leaves import fixed_leaves, named_leaves
-from autopar.capture.loss_arguments import names_of_loss, num_of_loss
+from autopar.capture.input_leaves import named_leaves
+from autopar.capture.loss_arguments import names_of_loss
 from autopar.capture.weightless import plain_tensors
 from autopar.errors import CaptureError, InputError
 from autopar.ir.precision import EIGHT_BITS, PRECISIONS, compute_dtype
@@ -83,13 +83,13 @@ class Request:
 
     @property
     def fixed_inputs(self) -> dict[str, str]:
-        """The inputs that are no tensors, as text."""
-        return fixed_leaves(self._leaves())
+        """The inputs that are no tensors, as text. They are constants of a captured program."""
+        return {name: repr(leaf) for name, leaf in self._leaves().items() if not isinstance(leaf, torch.Tensor)}
 
     def _leaves(self) -> dict[str, Any]:
         args, kwargs = split_inputs(self.inputs)
         signature = list(inspect.signature(self.model.forward).parameters)
-        positional = args[: len(args) - num_of_loss(self.loss_fn)]
+        positional = args[: len(args) - len(names_of_loss(self.loss_fn))]
         named = {
             signature[i] if i < len(signature) else f"args_{i}": value for i, value in enumerate(positional)
         } | kwargs
@@ -117,12 +117,10 @@ class Request:
         if precision is None:
             return self
         checked_precision(precision)
-        return replace(
-            self,
-            model=in_precision(self.model, precision),
-            inputs=_inputs_in(compute_dtype(precision), self.inputs),
-            products=products_of(precision),
-        )
+        dtype = compute_dtype(precision)
+        cast = pytree.tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, self.inputs)
+        model = in_precision(self.model, precision)
+        return replace(self, model=model, inputs=cast, products=products_of(precision))
 
     def at(self, sizes: tuple[int, int | None], batch: int, sequence: int | None) -> "Request":
         """The request with inputs of `sizes` resized."""
@@ -179,11 +177,6 @@ def in_precision(model: nn.Module, precision: str | None) -> nn.Module:
             f"precision {precision!r} needs a copy of the model with {dtype} parameters, and the copy fails: "
             f"{type(error).__name__}: {error}; convert the model with model.to({dtype}) and leave the precision out"
         ) from error
-
-
-def _inputs_in(dtype: torch.dtype, inputs: Inputs) -> Inputs:
-    cast: Inputs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, inputs)
-    return cast
 
 
 def batch_and_sequence(named: Mapping[str, torch.Tensor]) -> tuple[int, int | None]:

@@ -53,13 +53,9 @@ def register(app: typer.Typer, function: Callable[..., None]) -> None:
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}
-    run.__doc__ = _flowing(function)
+    # one line for each paragraph, so that the help wraps it to the terminal's width
+    run.__doc__ = "\n\n".join(" ".join(part.split()) for part in (inspect.getdoc(function) or "").split("\n\n"))
     app.command(name=function.__name__)(run)
-
-
-def _flowing(function: Callable[..., None]) -> str:
-    """The docstring with one line for each paragraph, so that the help wraps it to the terminal's width."""
-    return "\n\n".join(" ".join(part.split()) for part in (inspect.getdoc(function) or "").split("\n\n"))
 
 
 def _option_parameters(*, is_search: bool) -> list[inspect.Parameter]:

@@ -64,10 +64,12 @@ def examine(
         on_progress(name)
         checks.append(together(name, partial(_checked, name, run)))
     on_progress("speed of devices")
-    measured += together("speed of devices", lambda: list(device_speeds(device, _common_dtypes(cluster))))
+    dtypes = set.intersection(*(set(d.peak_flops_per_s) for d in cluster.devices))  # that every device has a peak for
+    measured += together("speed of devices", lambda: list(device_speeds(device, dtypes)))
     on_progress("speed of links")
     measured += together("speed of links", lambda: list(link_speeds(device)))
-    mine = Rank(rank=dist.get_rank(), host=socket.gethostname(), device=_device_name(device))
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    mine = Rank(rank=dist.get_rank(), host=socket.gethostname(), device=name)
     notes = [*cluster.assumptions, *(("an odd number of ranks: no pipeline of two stages",) * (world_size % 2))]
     return diagnose(cluster, gather_objects((mine, checks, measured)), notes)
 
@@ -131,15 +133,6 @@ def _checked(name: str, run: Callable[[], Iterable[Difference]]) -> Check:
             worst = diff
     error = worst.error if isfinite(worst.error) else None
     return Check(name=name, error=error, tolerance=worst.tolerance, where=worst.name, num_compared=count)
-
-
-def _common_dtypes(cluster: ClusterSpec) -> set[str]:
-    """The dtypes that every device has a peak for."""
-    return set.intersection(*(set(device.peak_flops_per_s) for device in cluster.devices))
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 class TwoLayers(nn.Module):

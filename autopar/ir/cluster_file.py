@@ -17,24 +17,20 @@ from pydantic import Field
 from autopar.errors import Problem, did_you_mean
 from autopar.files.strict_model import StrictModel, join, validate
 from autopar.files.strict_yaml import read_yaml
-from autopar.ir.device import Device, HostGroup, HostShare, Link, Peaks, device_of_preset, in_unit, link_of_preset, si
+from autopar.ir.device import Device, HostGroup, Link, Peaks, device_of_preset, host_share, in_unit, link_of_preset, si
 from autopar.ir.device_presets import DTYPES, DevicePreset, DeviceType, device_names, device_preset, known_range
 
 # Beyond these a number is a slip of units or of the keyboard, whatever hardware the future brings.
-_Tflops = Annotated[float, Field(gt=0, le=1e7, allow_inf_nan=False)]
-_Gb = Annotated[float, Field(gt=0, le=1e7, allow_inf_nan=False)]
-_GbPerS = Annotated[float, Field(gt=0, le=1e7, allow_inf_nan=False)]
-_Us = Annotated[float, Field(gt=0, le=1e7, allow_inf_nan=False)]
-_Money = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
-_Watts = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
+_Figure = Annotated[float, Field(gt=0, le=1e7, allow_inf_nan=False)]
+_MoneyOrWatts = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
 _Text = Annotated[str, Field(min_length=1, max_length=200)]
 MAX_HOSTS = 100_000
 MAX_DEVICES_PER_HOST = 1_024
 
 
 class LinkEntry(StrictModel):
-    bandwidth_gb_per_s: _GbPerS
-    latency_us: _Us
+    bandwidth_gb_per_s: _Figure
+    latency_us: _Figure
     name: _Text | None = None
     is_switched: bool = True
 
@@ -44,28 +40,28 @@ class SpineEntry(LinkEntry):
 
 
 class PeaksEntry(StrictModel):
-    float64: _Tflops | None = None
-    float32: _Tflops
-    tf32: _Tflops | None = None
-    bfloat16: _Tflops | None = None
-    float16: _Tflops | None = None
-    float8: _Tflops | None = None
-    float4: _Tflops | None = None
+    float64: _Figure | None = None
+    float32: _Figure
+    tf32: _Figure | None = None
+    bfloat16: _Figure | None = None
+    float16: _Figure | None = None
+    float8: _Figure | None = None
+    float4: _Figure | None = None
 
 
 class HostShareEntry(StrictModel):
-    link_gb_per_s: _GbPerS
-    memory_gb: _Gb
-    memory_gb_per_s: _GbPerS
+    link_gb_per_s: _Figure
+    memory_gb: _Figure
+    memory_gb_per_s: _Figure
 
 
 class DeviceEntry(StrictModel):
     name: _Text
     device_type: DeviceType = "cuda"
     peak_tflops: PeaksEntry
-    memory_gb: _Gb
-    memory_bandwidth_gb_per_s: _GbPerS
-    power_w: _Watts | None = None
+    memory_gb: _Figure
+    memory_bandwidth_gb_per_s: _Figure
+    power_w: _MoneyOrWatts | None = None
     source: _Text = "the cluster file"
     host: HostShareEntry | None = None
 
@@ -75,7 +71,7 @@ class GroupEntry(StrictModel):
     devices_per_host: Annotated[int, Field(ge=1, le=MAX_DEVICES_PER_HOST)]
     device: Any  # a preset's name or a DeviceEntry: checked apart, because a union's violations are unreadable
     in_host: LinkEntry | None = None
-    price_usd_per_device_hour: _Money | None = None
+    price_usd_per_device_hour: _MoneyOrWatts | None = None
 
 
 class ClusterEntry(StrictModel):
@@ -313,15 +309,7 @@ def device_of_entry(entry: DeviceEntry) -> Device:
         memory_bandwidth_bytes_per_s=si(entry.memory_bandwidth_gb_per_s, 1e9),
         power_w=float(entry.power_w) if entry.power_w is not None else None,
         source=entry.source,
-        host=None if entry.host is None else _host_share(entry.host),
-    )
-
-
-def _host_share(entry: HostShareEntry) -> HostShare:
-    return HostShare(
-        link_bytes_per_s=si(entry.link_gb_per_s, 1e9),
-        memory_bytes=si(entry.memory_gb, 1e9),
-        memory_bytes_per_s=si(entry.memory_gb_per_s, 1e9),
+        host=None if entry.host is None else host_share(**entry.host.model_dump()),
     )
 
 

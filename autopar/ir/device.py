@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from autopar.errors import ClusterError, Problem, did_you_mean
 
 if TYPE_CHECKING:
-    from autopar.ir.device_presets import DevicePreset, PresetHost, PresetLink
+    from autopar.ir.device_presets import DevicePreset, PresetLink
 
 DeviceType = Literal["cuda", "cpu"]
 
@@ -141,15 +141,15 @@ def device_of_preset(preset: DevicePreset) -> Device:
         memory_bandwidth_bytes_per_s=si(preset.memory_bandwidth_gb_per_s.value, 1e9),
         power_w=float(preset.power_w.value) if preset.power_w is not None else None,
         source=f"preset {preset.name}: {preset.total_memory_gb.source}",
-        host=None if preset.host is None else host_of_preset(preset.host),
+        host=None if preset.host is None else host_share(**{name: figure.value for name, figure in preset.host}),
     )
 
 
-def host_of_preset(host: PresetHost) -> HostShare:
+def host_share(link_gb_per_s: float, memory_gb: float, memory_gb_per_s: float) -> HostShare:
     return HostShare(
-        link_bytes_per_s=si(host.link_gb_per_s.value, 1e9),
-        memory_bytes=si(host.memory_gb.value, 1e9),
-        memory_bytes_per_s=si(host.memory_gb_per_s.value, 1e9),
+        link_bytes_per_s=si(link_gb_per_s, 1e9),
+        memory_bytes=si(memory_gb, 1e9),
+        memory_bytes_per_s=si(memory_gb_per_s, 1e9),
     )
 
 

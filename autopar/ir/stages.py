@@ -307,7 +307,8 @@ def separates(program: Program, stage: Stage, recomputed: Collection[int]) -> bo
         call = program.calls[i]
         block = program.blocks[call.block]
         arguments = dict(zip(block.ports, call.arguments, strict=True))
-        trained = {port for port, a in arguments.items() if a in program.parameters and _is_trained(program, str(a))}
+        infos = {port: program.parameters.get(str(a)) for port, a in arguments.items()}
+        trained = {port for port, info in infos.items() if info is not None and info.requires_grad}
         users = {node.name: len(node.users) for node in block.graph.nodes if node.op == "placeholder"}
         names = [str(arguments[port]) for port in trained]
         if any(users[port] > 1 for port in trained) or not seen.isdisjoint(names) or len(set(names)) < len(names):
@@ -325,7 +326,3 @@ def separates(program: Program, stage: Stage, recomputed: Collection[int]) -> bo
 def _is_differentiable(node: "fx.Node") -> bool:
     info = node.meta.get("info")
     return info is not None and bool(info.differentiable)
-
-
-def _is_trained(program: Program, name: str) -> bool:
-    return program.parameters[name].requires_grad

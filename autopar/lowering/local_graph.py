@@ -217,7 +217,7 @@ class _Writer:
         _describe(node, target, cuts)
         if uneven and a.kind == "S" and _size(dims, source[i]) % degrees[i]:
             size = _cut(dims.local_sizes(target, degrees), cuts)[a.dim]
-            node = self.call(torch.ops.aten.slice.Tensor, (node, a.dim, 0, size))
+            node = self.graph.call_function(torch.ops.aten.slice.Tensor, (node, a.dim, 0, size))
             _describe(node, target, cuts)
         if inner:
             node = self.reshape(node, dims.local_shape(target, degrees))
@@ -232,17 +232,12 @@ class _Writer:
             return node
         missing = (chunk(size, degree) * degree - size) * (shape[to.dim] // size)
         pads = [0, 0] * (len(shape) - 1 - to.dim) + [0, missing]
-        node = self.call(torch.ops.aten.constant_pad_nd.default, (node, pads))
+        node = self.graph.call_function(torch.ops.aten.constant_pad_nd.default, (node, pads))
         _describe(node, types, cuts)
         return node
 
     def reshape(self, node: fx.Node, shape: Sequence[int]) -> fx.Node:
-        return self.call(torch.ops.aten.reshape.default, (node, list(shape)))
-
-    def call(
-        self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
-    ) -> fx.Node:
-        return self.graph.call_function(target, args, dict(kwargs or {}))
+        return self.graph.call_function(torch.ops.aten.reshape.default, (node, list(shape)))
 
     def operator(
         self, node: fx.Node, bound: Bound, call: Call, names: Sequence[str], chosen: Sequence[Variant]
@@ -454,8 +449,10 @@ def fuse_gathers(graph: fx.Graph, fused_function: Callable[..., Any]) -> None:
         if not all(u.target is LINEAR and u.args[0] is gather and gather not in u.args[1:] for u in users):
             continue
         pairs = [a for u in users for a in (u.args[1], u.args[2] if len(u.args) > 2 else None)]
-        if any(isinstance(a, fx.Node) and a > min(users) for a in pairs) or _uses_between(users):
+        if any(isinstance(a, fx.Node) and a > min(users) for a in pairs):
             continue
+        if any(operand in users for user in users for operand in user.all_input_nodes):
+            continue  # a product of the gather feeds another one
         with graph.inserting_before(min(users)):
             fused = graph.call_function(fused_function, (*gather.args, *pairs), name="gathered")
             pieces = [graph.call_function(operator.getitem, (fused, k), name=u.name) for k, u in enumerate(users)]
@@ -464,9 +461,3 @@ def fuse_gathers(graph: fx.Graph, fused_function: Callable[..., Any]) -> None:
             user.replace_all_uses_with(piece)
             graph.erase_node(user)
         graph.erase_node(gather)
-
-
-def _uses_between(users: list[fx.Node]) -> bool:
-    """Whether a product's operands depend on another product of the same gather."""
-    inside = set(users)
-    return any(n in inside for u in users for n in u.all_input_nodes)

@@ -354,13 +354,10 @@ class _Run:
         with torch.set_grad_enabled(saves), _at(self.part.streams, self.positions), _collecting(saved, self.num_saved):
             results = self.part.function(*given)
         values: dict[_Key, Any] = {(_INNER, place): tensor for place, tensor in enumerate(saved)}
-        values |= {(_RESULT, place): value.detach() for place, value in enumerate(results) if _is_tensor(value)}
+        tensors = {place: value for place, value in enumerate(results) if isinstance(value, torch.Tensor)}
+        values |= {(_RESULT, place): value.detach() for place, value in tensors.items()}
         self.values = {key: values[key] for key in self.notes}
         self.inputs = None
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 def _again(value: Any, *, flows: bool) -> Any:

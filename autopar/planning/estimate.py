@@ -111,7 +111,9 @@ def estimate(
     spec = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
     report = on_progress or (lambda _: None)
     given, precision = _with_precision(plan, precision)
-    chosen = _checked_engine(engine, exact_memory)
+    chosen = engine_named(engine) if isinstance(engine, str) else engine
+    if exact_memory and chosen.name != OWN:
+        raise InputError("exact memory needs engine autopar; leave the other out, or leave out exact memory")
     of = _subject(model_or_program, example_inputs, loss_fn, specialise=specialise)
     (program, degrees), precision, notes = _captured(of, given, spec, global_batch, precision, report)
     report("choosing labels and pricing blocks")
@@ -254,13 +256,6 @@ def _captured(
     if isinstance(plan, Plan):
         check_plan(plan, result[0][0], world)
     return result
-
-
-def _checked_engine(engine: Engine | str, exact_memory: bool) -> Engine:
-    chosen = engine_named(engine) if isinstance(engine, str) else engine
-    if exact_memory and chosen.name != OWN:
-        raise InputError("exact memory needs engine autopar; leave the other out, or leave out exact memory")
-    return chosen
 
 
 def _machinery(question: Question) -> Machinery:

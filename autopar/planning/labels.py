@@ -141,19 +141,17 @@ class SearchLabels:
         return self._from_file(gathers, wanted, chunks, lambda: self._chunking(wanted, chunks))
 
     def _from_file(self, gathers: str, wanted: Degrees, chunks: int, make: Callable[[], Chosen]) -> Chosen:
-        degrees, labels, works = self._found(gathers, wanted, chunks, make)
-        return degrees, labels, works.with_state_of(self.state)
-
-    def _found(self, gathers: str, wanted: Degrees, chunks: int, make: Callable[[], Chosen]) -> Chosen:
         if self.folder is None:
-            return make()
-        wanted = replace(wanted, loss_chunks=chunks, recompute="auto" if self.selective else "none")
-        file = labels_file(self.folder, self._program(wanted), self.cluster, wanted, gathers)
-        chosen = file.read(read_labels, self.on_progress)
-        if chosen is None:
             chosen = make()
-            file.write(labels_text(chosen), self.on_progress)
-        return chosen
+        else:
+            wanted = replace(wanted, loss_chunks=chunks, recompute="auto" if self.selective else "none")
+            file = labels_file(self.folder, self._program(wanted), self.cluster, wanted, gathers)
+            known = file.read(read_labels, self.on_progress)
+            chosen = known or make()
+            if known is None:
+                file.write(labels_text(chosen), self.on_progress)
+        degrees, labels, works = chosen
+        return degrees, labels, works.with_state_of(self.state)
 
     def _keeping(self, wanted: Degrees) -> Chosen:
         from autopar.cost_model.work.export import kept_work

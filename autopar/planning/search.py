@@ -271,6 +271,8 @@ def search_captured(
         seconds=time.monotonic() - started,
     )
     if best is not None and decided is not None and options.report:
+        from autopar.report.block_graph import block_graph
+
         on_progress("asking what if")
         base = Base(
             best=best, part=part, machinery=lambda c: machinery(c).keeping(best.degrees.offload),
@@ -278,7 +280,7 @@ def search_captured(
             every=(works_of, labels.works_kept) if regather is None else (works_of,),
             constraints=constraints, global_batch=result.global_batch,
         )  # fmt: skip
-        result = _for_report(result, base, final, decided)
+        result = replace(result, what_if=what_if(base), block=block_graph(final, decided))
     if place is not None:
         with study_values(place.where):
             result = replace(result, importance=record(search, place) or result.importance)
@@ -418,13 +420,6 @@ def plan_as_priced(
     program = program_for(captured, degrees)
     labelled = labels.of(program, degrees)
     return program, label_plan(program, cluster, degrees, name, searched=stages, labelled=labelled, regather=regather)
-
-
-def _for_report(result: SearchResult, base: Base, program: Program, decided: Plan) -> SearchResult:
-    """The result with the data that only a report draws."""
-    from autopar.report.block_graph import block_graph
-
-    return replace(result, what_if=what_if(base), block=block_graph(program, decided))
 
 
 def _refuse_without_candidates(search: SearchState, constraints: Constraints) -> None:

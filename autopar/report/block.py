@@ -1,6 +1,6 @@
 """One block's sharding drawn on its graph: boxes in layers from top to bottom, placements below them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from markupsafe import Markup
@@ -34,7 +34,8 @@ def drawing(graph: BlockGraph) -> Drawing:
     boxes = {i: (middle[i] + shift, 8 + node.layer * ROW) for i, node in enumerate(graph.nodes)}
     right = max(x for x, _ in boxes.values()) + BOX / 2
     long = [edge for edge in graph.edges if graph.nodes[edge.target].layer - graph.nodes[edge.source].layer > 1]
-    lanes = {id(edge): right + LANE * (1 + i) for i, edge in enumerate(_by_reach(graph, long))}
+    long.sort(key=lambda edge: graph.nodes[edge.target].layer - graph.nodes[edge.source].layer)  # inner lanes: short
+    lanes = {id(edge): right + LANE * (1 + i) for i, edge in enumerate(long)}
     width = right + LANE * (1 + len(long)) + 8
     content = [_edge(edge, boxes, lanes) for edge in graph.edges]
     content += [_placements(graph, boxes)]
@@ -56,11 +57,6 @@ def _columns(graph: BlockGraph) -> list[float]:
         for position, i in enumerate(sorted(mine, key=lambda i: (near[i], i))):
             place[i] = position - (len(mine) - 1) / 2
     return place
-
-
-def _by_reach(graph: BlockGraph, edges: Sequence[GraphEdge]) -> list[GraphEdge]:
-    """Short ones first, so that they get the inner lanes."""
-    return sorted(edges, key=lambda edge: graph.nodes[edge.target].layer - graph.nodes[edge.source].layer)
 
 
 def _edge(edge: GraphEdge, boxes: Mapping[int, tuple[float, float]], lanes: Mapping[int, float]) -> Markup:

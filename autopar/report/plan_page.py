@@ -14,28 +14,17 @@ from autopar.words.numbers import amount, readable_bytes, readable_seconds
 def plan_report(plan: Plan) -> str:
     """The page of a plan."""
     degrees = plan.to_dict()["degrees"]
-    stages = () if plan.summary is None else plan.summary.stages
+    summary = plan.summary
     return render(
         "plan.html.jinja",
         plan=plan,
         degrees={name: value for name, value in degrees.items() if value is not None} | {"regather": plan.regather},
         sizes=sizes_in_words(plan),
-        batch=_batch(plan),
-        stages=_stage_bars(stages),
-        parameters=_num_parameters(plan),
+        batch=None if plan.degrees.micro_batch is None else plan.degrees.global_batch,
+        stages=_stage_bars(() if summary is None else summary.stages),
+        parameters=None if summary is None else sum(p.num_copies * prod(p.shape) for p in summary.parameters),
         sections=[section for section in sections(plan, with_order=False) if section.lines or section.rows],
     )
-
-
-def _batch(plan: Plan) -> int | None:
-    degrees = plan.degrees
-    return None if degrees.micro_batch is None else degrees.global_batch
-
-
-def _num_parameters(plan: Plan) -> int | None:
-    if plan.summary is None:
-        return None
-    return sum(p.num_copies * prod(p.shape) for p in plan.summary.parameters)
 
 
 def _stage_bars(stages: tuple[StageSummary, ...]) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -207,11 +207,8 @@ def _entry(text: bytes) -> Line | Event | None:
     line: Line | None = read_plain(Line, plain, problems)
     if line is None or problems or line.step < 0:
         return None
-    return Line(**{**_shallow(line), **special, "extra": {**line.extra, **more}})
-
-
-def _shallow(line: Line) -> dict[str, Any]:
-    return {name: getattr(line, name) for name in Line.__dataclass_fields__}
+    changed: dict[str, Any] = {**special, "extra": {**line.extra, **more}}
+    return replace(line, **changed)
 
 
 def _is_special(value: Any) -> bool:

@@ -100,7 +100,7 @@ def run_status(path: str | os.PathLike[str], *, now_s: float | None = None) -> R
         step_s=step_s,
         samples_per_s=_median([line.samples_per_s for line in recent]),
         tokens_per_s=_median([line.tokens_per_s for line in recent]),
-        mfu=_mfu(info, step_s),
+        mfu=None if info.predicted is None or not step_s else info.predicted.mfu * info.predicted.step_s / step_s,
         peak_bytes=last.peak_bytes if last else None,
         peak_rank=last.peak_rank if last else None,
         predicted=info.predicted,
@@ -181,13 +181,6 @@ def _left(info: RunInfo, metrics: Metrics) -> float | None:
         return None
     pace = (some[-1].time_s - some[0].time_s) / (some[-1].step - some[0].step)
     return max(0.0, pace * (info.total_steps - 1 - some[-1].step))
-
-
-def _mfu(info: RunInfo, step_s: float | None) -> float | None:
-    """The model FLOP of the prediction over the measured step."""
-    if info.predicted is None or not step_s:
-        return None
-    return info.predicted.mfu * info.predicted.step_s / step_s
 
 
 def _median(values: Sequence[float | None]) -> float | None:

@@ -305,13 +305,9 @@ def _drawn_shards(
 
 def _terms(value: torch.Tensor, degree: int) -> list[torch.Tensor]:
     """Random tensors whose sum is the value."""
-    draw = torch.randn_like if value.dtype.is_floating_point or value.dtype.is_complex else _small_integers
-    noise = [draw(value) for _ in range(degree - 1)]
+    is_whole = not (value.dtype.is_floating_point or value.dtype.is_complex)
+    noise = [torch.randint_like(value, -5, 5) if is_whole else torch.randn_like(value) for _ in range(degree - 1)]
     return [*noise, value - sum(noise)]
-
-
-def _small_integers(like: torch.Tensor) -> torch.Tensor:
-    return torch.randint_like(like, -5, 5)
 
 
 def _with_filled_padding(

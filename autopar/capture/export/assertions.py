@@ -56,15 +56,12 @@ def _tests(file: str) -> tuple[tuple[ast.AST, ast.expr, bool], ...]:
         if isinstance(node, ast.Assert):
             tests.append((node, node.test, True))
         elif isinstance(node, ast.If):
-            ends = [passes for body, passes in ((node.body, False), (node.orelse, True)) if _raises(body)]
+            ways = (node.body, False), (node.orelse, True)
+            ends = [passes for body, passes in ways if body and isinstance(body[-1], ast.Raise)]
             tests += [(node, node.test, passes) for passes in ends[:1]]
         elif isinstance(node, ast.Call) and node.args and ast.unparse(node.func).startswith(_CHECKS):
             tests.append((node, node.args[0], True))
     return tuple(tests)
-
-
-def _raises(body: list[ast.stmt]) -> bool:
-    return bool(body) and isinstance(body[-1], ast.Raise)
 
 
 def _leaves(test: ast.expr, passes: bool) -> Iterator[tuple[ast.expr, bool]]:

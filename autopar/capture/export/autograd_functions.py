@@ -20,7 +20,7 @@ from autopar._torch import exports
 from autopar._torch.private import pytree
 from autopar.capture.export.chosen_rows import chosen_of
 from autopar.capture.export.inner_gradients import OWN_GRADIENT
-from autopar.capture.export.source_lines import line_that_runs
+from autopar.capture.export.source_lines import line_that_runs, refusal
 from autopar.capture.nodes import closure, operator_name
 from autopar.errors import CaptureError
 
@@ -62,11 +62,8 @@ def own_gradients(model: nn.Module, *, training: bool) -> Iterator[None]:
             function, _, *rest = args
             return function(*rest)
         if next(chosen_of(args), None) is not None:
-            line = line_that_runs(model)
-            raise CaptureError(
-                f"the model cannot be captured: {line}: `{line.code}` gives {cls.__qualname__} (an "
-                "autograd.Function) rows that data chooses; give it all rows"
-            )
+            kind = f"{cls.__qualname__} (an autograd.Function)"
+            raise refusal(model, f"gives {kind} rows that data chooses; give it all rows")
         if not training or cls.__module__.startswith("torch.") or not torch.is_grad_enabled():
             return plain(*args)
         name, described = f"{cls.__module__}.{cls.__qualname__}", pytree.tree_map_only(Tensor, _described, args)
@@ -161,11 +158,8 @@ def _hooks_refused(model: nn.Module) -> AbstractContextManager[None]:
     """A context of a trace in which a hook on a gradient, or on a saved tensor that it changes, is refused."""
 
     def refuse(*_: Any, **__: Any) -> None:
-        line = line_that_runs(model)
-        raise CaptureError(
-            f"the model cannot be captured: {line}: `{line.code}` sets a hook on gradients in forward, and the "
-            f"generated code would never call it; remove it, or {_IN_FORWARD}"
-        )
+        why = "the generated code would never call it"
+        raise refusal(model, f"sets a hook on gradients in forward, and {why}; remove it, or {_IN_FORWARD}")
 
     def is_lossless(pack: Callable[..., Any], unpack: Callable[..., Any]) -> bool:
         with exports.without_tracing():

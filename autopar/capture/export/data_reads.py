@@ -28,7 +28,7 @@ from autopar.capture.export.data_sizes import known_sizes
 from autopar.capture.export.inner_gradients import NotRecorded, gradient
 from autopar.capture.export.known_values import RANDOM_NUMBERS, Known, KnownValues, Unknown, leaf, written_by
 from autopar.capture.export.row_tests import answer_of, before_views, counted_mask, tested_mask
-from autopar.capture.export.source_lines import SourceLine, line_that_runs
+from autopar.capture.export.source_lines import SourceLine, line_that_runs, refusal
 from autopar.capture.nodes import operator_name
 from autopar.capture.request import Reading
 from autopar.errors import CaptureError, short_repr
@@ -153,10 +153,10 @@ class DataReads(TorchFunctionMode):
             stacked = args[0] if is_kept else _stacked(args[0])
             return stacked.to(device=kwargs.get("device"), dtype=kwargs.get("dtype"))
         if func in (Tensor.backward, torch.autograd.backward):
-            line = line_that_runs(self._model)
-            raise CaptureError(
-                f"the model cannot be captured: {line}: `{line.code}` writes gradients in the forward pass; use "
-                "torch.autograd.grad(..., create_graph=True), which returns them"
+            raise refusal(
+                self._model,
+                "writes gradients in the forward pass; use torch.autograd.grad(..., create_graph=True), which returns "
+                "them",
             )
         if func is torch.autograd.grad:
             return self._gradient(args, kwargs)
@@ -348,31 +348,22 @@ class DataReads(TorchFunctionMode):
         while node is not None and node is not end and operator_name(node) in ("detach", "alias", "to"):
             node = node.all_input_nodes[0]
         if node is None or node is not end or value.dtype != tensor.dtype:
-            line = line_that_runs(self._model)
-            raise CaptureError(
-                f"the model cannot be captured: {line}: `{line.code}` gives a tensor other data; copy it into a buffer "
-                "with copy_, or use a tensor of another name"
-            )
+            what = "gives a tensor other data; copy it into a buffer with copy_, or use a tensor of another name"
+            raise refusal(self._model, what)
 
     def _check_trained(self, tensor: Tensor) -> None:
         """Refuse to end the training of a parameter in forward."""
         parameters = [n for n, _, kind, value in self._given if kind == "parameter" and value.requires_grad]
         if exports.traced_node(tensor) in parameters:
-            line = line_that_runs(self._model)
-            raise CaptureError(
-                f"the model cannot be captured: {line}: `{line.code}` ends the training of a parameter in forward; use "
-                "detach(), which gives another tensor, or requires_grad_(False) outside of forward"
-            )
+            remedy = "use detach(), which gives another tensor, or requires_grad_(False) outside of forward"
+            raise refusal(self._model, f"ends the training of a parameter in forward; {remedy}")
 
     def _gradient(self, args: Any, kwargs: Any) -> Any:
         """The gradient of a call of `torch.autograd.grad`."""
-        line = line_that_runs(self._model)
         try:
             return gradient(inspect.signature(torch.autograd.grad).bind(*args, **kwargs).arguments, self._leaves)
         except NotRecorded as error:
-            raise CaptureError(
-                f"the model cannot be captured: {line}: `{line.code}` computes a gradient, but {error}"
-            ) from error
+            raise refusal(self._model, f"computes a gradient, but {error}") from error
 
     def _of(self, node: fx.Node) -> Known | Unknown:
         if self._values is None:

@@ -39,6 +39,7 @@ _PLACES = {
 }  # fmt: skip
 _STAY_FINITE = frozenset(_POINTWISE | _SUMS | _PLACES)
 
+_PYTHON = ("_operator", "operator", "math")  # modules of plain functions, such as `getitem`
 RANDOM_NUMBERS = "random numbers"  # the reason of a value that random numbers decide
 
 
@@ -98,7 +99,7 @@ class KnownValues:
             new = self._of_unknown(node, unknown)
         elif is_random(node):
             new = Unknown(RANDOM_NUMBERS, self._is_finite(node))
-        elif not private.overloads_of(node.target) and not _is_plain(node):
+        elif not private.overloads_of(node.target) and getattr(node.target, "__module__", "") not in _PYTHON:
             new = Unknown(f"the result of {node.target}")
         else:
             inputs = frozenset[str]().union(*(operand.inputs for operand in known))
@@ -215,11 +216,6 @@ def _after(node: fx.Node) -> Iterator[fx.Node]:
     while node.next.op != "root":
         node = node.next
         yield node
-
-
-def _is_plain(node: fx.Node) -> bool:
-    """Whether a node calls a function of Python's operator module, such as `getitem`."""
-    return getattr(node.target, "__module__", "") in ("_operator", "operator", "math")
 
 
 def written_by(node: fx.Node) -> Iterator[fx.Node]:

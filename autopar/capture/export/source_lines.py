@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.errors import CaptureError
+
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _MODELS_OF_TORCH = os.path.join(_TORCH, "nn", "modules") + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
@@ -51,6 +53,12 @@ def line_that_runs(model: nn.Module) -> SourceLine:
             module = _module_of(frame.f_locals, paths)
         frame = frame.f_back  # type: ignore[assignment]
     return SourceLine(module=module or f"module {type(model).__name__}", file=place[0], number=place[1])
+
+
+def refusal(model: nn.Module, what: str) -> CaptureError:
+    """The error of the line that runs now. `what` says what it does, and the remedy."""
+    line = line_that_runs(model)
+    return CaptureError(f"the model cannot be captured: {line}: `{line.code}` {what}")
 
 
 def line_that_failed(error: BaseException, model: nn.Module) -> SourceLine:

@@ -101,15 +101,10 @@ def with_fewer_layers(
 def nodes_of_layers(graph: fx.Graph) -> dict[Layer, list[fx.Node]]:
     by_layer: dict[Layer, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
-        layer = _layer_of(node)
-        if layer is not None:
-            by_layer[layer].append(node)
+        match = INDEXED.match(module_path(node)) if node.op == "call_function" else None
+        if match is not None:
+            by_layer[match.group(1), int(match.group(2))].append(node)
     return dict(by_layer)
-
-
-def _layer_of(node: fx.Node) -> Layer | None:
-    match = INDEXED.match(module_path(node)) if node.op == "call_function" else None
-    return None if match is None else (match.group(1), int(match.group(2)))
 
 
 def _text(nodes: Sequence[fx.Node], path: str) -> str:

@@ -96,7 +96,7 @@ def _statuses(
     uses, coupled = dict[fx.Node, list[fx.Node]](), list[fx.Node]()
     copies = (copy for copy in program.blocks[0].graph.nodes if copy.op == "call_function")
     for node, copy in zip(nodes, copies, strict=True):
-        operands = _in_order(node)
+        operands = Call.of(node.target, node.args, node.kwargs, node.meta["info"], info_of)[1]
         if any(o not in statuses for o in operands):
             continue
         given = [statuses[o] for o in operands]
@@ -120,11 +120,6 @@ def _statuses(
             if outside:
                 uses.setdefault(node, []).extend(outside)
     return statuses, uses, levels, coupled
-
-
-def _in_order(node: fx.Node) -> Sequence[fx.Node]:
-    """The tensor operands of a call, in the order of its rule."""
-    return Call.of(node.target, node.args, node.kwargs, node.meta["info"], info_of)[1]
 
 
 def _program_of(nodes: Sequence[fx.Node], inputs: Mapping[fx.Node, InputInfo]) -> Program:

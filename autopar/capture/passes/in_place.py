@@ -23,18 +23,14 @@ def needs_decomposition(module: fx.GraphModule, changeable: Mapping[str, str]) -
     """
     if any(_is_aliased(node) for node in module.graph.nodes if _in_place(node)):
         return True
-    if any(_of_vmap(node) for node in module.graph.nodes):
+    # `torch.vmap`, whose operators act on tensors with a hidden dimension
+    if any(getattr(node.target, "__name__", "") == "_vmap_increment_nesting" for node in module.graph.nodes):
         return True
     changed = [_first(node) for node in module.graph.nodes if _in_place(node)]
     if any(value.op == "placeholder" and value.name not in changeable for value in changed):
         return True
     regions = [m for m in module.modules() if isinstance(m, fx.GraphModule) and m is not module]
     return any(_in_place(node) for region in regions for node in region.graph.nodes)
-
-
-def _of_vmap(node: fx.Node) -> bool:
-    """Whether a node begins a `torch.vmap`, whose operators act on tensors with a hidden dimension."""
-    return node.op == "call_function" and getattr(node.target, "__name__", "") == "_vmap_increment_nesting"
 
 
 def change_views_by_copies(graph: fx.Graph) -> None:

@@ -26,6 +26,16 @@ def _per_dim(argument: Any, count: int) -> list[int]:
     return [int(n) for n in argument] * (count if len(argument) == 1 else 1)
 
 
+def _of_windows(call: Call, source: list[Dim], window: list[Dim], target: list[Dim], bias: Any, **more: Any) -> Rule:
+    """The rule of the dims of a value, its kernel and its result; a bias is added to the result."""
+    x, weight = slot_of(call.args[0]), slot_of(call.args[1])
+    specs = {x: source, weight: window}
+    if isinstance(bias, Slot):
+        specs[bias.index] = [("g", "o")]
+    additive = set(specs) - {x, weight}
+    return rule_from(call, in_order(call, specs), target, additive=additive, linear=[{x} | additive], **more)
+
+
 @rule(aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
 @rule(aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding)
 def convolution(call: Call) -> Rule:
@@ -51,31 +61,14 @@ def convolution(call: Call) -> Rule:
         target.append((f"y{d}",))
         whole |= {f"k{d}"} if tiles else {f"k{d}", f"x{d}", f"y{d}"}
         sizes |= {f"k{d}": width, f"y{d}": places} | ({} if tiles else {f"x{d}": size})
-    specs = {x: source, weight: window}
-    bias = call.arg(2, "bias")
-    if isinstance(bias, Slot):
-        specs[bias.index] = [("g", "o")]
-
-    named = call.arg(4, "padding")
+    bias, named = call.arg(2, "bias"), call.arg(4, "padding")
     given_padding = named if isinstance(named, str) else padding
 
     def emit(local: Call) -> tuple[Step, ...]:
         operands = (*local.args[:2], bias, stride, given_padding, dilation)
         return (Step(local.target, (*operands, local.operands[x].shape[1] // local.operands[weight].shape[1])),)
 
-    additive = {bias.index} if isinstance(bias, Slot) else set()
-    linear = [{x} | additive]
-    return rule_from(
-        call,
-        in_order(call, specs),
-        target,
-        sizes=sizes,
-        whole=whole,
-        additive=additive,
-        linear=linear,
-        flops=_flops,
-        emit=emit,
-    )
+    return _of_windows(call, source, window, target, bias, sizes=sizes, whole=whole, flops=_flops, emit=emit)
 
 
 def _transposed_flops(sizes: Mapping[str, int]) -> float:
@@ -107,24 +100,11 @@ def transposed_convolution(call: Call) -> Rule:
         target.append((f"x{d}", f"k{d}") if apart else (f"y{d}",))
         whole |= {f"k{d}"} if apart else {f"k{d}", f"x{d}", f"y{d}"}
         sizes |= {f"x{d}": size, f"k{d}": width} | ({} if apart else {f"y{d}": places})
-    specs = {x: source, weight: window}
     bias = call.arg(2, "bias")
-    if isinstance(bias, Slot):
-        specs[bias.index] = [("g", "o")]
 
     def emit(local: Call) -> tuple[Step, ...]:
         local_groups = local.output.shape[1] // local.operands[weight].shape[1]
         return (Step(local.target, (*local.args[:2], bias, stride, padding, added, local_groups, dilation)),)
 
-    additive = {bias.index} if isinstance(bias, Slot) else set()
-    return rule_from(
-        call,
-        in_order(call, specs),
-        target,
-        sizes=sizes,
-        whole=whole,
-        additive=additive,
-        linear=[{x} | additive],
-        flops=_transposed_flops,
-        emit=emit,
-    )
+    more = {"sizes": sizes, "whole": whole, "flops": _transposed_flops, "emit": emit}
+    return _of_windows(call, source, window, target, bias, **more)
