@@ -13,21 +13,16 @@ from autopar.ir.program import Decision, PartOf
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Flat:
-    """A captured graph. `placeholders` maps node names to ("parameter"|"buffer"|"input"|"lifted", name).
-
-    The graph returns the outputs, then the new values of the buffers in `updates`. `parts` describes the parameters
-    that are pieces of a parameter of the model (`autopar.capture.passes.packings`). `decisions` name the outputs
-    with values that the model read. `notes` are facts about the capture for the user.
-    """
+    """A captured graph, which returns the outputs, then the new values of the buffers in `updates`."""
 
     graph: fx.Graph
-    placeholders: dict[str, tuple[str, str]]
+    placeholders: dict[str, tuple[str, str]]  # ("parameter"|"buffer"|"input"|"lifted", name) by the name of the node
     outputs: tuple[str, ...]
     root: fx.GraphModule
     updates: tuple[str, ...] = ()
-    parts: dict[str, PartOf] = field(default_factory=dict)
-    decisions: tuple[Decision, ...] = ()
-    notes: tuple[str, ...] = ()
+    parts: dict[str, PartOf] = field(default_factory=dict)  # pieces of parameters (`autopar.capture.passes.packings`)
+    decisions: tuple[Decision, ...] = ()  # outputs with values that the model read
+    notes: tuple[str, ...] = ()  # about the capture, for the user
     reads: tuple[str, ...] = ()  # the plain attributes that the model read
 
     def of_kind(self, kind: str) -> dict[str, str]:

@@ -46,20 +46,15 @@ class Reading:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Request:
-    """What is captured.
-
-    The inputs are a dict of tensors by name, or a tuple. The loss function takes (output, target); it is None if the
-    model returns its loss. `products` is the format of linear layers of repeated blocks with operands of eight bits. A
-    `staged` model of one block is cut at its modules, so that it has pipeline stages.
-    """
+    """What is captured."""
 
     model: nn.Module
-    inputs: Inputs
-    loss_fn: LossFunction | None = None
+    inputs: Inputs  # a dict of tensors by name, or a tuple
+    loss_fn: LossFunction | None = None  # None if the model returns its loss
     training: bool = True
     reading: Reading = field(default_factory=Reading)
-    products: str | None = None
-    staged: bool = False
+    products: str | None = None  # the format of eight bits in linear layers of repeated blocks
+    staged: bool = False  # a model of one block is cut at its modules, so that it has pipeline stages
     folder: Path | None = None  # where captures are kept for the next time
 
     @classmethod

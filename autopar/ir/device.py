@@ -53,21 +53,16 @@ class HostShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One accelerator, or one CPU process.
-
-    `peak_flops_per_s`: dense peaks per dtype ("float32", "tf32", "bfloat16", "float16", "float8", "float4", "float64").
-    `source` says where the figures come from; a preset's file has the source of each figure. `host` is the device's
-    share of its host, None if unknown.
-    """
+    """One accelerator, or one CPU process."""
 
     name: str
     device_type: DeviceType
-    peak_flops_per_s: Mapping[str, float]
+    peak_flops_per_s: Mapping[str, float]  # dense, per dtype of `autopar.ir.device_presets.DTYPES`
     memory_bytes: int
     memory_bandwidth_bytes_per_s: float
     power_w: float | None = None
-    source: str = ""
-    host: HostShare | None = None
+    source: str = ""  # of the figures; a preset's file has that of each figure
+    host: HostShare | None = None  # None if unknown
 
     def __post_init__(self) -> None:
         if not isinstance(self.peak_flops_per_s, Peaks):
@@ -91,16 +86,12 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """One tier's link as a device sees it: bytes/s per direction, and seconds per hop.
+    """One tier's link as a device sees it: bytes/s per direction, and seconds per hop."""
 
-    Without a switch (`is_switched` False) the devices of a host are linked pair by pair. Then `bytes_per_s` is the
-    bandwidth of one device to all others together.
-    """
-
-    bytes_per_s: float
+    bytes_per_s: float  # without a switch, to all other devices of the host together
     latency_s: float
     name: str = ""
-    is_switched: bool = True
+    is_switched: bool = True  # else the devices of a host are linked pair by pair
 
     def __post_init__(self) -> None:
         _require_positive(f"link {self.name!r}", {"bytes_per_s": self.bytes_per_s, "latency_s": self.latency_s})

@@ -34,18 +34,14 @@ class OwnPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:
-    """One optimizer: the bytes of state that it holds for a parameter on one rank, and where that is written.
-
-    `state_bytes` are without the number of steps, which most optimizers of torch count for every parameter. `kind` is
-    the class, as module:name. It trains the parameters that it `takes`, and the default optimizer trains the others.
-    """
+    """One optimizer: the bytes of state that it holds for a parameter on one rank, and where that is written."""
 
     name: str
-    kind: str
-    state_bytes: Callable[[OwnPart], int]
+    kind: str  # the class, as module:name
+    state_bytes: Callable[[OwnPart], int]  # without the number of steps
     source: str
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)  # of the class
-    takes: Callable[[OwnPart], bool] = lambda part: True
+    takes: Callable[[OwnPart], bool] = lambda part: True  # the default optimizer trains the other parameters
     runs_split: bool = True  # whether it updates parameters that are split over ranks
     counts_steps: Callable[[OwnPart], bool] = lambda part: True
     is_whole: Callable[[OwnPart], bool] = lambda part: False  # whether it gathers a parameter's gradient in every step

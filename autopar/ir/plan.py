@@ -20,20 +20,14 @@ MAX_PLAN_BYTES = 64 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockLabels:
-    """Labels of one distinct block, one entry per mesh dimension of the plan.
-
-    `ports` gives the type of each placeholder's value; for a parameter, it is the type in which it is stored. `labels`
-    gives the variant of each operator by node key. `results` gives the type in which each output leaves the block.
-    `recomputed` has the keys of the operators whose results are not saved but computed again in the backward pass, in
-    the calls that are recomputed selectively.
-    """
+    """Labels of one distinct block, one entry per mesh dimension of the plan."""
 
     name: str
     signature: str
-    ports: Mapping[str, tuple[Type, ...]] = field(hash=False)
-    labels: Mapping[str, tuple[str, ...]] = field(hash=False)
-    results: Mapping[str, tuple[Type, ...]] = field(hash=False)
-    recomputed: tuple[str, ...] = ()
+    ports: Mapping[str, tuple[Type, ...]] = field(hash=False)  # types of values; of a parameter, as it is stored
+    labels: Mapping[str, tuple[str, ...]] = field(hash=False)  # the variant of each operator by node key
+    results: Mapping[str, tuple[Type, ...]] = field(hash=False)  # the types in which outputs leave the block
+    recomputed: tuple[str, ...] = ()  # keys of operators that selectively recomputed calls compute again for backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

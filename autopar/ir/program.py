@@ -44,10 +44,7 @@ class PartOf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateInfo:
-    """A parameter or a buffer of the model: its first name, every other name, shape and dtype.
-
-    `part` is set for a piece of a parameter of the model: an unequal packing is split into parameters of their own.
-    """
+    """A parameter or a buffer of the model: its first name, every other name, shape and dtype."""
 
     name: str
     aliases: tuple[str, ...]
@@ -55,7 +52,7 @@ class StateInfo:
     dtype: "torch.dtype"
     requires_grad: bool = False
     persistent: bool = True  # a state dict holds it
-    part: PartOf | None = None
+    part: PartOf | None = None  # of a piece: an unequal packing is split into parameters of their own
 
     @property
     def whole_name(self) -> str:
@@ -116,15 +113,11 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallSite:
-    """One call of a block: where it stands in the model, what its ports are bound to, what its outputs are called.
-
-    `path` is the module's path. Later calls of a module that other modules interrupt have a number: ``layers.0#2``.
-    `arguments` holds, per port, the name of a value, parameter, constant or input, or a number for scalars.
-    """
+    """One call of a block: where it stands in the model, what its ports are bound to, what its outputs are called."""
 
     block: int
-    path: str
-    arguments: tuple[str | float | int, ...]
+    path: str  # of the module; later calls, after other modules, have a number: ``layers.0#2``
+    arguments: tuple[str | float | int, ...]  # per port a value, parameter, constant or input, or a number for scalars
     results: tuple[str, ...]
     phase: Literal["denominator", "main"] = "main"
 
@@ -140,17 +133,7 @@ class Constants:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Program:
-    """A captured model. Shapes are those of the global micro-batch.
-
-    `denominators` are sums over the batch that inputs alone decide. A step adds them up over its micro-batches first.
-    `loss_reduction` says how losses of micro-batches make the loss of the batch; `mixes_batch` says why they cannot.
-    `ignored` has the inputs that can mark samples to ignore, with the marking number; None if no input can.
-    `updates` names the new values of the buffers that the forward pass changes. These buffers are ports, other buffers
-    are constants. `unused` are the model's parameters that no block takes. `decisions` are the values that the model
-    read during capture. `fixed` has the text of every input that is no tensor: such an input is a constant. `reads`
-    names the plain attributes that the model read, by class: they are constants too. `analysis` is the result of
-    `autopar.capture.analysis`; the blocks hold its axes.
-    """
+    """A captured model. Shapes are those of the global micro-batch."""
 
     blocks: tuple[Block, ...]
     calls: tuple[CallSite, ...]
@@ -158,24 +141,24 @@ class Program:
     inputs: tuple[InputInfo, ...]
     constants: Constants
     loss: str
-    denominators: tuple[str, ...]
+    denominators: tuple[str, ...]  # sums over the batch that inputs alone decide: a step adds them up first
     outputs: Mapping[str, str]
     batch: int | None
     sequence: int | None
     batch_axes: frozenset[int] = frozenset()
     sequence_axes: frozenset[int] = frozenset()
     hidden_axes: frozenset[int] = frozenset()
-    loss_reduction: Literal["sum", "mean"] = "sum"
-    mixes_batch: str | None = None
-    ignored: Mapping[str, int] | None = None
-    unused: Mapping[str, StateInfo] = field(default_factory=dict)
+    loss_reduction: Literal["sum", "mean"] = "sum"  # from the losses of micro-batches to that of the batch
+    mixes_batch: str | None = None  # why micro-batches cannot make it
+    ignored: Mapping[str, int] | None = None  # inputs that can mark samples to ignore, and the marks; None if none can
+    unused: Mapping[str, StateInfo] = field(default_factory=dict)  # parameters that no block takes
     buffers: Mapping[str, StateInfo] = field(default_factory=dict)
-    updates: Mapping[str, str] = field(default_factory=dict)
+    updates: Mapping[str, str] = field(default_factory=dict)  # new values of buffers that are ports, not constants
     decisions: tuple[Decision, ...] = ()
-    fixed: Mapping[str, str] = field(default_factory=dict)
-    reads: tuple[str, ...] = ()
+    fixed: Mapping[str, str] = field(default_factory=dict)  # the text of inputs that are no tensors, as constants
+    reads: tuple[str, ...] = ()  # the plain attributes that the model read, by class: constants too
     notes: tuple[str, ...] = ()
-    analysis: object = field(default=None, repr=False, compare=False)
+    analysis: object = field(default=None, repr=False, compare=False)  # of `autopar.capture.analysis`
 
     @property
     def every_parameter(self) -> Mapping[str, StateInfo]:

@@ -126,14 +126,10 @@ def common_cuts(left: Sequence[int], right: Sequence[int]) -> list[int] | None:
 
 @dataclass(frozen=True, slots=True)
 class Dims:
-    """A value's dimensions, each as the sizes of its ordered axes; a dimension of size 1 is the empty product.
-
-    `axes` holds the identity of every axis, which tells batch from sequence from hidden. It does not change the meaning
-    of a type.
-    """
+    """A value's dimensions, each as the sizes of its ordered axes; a dimension of size 1 is the empty product."""
 
     sizes: tuple[tuple[int, ...], ...]
-    axes: tuple[tuple[int, ...], ...]
+    axes: tuple[tuple[int, ...], ...]  # the identity of every axis, which tells batch from sequence from hidden
 
     @staticmethod
     def plain(shape: Sequence[int]) -> "Dims":

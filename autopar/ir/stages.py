@@ -23,18 +23,14 @@ How: TypeAlias = Literal["selective", "full"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One stage: its calls by their index in the program, values by name.
-
-    `again` are calls of earlier stages that this stage runs too, with the results that it keeps. `receives` and `sends`
-    are in the order of the messages. `parameters` are the parameters of its calls.
-    """
+    """One stage: its calls by their index in the program, values by name."""
 
     index: int
     calls: tuple[int, ...]
-    again: Mapping[int, tuple[str, ...]]
-    receives: tuple[str, ...]
+    again: Mapping[int, tuple[str, ...]]  # calls of earlier stages that it runs too, with the results that it keeps
+    receives: tuple[str, ...]  # in the order of the messages
     sends: tuple[str, ...]
-    parameters: tuple[str, ...]
+    parameters: tuple[str, ...]  # of its calls
 
 
 def main_calls(program: Program) -> list[int]:

@@ -19,23 +19,16 @@ BUCKET_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
-    """How one parameter is stored.
-
-    `types` has an entry for each mesh dimension, `splits` and `degrees` for each mesh dimension that may split the
-    parameter: `ep` if it splits it, and the tensor dimensions. A split is the dimension of `shape` that is split, or
-    None. `expert_ranks` of `ep` split the parameter. `shape` is the factored global shape. `local_shape` is
-    the flat shape of a block's part, padding included. `deferred` names mesh dimensions that sum the gradient once a
-    step.
-    """
+    """How one parameter is stored."""
 
     dims: Dims
-    types: tuple[Type, ...]
-    shape: tuple[int, ...]
-    splits: tuple[int | None, ...]
-    degrees: tuple[int, ...]
-    local_shape: tuple[int, ...]
-    deferred: tuple[str, ...]
-    expert_ranks: int = 1
+    types: tuple[Type, ...]  # one for each mesh dimension
+    shape: tuple[int, ...]  # factored and global
+    splits: tuple[int | None, ...]  # the split dimension of `shape`, for each of the mesh dimensions that may split it:
+    degrees: tuple[int, ...]  # `ep` if it does, and the tensor dimensions
+    local_shape: tuple[int, ...]  # of a block's part: flat, with padding
+    deferred: tuple[str, ...]  # mesh dimensions that sum the gradient once a step
+    expert_ranks: int = 1  # of `ep`, that split it
 
     @property
     def is_of_experts(self) -> bool:

@@ -66,19 +66,14 @@ class LocalGraph:
 
 @dataclass(frozen=True, kw_only=True)
 class _SortedRows:
-    """The values of a block that have sorted rows (`autopar.rules.routed`).
-
-    `orders` has the order of each value, `chosen` the numbers of experts that an order sorts, and `count` how many
-    experts there are. `numbers` are the values that have the sorted numbers, and `choices` the values that have them in
-    the order of tokens, before views.
-    """
+    """The values of a block that have sorted rows (`autopar.rules.routed`)."""
 
     ragged: Mapping[str, frozenset[int]]
-    orders: Mapping[str, str]
-    chosen: Mapping[str, str]
-    count: Mapping[str, int]
-    numbers: frozenset[str]
-    choices: frozenset[str]
+    orders: Mapping[str, str]  # the order of each value
+    chosen: Mapping[str, str]  # the numbers of experts that an order sorts
+    count: Mapping[str, int]  # of experts
+    numbers: frozenset[str]  # values that have the sorted numbers
+    choices: frozenset[str]  # values that have them in the order of tokens, before views
 
 
 def _sorted_rows(analysis: Analysis, index: int) -> _SortedRows:

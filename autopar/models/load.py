@@ -54,22 +54,17 @@ _COMMON_KEYS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ResolvedModel:
-    """A module and inputs to capture it with.
-
-    `config` is the transformers config of the model, `batch` and `seq_len` the sizes of the derived inputs. All three
-    are None for a factory. `loss_fn` is a factory's function of (output, target), None if the model returns its loss.
-    `notes` are messages for the user.
-    """
+    """A module and inputs to capture it with."""
 
     name: str
     kind: Literal["preset", "config", "factory"]
     model: torch.nn.Module
     example_inputs: ExampleInputs
-    config: Mapping[str, Any] | None = None
-    batch: int | None = None
+    config: Mapping[str, Any] | None = None  # of transformers; None for a factory
+    batch: int | None = None  # of derived inputs, as `seq_len`
     seq_len: int | None = None
-    loss_fn: Callable[..., torch.Tensor] | None = None
-    notes: tuple[str, ...] = ()
+    loss_fn: Callable[..., torch.Tensor] | None = None  # a factory's, of (output, target)
+    notes: tuple[str, ...] = ()  # for the user
 
     @property
     def num_parameters(self) -> int:

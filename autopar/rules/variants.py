@@ -44,21 +44,16 @@ class Variant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """A message of a rewrite to one other rank: the parts of some operands, -1 being the output.
-
-    Half of them goes with `is_half`. A message of `sums` has at least `WIDTH_OF_SUMS` bytes for each element. On n
-    ranks there are `per_rank` · n + `more` such messages in a pass. With `is_beside` they are sent while the operator
-    computes.
-    """
+    """A message of a rewrite to one other rank: the parts of some operands, -1 being the output."""
 
     collective: Literal["exchange", "shift"]
     operands: tuple[int, ...]
     is_forward: bool
-    is_half: bool = False
-    sums: bool = False
-    per_rank: int = 0
+    is_half: bool = False  # half of each part
+    sums: bool = False  # at least `WIDTH_OF_SUMS` bytes for each element
+    per_rank: int = 0  # on n ranks a pass has per_rank · n + more such messages
     more: int = 1
-    is_beside: bool = False
+    is_beside: bool = False  # sent while the operator computes
 
 
 def exchanges(rule: Rule, variant: Variant) -> tuple[Exchange, ...]:
@@ -85,18 +80,14 @@ def exchanges(rule: Rule, variant: Variant) -> tuple[Exchange, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A rule bound to axes: sizes and identities of the atoms of every factor, and the dims of its values.
-
-    `zero_padded` operands are parameters, or linear in one: where a shard of them has padding, it is zero. `ragged` has
-    the ragged dimensions of every operand and of the output (`autopar.rules.routed`), and is empty if there are none.
-    """
+    """A rule bound to axes: sizes and identities of the atoms of every factor, and the dims of its values."""
 
     rule: Rule
     factors: dict[str, tuple[tuple[int, int], ...]]  # factor -> ((atom, size), ...)
     operands: tuple[Dims, ...]
     output: Dims
-    zero_padded: frozenset[int] = frozenset()
-    ragged: tuple[frozenset[int], ...] = ()
+    zero_padded: frozenset[int] = frozenset()  # operands that are linear in a parameter: their padding is zero
+    ragged: tuple[frozenset[int], ...] = ()  # dimensions of operands and output (`autopar.rules.routed`), if there are
     known: dict[int, tuple[Variant, ...]] = field(default_factory=dict, compare=False, repr=False)  # by degree
 
     def position(self, spec: Spec, factor: str, axis: int) -> tuple[int, int] | None:
