@@ -7,7 +7,7 @@ its own name as key. The second argument of `loss_fn(output, batch)` is the whol
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -20,16 +20,6 @@ TARGET = "target"
 BATCH = "batch"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossArguments:
-    """The inputs of a batch in two parts: inputs of the model, and arguments of the loss function after the output."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    loss_args: tuple[Any, ...] = ()
-    loss_kwargs: Mapping[str, Any]
-
-
 def names_of_loss(loss_fn: _Loss | None) -> tuple[str, ...]:
     """The names of the last inputs of a tuple, which belong to the loss function. Its first one is the target."""
     if loss_fn is None:
@@ -40,23 +30,30 @@ def names_of_loss(loss_fn: _Loss | None) -> tuple[str, ...]:
     return () if count < 2 else (TARGET, *(p.name for p in every[2:count]))
 
 
-def arguments_of_loss(
+def outputs_with_loss(
     model: nn.Module, loss_fn: _Loss, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> LossArguments:
-    """The inputs of one call of the model, parted."""
+) -> dict[str, torch.Tensor]:
+    """The outputs of the model and the loss. The inputs of a batch are the model's, and the loss function's others."""
+
+    def outputs(
+        args: Sequence[Any], kwargs: Mapping[str, Any], /, *others: Any, **named: Any
+    ) -> dict[str, torch.Tensor]:
+        out = model(*args, **kwargs)
+        return _with_loss(out, loss_fn(out, *others, **named))
+
     if args:
         count = len(args) - len(names_of_loss(loss_fn))
-        return LossArguments(args=tuple(args[:count]), kwargs=kwargs, loss_args=tuple(args[count:]), loss_kwargs={})
+        return outputs(args[:count], kwargs, *args[count:])
     own = inspect.signature(model.forward).parameters
     if _takes_batch(loss_fn):
         takes_all = any(p.kind is p.VAR_KEYWORD for p in own.values())
         given = {name: value for name, value in kwargs.items() if takes_all or name in own}
-        return LossArguments(args=(), kwargs=given, loss_args=(dict(kwargs),), loss_kwargs={})
+        return outputs((), given, dict(kwargs))
     others = [p for p in _parameters(loss_fn)[2:] if p.name in kwargs]
     more = {p.name: kwargs[p.name] for p in others if p.name not in own or p.default is p.empty}
     given = {name: value for name, value in kwargs.items() if name != TARGET and (name not in more or name in own)}
     target = (kwargs[TARGET],) if names_of_loss(loss_fn) else ()
-    return LossArguments(args=(), kwargs=given, loss_args=target, loss_kwargs=more)
+    return outputs((), given, *target, **more)
 
 
 def check_loss_fn(model: nn.Module, loss_fn: _Loss, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -133,7 +130,7 @@ def _tensors(out: Any) -> dict[str, torch.Tensor]:
     return {f"output_{i}": v for i, v in enumerate(leaves) if isinstance(v, torch.Tensor)}
 
 
-def with_loss(out: Any, loss: Any) -> dict[str, torch.Tensor]:
+def _with_loss(out: Any, loss: Any) -> dict[str, torch.Tensor]:
     """The tensors of a model's output, and the loss. Raises `CaptureError` if the loss is no floating scalar."""
     loss = _without_dimension(loss)
     if not is_loss(loss):

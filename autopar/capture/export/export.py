@@ -24,7 +24,7 @@ from autopar.capture.export.assertions import unchecked_distributions
 from autopar.capture.export.autograd_functions import own_gradients
 from autopar.capture.export.chosen_rows import chosen_of, counted_lengths
 from autopar.capture.export.data_reads import DataReads
-from autopar.capture.export.failure import OneDevice, capture_error, not_captured
+from autopar.capture.export.failure import capture_error, not_captured
 from autopar.capture.export.flexible_attention import flexible_attention
 from autopar.capture.export.foreign_draws import drawn_so_far, refuse_foreign_draws
 from autopar.capture.export.index_lists import ListsAsSlices
@@ -34,7 +34,7 @@ from autopar.capture.export.row_tests import TEST, Graph, difference
 from autopar.capture.export.unusable import refuse_unusable
 from autopar.capture.export.without_data import device_of_regions, on_device_without_data
 from autopar.capture.flat_graph import Flat, all_outputs, constants_of, order_outputs, output_names, placeholders_of
-from autopar.capture.loss_arguments import arguments_of_loss, check_loss_fn, is_loss, named_outputs, with_loss
+from autopar.capture.loss_arguments import check_loss_fn, is_loss, named_outputs, outputs_with_loss
 from autopar.capture.passes.autocast import Autocast, ambient_autocast, autocast_as
 from autopar.capture.passes.in_place import change_views_by_copies, needs_decomposition
 from autopar.capture.passes.normalize import detach_regions
@@ -111,9 +111,7 @@ class _Outputs(nn.Module):
             kept: Any = getattr(self.model, "loss", None)  # some models keep their loss as an attribute
             is_new = isinstance(kept, torch.Tensor) and kept is not before and is_loss(kept)
             return {"loss": kept, **outputs} if is_new and "loss" not in outputs else outputs
-        given = arguments_of_loss(self.model, self.loss_fn, args, kwargs)
-        out = self.model(*given.args, **given.kwargs)
-        return with_loss(out, self.loss_fn(out, *given.loss_args, **given.loss_kwargs))
+        return outputs_with_loss(self.model, self.loss_fn, args, kwargs)
 
 
 def outputs_of(model: nn.Module, inputs: Inputs, loss_fn: LossFunction | None = None) -> dict[str, torch.Tensor]:
@@ -265,12 +263,9 @@ def _exported(request: Request, *, lines: bool = False, tests: list[str] | None 
         with _in_mode(model, request.training):
             _Outputs(model, request.loss_fn)(*args, **kwargs)
 
-    calls = OneDevice(
-        run=partial(run, given.inputs),
-        run_resized=partial(run, inputs),
-        resized=_resizing(given.named_inputs, request.named_inputs),
-    )
-    raise capture_error(failed, model, calls, on_meta=on_meta) from failed
+    resized = _resizing(given.named_inputs, request.named_inputs)
+    calls = partial(run, given.inputs), partial(run, inputs)
+    raise capture_error(failed, model, *calls, resized, on_meta=on_meta) from failed
 
 
 def _resizing(given: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> str:

@@ -6,7 +6,6 @@ import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from dis import opname
 
 import torch
@@ -33,33 +32,32 @@ _DEVICES = ("FakeTensorDeviceMismatchError",)
 MAX_CHARS = 300
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class OneDevice:
-    """Calls of a model on one device, with the user's inputs and the capture's. `resized` says how these differ."""
-
-    run: Callable[[], object]
-    run_resized: Callable[[], object]
-    resized: str = ""
-
-
-def capture_error(failed: Exception, model: nn.Module, calls: OneDevice, *, on_meta: bool) -> CaptureError:
-    """The error of a capture that `failed`. With `on_meta`, errors about meta tensors are not the model's own."""
+def capture_error(
+    failed: Exception,
+    model: nn.Module,
+    run: Callable[[], object],
+    run_resized: Callable[[], object],
+    resized: str,
+    *,
+    on_meta: bool,
+) -> CaptureError:
+    """The error of a capture that `failed`, if calls on one device show no other. `resized` says how inputs differ."""
 
     def error_of(run: Callable[[], object]) -> Exception | None:
         error = _error_of(model, run)
         return None if error is None or (on_meta and "meta" in str(error)) else error
 
-    failure = error_of(calls.run)
+    failure = error_of(run)
     if failure is not None:
         return CaptureError(
             f"the model fails on one device, without autopar: {_described(failure, model)}\n"
             "Correct the model or its inputs until model(**inputs) runs."
         )
-    failure = error_of(calls.run_resized) if calls.resized else None
+    failure = error_of(run_resized) if resized else None
     if failure is not None:
         return CaptureError(
             f"the model runs with the example inputs, but fails on one device with other sizes of them: "
-            f"{_described(failure, model)}\n{calls.resized}"
+            f"{_described(failure, model)}\n{resized}"
         )
     return not_captured(failed, model, may_refuse=on_meta)
 

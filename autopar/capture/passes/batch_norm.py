@@ -4,6 +4,7 @@ Mean and variance over the batch become ordinary reductions. So a batch that is 
 the whole batch, forward and backward.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,10 +60,7 @@ def _spell(graph: fx.Graph, node: fx.Node) -> None:
 
 def normalised(graph: fx.Graph, node: fx.Node, *, over_batch: bool) -> tuple[fx.Node, list[fx.Node]]:
     """``(x - mean) / sqrt(var + eps) * weight + bias``, and the new running mean and variance if they exist."""
-
-    def new(target: Any, *args: Any) -> fx.Node:
-        return compute(graph, node, target, *args)
-
+    new = partial(compute, graph, node)
     x, dtype = node.args[0], value(node.args[0]).dtype
     shape = value(x).shape
     if dtype in _HALVES:  # torch computes statistics in float32

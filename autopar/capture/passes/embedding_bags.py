@@ -1,6 +1,7 @@
 """`embedding_bag` becomes a look-up and a sum, so that ids, width and rows of the table can be split."""
 
 import operator
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -30,9 +31,7 @@ def embedding_bags(graph: fx.Graph) -> None:
 
 
 def _summed(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    def made(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        return compute(graph, node, target, *args, **kwargs)
-
+    made = partial(compute, graph, node)
     weight, ids, offsets = (argument(node, name) for name in ("weight", "indices", "offsets"))
     num_bags, num_ids = value(node)[0].shape[0], value(ids).shape[0]
     padding = argument(node, "padding_idx") if node.target is aten.embedding_bag.padding_idx else None

@@ -99,10 +99,7 @@ def _counts_along(index: fx.Node, total: int | None = None) -> int | None:
 
 def _picked(node: fx.Node, given: dict[int, fx.Node], rows: dict[int, int], rank: int) -> fx.Node:
     """The value of an `index`. Its operand becomes [rows ..., dimensions of other indices ..., rest ...]."""
-
-    def made(target: Any, *args: Any) -> fx.Node:
-        return compute(node.graph, node, target, *args)
-
+    made = partial(compute, node.graph, node)
     x: Any = node.args[0]
     counted = sorted(rows)
     block = list(torch.broadcast_shapes(*(value(index).shape for index in given.values())))

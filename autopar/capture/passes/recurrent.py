@@ -5,6 +5,7 @@ A cell is one step, such as `gru_cell` or `lstm_cell`.
 
 import operator
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -70,14 +71,9 @@ Emit = Callable[..., fx.Node]  # of an operator and its arguments
 def open_cells(graph: fx.Graph) -> None:
     """Replace the cells of recurrent networks by the operators that torch runs for them."""
     for node in list(graph.nodes):
-        if node.op != "call_function" or node.target not in _CELLS:
-            continue
-
-        def emit(target: Any, *args: Any, like: fx.Node = node) -> fx.Node:
-            return compute(graph, like, target, *args)
-
-        with graph.inserting_before(node):
-            replace_node(node, _CELLS[node.target](emit, node))
+        if node.op == "call_function" and node.target in _CELLS:
+            with graph.inserting_before(node):
+                replace_node(node, _CELLS[node.target](partial(compute, graph, node), node))
 
 
 def _products(emit: Emit, node: fx.Node, state: Any) -> tuple[fx.Node, fx.Node]:
@@ -113,17 +109,13 @@ def _lstm(emit: Emit, node: fx.Node) -> tuple[fx.Node, fx.Node]:
     return emit(aten.mul.Tensor, emit(aten.sigmoid.default, out), emit(aten.tanh.default, cell)), cell
 
 
-def _tanh(emit: Emit, node: fx.Node) -> fx.Node:
-    return emit(aten.tanh.default, emit(aten.add.Tensor, *_products(emit, node, argument(node, "hx"))))
-
-
-def _relu(emit: Emit, node: fx.Node) -> fx.Node:
-    return emit(aten.relu.default, emit(aten.add.Tensor, *_products(emit, node, argument(node, "hx"))))
+def _plain(activation: Any, emit: Emit, node: fx.Node) -> fx.Node:
+    return emit(activation, emit(aten.add.Tensor, *_products(emit, node, argument(node, "hx"))))
 
 
 _CELLS: Mapping[Any, Callable[[Emit, fx.Node], fx.Node | tuple[fx.Node, fx.Node]]] = {
     aten.gru_cell.default: _gru,
     aten.lstm_cell.default: _lstm,
-    aten.rnn_tanh_cell.default: _tanh,
-    aten.rnn_relu_cell.default: _relu,
+    aten.rnn_tanh_cell.default: partial(_plain, aten.tanh.default),
+    aten.rnn_relu_cell.default: partial(_plain, aten.relu.default),
 }
