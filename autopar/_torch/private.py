@@ -178,11 +178,7 @@ def backward_of_weights(weights: Sequence[Any], rest: Any) -> None:
 
 
 def wanted_gradients(ctx: Any) -> list[bool]:
-    """Whether a backward pass wants the gradient of each argument of an `autograd.Function`.
-
-    `ctx.needs_input_grad` answers this for a whole backward pass. A pass in two parts runs the function in both parts,
-    and each part wants only some gradients.
-    """
+    """Whether the backward pass that runs, which may be one part of two, wants the gradient of each argument."""
     if torch.compiler.is_compiling():
         return list(ctx.needs_input_grad)
     nodes = (node for node, _ in ctx.next_functions if node is not None)
@@ -235,11 +231,7 @@ def saved_tensor_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any],
 
 
 class LiveStorages(TorchDispatchMode):
-    """Counts the bytes of the live storages that operators made in this context, and their peak.
-
-    The storages of the `outside` tensors existed before and do not count. The caller may add to `more_bytes` what the
-    live storages grow by elsewhere, and `peak_with_more_bytes` is their peak with it.
-    """
+    """Counts bytes of live storages made in this context, and their peak; the caller may add to `more_bytes`."""
 
     def __init__(self, outside: Sequence[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

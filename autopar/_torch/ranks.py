@@ -16,11 +16,7 @@ with private_names():
 
 
 class Ranks(LocalTensorMode):
-    """PyTorch's `LocalTensorMode` with a short path for most ATen operators: one call per rank.
-
-    Operators that draw random numbers take PyTorch's path. It saves the random state and ties the storages of wrappers
-    at every operator, for compilation. This takes longer than the operators themselves.
-    """
+    """`LocalTensorMode` with a short path for ATen operators that draw no random numbers: one call per rank."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace not in ("aten", "autopar") or not _only_per_rank(func):

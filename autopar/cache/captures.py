@@ -58,12 +58,7 @@ def captured_model(
     cluster: ClusterSpec | None = None,
     staged: bool = False,
 ) -> CapturedModel:
-    """The model that `spec` names, captured, or its capture of an earlier time in `folder` (None: keep nothing).
-
-    The cluster decides the precision of a factory's model, if none is named. `staged` is for such a model, since all
-    others have numbered layers. Other arguments and errors are those of `autopar.models.load.resolve_model` and
-    `autopar.capture.any_size.capture`.
-    """
+    """The model that `spec` names, captured, or its capture of an earlier time in `folder` (None: keep nothing)."""
 
     def asked_of(model: ResolvedModel) -> Request:
         from autopar.capture.request import Request

@@ -300,12 +300,7 @@ def _expert_factors(
     calls: Mapping[NodeName, Call],
     operands: Mapping[NodeName, tuple[NodeName, ...]],
 ) -> Iterator[tuple[NodeName, str, bool]]:
-    """Operators and their factors of experts (True): the matrices along such a factor meet rows of their own.
-
-    Sorted rows have none, so a rule names their experts. Else the factor is in the parameter, in the other operand and
-    in the result of a product of matrices. Channels and heads have such products too. But a product with a parameter
-    sums over them somewhere (False), and over experts it never does.
-    """
+    """Operators and their factors of experts (True): the matrices along such a factor meet rows of their own."""
     weights = _parameters_and_views(block, operands)
     for name, rule in rules.items():
         if rule.expert:

@@ -14,12 +14,7 @@ _FACTORS = {"mul": 1, "div": -1}  # the sign of the exponent of a number in the 
 
 
 def mark_batch_powers(flat: Flat, small: Flat, sizes: Sizes, others: Sizes) -> None:
-    """Set ``meta["batch_power"]`` of every node whose numbers were compared.
-
-    For a product or quotient it is the power of the batch size to which its number is proportional. For other
-    arithmetic it is 0 or None. For other operators it is 0 if no number depends on the batch size, 1 if only sizes of
-    dimensions do, and None otherwise.
-    """
+    """Set ``meta["batch_power"]`` of compared nodes: the power of the batch to which a number is proportional."""
     for node, twin in zip(flat.graph.nodes, small.graph.nodes, strict=True):
         if node.op == "call_function":
             node.meta["batch_power"] = twin.meta["batch_power"] = _power(node, twin, sizes, others)

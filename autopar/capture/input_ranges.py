@@ -240,11 +240,7 @@ def _chooser(node: fx.Node, name: str) -> tuple[Any, bool]:
 def _unless_replaced(
     operand: fx.Node, mask: Any, allowed: ValueRange, *, kept_if: bool, may_replace: bool = True
 ) -> ValueRange:
-    """The bounds of an operand whose elements are read only at positions where `mask` has the value `kept_if`.
-
-    If the mask compares the operand itself with a number, or a value that is the operand but for an added number, some
-    values are never read. Without `may_replace` these values are not allowed, since what replaces them is not.
-    """
+    """The bounds of an operand whose elements are read only at positions where `mask` has the value `kept_if`."""
     while isinstance(mask, fx.Node) and _operator_name(mask) in ("logical_not", "bitwise_not"):
         mask, kept_if = mask.args[0], not kept_if
     if not isinstance(mask, fx.Node) or mask.op != "call_function" or len(mask.args) < 2:

@@ -187,11 +187,7 @@ NO_SECOND_CAPTURE = "a second capture at other sizes gave another graph, so the 
 def _small_sizes(
     named: Mapping[str, torch.Tensor], sizes: tuple[int, int | None], batch: int
 ) -> tuple[int, int | None]:
-    """The batch and sequence length of the second capture. No dimension of an input has these sizes.
-
-    The two sizes change in different proportions and by different amounts, so that their multiples differ too. The
-    batch changes by more than one, because many other numbers change by one.
-    """
+    """The batch and sequence length of the second capture. No multiple of theirs is one of a dimension of an input."""
     taken = {size for t in named.values() for size in t.shape} | {batch - 1, batch, batch + 1}
     small = next(n for n in (3, 5, 7, 2, *range(4, 100)) if n not in taken)
     if sizes[1] is None:

@@ -1,7 +1,6 @@
 """The parameters and buffers of a model: names, aliases, shapes and dtypes."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -11,29 +10,19 @@ from autopar.ir.program import PartOf, StateInfo
 
 def parameters_of(model: nn.Module, parts: Mapping[str, PartOf]) -> dict[str, StateInfo]:
     """The parameters by first name, in the model's order. Pieces replace the unequally packed parameters."""
-    first: dict[int, str] = {}
-    aliases: dict[str, list[str]] = {}
-    params: dict[str, Any] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        if id(p) in first:
-            aliases[first[id(p)]].append(name)
-            continue
-        first[id(p)] = name
-        aliases[name] = []
-        params[name] = p
     packed: dict[str, list[PartOf]] = {}
     for part in sorted(parts.values(), key=lambda part: part.start):
         packed.setdefault(part.name, []).append(part)
     infos = [
         StateInfo(
             name=name if part is None else part.piece_name,
-            aliases=tuple(aliases[name]),
+            aliases=aliases,
             shape=tuple(p.shape) if part is None else part.piece_shape,
             dtype=p.dtype,
             requires_grad=p.requires_grad,
             part=part,
         )
-        for name, p in params.items()
+        for name, (p, aliases) in _by_first_name(model.named_parameters(remove_duplicate=False)).items()
         for part in packed.get(name, (None,))
     ]
     return {info.name: info for info in infos}
@@ -41,25 +30,27 @@ def parameters_of(model: nn.Module, parts: Mapping[str, PartOf]) -> dict[str, St
 
 def buffers_of(model: nn.Module) -> dict[str, StateInfo]:
     """The buffers by first name, in the model's order."""
-    lasting = {id(buffer) for buffer in _persistent(model)}
-    names: dict[int, list[str]] = {}
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-    for name, buffer in buffers.items():
-        names.setdefault(id(buffer), []).append(name)
+    lasting = {
+        id(buffer)
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
     return {
-        first: StateInfo(
-            name=first,
-            aliases=tuple(others),
-            shape=tuple(buffers[first].shape),
-            dtype=buffers[first].dtype,
-            persistent=key in lasting,
+        name: StateInfo(
+            name=name,
+            aliases=aliases,
+            shape=tuple(buffer.shape),
+            dtype=buffer.dtype,
+            persistent=id(buffer) in lasting,
         )
-        for key, (first, *others) in names.items()
+        for name, (buffer, aliases) in _by_first_name(model.named_buffers(remove_duplicate=False)).items()
     }
 
 
-def _persistent(model: nn.Module) -> Iterator[torch.Tensor]:
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                yield buffer
+def _by_first_name(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[torch.Tensor, tuple[str, ...]]]:
+    """Every tensor by its first name, with its other names."""
+    by_name, names = dict(tensors), dict[int, list[str]]()
+    for name, tensor in by_name.items():
+        names.setdefault(id(tensor), []).append(name)
+    return {first: (by_name[first], tuple(others)) for first, *others in names.values()}

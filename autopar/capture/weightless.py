@@ -2,10 +2,15 @@
 
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
+
+from autopar._torch import private
+from autopar._torch.private import pytree
+from autopar.errors import CaptureError
 
 logger = logging.getLogger("autopar")
 
@@ -17,13 +22,8 @@ def weightless(model: nn.Module) -> nn.Module:
         return model
     if any(True for _ in plain_tensors(model)):
         return model
-    memo: dict[int, torch.Tensor] = {}  # deepcopy uses the entry of an object's id instead of a copy
-    for tensor in tensors:
-        empty = torch.empty_like(tensor, device="meta")
-        is_parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
     try:
-        return copy.deepcopy(model, memo)
+        return _with_tensors(model, lambda tensor: torch.empty_like(tensor, device="meta"))
     except Exception as error:  # a user's attribute may raise anything
         logger.info(
             "the capture keeps the model's weights in memory, because the model cannot be copied without them (%s)",
@@ -40,3 +40,40 @@ def plain_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
                 continue
             inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
             yield from (each for each in (value, *inner) if isinstance(each, torch.Tensor))
+
+
+def device_of_regions(module: fx.GraphModule) -> str | None:
+    """The device type of the autocast regions that are on in an exported graph. None without a region."""
+    for inner in module.modules():
+        for node in inner.graph.nodes if isinstance(inner, fx.GraphModule) else ():
+            if getattr(node.target, "__name__", "") == "wrap_with_autocast" and node.args[2]:
+                return str(node.args[0])
+    return None
+
+
+def on_device_without_data(model: nn.Module, inputs: Any, device_type: str) -> tuple[nn.Module, Any]:
+    """A copy of a meta model, and inputs, on a device and without elements: `torch.autocast` ignores meta tensors."""
+    mode = private.fake_tensors()
+
+    def empty(tensor: torch.Tensor) -> torch.Tensor:
+        with mode:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device_type)
+
+    try:
+        copied = _with_tensors(model, empty)
+    except Exception as error:  # a user's attribute may raise anything
+        raise CaptureError(
+            "the model is on meta, where torch.autocast has no effect, and a copy of it fails: "
+            f"{type(error).__name__}: {error}; build the model on a device"
+        ) from error
+    return copied, pytree.tree_map_only(torch.Tensor, empty, inputs)
+
+
+def _with_tensors(model: nn.Module, twin: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    """A copy of a model with the twin of each of its tensors."""
+    # deepcopy takes the entry of an object's id instead of a copy
+    memo: dict[int, Any] = {id(tensor): twin(tensor) for tensor in plain_tensors(model)}
+    for tensor in (*model.parameters(), *model.buffers()):
+        empty, is_parameter = twin(tensor), isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+    return copy.deepcopy(model, memo)

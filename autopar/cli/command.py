@@ -30,10 +30,7 @@ _Traceback = Annotated[
 
 
 def register(app: typer.Typer, function: Callable[..., None]) -> None:
-    """Add a function as a command of its own name.
-
-    A parameter `options: PlanOptions` becomes one option per field; every command gets ``--traceback``.
-    """
+    """Add a function as a command of its own name. A parameter `options: PlanOptions` becomes one option per field."""
     params = inspect.signature(function, eval_str=True).parameters
     takes_options = "options" in params
     parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for name, p in params.items() if name != "options"]

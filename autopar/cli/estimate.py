@@ -150,10 +150,7 @@ def _inputs(
     tokens: float | None,
     grams: float | None,
 ) -> "tuple[ClusterSpec, Engine, DeviceProfile, str]":
-    """Check all options that need no model, before a model is built. One error lists all problems.
-
-    The profile is the given one, or the cluster's, or the shipped one, corrected by the file of measured steps.
-    """
+    """All options that need no model, checked before one is built. One error lists all problems."""
     from autopar.cost_model.machine.cluster import PRECISIONS, cluster_machine, default_precision
     from autopar.cost_model.machine.engine import engine_named
     from autopar.cost_model.machine.fitted_constants import mechanisms

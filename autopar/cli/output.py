@@ -34,10 +34,7 @@ _LEAST = 20
 
 @contextmanager
 def own_stdout() -> Iterator[None]:
-    """Only `console` and `print_json` write to stdout meanwhile. What others print goes to stderr, from C code too.
-
-    The descriptor stays with stderr until the process ends, because libraries print in their exit handlers as well.
-    """
+    """Only `console` and `print_json` write to stdout meanwhile. What others print goes to stderr, from C code too."""
     with ExitStack() as stack:
         stream = sys.stdout
         if _descriptor(stream) == _STDOUT:
@@ -102,10 +99,7 @@ def print_json(data: Any) -> None:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> Table | Group:
-    """A plain table; columns named in `right` are aligned to the right. Cells are text, never markup.
-
-    The first column names the row. On a narrow terminal the widest texts stand below their row, then the last numbers.
-    """
+    """A plain table. On a narrow terminal the widest texts stand below their row, then the last numbers."""
     screen_width = console().width
     widths = [max(cell_len(cell) for cell in column) for column in zip(columns, *rows, strict=True)]
     beside, below = list(range(len(columns))), list[int]()
@@ -161,11 +155,7 @@ def print_verdict(failed: Sequence[str], passed: str) -> None:
 
 @contextmanager
 def progress(text: str) -> Iterator[Callable[[str], None]]:
-    """A spinner on stderr while something runs; yields a function that changes its text. Silent without a terminal.
-
-    What libraries write to stderr meanwhile, torch's partial graphs above all, is shown only where it may explain a
-    bug: our own errors say everything themselves.
-    """
+    """A spinner on stderr while something runs; yields a function that changes its text. Silent without a terminal."""
     remarks = io.StringIO()
     with console(stderr=True).status(Text(text)) as status, _quiet_logging():  # text may have colons and brackets
         try:

@@ -69,11 +69,7 @@ def S(dim: int, position: int = 0) -> Type:
 
 
 def moves_along(source: Type, target: Type, dims: frozenset[int], *, is_order: bool = False) -> bool:
-    """Whether a conversion cuts or joins one of the ragged dimensions `dims` of a value (`autopar.rules.routed`).
-
-    Whole rows may go to the rank of their expert and back. An order of rows has their places on one rank. It does not
-    travel, but a rank may take the part of its experts from a whole order.
-    """
+    """Whether a conversion cuts or joins one of the ragged dimensions `dims` of a value (`autopar.rules.routed`)."""
     if source == target or not any(t.kind == "S" and t.dim in dims for t in (source, target)):
         return False
     if is_order:
@@ -83,11 +79,7 @@ def moves_along(source: Type, target: Type, dims: frozenset[int], *, is_order: b
 
 
 def owned_by(mesh_dim: str) -> Owned:
-    """What a mesh dimension owns, by its name. Dimensions of one kind have many names: ``tp``, ``tp0``, ``tp0_tp1``.
-
-    Ranks of a dimension that owns no parameters hold the same parameters. ZeRO shards these over them, and their
-    gradients are summed over them once a step. So do the ranks of `ep` with all parameters that it does not split.
-    """
+    """What a mesh dimension owns, by its name. Dimensions of one kind have many names: ``tp``, ``tp0``, ``tp0_tp1``."""
     return _OWNED.get(mesh_dim.partition("_")[0].rstrip("0123456789"), "parameters")
 
 

@@ -33,11 +33,7 @@ from autopar.lowering.functions import conversion_of
 
 
 def recomputed_nodes(graph: fx.Graph, keys: Collection[str], block: str = "") -> frozenset[fx.Node]:
-    """The nodes of a generated graph that are recomputed if the operators with these keys are.
-
-    Conversions of recomputed values are recomputed too, except if they send a collective. A gather that is fused with
-    products is recomputed if all its products are. Raises `PlanError` for an unknown key.
-    """
+    """The nodes that are recomputed if the operators with these keys are, with conversions that send nothing."""
     known = {node.meta["key"] for node in graph.nodes if "key" in node.meta}
     for key in keys:
         if key not in known:

@@ -133,11 +133,7 @@ def _recomputed_blocks(wish: Degrees, name: str) -> Iterator[Problem]:
 
 
 def _split_in_time(wish: Degrees, local_batch: int | None, given: Mapping[str, Any]) -> tuple[Degrees, list[Problem]]:
-    """Micro-batch and numbers of micro-batches of one rank's batch. A missing number follows from the others.
-
-    If a pipeline's wish names neither, there are twice as many micro-batches as stages. If that number is illegal, the
-    next smaller one is taken that divides the batch and leaves two sequences in a global micro-batch.
-    """
+    """Micro-batch and numbers of micro-batches of one rank's batch. A missing number follows from the others."""
     if local_batch is None:
         least = 1 if wish.pp == 1 else 2 * wish.num_stages
         micro_batches = wish.micro_batches if "micro_batches" in given else least

@@ -135,14 +135,7 @@ def label_plan(
     labelled: Labelled | None = None,
     regather: bool = True,
 ) -> Plan:
-    """The labeller's plan for a program.
-
-    `held` are parameters that are held already, and `stage_of` the pipeline stages that hold them. Such a plan has no
-    summary and no prediction. Stages and labels of a search may be given as well. Without `regather`, gathered values
-    are kept for the backward pass.
-
-    Raises `PlanError` if a degree does not divide the model, and `InfeasibleError` if the plan cannot fit a device.
-    """
+    """The labeller's plan for a program, without summary and prediction; `stage_of` are stages that hold parameters."""
     if labelled is None:
         degrees, analysis, labelling = choose_labels(program, cluster, degrees, held=held, regather=regather)
         speeds = own_machinery(cluster, dtype_of(program)).machine.speeds
@@ -241,13 +234,7 @@ def choose_labels(
     regather: bool = True,
     memo: Memo | None = None,
 ) -> Labelled:
-    """Labels with their degrees and axes.
-
-    The degrees `tp` and `cp` become two mesh dimensions if only a factor of them divides the heads. For `cp` the blocks
-    must then be faster. `regather` is the plan's field. `memo` holds the results of earlier labellings.
-
-    Raises `PlanError` if a degree does not divide the model, and `InfeasibleError` if the solver finds no labels.
-    """
+    """Labels with their degrees and axes. `tp` and `cp` become two mesh dimensions if a factor divides the heads."""
     from autopar.search.labels.context_dims import context_dims
 
     memo = Memo() if memo is None else memo

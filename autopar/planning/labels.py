@@ -113,11 +113,7 @@ class SearchLabels:
         return max((call.operands[0].shape[-1] for call in orders), default=0)
 
     def _wanted(self, tp: int, cp: int, ep: int) -> Degrees:
-        """The degrees that labels are chosen for. Expert degrees that exchange rows share labels.
-
-        Exchanged rows hardly grow with the number of expert ranks, and gathered tokens do. From as many ranks as a
-        token has experts, an exchange sends less. Fewer ranks take the cheaper way, so each degree has its own labels.
-        """
+        """The degrees that labels are chosen for. Expert degrees that exchange rows share labels."""
         wanted = replace(self.wanted, tp=tp, cp=cp, context=self.context if cp > 1 else None)
         if ep == 1:
             return wanted

@@ -33,11 +33,7 @@ def _option(help_text: str, default: str = "", *, is_searched: bool = True) -> A
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """A request for a plan; None leaves a choice to autopar.
-
-    Field names of the first part are options of every command (``dp_replicate`` is ``--dp-replicate``). The second part
-    is about the search; the words of `autopar.plan` are its fields.
-    """
+    """A request for a plan; None leaves a choice to autopar. Fields of the first part are options of every command."""
 
     pp: int | None = _option("Pipeline-parallel degree: ranks that hold different layers.", "1")
     tp: int | None = _option("Tensor-parallel degree: ranks that split each operator.", "1")

@@ -148,11 +148,7 @@ def _ring(bound: Bound, split: Variant) -> Variant:
 
 
 def _by_expert(bound: Bound, split: Variant) -> Variant | None:
-    """The variant in which a rank has the sorted rows of its experts, if `split` splits sorted rows.
-
-    Values that are not sorted are whole: all ranks have all tokens. Results that are not sorted are partial, because a
-    rank has none of the rows of other experts. A rank has the matrices of its experts.
-    """
+    """The variant in which a rank has the sorted rows and the matrices of its experts; other values are whole."""
     rule = bound.rule
     if split.factor in rule.invariant | rule.outermost or split.factor in rule.exchanged:
         return None
@@ -174,12 +170,7 @@ def _by_expert(bound: Bound, split: Variant) -> Variant | None:
 
 
 def rewrites_fit(bound: Bound, chosen: Sequence[Variant], degrees: Sequence[int]) -> bool:
-    """Whether what rewrites see as their part of a factor is one contiguous range of it.
-
-    A factor whose operands travel is split by no other mesh dimension. Rewrites compute offsets. The first mesh
-    dimension that splits the factor must split its outermost axis. A second one must split the next axis, and the first
-    must have left one element of its own axis.
-    """
+    """Whether what rewrites, which compute offsets, see as their part of a factor is one contiguous range of it."""
     rings = {v.factor for v in chosen if v.is_ring}
     if any(sum(v.factor == factor for v in chosen) > 1 for factor in rings):
         return False

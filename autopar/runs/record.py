@@ -51,11 +51,7 @@ class RunInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """The metrics of one step. Rates are those since the line before; the first line of a start has none.
-
-    `samples` and `tokens` count what all ranks trained since the line before. `peak_bytes` is the memory of the rank
-    that held most so far, `peak_rank`.
-    """
+    """The metrics of one step of all ranks. Rates are those since the line before; the first line has none."""
 
     step: int
     time_s: float  # since 1970

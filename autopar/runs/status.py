@@ -33,12 +33,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """A run at one moment. Rates are medians of the last lines, and None if they are not known.
-
-    `state` is ``starting``, ``running``, ``done``, ``failed``, ``killed`` or ``not started``. The process of a killed
-    run has ended without a last line. `step_s` includes all work between two lines, such as reading data and saving.
-    `left_s` is the time until `total_steps` are done, at the pace of the last lines of this start.
-    """
+    """A run at one moment. Rates are medians of the last lines, and None if they are not known."""
 
     path: str
     model: str

@@ -85,11 +85,7 @@ _CHANCE = "or turn this draw off in the configuration, such as layerdrop=0"
 
 
 class DataReads(TorchFunctionMode):
-    """Gives a model that is traced the values that it reads, or refuses.
-
-    `given` are the tensors of the model and their values, by name and kind ("parameter", "buffer" or "input").
-    `decided` gets the decisions and the traced tensors, `notes` the lines that look for overflows.
-    """
+    """Gives a traced model the values that it reads of tensors by name and kind, or refuses; `decided` notes them."""
 
     def __init__(self, model: nn.Module, given: Iterable[tuple[str, str, Tensor, Tensor]], reading: Reading) -> None:
         super().__init__()

@@ -24,21 +24,26 @@ from autopar.capture.export.assertions import unchecked_distributions
 from autopar.capture.export.autograd_functions import own_gradients
 from autopar.capture.export.chosen_rows import chosen_of, counted_lengths
 from autopar.capture.export.data_reads import DataReads
-from autopar.capture.export.failure import capture_error, not_captured
+from autopar.capture.export.failure import capture_error, not_captured, refuse_unusable
 from autopar.capture.export.flexible_attention import flexible_attention
 from autopar.capture.export.foreign_draws import drawn_so_far, refuse_foreign_draws
 from autopar.capture.export.index_lists import ListsAsSlices
-from autopar.capture.export.module_conversions import converted_alike
-from autopar.capture.export.own_changes import as_it_was, assigned_in_place, attributes_read, unchanged, without_caches
+from autopar.capture.export.own_changes import (
+    as_it_was,
+    assigned_in_place,
+    attributes_read,
+    converted_alike,
+    unchanged,
+    without_caches,
+)
 from autopar.capture.export.row_tests import TEST, Graph, difference
-from autopar.capture.export.unusable import refuse_unusable
-from autopar.capture.export.without_data import device_of_regions, on_device_without_data
 from autopar.capture.flat_graph import Flat, all_outputs, constants_of, order_outputs, output_names, placeholders_of
 from autopar.capture.loss_arguments import check_loss_fn, is_loss, named_outputs, outputs_with_loss
 from autopar.capture.passes.autocast import Autocast, ambient_autocast, autocast_as
 from autopar.capture.passes.in_place import change_views_by_copies, needs_decomposition
 from autopar.capture.passes.normalize import detach_regions
 from autopar.capture.request import Inputs, LossFunction, Reading, Request, split_inputs
+from autopar.capture.weightless import device_of_regions, on_device_without_data
 from autopar.errors import CaptureError
 from autopar.ir.program import Decision
 

@@ -1,6 +1,7 @@
 """The cause of a failed capture: the model's own error on one device, or the line that torch.export cannot follow."""
 
 import contextlib
+import operator
 import os
 import re
 import traceback
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dis import opname
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from autopar.capture.export.data_reads import REMEDY
 from autopar.capture.export.source_lines import left_out, line_that_failed
@@ -30,6 +31,14 @@ _NO_KERNEL_TEXTS = ("no fake impl", "register_fake", "meta kernel", "couldn't fi
 _OPERATOR = re.compile(r"\b(\w+(::|\.)\w+(\.\w+)?)\b")
 _DEVICES = ("FakeTensorDeviceMismatchError",)
 MAX_CHARS = 300
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+# remedies for values that no rank could hold: sparse tensors, and tensors whose sizes depend on data
+_DENSE = (
+    "autopar splits dense tensors; hold its indices and values as two dense tensors and use index_select and "
+    "index_add, or make it dense with .to_dense()"
+)
+_KINDS = {"lifted": "constant"}
+_FIXED = "use a mask with torch.where, or a fixed number of elements as torch.topk gives"
 
 
 def capture_error(
@@ -154,3 +163,40 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
             for name, buffer in model.named_buffers():
                 if name in before and buffer.shape == before[name].shape:
                     buffer.copy_(before[name])
+
+
+def refuse_unusable(
+    graph: fx.Graph, placeholders: dict[str, tuple[str, str]], with_lines: Callable[[], fx.Graph]
+) -> None:
+    """Raise `CaptureError` for the first value that no rank could hold. It names the operator, module and line."""
+    node, what, remedy = next(_unusable(graph), (None, "", ""))
+    if node is None:
+        return
+    if node.op != "call_function":
+        kind, name = placeholders.get(node.name, ("tensor", str(node.target)))
+        raise CaptureError(f"the {_KINDS.get(kind, kind)} {name.removeprefix('model.')!r} {what}; {remedy}")
+    line = next((_line_of(other) for other in with_lines().nodes if other.name == node.name), "")
+    maker = node.args[0] if node.target is operator.getitem else node
+    target = maker.target if isinstance(maker, fx.Node) else node.target
+    raise CaptureError(f"operator {target}{f' ({line})' if line else ''} {what}; {remedy}")
+
+
+def _unusable(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, str]]:
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or not (node.users or node.op == "call_function"):
+            continue
+        if value.layout is not torch.strided:
+            yield node, f"{'is' if node.op != 'call_function' else 'returns'} a {_name(value.layout)} tensor", _DENSE
+        elif any(not isinstance(size, int) for size in value.shape):
+            yield node, "returns a tensor whose size depends on the values of its operands", _FIXED
+
+
+def _name(layout: torch.layout) -> str:
+    return str(layout).removeprefix("torch.").removeprefix("_")
+
+
+def _line_of(node: fx.Node) -> str:
+    """The deepest line outside of torch that made a node of an export with stack traces: ``net.py:12``."""
+    lines = [m for m in _FRAME.finditer(node.meta.get("stack_trace") or "") if "/torch/" not in m["file"]]
+    return f"{lines[-1]['file']}:{lines[-1]['line']}" if lines else ""

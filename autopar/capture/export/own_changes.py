@@ -6,20 +6,28 @@ place, or the model may assign another tensor to its name.
 
 A call of a model also leaves tensors behind: in attributes, in lists and dictionaries, in objects that the model holds,
 and in functions with a cache. In a trace they have no values. `as_it_was` takes all of them out again.
+
+Libraries convert modules inside of forward, so that weights follow their input: ``self.classifier.to(dtype)``. A trace
+cannot follow this, because it has no tensors to put into the module.
 """
 
 import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from enum import Enum
 from functools import lru_cache
+from itertools import chain
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import nn
+
+from autopar._torch import exports
+from autopar.capture.export.source_lines import line_that_runs
+from autopar.errors import CaptureError
 
 PLAIN = (bool, int, float, str, bytes, type(None))
 _OF_EVERY_MODULE = frozenset([*vars(nn.Module()), "use_cache"])  # a capture decides `use_cache`
@@ -174,3 +182,35 @@ def without_caches(model: nn.Module) -> Iterator[None]:
     finally:
         for config in configs.values():
             config.use_cache = True
+
+
+def converted_alike(model: nn.Module) -> AbstractContextManager[None]:
+    """A context of a trace in which a conversion that changes nothing is left out, and any other one is refused."""
+
+    def convert(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+        is_own = module in set(model.modules())
+        for tensor in chain(module.parameters(), module.buffers()):
+            has = tensor.dtype, tensor.device
+            with exports.without_tracing():
+                as_is = function(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+            if (as_is.dtype, as_is.device) != has:
+                if not is_own:  # a module that forward makes
+                    return _converted(module, function)
+                raise CaptureError(
+                    f"the model cannot be captured: {line_that_runs(model)}: forward converts {type(module).__name__} "
+                    f"from {has[0]} on {has[1]} to {as_is.dtype} on {as_is.device}; convert the module before it is "
+                    "given to autopar, or convert tensors at this line"
+                )
+        return module
+
+    return exports.module_conversions(convert)
+
+
+def _converted(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    """A module that forward made, with other tensors: a trace can put no values into the first ones."""
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            owner._parameters[name] = nn.Parameter(function(parameter.detach()), parameter.requires_grad)
+        for name, buffer in owner.named_buffers(recurse=False):
+            owner._buffers[name] = function(buffer)
+    return module

@@ -57,11 +57,7 @@ def _numbered(path: str) -> Iterator[tuple[str, str]]:
 
 
 def cut_into_segments(nodes: Sequence[fx.Node], parameters: Collection[fx.Node] | None) -> list[Segment]:
-    """Consecutive nodes of the same numbered module form a segment, and so do the nodes between such modules.
-
-    Of nested numbered modules the outermost counts. If `parameters` are given, and fewer than two segments take any,
-    every call of a module forms one, at the least depth of modules where no segment has more than half of the nodes.
-    """
+    """Segments of consecutive nodes of one outermost numbered module; without two with `parameters`, of any module."""
     prefixes = repeated_prefixes(nodes)
 
     def numbered(node: fx.Node) -> str:

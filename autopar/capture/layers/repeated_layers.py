@@ -138,11 +138,7 @@ class _Repeating:
         return self.fewer.placeholders.get(node.name, ("", ""))[0] == kind and self.own_state(node, layer) is not None
 
     def taken(self, value: fx.Node, layer: Layer | None, ahead: int = 0) -> fx.Node:
-        """The written operand for the operand `value` of a node in a kept `layer`, or in no layer.
-
-        With `ahead`, the operand is for the node's copy in a later layer, this many layers ahead. A node outside a
-        stack that reads the stack's last kept layer reads the last layer of the whole model instead.
-        """
+        """The written operand for `value` of a node in a kept `layer` or none, or of its copy `ahead` layers later."""
         path, n, k = self.place.get(value, ("", 0, 0))
         stack = self.stacks.get(path)
         if layer is not None and (value, layer[1] + ahead) in self.state:

@@ -16,11 +16,7 @@ FILLS = {aten.zero_.default: aten.zeros_like.default, aten.fill_.Scalar: aten.fu
 
 
 def needs_decomposition(module: fx.GraphModule, changeable: Mapping[str, str]) -> bool:
-    """Whether a graph holds in-place operators that only export's own decomposition makes functional.
-
-    Such an operator changes a view or a value whose views are used later, lies in a region, or has no functional twin.
-    An operator that changes a placeholder outside `changeable` also needs decomposition.
-    """
+    """Whether a graph holds in-place operators that only export's own decomposition makes functional."""
     if any(_is_aliased(node) for node in module.graph.nodes if _in_place(node)):
         return True
     # `torch.vmap`, whose operators act on tensors with a hidden dimension

@@ -19,7 +19,6 @@ from autopar.capture.passes.control_flow import inline_control_flow
 from autopar.capture.passes.embedding_bags import embedding_bags
 from autopar.capture.passes.experts import histogram_of_integers, one_grouped_product, operators_of_libraries
 from autopar.capture.passes.in_place import drop_copies, functionalise
-from autopar.capture.passes.linears import matmul_to_linear
 from autopar.capture.passes.losses import open_composites, split_mean_losses
 from autopar.capture.passes.own_rows import own_rows
 from autopar.capture.passes.recurrent import drop_between_layers, open_cells
@@ -37,6 +36,7 @@ UNINITIALISED = {
     aten.new_empty.default: aten.new_zeros.default,
 }
 _WITHOUT_DERIVATIVE = ("bernoulli", "binomial", "multinomial", "poisson")  # draws from their operand
+_TRANSPOSES = {aten.t.default, aten.numpy_T.default}
 SPARSE = ("sparse", "sparse_grad")  # arguments of lookups
 
 NEW: Mapping[Any, float | None] = {aten.new_zeros.default: 0, aten.new_ones.default: 1, aten.new_full.default: None}
@@ -177,6 +177,37 @@ def flat_addmm_to_linear(graph: fx.Graph) -> None:
             user.replace_all_uses_with(linear)
             graph.erase_node(user)
         graph.erase_node(node)
+
+
+def matmul_to_linear(graph: fx.Graph) -> None:
+    """Replace ``x @ w.T`` and ``x @ w.T + b`` by `linear`, if weight (out, in) and bias (out,) are placeholders."""
+    for node in list(graph.nodes):
+        if node.target not in (aten.matmul.default, aten.mm.default):
+            continue
+        turned = arg(node, 1)
+        if turned.target not in _TRANSPOSES or arg(turned, 0).op != "placeholder":
+            continue
+        weight = arg(turned, 0)
+        if weight.meta["val"].dim() != 2 or arg(node, 0).meta["val"].dim() < 2:
+            continue
+        last, bias = _with_bias(node, weight)
+        with graph.inserting_before(last):
+            linear = graph.call_function(aten.linear.default, (node.args[0], weight, *bias))
+        linear.meta = dict(last.meta)
+        last.replace_all_uses_with(linear)
+
+
+def _with_bias(node: fx.Node, weight: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
+    """The addition of a bias to a product, with the bias, if it is the product's only use. Otherwise the product."""
+    only = next(iter(node.users)) if len(node.users) == 1 else node
+    if only.target is not aten.add.Tensor or only.args[0] is not node or only.kwargs:
+        return node, ()
+    bias = only.args[1]
+    if not isinstance(bias, fx.Node) or bias.op != "placeholder":
+        return node, ()
+    value, product = bias.meta["val"], node.meta["val"]
+    fits = tuple(value.shape) == (weight.meta["val"].shape[0],) and value.dtype == product.dtype
+    return (only, (bias,)) if fits else (node, ())
 
 
 def remove_dead(graph: fx.Graph) -> None:

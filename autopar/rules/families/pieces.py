@@ -20,11 +20,7 @@ def _emit_slice(d: int, index: int, step: int, pieces: int) -> Emit:
 
 
 def _piece(call: Call, d: int, start: int, length: int, step: int) -> Rule:
-    """Elements ``start, start + step, ...`` of dimension d, `length` of them.
-
-    A full dimension stays a factor. One of equal, aligned pieces is ``(c e) -> e``; every c-th element ``(e c) -> e``:
-    c is whole, e may be split. Any other piece is whole in this dimension.
-    """
+    """Elements ``start, start + step, ...`` of dimension d, `length` of them. A part that is cut unevenly is whole."""
     source = call.operands[0].shape
     spec, output = dims(source), dims(source)
     size = source[d]
