@@ -33,7 +33,7 @@ from autopar.capture.analysis import Analysis
 from autopar.capture.nodes import ARITHMETIC, SAME_ELEMENTS, copies, operator_name, output_nodes, shape
 from autopar.ir.program import Block, CallSite, Program
 from autopar.rules.operators import OVER_MICRO_BATCHES
-from autopar.rules.rule import Call, Spec
+from autopar.rules.rule import Call
 from autopar.rules.variants import Bound
 
 MEAN_REDUCTION = 1
@@ -218,16 +218,13 @@ def status_of(analysis: Analysis, block: int, node: fx.Node, operands: Sequence[
     if "sum" in kinds:
         return Status("sum", _after_sum(bound, node, operands, where) + number)
     power = _power(bound, node, operands, where) + number
-    missing = [k for k, s in enumerate(operands) if s.kind == "batch" and not _has(rule.inputs[k], holders)]
+    parts = [{f for dim in spec for f in dim} for spec in rule.inputs]
+    missing = [k for k, s in enumerate(operands) if s.kind == "batch" and parts[k].isdisjoint(holders)]
     if len(holders) > 1 or missing:
         raise Mixing(f"{where} pairs samples of the batch with each other")
     if not any(f in rule.reduced for f in holders):
         return Status("batch", power)
     return Status("sum", power - 1 if is_mean(call) else power)
-
-
-def _has(spec: Spec, factors: Sequence[str]) -> bool:
-    return any(f in dim for dim in spec for f in dim)
 
 
 def _power(bound: Bound, node: fx.Node, operands: Sequence[Status], where: str) -> int:

@@ -171,7 +171,7 @@ def sections(plan: PlanView, *, with_order: bool = True) -> list[Section]:
     if plan.summary is not None:
         parts += [_without_rule(plan.summary), *_stages(plan, with_order), *_recomputed(plan)]
         parts += [_parameters(plan), *_traffic(plan)]
-        parts.append(_once_a_step(plan.summary))
+        parts.append(Section(title="Once per step or micro-batch", lines=plan.summary.once_a_step or ("nothing",)))
     else:
         parts.append(Section(title="Labels", lines=tuple(_bare(plan))))
     if plan.notes:
@@ -390,10 +390,6 @@ def recomputation_in_words(blocks: int | Sequence[int] | None, pp: int) -> str:
     if min(some) == max(some):
         return f"{stages} {some[0]} block{'s' * (some[0] > 1)}{each}"
     return f"{stages} {min(some)} to {max(some)} blocks{each}, {sum(some)} in all"
-
-
-def _once_a_step(summary: Summary) -> Section:
-    return Section(title="Once per step or micro-batch", lines=summary.once_a_step or ("nothing",))
 
 
 def _bare(plan: PlanView) -> list[str]:

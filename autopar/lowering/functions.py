@@ -18,14 +18,6 @@ _PrimitiveFunction = Callable[[torch.Tensor, Communicator, int, int], torch.Tens
 # ---- primitives ----
 
 
-def _nothing(x: torch.Tensor, mesh: Communicator, dim: int, to: int) -> torch.Tensor:
-    return x.view_as(x)
-
-
-def _all_reduce(x: torch.Tensor, mesh: Communicator, dim: int, to: int) -> torch.Tensor:
-    return mesh.all_reduce(x)
-
-
 def all_gather(x: torch.Tensor, mesh: Communicator, dim: int, to: int = 0) -> torch.Tensor:
     """The ranks' parts concatenated along `dim`, without a backward pass."""
     return joined_along(mesh.wait(mesh.start_all_gather(x)), mesh, dim)
@@ -45,10 +37,6 @@ def split_first(x: torch.Tensor, mesh: Communicator, dim: int) -> torch.Tensor:
         return x.contiguous()
     out: torch.Tensor = x.unflatten(dim, (mesh.degree, -1)).movedim(dim, 0).flatten(0, 1).contiguous()
     return out
-
-
-def _reduce_scatter(x: torch.Tensor, mesh: Communicator, dim: int, to: int) -> torch.Tensor:
-    return mesh.wait(mesh.start_reduce_scatter(split_first(x, mesh, dim)))
 
 
 def _slice(x: torch.Tensor, mesh: Communicator, dim: int, to: int) -> torch.Tensor:
@@ -77,10 +65,10 @@ def _all_to_all(x: torch.Tensor, mesh: Communicator, dim: int, to: int) -> torch
 
 
 _PRIMITIVES: Mapping[Primitive, _PrimitiveFunction] = {
-    "nothing": _nothing,
-    "all_reduce": _all_reduce,
+    "nothing": lambda x, mesh, dim, to: x.view_as(x),
+    "all_reduce": lambda x, mesh, dim, to: mesh.all_reduce(x),
     "all_gather": all_gather,
-    "reduce_scatter": _reduce_scatter,
+    "reduce_scatter": lambda x, mesh, dim, to: mesh.wait(mesh.start_reduce_scatter(split_first(x, mesh, dim))),
     "all_to_all": _all_to_all,
     "slice": _slice,
     "place_in_zeros": _place_in_zeros,

@@ -4,12 +4,12 @@ The plan runs with the labels that it was priced with. They are not chosen anew 
 data-parallel degree.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import gcd
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from autopar.cache.labels import AGAIN, CHOSEN_FOR_KEPT, KEPT, Chosen, labels_file, labels_text, read_labels
 from autopar.capture.analysis import Analysis, analyse, refining
@@ -77,15 +77,15 @@ class SearchLabels:
         """The block costs under the labels of `works` if gathered values are kept. Raises the same errors."""
         if not self.works(tp, cp, ep).regathers:
             return replace(self.works(tp, cp, ep), regather=False)
-        return self.memo(SearchLabels._kept, self, self._wanted(tp, cp, ep))[2]
+        return self.memo(SearchLabels._labelled, self, self._wanted(tp, cp, ep), self.loss_chunks, True)[2]
 
     def works_in_chunks(self, tp: int, cp: int = 1, ep: int = 1, *, chunks: int) -> ProgramWorks:
         """The block costs under the labels of `works` if the loss runs in chunks. Raises the same errors."""
-        return self.memo(SearchLabels._chunked, self, self._wanted(tp, cp, ep), chunks)[2]
+        return self.memo(SearchLabels._labelled, self, self._wanted(tp, cp, ep), chunks, False)[2]
 
     def chosen(self, tp: int, cp: int = 1, ep: int = 1) -> Chosen:
         """The degrees, labels and block costs of a tensor, a context and an expert degree."""
-        return self.memo(SearchLabels._chosen, self, self._wanted(tp, cp, ep))
+        return self.memo(SearchLabels._labelled, self, self._wanted(tp, cp, ep), self.loss_chunks, False)
 
     def labelled_as(self, split: Split) -> Split:
         """The split whose labels a split has."""
@@ -125,49 +125,36 @@ class SearchLabels:
             ep = counts[0]
         return replace(wanted, ep=ep, dp_shard=LABELLED_DP * ep, dispatch=dispatch)
 
-    def _chosen(self, wanted: Degrees) -> Chosen:
-        gathers = AGAIN if self.regather else CHOSEN_FOR_KEPT
-        return self._from_file(gathers, wanted, self.loss_chunks, lambda: self._choose(wanted))
-
-    def _kept(self, wanted: Degrees) -> Chosen:
-        return self._from_file(KEPT, wanted, self.loss_chunks, lambda: self._keeping(wanted))
-
-    def _chunked(self, wanted: Degrees, chunks: int) -> Chosen:
-        gathers = AGAIN if self.regather else CHOSEN_FOR_KEPT
-        return self._from_file(gathers, wanted, chunks, lambda: self._chunking(wanted, chunks))
-
-    def _from_file(self, gathers: str, wanted: Degrees, chunks: int, make: Callable[[], Chosen]) -> Chosen:
+    def _labelled(self, wanted: Degrees, chunks: int, keeps: bool) -> Chosen:
+        """The labels of the search, and block costs with the loss in chunks, or if a rank keeps gathered values."""
         if self.folder is None:
-            chosen = make()
+            chosen = self._choose(wanted, chunks, keeps)
         else:
-            wanted = replace(wanted, loss_chunks=chunks, recompute="auto" if self.selective else "none")
-            file = labels_file(self.folder, self._program(wanted), self.cluster, wanted, gathers)
+            gathers = KEPT if keeps else AGAIN if self.regather else CHOSEN_FOR_KEPT
+            key = replace(wanted, loss_chunks=chunks, recompute="auto" if self.selective else "none")
+            file = labels_file(self.folder, self._program(wanted), self.cluster, key, gathers)
             known = file.read(read_labels, self.on_progress)
-            chosen = known or make()
+            chosen = known or self._choose(wanted, chunks, keeps)
             if known is None:
                 file.write(labels_text(chosen), self.on_progress)
         degrees, labels, works = chosen
         return degrees, labels, works.with_state_of(self.state)
 
-    def _keeping(self, wanted: Degrees) -> Chosen:
-        from autopar.cost_model.work.export import kept_work
+    def _choose(self, wanted: Degrees, chunks: int, keeps: bool) -> Chosen:
+        from autopar.cost_model.work.export import kept_work  # unused if works are kept
 
-        degrees, labelling, _ = self.chosen(wanted.tp, wanted.cp, wanted.ep)
-        works = [kept_work(flow, work) for flow, work in self._blocks(labelling, degrees, self.loss_chunks)]
-        return degrees, labelling, self._merged(works, labelling, regather=False, loss_chunks=self.loss_chunks)
-
-    def _chunking(self, wanted: Degrees, chunks: int) -> Chosen:
-        degrees, labelling, _ = self.chosen(wanted.tp, wanted.cp, wanted.ep)
-        works = [work for _, work in self._blocks(labelling, degrees, chunks)]
-        return degrees, labelling, self._merged(works, labelling, regather=self.regather, loss_chunks=chunks)
-
-    def _choose(self, wanted: Degrees) -> Chosen:
-        program = self._program(wanted)
-        degrees, _, labels = choose_labels(program, self.cluster, wanted, regather=self.regather, memo=self.memo)
-        if self.selective:
-            labels = self._selecting(labels, degrees)
-        works = [work for _, work in self._blocks(labels, degrees, self.loss_chunks)]
-        return degrees, labels, self._merged(works, labels, regather=self.regather, loss_chunks=self.loss_chunks)
+        if keeps or chunks != self.loss_chunks:
+            degrees, labels, _ = self.chosen(wanted.tp, wanted.cp, wanted.ep)
+        else:
+            program = self._program(wanted)
+            degrees, _, labels = choose_labels(program, self.cluster, wanted, regather=self.regather, memo=self.memo)
+            labels = self._selecting(labels, degrees) if self.selective else labels
+        works = [kept_work(*block) if keeps else block[1] for block in self._blocks(labels, degrees, chunks)]
+        merged = merged_works(
+            self.program, works, labels.blocks, labels.mesh, regather=self.regather and not keeps, loss_chunks=chunks,
+            optimizers=self.memo(optimizer_figures, self.program),
+        )  # fmt: skip
+        return degrees, labels, merged
 
     def _selecting(self, choice: Labelling, degrees: Degrees) -> Labelling:
         """Labels with the operators of repeated blocks that selective recomputation computes again."""
@@ -179,14 +166,6 @@ class SearchLabels:
             keys = chosen_keys(values, work, mesh, self.program.sequence, choose)
             labels[index] = replace(labels[index], recomputed=keys)
         return replace(choice, blocks=tuple(labels))
-
-    def _merged(
-        self, works: "Sequence[SymbolicWork]", labels: Labelling, *, regather: bool, loss_chunks: int
-    ) -> ProgramWorks:
-        return merged_works(
-            self.program, works, labels.blocks, labels.mesh, regather=regather, loss_chunks=loss_chunks,
-            optimizers=self.memo(optimizer_figures, self.program),
-        )  # fmt: skip
 
     def _blocks(self, choice: Labelling, degrees: Degrees, chunks: int) -> "list[tuple[Flow, SymbolicWork]]":
         """The program's blocks under labels. Blocks of another degree with the same labels are used again."""
@@ -279,10 +258,6 @@ def _symbolic(mesh: Mesh) -> Mesh:
     return Mesh(mesh.names, tuple(min(degree, 2) for degree in mesh.degrees))
 
 
-def _is_split(mesh: Mesh) -> list[bool]:
-    return [degree > 1 for degree in mesh.degrees]
-
-
 def _split_sizes(program: Program, analysis: Analysis, blocks: Sequence[BlockLabels], mesh: Mesh) -> Iterator[int]:
     """The sizes of the axes that labels split over tensor ranks."""
     tensor = mesh.names.index("tp")
@@ -325,15 +300,13 @@ def _without_dp(program: Program, analysis: Analysis, index: int, labels: BlockL
 
 def _on(mesh: Mesh, labels: BlockLabels) -> BlockLabels:
     """The labels without the splits of mesh dimensions that have one rank on `mesh`."""
-    is_split = _is_split(mesh)
+
+    def left(splits: Mapping[str, Sequence[Any]], whole: Any) -> dict[str, tuple[Any, ...]]:
+        return {
+            name: tuple(split if degree > 1 else whole for split, degree in zip(every, mesh.degrees, strict=True))
+            for name, every in splits.items()
+        }
+
     return replace(
-        labels,
-        ports={n: tuple(t if on else I for t, on in zip(ts, is_split, strict=True)) for n, ts in labels.ports.items()},
-        labels={
-            key: tuple(x if on else "I" for x, on in zip(ones, is_split, strict=True))
-            for key, ones in labels.labels.items()
-        },
-        results={
-            n: tuple(t if on else I for t, on in zip(ts, is_split, strict=True)) for n, ts in labels.results.items()
-        },
+        labels, ports=left(labels.ports, I), labels=left(labels.labels, "I"), results=left(labels.results, I)
     )

@@ -349,7 +349,8 @@ def _written_by(node: fx.Node, index: fx.Node) -> int | None:
     elif name in ("scatter", "scatter_add", "scatter_reduce"):
         position, fits = 3, _along_rows(node) and node.args[2] is index
         fits = fits and bool(value(index).shape[1:] == value(node).shape[1:]) and node.kwargs.get("reduce") is None
-        fits = fits and (name != "scatter_reduce" or _sums(node))
+        sums = name != "scatter_reduce" or (argument(node, "reduce") == "sum" and bool(argument(node, "include_self")))
+        fits = fits and sums
     else:
         return None
     rows = node.args[position] if fits else None
@@ -370,10 +371,6 @@ def _is_only_index(indices: Any, index: fx.Node) -> bool:
 def _adds(node: fx.Node) -> bool:
     name = operator_name(node)
     return name in ("index_add", "scatter_add", "scatter_reduce") or (name == "index_put" and bool(positional(node, 3)))
-
-
-def _sums(node: fx.Node) -> bool:
-    return argument(node, "reduce") == "sum" and bool(argument(node, "include_self"))
 
 
 # ---- values ----

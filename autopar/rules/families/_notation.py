@@ -122,6 +122,14 @@ def dim_indices(dim: Any, rank: int) -> list[int]:
     return [dim_index(d, rank) for d in (dim if isinstance(dim, (list, tuple)) else [dim])] if rank else []
 
 
+def places_whole(call: Call, places: Collection[int], linear: bool) -> Rule:
+    """A rule: `places` of the first operand are whole and may change in size, and its other dimensions are parallel."""
+    shape = call.operands[slot_of(call.args[0])].shape
+    spec, output = ([(f"{s}{d}",) if d in places else (f"d{d}",) for d in range(len(shape))] for s in "xy")
+    whole = {f"{side}{d}" for side in "xy" for d in places}
+    return rule_from(call, [spec], output, whole=whole, linear=[{0}] if linear else [])
+
+
 def original(call: Call) -> Step:
     """The call itself."""
     return Step(call.target, call.args, call.kwargs)

@@ -51,7 +51,7 @@ def full_like(call: Call) -> Rule:
 
 @rule(aten.arange.default, aten.arange.start, aten.arange.start_step, aten.scalar_tensor.default)
 @rule(aten.linspace.default, aten.logspace.default, aten.eye.default, aten.eye.m)
-@rule(aten.tril_indices.default, aten.triu_indices.default)
+@rule(aten.tril_indices.default, aten.triu_indices.default, aten.randperm.default)
 @rule(aten.hann_window.default, aten.hann_window.periodic, aten.hamming_window.default)
 def by_position(call: Call) -> Rule:
     """Whole: a rank's part would begin elsewhere."""

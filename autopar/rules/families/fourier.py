@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 from autopar._torch.operators import aten
-from autopar.rules.families._notation import dim_indices, dims, rule_from
+from autopar.rules.families._notation import dim_indices, places_whole
 from autopar.rules.registry import pattern, rule
-from autopar.rules.rule import Call, Dim, Rule
+from autopar.rules.rule import Call, Rule
 
 ONE_DIM = (aten.fft_fft, aten.fft_ifft, aten.fft_rfft, aten.fft_irfft, aten.fft_hfft, aten.fft_ihfft)
 TWO_DIMS = (aten.fft_fft2, aten.fft_ifft2, aten.fft_rfft2, aten.fft_irfft2)
@@ -18,16 +18,11 @@ def _transformed(position: int, default: Any) -> Callable[[Call], Rule]:
     """The rule of operators whose argument number `position` names the transformed dimensions, all if it is None."""
 
     def transformed(call: Call) -> Rule:
-        spec = dims(call.operands[0].shape)
         over = call.arg(position, "dim", default)
         lengths = call.arg(1, "s") if position == 2 else None
         if over is None and isinstance(lengths, (list, tuple)):  # the last ones
             over = list(range(-len(lengths), 0))
-        places = dim_indices(over, len(spec))
-        inner: list[Dim] = [(f"x{d}",) if d in places else dim for d, dim in enumerate(spec)]
-        outer: list[Dim] = [(f"y{d}",) if d in places else dim for d, dim in enumerate(spec)]
-        whole = {f"{side}{d}" for side in "xy" for d in places}
-        return rule_from(call, [inner], outer, whole=whole, linear=[{0}])
+        return places_whole(call, dim_indices(over, len(call.operands[0].shape)), True)
 
     return transformed
 

@@ -63,16 +63,17 @@ def gather(call: Call) -> Rule:
     return rule_from(call, in_order(call, specs), output, whole=whole, linear=[{x}])
 
 
-@rule(aten.index_add.default)
+@rule(aten.index_add.default, aten.index_copy.default)
 def index_add(call: Call) -> Rule:
-    """Added rows may be split: each rank adds its own, so `self` is additive."""
+    """Added rows may be split: each rank adds its own, so `self` is additive. Copied rows are whole."""
     x, index, source = slot_of(call.args[0]), slot_of(call.args[2]), slot_of(call.args[3])
-    spec = dims(call.operands[x].shape)
+    spec, adds = dims(call.operands[x].shape), call.target is aten.index_add.default
     d = dim_index(call.args[1], len(spec))
-    if len(call.operands[index].shape) != 1 or len(call.operands[source].shape) != len(spec):
-        raise RuleError("index_add of scalars")
+    if not spec or len(call.operands[index].shape) != 1 or len(call.operands[source].shape) != len(spec):
+        raise RuleError("index_add or index_copy of scalars")
     specs: dict[int, list[Dim]] = {x: spec, index: [("i",)], source: [*spec[:d], ("i",), *spec[d + 1 :]]}
-    return rule_from(call, in_order(call, specs), spec, whole={f"d{d}"}, additive={x}, linear=[{x, source}])
+    whole, additive = ({f"d{d}"}, {x}) if adds else ({f"d{d}", "i"}, set[int]())
+    return rule_from(call, in_order(call, specs), spec, whole=whole, additive=additive, linear=[{x, source}])
 
 
 def _scattered(call: Call, source: int | None) -> tuple[list[Any], list[Dim], set[str], int]:
@@ -115,19 +116,11 @@ def scatter_value(call: Call) -> Rule:
     return rule_from(call, specs, output, whole=whole | {"i"}, linear=[{x}] if zero else [])
 
 
-@rule(aten.slice_scatter.default)
+@rule(aten.slice_scatter.default, aten.select_scatter.default)
 def slice_scatter(call: Call) -> Rule:
     """A slice is replaced: its dimension is whole."""
-    return _replaced(call, keeps_dim=True)
-
-
-@rule(aten.select_scatter.default)
-def select_scatter(call: Call) -> Rule:
-    return _replaced(call, keeps_dim=False)
-
-
-def _replaced(call: Call, *, keeps_dim: bool) -> Rule:
     x, source = slot_of(call.args[0]), slot_of(call.args[1])
+    keeps_dim = call.target is aten.slice_scatter.default
     spec = dims(call.operands[x].shape)
     d = dim_index(call.arg(2, "dim", 0), len(spec))
     part: list[Dim] = [*spec[:d], *([("part",)] if keeps_dim else []), *spec[d + 1 :]]
@@ -153,17 +146,6 @@ def index_put(call: Call) -> Rule:
     specs |= {k: aligned(block, call.operands[k].shape) for k in given}
     whole = {f"d{d}" for d in places} | {f for dim in block for f in dim}
     return rule_from(call, in_order(call, specs), spec, whole=whole, linear=[{x, values}])
-
-
-@rule(aten.index_copy.default)
-def index_copy(call: Call) -> Rule:
-    x, index, source = slot_of(call.args[0]), slot_of(call.args[2]), slot_of(call.args[3])
-    spec = dims(call.operands[x].shape)
-    d = dim_index(call.args[1], len(spec))
-    if not spec or len(call.operands[source].shape) != len(spec):
-        raise RuleError("index_copy of scalars")
-    specs: dict[int, list[Dim]] = {x: spec, index: [("i",)], source: [*spec[:d], ("i",), *spec[d + 1 :]]}
-    return rule_from(call, in_order(call, specs), spec, whole={f"d{d}", "i"}, linear=[{x, source}])
 
 
 @rule(aten.scatter_reduce.two)

@@ -100,14 +100,10 @@ def elementwise_loss(call: Call) -> Rule:
     return _elementwise(call, call.arg(2, "reduction", MEAN))
 
 
-@rule(aten.binary_cross_entropy.default)
+@rule(aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default)
 def binary_cross_entropy(call: Call) -> Rule:
-    return _elementwise(call, call.arg(3, "reduction", MEAN))
-
-
-@rule(aten.binary_cross_entropy_with_logits.default)
-def binary_cross_entropy_with_logits(call: Call) -> Rule:
-    return _elementwise(call, call.arg(4, "reduction", MEAN))
+    place = 3 if call.target is aten.binary_cross_entropy.default else 4
+    return _elementwise(call, call.arg(place, "reduction", MEAN))
 
 
 @rule(OVER_MICRO_BATCHES)

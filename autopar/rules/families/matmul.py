@@ -2,6 +2,7 @@
 
 import string
 from collections.abc import Collection, Mapping
+from functools import partial
 
 from autopar._torch.operators import aten
 from autopar.errors import RuleError
@@ -33,29 +34,14 @@ def _product(call: Call, text: str) -> Rule:
     return parse(text, call, linear=groups, flops=multiply_adds)
 
 
-@rule(aten.mm.default)
-def mm(call: Call) -> Rule:
-    return _product(call, "m k, k n -> m n")
-
-
-@rule(aten.bmm.default)
-def bmm(call: Call) -> Rule:
-    return _product(call, "b m k, b k n -> b m n")
-
-
-@rule(aten.mv.default)
-def mv(call: Call) -> Rule:
-    return _product(call, "m k, k -> m")
-
-
-@rule(aten.dot.default)
-def dot(call: Call) -> Rule:
-    return _product(call, "k, k ->")
-
-
-@rule(aten.outer.default)
-def outer(call: Call) -> Rule:
-    return _product(call, "m, n -> m n")
+for _target, _text in (
+    (aten.mm.default, "m k, k n -> m n"),
+    (aten.bmm.default, "b m k, b k n -> b m n"),
+    (aten.mv.default, "m k, k -> m"),
+    (aten.dot.default, "k, k ->"),
+    (aten.outer.default, "m, n -> m n"),
+):
+    rule(_target)(partial(_product, text=_text))
 
 
 @rule(aten.matmul.default)
@@ -68,22 +54,16 @@ def matmul(call: Call) -> Rule:
     return _product(call, text)
 
 
-def _with_addend(call: Call, left: list[Dim], right: list[Dim], output: list[Dim]) -> Rule:
+@rule(aten.addmm.default, aten.baddbmm.default)
+def addmm(call: Call) -> Rule:
     """``beta * self + alpha * left @ right``: a partial factor makes `self` partial with it."""
     addend, a, b = (slot_of(argument) for argument in call.args[:3])
-    specs = {addend: aligned(output, call.operands[addend].shape), a: left, b: right}
+    batch: list[Dim] = [("b",)] * (len(call.output.shape) - 2)
+    output: list[Dim] = [*batch, ("m",), ("n",)]
+    left, right = [*batch, ("m",), ("k",)], [*batch, ("k",), ("n",)]
+    specs: dict[int, list[Dim]] = {addend: aligned(output, call.operands[addend].shape), a: left, b: right}
     sets: list[Collection[int]] = [{addend, a}, {addend, b}]
     return rule_from(call, in_order(call, specs), output, additive={addend}, linear=sets, flops=multiply_adds)
-
-
-@rule(aten.addmm.default)
-def addmm(call: Call) -> Rule:
-    return _with_addend(call, [("m",), ("k",)], [("k",), ("n",)], [("m",), ("n",)])
-
-
-@rule(aten.baddbmm.default)
-def baddbmm(call: Call) -> Rule:
-    return _with_addend(call, [("b",), ("m",), ("k",)], [("b",), ("k",), ("n",)], [("b",), ("m",), ("n",)])
 
 
 @rule(GROUPED_MM)

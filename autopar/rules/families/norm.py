@@ -1,7 +1,6 @@
 """Normalisation: normalised dimensions are whole, the other dimensions are parallel."""
 
 from math import prod
-from typing import Any
 
 from autopar._torch.operators import aten
 from autopar.errors import RuleError
@@ -11,23 +10,14 @@ from autopar.rules.registry import rule
 from autopar.rules.rule import Call, Dim, Rule, Slot, Step
 
 
-def _over_last(call: Call, count: int, affine: list[Any]) -> Rule:
-    """The last `count` dimensions are normalised. They are also the dimensions of weight and bias."""
+@rule(aten.layer_norm.default, aten.rms_norm.default)
+def layer_norm(call: Call) -> Rule:
+    """The last dimensions are normalised. They are also the dimensions of weight and bias."""
     x = slot_of(call.args[0])
     spec = dims(call.operands[x].shape)
-    last = spec[len(spec) - count :]
-    specs = {x: spec} | {a.index: last for a in affine if isinstance(a, Slot)}
+    last = spec[len(spec) - len(call.args[1]) :]
+    specs = {x: spec} | {a.index: last for a in (call.arg(2, "weight"), call.arg(3, "bias")) if isinstance(a, Slot)}
     return rule_from(call, in_order(call, specs), spec, whole={f for dim in last for f in dim})
-
-
-@rule(aten.layer_norm.default)
-def layer_norm(call: Call) -> Rule:
-    return _over_last(call, len(call.args[1]), [call.arg(2, "weight"), call.arg(3, "bias")])
-
-
-@rule(aten.rms_norm.default)
-def rms_norm(call: Call) -> Rule:
-    return _over_last(call, len(call.args[1]), [call.arg(2, "weight")])
 
 
 @rule(aten.group_norm.default)

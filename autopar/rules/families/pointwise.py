@@ -27,10 +27,6 @@ def _sum_of(*positions: int) -> Callable[[Call], Sets]:
     return sets
 
 
-def _product(call: Call) -> Sets:
-    return [{k} for k in slots_of(call.args[:2])]
-
-
 def _first(call: Call) -> Sets:
     return [set(slots_of(call.args[:1]))]
 
@@ -65,7 +61,7 @@ LINEAR: dict[str, Callable[[Call], Sets]] = {
     "add": _sum_of(0, 1),
     "sub": _sum_of(0, 1),
     "rsub": _sum_of(0, 1),
-    "mul": _product,
+    "mul": lambda call: [{k} for k in slots_of(call.args[:2])],
     "div": _quotient,
     "true_divide": _first,
     "neg": _first,

@@ -4,30 +4,20 @@ from math import prod
 from typing import Any
 
 from autopar._torch.operators import aten
-from autopar.rules.families._notation import dim_indices, dims, rule_from, slot_of
+from autopar.rules.families._notation import dim_indices, dims, places_whole, rule_from, slot_of
 from autopar.rules.operators import output_of
 from autopar.rules.registry import pattern, rule
 from autopar.rules.rule import Call, Dim, Rule, Step
 
 
-def _places(call: Call, places: list[int], linear: bool) -> Rule:
-    """Dimensions in `places` are whole and may change in size; the others are parallel."""
-    shape = call.operands[slot_of(call.args[0])].shape
-    spec, output = dims(shape), dims(shape)
-    for d in places:
-        spec[d], output[d] = (f"x{d}",), (f"y{d}",)
-    whole = {f for side in (spec, output) for dim in side for f in dim if f[0] in "xy"}
-    return rule_from(call, [spec], output, whole=whole, linear=[{0}] if linear else [])
-
-
-def _last(call: Call, count: int, linear: bool) -> Rule:
-    rank = len(call.operands[slot_of(call.args[0])].shape)
-    return _places(call, list(range(rank - count, rank)), linear)
-
-
 def _register(count: int, *targets: Any, linear: bool = False) -> None:
     """The last `count` dimensions are places."""
-    rule(*targets)(lambda call: _last(call, count, linear))
+
+    def last(call: Call) -> Rule:
+        rank = len(call.operands[slot_of(call.args[0])].shape)
+        return places_whole(call, list(range(rank - count, rank)), linear)
+
+    rule(*targets)(last)
 
 
 _BY_COUNT = (aten.avg_pool1d, aten.avg_pool2d, aten.avg_pool3d)
@@ -65,27 +55,18 @@ pattern(aten.max_unpool3d.default, "... t h w, ... t h w -> ... z y x", whole="t
 pattern(aten.im2col.default, "... c h w -> ... (c k) l", whole="h w k l", linear=[[0]])
 
 
-def _shuffled(fine: tuple[int, ...], coarse: tuple[int, ...], factor: int) -> tuple[Any, Any, Any, Any]:
-    """Specs of ``... (c p q) h w`` and ``... c (h p) (w q)``, sizes and whole factors."""
-    batch = dims(fine[:-3], "b")
+@rule(aten.pixel_shuffle.default, aten.pixel_unshuffle.default)
+def pixel_shuffle(call: Call) -> Rule:
+    """``"... (c p q) h w -> ... c (h p) (w q)"``, and its inverse."""
+    shuffles = call.target is aten.pixel_shuffle.default
+    shapes = call.operands[0].shape, call.output.shape
+    coarse, fine = shapes if shuffles else shapes[::-1]
+    batch, factor = dims(fine[:-3], "b"), call.args[1]
     sizes = {"c": fine[-3], "h": coarse[-2], "w": coarse[-1], "p": factor, "q": factor}
     inner: list[Dim] = [*batch, ("c", "p", "q"), ("h",), ("w",)]
     outer: list[Dim] = [*batch, ("c",), ("h", "p"), ("w", "q")]
-    return inner, outer, sizes, {"p", "q"}
-
-
-@rule(aten.pixel_shuffle.default)
-def pixel_shuffle(call: Call) -> Rule:
-    """``"... (c p q) h w -> ... c (h p) (w q)"``."""
-    inner, outer, sizes, whole = _shuffled(call.output.shape, call.operands[0].shape, call.args[1])
-    return rule_from(call, [inner], outer, sizes=sizes, whole=whole, linear=[{0}])
-
-
-@rule(aten.pixel_unshuffle.default)
-def pixel_unshuffle(call: Call) -> Rule:
-    """The inverse of `pixel_shuffle`."""
-    inner, outer, sizes, whole = _shuffled(call.operands[0].shape, call.output.shape, call.args[1])
-    return rule_from(call, [outer], inner, sizes=sizes, whole=whole, linear=[{0}])
+    source, target = (inner, outer) if shuffles else (outer, inner)
+    return rule_from(call, [source], target, sizes=sizes, whole={"p", "q"}, linear=[{0}])
 
 
 @rule(aten.col2im.default)
@@ -133,9 +114,12 @@ def unfold(call: Call) -> Rule:
     return rule_from(call, [spec], output, whole={f"d{d}", "windows", "window"}, linear=[{0}])
 
 
-@rule(aten.pad.default)
+@rule(aten.constant_pad_nd.default, aten.pad.default)
 def pad(call: Call) -> Rule:
-    """Padding by other than a constant: padded dimensions are whole."""
+    """Padded dimensions are whole. Padding with 0, or by other than a constant, is linear."""
     rank, pads = len(call.operands[0].shape), call.args[1]
     padded = [rank - 1 - n for n in range(len(pads) // 2) if pads[2 * n] or pads[2 * n + 1]]
-    return _places(call, padded, call.arg(2, "mode", "constant") != "constant")
+    if call.target is aten.pad.default:
+        return places_whole(call, padded, call.arg(2, "mode", "constant") != "constant")
+    value = call.arg(2, "value", 0)
+    return places_whole(call, padded, isinstance(value, (int, float)) and value == 0)

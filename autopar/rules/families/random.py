@@ -55,9 +55,3 @@ def feature_dropout(call: Call) -> Rule:
 
 
 pattern(aten.multinomial.default, "... k -> ... s", whole="k s")
-
-
-@rule(aten.randperm.default)
-def permutation(call: Call) -> Rule:
-    spec = dims(call.output.shape)
-    return rule_from(call, [], spec, whole={"d0"})

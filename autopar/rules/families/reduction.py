@@ -39,53 +39,27 @@ def _whole(call: Call, over: Any, keepdim: Any) -> Rule:
 
 @rule(aten.amax.default, aten.amin.default, aten.logsumexp.default)
 @rule(aten.any.dim, aten.all.dim, aten.any.dims, aten.all.dims)
+@rule(aten.argmax.default, aten.argmin.default, aten.prod.dim_int)
+@rule(aten.max.default, aten.min.default, aten.any.default, aten.all.default, aten.prod.default)
 def whole_over_dims(call: Call) -> Rule:
     return _whole(call, call.arg(1, "dim"), call.arg(2, "keepdim", False))
 
 
-@rule(aten.argmax.default, aten.argmin.default, aten.prod.dim_int)
-def whole_over_dim(call: Call) -> Rule:
-    return _whole(call, call.arg(1, "dim"), call.arg(2, "keepdim", False))
-
-
-@rule(aten.max.default, aten.min.default, aten.any.default, aten.all.default, aten.prod.default)
-def whole_over_all(call: Call) -> Rule:
-    return _whole(call, None, False)
-
-
-@rule(aten.var.correction, aten.std.correction)
+@rule(aten.var.correction, aten.std.correction, aten.var.dim, aten.std.dim)
 def variance(call: Call) -> Rule:
-    return _whole(call, call.arg(1, "dim"), call.kwargs.get("keepdim", False))
+    return _whole(call, call.arg(1, "dim"), call.arg(3, "keepdim", False))
 
 
-@rule(aten.var.dim, aten.std.dim)
-def variance_dim(call: Call) -> Rule:
-    return _whole(call, call.args[1], call.arg(3, "keepdim", False))
-
-
-@rule(aten.linalg_vector_norm.default)
-def vector_norm(call: Call) -> Rule:
-    return _whole(call, call.arg(2, "dim"), call.arg(3, "keepdim", False))
-
-
-@rule(aten.norm.ScalarOpt_dim)
+@rule(aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim)
 def norm(call: Call) -> Rule:
     return _whole(call, call.arg(2, "dim"), call.arg(3, "keepdim", False))
 
 
-def _along(call: Call, linear: bool) -> Rule:
+@rule(aten.softmax.int, aten.log_softmax.int, aten._softmax.default, aten._log_softmax.default)
+@rule(aten.cumprod.default, aten.cumsum.default, aten.logcumsumexp.default)
+def along_dim(call: Call) -> Rule:
     """Operators that keep the shape and work along one dimension, which is whole."""
     spec = dims(call.operands[0].shape)
     d = dim_index(call.arg(1, "dim"), len(spec))
+    linear = call.target is aten.cumsum.default and call.operands[0].dtype is not torch.bool
     return rule_from(call, [spec], spec, whole={f"d{d}"}, linear=[{0}] if linear else [])
-
-
-@rule(aten.softmax.int, aten.log_softmax.int, aten._softmax.default, aten._log_softmax.default)
-@rule(aten.cumprod.default, aten.logcumsumexp.default)
-def along_dim(call: Call) -> Rule:
-    return _along(call, linear=False)
-
-
-@rule(aten.cumsum.default)
-def cumsum(call: Call) -> Rule:
-    return _along(call, linear=call.operands[0].dtype is not torch.bool)

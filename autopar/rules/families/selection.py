@@ -60,24 +60,18 @@ def expert_order(call: Call) -> Rule:
     return _without_padding(base)
 
 
-@rule(ROWS)
+@rule(ROWS, TAKE)
 def expert_rows(call: Call) -> Rule:
-    rest = _rest(call)
-    inputs: list[list[Dim]] = [[("t",), *rest], [ROW]]
-    return _routed(rule_from(call, inputs, [ROW, *rest], sizes=_sizes(call), whole={"j"}, linear=[{0}]))
-
-
-@rule(TAKE)
-def expert_take(call: Call) -> Rule:
-    rest = _rest(call)
-    inputs: list[list[Dim]] = [[ROW, *rest], [ROW]]
+    """The rows of tokens, or rows in another order."""
+    rest: list[Dim] = [(f"d{n}",) for n in range(1, len(call.output.shape))]
+    inputs: list[list[Dim]] = [[("t",) if call.target is ROWS else ROW, *rest], [ROW]]
     return _routed(rule_from(call, inputs, [ROW, *rest], sizes=_sizes(call), whole={"j"}, linear=[{0}]))
 
 
 @rule(UNTAKE)
 def expert_untake(call: Call) -> Rule:
     """A rank with the rows of its experts leaves zeros in the places of all others."""
-    return replace(expert_take(call), emit=_emit_untake)
+    return replace(expert_rows(call), emit=_emit_untake)
 
 
 def _emit_untake(local: Call) -> tuple[Step, ...]:
@@ -110,10 +104,6 @@ def _sizes(call: Call) -> dict[str, int]:
     """Tokens and choices of a token: the last argument, or the second dimension of the chosen experts."""
     k = call.operands[0].shape[1] if call.target is ORDER else call.args[-1]
     return {"t": call.output.shape[0] // k, "j": k}
-
-
-def _rest(call: Call) -> list[Dim]:
-    return [(f"d{n}",) for n in range(1, len(call.output.shape))]
 
 
 def _without_padding(base: Rule) -> Rule:

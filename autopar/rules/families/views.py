@@ -215,19 +215,3 @@ def roll(call: Call) -> Rule:
 def triangle(call: Call) -> Rule:
     spec = dims(call.operands[0].shape)
     return rule_from(call, [spec], spec, whole={f for dim in spec[-2:] for f in dim}, linear=[{0}])
-
-
-@rule(aten.constant_pad_nd.default)
-def constant_pad_nd(call: Call) -> Rule:
-    """Padded dimensions are whole; padding with 0 is linear."""
-    source = call.operands[0].shape
-    pads = call.args[1]
-    inner, outer = dims(source), dims(source)
-    for n in range(len(pads) // 2):
-        d = len(source) - 1 - n
-        if pads[2 * n] or pads[2 * n + 1]:
-            inner[d], outer[d] = (f"x{d}",), (f"y{d}",)
-    whole = {f for dim in (*inner, *outer) for f in dim if f[0] in "xy"}
-    value = call.arg(2, "value", 0)
-    zero = isinstance(value, (int, float)) and value == 0
-    return rule_from(call, [inner], outer, whole=whole, linear=[{0}] if zero else [])
