@@ -24,7 +24,7 @@ from autopar.errors import InputError
 from autopar.ir.program import Program
 
 _T = TypeVar("_T", Program, Capture)
-logger = logging.getLogger("autopar")
+_logger = logging.getLogger("autopar")
 
 
 def kept_program(request: Request, batch: int) -> Program:
@@ -63,13 +63,13 @@ def _kept(
     file = _file(request, batch, what)
     if file is None:
         return make()
-    kept = file.read(read, logger.warning)
+    kept = file.read(read, _logger.warning)
     if kept is not None:
         return kept
     captured = make()
     if _file(request, batch, what) == file and not any(each.inputs for each in decisions(captured)):
         with suppress(Unexplained, InputError):  # no record can hold it
-            file.write(text(captured), logger.warning)
+            file.write(text(captured), _logger.warning)
     return captured
 
 

@@ -14,7 +14,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 
 TUNED = "tuned"  # the word for these plans
-MOST = 50  # plans in a file
+_MOST = 50  # plans in a file
 
 
 def keep_tuned(folder: Path, cluster: ClusterSpec, kind: str, plan: Plan, about: dict[str, Any]) -> None:
@@ -22,7 +22,7 @@ def keep_tuned(folder: Path, cluster: ClusterSpec, kind: str, plan: Plan, about:
     file = _file(folder, cluster, kind)
     entry = {"plan": plan.to_dict(), **about}
     others = [each for each in _entries(file) if not _is_same(each, entry)]
-    file.write(json.dumps([entry, *others][:MOST]))
+    file.write(json.dumps([entry, *others][:_MOST]))
 
 
 def tuned_plans(folder: Path, cluster: ClusterSpec, kind: str) -> list[Plan]:

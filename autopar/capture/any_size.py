@@ -18,13 +18,13 @@ from autopar.capture.request import Request
 from autopar.errors import CaptureError
 from autopar.ir.program import Program
 
-FEWEST = 2  # sequences of a capture; one has no batch dimension that differs from a broadcast one
+_FEWEST = 2  # sequences of a capture; one has no batch dimension that differs from a broadcast one
 
 
 def capture(request: Request, batch: int | None = None) -> Capture:
     """Capture a model for any batch size, at `batch` sequences or at those of its inputs. One is captured as two."""
     size, _ = request.sizes if request.named_inputs else (None, None)
-    twice = capture_twice(request, max(FEWEST, batch or size or FEWEST))
+    twice = capture_twice(request, max(_FEWEST, batch or size or _FEWEST))
     record, unknown = _recorded(twice)
     if record is None and twice.small is not None and twice.sizes.sequence is not None:
         with contextlib.suppress(CaptureError):  # forms in the batch alone may succeed

@@ -12,7 +12,7 @@ from autopar._torch import private
 from autopar._torch.private import pytree
 from autopar.errors import CaptureError
 
-logger = logging.getLogger("autopar")
+_logger = logging.getLogger("autopar")
 
 
 def weightless(model: nn.Module) -> nn.Module:
@@ -25,7 +25,7 @@ def weightless(model: nn.Module) -> nn.Module:
     try:
         return _with_tensors(model, lambda tensor: torch.empty_like(tensor, device="meta"))
     except Exception as error:  # a user's attribute may raise anything
-        logger.info(
+        _logger.info(
             "the capture keeps the model's weights in memory, because the model cannot be copied without them (%s)",
             error,
         )

@@ -8,7 +8,7 @@ from autopar.cli.output import console
 from autopar.errors import InputError
 from autopar.files.strict_text import values_of
 
-AGAIN = "write it again with the command that made it"
+_AGAIN = "write it again with the command that made it"
 
 
 def report(
@@ -37,11 +37,11 @@ def report(
     """
     from autopar.report.write import read_source, write_report, write_trace
 
-    with values_of(source, AGAIN):
+    with values_of(source, _AGAIN):
         result = read_source(source)
     if out is None and perfetto is None:
         raise InputError("nothing to write; give --out report.html, --perfetto trace.json or both")
-    with values_of(source, AGAIN):
+    with values_of(source, _AGAIN):
         sizes = {path: write(result, path) for path, write in ((out, write_report), (perfetto, write_trace)) if path}
     for path, size in sizes.items():
         console().print(f"written to {path} ({size / 1000:,.0f} kB)")

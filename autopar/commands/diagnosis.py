@@ -49,7 +49,7 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
+class _Figure:
     """One figure of every rank, beside the cluster description's; None without one. `slow` has parts of the median."""
 
     name: str
@@ -83,7 +83,7 @@ class Diagnosis:
     backend: str
     ranks: tuple[Rank, ...]
     checks: tuple[Check, ...]
-    figures: tuple[Figure, ...]
+    figures: tuple[_Figure, ...]
     notes: tuple[str, ...] = ()
 
     @property
@@ -139,7 +139,7 @@ def _worst(checks: Sequence[Check]) -> Check:
 
 def _figure(
     cluster: ClusterSpec, ranks: Sequence[Rank], name: str, measured: Mapping[int, "SpeedMeasurement"]
-) -> Figure:
+) -> _Figure:
     first = next(iter(measured.values()))
     kind, amount = first.kind, first.amount
     is_latency = kind in ("all-reduce", "point-to-point") and amount < _LATENCY_BYTES
@@ -152,7 +152,7 @@ def _figure(
         speeds[rank] = seconds if is_latency else moved / seconds
     every = range(len(ranks))
     compared = kind != "all-reduce" and not is_latency  # all ranks of a collective take as long as the slowest
-    return Figure(
+    return _Figure(
         name=name,
         unit=unit,
         of_ranks=tuple(speeds.get(rank) for rank in every),

@@ -33,7 +33,7 @@ from autopar.words.numbers import readable_bytes
 
 SCALE = 0.02  # of random weights
 _PATTERN = 2**20  # random numbers that fill larger tensors again and again
-LEARNING_RATE = 1e-5
+_LEARNING_RATE = 1e-5
 _CPU = torch.device("cpu")
 MEMORY_WAIT_S, MEMORY_POLL_S = 10.0, 0.05
 CROWDED = "of this GPU's memory are free"
@@ -73,7 +73,7 @@ class Trainer:
         self._base_bytes = peak_bytes(_CPU)
         source = _Weights(program, job)
         self.model = ParallelModel(program, plan, source, self.device, seed=job.seed, buffers=source)
-        self.optimizers = optimizers_of(self.model, plan.degrees.optimizer, LEARNING_RATE)
+        self.optimizers = optimizers_of(self.model, plan.degrees.optimizer, _LEARNING_RATE)
         self.scaler = scaler_of(plan.degrees)
         constants = constants_of(program, source)
         (batch,) = random_batches(program, plan.degrees, 1, job.seed, job.given, constants)

@@ -16,9 +16,9 @@ from autopar.search.measured.tuning import Outcome, Reason
 
 WARM_UP = 2  # steps that are not timed
 ROUNDS = 10  # timed steps of a trial, at most
-FEWEST = 6  # rounds after which a median has an interval
+_FEWEST = 6  # rounds after which a median has an interval
 MOST_TEXT = 2000  # characters of an error that a study keeps
-AGAIN = 4  # steps of the best plan beside a trial whose world could not stay beside it
+_AGAIN = 4  # steps of the best plan beside a trial whose world could not stay beside it
 _MEMORY = re.compile(r"out ?of ?memory|cannot allocate memory|MemoryError|std::bad_alloc|DefaultCPUAllocator", re.I)
 _TIME = re.compile(r"did not (answer|end) within")
 _KILLED_BY_KERNEL = re.compile(r"^oom_kill (\d+)$", re.M)
@@ -136,7 +136,7 @@ def _timed(world: World, best: Incumbent | None, rounds: int) -> tuple[Spread, b
         first, second = ours(), other()
         ratios.append(first / second if turn % 2 else second / first)
         gain = spread(ratios)
-        if len(ratios) >= FEWEST and gain.low > 1:
+        if len(ratios) >= _FEWEST and gain.low > 1:
             return gain.times(best.seconds), True, len(ratios)
     return spread(ratios).times(best.seconds), False, len(ratios)
 
@@ -147,7 +147,7 @@ def beside(seconds: Spread, best: Incumbent) -> Spread:
     if best.world is None:
         return seconds
     with suppress(RankError):
-        base_s = median(best.world.step() for _ in range(AGAIN))
+        base_s = median(best.world.step() for _ in range(_AGAIN))
         return seconds.times(best.seconds / base_s)
     best.close()
     return seconds

@@ -18,7 +18,7 @@ from autopar.files.atomic import write_text
 from autopar.files.strict_text import read_text
 
 MAX_BYTES = 64 * 1024
-MAX_DEPTH = 16
+_MAX_DEPTH = 16
 MAX_NODES = 5_000
 _VERSION = (1, 2)  # in others ``no`` is a truth value and ``010`` is eight
 
@@ -146,8 +146,8 @@ def _refuse_forms(event: Any, num_nodes: int, depth: int) -> None:
         raise _YamlError(Problem(path=_line(event), rule="tags (!) are not allowed", value=str(event.tag)))
     if num_nodes > MAX_NODES:
         raise _YamlError(Problem(path=_line(event), rule=f"at most {MAX_NODES} values"))
-    if depth >= MAX_DEPTH:
-        raise _YamlError(Problem(path=_line(event), rule=f"at most {MAX_DEPTH} levels of nesting"))
+    if depth >= _MAX_DEPTH:
+        raise _YamlError(Problem(path=_line(event), rule=f"at most {_MAX_DEPTH} levels of nesting"))
 
 
 def _enter(event: Any, open_collections: list[_Open], duplicates: list[Problem]) -> str:

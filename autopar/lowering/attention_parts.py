@@ -65,19 +65,6 @@ def gradients(
             grad, query, key, value, out, lse, None, None, *lengths, 0.0, causal, none, none, scale=scale
         )
         return grads
-    return _plain_gradients(grad, query, key, value, out, lse, scale, causal)
-
-
-def _plain_gradients(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    scale: float | None,
-    causal: bool,
-) -> _Gradients:
     scores = _scores(query, key, scale, causal)
     part = (scores - lse.unsqueeze(-1)).exp()
     grad, out, keys, values = (
@@ -86,8 +73,8 @@ def _plain_gradients(
     of_scores = part * (grad @ values.mT - (grad * out).sum(-1, keepdim=True)) * _scale(query, scale)
     of_query, of_key, of_value = of_scores @ keys, of_scores.mT @ query.to(part.dtype), part.mT @ grad
     groups = key.shape[1]
-    grads = of_query, *(t.unflatten(1, (groups, -1)).sum(2) for t in (of_key, of_value))
-    return tuple(t.to(query.dtype) for t in grads)
+    summed = of_query, *(t.unflatten(1, (groups, -1)).sum(2) for t in (of_key, of_value))
+    return tuple(t.to(query.dtype) for t in summed)
 
 
 def _kernel(query: torch.Tensor, value: torch.Tensor) -> str:

@@ -35,7 +35,7 @@ from autopar.rules.routed import PRODUCT, TAKE
 from autopar.rules.rule import Call, MeshDimRef, Slot
 from autopar.rules.variants import Bound, Variant, by_label, rewrites_fit, variants
 
-LINEAR = torch.ops.aten.linear.default
+_LINEAR = torch.ops.aten.linear.default
 REWRITES = {
     **vocabulary.REWRITES,
     **context_attention.REWRITES,
@@ -441,7 +441,7 @@ def fuse_gathers(graph: fx.Graph, fused_function: Callable[..., Any]) -> None:
         if gather.target is not all_gather_to_replicate or not gather.users:
             continue
         users = list(gather.users)
-        if not all(u.target is LINEAR and u.args[0] is gather and gather not in u.args[1:] for u in users):
+        if not all(u.target is _LINEAR and u.args[0] is gather and gather not in u.args[1:] for u in users):
             continue
         pairs = [a for u in users for a in (u.args[1], u.args[2] if len(u.args) > 2 else None)]
         if any(isinstance(a, fx.Node) and a > min(users) for a in pairs):

@@ -2,11 +2,11 @@
 
     linear -> pointwise operators of one operand (casts, scales, a soft cap) -> views -> sum of cross-entropies
 
-A region has no conversion inside, and nothing else reads its values. `loss_region` finds it in the captured block under
+A region has no conversion inside, and nothing else reads its values. `region_of` finds it in the captured block under
 labels, for the generated code and for its price. `autopar.lowering.loss_chunks` runs it.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,17 +18,16 @@ from autopar.capture.analysis import Analysis
 from autopar.capture.nodes import closure, output_nodes
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Block, Program
-from autopar.ir.sharding import Mesh, Type, same
+from autopar.ir.sharding import Mesh, same
 from autopar.ir.stages import needed_results
 from autopar.rules.variants import Variant, by_label, variants
 
-LINEAR = aten.linear.default
+_LINEAR = aten.linear.default
 LOSS = aten.cross_entropy_loss.default
 CASTS = (aten.to.dtype,)
-VIEWS = (aten.reshape.default, aten.view.default, aten.flatten.using_ints)
+_VIEWS = (aten.reshape.default, aten.view.default, aten.flatten.using_ints)
 NO_LOSS = "the model has no cross-entropy"
 _SUM = 2  # the reduction of the loss
-_Types = tuple[Type, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +47,7 @@ class LossRegion:
 def region_of_block(
     analysis: Analysis, block: Block, index: int, labels: BlockLabels, mesh: Mesh, keep: Collection[str]
 ) -> LossRegion | str:
-    """`loss_region` of a block under labels; `keep` names the outputs that are needed."""
+    """The region of a block under labels, or why it has none; `keep` names the outputs that are needed."""
     needed = set(closure([node for node in output_nodes(block.graph) if node.name in keep]))
     nodes = {node.name: node for node in block.graph.nodes if node.op == "call_function" and node in needed}
     if not any(node.target is LOSS for node in nodes.values()):
@@ -76,39 +75,13 @@ def why_whole(program: Program, analysis: Analysis, labels: Sequence[BlockLabels
 def region_of(
     nodes: Mapping[str, fx.Node], outputs: Collection[str], chosen: Mapping[str, Sequence[Variant]]
 ) -> LossRegion | str:
-    """`loss_region` under the chosen variants of every operator, one for each mesh dimension."""
-
-    def used(name: str, k: int) -> _Types:
-        return tuple(variant.operands[k] for variant in chosen[name])
-
-    return loss_region(nodes, outputs, lambda name: tuple(variant.output for variant in chosen[name]), used)
-
-
-def loss_region(
-    nodes: Mapping[str, fx.Node],
-    outputs: Collection[str],
-    types_of: Callable[[str], _Types],
-    used: Callable[[str, int], _Types],
-) -> LossRegion | str:
-    """The region of a block, or why it has none. `types_of` and `used` give types of results and operands."""
-    losses = [node for node in nodes.values() if node.target is LOSS]
-    if not losses:
-        return NO_LOSS
-    problem = ""
-    for loss in losses:
-        region = _region(loss, nodes, outputs, types_of, used)
-        if isinstance(region, LossRegion):
-            return region
-        problem = problem or region
-    return problem
+    """The region of a block, or why it has none, under the variants of every operator on each mesh dimension."""
+    regions = [_region(loss, nodes, outputs, chosen) for loss in nodes.values() if loss.target is LOSS]
+    return next((region for region in regions if isinstance(region, LossRegion)), regions[0] if regions else NO_LOSS)
 
 
 def _region(
-    loss: fx.Node,
-    nodes: Mapping[str, fx.Node],
-    outputs: Collection[str],
-    types_of: Callable[[str], _Types],
-    used: Callable[[str, int], _Types],
+    loss: fx.Node, nodes: Mapping[str, fx.Node], outputs: Collection[str], chosen: Mapping[str, Sequence[Variant]]
 ) -> LossRegion | str:
     weight, reduction, _, smoothing = (_argument(loss, k) for k in (2, 3, 4, 5))
     logits, target = loss.args[0], loss.args[1]
@@ -127,11 +100,11 @@ def _region(
             return f"{_called(value)} is needed {'by ' + _called(others[0]) if others else 'as a result'} too"
         if value.op != "call_function":
             return f"{_called(reader)} reads a value of another block"
-        pairs = zip(types_of(value.name), used(reader.name, 0), strict=True)
-        if not all(same(a, b, True) for a, b in pairs):
+        pairs = zip(chosen[value.name], chosen[reader.name], strict=True)
+        if not all(same(made.output, read.operands[0], True) for made, read in pairs):
             return f"{_called(value)} is converted before {_called(reader)} reads it"
-        if value.target is LINEAR:
-            if any(t.kind == "P" for t in types_of(value.name)):
+        if value.target is _LINEAR:
+            if any(variant.output.kind == "P" for variant in chosen[value.name]):
                 return f"{_called(value)} is a partial sum"
             return LossRegion(linear=value.name, between=tuple(reversed(between)), loss=loss.name)
         if not (is_chain(value) or _merges_tokens(value)):
@@ -152,7 +125,7 @@ def is_chain(node: fx.Node) -> bool:
 
 def _merges_tokens(node: fx.Node) -> bool:
     """Whether a view keeps the last dimension, so that it only numbers tokens in another way."""
-    if node.target not in VIEWS:
+    if node.target not in _VIEWS:
         return False
     before = node.all_input_nodes[0].meta["info"].shape
     return bool(before) and before[-1] == node.meta["info"].shape[-1]
@@ -161,7 +134,7 @@ def _merges_tokens(node: fx.Node) -> bool:
 def steps_of(chain: Iterable[fx.Node]) -> Iterator[tuple[Any, ...]]:
     """The operators of a chain with their numbers, as `autopar.lowering.loss_chunks` takes them. Views are left out."""
     for node in chain:
-        if node.target not in VIEWS:
+        if node.target not in _VIEWS:
             yield (node.target, *node.args[1:], *([dict(node.kwargs)] if node.kwargs else []))
 
 

@@ -69,7 +69,7 @@ def _is_of(node: fx.Node, nodes: Collection[fx.Node]) -> bool:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Part:
+class _Part:
     """Consecutive operators of a block, the values that they take and give, and those that no later part reads."""
 
     function: Callable[..., Any]
@@ -137,10 +137,10 @@ def _parts(
     module: fx.GraphModule,
     runs: Sequence[tuple[bool, list[fx.Node]]],
     compiled: Callable[[fx.GraphModule], Callable[..., Any]],
-) -> tuple[Part, ...]:
+) -> tuple[_Part, ...]:
     outputs = _outputs(module.graph)
     left: set[fx.Node] = set(outputs)  # values that a later part or the caller reads
-    parts: list[Part] = []
+    parts: list[_Part] = []
     for is_again, nodes in reversed(runs):
         here = set(nodes)
         takes = list(dict.fromkeys(v for n in nodes for v in n.all_input_nodes if v not in here and v.op != "get_attr"))
@@ -151,7 +151,7 @@ def _parts(
         submodule = fx.GraphModule({name: getattr(module, name) for name in attributes}, graph, type(module).__name__)
         streams = tuple(getattr(module, name) for name in attributes if hasattr(getattr(module, name), "go_to"))
         parts.append(
-            Part(
+            _Part(
                 function=compiled(submodule),
                 is_again=is_again,
                 takes=tuple(value.name for value in takes),
@@ -191,7 +191,7 @@ class _Frame:
         self.runs: list[_Run] = []
         self.running: _Run | None = None
 
-    def run(self, part: Part, given: Sequence[Any]) -> Sequence[Any]:
+    def run(self, part: _Part, given: Sequence[Any]) -> Sequence[Any]:
         """Run a recomputed part forward."""
         self.running = run = _Run(part, [self._input(value) for value in given])
         self.runs.append(run)
@@ -311,7 +311,7 @@ class _Input:
 class _Run:
     """One run of a recomputed part: what it takes to run it again, and then the values that notes still ask for."""
 
-    def __init__(self, part: Part, inputs: Sequence[Any]) -> None:
+    def __init__(self, part: _Part, inputs: Sequence[Any]) -> None:
         self.part = part
         self.inputs: Sequence[Any] | None = inputs
         self.kept = {x.storage for x in inputs if isinstance(x, _Input) and x.remade is None}

@@ -10,7 +10,7 @@ from autopar.search.result.report_data import BlockGraph, GraphEdge
 from autopar.words.numbers import capped
 
 BOX, HIGH, ROW, COLUMN, LANE = 190.0, 38.0, 70.0, 236.0, 14.0
-MOST_CHARS = 30  # of a box
+_MOST_CHARS = 30  # of a box
 MOST_PLACEMENT = 46
 BELOW = 19.0  # pixels of a wire that pass behind the placement
 
@@ -95,11 +95,11 @@ def _placements(graph: BlockGraph, boxes: Mapping[int, tuple[float, float]]) -> 
 
 def _box(graph: BlockGraph, number: int, at: tuple[float, float]) -> Markup:
     node, (x, y) = graph.nodes[number], at
-    detail = tag("text", capped(node.detail, MOST_CHARS + 4), x=short(x), y=short(y + 31), class_="detail")
+    detail = tag("text", capped(node.detail, _MOST_CHARS + 4), x=short(x), y=short(y + 31), class_="detail")
     label_y = y + (16 if node.detail else 24)
     left, kind = short(x - BOX / 2), f"box {node.kind}"
     rect = tag("rect", x=left, y=short(y), width=short(BOX), height=short(HIGH), rx="6", class_=kind)
-    label = tag("text", _end(node.label, MOST_CHARS), x=short(x), y=short(label_y), class_="label")
+    label = tag("text", _end(node.label, _MOST_CHARS), x=short(x), y=short(label_y), class_="label")
     tip = f"{node.label}\n{node.detail}".strip()
     return tag("g", rect, label, detail if node.detail else Markup(""), data_t=tip, class_=f"node {node.kind}")
 

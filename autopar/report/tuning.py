@@ -29,7 +29,7 @@ from autopar.words.numbers import amount, capped, percent, readable_bytes, reada
 
 _NOT_READ = ("step_s", "tokens_per_s", "profile")  # they follow from the rest, or only their name is written
 _ABOVE_0 = "must be above 0"
-MOST_CHARS = 300  # of a message
+_MOST_CHARS = 300  # of a message
 _REASONS = {
     "oom": "out of memory",
     "error": "failed",
@@ -202,7 +202,7 @@ def _ending(trial: PlanTrial) -> str:
         return f"ended after {trial.outcome.steps} steps: surely slower than the best plan"
     reason = _REASONS.get(trial.outcome.reason, trial.outcome.reason or "failed")
     first = (trial.outcome.message.strip().splitlines() or [""])[0]
-    return f"{reason}: {capped(first, MOST_CHARS)}" if first else reason
+    return f"{reason}: {capped(first, _MOST_CHARS)}" if first else reason
 
 
 def _learnt(result: TuneResult) -> list[tuple[str, str]]:
@@ -221,7 +221,7 @@ def _left_row(plan: Left) -> tuple[str, ...]:
         readable_seconds(plan.believed_s),
         readable_bytes(plan.candidate.needed_bytes),
         "" if plan.why else percent(plan.chance),
-        f"cannot run: {capped(plan.why, MOST_CHARS)}" if plan.why else "",
+        f"cannot run: {capped(plan.why, _MOST_CHARS)}" if plan.why else "",
     )
 
 

@@ -29,10 +29,10 @@ class RunDirectory:
     path: str
 
 
-Source = SearchResult | TuneResult | Plan | RunDirectory
+_Source = SearchResult | TuneResult | Plan | RunDirectory
 
 
-def read_source(path: str | Path) -> Source:
+def read_source(path: str | Path) -> _Source:
     """The search or tuning result, of a file or a study, the plan in a file, or a run directory; or `InputError`."""
     if is_study(str(path)):
         kept = json.loads(kept_result(str(path)))
@@ -57,7 +57,7 @@ def read_source(path: str | Path) -> Source:
     raise InputError(f"{file} is neither a search result nor a plan; write one with `autopar plan`")
 
 
-def write_report(source: Source, path: str | Path) -> int:
+def write_report(source: _Source, path: str | Path) -> int:
     """Write the page of a search, of trials, of a plan alone or of a run, and return its bytes."""
     if isinstance(source, RunDirectory):
         return write_text(path, run_report(source.path))
@@ -66,7 +66,7 @@ def write_report(source: Source, path: str | Path) -> int:
     return write_text(path, html_report(source) if isinstance(source, SearchResult) else plan_report(source))
 
 
-def write_trace(source: Source, path: str | Path) -> int:
+def write_trace(source: _Source, path: str | Path) -> int:
     """Write the predicted time line for ui.perfetto.dev; its bytes. Raises `InputError` where there is none."""
     if isinstance(source, RunDirectory):
         raise InputError("a run has no predicted time line; `parallel.trace` writes a measured one")

@@ -18,7 +18,7 @@ ALIGNMENT = 16  # bytes, of every row of an operand of torch's kernel
 LIBRARY.define("grouped_mm(Tensor x, Tensor weight, Tensor ends) -> Tensor")
 LIBRARY.define("grouped_mm_of_weight(Tensor x, Tensor grad, Tensor ends) -> Tensor")
 GROUPED_MM = torch.ops.autopar.grouped_mm.default
-OF_WEIGHT = torch.ops.autopar.grouped_mm_of_weight.default
+_OF_WEIGHT = torch.ops.autopar.grouped_mm_of_weight.default
 
 
 def _forward(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -69,9 +69,9 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.
 def _gradient_like(weight: torch.Tensor, x: torch.Tensor, grad: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """The gradient of the matrices in their own order of strides, in which autograd keeps it without a copy."""
     if weight.stride(-2) < weight.stride(-1):
-        out: torch.Tensor = OF_WEIGHT(grad, x, ends).transpose(1, 2)
+        out: torch.Tensor = _OF_WEIGHT(grad, x, ends).transpose(1, 2)
         return out
-    out = OF_WEIGHT(x, grad, ends)
+    out = _OF_WEIGHT(x, grad, ends)
     return out
 
 

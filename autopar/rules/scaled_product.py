@@ -28,7 +28,7 @@ LIBRARY.define("scaled_linear_of_x(Tensor grad, Tensor weight, str format) -> Te
 LIBRARY.define("scaled_linear_of_weight(Tensor grad, Tensor x, str format) -> Tensor")
 SCALED_LINEAR = torch.ops.autopar.scaled_linear.default
 OF_X = torch.ops.autopar.scaled_linear_of_x.default
-OF_WEIGHT = torch.ops.autopar.scaled_linear_of_weight.default
+_OF_WEIGHT = torch.ops.autopar.scaled_linear_of_weight.default
 
 
 def check_torchao(format: str) -> None:
@@ -98,7 +98,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
     x, weight = ctx.saved_tensors
     of_x = OF_X(grad, weight, ctx.format) if ctx.needs_input_grad[0] else None
-    return of_x, OF_WEIGHT(grad, x, ctx.format) if ctx.needs_input_grad[1] else None, None
+    return of_x, _OF_WEIGHT(grad, x, ctx.format) if ctx.needs_input_grad[1] else None, None
 
 
 for _name, _compute in (

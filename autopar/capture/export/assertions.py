@@ -24,14 +24,14 @@ _CHECKS = ("torch._assert", "torch._check")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
+class _Check:
     """A read of a check. `passes` is the truth that raises nothing; None if it is not known."""
 
     passes: bool | None
     is_number: bool  # whether the value is a part of an expression, such as a comparison
 
 
-def check_that_reads() -> Check | None:
+def check_that_reads() -> _Check | None:
     """The check for which the innermost code of a model, or of torch, reads a value. None if it reads for more."""
     frame = sys._getframe(1)
     while frame.f_code.co_filename.startswith(_BETWEEN) and frame.f_back is not None:
@@ -44,7 +44,7 @@ def check_that_reads() -> Check | None:
             inside = [(leaf, wanted) for leaf, wanted in leaves if _has(leaf, place)]
             wanted = {wanted for _, wanted in inside or leaves}
             is_number = bool(inside) and place != _place(inside[0][0])
-            return Check(passes=wanted.pop() if len(wanted) == 1 and not is_number else None, is_number=is_number)
+            return _Check(passes=wanted.pop() if len(wanted) == 1 and not is_number else None, is_number=is_number)
     return None
 
 

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.utils import checkpoint
 
 from autopar._torch import exports
@@ -24,7 +24,6 @@ from autopar.capture.export.source_lines import line_that_runs, refusal
 from autopar.capture.nodes import closure, operator_name
 from autopar.errors import CaptureError
 
-Tensor = torch.Tensor
 _TOLERANCE = 1e-3  # a function may compute in half precision
 _IN_FORWARD = "write it with detach(): a value v with the gradient of g is g + (v - g).detach()"
 _SCALES = (1.0, 30.0)  # of the random values: a backward pass may clamp large values

@@ -16,14 +16,13 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.nn import functional as F
 
 from autopar._torch import exports
 from autopar._torch.private import pytree
 from autopar.errors import CaptureError
 
-Tensor = torch.Tensor
 Refuse = Callable[[], Exception]
 _ROWS, _TRIALS = 6, (slice(0, 3), slice(3, 6), slice(1, 6, 2))
 _PROPERTIES = {"dtype", "device", "ndim", "requires_grad", "layout", "is_cuda", "is_cpu", "is_leaf", "is_meta"}

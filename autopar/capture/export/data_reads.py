@@ -16,7 +16,7 @@ from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from autopar._torch import exports
@@ -34,7 +34,6 @@ from autopar.capture.request import Reading
 from autopar.errors import CaptureError, short_repr
 from autopar.ir.program import Decision
 
-Tensor = torch.Tensor
 _AS_NUMBERS: Mapping[Any, Callable[[Tensor], Any]] = {
     Tensor.__bool__: bool,
     Tensor.__int__: int,

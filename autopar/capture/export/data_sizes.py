@@ -10,13 +10,13 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from autopar._torch import exports, private
 from autopar._torch.private import pytree
 
-Tensor = torch.Tensor
-Number = Callable[[Tensor], int]  # the value of a traced integer
+_Number = Callable[[Tensor], int]  # the value of a traced integer
 _MASKS = (torch.bool, torch.uint8)
 _INTEGERS = (torch.int64, torch.int32, torch.int16)
 _FIND = (torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere)
@@ -25,7 +25,7 @@ _REPEAT = (torch.repeat_interleave, Tensor.repeat_interleave)
 _PLACES_AS_NUMBERS: Mapping[str, set[int | str]] = {"narrow": {2}}  # places of tensors whose value an operator reads
 
 
-def known_sizes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], number: Number) -> tuple[bool, Any]:
+def known_sizes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], number: _Number) -> tuple[bool, Any]:
     """Whether data decides a size of the call, and the result of the call with numbers from `number` instead."""
     if func is Tensor.__getitem__ and (at := _place_of_row(args[1])) is not None:
         return True, _row(args[0], args[1] if isinstance(args[1], tuple) else (args[1],), at, number)
@@ -74,7 +74,7 @@ def _place_of_row(index: Any) -> int | None:
     return places[0] if places and is_alone else None
 
 
-def _row(x: Tensor, items: tuple[Any, ...], at: int, number: Number) -> Tensor:
+def _row(x: Tensor, items: tuple[Any, ...], at: int, number: _Number) -> Tensor:
     """The row that a tensor selects, by an index of one row: no number is read."""
     used = sum(item is not None and item is not Ellipsis for item in items)
     before = (x.dim() - used if item is Ellipsis else item is None or isinstance(item, slice) for item in items[:at])
@@ -83,7 +83,7 @@ def _row(x: Tensor, items: tuple[Any, ...], at: int, number: Number) -> Tensor:
     return row
 
 
-def _index(index: Any, number: Number) -> Any:
+def _index(index: Any, number: _Number) -> Any:
     """The index with positions for masks, and with numbers for the ends of slices. The same object without any."""
     items = index if isinstance(index, tuple) else (index,)
     index_out: list[Any] = []
@@ -108,13 +108,13 @@ def _is_packed(x: Tensor, index: Any, value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == x.dim() - index.dim() + 1 and value.shape[0] != 1
 
 
-def _positions(mask: Tensor, number: Number) -> tuple[Tensor, ...]:
+def _positions(mask: Tensor, number: _Number) -> tuple[Tensor, ...]:
     """The positions of the elements that are not zero, one tensor for each dimension."""
     size = number((mask != 0).sum())
     return torch.nonzero_static(mask, size=size).unbind(1)
 
 
-def _repeated(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], number: Number) -> tuple[bool, Any]:
+def _repeated(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], number: _Number) -> tuple[bool, Any]:
     names = ("input", "repeats", "dim") if len(args) + ("repeats" in kwargs) > 1 else ("repeats",)
     given = dict(zip(names, args, strict=False)) | dict(kwargs)
     repeats = given.get("repeats")

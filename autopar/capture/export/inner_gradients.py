@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from autopar._torch import exports
 from autopar._torch.operators import aten
 from autopar._torch.private import pytree
 from autopar.capture.nodes import is_random
 
-Tensor = torch.Tensor
 OWN_GRADIENT = "own_gradient"  # marks the nodes of a function whose gradient has no derivative in the graph
 
 

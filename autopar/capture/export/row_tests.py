@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from autopar._torch.private import pytree
@@ -22,8 +22,7 @@ from autopar.capture.export.chosen_rows import answer_if_some
 from autopar.capture.nodes import SAME_ELEMENTS, before, operator_name
 from autopar.capture.weightless import plain_tensors
 
-Tensor = torch.Tensor
-Run = Callable[[nn.Module, Any], Mapping[str, Tensor]]  # a model and its inputs: outputs by name
+_Run = Callable[[nn.Module, Any], Mapping[str, Tensor]]  # a model and its inputs: outputs by name
 BUFFER = "buffer "
 TEST = "test of rows "  # an output with this prefix is true if the test found a row
 _SAME = SAME_ELEMENTS | {"view", "reshape", "squeeze", "unsqueeze", "flatten", "_unsafe_view"}
@@ -87,7 +86,7 @@ class Graph:
     is_wide: bool = False  # whether it runs in float64
 
 
-def difference(model: nn.Module, inputs: Any, names: Sequence[str], graph: Graph, run: Run) -> str | None:
+def difference(model: nn.Module, inputs: Any, names: Sequence[str], graph: Graph, run: _Run) -> str | None:
     """What differs from the model if the tests of a graph find no row. None if nothing does. `names` are of inputs."""
     if sum(parameter.numel() for parameter in model.parameters()) > _MAX_ELEMENTS:
         return "the model is too large to try it without any"
@@ -117,7 +116,7 @@ def _wide(value: Any) -> Any:
     return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
 
 
-def _difference(copied: nn.Module, inputs: Any, names: Sequence[str], graph: Graph, run: Run) -> str | None:
+def _difference(copied: nn.Module, inputs: Any, names: Sequence[str], graph: Graph, run: _Run) -> str | None:
     tests = [name for name in graph.outputs if name.startswith(TEST)]
     seen = Counter[tuple[bool, ...]]()  # batches by the answers of all tests: they may depend on each other
     state = {name: tensor.detach().clone() for name, tensor in _state(copied)}
@@ -152,7 +151,7 @@ def _traced(model: nn.Module, inputs: Any, names: Sequence[str], graph: Graph, s
     return dict(zip(graph.outputs, _Runner(graph.module, graph.is_wide).run(*given), strict=True))
 
 
-def _differs(model: nn.Module, inputs: Any, traced: Mapping[str, Tensor], run: Run, seed: int) -> str:
+def _differs(model: nn.Module, inputs: Any, traced: Mapping[str, Tensor], run: _Run, seed: int) -> str:
     """What differs between a graph and its model in one batch. Empty if nothing does."""
     torch.manual_seed(seed)
     try:

@@ -28,7 +28,7 @@ def _overloads() -> Iterator[tuple[Any, Any]]:
 
 
 ALIASES = {aten.max.other: aten.maximum.default, aten.min.other: aten.minimum.default} | dict(_overloads())
-FILLS = {aten.zero.default: 0, aten.fill.Scalar: None}  # the value, or None for the second operand
+_FILLS = {aten.zero.default: 0, aten.fill.Scalar: None}  # the value, or None for the second operand
 
 
 def one_name(graph: fx.Graph) -> None:
@@ -36,6 +36,6 @@ def one_name(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.target in ALIASES:
             node.target = ALIASES[node.target]
-        elif node.target in FILLS:
-            fill = FILLS[node.target]
+        elif node.target in _FILLS:
+            fill = _FILLS[node.target]
             node.target, node.args = aten.full_like.default, (node.args[0], node.args[1] if fill is None else fill)

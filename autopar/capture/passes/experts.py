@@ -14,7 +14,7 @@ from autopar.capture.nodes import value as _value
 from autopar.rules.grouped_product import GROUPED_MM
 from autopar.rules.operators import output_of
 
-TOP = output_of(aten.topk.default, 1)
+_TOP = output_of(aten.topk.default, 1)
 SCATTER_ADD = "torchtitan.deterministic_scatter_add.default"
 FALLBACK = "transformers.grouped_mm_fallback.default"
 _VIEWS = ("reshape", "to", "flatten")  # and casts that keep the order of elements
@@ -66,13 +66,13 @@ def histogram_of_integers(graph: fx.Graph) -> None:
 def _are_positions(node: fx.Node, size: int) -> bool:
     """Whether a node holds positions in a dimension of at most `size`."""
     top = before(node, _VIEWS)
-    return top.target is TOP and bool(_value(top.args[0]).shape[argument(top, "dim")] <= size)
+    return top.target is _TOP and bool(_value(top.args[0]).shape[argument(top, "dim")] <= size)
 
 
 def are_distinct(node: fx.Node) -> bool:
     """Whether a node holds positions whose last dimension has none of them twice."""
     top = before(node, _VIEWS)
-    if top.target is not TOP or argument(top, "dim") not in (-1, _value(top).dim() - 1):
+    if top.target is not _TOP or argument(top, "dim") not in (-1, _value(top).dim() - 1):
         return False
     return bool(_value(top).shape[-1] == _value(node).shape[-1])
 

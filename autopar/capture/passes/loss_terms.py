@@ -24,7 +24,7 @@ _UNARY = frozenset(["neg", "to", "_to_copy", "clone", "squeeze", "unsqueeze", "r
 _PRODUCTS = frozenset(["mul", "div"])
 _OVER_ALL = frozenset(["sum", "mean"])
 _SUMS = {"add": aten.add.Tensor, "sub": aten.sub.Tensor, "rsub": aten.rsub.Tensor}
-Place = tuple[fx.Node, fx.Node]  # a node and an operand of it, which is a term
+_Place = tuple[fx.Node, fx.Node]  # a node and an operand of it, which is a term
 IsFree = Callable[[fx.Node], bool]
 
 
@@ -64,7 +64,7 @@ def average_terms(graph: fx.Graph, loss: fx.Node, sums: BatchSums) -> None:
                     user.replace_input_with(term, new_node(graph, user, OVER_MICRO_BATCHES, term, count))
 
 
-def _terms(node: fx.Node, is_free: IsFree) -> Iterator[Place]:
+def _terms(node: fx.Node, is_free: IsFree) -> Iterator[_Place]:
     """The terms of a number that is a sum, each with its reader. A number that is read elsewhere too is one term."""
     for operand in _linear_in(node, is_free) if node.meta.get("batch_power", 0) == 0 else ():
         is_sum = next(_linear_in(operand, is_free), None) is not None and operand.meta.get("batch_power", 0) == 0

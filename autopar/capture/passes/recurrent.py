@@ -65,7 +65,7 @@ def _network(graph: fx.Graph, node: fx.Node, args: tuple[Any, ...], x: Any, stat
     return outputs
 
 
-Emit = Callable[..., fx.Node]  # of an operator and its arguments
+_Emit = Callable[..., fx.Node]  # of an operator and its arguments
 
 
 def open_cells(graph: fx.Graph) -> None:
@@ -76,19 +76,19 @@ def open_cells(graph: fx.Graph) -> None:
                 replace_node(node, _CELLS[node.target](partial(compute, graph, node), node))
 
 
-def _products(emit: Emit, node: fx.Node, state: Any) -> tuple[fx.Node, fx.Node]:
+def _products(emit: _Emit, node: fx.Node, state: Any) -> tuple[fx.Node, fx.Node]:
     """The products of the input and of the state with their weights."""
     of_input = emit(aten.linear.default, argument(node, "input"), argument(node, "w_ih"), argument(node, "b_ih"))
     return of_input, emit(aten.linear.default, state, argument(node, "w_hh"), argument(node, "b_hh"))
 
 
-def _gates(emit: Emit, product: fx.Node, count: int) -> list[fx.Node]:
+def _gates(emit: _Emit, product: fx.Node, count: int) -> list[fx.Node]:
     """The equal parts of a product."""
     size = value(product).shape[1] // count
     return [emit(aten.slice.Tensor, product, 1, k * size, (k + 1) * size) for k in range(count)]
 
 
-def _gru(emit: Emit, node: fx.Node) -> fx.Node:
+def _gru(emit: _Emit, node: fx.Node) -> fx.Node:
     state = argument(node, "hx")
     of_input, of_state = _products(emit, node, state)
     parts = zip(_gates(emit, of_input, 3), _gates(emit, of_state, 3), strict=True)
@@ -99,7 +99,7 @@ def _gru(emit: Emit, node: fx.Node) -> fx.Node:
     return emit(aten.add.Tensor, emit(aten.mul.Tensor, emit(aten.sub.Tensor, state, new), update), new)
 
 
-def _lstm(emit: Emit, node: fx.Node) -> tuple[fx.Node, fx.Node]:
+def _lstm(emit: _Emit, node: fx.Node) -> tuple[fx.Node, fx.Node]:
     state, cell = argument(node, "hx")
     total = emit(aten.add.Tensor, *_products(emit, node, state))
     entry, forget, new, out = _gates(emit, total, 4)
@@ -109,11 +109,11 @@ def _lstm(emit: Emit, node: fx.Node) -> tuple[fx.Node, fx.Node]:
     return emit(aten.mul.Tensor, emit(aten.sigmoid.default, out), emit(aten.tanh.default, cell)), cell
 
 
-def _plain(activation: Any, emit: Emit, node: fx.Node) -> fx.Node:
+def _plain(activation: Any, emit: _Emit, node: fx.Node) -> fx.Node:
     return emit(activation, emit(aten.add.Tensor, *_products(emit, node, argument(node, "hx"))))
 
 
-_CELLS: Mapping[Any, Callable[[Emit, fx.Node], fx.Node | tuple[fx.Node, fx.Node]]] = {
+_CELLS: Mapping[Any, Callable[[_Emit, fx.Node], fx.Node | tuple[fx.Node, fx.Node]]] = {
     aten.gru_cell.default: _gru,
     aten.lstm_cell.default: _lstm,
     aten.rnn_tanh_cell.default: partial(_plain, aten.tanh.default),

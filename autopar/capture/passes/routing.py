@@ -60,7 +60,7 @@ def is_order(node: fx.Node) -> bool:
     return not argument(node, "descending") and not keys.is_floating_point and keys is not torch.bool
 
 
-Found = dict[fx.Node, int]  # a node, and the position of the operand that it reads or puts back
+_Found = dict[fx.Node, int]  # a node, and the position of the operand that it reads or puts back
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,10 +70,10 @@ class Region:
     order: fx.Node
     keys: fx.Node
     k: int
-    takes: Found = field(default_factory=dict)  # read from the rows in the order of tokens
-    rows: Found = field(default_factory=dict)  # read from the tokens
-    untakes: Found = field(default_factory=dict)  # sorted rows put back in the order of tokens
-    sums: Found = field(default_factory=dict)  # the same, and the rows of each token added
+    takes: _Found = field(default_factory=dict)  # read from the rows in the order of tokens
+    rows: _Found = field(default_factory=dict)  # read from the tokens
+    untakes: _Found = field(default_factory=dict)  # sorted rows put back in the order of tokens
+    sums: _Found = field(default_factory=dict)  # the same, and the rows of each token added
     products: list[fx.Node] = field(default_factory=list)
 
     @staticmethod

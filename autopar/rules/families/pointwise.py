@@ -57,7 +57,7 @@ def _add_product(call: Call) -> Sets:
     return [{addend, a}, {addend, b}]
 
 
-LINEAR: dict[str, Callable[[Call], Sets]] = {
+_LINEAR: dict[str, Callable[[Call], Sets]] = {
     "add": _sum_of(0, 1),
     "sub": _sum_of(0, 1),
     "rsub": _sum_of(0, 1),
@@ -117,7 +117,7 @@ def pointwise(call: Call) -> Rule:
     """Every dimension of the output is a parallel factor; operands broadcast."""
     spec = dims(call.output.shape)
     name = str(call.target).split(".")[1]
-    sets = LINEAR[name](call) if name in LINEAR else []
+    sets = _LINEAR[name](call) if name in _LINEAR else []
     if name == "mul" and len(slots_of(call.args[:2])) == 2 and len(call.operands) == 1:
         sets = []  # a square
     return rule_from(call, broadcast(call, spec), spec, linear=sets)
