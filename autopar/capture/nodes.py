@@ -106,6 +106,22 @@ def compute(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: A
     return node
 
 
+def inlined(
+    graph: fx.Graph, region: fx.Graph, inputs: Iterable[Any], meta: Mapping[str, Any], missing: Mapping[str, Any]
+) -> Any:
+    """The result of a region whose nodes are copied into a graph, with new metadata, and with what is missing in it."""
+    given, values = iter(inputs), dict[fx.Node, Any]()
+    for inner in region.nodes:
+        if inner.op == "output":
+            return fx.map_arg(inner.args[0], values.__getitem__)
+        if inner.op == "placeholder":
+            values[inner] = next(given)
+        else:
+            values[inner] = graph.node_copy(inner, values.__getitem__)
+            values[inner].meta = {**missing, **inner.meta, **meta}
+    raise AssertionError("a region without an output")
+
+
 def output_nodes(graph: fx.Graph) -> tuple[fx.Node, ...]:
     """The nodes that a graph returns. Its output must be a flat sequence of nodes."""
     values: Any = graph.output_node().args[0]

@@ -48,10 +48,10 @@ def autocast_as(settings: Sequence[Autocast], *, enabled: bool = True) -> Iterat
         yield
 
 
-def mark_region(node: fx.Node, arguments: tuple[Any, ...]) -> None:
-    """Note the region of a node that is taken out of it. An inner region has marked its nodes before."""
+def noted_region(arguments: tuple[Any, ...]) -> dict[str, Any]:
+    """The note on a region, for nodes that are taken out of it."""
     device_type, dtype, enabled = arguments[:3]
-    node.meta.setdefault(REGION, Autocast(device_type, dtype) if enabled else None)
+    return {REGION: Autocast(device_type, dtype) if enabled else None}
 
 
 def write_casts(graph: fx.Graph) -> None:

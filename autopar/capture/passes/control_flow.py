@@ -8,7 +8,7 @@ from torch import fx
 
 from autopar._torch.operators import aten
 from autopar._torch.private import HigherOrderOperator
-from autopar.capture.nodes import compute, replace_node, value
+from autopar.capture.nodes import compute, inlined, replace_node, value
 from autopar.errors import CaptureError
 
 MAX_STEPS = 4096
@@ -42,20 +42,9 @@ def _inlined(graph: fx.Graph, root: fx.GraphModule, region: Any, inputs: Sequenc
     """The results of one run of a region."""
     module: fx.GraphModule = getattr(root, str(region.target))
     inline_control_flow(module.graph, module)
-    given = iter(inputs)
-    values: dict[fx.Node, Any] = {}
-    results: list[Any] = []
-    for inner in module.graph.nodes:
-        if inner.op == "placeholder":
-            values[inner] = next(given)
-        elif inner.op == "output":
-            mapped: Any = fx.map_arg(inner.args[0], values.__getitem__)
-            results = [mapped] if isinstance(mapped, fx.Node) else list(mapped)
-        else:
-            copy = graph.node_copy(inner, values.__getitem__)
-            copy.meta = {**inner.meta, "nn_module_stack": like.meta.get("nn_module_stack")}
-            values[inner] = copy
-    return results
+    stack = {"nn_module_stack": like.meta.get("nn_module_stack")}
+    results = inlined(graph, module.graph, inputs, stack, {})
+    return [results] if isinstance(results, fx.Node) else list(results)
 
 
 def _both_branches(graph: fx.Graph, root: fx.GraphModule, node: fx.Node) -> list[Any]:

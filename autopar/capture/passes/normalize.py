@@ -11,10 +11,10 @@ import torch
 from torch import fx
 
 from autopar._torch.operators import aten
-from autopar.capture.nodes import arg, compute, operator_name, output_nodes, replace_node
+from autopar.capture.nodes import arg, compute, inlined, operator_name, output_nodes, replace_node
 from autopar.capture.nodes import value as _value
 from autopar.capture.passes.aliases import one_name
-from autopar.capture.passes.autocast import mark_region, write_casts
+from autopar.capture.passes.autocast import noted_region, write_casts
 from autopar.capture.passes.control_flow import inline_control_flow
 from autopar.capture.passes.embedding_bags import embedding_bags
 from autopar.capture.passes.experts import histogram_of_integers, one_grouped_product, operators_of_libraries
@@ -43,7 +43,7 @@ NEW: Mapping[Any, float | None] = {aten.new_zeros.default: 0, aten.new_ones.defa
 
 
 def inline_regions(graph: fx.Graph, root: fx.GraphModule) -> None:
-    """Inline `set_grad_enabled` and `autocast` regions. Nodes note their region: ``meta["no_grad"]``, `mark_region`."""
+    """Inline `set_grad_enabled` and `autocast` regions. Their nodes note them: ``meta["no_grad"]``, `noted_region`."""
     for node in list(graph.nodes):
         name = getattr(node.target, "__name__", str(node.target))
         if node.op != "call_function" or name not in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
@@ -51,23 +51,11 @@ def inline_regions(graph: fx.Graph, root: fx.GraphModule) -> None:
         position = next(i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.op == "get_attr")
         region: fx.GraphModule = getattr(root, str(node.args[position].target))
         inline_regions(region.graph, region)
-        values: dict[fx.Node, Any] = {}
-        no_grad = name == "wrap_with_set_grad_enabled" and node.args[0] is False
-        inputs = iter(node.args[position + 1 :])
+        stack = {"nn_module_stack": node.meta.get("nn_module_stack")}
+        outer = stack | (noted_region(node.args) if name == "wrap_with_autocast" else {})
+        no_grad = {"no_grad": True} if name == "wrap_with_set_grad_enabled" and node.args[0] is False else {}
         with graph.inserting_before(node):
-            result: Any = ()
-            for inner in region.graph.nodes:
-                if inner.op == "placeholder":
-                    values[inner] = next(inputs)
-                elif inner.op == "output":
-                    result = fx.map_arg(inner.args[0], values.__getitem__)
-                else:
-                    copy = graph.node_copy(inner, values.__getitem__)
-                    copy.meta = dict(inner.meta) | ({"no_grad": True} if no_grad else {})
-                    copy.meta.setdefault("nn_module_stack", node.meta.get("nn_module_stack"))
-                    if name == "wrap_with_autocast":
-                        mark_region(copy, node.args)
-                    values[inner] = copy
+            result = inlined(graph, region.graph, node.args[position + 1 :], no_grad, outer)
         region_node = node.args[position]
         replace_node(node, result)
         if not region_node.users:

@@ -57,33 +57,19 @@ def _add_product(call: Call) -> Sets:
     return [{addend, a}, {addend, b}]
 
 
+_OF_FIRST = """
+    true_divide neg positive clone detach deg2rad rad2deg real imag _conj conj conj_physical resolve_conj
+"""
 _LINEAR: dict[str, Callable[[Call], Sets]] = {
-    "add": _sum_of(0, 1),
-    "sub": _sum_of(0, 1),
-    "rsub": _sum_of(0, 1),
+    **dict.fromkeys(_OF_FIRST.split(), _first),
+    **dict.fromkeys(["add", "sub", "rsub", "addcdiv", "lerp", "complex"], _sum_of(0, 1)),
     "mul": lambda call: [{k} for k in slots_of(call.args[:2])],
     "div": _quotient,
-    "true_divide": _first,
-    "neg": _first,
-    "positive": _first,
-    "clone": _first,
-    "detach": _first,
     "to": _cast,
     "_to_copy": _cast,
     "where": _selection(1, 2),
     "masked_fill": _selection(0, 2),
     "addcmul": _add_product,
-    "addcdiv": _sum_of(0, 1),
-    "lerp": _sum_of(0, 1),
-    "deg2rad": _first,
-    "real": _first,
-    "imag": _first,
-    "_conj": _first,
-    "conj": _first,
-    "conj_physical": _first,
-    "resolve_conj": _first,
-    "complex": _sum_of(0, 1),
-    "rad2deg": _first,
 }
 
 _NAMES = """
