@@ -10,15 +10,10 @@ from typing import Any
 import torch
 
 from autopar._torch.operators import aten
-from autopar.rules.operators import LIBRARY
+from autopar.rules.operators import define
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ALIGNMENT = 16  # bytes, of every row of an operand of torch's kernel
-
-LIBRARY.define("grouped_mm(Tensor x, Tensor weight, Tensor ends) -> Tensor")
-LIBRARY.define("grouped_mm_of_weight(Tensor x, Tensor grad, Tensor ends) -> Tensor")
-GROUPED_MM = torch.ops.autopar.grouped_mm.default
-_OF_WEIGHT = torch.ops.autopar.grouped_mm_of_weight.default
 
 
 def _forward(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -75,14 +70,15 @@ def _gradient_like(weight: torch.Tensor, x: torch.Tensor, grad: torch.Tensor, en
     return out
 
 
-for _name, _compute in (("grouped_mm", _forward), ("grouped_mm_of_weight", _of_weight)):
-    LIBRARY.impl(_name, _compute, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "autopar::grouped_mm", lambda x, weight, ends: x.new_empty(x.shape[0], weight.shape[2]), lib=LIBRARY
+GROUPED_MM = define(
+    "grouped_mm(Tensor x, Tensor weight, Tensor ends) -> Tensor",
+    _forward,
+    lambda x, weight, ends: x.new_empty(x.shape[0], weight.shape[2]),
+    _backward,
+    _save,
 )
-torch.library.register_fake(
-    "autopar::grouped_mm_of_weight",
+_OF_WEIGHT = define(
+    "grouped_mm_of_weight(Tensor x, Tensor grad, Tensor ends) -> Tensor",
+    _of_weight,
     lambda x, grad, ends: x.new_empty(ends.shape[0], x.shape[1], grad.shape[1]),
-    lib=LIBRARY,
 )
-torch.library.register_autograd("autopar::grouped_mm", _backward, setup_context=_save, lib=LIBRARY)

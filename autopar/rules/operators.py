@@ -5,25 +5,39 @@ its schema when needed. `BATCH_STATISTIC` marks the choice of batch norm between
 ones. `OVER_MICRO_BATCHES` divides a term of the loss by the number of micro-batches.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 
-LIBRARY = torch.library.Library("autopar", "DEF")
+_LIBRARY = torch.library.Library("autopar", "DEF")
 
 
-def _batch_statistic(batch: torch.Tensor, running: torch.Tensor) -> torch.Tensor:
-    """The batch's own, as in training; evaluation replaces the call by `running`."""
-    return batch.clone()
+def define(
+    schema: str,
+    compute: Callable[..., torch.Tensor],
+    fake: Callable[..., torch.Tensor] | None = None,
+    backward: Callable[..., Any] | None = None,
+    save: Callable[..., None] | None = None,
+) -> Any:
+    """Define an operator of our own: composite, or with a `fake` kernel, and then perhaps with a backward pass."""
+    qualified = schema.partition("(")[0]
+    name, _, overload = qualified.partition(".")
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(qualified, compute, "CompositeExplicitAutograd" if fake else "CompositeImplicitAutograd")
+    if fake:
+        torch.library.register_fake(f"autopar::{qualified}", fake, lib=_LIBRARY)
+    if backward:
+        torch.library.register_autograd(f"autopar::{qualified}", backward, setup_context=save, lib=_LIBRARY)
+    return getattr(getattr(torch.ops.autopar, name), overload or "default")
 
 
-LIBRARY.define("batch_statistic(Tensor batch, Tensor running) -> Tensor")
-LIBRARY.impl("batch_statistic", _batch_statistic, "CompositeImplicitAutograd")
-BATCH_STATISTIC = torch.ops.autopar.batch_statistic.default
-LIBRARY.define("over_micro_batches(Tensor term, Tensor count) -> Tensor")
-LIBRARY.impl("over_micro_batches", lambda term, count: term / count, "CompositeImplicitAutograd")
-OVER_MICRO_BATCHES = torch.ops.autopar.over_micro_batches.default
+# the batch's own, as in training; evaluation replaces the call by `running`
+BATCH_STATISTIC = define(
+    "batch_statistic(Tensor batch, Tensor running) -> Tensor", lambda batch, running: batch.clone()
+)
+OVER_MICRO_BATCHES = define("over_micro_batches(Tensor term, Tensor count) -> Tensor", lambda term, count: term / count)
 
 
 @cache
@@ -33,12 +47,4 @@ def output_of(operator: Any, index: int) -> Any:
     name = schema.name.split("::")[1]
     overload = f"{schema.overload_name or 'default'}_{index}"
     arguments = str(schema).partition("(")[2].rpartition(" -> ")[0]
-    qualified = f"{name}.{overload}"
-
-    def compute(*args: Any, **kwargs: Any) -> torch.Tensor:
-        out: torch.Tensor = operator(*args, **kwargs)[index]
-        return out
-
-    LIBRARY.define(f"{qualified}({arguments} -> Tensor")
-    LIBRARY.impl(qualified, compute, "CompositeImplicitAutograd")
-    return getattr(getattr(torch.ops.autopar, name), overload)
+    return define(f"{name}.{overload}({arguments} -> Tensor", lambda *args, **kwargs: operator(*args, **kwargs)[index])

@@ -13,7 +13,7 @@ from typing import Any
 from autopar._torch.private import overloads_of
 from autopar.errors import RuleError
 from autopar.rules.pattern_check import check_pattern
-from autopar.rules.rule import Call, Emit, Rule, parse, whole_rule
+from autopar.rules.rule import Call, Rule, parse, whole_rule
 from autopar.rules.singular import even_factors
 
 RuleFunction = Callable[[Call], Rule]
@@ -30,18 +30,9 @@ class Pattern:
     additive: tuple[int, ...] = ()
     linear: tuple[tuple[int, ...], ...] = ()
     flops: Callable[..., float] | None = None
-    emit: Emit | None = None
 
     def __call__(self, call: Call) -> Rule:
-        return parse(
-            self.text,
-            call,
-            whole=self.whole,
-            additive=self.additive,
-            linear=self.linear,
-            flops=self.flops,
-            emit=self.emit,
-        )
+        return parse(self.text, call, whole=self.whole, additive=self.additive, linear=self.linear, flops=self.flops)
 
 
 def rule(*targets: Any) -> Callable[[RuleFunction], RuleFunction]:
@@ -65,10 +56,9 @@ def pattern(
     additive: Sequence[int] = (),
     linear: Sequence[Sequence[int]] = (),
     flops: Callable[..., float] | None = None,
-    emit: Emit | None = None,
 ) -> None:
     """Register a rule that one line of factor notation states, for example ``"... i, o i[, o] -> ... o"``."""
-    rule(target)(Pattern(text, whole, tuple(additive), tuple(tuple(group) for group in linear), flops, emit))
+    rule(target)(Pattern(text, whole, tuple(additive), tuple(tuple(group) for group in linear), flops))
 
 
 def register_rule(

@@ -20,24 +20,7 @@ import torch
 
 from autopar._torch.operators import aten
 from autopar.rules.grouped_product import GROUPED_MM
-from autopar.rules.operators import LIBRARY
-
-for _schema in (
-    "expert_order(Tensor expert) -> Tensor",
-    "expert_rows(Tensor x, Tensor order, int k) -> Tensor",
-    "expert_take(Tensor x, Tensor order, int k) -> Tensor",
-    "expert_untake(Tensor rows, Tensor order, int k, int? total=None) -> Tensor",
-    "expert_product(Tensor rows, Tensor weight, Tensor expert, int k) -> Tensor",
-):
-    LIBRARY.define(_schema)
-ORDER = torch.ops.autopar.expert_order.default
-ROWS = torch.ops.autopar.expert_rows.default
-TAKE = torch.ops.autopar.expert_take.default
-UNTAKE = torch.ops.autopar.expert_untake.default
-PRODUCT = torch.ops.autopar.expert_product.default
-
-ROUTED = (ORDER, ROWS, TAKE, UNTAKE, PRODUCT)
-SORTED = frozenset([ORDER, ROWS, TAKE])  # dimension 0 of their result is ragged, whatever their operands are
+from autopar.rules.operators import define
 
 
 def _order(expert: torch.Tensor) -> torch.Tensor:
@@ -99,17 +82,20 @@ def _untake_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, 
     return TAKE(grad, *ctx.saved_tensors, ctx.k), None, None, None
 
 
-LIBRARY.impl("expert_order", _order, "CompositeImplicitAutograd")
-LIBRARY.impl("expert_product", _product, "CompositeImplicitAutograd")
-for _name, _compute, _backward in (
-    ("expert_rows", _rows, _rows_backward),
-    ("expert_take", _take, _take_backward),
-    ("expert_untake", _untake, _untake_backward),
-):
-    LIBRARY.impl(_name, _compute, "CompositeExplicitAutograd")
-    torch.library.register_fake(
-        f"autopar::{_name}",
-        lambda x, order, k, total=None: x.new_empty(total or order.shape[0], *x.shape[1:]),
-        lib=LIBRARY,
-    )
-    torch.library.register_autograd(f"autopar::{_name}", _backward, setup_context=_save, lib=LIBRARY)
+def _fake(x: torch.Tensor, order: torch.Tensor, k: int, total: int | None = None) -> torch.Tensor:
+    return x.new_empty(total or order.shape[0], *x.shape[1:])
+
+
+ORDER = define("expert_order(Tensor expert) -> Tensor", _order)
+ROWS = define("expert_rows(Tensor x, Tensor order, int k) -> Tensor", _rows, _fake, _rows_backward, _save)
+TAKE = define("expert_take(Tensor x, Tensor order, int k) -> Tensor", _take, _fake, _take_backward, _save)
+UNTAKE = define(
+    "expert_untake(Tensor rows, Tensor order, int k, int? total=None) -> Tensor",
+    _untake,
+    _fake,
+    _untake_backward,
+    _save,
+)
+PRODUCT = define("expert_product(Tensor rows, Tensor weight, Tensor expert, int k) -> Tensor", _product)
+ROUTED = (ORDER, ROWS, TAKE, UNTAKE, PRODUCT)
+SORTED = frozenset([ORDER, ROWS, TAKE])  # dimension 0 of their result is ragged, whatever their operands are

@@ -251,12 +251,9 @@ def parse(
     whole: str = "",
     additive: Sequence[int] = (),
     linear: Sequence[Sequence[int]] = (),
-    invariant: str = "",
-    outermost: str = "",
     flops: Callable[[Mapping[str, int]], float] | None = None,
-    emit: Emit | None = None,
 ) -> Rule:
-    """Bind a pattern to a call's shapes. `whole`, `invariant` and `outermost` are space-separated factor names."""
+    """Bind a pattern to a call's shapes. `whole` is space-separated factor names."""
     left, right = pattern.split("->")
     operand_dims = [parse_operand(text) for text in split_operands(left)]
     if not len(operand_dims) - left.count("[") <= len(call.operands) <= len(operand_dims):
@@ -264,9 +261,7 @@ def parse(
     operand_dims = operand_dims[: len(call.operands)]
     known = dict(sizes or {})
     order = sorted(range(len(operand_dims)), key=lambda k: sum(len(d or ()) > 1 for d in operand_dims[k]))
-    specs: dict[int, Spec] = {}
-    for k in order:
-        specs[k] = _bind(operand_dims[k], call.operands[k].shape, known, pattern)
+    specs = {k: _bind(operand_dims[k], call.operands[k].shape, known, pattern) for k in order}
     inputs = tuple(specs[k] for k in range(len(operand_dims)))
     output = _bind(parse_operand(right), call.output.shape, known, pattern)
     return make_rule(
@@ -276,10 +271,7 @@ def parse(
         whole=frozenset(whole.split()),
         additive=frozenset(additive),
         linear=tuple(frozenset(group) for group in linear),
-        invariant=frozenset(invariant.split()),
-        outermost=frozenset(outermost.split()),
         flops=flops,
-        emit=emit,
     )
 
 

@@ -16,19 +16,12 @@ from typing import Any
 import torch
 
 from autopar.errors import InputError
-from autopar.rules.operators import LIBRARY
+from autopar.rules.operators import define
 
 # the sizes of a layer, and of a rank's part of it, must be multiples of this: a kernel needs it
 MULTIPLES: Mapping[str, int] = {"fp8": 16, "mxfp8": 32}
 # the first CUDA compute capability with such products
 CAPABILITIES: Mapping[str, tuple[int, int]] = {"fp8": (8, 9), "mxfp8": (10, 0)}
-
-LIBRARY.define("scaled_linear(Tensor x, Tensor weight, str format) -> Tensor")
-LIBRARY.define("scaled_linear_of_x(Tensor grad, Tensor weight, str format) -> Tensor")
-LIBRARY.define("scaled_linear_of_weight(Tensor grad, Tensor x, str format) -> Tensor")
-SCALED_LINEAR = torch.ops.autopar.scaled_linear.default
-OF_X = torch.ops.autopar.scaled_linear_of_x.default
-_OF_WEIGHT = torch.ops.autopar.scaled_linear_of_weight.default
 
 
 def check_torchao(format: str) -> None:
@@ -101,23 +94,20 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.
     return of_x, _OF_WEIGHT(grad, x, ctx.format) if ctx.needs_input_grad[1] else None, None
 
 
-for _name, _compute in (
-    ("scaled_linear", _forward),
-    ("scaled_linear_of_x", _of_x),
-    ("scaled_linear_of_weight", _of_weight),
-):
-    LIBRARY.impl(_name, _compute, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "autopar::scaled_linear", lambda x, weight, format: x.new_empty(*x.shape[:-1], weight.shape[0]), lib=LIBRARY
+SCALED_LINEAR = define(
+    "scaled_linear(Tensor x, Tensor weight, str format) -> Tensor",
+    _forward,
+    lambda x, weight, format: x.new_empty(*x.shape[:-1], weight.shape[0]),
+    _backward,
+    _save,
 )
-torch.library.register_fake(
-    "autopar::scaled_linear_of_x",
+OF_X = define(
+    "scaled_linear_of_x(Tensor grad, Tensor weight, str format) -> Tensor",
+    _of_x,
     lambda grad, weight, format: grad.new_empty(*grad.shape[:-1], weight.shape[1]),
-    lib=LIBRARY,
 )
-torch.library.register_fake(
-    "autopar::scaled_linear_of_weight",
+_OF_WEIGHT = define(
+    "scaled_linear_of_weight(Tensor grad, Tensor x, str format) -> Tensor",
+    _of_weight,
     lambda grad, x, format: grad.new_empty(grad.shape[-1], x.shape[-1]),
-    lib=LIBRARY,
 )
-torch.library.register_autograd("autopar::scaled_linear", _backward, setup_context=_save, lib=LIBRARY)

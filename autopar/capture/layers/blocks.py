@@ -29,7 +29,7 @@ def module_path(node: fx.Node) -> str:
 
 
 @dataclass(slots=True)
-class _Segment:
+class Segment:
     """Consecutive nodes of one block instance, with the inputs and outputs of the instance."""
 
     path: str  # the numbered module, to which the names of operators are relative
@@ -56,7 +56,7 @@ def _numbered(path: str) -> Iterator[tuple[str, str]]:
         yield path[: match.start()], match.group(1)
 
 
-def cut_into_segments(nodes: Sequence[fx.Node], parameters: Collection[fx.Node] | None) -> list[_Segment]:
+def cut_into_segments(nodes: Sequence[fx.Node], parameters: Collection[fx.Node] | None) -> list[Segment]:
     """Segments of consecutive nodes of one outermost numbered module; without two with `parameters`, of any module."""
     prefixes = repeated_prefixes(nodes)
 
@@ -64,30 +64,30 @@ def cut_into_segments(nodes: Sequence[fx.Node], parameters: Collection[fx.Node] 
         pairs = ((prefix, index) for prefix, index in _numbered(module_path(node)) if prefix in prefixes)
         return next((f"{prefix}.{index}" for prefix, index in pairs), "")
 
-    segments = [_Segment(path, list(group)) for path, group in groupby(nodes, numbered)]
+    segments = [Segment(path, list(group)) for path, group in groupby(nodes, numbered)]
     if parameters is None:
         return segments
     takes = partial(_takes, parameters)
     if sum(map(takes, segments)) > 1:
         return segments
 
-    def rank(cut: Sequence[_Segment]) -> tuple[bool, float]:
+    def rank(cut: Sequence[Segment]) -> tuple[bool, float]:
         return sum(map(takes, cut)) < 2, max(max((len(s.nodes) for s in cut), default=0), len(nodes) / 2)
 
     deepest = max((len(node.meta.get("nn_module_stack") or ()) for node in nodes), default=0)
     return min([segments, *(_cut_at_depth(nodes, parameters, n) for n in range(1, deepest))], key=rank)
 
 
-def _takes(parameters: Collection[fx.Node], segment: _Segment) -> bool:
+def _takes(parameters: Collection[fx.Node], segment: Segment) -> bool:
     return any(operand in parameters for node in segment.nodes for operand in node.all_input_nodes)
 
 
-def _cut_at_depth(nodes: Sequence[fx.Node], parameters: Collection[fx.Node], depth: int) -> list[_Segment]:
+def _cut_at_depth(nodes: Sequence[fx.Node], parameters: Collection[fx.Node], depth: int) -> list[Segment]:
     """A segment for every call of the modules of a depth. Nodes that take no parameters stay with those before them."""
-    parts: list[_Segment] = []
+    parts: list[Segment] = []
     for _, group in groupby(nodes, lambda node: list(node.meta.get("nn_module_stack") or ())[1 : depth + 1]):
         mine = list(group)
-        segment = _Segment("", mine, ".".join(module_path(mine[0]).split(".")[:depth]))
+        segment = Segment("", mine, ".".join(module_path(mine[0]).split(".")[:depth]))
         if parts and not (_takes(parameters, segment) and _takes(parameters, parts[-1])):
             parts[-1].nodes += mine
         else:
@@ -95,7 +95,7 @@ def _cut_at_depth(nodes: Sequence[fx.Node], parameters: Collection[fx.Node], dep
     return parts
 
 
-def describe(segment: _Segment, role_of: Mapping[fx.Node, Role], used_later: set[fx.Node]) -> None:
+def describe(segment: Segment, role_of: Mapping[fx.Node, Role], used_later: set[fx.Node]) -> None:
     """Fill in the externals, outputs, floats and skeleton of a segment. Segments of one skeleton are one block."""
     inside = {node: index for index, node in enumerate(segment.nodes)}
     external: dict[fx.Node, int] = {}
@@ -131,14 +131,14 @@ def describe(segment: _Segment, role_of: Mapping[fx.Node, Role], used_later: set
     segment.skeleton = "\n".join(lines)
 
 
-def lifted_floats(segments: Sequence[_Segment]) -> set[int]:
+def lifted_floats(segments: Sequence[Segment]) -> set[int]:
     """The positions of float literals that differ between otherwise equal segments."""
     first = segments[0].floats
     return {i for i, value in enumerate(first) for s in segments[1:] if repr(s.floats[i]) != repr(value)}
 
 
 def build_block(
-    segment: _Segment, name: str, role_of: Mapping[fx.Node, Role], names: Mapping[fx.Node, str], lifted: set[int]
+    segment: Segment, name: str, role_of: Mapping[fx.Node, Role], names: Mapping[fx.Node, str], lifted: set[int]
 ) -> Block:
     """The block of a segment: its own graph, with one placeholder per external value and per lifted scalar."""
     graph = fx.Graph()
@@ -249,10 +249,10 @@ def _port_name(name: str, role: Role, path: str, taken: Counter[str]) -> str:
 
 
 def fold(
-    segments: Sequence[_Segment], role_of: Mapping[fx.Node, Role], names: dict[fx.Node, str], used_later: set[fx.Node]
+    segments: Sequence[Segment], role_of: Mapping[fx.Node, Role], names: dict[fx.Node, str], used_later: set[fx.Node]
 ) -> tuple[tuple[Block, ...], tuple[CallSite, ...]]:
     """The distinct blocks and the calls, in order. `names` gets a name for every value that crosses segments."""
-    groups: dict[str, list[_Segment]] = defaultdict(list)
+    groups: dict[str, list[Segment]] = defaultdict(list)
     for segment in segments:
         describe(segment, role_of, used_later)
         groups[segment.skeleton].append(segment)
