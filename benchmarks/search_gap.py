@@ -17,10 +17,10 @@ from autopar.cache.store import cache_folder
 from autopar.cost_model.machine.cluster import default_precision
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.rank_order import ORDERS
+from autopar.planning.captured_search import search_captured
 from autopar.planning.fixed import program_for
 from autopar.planning.labels import LABELLED
 from autopar.planning.options import PlanOptions
-from autopar.planning.search import search_captured
 from autopar.search.result.result import SearchResult
 
 MODEL_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # by precision

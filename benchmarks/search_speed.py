@@ -32,8 +32,8 @@ from search_problem import Problem
 from autopar.cache.captures import captured_model
 from autopar.cache.store import cache_folder
 from autopar.capture.any_size import Capture
+from autopar.planning.captured_search import search_captured
 from autopar.planning.options import PlanOptions
-from autopar.planning.search import search_captured
 from autopar.search.pricing.batch import Together
 from autopar.search.pricing.exact import AS_IT_IS
 from autopar.search.pricing.objective import Goal, Part

@@ -31,13 +31,13 @@ def kept_search(
     *,
     on_progress: Callable[[str], None],
 ) -> SearchResult:
-    """What `autopar.planning.search.search_captured` finds, or found before. Captures have a digest."""
+    """What `autopar.planning.captured_search.search_captured` finds, or found before. Captures have a digest."""
     is_kept = not (options.study or options.timeout_s) and captured.digest is not None
     file = _file(folder / "plans", captured, cluster, options) if is_kept else None
     known = None if file is None else file.read(_read, on_progress)
     if file is not None and known is not None:
         return replace(known, notes=(*known.notes, f"found by an earlier search, kept as {file.path}"))
-    from autopar.planning.search import labels_for, search_captured
+    from autopar.planning.captured_search import labels_for, search_captured
 
     result = search_captured(
         captured.capture,

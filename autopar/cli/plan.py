@@ -166,7 +166,7 @@ def _captured_and_searched(
 
         result = kept_search(cache_folder(), captured, cluster, narrowed, on_progress=on_progress)
     else:
-        from autopar.planning.search import search_captured
+        from autopar.planning.captured_search import search_captured
 
         result = search_captured(captured.capture, cluster, narrowed, name=captured.name, on_progress=on_progress)
     late = overtime(request, capture_s, time.monotonic() - started)

@@ -26,12 +26,13 @@ from autopar.errors import InfeasibleError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import degrees_from
 from autopar.ir.plan import Plan
+from autopar.planning.captured_search import labels_for, plan_as_priced, search_captured, with_shared
 from autopar.planning.fixed import PricedStages, program_for
 from autopar.planning.labels import LABELLED, SearchLabels
 from autopar.planning.machine import machine_of
 from autopar.planning.measured import profile_for
 from autopar.planning.options import PlanOptions
-from autopar.planning.search import captured_as_asked, labels_for, plan_as_priced, search_captured, with_shared
+from autopar.planning.search import captured_as_asked
 from autopar.planning.study_question import question_about
 from autopar.runtime.parameters.materialise import parameter_source
 from autopar.runtime.verify.random_batches import values_that_decide

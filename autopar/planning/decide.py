@@ -18,6 +18,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
+from autopar.planning.captured_search import labels_for, search_captured
 from autopar.planning.fixed import (
     ONE_MICRO_BATCH,
     PlanLike,
@@ -29,7 +30,7 @@ from autopar.planning.fixed import (
 )
 from autopar.planning.options import PlanOptions
 from autopar.planning.precision import in_precision_of
-from autopar.planning.search import captured_as_asked, labels_for, search_captured
+from autopar.planning.search import captured_as_asked
 from autopar.search.result.format import nothing_fits
 
 _logger = logging.getLogger("autopar")

@@ -111,9 +111,7 @@ def estimate(
     spec = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
     report = on_progress or (lambda _: None)
     given, precision = _with_precision(plan, precision)
-    chosen = engine_named(engine) if isinstance(engine, str) else engine
-    if exact_memory and chosen.name != OWN:
-        raise InputError("exact memory needs engine autopar; leave the other out, or leave out exact memory")
+    chosen = _engine_of(engine, exact_memory)
     of = _subject(model_or_program, example_inputs, loss_fn, specialise=specialise)
     (program, degrees), precision, notes = _captured(of, given, spec, global_batch, precision, report)
     report("choosing labels and pricing blocks")
@@ -136,6 +134,13 @@ def estimate(
         whole = own_plan or _whole_plan(program, priceable, question)
         result = with_exact_memory(result, fullest_rank(program, analyse(program, whole.mesh), whole))
     return replace(result, assumptions=(*result.assumptions, *notes), run=result.run if result.fits else None)
+
+
+def _engine_of(engine: Engine | str, exact_memory: bool) -> Engine:
+    chosen = engine_named(engine) if isinstance(engine, str) else engine
+    if exact_memory and chosen.name != OWN:
+        raise InputError("exact memory needs engine autopar; leave the other out, or leave out exact memory")
+    return chosen
 
 
 def profile_by_trace(

@@ -19,7 +19,7 @@ import torch
 
 from autopar.errors import RuleError, VerificationError
 from autopar.ir.sharding import Dims, Mesh, Type, chunk
-from autopar.lowering.local_graph import REWRITES
+from autopar.lowering.graph_writer import REWRITES
 from autopar.rules.families.random import is_random
 from autopar.rules.registry import operator_of, rule_for
 from autopar.rules.rule import Call, Dim, Rule, Slot, Step, TensorInfo

@@ -39,7 +39,7 @@ def test_an_equal_question_is_not_searched_again(
     def fail(*arguments: Any, **options: Any) -> None:
         raise AssertionError("searched")
 
-    monkeypatch.setattr("autopar.planning.search.search_captured", fail)
+    monkeypatch.setattr("autopar.planning.captured_search.search_captured", fail)
     again = kept(tmp_path, captured)
     assert again.notes[-1].startswith("found by an earlier search, kept as ")
     texts = [json.dumps(one.to_dict(), sort_keys=True) for one in (replace(again, notes=first.notes), first)]

@@ -216,8 +216,8 @@ def test_after_the_time_limit_nothing_more_is_searched(monkeypatch: pytest.Monke
     def late(*_: object, **__: object) -> None:
         raise AssertionError("searched after the time limit")
 
-    monkeypatch.setattr("autopar.planning.search.with_chunks", late)
-    monkeypatch.setattr("autopar.planning.search.with_kept", late)
+    monkeypatch.setattr("autopar.planning.captured_search.with_chunks", late)
+    monkeypatch.setattr("autopar.planning.captured_search.with_kept", late)
     result = autopar(
         "plan", "gpt2", "-c", "4xcpu", "--layers", "2", "--hidden", "64", "--seq-len", "24", "--global-batch", "8",
         "--timeout", "0",

@@ -14,9 +14,9 @@ from autopar.cost_model.machine.fitted_constants import usable_bytes
 from autopar.cost_model.machine.machine import Machine
 from autopar.ir.cluster import ClusterSpec
 from autopar.models.load import resolve_model
+from autopar.planning.captured_search import search_captured
 from autopar.planning.machine import machine_of
 from autopar.planning.options import PlanOptions
-from autopar.planning.search import search_captured
 from autopar.search.measured.tuning import Candidate
 
 TOP = 19

@@ -12,8 +12,8 @@ from typing import Any
 from autopar.cache.captures import captured_model
 from autopar.cache.store import cache_folder
 from autopar.ir.cluster import ClusterSpec
+from autopar.planning.captured_search import search_captured
 from autopar.planning.options import PlanOptions
-from autopar.planning.search import search_captured
 from autopar.search.result.result import SearchResult
 
 EVERY = 10

@@ -35,7 +35,8 @@ from autopar.ir.sharding import Mesh, Type
 from autopar.lowering.conversions import CONVERSIONS, Conversion
 from autopar.lowering.functions import conversion_of
 from autopar.lowering.gather_linear import gather_linear, kept_gather_linear
-from autopar.lowering.local_graph import REWRITES, LocalGraph
+from autopar.lowering.graph_writer import REWRITES
+from autopar.lowering.local_graph import LocalGraph
 from autopar.lowering.loss_chunks import loss_in_chunks
 from autopar.lowering.randomness import attention_with_dropout, dropout
 from autopar.rules.grouped_product import GROUPED_MM

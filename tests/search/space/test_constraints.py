@@ -10,9 +10,9 @@ from autopar.capture.request import Request
 from autopar.cost_model.machine.fitted_constants import usable_bytes
 from autopar.errors import InputError, PlanError
 from autopar.ir.cluster import ClusterSpec
+from autopar.planning.captured_search import search_captured
 from autopar.planning.labels import LABELLED_DP
 from autopar.planning.options import PlanOptions
-from autopar.planning.search import search_captured
 from autopar.search.result.result import SearchResult
 
 ROOMY = small(80e9)
