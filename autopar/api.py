@@ -31,7 +31,7 @@ from autopar.planning.fixed import (
     capture_for,
     label_plan,
 )
-from autopar.runtime.distributed.broadcast import agreed, broadcast_object, run_on_first_rank
+from autopar.runtime.distributed.broadcast import broadcast_object, on_all_ranks, run_on_first_rank
 from autopar.runtime.distributed.start import TIMEOUT_S, check_world, refuse_hooks, start_process_group
 from autopar.runtime.model.compiled import CompiledProgram
 from autopar.runtime.model.module import ParallelModel
@@ -39,7 +39,7 @@ from autopar.runtime.model.original_model import OriginalModel
 from autopar.runtime.model.shape_cache import Replan, Wanted
 from autopar.runtime.parameters.initial import first_rank_sends, own_buffers, sent_buffers
 from autopar.runtime.parameters.materialise import parameter_source
-from autopar.runtime.parameters.packed import Source
+from autopar.runtime.parameters.packed import ParameterSource
 
 
 def parallelize(
@@ -106,7 +106,7 @@ def parallelize(
     device = start_process_group(cluster)
     inputs = example_inputs if example_inputs is not None else derived_inputs(model)
     request = replace(Request.of(model, inputs, loss_fn, specialise=specialise), folder=cache_folder())
-    sent = first_rank_sends(model, agreed(lambda: request.named_inputs), has_state=state is not None)
+    sent = first_rank_sends(model, on_all_ranks(lambda: request.named_inputs), has_state=state is not None)
     on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     without_weights = weightless(model)
     job = TrainingJob(request=replace(request, model=without_weights) if on_meta else request, cluster=cluster)
@@ -114,7 +114,7 @@ def parallelize(
     decide = partial(plan_of_job, job, plan, options, derived=example_inputs is None)
     program, ours = _from_first_rank(decide, job.capture_for)
     origin = _same_settings(OriginalModel(model, without_weights, loss_fn, program.reads))
-    source = agreed(lambda: parameter_source(model, state=state, seed=seed, dtype=None))
+    source = on_all_ranks(lambda: parameter_source(model, state=state, seed=seed, dtype=None))
     held = sent_buffers(program, source) if sent else own_buffers(program, source, on_meta=on_meta)
     buffers = _first_of(held, parameter_source(without_weights, seed=seed))
     parallel = ParallelModel(
@@ -124,7 +124,7 @@ def parallelize(
     return origin.attached(parallel, optimizer)
 
 
-def _first_of(held: Mapping[str, torch.Tensor], late: Source) -> Source:
+def _first_of(held: Mapping[str, torch.Tensor], late: ParameterSource) -> ParameterSource:
     """A source of held buffers. Other buffers come later from `late`, which keeps no weights."""
     return lambda name: held[name] if name in held else late(name)
 
@@ -145,7 +145,7 @@ def _from_first_rank(
 
     written, plan = run_on_first_rank(decided)
     if written is None:
-        return agreed(lambda: _same_as(plan, *here or [capture(plan)])), plan
+        return on_all_ranks(lambda: _same_as(plan, *here or [capture(plan)])), plan
     return here[0] if here else from_bytes(written), plan
 
 
@@ -163,7 +163,7 @@ def _same_settings(origin: OriginalModel) -> OriginalModel:
                 f"{first[name]} on rank 0; build the same on all ranks"
             )
 
-    agreed(check)
+    on_all_ranks(check)
     return origin
 
 

@@ -13,7 +13,7 @@ compared by identity, such as a program, is not changed after it is made.
 from collections.abc import Callable
 from typing import Any, TypeVar, TypeVarTuple
 
-Inputs = TypeVarTuple("Inputs")
+Arguments = TypeVarTuple("Arguments")
 T = TypeVar("T")
 
 
@@ -23,7 +23,7 @@ class Memo:
     def __init__(self) -> None:
         self._results: dict[tuple[Any, ...], Any] = {}
 
-    def __call__(self, function: Callable[[*Inputs], T], *inputs: *Inputs) -> T:
+    def __call__(self, function: Callable[[*Arguments], T], *inputs: *Arguments) -> T:
         """The result of `function(*inputs)`. An exception is raised, and not kept."""
         key = (function, inputs)
         if key not in self._results:

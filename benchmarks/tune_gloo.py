@@ -35,7 +35,7 @@ from autopar.commands.tune_candidates import GivenProfile, opened_study, subject
 from autopar.cost_model.machine.profile import DeviceProfile
 from autopar.ir.cluster import ClusterSpec
 from autopar.planning.options import PlanOptions
-from autopar.search.measured.rounds import spread
+from autopar.search.measured.rounds import median_interval
 from autopar.search.measured.study import TrialStudy, params_of
 from autopar.search.measured.tuning import Candidate, Outcome, best_of, decide, known_after
 from autopar.search.result.format import plan_in_words
@@ -136,12 +136,12 @@ class Trials:
             rounds = [self.generator.randrange(TURNS) for _ in range(ROUNDS)]
             own = [self.sweep.seconds[at][turn] for turn in rounds]
             if best is None:
-                found = spread(own)
+                found = median_interval(own)
             else:
                 beside, scale = self.sweep.seconds[best], self.outcomes[best].seconds
                 assert scale is not None
                 ratios = [mine / beside[turn] for mine, turn in zip(own, rounds, strict=True)]
-                found = spread(ratios).times(scale.median)
+                found = median_interval(ratios).times(scale.median)
             self.outcomes[at] = Outcome(state="complete", seconds=found)
         measured = self.outcomes[at].seconds
         assert measured is not None
@@ -219,7 +219,7 @@ def learnt(sweep: Swept, count: int) -> tuple[float, float, float]:
 
 def show(sweeps: Sequence[Swept]) -> None:
     for sweep in sweeps:
-        truth = [spread(list(one)).times(1e3) for one in sweep.seconds]
+        truth = [median_interval(list(one)).times(1e3) for one in sweep.seconds]
         print(f"\n{sweep.model}: {len(truth)} plans\n")
         print("| plan | predicted, ms | measured, ms | 95 % interval |\n|---|---:|---:|---|")
         for at in sorted(range(len(truth)), key=lambda at: truth[at].median):

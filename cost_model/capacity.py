@@ -16,7 +16,7 @@ import numpy as np
 from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.machine.fitted_constants import mechanisms, usable_bytes
 from autopar.cost_model.memory.formula import MemoryBasis, step_memory
-from autopar.cost_model.step.layouts import RECOMPUTE, Shape, layouts_from
+from autopar.cost_model.step.layouts import RECOMPUTE_MODES, Shape, layouts_from
 from autopar.cost_model.work import block_work as expressions
 from autopar.errors import InputError
 
@@ -106,7 +106,7 @@ def _largest(
         zero=zero,
         micro_batch=1,
         micro_batches=pp,
-        recompute=RECOMPUTE.index("full"),
+        recompute=RECOMPUTE_MODES.index("full"),
     )
     shape = Shape(
         counts=(("layer", blocks),),

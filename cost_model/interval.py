@@ -27,12 +27,12 @@ from autopar.files.strict_yaml import read_yaml
 SHRINKAGE = 0.7  # power of the ratio by which measured steps correct predictions of other steps
 COVERED = 0.8  # the part of runs whose measured value is inside
 FIGURES = ("time", "memory")
-ORDER = "order"  # of two plans for the same work: the bounds of the measured ratio over the predicted one
+PLAN_ORDER = "order"  # of two plans for the same work: the bounds of the measured ratio over the predicted one
 SITUATIONS = (
     *("known engine", "known engine, experts", "guessed engine", "guessed engine, experts"),
     *("measured step", "measured step, experts", "default device"),
 )
-Figure = Literal["time", "memory"]
+FigureKind = Literal["time", "memory"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class Interval(NamedTuple):
         return self.low <= value <= self.high
 
 
-def interval_of(value: float, figure: Figure, situation: Situation) -> Interval:
+def interval_of(value: float, figure: FigureKind, situation: Situation) -> Interval:
     """The interval of a predicted value."""
     bounds = _bounds()[figure]
     low, high = bounds[situation.name]
@@ -74,7 +74,7 @@ def interval_of(value: float, figure: Figure, situation: Situation) -> Interval:
 
 def likely_slower() -> float:
     """The predicted difference of two plans, as a part of the faster one, that nine of ten measurements confirm."""
-    return math.exp(-_bounds()[ORDER][ORDER][0]) - 1
+    return math.exp(-_bounds()[PLAN_ORDER][PLAN_ORDER][0]) - 1
 
 
 @functools.cache
@@ -82,7 +82,7 @@ def _bounds() -> Mapping[str, Mapping[str, tuple[float, float]]]:
     """The logarithms of the bounds, by figure and situation."""
     with resources.as_file(resources.files("autopar.cost_model") / "prediction_intervals.yaml") as path:
         content, problems = read_yaml(path)
-    figures = {**dict.fromkeys(FIGURES, SITUATIONS), ORDER: (ORDER,)}
+    figures = {**dict.fromkeys(FIGURES, SITUATIONS), PLAN_ORDER: (PLAN_ORDER,)}
     if problems or not isinstance(content, dict) or set(content) != set(figures):
         raise InputError(f"prediction_intervals.yaml must have exactly {', '.join(figures)}", problems)
     return {figure: _of_figure(content[figure], names) for figure, names in figures.items()}

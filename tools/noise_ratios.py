@@ -21,7 +21,7 @@ from torch import nn
 from autopar.capture.loss_arguments import named_outputs
 from autopar.capture.request import Request
 from autopar.ir.sharding import Mesh
-from autopar.runtime.verify.error_metrics import Tensors, measured
+from autopar.runtime.verify.error_metrics import Tensors, tensor_errors
 from autopar.runtime.verify.noise import MAX_RUNS, Change, Noise
 from autopar.runtime.verify.reference import Steps
 from autopar.testing.equivalence import run_labels, run_model
@@ -100,7 +100,7 @@ def ratios(found: Tensors, reference: Tensors, moved: Sequence[Tensors], toleran
     """The largest ratio of a tensor above the tolerance, by number of noise runs."""
     largest = {}
     for count in COUNTS:
-        errors = measured(found, reference, moved[:count]).values()
+        errors = tensor_errors(found, reference, moved[:count]).values()
         largest[count] = max((m.error / max(m.noise, 1e-300) for m in errors if m.error > tolerance), default=0.0)
     return largest
 

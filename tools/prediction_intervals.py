@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from scipy.stats import t
 
 from autopar.cost_model.fit.measured_steps import elasticities, term_factors
-from autopar.cost_model.interval import COVERED, ORDER, SITUATIONS
+from autopar.cost_model.interval import COVERED, PLAN_ORDER, SITUATIONS
 from autopar.cost_model.machine.profile import DeviceProfile
 from autopar.cost_model.published.estimate import RowGroup, estimate_rows
 from autopar.cost_model.published.measurement import measured_bytes
@@ -124,7 +124,7 @@ def residuals(rows: Sequence[Row]) -> dict[str, dict[str, list[Residual]]]:
             row = whole.rows[index]
             own = float(np.broadcast_to(usual, len(group.indices))[place])
             time[DEFAULT_DEVICE].append(_residual(row, own, float(seconds[place])))
-    return {"time": time, "memory": _of_memory(rows), ORDER: {ORDER: _of_order()}}
+    return {"time": time, "memory": _of_memory(rows), PLAN_ORDER: {PLAN_ORDER: _of_order()}}
 
 
 def _own(row: Row) -> tuple[str | None, ...]:
@@ -238,7 +238,7 @@ def report(rows: Sequence[Row]) -> None:
     """Coverage by engine, with bounds that were made without it."""
     for figure, by_situation in residuals(rows).items():
         for name, found in by_situation.items():
-            if name in (DEFAULT_DEVICE, ORDER) or name.endswith(EXPERTS) or not found:
+            if name in (DEFAULT_DEVICE, PLAN_ORDER) or name.endswith(EXPERTS) or not found:
                 continue
             counted = coverage(found)
             inside, every = (sum(pair[i] for pair in counted.values()) for i in (0, 1))
@@ -253,7 +253,9 @@ def write(made: dict[str, dict[str, tuple[float, float, int]]]) -> None:
     for figure, by_situation in made.items():
         lines.append(f"{figure}:")
         for name, (low, high, count) in by_situation.items():
-            unit = "pairs of published runs" if name.startswith("measured") or figure == ORDER else "published runs"
+            unit = (
+                "pairs of published runs" if name.startswith("measured") or figure == PLAN_ORDER else "published runs"
+            )
             made_of = f"{count} {unit}, engine left out"
             if figure == "memory" and name == DEFAULT_DEVICE:
                 made_of = "assumed: the profile of a device has no part in memory"

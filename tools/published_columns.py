@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 
 from autopar.cost_model.machine.engine import NEUTRAL, Engine, engine_named, engines
-from autopar.cost_model.published.row import COLUMNS, PRECISIONS
+from autopar.cost_model.published.row import COLUMNS, ROW_PRECISIONS
 from autopar.errors import ClusterError
 from autopar.ir.device_presets import device_preset, device_presets
 
@@ -75,7 +75,7 @@ _NOT_GATED = ("mpt", "nemotron", "opt", "gpt-neox", "pythia", "falcon")
 
 def precision_of(text: str) -> str:
     """A word of `PRECISIONS`, or nothing."""
-    if text in PRECISIONS:
+    if text in ROW_PRECISIONS:
         return text
     return next((word for pattern, word in _PRECISIONS if re.search(pattern, text, re.IGNORECASE)), "")
 

@@ -116,7 +116,7 @@ def tensor_of(node: fx.Node) -> Any:
     return tensor
 
 
-def with_backward(function: Callable[..., Any], leaves: Sequence[torch.Tensor]) -> fx.GraphModule:
+def graph_with_backward(function: Callable[..., Any], leaves: Sequence[torch.Tensor]) -> fx.GraphModule:
     """The graph of a function of tensors that runs autograd. Passes without derivatives are decomposed."""
     from torch._decomp import decomposition_table
     from torch.fx.experimental.proxy_tensor import make_fx

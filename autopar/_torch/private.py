@@ -66,9 +66,9 @@ def fake_world(world_size: int) -> Iterator[None]:
 @contextmanager
 def one_process_ranks(world_size: int) -> Iterator[None]:
     """Run all ranks in this process. Each tensor is a `LocalTensor`, which holds one tensor per rank."""
-    from autopar._torch.ranks import Ranks
+    from autopar._torch.ranks import LocalRanks
 
-    with fake_world(world_size), Ranks(world_size):
+    with fake_world(world_size), LocalRanks(world_size):
         yield
 
 
@@ -410,7 +410,7 @@ def tensor_without_memory(kind: Any, shape: Sequence[int], dtype: torch.dtype, d
     return torch.Tensor._make_wrapper_subclass(kind, tuple(shape), dtype=dtype, device=device)
 
 
-def same_layout(one: Any, other: Any) -> bool:
+def same_spec(one: Any, other: Any) -> bool:
     """Whether two DTensors have the same global shape, as they are stored, and the same placements on one mesh."""
     return one._spec is other._spec or bool(
         one._spec.shape == other._spec.shape

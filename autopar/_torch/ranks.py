@@ -15,7 +15,7 @@ with private_names():
     from torch.distributed._local_tensor import LocalIntNode, LocalTensor, LocalTensorMode
 
 
-class Ranks(LocalTensorMode):
+class LocalRanks(LocalTensorMode):
     """`LocalTensorMode` with a short path for ATen operators that draw no random numbers: one call per rank."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -23,7 +23,7 @@ from autopar.ir.program import Program
 from autopar.ir.sharding import Type
 from autopar.search.labels.result import Labelling
 
-Chosen = tuple[Degrees, Labelling, ProgramWorks]
+LabelledWorks = tuple[Degrees, Labelling, ProgramWorks]
 # values that are gathered for products are gathered again in backward; or kept, with the same labels; or kept, with
 # labels chosen for it
 AGAIN, KEPT, CHOSEN_FOR_KEPT = "gathered again", "kept", "kept, labels chosen so"
@@ -42,7 +42,7 @@ def labels_file(
     return kept_file(folder, "labels", *inputs)
 
 
-def read_labels(path: Path) -> Chosen:
+def read_labels(path: Path) -> LabelledWorks:
     """The labels of a file. Raises `InputError`, or `KeyError` or `TypeError` for a file of another kind."""
     problems: list[Problem] = []
     data = json.loads(path.read_text(encoding="utf-8"))
@@ -53,7 +53,7 @@ def read_labels(path: Path) -> Chosen:
     return degrees, labelling, works
 
 
-def labels_text(chosen: Chosen) -> str:
+def labels_text(chosen: LabelledWorks) -> str:
     """The content of a file of labels."""
     degrees, labelling, works = chosen
     data = {

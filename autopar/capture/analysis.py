@@ -348,7 +348,7 @@ def _zero_padded(
     return padded
 
 
-def described(program: Program, analysis: Analysis) -> Program:
+def with_dims(program: Program, analysis: Analysis) -> Program:
     """The program with its axes written into its blocks."""
     blocks = tuple(replace(b, dims=d) for b, d in zip(program.blocks, analysis.dims, strict=True))
     return replace(

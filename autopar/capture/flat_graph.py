@@ -38,7 +38,7 @@ def literal_of(flat: Flat, node: fx.Node) -> torch.Tensor | None:
     return getattr(flat.root, name.replace(".", "_"), None) if kind == "lifted" else None
 
 
-def constants_of(exported: Any) -> dict[str, torch.Tensor]:
+def exported_constants(exported: Any) -> dict[str, torch.Tensor]:
     """The constants of an exported program by name."""
     constants = {name: value for name, value in exported.constants.items() if isinstance(value, torch.Tensor)}
     return constants | {name: value for name, value in exported.state_dict.items() if name.startswith("loss_fn.")}

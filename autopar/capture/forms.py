@@ -31,14 +31,14 @@ class Sizes:
     sequence: int | None = None
 
 
-Term = tuple[int, int, int, int]  # numerator, denominator, exponent of the batch, exponent of the sequence
+SizeTerm = tuple[int, int, int, int]  # numerator, denominator, exponent of the batch, exponent of the sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
     """A sum of terms ``numerator / denominator * batch ** i * sequence ** j``."""
 
-    terms: tuple[Term, ...]
+    terms: tuple[SizeTerm, ...]
 
     def at(self, sizes: Sizes) -> int | None:
         """The number at these sizes. None if it is not whole."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from autopar._torch.operators import aten
-from autopar.capture.analysis import Analysis, analyse, described
+from autopar.capture.analysis import Analysis, analyse, with_dims
 from autopar.capture.micro_batches import loss_over_micro_batches
 from autopar.capture.nodes import output_nodes
 from autopar.ir.program import CallSite, Program
@@ -52,7 +52,7 @@ def judged(program: Program) -> Program:
     """The program with its axes, and with the verdicts on its batch: how losses are joined, and what can be ignored."""
     analysis = analyse(program)
     reduction, mixes = loss_over_micro_batches(program, analysis)
-    judged_program = replace(described(program, analysis), loss_reduction=reduction, mixes_batch=mixes)
+    judged_program = replace(with_dims(program, analysis), loss_reduction=reduction, mixes_batch=mixes)
     return replace(judged_program, ignored=ignored_targets(judged_program, analysis))
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cli.options import Json, argument, option
+from autopar.cli.options import Json, option, positional
 from autopar.cli.output import console, print_json, table
 from autopar.errors import InputError
 from autopar.words.numbers import readable_bytes
@@ -20,7 +20,7 @@ COUNTS = "1,8,64,512,4096"
 
 
 def capacity(
-    device: Annotated[str, argument("DEVICE", "A device preset: h100-sxm, a100-80gb, ...")],
+    device: Annotated[str, positional("DEVICE", "A device preset: h100-sxm, a100-80gb, ...")],
     devices: Annotated[str, typer.Option(help="Numbers of devices, with commas between them.")] = COUNTS,
     seq_len: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 4096,
     engine: Annotated[

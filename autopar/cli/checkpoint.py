@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cli.options import Json, argument
+from autopar.cli.options import Json, positional
 from autopar.cli.output import console, print_json, table
 from autopar.errors import CheckpointError, InputError
 
@@ -28,7 +28,7 @@ class _Row:
 
 
 def checkpoint(
-    path: Annotated[Path, argument("PATH", "The folder of `parallel.save`.")],
+    path: Annotated[Path, positional("PATH", "The folder of `parallel.save`.")],
     verify: Annotated[bool, typer.Option("--verify", help="Compare every file with its SHA-256.")] = False,
     as_json: Json = False,
 ) -> None:

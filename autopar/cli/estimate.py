@@ -12,7 +12,7 @@ from autopar.cli.options import (
     Hidden,
     Json,
     Layers,
-    Measured,
+    MeasuredOption,
     ModelArgument,
     Profile,
     Specialise,
@@ -62,7 +62,7 @@ def estimate(
         str, typer.Option(help="Framework that runs the plan: autopar, or another one such as megatron or fsdp.")
     ] = "autopar",
     profile: Profile = None,
-    measured: Measured = None,
+    measured: MeasuredOption = None,
     tokens: _Tokens = None,
     grams_co2_per_kwh: _Grams = None,
     exact_memory: _ExactMemory = False,
@@ -151,7 +151,7 @@ def _inputs(
     grams: float | None,
 ) -> "tuple[ClusterSpec, Engine, DeviceProfile, str]":
     """All options that need no model, checked before one is built. One error lists all problems."""
-    from autopar.cost_model.machine.cluster import PRECISIONS, cluster_machine, default_precision
+    from autopar.cost_model.machine.cluster import DTYPES, cluster_machine, default_precision
     from autopar.cost_model.machine.engine import engine_named
     from autopar.cost_model.machine.fitted_constants import mechanisms
     from autopar.planning.measured import profile_for
@@ -165,8 +165,8 @@ def _inputs(
         problems.append(
             Problem(path="--grams-co2-per-kwh", rule="needs the tokens of a run", suggestion="add --tokens")
         )
-    if precision is not None and precision not in PRECISIONS:
-        problems.append(Problem(path="--precision", value=precision, rule=f"must be one of {', '.join(PRECISIONS)}"))
+    if precision is not None and precision not in DTYPES:
+        problems.append(Problem(path="--precision", value=precision, rule=f"must be one of {', '.join(DTYPES)}"))
     refuse_options(problems)
     framework = engine_named(engine)
     spec = ClusterSpec.parse(cluster)

@@ -29,13 +29,13 @@ def option(help_text: str, *names: str, panel: str | None = None) -> Any:
     return typer.Option(*names, help=help_text, rich_help_panel=panel, show_default=False)
 
 
-def argument(name: str, help_text: str) -> Any:
+def positional(name: str, help_text: str) -> Any:
     return typer.Argument(metavar=name, help=help_text, show_default=False)
 
 
 ModelArgument = Annotated[
     str,
-    argument(
+    positional(
         "MODEL",
         "A preset such as llama3-8b (see `autopar models`), a transformers config.json, or "
         "package.module:factory or path/to/file.py:factory, a function that returns (model, example_inputs).",
@@ -81,7 +81,7 @@ Forbid = Annotated[
     list[str] | None, option("Forbidden values of a degree, such as schedule=gpipe. May be repeated.", panel=SEARCH)
 ]
 Seed = Annotated[int, option("Seed of Optuna's sampler. (default: 0)", panel=SEARCH)]
-Measured = Annotated[
+MeasuredOption = Annotated[
     Path | None,
     option(
         "Measured steps that correct the device profile: a CSV file (columns of `autopar validate`), or a trace "

@@ -17,7 +17,7 @@ from autopar.cli.options import (
     Hidden,
     Json,
     Layers,
-    Measured,
+    MeasuredOption,
     ModelArgument,
     Objective,
     Profile,
@@ -71,7 +71,7 @@ def plan(
     seed: Seed = 0,
     study: _Study = None,
     profile: Profile = None,
-    measured: Measured = None,
+    measured: MeasuredOption = None,
     layers: Layers = None,
     hidden: Hidden = None,
     specialise: Specialise = False,
@@ -87,12 +87,12 @@ def plan(
 
     Example: autopar plan llama3-8b -c 64xh100 --seq-len 8192 --global-batch 128 -o plan.json
     """
-    from autopar.cost_model.machine.cluster import checked_precision
+    from autopar.cost_model.machine.cluster import precision_on
     from autopar.planning.measured import profile_for
 
     spec = ClusterSpec.parse(cluster)
     options = replace(options, fix=values_by_word("--fix", fix), forbid=values_by_word("--forbid", forbid))
-    wanted = checked_precision(options.precision, spec)
+    wanted = precision_on(options.precision, spec)
     options.check()
     is_own = is_factory(model)
     # on CPUs a preset computes in the float32 in which it is built

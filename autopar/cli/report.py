@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-from autopar.cli.options import argument, option
+from autopar.cli.options import option, positional
 from autopar.cli.output import console
 from autopar.errors import InputError
 from autopar.files.strict_text import values_of
@@ -14,7 +14,7 @@ _AGAIN = "write it again with the command that made it"
 def report(
     source: Annotated[
         str,
-        argument(
+        positional(
             "RESULT",
             "A file with the output of `autopar plan --json` or `autopar tune --json`, a study (file or database "
             "URL), a plan file, or the directory of a run.",

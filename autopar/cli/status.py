@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cli.options import Json, argument
+from autopar.cli.options import Json, positional
 from autopar.cli.output import console, print_json, table
 from autopar.errors import InputError
 from autopar.files.strict_text import values_of
@@ -23,7 +23,7 @@ _WIDTH = 60  # of the curve
 
 
 def status(
-    run: Annotated[Path, argument("RUN", "The directory of `autopar.Run`.")],
+    run: Annotated[Path, positional("RUN", "The directory of `autopar.Run`.")],
     follow: Annotated[
         bool,
         typer.Option("--follow", "-f", help="Show it anew until the run is done. It may be started again meanwhile."),

@@ -18,9 +18,9 @@ from autopar.cli.options import (
     Profile,
     Seed,
     Specialise,
-    argument,
     default_global_batch,
     option,
+    positional,
     problems_of_target,
     refuse_options,
     values_by_word,
@@ -46,7 +46,7 @@ _BATCH = 2  # sequences of the example inputs; plans have their own
 
 _Model = Annotated[
     str,
-    argument(
+    positional(
         "MODEL",
         "A preset, a config.json or package.module:factory, as for `autopar plan`; or a training script such as "
         "train.py, which runs until it calls autopar.parallelize. Arguments of the script follow in the same text.",

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cli.options import Json, argument, option, problems_of_target, refuse_options
+from autopar.cli.options import Json, option, positional, problems_of_target, refuse_options
 from autopar.cli.output import console, print_json, progress, table
 from autopar.errors import InputError, did_you_mean, nearest
 from autopar.files.atomic import write_text
-from autopar.report.validate_report import percent, reasons, signed, validation_page, warnings
+from autopar.report.validate_report import as_percent, reasons, signed, validation_page, warnings
 
 if TYPE_CHECKING:
     from autopar.cost_model.published.row import Row, RowFile
@@ -26,7 +26,7 @@ MAX_REASONS = 20
 def validate(
     runs: Annotated[
         Path,
-        argument("RUNS.csv", "CSV file with the columns of benchmarks/data/README.md, or vTrain's sweep."),
+        positional("RUNS.csv", "CSV file with the columns of benchmarks/data/README.md, or vTrain's sweep."),
     ],
     tier: Annotated[str, typer.Option(help="Rows to predict: core (rows whose tier is core) or all.")] = "all",
     by: Annotated[
@@ -137,8 +137,8 @@ def _show(result: "Validation") -> None:
     out.print()
     weighed = result.mean_over_sources
     if weighed["step_time"] is not None:
-        memory = "" if weighed["memory"] is None else f", of memory {percent(weighed['memory'])}"
-        text = f"every source weighed once: mean of the median errors {percent(weighed['step_time'])}{memory}"
+        memory = "" if weighed["memory"] is None else f", of memory {as_percent(weighed['memory'])}"
+        text = f"every source weighed once: mean of the median errors {as_percent(weighed['step_time'])}{memory}"
         out.print(text)
     _show_rest(result)
 
@@ -150,7 +150,7 @@ def _headline(overall: "Measures") -> str:
     if overall.step_time.n == 0:
         return share
     time = overall.step_time
-    return f"{share}; step time: median error {percent(time.median)}, p90 {percent(time.p90)}"
+    return f"{share}; step time: median error {as_percent(time.median)}, p90 {as_percent(time.p90)}"
 
 
 def _show_rest(result: "Validation") -> None:
@@ -160,7 +160,7 @@ def _show_rest(result: "Validation") -> None:
         out.print(
             f"{ranking.groups} groups of layouts of the same work ({ranking.layouts} layouts): rank correlation "
             f"{ranking.correlation_median:.2f} in the median group, {ranking.correlation_p10:.2f} in the worst tenth; "
-            f"measured regret {percent(ranking.regret_median)} and {percent(ranking.regret_p90)}"
+            f"measured regret {as_percent(ranking.regret_median)} and {as_percent(ranking.regret_p90)}"
         )
     for inside, count, what in (
         (result.overall.time_inside, result.overall.step_time.n, "step times"),
@@ -209,7 +209,13 @@ def _cells(part: "Measures") -> tuple[str, ...]:
     correlation = "" if ranking.correlation_median is None else f"{ranking.correlation_median:.2f}"
     return (
         *(str(part.rows), str(part.modelled), str(time.n or "")),
-        *(percent(time.median), percent(time.mean), percent(time.p90), percent(time.max), signed(time.bias)),
-        *(str(memory.n or ""), percent(memory.median), percent(memory.p90), signed(memory.bias)),
-        *(str(ranking.groups or ""), correlation, percent(ranking.regret_median)),
+        *(
+            as_percent(time.median),
+            as_percent(time.mean),
+            as_percent(time.p90),
+            as_percent(time.max),
+            signed(time.bias),
+        ),
+        *(str(memory.n or ""), as_percent(memory.median), as_percent(memory.p90), signed(memory.bias)),
+        *(str(ranking.groups or ""), correlation, as_percent(ranking.regret_median)),
     )

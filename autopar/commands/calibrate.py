@@ -90,7 +90,7 @@ def calibrate(
     mine = _rank_device(device)
     todo = stages(cluster.device_type, mine.dtypes, [mine.host]) * passes(minutes)
     meter = _Meter(todo, minutes, on_progress)
-    samples = [(stage, [measured(stage, device, meter.budget_s, meter.step)]) for stage in todo]
+    samples = [(stage, [measured_stage(stage, device, meter.budget_s, meter.step)]) for stage in todo]
     setting = f"{device.type}, one process" + (f" of {torch.get_num_threads()} threads" if device.type == "cpu" else "")
     return combined(samples, cluster, _rank_device(device), _measurement(setting, 1, started))
 
@@ -117,7 +117,7 @@ def calibrate_cluster(cluster: ClusterSpec, minutes: float, on_progress: _Progre
 
 def measured_on_rank(rank: int, stage: Stage, budget_s: float) -> list[float | None]:
     """The work of a rank that was started by `calibrate_cluster`. Collective."""
-    return measured(stage, device_of_rank(), budget_s, lambda work: None)
+    return measured_stage(stage, device_of_rank(), budget_s, lambda work: None)
 
 
 def rank_device(rank: int) -> RankDevice:
@@ -141,7 +141,7 @@ def _in_job(cluster: ClusterSpec, minutes: float, on_progress: _Progress, starte
     meter, samples = _Meter(todo, minutes, on_progress), []
     for stage in todo:
         budget_s = broadcast_object(meter.budget_s)  # of rank 0: all must do the same
-        samples.append((stage, gather_objects(measured(stage, device, budget_s, meter.step))))
+        samples.append((stage, gather_objects(measured_stage(stage, device, budget_s, meter.step))))
     setting = f"{dist.get_backend()}, {len(hosts)} ranks at once on {_hosts_in_words(hosts)}"
     sharing = ranks_per_core(device.type, hosts.count(socket.gethostname()))
     return combined(samples, cluster, _rank_device(device), _measurement(setting, len(hosts), started, sharing))
@@ -195,7 +195,7 @@ class _Meter:
         self._done += 1
 
 
-def measured(
+def measured_stage(
     stage: Stage, device: torch.device, budget_s: float, on_work: Callable[[Work], None]
 ) -> list[float | None]:
     """Seconds of each work of a stage on this rank; None where it would take too long. Collective with ranks."""

@@ -11,7 +11,7 @@ from statistics import median
 from autopar.commands.trial import CROWDED, TrialJob
 from autopar.errors import RankError
 from autopar.runtime.distributed.launch import Ranks
-from autopar.search.measured.rounds import Spread, spread
+from autopar.search.measured.rounds import Spread, median_interval
 from autopar.search.measured.tuning import Outcome, Reason
 
 WARM_UP = 2  # steps that are not timed
@@ -129,16 +129,16 @@ def _timed(world: World, best: Incumbent | None, rounds: int) -> tuple[Spread, b
     """The seconds of a step, whether the plan is surely slower than the best one, and the number of timed steps."""
     if best is None or best.world is None:
         times = [world.step() for _ in range(rounds)]
-        return spread(times), False, len(times)
+        return median_interval(times), False, len(times)
     ratios: list[float] = []
     for turn in range(rounds):
         ours, other = (world.step, best.world.step) if turn % 2 else (best.world.step, world.step)
         first, second = ours(), other()
         ratios.append(first / second if turn % 2 else second / first)
-        gain = spread(ratios)
+        gain = median_interval(ratios)
         if len(ratios) >= _FEWEST and gain.low > 1:
             return gain.times(best.seconds), True, len(ratios)
-    return spread(ratios).times(best.seconds), False, len(ratios)
+    return median_interval(ratios).times(best.seconds), False, len(ratios)
 
 
 def beside(seconds: Spread, best: Incumbent) -> Spread:

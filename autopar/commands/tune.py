@@ -156,7 +156,7 @@ def tune_asked(
     on_progress("looking for the plans that may be measured")
     source = GivenProfile(of=profile, calibrate=calibrate)
     opened = opened_study(subject, wanted, study, source, on_progress)
-    return measure(subject, opened, limits, started, on_progress, on_trial)
+    return measure_trials(subject, opened, limits, started, on_progress, on_trial)
 
 
 def _check(cluster: ClusterSpec, limits: Limits, objective: str) -> None:
@@ -190,7 +190,7 @@ def _check(cluster: ClusterSpec, limits: Limits, objective: str) -> None:
 # ---- trials ----
 
 
-def measure(
+def measure_trials(
     subject: Subject,
     opened: OpenedStudy,
     limits: Limits,

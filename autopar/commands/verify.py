@@ -77,7 +77,7 @@ class Job:
     precision: str | None = None  # the plan's
 
 
-def resolve(job: Job) -> ResolvedModel:
+def resolve_job(job: Job) -> ResolvedModel:
     """The model, with equal random weights in every process. A check in float64 takes float32 weights."""
     storage = "float32" if job.dtype == "float64" else job.dtype
     build = partial(resolve_model, job.spec, layers=job.layers, hidden=job.hidden, seq_len=job.seq_len, batch=job.batch)
@@ -133,7 +133,7 @@ def verify(
         specialise=specialise,
         precision=precision,
     )
-    model, program, decided = decide(job, world_size, degrees, plan, on_progress)
+    model, program, decided = decide_plan(job, world_size, degrees, plan, on_progress)
     on_progress("single-device steps")
     checked = in_dtype(program, dtype)
     source = parameter_source(model.model, state=None, seed=seed, dtype=None)
@@ -257,7 +257,7 @@ def example_batch(
     return batch
 
 
-def decide(
+def decide_plan(
     job: Job,
     world_size: int,
     degrees: Mapping[str, Any] | None,
@@ -266,7 +266,7 @@ def decide(
 ) -> tuple[ResolvedModel, Program, Plan]:
     """The model of a job, its program, and the plan of a file or of degrees. Raises `PlanError` if it does not fit."""
     on_progress("capturing the model")
-    model = resolve(job)
+    model = resolve_job(job)
     request = request_of(model, specialise=job.specialise)
     local_batch, _ = request.sizes
     if plan is not None:
@@ -307,7 +307,7 @@ def rank_name(degrees: Degrees, rank: int) -> str:
 @lru_cache(maxsize=4)
 def _resolved(job: Job) -> ResolvedModel:
     """A rank's model; a world that verifies many plans of one model builds it once."""
-    return resolve(job)
+    return resolve_job(job)
 
 
 def built_on_rank(job: Job, plan: Plan, program: bytes) -> tuple[ResolvedModel, Program]:
@@ -391,7 +391,7 @@ def trace_model(
     """Write a trace of one step on `world_size` gloo ranks of this machine; returns the plan and the trace's tracks."""
     check_writable(path)
     check_dtype(job.dtype)
-    model, program, decided = decide(job, world_size, degrees, plan, on_progress)
+    model, program, decided = decide_plan(job, world_size, degrees, plan, on_progress)
     on_progress(f"three steps on {world_size} ranks")
     with Ranks(world_size, checked=False) as world:
         target, given = "autopar.commands.verify:traced_on_rank", values_that_decide(program, tensors_of(model))

@@ -24,7 +24,7 @@ from autopar.files.strict_text import read_json
 
 LOCK = "lock"
 RENEWED_S = 5.0
-STALE_S = 30.0
+STALE_LOCK_S = 30.0
 _MAX_BYTES = 4096
 
 
@@ -66,7 +66,7 @@ class FolderLock:
             raise InputError(f"the lock {self._path} {by}; let one job use a folder")
 
 
-def take_lock(root: Path, *, again: bool = False, stale_s: float = STALE_S) -> FolderLock:
+def take_lock(root: Path, *, again: bool = False, stale_s: float = STALE_LOCK_S) -> FolderLock:
     """Take the lock of a folder. Waits at most `stale_s` for another host; with `again` this process may hold it."""
     holder = Holder(
         host=socket.gethostname(),

@@ -30,7 +30,7 @@ M = TypeVar("M", bound=StrictModel)
 N = TypeVar("N", bound=NamedModel)
 
 
-def validate(model: type[M], content: object, prefix: str = "") -> tuple[M | None, list[Problem]]:
+def checked_model(model: type[M], content: object, prefix: str = "") -> tuple[M | None, list[Problem]]:
     """`content` as `model`, or None and every violation, each under `prefix`."""
     if not isinstance(content, dict):
         fields = ", ".join(model.model_fields)
@@ -50,7 +50,7 @@ def read_named(model: type[N], path: Path) -> tuple[N | None, list[Problem]]:
         problems = problems + wrong
     made = None
     if content is not None or not problems:
-        made, violations = validate(model, content)
+        made, violations = checked_model(model, content)
         problems = problems + violations
     if made is not None and made.name != path.stem:
         problems.append(Problem(path="name", value=made.name, rule=f"must be the file's name, {path.stem!r}"))

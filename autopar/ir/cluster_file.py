@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from autopar.errors import Problem, did_you_mean
-from autopar.files.strict_model import StrictModel, join, validate
+from autopar.files.strict_model import StrictModel, checked_model, join
 from autopar.files.strict_yaml import read_yaml
 from autopar.ir.device import Device, HostGroup, Link, Peaks, device_of_preset, host_share, in_unit, link_of_preset, si
 from autopar.ir.device_presets import DTYPES, DevicePreset, DeviceType, device_names, device_preset, known_range
@@ -104,7 +104,7 @@ def check_cluster(
     content: object, folder: Path = Path()
 ) -> tuple[ClusterEntry | None, list[ResolvedDevice], list[Problem]]:
     """As `read_cluster_file`, from the file's content; a profile's path is relative to `folder`."""
-    entry, problems = validate(ClusterEntry, content)
+    entry, problems = checked_model(ClusterEntry, content)
     devices, device_problems = _check_devices(content)
     problems += device_problems
     if entry is not None and entry.profile is not None:
@@ -124,7 +124,7 @@ def _check_devices(content: object) -> tuple[list[ResolvedDevice], list[Problem]
             continue  # reported by the schema
         path, given = join("", ("groups", index, "device")), group["device"]
         if isinstance(given, dict):
-            device, violations = validate(DeviceEntry, given, path)
+            device, violations = checked_model(DeviceEntry, given, path)
             problems += violations
             devices += [device] if device is not None else []
         elif isinstance(given, str) and given.lower() in device_names():

@@ -15,14 +15,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-Part = Literal["matmul", "products", "attention", "memory", "launch", "collective", "overlap"]
+WorkPart = Literal["matmul", "products", "attention", "memory", "launch", "collective", "overlap"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """Something to run; `amount` is how much of it there is, for rates and to foresee how long it takes."""
 
-    part: Part
+    part: WorkPart
     name: str
     amount: float
     numbers: Mapping[str, float] = field(default_factory=dict, hash=False)

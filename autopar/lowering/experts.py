@@ -119,7 +119,7 @@ def rows_to_tokens(rows: torch.Tensor, mesh: Communicator, route: Route) -> torc
     return out
 
 
-def numbers_of(route: Route) -> torch.Tensor:
+def expert_numbers(route: Route) -> torch.Tensor:
     """The numbers of experts of the sorted rows of this rank's experts. The route has sent them already."""
     return route[3]
 

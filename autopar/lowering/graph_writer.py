@@ -153,7 +153,7 @@ class GraphWriter:
             self.routes[order] = self.graph.call_function(experts.route_to_experts, arguments, name=f"{order}_route")
         route = self.routes[order]
         if value in self.rows.numbers and not source.by_expert:
-            return self.graph.call_function(experts.numbers_of, (route,), name=f"{value}_moved")
+            return self.graph.call_function(experts.expert_numbers, (route,), name=f"{value}_moved")
         function = experts.rows_to_tokens if source.by_expert else experts.rows_to_experts
         return self.graph.call_function(function, (node, mesh_dim, route), name=f"{value}_moved")
 

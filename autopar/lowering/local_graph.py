@@ -23,7 +23,7 @@ from autopar.lowering.functions import all_gather_to_replicate
 from autopar.lowering.gather_linear import gather_linear, kept_gather_linear
 from autopar.lowering.graph_writer import REWRITES, GraphWriter, Types, sorted_rows
 from autopar.lowering.loss_chunks import loss_in_chunks
-from autopar.lowering.loss_region import region_of, steps_of
+from autopar.lowering.loss_region import chain_steps, region_of
 from autopar.lowering.randomness import StreamUse, bind_streams
 from autopar.rules.variants import Bound, Variant, by_label, rewrites_fit, variants
 
@@ -137,7 +137,7 @@ def chunk_loss(
         ignore, vocabulary = loss.args[2], loss.args[5]
     else:
         ignore = argument(loss, "ignore_index")
-    chain = tuple(steps_of(nodes[name] for name in region.between))
+    chain = tuple(chain_steps(nodes[name] for name in region.between))
     with writer.graph.inserting_before(loss):
         made = writer.graph.call_function(
             loss_in_chunks,

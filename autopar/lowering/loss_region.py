@@ -131,7 +131,7 @@ def _merges_tokens(node: fx.Node) -> bool:
     return bool(before) and before[-1] == node.meta["info"].shape[-1]
 
 
-def steps_of(chain: Iterable[fx.Node]) -> Iterator[tuple[Any, ...]]:
+def chain_steps(chain: Iterable[fx.Node]) -> Iterator[tuple[Any, ...]]:
     """The operators of a chain with their numbers, as `autopar.lowering.loss_chunks` takes them. Views are left out."""
     for node in chain:
         if node.target not in _VIEWS:

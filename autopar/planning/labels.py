@@ -11,7 +11,7 @@ from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autopar.cache.labels import AGAIN, CHOSEN_FOR_KEPT, KEPT, Chosen, labels_file, labels_text, read_labels
+from autopar.cache.labels import AGAIN, CHOSEN_FOR_KEPT, KEPT, LabelledWorks, labels_file, labels_text, read_labels
 from autopar.capture.analysis import Analysis, analyse, refining
 from autopar.cost_model.work.program_costs import ProgramWorks, dtype_of, merged_works, optimizer_figures
 from autopar.errors import PlanError
@@ -83,7 +83,7 @@ class SearchLabels:
         """The block costs under the labels of `works` if the loss runs in chunks. Raises the same errors."""
         return self.memo(SearchLabels._labelled, self, self._wanted(tp, cp, ep), chunks, False)[2]
 
-    def chosen(self, tp: int, cp: int = 1, ep: int = 1) -> Chosen:
+    def chosen(self, tp: int, cp: int = 1, ep: int = 1) -> LabelledWorks:
         """The degrees, labels and block costs of a tensor, a context and an expert degree."""
         return self.memo(SearchLabels._labelled, self, self._wanted(tp, cp, ep), self.loss_chunks, False)
 
@@ -125,7 +125,7 @@ class SearchLabels:
             ep = counts[0]
         return replace(wanted, ep=ep, dp_shard=LABELLED_DP * ep, dispatch=dispatch)
 
-    def _labelled(self, wanted: Degrees, chunks: int, keeps: bool) -> Chosen:
+    def _labelled(self, wanted: Degrees, chunks: int, keeps: bool) -> LabelledWorks:
         """The labels of the search, and block costs with the loss in chunks, or if a rank keeps gathered values."""
         if self.folder is None:
             chosen = self._choose(wanted, chunks, keeps)
@@ -140,7 +140,7 @@ class SearchLabels:
         degrees, labels, works = chosen
         return degrees, labels, works.with_state_of(self.state)
 
-    def _choose(self, wanted: Degrees, chunks: int, keeps: bool) -> Chosen:
+    def _choose(self, wanted: Degrees, chunks: int, keeps: bool) -> LabelledWorks:
         from autopar.cost_model.work.export import kept_work  # unused if works are kept
 
         if keeps or chunks != self.loss_chunks:

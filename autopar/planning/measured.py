@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost_model.estimate import Estimate
-from autopar.cost_model.fit.measured_steps import elasticities, slowed, term_factors, terms_of
+from autopar.cost_model.fit.measured_steps import elasticities, profile_terms, slowed, term_factors
 from autopar.cost_model.fit.predicted_vs_measured import ComparedTerm
 from autopar.cost_model.fit.profile_comparison import compare_trace, tiers_of
 from autopar.cost_model.interval import SHRINKAGE
@@ -76,7 +76,7 @@ def corrected_by_steps(
             "step_time_s or tokens_per_s_per_gpu"
         )
     solved = term_factors([s.ratio for s in steps], np.stack([s.parts for s in steps]))
-    factors = dict(zip(terms_of(usual), solved.tolist(), strict=True))
+    factors = dict(zip(profile_terms(usual), solved.tolist(), strict=True))
     shown = ", ".join(f"{s.id} {s.ratio - 1:+.0%}" for s in steps[:3])
     more = f" and {len(steps) - 3} more" if len(steps) > 3 else ""
     return _scaled(usual, factors, f"measured against predicted steps: {shown}{more}", len(steps))

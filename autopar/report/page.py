@@ -7,7 +7,7 @@ from autopar.report.block import drawing
 from autopar.report.curves import history, panels
 from autopar.report.page_tools import render
 from autopar.report.parts import Bar, bytes_bar, bytes_key, seconds_bar, seconds_key
-from autopar.report.scatter import scatter
+from autopar.report.scatter import scatter_chart
 from autopar.report.timeline import lanes
 from autopar.search.result.report_data import Details, RankCost
 from autopar.search.result.result import PARTS, Contender, SearchResult
@@ -20,7 +20,7 @@ _SAME = 0.002  # ranks whose parts differ by less than this part of the step are
 
 def html_report(result: SearchResult) -> str:
     """The page of a search."""
-    chart = scatter(result)
+    chart = scatter_chart(result)
     timeline = None if result.details is None or result.details.timeline is None else lanes(result.details.timeline)
     data: dict[str, Any] = {}
     if chart is not None:

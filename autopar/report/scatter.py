@@ -35,7 +35,7 @@ class Scatter:
     has_capacity: bool
 
 
-def scatter(result: SearchResult) -> Scatter | None:
+def scatter_chart(result: SearchResult) -> Scatter | None:
     """The chart, or None where no candidate fits."""
     if result.points is None or not result.points.columns.get("seconds"):
         return None

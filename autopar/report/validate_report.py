@@ -42,7 +42,7 @@ def validation_page(validation: Validation, *, title: str, subtitle: str) -> str
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"percent": percent, "signed": signed, "short": short_name}
+    environment.filters |= {"percent": as_percent, "signed": signed, "short": short_name}
     text = resources.files("autopar.report").joinpath("validate_report.html.jinja").read_text(encoding="utf-8")
     timed = [c for c in validation.compared if c.time_error is not None]
     worst = sorted(timed, key=lambda c: -abs(c.time_error or 0.0))
@@ -82,7 +82,7 @@ def _by_text(rows: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
     return by_text
 
 
-def percent(value: float | None) -> str:
+def as_percent(value: float | None) -> str:
     """A fraction as a percentage; nothing where there is none."""
     return "" if value is None else f"{value:.1%}"
 

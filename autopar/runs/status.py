@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from autopar.files.lock import LOCK, STALE_S, Holder, is_alive, read_holder
+from autopar.files.lock import LOCK, STALE_LOCK_S, Holder, is_alive, read_holder
 from autopar.files.strict_text import read_text
 from autopar.ir.explanation import Prediction
 from autopar.runs.record import CHECKPOINTS, END, START, Line, Metrics, RunInfo, read_info, read_metrics
@@ -24,7 +24,7 @@ _STEP = re.compile(r"step-(\d{1,18})(?:\.\d{1,9})?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
+class NewestCheckpoint:
     """The newest complete checkpoint."""
 
     step: int
@@ -61,7 +61,7 @@ class RunStatus:
     num_damaged: int
     left_s: float | None
     age_s: float | None
-    checkpoint: Checkpoint | None
+    checkpoint: NewestCheckpoint | None
     extra: dict[str, float] = field(default_factory=dict, hash=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(_BARS[round((v - low) / span * most)] if math.isfinite(v) else "×" for v in shown)
 
 
-def newest_checkpoint(folder: Path, now_s: float) -> Checkpoint | None:
+def newest_checkpoint(folder: Path, now_s: float) -> NewestCheckpoint | None:
     """The checkpoint that `latest` names in a folder of checkpoints."""
     text, _ = read_text(folder / "latest", max_bytes=256)
     match = _STEP.fullmatch((text or "").strip())
@@ -141,7 +141,7 @@ def newest_checkpoint(folder: Path, now_s: float) -> Checkpoint | None:
         return None
     with suppress(OSError):
         written = (folder / "latest").stat().st_mtime
-        return Checkpoint(step=int(match[1]), age_s=max(0.0, now_s - written))
+        return NewestCheckpoint(step=int(match[1]), age_s=max(0.0, now_s - written))
     return None
 
 
@@ -165,7 +165,7 @@ def _lives(holder: Holder, path: Path, now_s: float) -> bool:
     """Whether the process of a lock runs. A process of another host renews the lock's file."""
     alive = is_alive(holder)
     with suppress(OSError):
-        return now_s - (path / LOCK).stat().st_mtime <= STALE_S if alive is None else alive
+        return now_s - (path / LOCK).stat().st_mtime <= STALE_LOCK_S if alive is None else alive
     return False
 
 

@@ -22,12 +22,12 @@ from autopar.ir.program import Program
 from autopar.ir.sharding import Mesh
 from autopar.runtime.codegen.execute import run_reference
 from autopar.runtime.parameters.packed import packed_source
-from autopar.runtime.verify.error_metrics import UNJUDGED, Measured, Tensors, may_change, measured
+from autopar.runtime.verify.error_metrics import UNJUDGED, TensorError, Tensors, may_change, tensor_errors
 from autopar.runtime.verify.noise import Change, Noise, samples_of
 from autopar.runtime.verify.reference import Steps, no_gradient
 from autopar.runtime.verify.shared_draws import draws_anything, on_one_device
 from autopar.runtime.verify.verify import HOW_TO_JUDGE, in_dtype
-from autopar.testing.one_process import Outcome, run_in_one_process
+from autopar.testing.one_process import RunOutcome, run_in_one_process
 
 # Correct labels have errors of 1e-15 in float64. A gradient that is zero except for rounding has its measured noise.
 TOLERANCE = 1e-9
@@ -63,7 +63,7 @@ class SingleDeviceRun:
     def _moved_by(self, change: Change) -> Steps:
         inputs = change.batch(self.program, self.inputs, 1)
         parameters = {n: change.of(n, p).requires_grad_(p.requires_grad) for n, p in self.parameters.items()}
-        return values_of(self.program, parameters, inputs, {n: change.of(n, b) for n, b in self.buffers.items()})
+        return reference_values(self.program, parameters, inputs, {n: change.of(n, b) for n, b in self.buffers.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +131,7 @@ def run_program(program: Program, model: nn.Module, inputs: Mapping[str, Any]) -
     }
     buffers = {name: _float64(buffer) for name, buffer in model.named_buffers()}
     own_inputs = {name: _float64(value) for name, value in inputs.items() if isinstance(value, torch.Tensor)}
-    found = values_of(program, parameters, own_inputs, buffers)
+    found = reference_values(program, parameters, own_inputs, buffers)
     return SingleDeviceRun(
         program=program,
         parameters=parameters,
@@ -144,7 +144,7 @@ def run_program(program: Program, model: nn.Module, inputs: Mapping[str, Any]) -
     )
 
 
-def values_of(program: Program, parameters: Tensors, inputs: Tensors, buffers: Tensors) -> Steps:
+def reference_values(program: Program, parameters: Tensors, inputs: Tensors, buffers: Tensors) -> Steps:
     """Loss, gradients, outputs and new values of buffers on one device."""
     values = run_reference(program, parameters, inputs, buffers, streams=on_one_device())
     if not values[program.loss].requires_grad:
@@ -163,24 +163,24 @@ def _float64(tensor: torch.Tensor) -> torch.Tensor:
     return own.to(like_kind(own.dtype, torch.float64))
 
 
-def run_labels(run: SingleDeviceRun, labels: Sequence[BlockLabels], mesh: Mesh, **options: Any) -> Outcome:
+def run_labels(run: SingleDeviceRun, labels: Sequence[BlockLabels], mesh: Mesh, **options: Any) -> RunOutcome:
     """Run the program under labels on all ranks of a mesh; `options` go to the code generator."""
     return run_in_one_process(
         run.program, run.analysis(mesh), labels, mesh, run.parameters, run.inputs, run.buffers, **options
     )
 
 
-def compare_runs(run: SingleDeviceRun, outcome: Outcome, mesh: Mesh) -> Equivalence:
+def compare_runs(run: SingleDeviceRun, outcome: RunOutcome, mesh: Mesh) -> Equivalence:
     """The errors of loss, outputs, every gradient, new values of buffers, and copies that must be equal."""
     reference = _by_kind(run.loss, run.outputs, run.gradients, run.updates)
     found = _by_kind(outcome.loss, outcome.outputs, outcome.gradients, outcome.updates)
 
-    def compare(moved: Sequence[Steps]) -> dict[str, Measured]:
-        errors: dict[str, Measured] = {}
+    def compare(moved: Sequence[Steps]) -> dict[str, TensorError]:
+        errors: dict[str, TensorError] = {}
         every = [_by_kind(m.losses[0], m.outputs, m.gradients, m.buffers) for m in moved]
         for kind, own in reference.items():
-            errors |= measured(found[kind], own, [each[kind] for each in every])
-            errors |= {name: Measured(error=inf) for name in found[kind] if name not in own}
+            errors |= tensor_errors(found[kind], own, [each[kind] for each in every])
+            errors |= {name: TensorError(error=inf) for name in found[kind] if name not in own}
         return errors
 
     errors = run.noise.verdict(compare, lambda errors, num_runs: may_change(errors.values(), TOLERANCE, num_runs))

@@ -31,7 +31,7 @@ from autopar.runtime.verify.shared_draws import SharedDraws
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Outcome:
+class RunOutcome:
     """Loss, gradients, outputs and new values of buffers made whole, and the largest difference among equal copies."""
 
     loss: torch.Tensor
@@ -70,7 +70,7 @@ def run_in_one_process(
     generated: Sequence[LocalGraph] | None = None,
     outputs: bool = True,
     **options: Any,
-) -> Outcome:
+) -> RunOutcome:
     """Run loss and backward of the generated program, or of `generated` blocks, on all ranks in this process."""
     types = boundary_types(program, labels)
     state = {name: buffers[name] for name in program.updates}
@@ -118,4 +118,4 @@ def run_in_one_process(
     found = {key: made_whole(name) for key, name in program.outputs.items()} if outputs else {}
     updates = {buffer: made_whole(name) for buffer, name in program.updates.items()}
     loss = made_whole(program.loss)
-    return Outcome(loss=loss, gradients=gradients, outputs=found, updates=updates, disagreement=worst)
+    return RunOutcome(loss=loss, gradients=gradients, outputs=found, updates=updates, disagreement=worst)

@@ -46,7 +46,7 @@ class StageRun:
 def run_stage(setting: RankView, stage: Stage) -> StageRun:
     """Forward and backward of one micro-batch of a stage, backward in parts too where the schedule has it so."""
     with private.fake_tensors():
-        return Run(setting).stage(stage)
+        return StageRunner(setting).stage(stage)
 
 
 # Stand-ins for other ranks and random streams: tensors without data.
@@ -183,7 +183,7 @@ class _CountedCopies:
         return torch.empty(size, dtype=dtype)
 
 
-class Run:
+class StageRunner:
     """The blocks of one rank."""
 
     def __init__(self, setting: RankView) -> None:

@@ -13,12 +13,20 @@ from itertools import product
 import numpy as np
 
 from autopar.cost_model.fit.links import fit_links
-from autopar.cost_model.fit.log_least_squares import COARSE, FINE, best_of, fit_errors, log_loss, rounded, rounded_s
+from autopar.cost_model.fit.log_least_squares import (
+    COARSE,
+    FINE,
+    best_constant,
+    fit_errors,
+    log_loss,
+    rounded,
+    rounded_s,
+)
 from autopar.cost_model.machine.kernel_times import attention_seconds, matmul_seconds, memory_seconds, tile_part
 from autopar.cost_model.machine.profile import AttentionEfficiency, DeviceProfile, FitError, Measurement, Tile
 from autopar.ir.arrays import Floats
 from autopar.ir.device import Device, Link
-from autopar.ir.samples import Part, Sample
+from autopar.ir.samples import Sample, WorkPart
 
 TILES = (1.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 _HALVES = (0.0, *(float(2**i) for i in range(1, 13)))
@@ -52,7 +60,7 @@ class _Fit:
 
 def fit_profile(samples: Sequence[Sample], setting: FitSetting) -> DeviceProfile:
     """The profile that `samples` are measurements of, named after the device."""
-    parts: dict[Part, list[Sample]] = {}
+    parts: dict[WorkPart, list[Sample]] = {}
     for sample in samples:
         parts.setdefault(sample.work.part, []).append(sample)
     device = setting.device if setting.figures_are_known else measured_figures(setting.device, samples)
@@ -69,7 +77,7 @@ def fit_profile(samples: Sequence[Sample], setting: FitSetting) -> DeviceProfile
         notes=(),
         sources=dict(base.sources),
     )
-    fits: tuple[Callable[[Mapping[Part, list[Sample]], DeviceProfile, FitSetting], _Fit | None], ...]
+    fits: tuple[Callable[[Mapping[WorkPart, list[Sample]], DeviceProfile, FitSetting], _Fit | None], ...]
     fits = (_launch, _memory, _products, _attention, _links, _overlap)
     for fit in fits:
         fitted = fit(parts, profile, setting)
@@ -127,7 +135,7 @@ def measured_figures(device: Device, samples: Sequence[Sample]) -> Device:
 # ---- launch and memory ----
 
 
-def _launch(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting: FitSetting) -> _Fit | None:
+def _launch(parts: Mapping[WorkPart, list[Sample]], profile: DeviceProfile, setting: FitSetting) -> _Fit | None:
     """Seconds per operator. On a CPU the host's seconds are the time of training outside of operators."""
     samples = parts.get("launch", [])
     each = {
@@ -144,13 +152,15 @@ def _launch(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting:
     )
 
 
-def _memory(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting: FitSetting) -> _Fit | None:
+def _memory(parts: Mapping[WorkPart, list[Sample]], profile: DeviceProfile, setting: FitSetting) -> _Fit | None:
     samples = parts.get("memory")
     if not samples:
         return None
     moved, seconds = _amounts(samples), _seconds(samples)
     bandwidth = _device(profile).memory_bandwidth_bytes_per_s
-    part = rounded(best_of(lambda part: profile.launch_s + moved / (bandwidth * part), seconds, LEAST_PART, MOST_PART))
+    part = rounded(
+        best_constant(lambda part: profile.launch_s + moved / (bandwidth * part), seconds, LEAST_PART, MOST_PART)
+    )
     times = memory_seconds(moved_bytes=moved, bytes_per_s=bandwidth * part, launch_s=profile.launch_s)
     return _Fit(
         fields={"memory_efficiency": part},
@@ -162,7 +172,7 @@ def _memory(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting:
 # ---- products and attention ----
 
 
-def _products(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting: FitSetting) -> _Fit | None:
+def _products(parts: Mapping[WorkPart, list[Sample]], profile: DeviceProfile, setting: FitSetting) -> _Fit | None:
     """One tile for all dtypes and one efficiency for each dtype: the best tile of a grid with its best efficiencies."""
     groups = _by_name(parts.get("matmul", []), profile)
     if not groups:
@@ -205,7 +215,7 @@ def _loss(groups: Mapping[str, list[Sample]], profile: DeviceProfile, tile: Tile
 
 def _efficiency(group: Sequence[Sample], profile: DeviceProfile, tile: Tile, dtype: str, rounds: int = FINE) -> float:
     predict = partial(_product_times, group, profile, tile, dtype)
-    return best_of(predict, _seconds(group), LEAST_PART, MOST_PART, rounds=rounds)
+    return best_constant(predict, _seconds(group), LEAST_PART, MOST_PART, rounds=rounds)
 
 
 def _product_times(
@@ -223,7 +233,7 @@ def _product_times(
     )
 
 
-def _attention(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting: FitSetting) -> _Fit | None:
+def _attention(parts: Mapping[WorkPart, list[Sample]], profile: DeviceProfile, setting: FitSetting) -> _Fit | None:
     """One number of keys at half speed for all dtypes, and for both passes unless they are clearly unlike."""
     groups = _by_name(parts.get("attention", []), profile)
     samples = [sample for group in groups.values() for sample in group]
@@ -236,7 +246,7 @@ def _attention(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setti
         group = passes[is_backward]
         usual = replace(profile.attention, length_half=half, backward_length_half=half, forward=1.0, backward=1.0)
         times = _attention_times(group, profile, usual, is_backward) - profile.launch_s
-        part = best_of(lambda part: profile.launch_s + times / part, _seconds(group), LEAST_PART, MOST_PART)
+        part = best_constant(lambda part: profile.launch_s + times / part, _seconds(group), LEAST_PART, MOST_PART)
         predicted = np.asarray(profile.launch_s + times / part)
         return float(log_loss(predicted, _seconds(group))) * len(group), rounded(part), predicted
 
@@ -292,7 +302,7 @@ def _attention_times(
 # ---- links and overlap ----
 
 
-def _links(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting: FitSetting) -> _Fit | None:
+def _links(parts: Mapping[WorkPart, list[Sample]], profile: DeviceProfile, setting: FitSetting) -> _Fit | None:
     samples = parts.get("collective")
     if not samples:
         return None
@@ -302,7 +312,7 @@ def _links(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting: 
     return _Fit(fields={"links": links}, paths=tuple(f"links.{tier}" for tier in fits), errors=errors)
 
 
-def _overlap(parts: Mapping[Part, list[Sample]], profile: DeviceProfile, setting: FitSetting) -> _Fit | None:
+def _overlap(parts: Mapping[WorkPart, list[Sample]], profile: DeviceProfile, setting: FitSetting) -> _Fit | None:
     times = {sample.work.name: sample.seconds for sample in parts.get("overlap", [])}
     if not {"compute", "communicate", "both"} <= times.keys():
         return None

@@ -27,7 +27,7 @@ def fit_errors(predicted: ArrayLike, seconds: ArrayLike) -> FitError:
     )
 
 
-def best_of(predict: Predict, seconds: ArrayLike, low: float, high: float, *, rounds: int = FINE) -> float:
+def best_constant(predict: Predict, seconds: ArrayLike, low: float, high: float, *, rounds: int = FINE) -> float:
     """The constant above 0 that predicts best, by a logarithmic grid that is refined `rounds` times around its best."""
     best = low
     lowest, highest = np.log(low), np.log(high)

@@ -20,7 +20,7 @@ _STEP = 1.05  # factor on a term for the difference quotient: constants of a pro
 PENALTY = (1 - SHRINKAGE) / SHRINKAGE
 
 
-def terms_of(profile: DeviceProfile) -> tuple[str, ...]:
+def profile_terms(profile: DeviceProfile) -> tuple[str, ...]:
     """The terms of a profile: ``compute``, and its tiers."""
     return ("compute", *profile.links)
 
@@ -28,7 +28,9 @@ def terms_of(profile: DeviceProfile) -> tuple[str, ...]:
 def elasticities(price: Callable[[DeviceProfile], Floats], profile: DeviceProfile) -> NDArray[np.float64]:
     """The part of each term (column) in the time of each step (row), as the change of its logarithm."""
     usual = np.asarray(price(profile), dtype=np.float64).reshape(-1)
-    slower = [np.broadcast_to(price(scaled_term(profile, term, _STEP, "")), usual.shape) for term in terms_of(profile)]
+    slower = [
+        np.broadcast_to(price(scaled_term(profile, term, _STEP, "")), usual.shape) for term in profile_terms(profile)
+    ]
     slopes: NDArray[np.float64] = np.log(np.stack(slower, axis=1) / usual[:, None]) / np.log(_STEP)
     return slopes
 

@@ -12,7 +12,7 @@ from autopar.errors import InputError, did_you_mean
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.device import Device, Link
 
-PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp8": "float8", "mxfp8": "float8", "fp32": "float32"}
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "float8", "mxfp8": "float8", "fp32": "float32"}
 _OF_DTYPE = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 # no message crosses these: a host of one device, a cluster of one host
 _NO_LINK = Link(bytes_per_s=1e12, latency_s=1e-6, name="none")
@@ -32,23 +32,23 @@ def precision_of(dtype: str, cluster: ClusterSpec) -> str:
 
 def dtype_assumptions(dtype: str, precision: str, cluster: ClusterSpec) -> tuple[str, ...]:
     """A sentence for the user if the price of a model of `dtype` in `precision` may surprise; else nothing."""
-    if PRECISIONS[precision] == "float8":  # of products alone
+    if DTYPES[precision] == "float8":  # of products alone
         return ()
-    if PRECISIONS[precision] != dtype:
-        priced = PRECISIONS[precision]
+    if DTYPES[precision] != dtype:
+        priced = DTYPES[precision]
         return (f"the model is {dtype}: products are priced in {priced}, weights, activations and messages in {dtype}",)
     if precision == "fp32" and cluster.device_type != "cpu":
-        faster = PRECISIONS[default_precision(cluster)]
+        faster = DTYPES[default_precision(cluster)]
         return (f"the model is float32: products are priced without TF32, as it runs; in {faster} they are faster",)
     return ()
 
 
-def checked_precision(precision: str | None, cluster: ClusterSpec) -> str:
+def precision_on(precision: str | None, cluster: ClusterSpec) -> str:
     """The requested precision, or the default if `precision` is None. Raises `InputError` for an unknown precision."""
     if precision is None:
         return default_precision(cluster)
-    if precision not in PRECISIONS:
-        raise InputError(f"unknown precision {precision[:80]!r}; {did_you_mean(precision, tuple(PRECISIONS))}")
+    if precision not in DTYPES:
+        raise InputError(f"unknown precision {precision[:80]!r}; {did_you_mean(precision, tuple(DTYPES))}")
     return precision
 
 
@@ -64,13 +64,13 @@ def cluster_machine(
 
     Without a `profile`, the profile that the cluster names counts, else the shipped profile of the device.
     """
-    checked_precision(precision, cluster)
+    precision_on(precision, cluster)
     group = min(cluster.groups, key=lambda g: g.device.peak_flops_per_s.get("bfloat16", 0.0) or _largest(g.device))
     used = profile or cluster_profile(cluster, group.device.name)
     device = used.applied_to(group.device)
-    dtype = PRECISIONS[precision]
+    dtype = DTYPES[precision]
     if dtype not in device.peak_flops_per_s and not (precision == "bf16" and "float16" in device.peak_flops_per_s):
-        known = tuple(name for name, its in PRECISIONS.items() if its in device.peak_flops_per_s)
+        known = tuple(name for name, its in DTYPES.items() if its in device.peak_flops_per_s)
         raise InputError(f"device {device.name!r} has no unit for {precision}; use {' or '.join(known)}")
     if used.expert_imbalance is not None:
         mechanisms = replace(mechanisms, expert_imbalance=used.expert_imbalance)

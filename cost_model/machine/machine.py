@@ -6,7 +6,7 @@ from autopar.cost_model.machine.collectives import Transfer
 from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.machine.fitted_constants import Mechanisms
 from autopar.cost_model.machine.links import Links, MeasuredCalls
-from autopar.cost_model.machine.profile import MOST, AttentionEfficiency, CallCost, DeviceProfile, Tile
+from autopar.cost_model.machine.profile import MOST_OF_PEAK, AttentionEfficiency, CallCost, DeviceProfile, Tile
 from autopar.ir.device import Device, HostShare, Link
 
 # The dtype of products of repeated blocks, for precisions below 16 bits. Other products, and attention, are wider.
@@ -95,7 +95,7 @@ def speeds_of(
         "native": mechanisms.native_attention if profile.native_attention else 1.0,
     }[engine.attention_kernel]
     parts = {
-        name: profile.sustained(min(part * scale, max(part, MOST)), device)
+        name: profile.sustained(min(part * scale, max(part, MOST_OF_PEAK)), device)
         for name, part in (("forward", profile.attention.forward), ("backward", profile.attention.backward))
     }
     attention: AttentionEfficiency = replace(profile.attention, **parts)

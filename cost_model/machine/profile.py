@@ -37,7 +37,7 @@ _LIKE = {
     "float4": "float8",  # both run under the power limit; nobody has fitted 4 bits
 }
 STALE_DAYS = 365
-MOST = 0.9  # of its peak that no device exceeds by more power or a better kernel: assumed
+MOST_OF_PEAK = 0.9  # of its peak that no device exceeds by more power or a better kernel: assumed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,14 +162,14 @@ class DeviceProfile:
         """The part of a device's peak that products or attention reach for long, if the profile states `part`.
 
         They draw all the power that the device may. At this limit the clock, and so the rate, follows about the square
-        root of the power. `watts_per_tflops` is the power that the profile was made at, and `MOST` the part that no
-        device exceeds.
+        root of the power. `watts_per_tflops` is the power that the profile was made at. No device exceeds the part
+        `MOST_OF_PEAK`.
         """
         peak = device.peak_flops_per_s.get("bfloat16") or device.peak_flops_per_s.get("float16")
         if self.watts_per_tflops is None or device.power_w is None or peak is None:
             return part
         reached = part * math.sqrt(device.power_w / (peak / 1e12) / self.watts_per_tflops)
-        return min(reached, max(part, MOST))
+        return min(reached, max(part, MOST_OF_PEAK))
 
     def at_power_of(self, device: Device) -> DeviceProfile:
         """This profile for one device of its family: its parts are what `sustained` says, and need no more of it."""

@@ -25,7 +25,7 @@ from autopar.cost_model.machine.profile import (
     Tile,
 )
 from autopar.errors import ClusterError, Problem
-from autopar.files.strict_model import StrictModel, validate
+from autopar.files.strict_model import StrictModel, checked_model
 from autopar.files.strict_yaml import read_yaml, write_yaml
 from autopar.ir.cluster import Tier
 from autopar.ir.cluster_file import DeviceEntry, LinkEntry, device_entry, device_of_entry, link_entry, link_of_entry
@@ -161,7 +161,7 @@ def profile_from_dict(content: object, what: str) -> DeviceProfile:
 
 
 def _profile(content: object, problems: list[Problem], what: str) -> DeviceProfile:
-    entry, violations = validate(ProfileEntry, content)
+    entry, violations = checked_model(ProfileEntry, content)
     problems = problems + violations
     if entry is not None:
         problems += _check(entry)

@@ -27,7 +27,7 @@ from autopar.cost_model.pipeline.stages import (
     Stages,
     calls_by_role,
     per_rank,
-    recomputed,
+    recomputed_roles,
 )
 from autopar.cost_model.step.layouts import Layouts
 from autopar.cost_model.step.rank_parameters import RankParameters, block_parameters
@@ -101,7 +101,7 @@ class HeldByRanks:
         roles, _ = calls_by_role(self.stages.roles)
         fully, partly = (
             np.array([[calls.count(role) for role in roles] for calls in each], dtype=np.float64)
-            for each in recomputed(stages)
+            for each in recomputed_roles(stages)
         )
         return fully, partly
 

@@ -45,7 +45,7 @@ class StageSeconds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Interval:
+class TimedPass:
     """One pass on the time line of a rank."""
 
     rank: int
@@ -89,11 +89,11 @@ class Simulation:
         """Seconds of every rank in passes."""
         return np.array([sum(end) - sum(start) for start, end in zip(self.starts_s, self.ends_s, strict=True)])
 
-    def timeline(self) -> Iterator[Interval]:
+    def timeline(self) -> Iterator[TimedPass]:
         """Every pass, rank by rank in the order of time."""
         for rank, (order, starts, ends) in enumerate(zip(self.orders, self.starts_s, self.ends_s, strict=True)):
             for action, start, end in zip(order, starts, ends, strict=True):
-                yield Interval(rank=rank, action=action, start_s=start, end_s=end)
+                yield TimedPass(rank=rank, action=action, start_s=start, end_s=end)
 
     def messages(self, forward_bytes: Sequence[float], backward_bytes: Sequence[float]) -> Iterator[Message]:
         """Every message, with the bytes that cross between each stage and the next, and back."""

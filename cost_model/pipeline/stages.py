@@ -166,7 +166,7 @@ def _pipelined(
     passes = {role: seconds[4 * k : 4 * k + 4] for k, role in enumerate(roles)}
     forward, backward, weight, extra = seconds_of_stages(stages, passes)
     total, sending = _seconds(stages, forward, backward, weight, message, is_overlapped, ranks_per_core)
-    counts = (np.array([float(len(roles)) for roles in each]) for each in (stages.repeated, *recomputed(stages)))
+    counts = (np.array([float(len(roles)) for roles in each]) for each in (stages.repeated, *recomputed_roles(stages)))
     blocks, full, selective = (per_rank(stages, each) for each in counts)
     busy, extra_s, waits = (
         per_rank(stages, forward + backward),
@@ -195,7 +195,7 @@ def seconds_of_stages(stages: Stages, passes: Mapping[str, Sequence[float]]) -> 
     if stages.full is None:
         return forward, backward, weight, np.zeros(len(stages.roles))
     extra = np.zeros(len(stages.roles))
-    for which, of_stage in zip((0, 3), recomputed(stages), strict=True):
+    for which, of_stage in zip((0, 3), recomputed_roles(stages), strict=True):
         extra += [sum(passes[role][which] for role in roles) for roles in of_stage]
     return forward, backward + extra, weight, extra
 
@@ -208,7 +208,7 @@ def _is_whole(stages: Stages) -> list[bool]:
     return [False, *(a + b > 0 for a, b in zip(stages.full[1:], stages.selective[1:], strict=True))]
 
 
-def recomputed(stages: Stages) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
+def recomputed_roles(stages: Stages) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
     """The roles of the blocks that every stage recomputes fully and selectively, where stages differ in that."""
     nothing = (0,) * len(stages.roles)
     counts = list(zip(stages.repeated, stages.full or nothing, stages.selective or nothing, strict=True))

@@ -29,15 +29,15 @@ from autopar.cost_model.published.families import (
     family_name,
     family_of,
     numbers_at,
-    numbers_of,
     shape_of_rows,
+    sizes_of_row,
     with_chosen_parameters,
     with_expert_ranks,
 )
 from autopar.cost_model.published.machine import engine_of, row_machine
 from autopar.cost_model.published.row import NoEstimate, Row, RowEstimate
 from autopar.cost_model.step.experts import with_experts
-from autopar.cost_model.step.layouts import RECOMPUTE, Layouts, Shape, layouts_from
+from autopar.cost_model.step.layouts import RECOMPUTE_MODES, Layouts, Shape, layouts_from
 from autopar.cost_model.step.offload import host_assumption
 from autopar.cost_model.step.step import StepSeconds, step_seconds
 from autopar.cost_model.work.block_work import Family, evaluate
@@ -181,7 +181,7 @@ def _prepare(members: Sequence[tuple[int, _Case]]) -> RowGroup:
     first = cases[0]
     engine, machine = first.machine.engine, first.machine
     shape, layouts = shape_of_rows([case.row for case in cases]), _layouts(cases, engine)
-    each = [numbers_of(case.row) for case in cases]
+    each = [sizes_of_row(case.row) for case in cases]
     numbers = {name: np.array([case[name] for case in each]) for name in each[0]}
     works = family_of(first.family, is_whole=(first.row.tp or 1) == 1, over_data=_is_over_data(first))
     family = evaluate(works, numbers_at(numbers, layouts))
@@ -211,9 +211,9 @@ def _recomputing(
     """Memory, layouts with the likeliest level of recomputation, and the weight of each level."""
     stated = np.broadcast_to(layouts.recompute, unstated.shape)
     left, weights = np.ones(len(unstated)), []
-    for level in range(len(RECOMPUTE)):
+    for level in range(len(RECOMPUTE_MODES)):
         held = step_memory(family, replace(layouts, recompute=np.full(len(unstated), float(level))), basis).peak_bytes
-        is_last = level == len(RECOMPUTE) - 1
+        is_last = level == len(RECOMPUTE_MODES) - 1
         fits = np.ones(len(unstated)) if is_last else _normal(np.log(EVEN * memory_bytes / held) / SPREAD)
         weights.append(np.where(unstated, left * fits, stated == level))
         left = left * (1 - fits)
@@ -253,7 +253,9 @@ def _on_recomputing(row: Row, weights: Sequence[float]) -> list[str]:
     """A warning for a row without a stated recomputation, unless it surely has none."""
     if row.recompute is not None or weights[0] > 1 - _ODDS:
         return []
-    levels = ", ".join(f"{word} with {weight:.0%}" for word, weight in zip(RECOMPUTE, weights, strict=True) if weight)
+    levels = ", ".join(
+        f"{word} with {weight:.0%}" for word, weight in zip(RECOMPUTE_MODES, weights, strict=True) if weight
+    )
     return [f"recompute is not stated, and the memory is near its limit or past it: {levels} of the weight"]
 
 
@@ -272,7 +274,7 @@ def _layouts(cases: Sequence[_Case], engine: Engine) -> Layouts:
         return row.sp if row.sp is not None else engine.unstated_sequence_parallel and (row.tp or 1) > 1
 
     def recompute(row: Row) -> int:
-        return RECOMPUTE.index(row.recompute) if row.recompute in RECOMPUTE else 0
+        return RECOMPUTE_MODES.index(row.recompute) if row.recompute in RECOMPUTE_MODES else 0
 
     dp, cp = np.array([_dp(case.row) for case in cases]), _array(cases, lambda row: row.cp or 1)
     micro_batch = _array(cases, lambda row: row.micro_batch or 1)

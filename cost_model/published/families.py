@@ -92,7 +92,7 @@ def with_expert_ranks(family: Family[Any], at_etp: Family[Any], layouts: Layouts
     )
 
 
-def numbers_of(row: Row) -> dict[str, float]:
+def sizes_of_row(row: Row) -> dict[str, float]:
     """Sizes of a row's model by symbol (`autopar.cost_model.work.block_work.SYMBOLS`), without sizes of its layout."""
     is_latent = row.attention_type == LATENT
     heads = float(row.n_heads or 1)
@@ -117,7 +117,7 @@ def numbers_of(row: Row) -> dict[str, float]:
 
 
 def numbers_at(numbers: Mapping[str, Any], layouts: Layouts) -> dict[str, Any]:
-    """The numbers of a model (`numbers_of`), or of one model per layout, that a rank of the layouts has."""
+    """The numbers of a model (`sizes_of_row`), or of one model per layout, that a rank of the layouts has."""
     return {
         **numbers,
         "b": layouts.micro_batch,

@@ -34,7 +34,7 @@ from autopar.cost_model.work.block_work import PASSES
 # Memory "GB" of every source is read as GiB, because torch's allocator and nvidia-smi count in powers of two. The
 # largest figures of nvidia-smi rows (79 of an 80 GB device, 30 of 32) are the devices' sizes in GiB.
 BYTES_PER_GB = 2**30
-NOTABLE = 0.02  # of a step time
+NOTABLE_STEP_TIME = 0.02  # of a step time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class StepTime:
     @property
     def is_ambiguous(self) -> bool:
         """Whether the row does not say how its FLOP were counted, and the two times are notably different."""
-        return self.least_seconds is not None and self.least_seconds < (1 - NOTABLE) * self.seconds
+        return self.least_seconds is not None and self.least_seconds < (1 - NOTABLE_STEP_TIME) * self.seconds
 
 
 def measured_seconds(row: Row, *, global_batch: int | None = None) -> StepTime | None:

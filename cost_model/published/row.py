@@ -33,7 +33,7 @@ NEEDED = (
     *("tp", "pp", "micro_batch", "global_batch", "precision"),
 )
 MAY_LACK = ("id", "micro_batch", "global_batch")  # a row is named by its line, and batches are assumed
-PRECISIONS = ("bf16", "fp16", "fp8", "mxfp8", "nvfp4", "mxfp4", "fp32")
+ROW_PRECISIONS = ("bf16", "fp16", "fp8", "mxfp8", "nvfp4", "mxfp4", "fp32")
 # mechanisms of the engine that a row states, by the name of the field
 ENGINE_COLUMNS = ("attention", "attention_kernel", "pointwise", "dispatch", "tensor_overlap", "loss", "offload")
 TEXTS = ("framework", "attn_impl", "zero_detail", "optimizer", "inter_link")  # as sources write, and not read
@@ -42,7 +42,7 @@ _WORDS: Mapping[str, tuple[str, ...]] = {
     "recompute": ("none", "selective", "full"),
     "outcome": ("ok", "oom"),
     "tflops_kind": ("model", "hardware"),
-    "precision": PRECISIONS,
+    "precision": ROW_PRECISIONS,
     "family": family_names(),
     "engine": engine_names(),
     **{name: get_args(Engine.model_fields[name].annotation) for name in ENGINE_COLUMNS},

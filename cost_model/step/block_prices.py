@@ -21,7 +21,7 @@ from autopar.cost_model.step.experts import (
 )
 from autopar.cost_model.step.layouts import Layouts
 from autopar.cost_model.step.offload import is_on_host
-from autopar.cost_model.step.recomputed_modules import recomputed
+from autopar.cost_model.step.recomputed_modules import module_savings
 from autopar.cost_model.step.saved_bytes import SavedBytes, activations
 from autopar.cost_model.work.block_work import PASSES, BlockWork, Family
 from autopar.ir.arrays import Floats
@@ -108,7 +108,7 @@ def _selective(
     elif kind == "products":
         return whole.forward - whole.attention_forward - whole.products / PASSES / 2
     else:
-        chosen = recomputed(work, role, basis.shape.hidden, kind)
+        chosen = module_savings(work, role, basis.shape.hidden, kind)
         operators, sending = chosen.operators, sent if chosen.sends else sending
     products, others = (tuple(op for op in operators if (op.kind == "memory") is kind) for kind in (False, True))
     part = replace(work, products=products, eager=others, fused=others, sent=())

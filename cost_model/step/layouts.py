@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 from autopar.ir.arrays import Floats
 from autopar.ir.rank_order import ORDERS, strides
 
-RECOMPUTE = ("none", "selective", "full")  # the numbers of `Layouts.recompute`
+RECOMPUTE_MODES = ("none", "selective", "full")  # the numbers of `Layouts.recompute`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Layouts:
     zero: Floats
     micro_batch: Floats  # sequences in one micro-batch of one rank
     micro_batches: Floats  # micro-batches in one rank's step
-    recompute: Floats  # position of the kind in `RECOMPUTE`
+    recompute: Floats  # position of the kind in `RECOMPUTE_MODES`
     data_stride: Floats  # distance in ranks to the next of `data_ranks`
     stage_stride: Floats  # distance in ranks to the next pipeline rank
 

@@ -31,7 +31,7 @@ SAVED_BYTES = 2.0  # of an element that a module saves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recomputed:
+class ModuleSavings:
     """What the backward pass of one block computes again."""
 
     results_bytes: Floats  # freed, in 16 bits
@@ -40,7 +40,7 @@ class Recomputed:
     sends: bool  # ranks exchange again what the feed-forward layer sends
 
 
-def recomputed(work: BlockWork[Any], role: str, hidden: Floats, modules: Collection[Module]) -> Recomputed:
+def module_savings(work: BlockWork[Any], role: str, hidden: Floats, modules: Collection[Module]) -> ModuleSavings:
     """What a list of modules frees in a block of a role, and runs again."""
     before, feed_forward = _around_attention(work)
     experts = [op for op in feed_forward if is_expert_product(op)]
@@ -58,7 +58,7 @@ def recomputed(work: BlockWork[Any], role: str, hidden: Floats, modules: Collect
     moved = np.asarray(2 * norms + activation)
     results = [_result(op) for op in wider] + [np.where(_reads(op, hidden), _result(op), 0.0) for op in layer]
     operands = [np.where(_reads(op, hidden), 0.0, _operand(op)) for op in activated]
-    return Recomputed(
+    return ModuleSavings(
         results_bytes=np.asarray(sum(results)),
         operands_bytes=np.asarray(sum(operands) + sum(_operand(op) for op in rows) + norms),
         operators=(*layer, *wider, *attention, *([_moving(moved)] if np.any(moved > 0) else [])),

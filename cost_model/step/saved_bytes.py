@@ -9,7 +9,7 @@ import numpy as np
 from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.step.layouts import Layouts, Shape
 from autopar.cost_model.step.offload import is_on_host
-from autopar.cost_model.step.recomputed_modules import recomputed
+from autopar.cost_model.step.recomputed_modules import module_savings
 from autopar.cost_model.work.block_work import BlockWork, Family
 from autopar.ir.arrays import Floats
 from autopar.ir.offload import ACTIVATIONS
@@ -86,7 +86,7 @@ def activations(family: Family[Any], shape: Shape, layouts: Layouts, engine: Eng
                 if engine.selective == "products":
                     kept = work.input_bytes + _results(work)
                 else:
-                    modules = recomputed(work, role, shape.hidden, engine.selective)
+                    modules = module_savings(work, role, shape.hidden, engine.selective)
                     freed = modules.results_bytes + (1 - narrow) * modules.operands_bytes
                     kept = whole - freed - (scores if "core_attn" in engine.selective else 0.0)
                 kept = np.minimum(whole, np.maximum(kept, work.input_bytes))

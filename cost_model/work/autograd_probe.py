@@ -25,7 +25,7 @@ from autopar.ir.program import Block
 from autopar.rules.rule import Rule
 
 _META = torch.device("meta")
-ATTENTION = "scaled_dot_product_attention"
+ATTENTION_NAME = "scaled_dot_product_attention"
 _NAMESPACES = ("aten", "autopar", "prims")
 _STATISTICS = ("layer_norm", "group_norm")  # on a GPU their mean and deviation are float32 whatever the input is
 _ALIASES = frozenset(["detach", "alias", "lift_fresh", "empty_like", "empty", "new_empty", "empty_strided"])
@@ -155,7 +155,7 @@ class _Run:
         }
         saved: list[Any] = []
         kernels: list[tuple[Piece, ...]] = []
-        attention = target_name(node.target) == ATTENTION
+        attention = target_name(node.target) == ATTENTION_NAME
         try:
             with _recording(saved), _watching(kernels):
                 out = _attention_output(node) if attention else _call(node, leaves, self.values)

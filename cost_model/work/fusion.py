@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx
 
-from autopar.cost_model.work.autograd_probe import ATTENTION, NodeRun
+from autopar.cost_model.work.autograd_probe import ATTENTION_NAME, NodeRun
 from autopar.cost_model.work.conversion_steps import ConversionStep
 from autopar.cost_model.work.operator_cost import VIEWS, target_name
 from autopar.cost_model.work.polynomials import Expr
@@ -118,7 +118,7 @@ class Flow:
         return name in self.sizes and (self.is_attention(name) or self.sizes[name].bound.rule.flops is not None)
 
     def is_attention(self, name: str) -> bool:
-        return self.operators.get(name) == ATTENTION
+        return self.operators.get(name) == ATTENTION_NAME
 
     def is_layout(self, name: str) -> bool:
         return name in self.layouts

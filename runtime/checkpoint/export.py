@@ -25,7 +25,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class TensorPlace:
     """Where a tensor lies: its file, its first byte, and the number of its bytes."""
 
     file: str
@@ -55,13 +55,13 @@ class Export:
         """Decide the header and the size of each file, and the place of every tensor."""
         names, sizes = list(tensors), [t.nbytes for t in tensors.values()]
         parts = list(parts_of_size(sizes, shard_bytes))
-        self._headers, self._sizes, self._places = dict[str, bytes](), dict[str, int](), dict[str, Place]()
+        self._headers, self._sizes, self._places = dict[str, bytes](), dict[str, int](), dict[str, TensorPlace]()
         self._num_bytes = sum(sizes)
         for number, part in enumerate(parts, 1):
             file = f"model-{number:05d}-of-{len(parts):05d}.safetensors" if len(parts) > 1 else "model.safetensors"
             here = {names[index]: tensors[names[index]] for index in part}
             self._headers[file], begins = header_of({n: (t.dtype, t.shape) for n, t in here.items()}, {"format": "pt"})
-            self._places |= {n: Place(file=file, at=at, num_bytes=here[n].nbytes) for n, at in begins.items()}
+            self._places |= {n: TensorPlace(file=file, at=at, num_bytes=here[n].nbytes) for n, at in begins.items()}
             self._sizes[file] = len(self._headers[file]) + sum(t.nbytes for t in here.values())
 
     def begin(self) -> None:
@@ -106,7 +106,7 @@ class Export:
         if failure is not None:
             raise CheckpointError(f"{self._root} cannot be written: {failure.strerror or failure}")
 
-    def _write_one(self, place: Place, value: torch.Tensor) -> None:
+    def _write_one(self, place: TensorPlace, value: torch.Tensor) -> None:
         assert value.nbytes == place.num_bytes, (place, value.shape, value.dtype)
         descriptor = os.open(self._partial / place.file, os.O_WRONLY)
         try:

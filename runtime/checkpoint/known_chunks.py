@@ -39,7 +39,7 @@ class KnownChunks:
         return shards
 
 
-class HostCopies:
+class ChunkCopies:
     """Copies of chunks in host memory, which the next copies overwrite."""
 
     def __init__(self) -> None:

@@ -104,7 +104,7 @@ def refuse_differences(
     weights_only: bool,
 ) -> None:
     """Raise `CheckpointError` on all ranks with all differences, of optimizers their classes and groups. Collective."""
-    own_state = (described(tensors), [optimizers.group_names(o, named) for o in given], tuple(sorted(extra_names)))
+    own_state = (descriptions(tensors), [optimizers.group_names(o, named) for o in given], tuple(sorted(extra_names)))
     ranks = gather_objects(own_state, checkpoint.group)
     expected = {name: d for held, _, _ in ranks for name, d in held.items()}
     problems = tensor_differences(checkpoint.manifest, expected, ("model", "buffers"))
@@ -132,7 +132,7 @@ def refuse_differences(
         )
 
 
-def described(tensors: Mapping[str, FlatShards]) -> dict[str, Description]:
+def descriptions(tensors: Mapping[str, FlatShards]) -> dict[str, Description]:
     """The dtype and the global shape of each tensor. Empty tensors are not part of a checkpoint."""
     return {name: (dtype_name(t.dtype), tuple(t.shape)) for name, t in tensors.items() if t.numel()}
 
@@ -151,7 +151,7 @@ def tensor_differences(
     return problems
 
 
-def plain_tensors(checkpoint: Checkpoint, plain: Any) -> dict[str, torch.Tensor]:
+def memory_of_plain(checkpoint: Checkpoint, plain: Any) -> dict[str, torch.Tensor]:
     """The tensors in plain data. A file of the checkpoint holds their bytes, so they are not larger. Collective."""
     tensors: dict[str, torch.Tensor] = {}
     for name in tensors_named(plain):
@@ -185,7 +185,7 @@ def load_optimizers(
     saved = checkpoint.optimizers()
     options = [group.options for o in saved for group in o.groups]
     values = [value for o in saved for keys in o.state.values() for value in keys.values()]
-    memory = plain_tensors(checkpoint, [*options, *values])
+    memory = memory_of_plain(checkpoint, [*options, *values])
     tensors: dict[str, FlatShards] = {}
 
     def prepare() -> dict[str, Description]:
@@ -193,7 +193,7 @@ def load_optimizers(
             optimizers.set_options(optimizer, state, memory)
             optimizers.prepare_state(optimizer, state, named, memory)
             tensors.update(optimizers.state_tensors(optimizer, index, named, held, known, state.state))
-        return described(tensors)
+        return descriptions(tensors)
 
     expected = {name: d for each in run_on_all_ranks(prepare, checkpoint.group) for name, d in each.items()}
     sections = [f"optimizer.{index}" for index in range(len(saved))]
@@ -211,6 +211,6 @@ def load_optimizers(
 def read_extra(checkpoint: Checkpoint, names: Sequence[str]) -> tuple[dict[str, Any], list[Any]]:
     """The extra data of a checkpoint, and the state of some objects, each of its own. Collective."""
     encoded = checkpoint.extra()
-    memory = plain_tensors(checkpoint, list(encoded.values()))
+    memory = memory_of_plain(checkpoint, list(encoded.values()))
     values = {name: decode(value, memory) for name, value in encoded.items()}
     return values, [decode(encoded[name], memory) for name in names]

@@ -20,7 +20,7 @@ from autopar.files.strict_text import read_json
 from autopar.runtime.checkpoint.folder import MANIFEST, StepFolder, write_durably
 
 FORMAT = 1
-MAX_BYTES = 1 << 30
+MAX_MANIFEST_BYTES = 1 << 30
 MAX_DEPTH = 100
 ITEM_BYTES = {
     "complex128": 16,
@@ -93,7 +93,7 @@ def read_manifest(folder: StepFolder) -> Manifest:
     path = folder.path / MANIFEST
     if path.is_symlink():
         raise CheckpointError(f"{path} is a link; a checkpoint holds its own files")
-    content, problems = read_json(path, max_bytes=MAX_BYTES)
+    content, problems = read_json(path, max_bytes=MAX_MANIFEST_BYTES)
     if problems:
         raise CheckpointError(f"the checkpoint {folder.path} cannot be read", problems)
     if not isinstance(content, dict) or content.keys() != {"sha256", "manifest"}:

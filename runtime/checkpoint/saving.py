@@ -27,7 +27,7 @@ from autopar._version import __version__
 from autopar.errors import CheckpointError, InputError
 from autopar.files.lock import FolderLock, take_lock
 from autopar.runtime.checkpoint.folder import new_partial, parsed, publish, remove_old
-from autopar.runtime.checkpoint.known_chunks import HostCopies, KnownChunks
+from autopar.runtime.checkpoint.known_chunks import ChunkCopies, KnownChunks
 from autopar.runtime.checkpoint.manifest import FORMAT, Manifest, write_manifest
 from autopar.runtime.checkpoint.optimizers import SavedOptimizer, merged
 from autopar.runtime.checkpoint.storage import Key, Written, chunks_to_write, entries_of, held_chunks, write_chunks
@@ -78,7 +78,7 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="autopar-save")  # starting a thread would wait for it
         self._pending: Future[None] | None = None
         self._failure: CheckpointError | None = None
-        self._copies = HostCopies()
+        self._copies = ChunkCopies()
         self.known = KnownChunks()
 
     @property

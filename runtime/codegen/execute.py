@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.capture.passes.constants import on_device
+from autopar.capture.passes.constants import with_device
 from autopar.ir.program import CallSite, Constants, Program
 from autopar.ir.sharding import Dims, Mesh
 from autopar.lowering.local_graph import LocalGraph
@@ -55,7 +55,7 @@ def _with_device(graph: fx.Graph, device: str) -> fx.Graph:
     copy.output(copy.graph_copy(graph, {}))
     for node in copy.nodes:
         if "device" in node.kwargs:
-            node.kwargs = on_device(node.kwargs, device)
+            node.kwargs = with_device(node.kwargs, device)
     return copy
 
 

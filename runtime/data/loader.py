@@ -7,7 +7,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from autopar.errors import Problem, RuntimeInputError, did_you_mean
-from autopar.runtime.data.parts import Collate, MapParts, Part, Parts, Split, StreamParts, state_of
+from autopar.runtime.data.parts import Collate, MapParts, Parts, RankPart, Split, StreamParts, state_of
 from autopar.runtime.data.reading import read_parts
 
 MAX_SEED = 2**63 - 1
@@ -190,7 +190,7 @@ class ParallelLoader:
                 "drop_last=True, which leaves them out of the epoch"
             )
 
-    def _read(self) -> Iterator[Part]:
+    def _read(self) -> Iterator[RankPart]:
         options = self._options
         common = {
             "source": self._source, "collate": options.collate_fn, "split": self._split, "seed": options.seed,

@@ -20,7 +20,7 @@ from autopar.errors import RuntimeInputError
 from autopar.runtime.data.order import SampleOrder, number_of, seed_draws
 
 Collate = Callable[[list[Any]], Any]
-Part = tuple[Any, int, Any]  # this rank's batch, the place after the global batch, the dataset's state there
+RankPart = tuple[Any, int, Any]  # this rank's batch, the place after the global batch, the dataset's state there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class Split:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts(IterableDataset[Part]):
+class Parts(IterableDataset[RankPart]):
     """The parts of one rank from place `offset` of an epoch on."""
 
     source: Any
@@ -59,12 +59,12 @@ class Parts(IterableDataset[Part]):
     epoch: int
     offset: int
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[RankPart]:
         worker = get_worker_info()
         return self.parts(*(0, 1) if worker is None else (worker.id, worker.num_workers))
 
     @abstractmethod
-    def parts(self, worker: int, num_workers: int) -> Iterator[Part]:
+    def parts(self, worker: int, num_workers: int) -> Iterator[RankPart]:
         """The parts that one worker makes."""
 
 
@@ -74,7 +74,7 @@ class MapParts(Parts):
 
     shuffle: bool
 
-    def parts(self, worker: int, num_workers: int) -> Iterator[Part]:
+    def parts(self, worker: int, num_workers: int) -> Iterator[RankPart]:
         length = len(self.source)
         order = SampleOrder(length=length, seed=self.seed, epoch=self.epoch, shuffle=self.shuffle)
         first = self.offset
@@ -106,7 +106,7 @@ class StreamParts(Parts):
 
     state: Any = None
 
-    def parts(self, worker: int, num_workers: int) -> Iterator[Part]:
+    def parts(self, worker: int, num_workers: int) -> Iterator[RankPart]:
         split, first = self.split, self.offset
         rows = split.even_rows(split.global_batch)  # the batch may end before them
         with private.outside_of_workers():

@@ -14,12 +14,12 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from autopar.runtime.data.order import undisturbed
-from autopar.runtime.data.parts import Part, Parts, StreamParts, is_stateful
+from autopar.runtime.data.parts import Parts, RankPart, StreamParts, is_stateful
 
 _POSITION = "autopar position"
 
 
-def read_parts(parts: Parts, **workers: Any) -> Iterator[Part]:
+def read_parts(parts: Parts, **workers: Any) -> Iterator[RankPart]:
     """The parts of a rank, read as `workers` says. The loop around them draws the same random numbers as without."""
     options = {
         "batch_size": None,
@@ -33,7 +33,7 @@ def read_parts(parts: Parts, **workers: Any) -> Iterator[Part]:
     return items if workers["num_workers"] else undisturbed(items)
 
 
-def _reported(parts: StreamParts, options: Mapping[str, Any]) -> Iterator[Part] | None:
+def _reported(parts: StreamParts, options: Mapping[str, Any]) -> Iterator[RankPart] | None:
     """The parts through torchdata, with the positions that its loader gives. None without torchdata."""
     try:
         from torchdata.stateful_dataloader import StatefulDataLoader
@@ -42,7 +42,7 @@ def _reported(parts: StreamParts, options: Mapping[str, Any]) -> Iterator[Part] 
     return _with_positions(StatefulDataLoader(_PlainParts(parts), snapshot_every_n_steps=1, **options))
 
 
-def _with_positions(loader: Any) -> Iterator[Part]:
+def _with_positions(loader: Any) -> Iterator[RankPart]:
     for batch, place in loader:
         position, state = max(_positions(loader.state_dict()), key=lambda position: position[0])
         assert position == place, f"torchdata gives the position {position} for a part that ends at {place}"
@@ -73,7 +73,7 @@ class _ReportedIterator(Iterator[tuple[Any, int]]):
     """torchdata's `Stateful` iterator. A position is a tuple: of dicts torchdata sends changed entries only."""
 
     _position: tuple[int, Any]
-    _items: Iterator[Part]
+    _items: Iterator[RankPart]
 
     def __init__(self, parts: StreamParts) -> None:
         self._parts = parts

@@ -57,7 +57,7 @@ def run_on_first_rank(action: Callable[[], _T], group: dist.ProcessGroup | None 
     return cast(_T, result)
 
 
-def agreed(action: Callable[[], _T]) -> _T:
+def on_all_ranks(action: Callable[[], _T]) -> _T:
     """The result of this rank's action. The first rank's `AutoparError` is raised on every rank. Collective."""
     results: list[_T] = []
     run_on_all_ranks(lambda: results.append(action()))

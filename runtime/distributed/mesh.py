@@ -266,7 +266,7 @@ def group_of_stages(mesh: RankMesh, stage_ranks: tuple[int, ...]) -> dist.Proces
     return _group_of_stages(stage_ranks, mesh.pipeline.stride, mesh.pipeline.degree, dist.group.WORLD)
 
 
-def group_of_messages(pipeline: MeshDim) -> dist.ProcessGroup:
+def pipeline_messages(pipeline: MeshDim) -> dist.ProcessGroup:
     """The group of messages, of its own if collectives are checked: the check counts messages. Collective."""
     if dist.get_debug_level() != dist.DebugLevel.DETAIL:  # type: ignore[attr-defined]
         return pipeline.group

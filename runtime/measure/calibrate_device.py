@@ -18,7 +18,7 @@ from statistics import median
 import torch
 from torch.nn import functional as F
 
-from autopar.ir.samples import Part, Work
+from autopar.ir.samples import Work, WorkPart
 
 Runnable = Callable[[], object]
 FEWEST_ROUNDS, MOST_ROUNDS, MOST_REPEATS = 3, 9, 2000
@@ -157,7 +157,7 @@ def _ordered(works: Iterator[Work]) -> list[Work]:
     return sorted(works, key=lambda work: work.amount)
 
 
-def _work(part: Part, name: str, amount: float, **numbers: float) -> Work:
+def _work(part: WorkPart, name: str, amount: float, **numbers: float) -> Work:
     return Work(part=part, name=name, amount=amount, numbers=numbers)
 
 

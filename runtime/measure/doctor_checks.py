@@ -19,7 +19,7 @@ from autopar.ir.sharding import Mesh
 from autopar.lowering import functions
 from autopar.runtime.distributed.mesh import MeshDim, RankMesh, make_mesh
 
-Parts = list[torch.Tensor]  # one tensor for each rank of a mesh dimension
+RankTensors = list[torch.Tensor]  # one tensor for each rank of a mesh dimension
 _DTYPES = {torch.float64: 512, torch.float32: 512, torch.bfloat16: 2}  # and the bound of the drawn integers
 FSDP_TOLERANCE = 1e-12  # of float64, relative to the largest value
 WIDTH, STEPS, RATE = 16, 2, 1e-3
@@ -36,39 +36,39 @@ class Difference:
 
 # The result of a primitive on every rank's tensor, computed by one rank. Arguments: parts, dim, to.
 
-Reference = Callable[[Parts, int, int], Parts]
+Reference = Callable[[RankTensors, int, int], RankTensors]
 
 
-def _nothing(parts: Parts, dim: int, to: int) -> Parts:
+def _nothing(parts: RankTensors, dim: int, to: int) -> RankTensors:
     return parts
 
 
-def _all_reduce(parts: Parts, dim: int, to: int) -> Parts:
+def _all_reduce(parts: RankTensors, dim: int, to: int) -> RankTensors:
     return [torch.stack(parts).sum(0)] * len(parts)
 
 
-def _reduce_scatter(parts: Parts, dim: int, to: int) -> Parts:
+def _reduce_scatter(parts: RankTensors, dim: int, to: int) -> RankTensors:
     return list(torch.stack(parts).sum(0).chunk(len(parts), dim))
 
 
-def _all_gather(parts: Parts, dim: int, to: int) -> Parts:
+def _all_gather(parts: RankTensors, dim: int, to: int) -> RankTensors:
     return [torch.cat(parts, dim)] * len(parts)
 
 
-def _slice(parts: Parts, dim: int, to: int) -> Parts:
+def _slice(parts: RankTensors, dim: int, to: int) -> RankTensors:
     return [part.chunk(len(parts), dim)[rank] for rank, part in enumerate(parts)]
 
 
-def _place(parts: Parts, dim: int, to: int) -> Parts:
+def _place(parts: RankTensors, dim: int, to: int) -> RankTensors:
     zero = torch.zeros_like(parts[0])
     return [torch.cat([p if r == rank else zero for r in range(len(parts))], dim) for rank, p in enumerate(parts)]
 
 
-def _first_keeps(parts: Parts, dim: int, to: int) -> Parts:
+def _first_keeps(parts: RankTensors, dim: int, to: int) -> RankTensors:
     return [part if rank == 0 else torch.zeros_like(part) for rank, part in enumerate(parts)]
 
 
-def _all_to_all(parts: Parts, dim: int, to: int) -> Parts:
+def _all_to_all(parts: RankTensors, dim: int, to: int) -> RankTensors:
     chunks = [part.chunk(len(parts), to) for part in parts]
     return [torch.cat([chunk[rank] for chunk in chunks], dim) for rank in range(len(parts))]
 
@@ -138,7 +138,7 @@ def check_conversion(row: ConversionCase, groups: dict[str, MeshDim], device: to
         yield Difference(name=f"backward on {detail}", error=_apart(x.grad, wanted))
 
 
-def _drawn(shape: Sequence[int], num_ranks: int, high: int, generator: torch.Generator) -> Parts:
+def _drawn(shape: Sequence[int], num_ranks: int, high: int, generator: torch.Generator) -> RankTensors:
     values = (torch.randint(-high, high + 1, tuple(shape), generator=generator) for _ in range(num_ranks))
     return [value.to(torch.float64) for value in values]
 

@@ -21,7 +21,7 @@ from autopar.capture.micro_batches import Extreme, extreme_of
 from autopar.errors import short_repr
 from autopar.ir.program import Decision, Program
 from autopar.runtime.distributed.mesh import named_ranks
-from autopar.runtime.model.known_code import KnownCode, Part, Values
+from autopar.runtime.model.known_code import BatchValues, CallPart, KnownCode
 
 _REL_TOLERANCE = 1e-6  # of a number with a fraction: ranks sum in another order
 Found = tuple[float, ...]  # the numbers that a batch gives to one decision
@@ -34,7 +34,7 @@ class DecisionCheck:
         self._program, self._code, self._per_micro_batch = program, code, per_micro_batch
 
     @cached_property
-    def _parts(self) -> list[Part]:
+    def _parts(self) -> list[CallPart]:
         return self._code.parts(results=[decision.name for decision in self._program.decisions])
 
     @cached_property
@@ -43,7 +43,7 @@ class DecisionCheck:
         return [None if self._per_micro_batch else extreme_of(self._program, name) for name in names]
 
     @torch.no_grad()
-    def values(self, micro_batches: Sequence[Values], constants: Values) -> list[list[Found]]:
+    def values(self, micro_batches: Sequence[BatchValues], constants: BatchValues) -> list[list[Found]]:
         """What a step gives to decisions, up to the first that differs; perhaps for each micro-batch. Collective."""
         rows = []
         for micro_batch in micro_batches:

@@ -28,10 +28,10 @@ from autopar.capture.value_range import ValueRange
 from autopar.errors import RuntimeInputError
 from autopar.ir.program import Program
 from autopar.runtime.distributed.mesh import named_ranks, ranks_by
-from autopar.runtime.model.known_code import KnownCode, Part, Values
+from autopar.runtime.model.known_code import BatchValues, CallPart, KnownCode
 
 MAX_NAMED = 3  # indices that a message names
-Exchange = Callable[[Sequence[int]], list[list[int]]]  # from this rank's numbers to those of every rank
+NumberExchange = Callable[[Sequence[int]], list[list[int]]]  # from this rank's numbers to those of every rank
 
 
 class IndexCheck:
@@ -39,9 +39,9 @@ class IndexCheck:
 
     def __init__(self, program: Program, code: KnownCode) -> None:
         self._program, self._code = program, code
-        self._checked: Values | None = None  # the constants of the last check
+        self._checked: BatchValues | None = None  # the constants of the last check
         self._is_sufficient = False
-        self._parts: dict[int, list[Part]] = {}
+        self._parts: dict[int, list[CallPart]] = {}
 
     @cached_property
     def _lookups(self) -> tuple[Lookup, ...]:
@@ -56,14 +56,14 @@ class IndexCheck:
         """A number for every bounded input that its lookups allow, for the rows that a short batch is padded with."""
         return {name: int(max(allowed.low, min(0, allowed.high - 1))) for name, allowed in self._safe.ranges.items()}
 
-    def is_unsure(self, batch: Values, constants: Values) -> bool:
+    def is_unsure(self, batch: BatchValues, constants: BatchValues) -> bool:
         """Whether an index of this rank's batch could be outside of its table."""
         if constants is not self._checked or not self._is_sufficient:
             return True
         return _any_outside(self._safe.ranges, batch)
 
     @torch.no_grad()
-    def check(self, micro_batches: Sequence[Values], constants: Values, exchange: Exchange) -> None:
+    def check(self, micro_batches: Sequence[BatchValues], constants: BatchValues, exchange: NumberExchange) -> None:
         """Raise `RuntimeInputError` on all ranks if an index of any rank is outside of its table. Collective."""
         for depth in sorted({lookup.depth for lookup in self._lookups}):
             first = self._first_outside(depth, micro_batches, constants)
@@ -73,7 +73,9 @@ class IndexCheck:
         self._checked = constants
         self._is_sufficient = self._safe.is_complete and not _any_outside(self._safe.ranges, constants)
 
-    def _first_outside(self, depth: int, micro_batches: Sequence[Values], constants: Values) -> tuple[int, int]:
+    def _first_outside(
+        self, depth: int, micro_batches: Sequence[BatchValues], constants: BatchValues
+    ) -> tuple[int, int]:
         """A lookup, from 1 on, and its first index outside, or zeros. All parts run, for their collectives."""
         first = (0, 0)
         for micro_batch in micro_batches:
@@ -88,14 +90,14 @@ class IndexCheck:
     def _inputs(self, depth: int) -> set[str]:
         return {name for lookup in self._lookups if lookup.depth == depth for name in lookup.inputs}
 
-    def _parts_of(self, depth: int) -> list[Part]:
+    def _parts_of(self, depth: int) -> list[CallPart]:
         """The code that computes all indices of one depth, call by call."""
         if depth not in self._parts:
             self._parts[depth] = self._code.parts([lookup for lookup in self._lookups if lookup.depth == depth])
         return self._parts[depth]
 
 
-def _any_outside(ranges: Mapping[str, ValueRange], values: Values) -> bool:
+def _any_outside(ranges: Mapping[str, ValueRange], values: BatchValues) -> bool:
     return any(first_outside(values[name], allowed) is not None for name, allowed in ranges.items() if name in values)
 
 

@@ -15,7 +15,7 @@ _MAX_CHARS = 80  # of a value in a message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class RankBatch:
     """One rank's batch as it was `given`: tensors by input name, its number of sequences, and its problems."""
 
     given: Mapping[str, Any] | Sequence[Any]
@@ -33,7 +33,7 @@ def read_batch(
     any_shape: bool,
     casts: bool = False,
     optional: Collection[str] = (),
-) -> Batch:
+) -> RankBatch:
     """The tensors of a batch by input name. The batch dimension may have any size, the others only if `any_shape`."""
     problems: list[str] = []
     form, given = program, _given(program, batch, problems)
@@ -75,7 +75,7 @@ def read_batch(
     if len(set(counts.values())) > 1:
         problems.append(f"inputs hold different numbers of sequences: {counts}")
     sequences = next(iter(counts.values()), 0)
-    return Batch(given=batch, form=form, tensors=tensors, sequences=sequences, problems=tuple(problems))
+    return RankBatch(given=batch, form=form, tensors=tensors, sequences=sequences, problems=tuple(problems))
 
 
 def with_optional(program: Program, given: dict[str, Any], optional: Collection[str]) -> tuple[Program, dict[str, Any]]:
@@ -169,7 +169,7 @@ def sequences_to_run(
 
 
 def pad_batch(
-    batch: Batch,
+    batch: RankBatch,
     sequences: int,
     ignored: Mapping[str, int],
     fillers: Mapping[str, torch.Tensor],
@@ -196,7 +196,7 @@ def pad_batch(
     return padded
 
 
-def first_rows(batch: Batch) -> dict[str, torch.Tensor]:
+def first_rows(batch: RankBatch) -> dict[str, torch.Tensor]:
     """The first sequence of every input, for ranks whose next batch is empty."""
     dims = {info.name: info.batch_dim for info in batch.form.inputs}
     return {n: t.detach().narrow(d, 0, 1).clone() for n, t in batch.tensors.items() if (d := dims[n]) is not None}

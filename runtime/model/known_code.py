@@ -19,11 +19,11 @@ from autopar.lowering.local_graph import LocalGraph, local_graph
 from autopar.runtime.codegen.execute import graph_module
 from autopar.runtime.distributed.mesh import RankMesh
 
-Values = Mapping[str, torch.Tensor]
+BatchValues = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class CallPart:
     """A call of a block, cut to some of its results, and to the indices of some lookups."""
 
     call: CallSite
@@ -53,7 +53,7 @@ class KnownCode:
         self._mesh, self.device = mesh, device
         self._generated: dict[int, LocalGraph] = {}
 
-    def parts(self, lookups: Sequence[Lookup] = (), results: Collection[str] = ()) -> list[Part]:
+    def parts(self, lookups: Sequence[Lookup] = (), results: Collection[str] = ()) -> list[CallPart]:
         """The code that computes the indices of lookups and some results, call by call."""
         wanted = set(results)
         parts = []
@@ -65,7 +65,7 @@ class KnownCode:
                 wanted |= parts[-1].arguments
         return parts[::-1]
 
-    def _part(self, call: CallSite, lookups: tuple[Lookup, ...], results: tuple[str, ...]) -> Part:
+    def _part(self, call: CallSite, lookups: tuple[Lookup, ...], results: tuple[str, ...]) -> CallPart:
         block = self._program.blocks[call.block]
         if call.block not in self._generated:
             labels, plan = self._plan.blocks[call.block], self._plan
@@ -79,7 +79,7 @@ class KnownCode:
         nodes += [generated.operands[lookup.node.name, lookup.index.name] for lookup in lookups]
         dims = {name: self._mesh.dims[name] for name in generated.mesh_dims}
         module = graph_module(_cut(generated.graph, nodes), f"Known{call.block}", dims)
-        return Part(call=call, module=module, results=results, lookups=lookups)
+        return CallPart(call=call, module=module, results=results, lookups=lookups)
 
 
 def _cut(graph: fx.Graph, outputs: Sequence[fx.Node]) -> fx.Graph:

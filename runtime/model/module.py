@@ -23,7 +23,7 @@ from autopar.runtime.model.outputs import StepLoss, refuse_autocast, refuse_move
 from autopar.runtime.model.pipeline import refuse_compiling
 from autopar.runtime.model.preflight_check import STEP
 from autopar.runtime.model.running import COMPARED
-from autopar.runtime.parameters.grad_scaler import adopted, settings_of
+from autopar.runtime.parameters.grad_scaler import adopted, scaler_settings
 from autopar.runtime.parameters.whole_values import whole_of
 from autopar.runtime.profile.trace_step import trace_step
 
@@ -201,7 +201,7 @@ class ParallelModel(CheckpointedModel):
         """
         refuse_autocast(self.device.type)
         degrees = self.plan.degrees
-        compiled, micro_batches, _ = self._prepared(batch, STEP, degrees.num_micro_batches, settings_of(scaler))
+        compiled, micro_batches, _ = self._prepared(batch, STEP, degrees.num_micro_batches, scaler_settings(scaler))
         compiled.code_modules(outputs=False)
         denominators = self._denominators(compiled, micro_batches)
         values = [rows | more for rows, more in zip(micro_batches, denominators, strict=True)]

@@ -25,10 +25,10 @@ from autopar.ir.schedules.action import Action
 from autopar.ir.schedules.registry import SCHEDULES, actions
 from autopar.ir.stages import Stage, recomputed_calls, separates
 from autopar.runtime.distributed.hang_report import Place, frames_of, rank_position
-from autopar.runtime.distributed.mesh import MeshDim, group_of_messages
+from autopar.runtime.distributed.mesh import MeshDim, pipeline_messages
 from autopar.runtime.model import zero
 from autopar.runtime.model.compiled import CompiledProgram
-from autopar.runtime.model.outputs import wide
+from autopar.runtime.model.outputs import in_float32
 from autopar.runtime.model.stage import StageModule
 
 _Values = dict[str, Any]
@@ -162,7 +162,9 @@ class Pipeline:
     ) -> None:
         stages, loss = compiled.stages, compiled.program.loss
         self.place = Place(degrees=degrees, pipeline=pipeline)
-        self.no_loss = wide(torch.zeros((), dtype=value_infos(compiled.program)[loss].dtype, device=compiled.device))
+        self.no_loss = in_float32(
+            torch.zeros((), dtype=value_infos(compiled.program)[loss].dtype, device=compiled.device)
+        )
         self.count = degrees.micro_batches if trains else 1
         order = _there_and_back(degrees)
         if trains:
@@ -182,7 +184,7 @@ class Pipeline:
                 device,
                 input_args=_metas(compiled, stage.receives),
                 output_args=sent,
-                group=group_of_messages(pipeline),
+                group=pipeline_messages(pipeline),
                 degrees=degrees,
                 separates=separates(compiled.program, stage, recomputed),
             )
@@ -258,7 +260,7 @@ def _metas(compiled: CompiledProgram, names: Sequence[str]) -> tuple[torch.Tenso
 
 def _loss_meta(compiled: CompiledProgram) -> tuple[torch.Tensor]:
     (meta,) = _metas(compiled, (compiled.program.loss,))
-    return (wide(meta.detach()).requires_grad_(meta.requires_grad),)
+    return (in_float32(meta.detach()).requires_grad_(meta.requires_grad),)
 
 
 def refuse_compiling(degrees: Degrees) -> None:

@@ -26,7 +26,7 @@ from autopar.ir.program import InputInfo
 from autopar.runtime.checkpoint.saving import Saver
 from autopar.runtime.distributed.mesh import RankMesh, ranks_by
 from autopar.runtime.distributed.mesh import named_ranks as _ranks
-from autopar.runtime.model.inputs import Batch, batch_error
+from autopar.runtime.model.inputs import RankBatch, batch_error
 from autopar.runtime.parameters.grad_scaler import SAME_SETTINGS
 
 _KINDS = (
@@ -57,7 +57,7 @@ class PreflightCheck:
         self._group = dist.new_group(backend="gloo", timeout=private.group_timeout()) if on_gpu else None
 
     def check(
-        self, kind: int, training: bool, step: int, batch: Batch, unsure: bool, scaler: str = "", change: str = ""
+        self, kind: int, training: bool, step: int, batch: RankBatch, unsure: bool, scaler: str = "", change: str = ""
     ) -> tuple[list[int], bool]:
         """Every rank's number of sequences, and whether one is unsure of indices. Raises on all ranks."""
         kind = NOT_SAVED if self.saver.has_failed else kind

@@ -19,7 +19,7 @@ from autopar.ir.program import Decision, Program
 from autopar.ir.storage import Storage
 from autopar.runtime.distributed.broadcast import gather_objects
 from autopar.runtime.model.compiled import CompiledProgram
-from autopar.runtime.model.inputs import Batch, with_sequences
+from autopar.runtime.model.inputs import RankBatch, with_sequences
 
 MAX_SHAPES = 16
 _logger = logging.getLogger("autopar")
@@ -31,7 +31,7 @@ _Key = tuple[bool, tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]]
 class Wanted:
     """A batch to run: micro-batches, also padded with other numbers, mode, doubt about indices, and known decisions."""
 
-    batch: Batch
+    batch: RankBatch
     pieces: Pieces
     padded: Callable[[Mapping[str, int]], Pieces]
     training: bool
@@ -116,7 +116,7 @@ class ShapeCache:
             self._kept.remove(next(pair for pair in self._kept if pair[1] is not self.base))
             self._warn()
 
-    def is_unsure(self, batch: Batch, micro_batches: int, training: bool) -> bool:
+    def is_unsure(self, batch: RankBatch, micro_batches: int, training: bool) -> bool:
         """Whether an index of this rank's batch could be outside of its table, in the program that it will run in."""
         if batch.problems:
             return False

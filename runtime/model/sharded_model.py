@@ -28,7 +28,7 @@ from autopar.runtime.offload.backward_step import BackwardStep
 from autopar.runtime.offload.host_memory import HostCopies, HostParameters
 from autopar.runtime.parameters.flat_shards import as_shards
 from autopar.runtime.parameters.gradients import gradient_norm, local_gradient, nonfinite_error, sum_over
-from autopar.runtime.parameters.initial import Parts
+from autopar.runtime.parameters.initial import InitialParts
 from autopar.runtime.parameters.packed import complete_gradients, join_packed, names_of_state
 from autopar.runtime.parameters.placement import make_parameter, whole_placement
 from autopar.runtime.parameters.user_view import (
@@ -80,7 +80,7 @@ class ShardedModel(nn.Module):
         stages = self.base.stages
         self.ties = TiedParameters(stages_by_parameter(program, stages), plan.degrees, mesh)
         self.stages = nn.ModuleDict()
-        parts = Parts(program, plan, mesh, source, sent=sent)
+        parts = InitialParts(program, plan, mesh, source, sent=sent)
         for stage in stages:
             if (at := plan.degrees.rank_of_stage(stage.index)) == mesh.stage_rank:
                 self.stages[str(stage.index)] = self._stage_module(stage, parts)
@@ -99,7 +99,7 @@ class ShardedModel(nn.Module):
         infos = program.every_parameter
         self._summed = {p: summed_dtype(infos[n].dtype, plan.degrees) for n, p in self._computed()}
 
-    def _stage_module(self, stage: Stage, parts: Parts) -> StageModule:
+    def _stage_module(self, stage: Stage, parts: InitialParts) -> StageModule:
         zero_dims: dict[nn.Parameter, int | None] = {}
 
         def fill(module: nn.Module, names: Mapping[str, Storage]) -> None:
@@ -127,7 +127,9 @@ class ShardedModel(nn.Module):
         """The modules that each hold the parameters of one call of a block, in order."""
         return [segment for module in self.stage_modules().values() for segment in module.segments]
 
-    def _fill(self, module: nn.Module, names: Mapping[str, Storage], parts: Parts) -> dict[nn.Parameter, int | None]:
+    def _fill(
+        self, module: nn.Module, names: Mapping[str, Storage], parts: InitialParts
+    ) -> dict[nn.Parameter, int | None]:
         """Register parameters on a module; returns the dimension of each that ZeRO shards."""
         zero_dims = dict[nn.Parameter, int | None]()
         for name, storage in names.items():

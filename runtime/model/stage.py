@@ -25,7 +25,7 @@ from autopar.runtime.parameters.placement import ComputeCopies, local_value, rel
 from autopar.runtime.profile.timeline import range_name
 
 
-class Segment(nn.Module):
+class CompiledSegment(nn.Module):
     """The parameters of one call of a block in training, gathered while code that needs them runs."""
 
     def __init__(self, names: Mapping[str, Storage], copies: ComputeCopies) -> None:
@@ -103,7 +103,7 @@ class StageModule(nn.Module):
         fill(self, self.shared)
 
     def _add_segment(self, names: Sequence[str], fill: Callable[[nn.Module, Mapping[str, Storage]], None]) -> None:
-        segment = Segment(named := {name: self.placements[name] for name in names}, self.copies)
+        segment = CompiledSegment(named := {name: self.placements[name] for name in names}, self.copies)
         fill(segment, named)
         self.segment_of |= dict.fromkeys(names, len(self.segments))
         self.segments.append(segment)

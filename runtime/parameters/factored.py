@@ -34,7 +34,7 @@ from autopar.runtime.parameters.whole_values import (
     ShownTensor,
     as_plain_number,
     first_of,
-    refuse_compiling,
+    refuse_compiled_parts,
     replicated,
     whole_of,
 )
@@ -97,7 +97,7 @@ class FactoredTensor(ShownTensor, DTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        refuse_compiling()
+        refuse_compiled_parts()
         if any(issubclass(kind, ShownTensor) and not issubclass(kind, FactoredTensor) for kind in types):
             return NotImplemented  # the other operand knows how
         with private.without_torch_function():
@@ -126,7 +126,7 @@ class FactoredTensor(ShownTensor, DTensor):
         for x in row:
             if isinstance(x, torch.Tensor) and x.dim():
                 x = _as_stored(x, like)
-                if not (isinstance(x, DTensor) and private.same_layout(x, like)):
+                if not (isinstance(x, DTensor) and private.same_spec(x, like)):
                     return None
             cells.append(x)
         return cells
@@ -140,7 +140,7 @@ class FactoredTensor(ShownTensor, DTensor):
         if name in TO_ONE_NUMBER or any(like is not None and like.has_two_meshes for like in likes):
             result = private.pytree.tree_map(as_plain_number, result)
         for x, like in zip(result if isinstance(result, (list, tuple)) else [result], likes, strict=False):
-            if like is not None and type(x) is DTensor and private.same_layout(x, like):
+            if like is not None and type(x) is DTensor and private.same_spec(x, like):
                 shown(x, like.model_shape)
         return result
 
@@ -181,7 +181,7 @@ def _local(operand: Any) -> Any:
 
 def _as_stored(value: torch.Tensor, like: FactoredTensor) -> torch.Tensor:
     """A whole value of the model's shape as it would be stored. A tensor that is no DTensor is whole on every rank."""
-    is_stored_alike = isinstance(value, DTensor) and private.same_layout(value, like)  # a gradient as it was summed
+    is_stored_alike = isinstance(value, DTensor) and private.same_spec(value, like)  # a gradient as it was summed
     if isinstance(value, FactoredTensor) or is_stored_alike or value.shape != like.model_shape:
         return value
     plain = stored(like)

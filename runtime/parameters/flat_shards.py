@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar._torch.private import local_shape_and_offset
 
-Chunk = tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]  # offsets, sizes, this rank's values
+ShardPiece = tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]  # offsets, sizes, this rank's values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class FlatRows:
     dim: int = 0
     start: int = 0
 
-    def chunks(self) -> Iterator[Chunk]:
+    def chunks(self) -> Iterator[ShardPiece]:
         for offsets, sizes, values in _flat_chunks(self.tensor, self.shape):
             yield tuple(o + self.start * (d == self.dim) for d, o in enumerate(offsets)), sizes, values
 
@@ -43,7 +43,7 @@ class FlatShards(torch.Tensor):
     """This rank's chunks of a flat tensor, as views. It is on meta, because torch's checkpoint looks for tensors."""
 
     rows: tuple[FlatRows, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[ShardPiece, ...]
 
     @staticmethod
     def of(rows: Sequence[FlatRows], flat_shape: tuple[int, ...]) -> "FlatShards":
@@ -114,7 +114,7 @@ def _factors(shape: tuple[int, ...], flat_shape: tuple[int, ...]) -> list[int]:
     return counts
 
 
-def _flat_chunks(tensor: torch.Tensor, flat_shape: tuple[int, ...]) -> Iterator[Chunk]:
+def _flat_chunks(tensor: torch.Tensor, flat_shape: tuple[int, ...]) -> Iterator[ShardPiece]:
     """Boxes of the flat tensor that make up a box of the factored one: one per index of the packing dimensions."""
     if isinstance(tensor, DTensor):
         local, offset = local_shape_and_offset(tensor)

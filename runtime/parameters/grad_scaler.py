@@ -97,7 +97,7 @@ class GradScaler(torch.amp.GradScaler):
         """The largest of the ranks' flags, on every rank. Collective. Settings are compared if that is still open."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return flags
-        settings = settings_of(self)
+        settings = scaler_settings(self)
         number = int.from_bytes(hashlib.sha256(settings.encode()).digest()[:3], "big")  # exact in float32
         row = torch.stack([flags, torch.full_like(flags, number), torch.full_like(flags, -number)])
         dist.all_reduce(row, op=dist.ReduceOp.MAX)
@@ -113,7 +113,7 @@ class GradScaler(torch.amp.GradScaler):
 SAME_SETTINGS = "make the scaler with equal arguments, and load the same state, on every rank"
 
 
-def settings_of(scaler: Any) -> str:
+def scaler_settings(scaler: Any) -> str:
     """A scaler's settings that ranks share, as text; empty without one. Its scale follows from them and the flags."""
     if scaler is None:
         return ""
@@ -142,7 +142,7 @@ def _scale_at_adoption(scaler: torch.amp.GradScaler) -> float | None:
 def adopted(scaler: Any) -> GradScaler:
     """The scaler of a step, whose settings the ranks agree on. One of torch becomes a `GradScaler` in place."""
     if isinstance(scaler, GradScaler):
-        scaler._agreed = settings_of(scaler)
+        scaler._agreed = scaler_settings(scaler)
         return scaler
     if type(scaler) not in _OF_TORCH:
         raise RuntimeInputError(
@@ -153,5 +153,5 @@ def adopted(scaler: Any) -> GradScaler:
     scaler.__class__ = GradScaler
     wrapped: GradScaler = scaler
     wrapped._given_scale = reached
-    wrapped._agreed = settings_of(wrapped)
+    wrapped._agreed = scaler_settings(wrapped)
     return wrapped

@@ -18,17 +18,17 @@ from autopar.ir.precision import as_float64, stored_dtype
 from autopar.ir.program import Program
 from autopar.ir.storage import Storage
 from autopar.runtime.distributed.broadcast import (
-    agreed,
     broadcast_object,
     gather_objects,
     group_of_messages,
+    on_all_ranks,
     receive_tensor,
     send_tensor,
     share_tensor,
 )
 from autopar.runtime.distributed.launch import device_of_rank
 from autopar.runtime.distributed.mesh import MeshDim, RankMesh, named_ranks
-from autopar.runtime.parameters.packed import Source, packed_source
+from autopar.runtime.parameters.packed import ParameterSource, packed_source
 from autopar.runtime.parameters.shards import local_shard
 
 _NUM_COMPARED = 256  # elements of a tensor, to tell whether ranks hold the same weights
@@ -69,15 +69,15 @@ def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def own_buffers(program: Program, source: Source, *, on_meta: bool) -> dict[str, torch.Tensor]:
+def own_buffers(program: Program, source: ParameterSource, *, on_meta: bool) -> dict[str, torch.Tensor]:
     """The buffers that this rank's source gives. Of a model on meta, the others are computed when they are needed."""
     return {name: source(name) for name, info in program.buffers.items() if info.persistent or not on_meta}
 
 
-def sent_buffers(program: Program, source: Source) -> dict[str, torch.Tensor]:
+def sent_buffers(program: Program, source: ParameterSource) -> dict[str, torch.Tensor]:
     """Rank 0's buffers, whole, on every rank. Collective."""
     is_first = dist.get_rank() == 0
-    values = agreed(lambda: {name: source(name) for name in program.buffers} if is_first else {})
+    values = on_all_ranks(lambda: {name: source(name) for name in program.buffers} if is_first else {})
     for name, info in program.buffers.items():
         empty = torch.empty(() if is_first else info.shape, dtype=info.dtype, device=device_of_rank())
         values[name] = values.get(name, empty).to(info.dtype).contiguous()
@@ -85,10 +85,10 @@ def sent_buffers(program: Program, source: Source) -> dict[str, torch.Tensor]:
     return values
 
 
-class Parts:
+class InitialParts:
     """This rank's parts of parameters. If `sent`, ranks ask in the order of stages, and rank 0 calls `pass_on`."""
 
-    def __init__(self, program: Program, plan: Plan, mesh: RankMesh, source: Source, *, sent: bool) -> None:
+    def __init__(self, program: Program, plan: Plan, mesh: RankMesh, source: ParameterSource, *, sent: bool) -> None:
         self._program, self._plan, self._mesh, self._sent = program, plan, mesh, sent
         self._source = packed_source(program, source)
         self._dims = [mesh.dims[name] for name in plan.mesh.names]
@@ -126,7 +126,7 @@ class Parts:
     def end(self) -> None:
         """Raise on all ranks what kept rank 0 from sending. Collective."""
         if self._sent:
-            agreed(self._raise)
+            on_all_ranks(self._raise)
 
     def _raise(self) -> None:
         if self._error is not None:

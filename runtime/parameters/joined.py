@@ -37,7 +37,7 @@ from autopar.runtime.parameters.whole_values import (
     ShownTensor,
     StageGradient,
     first_of,
-    refuse_compiling,
+    refuse_compiled_parts,
     refuse_norm,
     replicated,
     whole_of,
@@ -104,7 +104,7 @@ class JoinedTensor(ShownTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        refuse_compiling()
+        refuse_compiled_parts()
         joined = [x for x in tensors_in(args) if isinstance(x, JoinedTensor)]
         if any(isinstance(x.parts[0], StageGradient) for x in joined):
             refuse_norm(func, sys._getframe(1))

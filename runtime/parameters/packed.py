@@ -11,10 +11,10 @@ from torch import nn
 
 from autopar.ir.program import Program, StateInfo
 
-Source = Callable[[str], torch.Tensor]
+ParameterSource = Callable[[str], torch.Tensor]
 
 
-def packed_source(program: Program, source: Source) -> Source:
+def packed_source(program: Program, source: ParameterSource) -> ParameterSource:
     """A source of the model's tensors that also answers for the program's pieces."""
     wholes = lru_cache(maxsize=2)(source)  # the pieces of a weight and of its bias are asked for in turn
 

@@ -98,7 +98,7 @@ class ShownTensor(torch.Tensor):
         return self.flat_shards().__get_tensor_shard__(index)
 
 
-def refuse_compiling() -> None:
+def refuse_compiled_parts() -> None:
     """Raise while `torch.compile` traces an operator: the parts of a parameter are no part of a compiled program."""
     if torch.compiler.is_compiling():
         raise RuntimeInputError(

@@ -31,7 +31,7 @@ _ACTION = re.compile(r"PP:(?P<stage>\d+)(?P<kind>SEND_F|RECV_F|SEND_B|RECV_B|[FB
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _BACKWARD = "autograd::engine::evaluate_function"
-Event = Mapping[str, Any]
+ProfilerEvent = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,11 +84,11 @@ def slices_of(
     return [replace(s, start_us=s.start_us + base_us) for s in (*compute, *collectives, *messages)]
 
 
-def _slice(track: str, name: str, event: Event, **details: Any) -> Slice:
+def _slice(track: str, name: str, event: ProfilerEvent, **details: Any) -> Slice:
     return Slice(track=track, name=name, start_us=float(event["ts"]), duration_us=float(event["dur"]), details=details)
 
 
-def _actions(events: Iterable[Event], micro_batches: int) -> list[Slice]:
+def _actions(events: Iterable[ProfilerEvent], micro_batches: int) -> list[Slice]:
     """The passes and messages of torch's pipeline. A schedule that runs again goes on counting micro-batches."""
     spans, times = [], dict[str, int]()
     for event in events:
@@ -104,7 +104,7 @@ def _actions(events: Iterable[Event], micro_batches: int) -> list[Slice]:
     return spans
 
 
-def _blocks(events: Sequence[Event], actions: Sequence[Slice]) -> list[Slice]:
+def _blocks(events: Sequence[ProfilerEvent], actions: Sequence[Slice]) -> list[Slice]:
     """Calls of blocks. Forward and recomputed calls have marked ranges. Autograd's numbers give the backward calls."""
     forward, reruns, seen = list[tuple[Slice, Any]](), list[tuple[Slice, Any]](), set[tuple[str, ...]]()
     for event in events:
@@ -135,7 +135,9 @@ def _blocks(events: Sequence[Event], actions: Sequence[Slice]) -> list[Slice]:
     return [*(s for s, _ in forward), *(s for s, _ in reruns), *backward]
 
 
-def _numbers(events: Sequence[Event], forward: Sequence[tuple[Slice, Any]]) -> Callable[[int | None], int | None]:
+def _numbers(
+    events: Sequence[ProfilerEvent], forward: Sequence[tuple[Slice, Any]]
+) -> Callable[[int | None], int | None]:
     """From an autograd node's number to its forward range, which begins with its first operator's number."""
     starts: dict[Any, tuple[list[float], list[int]]] = {}
     for event in events:
@@ -176,8 +178,8 @@ def _passes(blocks: Sequence[Slice]) -> list[Slice]:
 
 
 def _communication(
-    events: Sequence[Event], sent: Sequence[LoggedCollective]
-) -> list[tuple[Event, LoggedCollective | None]]:
+    events: Sequence[ProfilerEvent], sent: Sequence[LoggedCollective]
+) -> list[tuple[ProfilerEvent, LoggedCollective | None]]:
     """The calls of the profile, each with its entry in the log. No call has one if the orders differ."""
     calls = outermost(events)
     agree = [str(e["name"]) for e in calls] == [c.operator for c in sent]
@@ -185,7 +187,9 @@ def _communication(
 
 
 def _collectives(
-    calls: Sequence[tuple[Event, LoggedCollective | None]], events: Sequence[Event], tracks: Mapping[str, str]
+    calls: Sequence[tuple[ProfilerEvent, LoggedCollective | None]],
+    events: Sequence[ProfilerEvent],
+    tracks: Mapping[str, str],
 ) -> list[Slice]:
     """Collectives on the host, as long as gloo's own event; without one, as long as the call."""
     works = [e for e in events if str(e["name"]).startswith("gloo:")]
@@ -203,9 +207,9 @@ def _collectives(
     return spans
 
 
-def outermost(events: Sequence[Event]) -> list[Event]:
+def outermost(events: Sequence[ProfilerEvent]) -> list[ProfilerEvent]:
     """The calls of communicating operators, by time, without those inside another one."""
-    outer: list[Event] = []
+    outer: list[ProfilerEvent] = []
     until: dict[Any, float] = {}
     for event in events:
         name = str(event["name"])
@@ -216,7 +220,7 @@ def outermost(events: Sequence[Event]) -> list[Event]:
     return outer
 
 
-def _work_of(event: Event, kind: str, works: list[Event]) -> Event | None:
+def _work_of(event: ProfilerEvent, kind: str, works: list[ProfilerEvent]) -> ProfilerEvent | None:
     """gloo's own event of a call: the first unused event of its kind that starts after the call."""
     names = ["gloo:" + kind.replace("-", "_")] + ["gloo:all_reduce"] * (kind == "reduce-scatter")
     for index, work in enumerate(works):
@@ -225,7 +229,7 @@ def _work_of(event: Event, kind: str, works: list[Event]) -> Event | None:
     return None
 
 
-def _received(message: Slice, events: Sequence[Event]) -> Slice:
+def _received(message: Slice, events: Sequence[ProfilerEvent]) -> Slice:
     """A message on the host. A receive lasts from its call until the data is there, a send as long as its call."""
     if "RECV" not in message.name:
         return message
@@ -237,7 +241,7 @@ def _received(message: Slice, events: Sequence[Event]) -> Slice:
     return replace(message, duration_us=max((*ends, message.end_us)) - message.start_us)
 
 
-def _described(message: Slice, calls: Sequence[tuple[Event, LoggedCollective | None]]) -> Slice:
+def _described(message: Slice, calls: Sequence[tuple[ProfilerEvent, LoggedCollective | None]]) -> Slice:
     """A message as it runs on the host, with its two stages and its bytes."""
     stage, is_sent = message.details["stage"], "SEND" in message.name
     other = stage + (1 if (message.details["pass"] == "F") == is_sent else -1)
@@ -252,7 +256,7 @@ def _described(message: Slice, calls: Sequence[tuple[Event, LoggedCollective | N
 class _Device:
     """Kernels of a GPU by the time at which the host launched them."""
 
-    def __init__(self, events: Sequence[Event]) -> None:
+    def __init__(self, events: Sequence[ProfilerEvent]) -> None:
         launched = {
             e["args"]["correlation"]: float(e["ts"])
             for e in events
@@ -271,7 +275,7 @@ class _Device:
     def is_there(self) -> bool:
         return bool(self.kernels)
 
-    def _inside(self, host: Slice) -> list[Event]:
+    def _inside(self, host: Slice) -> list[ProfilerEvent]:
         return self.kernels[bisect_left(self.launched, host.start_us) : bisect_right(self.launched, host.end_us)]
 
     def span(self, host: Slice) -> list[Slice]:
@@ -295,11 +299,11 @@ class _Device:
         return spans
 
 
-def _is_nccl(event: Event) -> bool:
+def _is_nccl(event: ProfilerEvent) -> bool:
     return str(event["name"]).startswith(("nccl", "rccl"))
 
 
-def _span(host: Slice, kernels: Sequence[Event]) -> list[Slice]:
+def _span(host: Slice, kernels: Sequence[ProfilerEvent]) -> list[Slice]:
     if not kernels:
         return []
     start = min(float(e["ts"]) for e in kernels)

@@ -33,7 +33,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class TensorError:
     """The error of one tensor, and its noise. Both are relative to the reference."""
 
     error: float
@@ -134,14 +134,14 @@ def size_of_zero(value: torch.Tensor, whole: float, dtype: torch.dtype | None = 
     return part * whole + reach * sqrt(value.numel())
 
 
-def measured(
+def tensor_errors(
     values: Tensors,
     reference: Tensors,
     moved: Sequence[Tensors],
     *,
     dtype: torch.dtype | None = None,
     reach: float = 0.0,
-) -> dict[str, Measured]:
+) -> dict[str, TensorError]:
     """Error and noise of every tensor of one quantity, such as all gradients."""
     whole = size_of_all(reference)
     return {
@@ -160,14 +160,14 @@ def measured_one(
     reference: torch.Tensor,
     moved: Sequence[torch.Tensor],
     zero: float = 0.0,
-) -> Measured:
+) -> TensorError:
     """Error and noise of one tensor. A missing tensor has an infinite error. `zero` is the result of `size_of_zero`."""
     if value is None:
-        return Measured(error=inf)
+        return TensorError(error=inf)
     noise = max((d for d in (distance(m, reference) for m in moved) if isfinite(d)), default=0.0)
     norm = size(reference)
     base = norm or noise  # a reference that is zero by chance
-    return Measured(
+    return TensorError(
         error=_relative(distance(value, reference), base),
         noise=_relative(noise, base),
         is_zero=max(norm, noise) <= zero,
@@ -181,7 +181,7 @@ def measured_weights(
     gradients: Tensors,
     moved_gradients: Sequence[Tensors],
     reach: float,
-) -> tuple[dict[str, Measured], int]:
+) -> tuple[dict[str, TensorError], int]:
     """Errors of weights, and how many elements were compared by `reach`, since rounding moves them by that."""
     errors, by_reach, whole = {}, 0, size_of_all(reference)
     for name, value in reference.items():
@@ -195,7 +195,7 @@ def measured_weights(
         kept = [torch.where(tiny, value, tensor) for tensor in (mine, *runs)]
         result = measured_one(kept[0], value, kept[1:], size_of_zero(value, whole))
         is_far = bool(((as_float64(mine) - as_float64(value)).abs()[tiny] > reach).any())
-        errors[name] = Measured(error=inf) if is_far else result
+        errors[name] = TensorError(error=inf) if is_far else result
     return errors, by_reach
 
 
@@ -212,7 +212,7 @@ def is_open(failed: Iterable[tuple[float, float]], num_runs: int) -> bool:
     return bool(pairs) and (num_runs < 2 or all(error < FAR * limit for error, limit in pairs))
 
 
-def may_change(errors: Iterable[Measured], tolerance: float, num_runs: int) -> bool:
+def may_change(errors: Iterable[TensorError], tolerance: float, num_runs: int) -> bool:
     """Whether another noise run can change the verdict on some tensors. More noise judges no tensor."""
     failed = [m for m in errors if m.outcome(tolerance) == DIFFERENT]
     return is_open([(m.error, m.limit(tolerance)) for m in failed], num_runs)
@@ -222,7 +222,7 @@ def _relative(value: float, base: float) -> float:
     return value / base if base else (inf if value else 0.0)
 
 
-def worst(name: str, errors: Mapping[str, Measured], tolerance: float) -> Quantity:
+def worst(name: str, errors: Mapping[str, TensorError], tolerance: float) -> Quantity:
     """The entry whose error is the largest part of its limit. NaN counts as worst."""
     if not errors:
         return Quantity(name=name, max_error=0.0, where="", tolerance=tolerance, limit=tolerance)

@@ -39,14 +39,14 @@ from autopar.runtime.verify.error_metrics import (
     NOISE_FACTOR,
     TOLERANCES,
     UNJUDGED,
-    Measured,
     Quantity,
+    TensorError,
     Tensors,
     is_open,
-    measured,
     measured_weights,
     size,
     size_of_all,
+    tensor_errors,
     worst,
 )
 from autopar.runtime.verify.float64_program import promoted, without_attention_dropout
@@ -165,7 +165,7 @@ def quantities_of(
     reference: Steps,
     steps: Steps,
     moved: Sequence[Steps],
-    judge: Callable[[str, Mapping[str, Measured], Tensors], Quantity],
+    judge: Callable[[str, Mapping[str, TensorError], Tensors], Quantity],
     dtype: torch.dtype | None = None,
 ) -> tuple[tuple[Quantity, ...], int]:
     """All quantities, and how many elements of weights were compared by the reach of AdamW."""
@@ -173,7 +173,7 @@ def quantities_of(
 
     def compared(name: str, values: Callable[[Steps], Tensors], reach: float = 0.0) -> Quantity:
         exact, runs = values(reference), [values(run) for run in moved]
-        return judge(name, measured(values(steps), exact, runs, dtype=dtype, reach=reach), exact)
+        return judge(name, tensor_errors(values(steps), exact, runs, dtype=dtype, reach=reach), exact)
 
     weights, by_reach = measured_weights(
         steps.weights,
@@ -222,7 +222,7 @@ def compare_with_float32(
     return quantities, (note, *note_on_reach(by_reach))
 
 
-def _bounded(precision: str, name: str, errors: Mapping[str, Measured], exact: Tensors) -> Quantity:
+def _bounded(precision: str, name: str, errors: Mapping[str, TensorError], exact: Tensors) -> Quantity:
     """The worst tensor of a quantity. The noise of a tensor is the error of the single run."""
     whole = size_of_all(exact)
     apart = hypot(*(e.noise * size(exact[n]) for n, e in errors.items() if exact[n].is_floating_point()))

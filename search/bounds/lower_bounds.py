@@ -22,7 +22,7 @@ from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.ir.arrays import Floats
 from autopar.ir.offload import NO_OFFLOAD
 from autopar.search.bounds.memory import MOST_LEVEL, level_weights, memory_bounds
-from autopar.search.bounds.pipeline import Run, lower_bound
+from autopar.search.bounds.pipeline import PipelineRun, lower_bound
 from autopar.search.bounds.uniform_partition import EvenCuts
 from autopar.search.space.candidates import Candidates
 
@@ -120,7 +120,7 @@ def screen(works: ProgramWorks, rows: Candidates, on: Machinery, *, logits: bool
 def _screen(works: ProgramWorks, candidates: Candidates, on: Machinery, logits: bool) -> Screening:
     layouts = layouts_of(candidates, sequence_parallel=works.sequence_parallel)
     shared = SharedPrices(works, layouts, on.machine)
-    run = Run(
+    run = PipelineRun(
         schedule=candidates.schedule,
         pp=layouts.pp,
         virtual=layouts.virtual,
@@ -191,7 +191,7 @@ def _least_of_stages(steps: Sequence[StepTimes]) -> Floats:
     return np.asarray((steps[0].before - steps[0].host_copies + copies) * (1 + steps[0].straggling))
 
 
-def _of_whole_blocks(level: Floats, run: Run) -> Floats:
+def _of_whole_blocks(level: Floats, run: PipelineRun) -> Floats:
     """The level as plans recompute: the same number of whole blocks of a level in every stage, or all blocks."""
     stages = run.pp * run.virtual
     whole = np.maximum(np.ceil(level * (1 - _ROUNDING)) - 1, 0.0)

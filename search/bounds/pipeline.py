@@ -34,7 +34,7 @@ SPLITS_BACKWARD = np.array([kind.splits_backward for kind in SCHEDULES.values()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class PipelineRun:
     """Candidates as arrays: schedule (a position in `SCHEDULE_NAMES`), ranks, stages per rank, micro-batches."""
 
     schedule: NDArray[np.int64]
@@ -66,7 +66,7 @@ class _Path:
 
 
 def lower_bound(
-    run: Run, *, waits: float, used: list[EvenCuts] | None = None, groups: Distinct | None = None
+    run: PipelineRun, *, waits: float, used: list[EvenCuts] | None = None, groups: Distinct | None = None
 ) -> Pipeline:
     """A pipeline for `autopar.cost_model.step.step.step_seconds` that is never longer than the pipeline that runs."""
 
@@ -82,7 +82,7 @@ def lower_bound(
     return bounded
 
 
-def _cuts(run: Run, sums: Sequence[Floats], groups: Distinct | None) -> EvenCuts:
+def _cuts(run: PipelineRun, sums: Sequence[Floats], groups: Distinct | None) -> EvenCuts:
     """The cuts of all candidates, computed once for candidates that are alike."""
     blocks, stages = np.asarray(run.blocks), run.pp * run.virtual
     if groups is None or groups.index is None:
@@ -100,7 +100,7 @@ def _mean(shares: Sequence[tuple[float, Passes]]) -> list[Floats]:
 
 
 def _longest(
-    run: Run, cuts: EvenCuts, block: Sequence[Floats], ends: Sequence[Sequence[Floats]], message: Floats
+    run: PipelineRun, cuts: EvenCuts, block: Sequence[Floats], ends: Sequence[Sequence[Floats]], message: Floats
 ) -> PipelineTimes:
     n, staged = run.micro_batches, run.pp > 1
     is_v, splits = IS_V[run.schedule], SPLITS_BACKWARD[run.schedule]
@@ -145,7 +145,7 @@ def _longest(
     )
 
 
-def _sharing(run: Run, whole: Floats, total: Floats, sent: Floats) -> PipelineTimes:
+def _sharing(run: PipelineRun, whole: Floats, total: Floats, sent: Floats) -> PipelineTimes:
     """Seconds of the mean rank. `autopar.cost_model.pipeline.stages` counts ranks that share cores in the same way."""
     n, staged = run.micro_batches, run.pp > 1
     mean = total / run.pp
@@ -159,7 +159,7 @@ def _sharing(run: Run, whole: Floats, total: Floats, sent: Floats) -> PipelineTi
 
 
 def _paths(
-    run: Run, cuts: EvenCuts, block: Sequence[Floats], ends: Sequence[Sequence[Floats]], message: Floats
+    run: PipelineRun, cuts: EvenCuts, block: Sequence[Floats], ends: Sequence[Sequence[Floats]], message: Floats
 ) -> list[_Path]:
     """The first rank, the last rank, and one between. If the cuts leave its stages open, it gets the emptiest ones."""
     p, v, none = run.pp, run.virtual, np.zeros(1)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
     from optuna.trial import FrozenTrial
 
-MOST = 300  # trials of a study
+MOST_TRIALS = 300  # trials of a study
 FEWEST = 10  # exact prices that importances are about
 COMBINATION = ("tp", "pp", "cp", "ep", "dp", "zero")
 PRICED, BOUND = "priced", "bound"  # sources of trials
@@ -49,7 +49,7 @@ def record(search: SearchState, place: StudyPlace) -> Mapping[str, float]:
         known = {_key(trial) for trial in study.get_trials(deepcopy=False)} - {None}
         new = [trial for trial in wanted if _key(trial) not in known]
         by_rank = sorted(range(len(new)), key=lambda at: _rank(new[at]))
-        room = max(0, MOST - len(known))
+        room = max(0, MOST_TRIALS - len(known))
         for at in sorted(by_rank[:room]):
             study.add_trial(new[at])
         sources = [new[at].user_attrs[SOURCE] for at in by_rank[room:]]

@@ -16,7 +16,7 @@ from autopar.search.driver.search import SearchState, Works
 from autopar.search.explain.build_report_data import details_of, points_of
 from autopar.search.explain.pareto import front_of
 from autopar.search.pricing.exact import PricedPlan, priced
-from autopar.search.pricing.objective import parts_of, why_worse
+from autopar.search.pricing.objective import part_numbers, why_worse
 from autopar.search.result.result import Contender, SearchResult, degrees_in_plain
 from autopar.search.space.candidates import Split
 from autopar.words.numbers import readable_bytes
@@ -101,7 +101,7 @@ def _contender(search: SearchState, index: int | None, plan: PricedPlan, borrowe
         fits=plan.fits,
         slower=0.0 if best is None else plan.seconds / best.seconds - 1,
         reason=reason,
-        parts=parts_of(plan.step.parts),
+        parts=part_numbers(plan.step.parts),
         value=goal.value(plan),
         num_devices=plan.degrees.world_size,
         name="" if index is None else names.get(index, ""),

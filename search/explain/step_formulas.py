@@ -11,18 +11,18 @@ import numpy as np
 
 from autopar.cost_model.pipeline.stages import (
     ENDS,
-    recomputed,
+    recomputed_roles,
     seconds_of_roles,
     seconds_of_stages,
 )
 from autopar.cost_model.pricing import Pricing, layout_of
 from autopar.search.pricing.exact import PricedPlan
-from autopar.search.result.report_data import Term, Value
+from autopar.search.result.report_data import FormulaTerm, FormulaValue
 
 BACKWARD = 2  # products backward for one forward
 
 
-def terms_of(best: PricedPlan, pricing: Pricing) -> Iterator[Term]:
+def terms_of(best: PricedPlan, pricing: Pricing) -> Iterator[FormulaTerm]:
     """The terms that are not zero, in the order of `autopar.search.result.result.PARTS`."""
     parts = {name: float(np.max(part)) for name, part in best.step.parts.items()}
     terms = _Terms(best, pricing, parts)
@@ -57,7 +57,7 @@ class _Terms:
                 self.pricing.recomputed_share(),
             )
         forward, backward, _, _ = seconds_of_stages(stages, seconds_of_roles(self.passes))
-        again_of = zip(*recomputed(stages), strict=True)
+        again_of = zip(*recomputed_roles(stages), strict=True)
         counts = [len(fully) + len(partly) for fully, partly in again_of]
         of_stages = zip(forward + backward, map(len, stages.repeated), counts, strict=True)
         of_ranks = np.zeros((stages.pp, 3))
@@ -67,20 +67,20 @@ class _Terms:
         return busy, blocks, self.pricing.recomputed_share() if stages.full is None else more / max(blocks, 1)
 
     @property
-    def n(self) -> Value:
-        return Value(symbol="n", meaning="micro-batches of a step", value=self.num_micro_batches, unit="")
+    def n(self) -> FormulaValue:
+        return FormulaValue(symbol="n", meaning="micro-batches of a step", value=self.num_micro_batches, unit="")
 
     @property
-    def own_blocks(self) -> Value:
-        return Value(symbol="L", meaning="repeated blocks of the slowest rank", value=self.num_blocks, unit="")
+    def own_blocks(self) -> FormulaValue:
+        return FormulaValue(symbol="L", meaning="repeated blocks of the slowest rank", value=self.num_blocks, unit="")
 
-    def term(self, part: str, formula: str, values: tuple[Value, ...], source: str) -> Term:
-        return Term(part=part, formula=formula, values=values, seconds=self.parts[part], source=source)
+    def term(self, part: str, formula: str, values: tuple[FormulaValue, ...], source: str) -> FormulaTerm:
+        return FormulaTerm(part=part, formula=formula, values=values, seconds=self.parts[part], source=source)
 
     # ---- blocks ----
 
-    def blocks(self) -> Iterator[Term]:
-        ends = Value(
+    def blocks(self) -> Iterator[FormulaTerm]:
+        ends = FormulaValue(
             symbol="t",
             meaning="embedding, head and loss of a micro-batch on the slowest rank",
             value=self.parts["embedding, head, loss"] / self.num_micro_batches,
@@ -90,7 +90,7 @@ class _Terms:
         if self.num_blocks:
             yield from self.repeated_blocks()
 
-    def repeated_blocks(self) -> Iterator[Term]:
+    def repeated_blocks(self) -> Iterator[FormulaTerm]:
         for part, kind in (("products", "matmul"), ("attention", "attention")):
             yield self._computed(part, kind)
         yield self._each_block(
@@ -106,7 +106,7 @@ class _Terms:
         longer = "exposed seconds of gathering a block's weights and scattering its gradients"
         yield self._each_block("shard collectives", longer, "cost_model/step/data_parallel.py")
 
-    def _computed(self, part: str, kind: str) -> Term:
+    def _computed(self, part: str, kind: str) -> FormulaTerm:
         """FLOP over the rate that the kernels reach."""
         per_block = self.parts[part] / (self.num_micro_batches * self.num_blocks)
         flops = self._flops(kind)
@@ -117,8 +117,8 @@ class _Terms:
         values = (
             self.n,
             self.own_blocks,
-            Value(symbol="F", meaning="work of a block and micro-batch, both passes", value=flops, unit="FLOP"),
-            Value(symbol="r", meaning=reached, value=rate, unit="FLOP/s"),
+            FormulaValue(symbol="F", meaning="work of a block and micro-batch, both passes", value=flops, unit="FLOP"),
+            FormulaValue(symbol="r", meaning=reached, value=rate, unit="FLOP/s"),
         )
         return self.term(part, "n * L * F / r", values, f"cost_model/step/block_time.py, profile {self.profile}")
 
@@ -134,77 +134,83 @@ class _Terms:
             if product.kind == kind
         )
 
-    def _each_block(self, part: str, meaning: str, files: str) -> Term:
+    def _each_block(self, part: str, meaning: str, files: str) -> FormulaTerm:
         each = self.parts[part] / (self.num_micro_batches * self.num_blocks)
-        values = (self.n, self.own_blocks, Value(symbol="t", meaning=meaning, value=each, unit="s"))
+        values = (self.n, self.own_blocks, FormulaValue(symbol="t", meaning=meaning, value=each, unit="s"))
         return self.term(part, "n * L * t", values, f"{files}, profile {self.profile}")
 
-    def _recomputation(self) -> Term:
+    def _recomputation(self) -> FormulaTerm:
         each = self.parts["recomputation"] / (self.num_micro_batches * self.num_blocks * (self.share or 1.0))
         values = (
             self.n,
             self.own_blocks,
-            Value(symbol="c", meaning="recomputed part of the blocks", value=self.share, unit=""),
-            Value(symbol="t", meaning="recomputation of such a block", value=each, unit="s"),
+            FormulaValue(symbol="c", meaning="recomputed part of the blocks", value=self.share, unit=""),
+            FormulaValue(symbol="t", meaning="recomputation of such a block", value=each, unit="s"),
         )
         return self.term("recomputation", "n * L * c * t", values, "cost_model/step/assembly.py")
 
     # ---- pipeline ----
 
-    def pipeline(self) -> Iterator[Term]:
+    def pipeline(self) -> Iterator[FormulaTerm]:
         runs = self.degrees.accumulate if self.degrees.pp > 1 else 1
         per_run = self.num_micro_batches / runs
         waits = self.parts["messages"] / runs
         whole = self.parts["bubble"] / runs + per_run * self.busy_s + waits
         values = (
-            Value(symbol="R", meaning="runs of the schedule in a step", value=float(runs), unit=""),
-            Value(symbol="T", meaning=f"one run, its {self.degrees.schedule} list replayed", value=whole, unit="s"),
-            Value(symbol="m", meaning="micro-batches of a run", value=per_run, unit=""),
-            Value(symbol="u", meaning="a micro-batch on the slowest rank", value=self.busy_s, unit="s"),
-            Value(symbol="w", meaning="waiting for its own messages", value=waits, unit="s"),
+            FormulaValue(symbol="R", meaning="runs of the schedule in a step", value=float(runs), unit=""),
+            FormulaValue(
+                symbol="T", meaning=f"one run, its {self.degrees.schedule} list replayed", value=whole, unit="s"
+            ),
+            FormulaValue(symbol="m", meaning="micro-batches of a run", value=per_run, unit=""),
+            FormulaValue(symbol="u", meaning="a micro-batch on the slowest rank", value=self.busy_s, unit="s"),
+            FormulaValue(symbol="w", meaning="waiting for its own messages", value=waits, unit="s"),
         )
         yield self.term(
             "bubble", "R * (T - m * u - w)", values, "cost_model/pipeline/simulator.py, autopar/ir/schedules"
         )
         one_message_s = self.message_s or 1.0
-        sends = Value(symbol="k", meaning="exposed messages", value=self.parts["messages"] / one_message_s, unit="")
-        lasting = Value(symbol="q", meaning="one message", value=one_message_s, unit="s")
+        sends = FormulaValue(
+            symbol="k", meaning="exposed messages", value=self.parts["messages"] / one_message_s, unit=""
+        )
+        lasting = FormulaValue(symbol="q", meaning="one message", value=one_message_s, unit="s")
         yield self.term(
             "messages", "k * q", (sends, lasting), "cost_model/step/assembly.py, cost_model/machine/links.py"
         )
 
     # ---- the end of a step ----
 
-    def end_of_step(self) -> Iterator[Term]:
+    def end_of_step(self) -> Iterator[FormulaTerm]:
         degrees, engine, constants = self.degrees, self.pricing.question.engine, self.pricing.machine.mechanisms
-        bandwidth = Value(symbol="W", meaning="bytes/s of device memory", value=self.speeds.bytes_per_s, unit="bytes/s")
+        bandwidth = FormulaValue(
+            symbol="W", meaning="bytes/s of device memory", value=self.speeds.bytes_per_s, unit="bytes/s"
+        )
         sums = f"exposed sums of gradients and gathers of parameters over {degrees.dp} ranks"
         yield self.term(
             "data collectives",
             "t",
-            (Value(symbol="t", meaning=sums, value=self.parts["data collectives"], unit="s"),),
+            (FormulaValue(symbol="t", meaning=sums, value=self.parts["data collectives"], unit="s"),),
             "cost_model/step/data_parallel.py, cost_model/step/assembly.py",
         )
         moved = self.parts["gradient accumulation"] * self.speeds.bytes_per_s / max(1.0, self.num_micro_batches - 1)
-        added = Value(symbol="g", meaning="bytes read and written to add a gradient", value=moved, unit="bytes")
+        added = FormulaValue(symbol="g", meaning="bytes read and written to add a gradient", value=moved, unit="bytes")
         yield self.term(
             "gradient accumulation", "(n - 1) * g / W", (self.n, added, bandwidth), "cost_model/step/assembly.py"
         )
         each = float(engine.optimizer_bytes)
         updated = self.parts["optimizer"] * self.speeds.bytes_per_s / each
         values = (
-            Value(symbol="o", meaning="bytes moved to update a parameter", value=each, unit="bytes"),
-            Value(symbol="P", meaning="parameters that the rank updates", value=updated, unit=""),
+            FormulaValue(symbol="o", meaning="bytes moved to update a parameter", value=each, unit="bytes"),
+            FormulaValue(symbol="P", meaning="parameters that the rank updates", value=updated, unit=""),
             bandwidth,
         )
         yield self.term("optimizer", "o * P / W", values, f"cost_model/machine/engines/{engine.name}.yaml")
-        fixed = Value(symbol="s", meaning="fixed seconds of a step", value=constants.step_s, unit="s")
+        fixed = FormulaValue(symbol="s", meaning="fixed seconds of a step", value=constants.step_s, unit="s")
         yield self.term("fixed", "s", (fixed,), "cost_model/machine/fitted_constants.yaml")
         before = self.best.seconds - self.parts["stragglers"]
         slow = (
-            Value(symbol="B", meaning="the step without this part", value=before, unit="s"),
-            Value(symbol="d", meaning="deviation of one rank's step", value=constants.straggler, unit=""),
-            Value(symbol="N", meaning="devices", value=float(degrees.world_size), unit=""),
+            FormulaValue(symbol="B", meaning="the step without this part", value=before, unit="s"),
+            FormulaValue(symbol="d", meaning="deviation of one rank's step", value=constants.straggler, unit=""),
+            FormulaValue(symbol="N", meaning="devices", value=float(degrees.world_size), unit=""),
         )
         yield self.term(
             "stragglers",

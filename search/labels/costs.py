@@ -27,7 +27,7 @@ from autopar.rules.variants import WIDTH_OF_SUMS, Bound, Exchange, Variant, exch
 from autopar.search.labels.choices import BoundaryClass, Choice, NodeKey, share_of
 from autopar.search.labels.elimination import eliminated
 from autopar.search.labels.neighbourhoods import improved
-from autopar.search.labels.network import FloatArray, IntArray, Network, Solution, Use, Value
+from autopar.search.labels.network import FloatArray, IntArray, Network, NetworkValue, Solution, Use
 from autopar.search.labels.turn import Space, Turn
 
 PER_COLLECTIVE = 1e-3  # in units of the largest all-reduce
@@ -57,7 +57,7 @@ class DimProblem:
         self.operators: dict[NodeKey, int] = {}  # the variables of operators and of boundary classes
         self.classes: dict[str, int] = {}
         self.costs: list[FloatArray] = []
-        self.values: list[Value] = []
+        self.values: list[NetworkValue] = []
         self.converted: dict[tuple[Kind, Kind, bool, str, float, bool], float] = {}  # costs: values are of few sizes
         self.undoes = [self._undoes(i) for i in range(len(program.blocks))]
         self._classes()
@@ -208,7 +208,7 @@ class DimProblem:
         bound_to = self.boundary.ports[index, name]
         return self.classes[bound_to], [_plain(t, flows) for t in self.space.types[bound_to]]
 
-    def _value(self, index: int, name: str, role: str, info: TensorInfo, uses: Sequence[_Use]) -> Value:
+    def _value(self, index: int, name: str, role: str, info: TensorInfo, uses: Sequence[_Use]) -> NetworkValue:
         """Conversions of one value, shared by all uses that want the same type, and the forms kept for backward."""
         calls = self.calls[index]
         whole = prod(info.shape) * info.dtype.itemsize * share_of(self.solved, self.boundary, (index, name))
@@ -239,7 +239,7 @@ class DimProblem:
                 row.append(inf if is_banned else costs[kinds] if start != target else 0.0)
             convert[number[start]] = row
         regathered = [[(start.kind, target.kind) == gather for target in types] for start in types]
-        return Value(
+        return NetworkValue(
             source=source,
             made=_numbers(number, start_types),
             uses=tuple(

@@ -13,7 +13,7 @@ from math import inf, log2, prod
 
 import numpy as np
 
-from autopar.search.labels.network import BoolArray, FloatArray, IntArray, Network, Solution, Value
+from autopar.search.labels.network import BoolArray, FloatArray, IntArray, Network, NetworkValue, Solution
 
 MOST_ENTRIES = 2**24  # of all tables of an elimination, which take about a second
 LARGEST_OF_A_VALUE = 2**16  # entries of the table of a value's source and users; a larger table is taken apart
@@ -105,7 +105,7 @@ def eliminate(sizes: Sequence[int], tables: Sequence[Table], order: Sequence[int
     return [chosen[place[variable]] for variable in range(len(order))], objective
 
 
-def _tables_of(value: Value, sizes: list[int]) -> list[Table]:
+def _tables_of(value: NetworkValue, sizes: list[int]) -> list[Table]:
     """The costs of a value."""
     scope = tuple(dict.fromkeys((value.source, *(use.variable for use in value.uses))))
     if prod(sizes[variable] for variable in scope) <= LARGEST_OF_A_VALUE:
@@ -113,7 +113,7 @@ def _tables_of(value: Value, sizes: list[int]) -> list[Table]:
     return [*_conversions_apart(value, sizes), *_kept_apart(value, sizes)]
 
 
-def _whole_table(value: Value, scope: tuple[int, ...]) -> FloatArray:
+def _whole_table(value: NetworkValue, scope: tuple[int, ...]) -> FloatArray:
     def along(variable: int, choices: IntArray) -> IntArray:
         return choices.reshape([-1 if other == variable else 1 for other in scope])
 
@@ -143,11 +143,11 @@ def _any(conditions: list[BoolArray]) -> BoolArray:
     return any_of
 
 
-def _types_wanted(value: Value) -> list[int]:
+def _types_wanted(value: NetworkValue) -> list[int]:
     return sorted({int(t) for use in value.uses for t in use.wanted})
 
 
-def _conversions_apart(value: Value, sizes: list[int]) -> Iterator[Table]:
+def _conversions_apart(value: NetworkValue, sizes: list[int]) -> Iterator[Table]:
     """Variables that say whether the value exists in a type: at the cost of the conversion, if a use wants the type."""
     for t in _types_wanted(value):
         variable = len(sizes)
@@ -160,7 +160,7 @@ def _conversions_apart(value: Value, sizes: list[int]) -> Iterator[Table]:
                 yield (use.variable, variable), np.stack([missing, np.zeros_like(missing)], axis=1)
 
 
-def _kept_apart(value: Value, sizes: list[int]) -> Iterator[Table]:
+def _kept_apart(value: NetworkValue, sizes: list[int]) -> Iterator[Table]:
     """Variables that say whether a form is kept: at its cost, if a use needs the form."""
     kept = [use for use in value.uses if use.kept]
     for form, cost in enumerate(value.keep) if kept else ():

@@ -14,7 +14,7 @@ themselves.
 import numpy as np
 
 from autopar.search.labels.mixed_program import MixedProgram
-from autopar.search.labels.network import IntArray, Network, Solution, Value
+from autopar.search.labels.network import IntArray, Network, NetworkValue, Solution
 
 
 def solved(network: Network, time_limit_s: float) -> Solution | None:
@@ -33,7 +33,7 @@ def solved(network: Network, time_limit_s: float) -> Solution | None:
     return Solution(choices=choices, objective=objective, gap=gap)
 
 
-def _add(milp: MixedProgram, x: list[list[int]], value: Value) -> None:
+def _add(milp: MixedProgram, x: list[list[int]], value: NetworkValue) -> None:
     """Conversions of one value, shared by all uses that want the same type, and the forms kept for backward."""
 
     def of_type(variable: int, types: IntArray, t: int) -> list[int]:

@@ -30,7 +30,7 @@ class Use:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Value:
+class NetworkValue:
     """A value between variables; its types are numbers."""
 
     source: int
@@ -47,7 +47,7 @@ class Network:
     """Costs of every variable's choices, and the values. Networks of the same numbers are equal."""
 
     costs: tuple[FloatArray, ...]
-    values: tuple[Value, ...]
+    values: tuple[NetworkValue, ...]
 
     @cached_property
     def digest(self) -> bytes:

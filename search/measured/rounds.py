@@ -27,7 +27,7 @@ class Spread:
         return Spread(median=self.median * factor, low=self.low * factor, high=self.high * factor)
 
 
-def spread(values: Sequence[float]) -> Spread:
+def median_interval(values: Sequence[float]) -> Spread:
     """The median of values, and its interval."""
     ordered, outside = sorted(values), rank_of_interval(len(values))
     low, high = (0.0, inf) if outside is None else (ordered[outside], ordered[-1 - outside])

@@ -63,7 +63,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
+class NextTrial:
     """The candidate to measure next, or None with the reason why measuring ends."""
 
     next: int | None
@@ -105,7 +105,7 @@ def known_after(candidates: Sequence[Candidate], outcomes: Mapping[int, Outcome]
         at = sorted(measured)
         factors = term_factors([measured[i] / predicted[i] for i in at], shares[at])
     corrected = predicted * (1 + shares @ (factors - 1))
-    known = belief(corrected.tolist(), np.array([coordinates(plan.degrees) for plan in candidates]), measured)
+    known = belief(corrected.tolist(), np.array([plan_coordinates(plan.degrees) for plan in candidates]), measured)
     return Evidence(
         factors=dict(zip(names, factors.tolist(), strict=True)),
         corrected_s=tuple(corrected.tolist()),
@@ -122,29 +122,29 @@ def decide(
     objective: str = "time",
     is_late: bool = False,
     taken: Sequence[int] = (),
-) -> Decision:
+) -> NextTrial:
     """The candidate to measure next, or why measuring ends."""
     known = known_after(candidates, outcomes)
     left = [at for at in range(len(candidates)) if at not in outcomes and at not in known.ruled_out]
     free = [at for at in left if at not in taken]
     if not left:
-        return Decision(next=None, why="every plan was tried, or cannot run", is_settled=True)
+        return NextTrial(next=None, why="every plan was tried, or cannot run", is_settled=True)
     if objective == "memory":
         is_worth = _may_need_less(candidates, outcomes, left)
     else:
         is_worth = not known.belief.is_measured.any() or _is_worth(known, left)
     if not is_worth:
-        return Decision(next=None, why="measuring another plan would hardly pay", is_settled=True)
+        return NextTrial(next=None, why="measuring another plan would hardly pay", is_settled=True)
     if is_late:
-        return Decision(next=None, why="the time is used up")
+        return NextTrial(next=None, why="the time is used up")
     if len(outcomes) >= most:
-        return Decision(next=None, why=f"{most} trials are done")
+        return NextTrial(next=None, why=f"{most} trials are done")
     if not free:
-        return Decision(next=None, why="the plans that are left are being measured by another process")
+        return NextTrial(next=None, why="the plans that are left are being measured by another process")
     if objective == "memory":
-        return Decision(next=min(free, key=lambda at: (candidates[at].needed_bytes, at)), why="the least memory")
+        return NextTrial(next=min(free, key=lambda at: (candidates[at].needed_bytes, at)), why="the least memory")
     value = {at: known.belief.mean[at] + np.log(candidates[at].per_second) for at in free}
-    return Decision(next=min(free, key=lambda at: (value[at], at)), why="the best by what is known")
+    return NextTrial(next=min(free, key=lambda at: (value[at], at)), why="the best by what is known")
 
 
 def best_of(candidates: Sequence[Candidate], outcomes: Mapping[int, Outcome], objective: str = "time") -> int | None:
@@ -161,7 +161,7 @@ def value_of(candidate: Candidate, outcome: Outcome, objective: str) -> float:
     return outcome.seconds.median * candidate.per_second
 
 
-def coordinates(degrees: Mapping[str, Any]) -> list[float]:
+def plan_coordinates(degrees: Mapping[str, Any]) -> list[float]:
     """The degrees of a plan, each at least 1, in which plans are near or far from each other."""
     counts = [float(degrees.get(name) or 1) for name in ("tp", "pp", "cp", "ep", "dp_replicate", "virtual_stages")]
     batches = prod(float(degrees.get(name) or 1) for name in ("micro_batches", "accumulate"))

@@ -28,10 +28,10 @@ def choose_cuts(program: Program, works: ProgramWorks, degrees: Degrees, call_s:
             f"{degrees.num_stages} pipeline stages (pp {degrees.pp} × virtual_stages {degrees.virtual_stages}) need as "
             f"many blocks with trained parameters, the model has {count}; {remedy}"
         )
-    return even_cuts(works, call_s, degrees.num_stages)
+    return fastest_cuts(works, call_s, degrees.num_stages)
 
 
-def even_cuts(works: ProgramWorks, call_s: Sequence[float], num_stages: int) -> tuple[int, ...]:
+def fastest_cuts(works: ProgramWorks, call_s: Sequence[float], num_stages: int) -> tuple[int, ...]:
     """The cuts that make the slowest stage fastest."""
     return partition(call_s, num_stages, can_be_alone=works.can_be_stage)
 

@@ -30,8 +30,8 @@ from autopar.ir.degrees import Degrees
 from autopar.ir.schedules.registry import SCHEDULES
 from autopar.memo import Memo
 from autopar.search.bounds.lower_bounds import Machinery
-from autopar.search.pricing.cuts import even_cuts, seconds_of_calls
-from autopar.search.pricing.per_stage_recompute import CallCosts, Recomputed, cuts_by_stage, fewest_blocks
+from autopar.search.pricing.cuts import fastest_cuts, seconds_of_calls
+from autopar.search.pricing.per_stage_recompute import CallCosts, StageRecompute, cuts_by_stage, fewest_blocks
 
 NONE, SELECTIVE, FULL = 0, 1, 2  # levels of recomputation, positions in `RECOMPUTE`
 
@@ -162,7 +162,7 @@ class PlanPricer:
         """The calls before which stages begin: the pinned cuts, or the cuts that make the slowest stage fastest."""
         if (cuts := self.on.cuts) is not None:
             return cuts
-        return even_cuts(self.works, self._weights(index, cut), num_stages)
+        return fastest_cuts(self.works, self._weights(index, cut), num_stages)
 
     def _passes(self, index: int) -> Mapping[str, tuple[float, float]]:
         """Seconds of one micro-batch in every role: of the forward pass, and of both passes."""
@@ -198,13 +198,13 @@ class PlanPricer:
                 stages = stages_at(self.works.calls, cuts, self.degrees(index))
                 held = self._held(index, stages)
 
-        def memory(blocks: Recomputed) -> StepMemory:
+        def memory(blocks: StageRecompute) -> StepMemory:
             return held.memory(*held.first_blocks(blocks.full, blocks.selective))
 
         if isinstance(pinned := self.on.recompute_blocks, tuple):
             nothing = (0,) * len(pinned)
             is_selective = self.on.most_level == SELECTIVE
-            blocks = Recomputed(nothing, pinned) if is_selective else Recomputed(pinned, nothing)
+            blocks = StageRecompute(nothing, pinned) if is_selective else StageRecompute(pinned, nothing)
         else:
             blocks = fewest_blocks(
                 stages, lambda blocks: memory(blocks).needed_bytes, capacity, self.levels, self.on.most_level
@@ -213,7 +213,7 @@ class PlanPricer:
         needed, degrees = float(np.max(sums.needed_bytes)), self.degrees(index)
         return _OpenPlan(
             index=index,
-            degrees=recomputing(degrees, blocks.full, blocks.selective),
+            degrees=with_recompute(degrees, blocks.full, blocks.selective),
             cuts=cuts,
             stages=replace(stages, full=blocks.full, selective=blocks.selective),
             shares={NONE: 1.0},
@@ -318,9 +318,9 @@ class PlanPricer:
         shares = self._shares(steps, degrees)
         blocks = (steps - 1) % most + 1
         if FULL not in shares:
-            return recomputing(degrees, 0, 0 if not steps else None if shares.get(SELECTIVE) == 1 else blocks)
+            return with_recompute(degrees, 0, 0 if not steps else None if shares.get(SELECTIVE) == 1 else blocks)
         full = None if shares[FULL] == 1 else blocks
-        return recomputing(degrees, full, None if SELECTIVE in shares else 0)
+        return with_recompute(degrees, full, None if SELECTIVE in shares else 0)
 
     def _steps(self, plans: "Sequence[_OpenPlan]") -> list[tuple[StepSeconds, tuple[float, ...]]]:
         """The step of every plan, made from the steps of the levels of its blocks."""
@@ -383,7 +383,7 @@ class _OpenPlan(Placement):
     shares: Mapping[int, float]  # the part of the blocks of each level; stages that recompute by themselves count as 0
 
 
-def recomputing(
+def with_recompute(
     degrees: Degrees, full: int | tuple[int, ...] | None, selective: int | tuple[int, ...] | None
 ) -> Degrees:
     """Degrees with these numbers of fully and selectively recomputed blocks of every stage, or of each. None: all."""

@@ -140,7 +140,7 @@ def why_worse(goal: Goal, best: PricedPlan, other: PricedPlan) -> str:
     """The reasons why a plan's value is larger than the best plan's value."""
     ours, theirs = best.degrees.world_size, other.degrees.world_size
     if goal.is_memory:
-        return why_fuller(parts_of(best.memory.parts), parts_of(other.memory.parts))
+        return why_fuller(part_numbers(best.memory.parts), part_numbers(other.memory.parts))
     scale = [plan.degrees.global_batch if goal.per_sequence else 1 for plan in (best, other)]
     seconds = [plan.seconds / many for plan, many in zip((best, other), scale, strict=True)]
     if ours != theirs:
@@ -150,12 +150,12 @@ def why_worse(goal: Goal, best: PricedPlan, other: PricedPlan) -> str:
             f"and {seconds[1] / seconds[0]:.2f} times the time"
         )
     times = [
-        {name: value / many for name, value in parts_of(plan.step.parts).items()}
+        {name: value / many for name, value in part_numbers(plan.step.parts).items()}
         for plan, many in zip((best, other), scale, strict=True)
     ]
     return why_slower(times[0], times[1])
 
 
-def parts_of(parts: Mapping[str, Any]) -> dict[str, float]:
+def part_numbers(parts: Mapping[str, Any]) -> dict[str, float]:
     """The parts of one plan's step as numbers."""
     return {name: float(np.max(value)) for name, value in parts.items()}

@@ -121,7 +121,7 @@ class _Steps:
         return count
 
 
-class Recomputed(NamedTuple):
+class StageRecompute(NamedTuple):
     """The numbers of fully and of selectively recomputed blocks of every stage. The full ones come first."""
 
     full: tuple[int, ...]
@@ -130,11 +130,11 @@ class Recomputed(NamedTuple):
 
 def fewest_blocks(
     stages: Stages,
-    needed_bytes: Callable[[Recomputed], Floats],
+    needed_bytes: Callable[[StageRecompute], Floats],
     capacity_bytes: float,
     levels: Sequence[int] = (0, 2),
     most_level: int = 2,
-) -> Recomputed:
+) -> StageRecompute:
     """The fewest steps of recomputation of every stage that let its rank fit; all steps of a rank that cannot fit."""
     orders = _orders(stages)
     phases = [level for level in levels[1:] if level <= most_level]
@@ -167,7 +167,7 @@ def _orders(stages: Stages) -> list[list[int]]:
 
 def _of_stages(
     stages: Stages, orders: Sequence[Sequence[int]], steps: NDArray[np.int64], phases: Sequence[int]
-) -> Recomputed:
+) -> StageRecompute:
     """The recomputed blocks of every stage, from the steps of every rank. A phase is the level that its steps reach."""
     reached = {level: [0] * len(stages.roles) for level in (1, 2)}
     for order, count in zip(orders, steps.tolist(), strict=True):
@@ -175,4 +175,4 @@ def _of_stages(
             for stage in order[: max(0, count - phase * len(order))]:
                 reached[level][stage] += 1
     full = tuple(reached[2])
-    return Recomputed(full, tuple(max(0, n - done) for n, done in zip(reached[1], full, strict=True)))
+    return StageRecompute(full, tuple(max(0, n - done) for n, done in zip(reached[1], full, strict=True)))

@@ -76,7 +76,7 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Value:
+class FormulaValue:
     """A number put into a formula."""
 
     symbol: str
@@ -86,7 +86,7 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Term:
+class FormulaTerm:
     """One part of the best plan's step: a formula, its values, its result and its source.
 
     The formula has Python's operators and ``sqrt``, ``log``, ``max``.
@@ -94,7 +94,7 @@ class Term:
 
     part: str
     formula: str
-    values: tuple[Value, ...]
+    values: tuple[FormulaValue, ...]
     seconds: float
     source: str
 
@@ -117,7 +117,7 @@ class Details:
     rates: Rates
     ranks: tuple[RankCost, ...]
     timeline: Timeline | None
-    terms: tuple[Term, ...]
+    terms: tuple[FormulaTerm, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,10 +43,10 @@ def _decided(
     spec: str, *, world_size: int, degrees: Any, plan: Any, dtype: str, seed: int, specialise: bool, steps: int,
     on_progress: Any, **sizes: Any,
 ) -> None:  # fmt: skip
-    from autopar.commands.verify import Job, decide
+    from autopar.commands.verify import Job, decide_plan
 
     job = Job(spec=spec, dtype=dtype, seed=seed, specialise=specialise, **sizes)
-    decide(job, world_size, degrees, plan, on_progress)
+    decide_plan(job, world_size, degrees, plan, on_progress)
     raise typer.Exit
 
 

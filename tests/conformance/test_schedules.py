@@ -30,7 +30,7 @@ from autopar.ir.schedules.registry import (
     schedule_problems,
 )
 from autopar.planning.options import PlanOptions
-from autopar.search.bounds.pipeline import Run, lower_bound
+from autopar.search.bounds.pipeline import PipelineRun, lower_bound
 
 ROOT = Path(__file__).parent.parent.parent
 # seconds of F, I and W of a stage: balanced, as trained, and with each of them the longest
@@ -273,7 +273,7 @@ def test_the_bound_of_searches_is_never_above_the_replay(schedule: str, waits: f
     for p, v, n in sizes(schedule):
         for blocks in (p * v, 2 * p * v + 1):
             for message in (0.0, 0.05):
-                run = Run(
+                run = PipelineRun(
                     schedule=np.array([SCHEDULE_NAMES.index(schedule)]),
                     pp=np.array([float(p)]),
                     virtual=np.array([float(v)]),

@@ -17,7 +17,7 @@ from autopar.cost_model.machine.collectives import sent_bytes
 from autopar.cost_model.machine.engine import engine_named, with_sums_in
 from autopar.cost_model.machine.fitted_constants import mechanisms
 from autopar.cost_model.machine.links import Links
-from autopar.cost_model.pipeline.stages import Stages, recomputed
+from autopar.cost_model.pipeline.stages import Stages, recomputed_roles
 from autopar.cost_model.pricing import Pricing, Question, layout_of, level_shares
 from autopar.cost_model.step.assembly import PipelineTimes
 from autopar.cost_model.step.context import Passes
@@ -121,7 +121,7 @@ def _counted(works: Any, question: Question, machine: Any, links: CountingLinks,
 def _rank_alone(stages: Stages, passes: Mapping[str, Passes], message: float, rank: int) -> PipelineTimes:
     own = [i for i, of in enumerate(stages.ranks) if of == rank]
     busy = sum(float(np.max(passes[role].both)) for i in own for role in stages.roles[i])
-    fully, partly = recomputed(stages)
+    fully, partly = recomputed_roles(stages)
     again = sum(float(np.max(passes[role].forward)) for i in own for role in fully[i])
     again += sum(float(np.max(passes[role].selective)) for i in own for role in partly[i])
     others = [[near for near in (i - 1, i + 1) if 0 <= near < len(stages.roles)] for i in own]

@@ -8,7 +8,7 @@ import pytest
 from suites import thinned
 
 import autopar
-from autopar.commands.verify import Job, decide, verify
+from autopar.commands.verify import Job, decide_plan, verify
 from autopar.ir.plan import Plan
 from autopar.models.load import resolve_model
 from autopar.runtime.distributed.launch import Ranks
@@ -36,7 +36,7 @@ def check(spec: str, plan: Plan, path: Path, ranks: Ranks, batch: int) -> None:
 @pytest.mark.parametrize(("spec", "wish"), thinned(CASES, keep=(CASES[1], CASES[4])))
 def test_equals_the_single_device(spec: str, wish: dict[str, Any], tmp_path: Path, four_ranks: Ranks) -> None:
     job = Job(spec=spec, batch=4, dtype="float64", steps=2, seed=0, **SIZES)
-    *_, plan = decide(job, 4, wish | {"sequence_parallel": True}, None, lambda _: None)
+    *_, plan = decide_plan(job, 4, wish | {"sequence_parallel": True}, None, lambda _: None)
     check(spec, replace(plan, regather=False), tmp_path / "plan.json", four_ranks, 4)
 
 

@@ -26,7 +26,7 @@ def test_a_model_that_float32_cannot_judge(two_ranks: Ranks) -> None:
 
 
 def test_a_capture_of_another_model_differs_there() -> None:
-    model = command.resolve(Job(spec=SPEC, dtype="float64"))
+    model = command.resolve_job(Job(spec=SPEC, dtype="float64"))
     program = in_dtype(capture_for(Request.of(model.model, model.example_inputs), Degrees(micro_batch=4)), "float64")
     source = parameter_source(model.model, state=None, seed=0, dtype=None)
     (batch,) = random_batches(program, Degrees(), 1, 0)

@@ -15,7 +15,7 @@ from autopar.cost_model.machine.cluster import cluster_machine
 from autopar.cost_model.machine.engine import engine_named
 from autopar.cost_model.machine.fitted_constants import mechanisms
 from autopar.cost_model.machine.presets import device_profile
-from autopar.cost_model.machine.profile import MOST
+from autopar.cost_model.machine.profile import MOST_OF_PEAK
 from autopar.cost_model.published.estimate import estimate_rows
 from autopar.cost_model.published.row import Row, RowEstimate
 from autopar.errors import InputError, PlanError
@@ -101,7 +101,7 @@ def test_a_device_with_a_power_of_its_own_is_corrected_too(tmp_path: Path) -> No
     row = {"gpu_type": "H20", "step_time_s": 1.3 * predicted_s(gpu_type="H20")}
     made = corrected_by_steps(written(tmp_path, row), ClusterSpec.preset("8xh20"), engine=ENGINE, precision="bf16")
     assert made.watts_per_tflops is None
-    assert made.efficiency_of("bfloat16") == pytest.approx(MOST / 1.3**SHRINKAGE, rel=0.05)
+    assert made.efficiency_of("bfloat16") == pytest.approx(MOST_OF_PEAK / 1.3**SHRINKAGE, rel=0.05)
 
 
 @pytest.mark.parametrize(

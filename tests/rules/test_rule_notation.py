@@ -7,7 +7,7 @@ import torch
 
 from autopar.errors import RuleError
 from autopar.rules.families._notation import rule_from
-from autopar.rules.families.random import is_random
+from autopar.rules.families.random import draws_numbers
 from autopar.rules.families.views import spans
 from autopar.rules.registry import pattern, registered, rule, rule_of
 from autopar.rules.rule import Call, MeshDimRef, Rule, Step, TensorInfo, parse
@@ -235,10 +235,10 @@ def test_linear_sets() -> None:
 
 def test_random_calls_are_marked() -> None:
     x = real(2, 4)
-    assert is_random(sample_of(aten.dropout.default, (x, 0.1, True), {}).call)
-    assert not is_random(sample_of(aten.dropout.default, (x, 0.0, True), {}).call)
-    assert not is_random(sample_of(aten.dropout.default, (x, 0.1, False), {}).call)
+    assert draws_numbers(sample_of(aten.dropout.default, (x, 0.1, True), {}).call)
+    assert not draws_numbers(sample_of(aten.dropout.default, (x, 0.0, True), {}).call)
+    assert not draws_numbers(sample_of(aten.dropout.default, (x, 0.1, False), {}).call)
     attention = aten.scaled_dot_product_attention.default
-    assert is_random(sample_of(attention, (x, x, x, None, 0.1), {}).call)
-    assert not is_random(sample_of(attention, (x, x, x), {}).call)
-    assert not is_random(sample_of(aten.add.Tensor, (x, x), {}).call)
+    assert draws_numbers(sample_of(attention, (x, x, x, None, 0.1), {}).call)
+    assert not draws_numbers(sample_of(attention, (x, x, x), {}).call)
+    assert not draws_numbers(sample_of(aten.add.Tensor, (x, x), {}).call)

@@ -22,9 +22,9 @@ import pytest
 from autopar.cost_model.machine.fitted_constants import usable_bytes
 from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.published.estimate import RowGroup, estimate_rows, prepare
-from autopar.cost_model.published.families import family_name, family_of, numbers_of, shape_of_rows
+from autopar.cost_model.published.families import family_name, family_of, shape_of_rows, sizes_of_row
 from autopar.cost_model.published.row import Row, RowEstimate, read_rows
-from autopar.cost_model.step.layouts import RECOMPUTE, Layouts
+from autopar.cost_model.step.layouts import RECOMPUTE_MODES, Layouts
 from autopar.cost_model.work.block_work import VARIANTS
 from autopar.cost_model.work.polynomials import Polynomial, total
 from autopar.cost_model.work.program_costs import ProgramWorks
@@ -39,7 +39,7 @@ SOURCES = tuple(sorted({row.source_key or "" for row in ROWS}))
 OF_A_SOURCE = 3  # works of each in the default suite
 SAME = 1e-9
 CLOSED_FORM = 1e-2  # by which a row's closed form of a pipeline may lie below the bound of the stages that are cut
-SELECTIVE = RECOMPUTE.index("selective")  # which no search lists
+SELECTIVE = RECOMPUTE_MODES.index("selective")  # which no search lists
 SCHEDULES = ("1f1b", "interleaved-1f1b")  # what the closed form of the pipeline is for
 
 
@@ -156,7 +156,7 @@ def bounds_of(one: Published, space: Candidates, memory_bytes: float) -> Any:
 @cache
 def works_of(row: Row, tp: int, sequence_parallel: bool) -> ProgramWorks:
     """A row's model as a captured and labelled program: its family's expressions with the row's sizes put in."""
-    sizes = numbers_of(row)
+    sizes = sizes_of_row(row)
     numbers = {name: Fraction(sizes[name]) for name in sizes if name not in ("b", "s", "S", "t", "d")}
     numbers["g"] = max(numbers["g"], Fraction(tp))  # fewer key heads than ranks are held several times
     family = family_of(family_name(row), is_whole=tp == 1)

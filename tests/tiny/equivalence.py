@@ -15,7 +15,7 @@ from autopar.runtime.verify.float64_program import promoted
 from autopar.search.labels.solve import label
 from autopar.testing.equivalence import TOLERANCE, compare_runs, run_labels, run_program
 from autopar.testing.equivalence import SingleDeviceRun as Case
-from autopar.testing.one_process import Outcome
+from autopar.testing.one_process import RunOutcome
 
 run = run_labels
 
@@ -28,7 +28,7 @@ def case_of(example: Example) -> Case:
     return case
 
 
-def worst(case: Case, outcome: Outcome) -> float:
+def worst(case: Case, outcome: RunOutcome) -> float:
     """The worst relative error over loss, outputs, every gradient, and copies that must be equal."""
     assert outcome.gradients.keys() == case.gradients.keys()
     return compare_runs(case, outcome, Mesh.of()).worst_error

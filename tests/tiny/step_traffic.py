@@ -30,7 +30,7 @@ from autopar._torch import private
 from autopar.capture.nodes import value_infos
 from autopar.cost_model.dry_run.memory import tied_ranks, trainable_bytes, trained
 from autopar.cost_model.dry_run.rank_view import RankView
-from autopar.cost_model.dry_run.stage_run import Run, SilentDim, StageRun
+from autopar.cost_model.dry_run.stage_run import SilentDim, StageRun, StageRunner
 from autopar.cost_model.dry_run.zero import Hooks, ParameterGroup, groups_of, stage_passes
 from autopar.cost_model.machine.collectives import sent_bytes
 from autopar.ir.degrees import Degrees
@@ -119,7 +119,7 @@ class StageTraffic(StageRun):
     backward_in_parts: Sends
 
 
-class _CountedRun(Run):
+class _CountedRun(StageRunner):
     def __init__(self, setting: RankView) -> None:
         super().__init__(setting)
         self.ledger, self.sends = Ledger(), list[Sends]()

@@ -131,7 +131,7 @@ def _with_gradient(function: Any, args: tuple[Any, ...]) -> Any:
     nodes = [node for node in traced if node is not None]
     if len(nodes) < len(traced):
         raise _TraceError("gets a tensor that no operator of torch made")
-    module = exports.with_backward(run, [exports.like_traced(node) for node in nodes])
+    module = exports.graph_with_backward(run, [exports.like_traced(node) for node in nodes])
     _check_linear(module, state["cotangents"])
     moves = [torch.nan_to_num(tensor - tensor.detach()) for tensor in floating]
     for move in moves:

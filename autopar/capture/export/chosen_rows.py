@@ -48,15 +48,15 @@ class Trace:
     is_tested: Callable[[Tensor], bool]  # whether the code asked if a mask is true anywhere, and ran on
 
 
-class Chosen:
+class ChosenRows:
     """What data chooses among N rows: the true elements of a mask with N elements."""
 
     def __init__(self, mask: Tensor) -> None:
         self.mask, self.flat, self.version = mask, mask.flatten().clone(), mask._version
 
-    def is_same(self, other: "Chosen") -> bool:
+    def is_same(self, other: "ChosenRows") -> bool:
         """Whether both are made of one mask, which did not change since."""
-        is_one = alike(exports.traced_node(self.mask), exports.traced_node(other.mask))
+        is_one = same_value(exports.traced_node(self.mask), exports.traced_node(other.mask))
         return self is other or (is_one and self.version == other.version)
 
     def filled(self, x: Tensor, value: float) -> Tensor:
@@ -80,7 +80,7 @@ class Chosen:
 class Count(torch.SymInt):
     """A number of elements of chosen rows, with arithmetic. No `int`: Python reads the number of one without asking."""
 
-    def __init__(self, chosen: Chosen, times: int, trace: Trace) -> None:
+    def __init__(self, chosen: ChosenRows, times: int, trace: Trace) -> None:
         self.chosen, self.times, self.trace = chosen, times, trace  # `times`: elements of a row
 
     @property
@@ -97,7 +97,7 @@ class Count(torch.SymInt):
         return number_of_rows(self.chosen, self.trace).double() * self.times
 
 
-def number_of_rows(chosen: Chosen, trace: Trace) -> Tensor:
+def number_of_rows(chosen: ChosenRows, trace: Trace) -> Tensor:
     """How many rows are chosen, as a divisor. Behind a test for no rows it is one instead of none."""
     number = chosen.flat.sum()
     return number.clamp(min=1) if trace.is_tested(chosen.mask) else number
@@ -173,7 +173,7 @@ def counted_lengths() -> Iterator[None]:
         yield
 
 
-def chosen_of(values: Any) -> Iterator[Chosen]:
+def chosen_of(values: Any) -> Iterator[ChosenRows]:
     """What chose the rows of tensors, and their numbers, in nested values."""
     for leaf in pytree.tree_leaves(values):
         for part in (leaf.start, leaf.stop, leaf.step) if isinstance(leaf, slice) else (leaf,):
@@ -189,19 +189,19 @@ def choose(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_fixed
         if not _is_mask(mask) or any(isinstance(leaf, Tensor) for leaf in rest) or is_fixed(mask):
             return NotImplemented
         rows = args[0].flatten(0, mask.dim() - 1)
-        return Chosen(mask).rows(rows[(slice(None), *rest)] if rest else rows)
+        return ChosenRows(mask).rows(rows[(slice(None), *rest)] if rest else rows)
     if name == "masked_select" and _is_mask(args[1]) and not is_fixed(args[1]):
         x, mask = torch.broadcast_tensors(args[0], args[1])
-        return Chosen(mask).rows(x.flatten())
+        return ChosenRows(mask).rows(x.flatten())
     finds = name in ("nonzero", "argwhere") or (func is torch.where and len(args) == 1 and not kwargs)
     if not finds or not args[0].dim() or exports.traced_node(args[0]) is None or is_fixed(mask := args[0] != 0):
         return NotImplemented
-    chosen = Chosen(mask)
+    chosen = ChosenRows(mask)
     places = _places(mask.shape, mask.device)
     return chosen.mark(tuple(places) if name == "where" or kwargs.get("as_tuple") else torch.stack(places, 1))
 
 
-def run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], trace: Trace) -> Any:
+def run_with_chosen(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], trace: Trace) -> Any:
     """The result of a call with chosen rows. Raises `trace.refuse()` if it needs their number or their order."""
     first, *others = chosen_of((args, dict(kwargs)))
     name, x = getattr(func, "__name__", ""), args[0] if args else None
@@ -240,7 +240,7 @@ def _sizes(x: Any, name: str, dims: tuple[Any, ...], trace: Trace) -> Any:
     return Count(x.chosen, prod(x.shape[1:]), trace)
 
 
-def _selected(name: str, args: Any, _: Any, chosen: Chosen, trace: Trace) -> Any:
+def _selected(name: str, args: Any, _: Any, chosen: ChosenRows, trace: Trace) -> Any:
     """Rows at the places of the chosen elements, without an index. Of chosen rows, the rows that a mask chooses."""
     if name != "__getitem__":
         return NotImplemented
@@ -250,7 +250,7 @@ def _selected(name: str, args: Any, _: Any, chosen: Chosen, trace: Trace) -> Any
         if len(items) > 1 or not _is_mask(mask) or (mask.dim() > 1 and not hasattr(mask, "chosen")):
             return NotImplemented
         here = chosen.flat.reshape(-1, *[1] * (mask.dim() - 1))
-        return Chosen(here & mask).rows(x.flatten(0, mask.dim() - 1))
+        return ChosenRows(here & mask).rows(x.flatten(0, mask.dim() - 1))
     dims = [_place(item, chosen, trace) for item in items if isinstance(item, Tensor)]
     rest = items[len(dims) :]
     shape, wide = chosen.mask.shape, chosen.mask.dim()
@@ -265,14 +265,14 @@ def _selected(name: str, args: Any, _: Any, chosen: Chosen, trace: Trace) -> Any
     return chosen.rows(rows[(slice(None), *rest)] if rest else rows)
 
 
-def _written(func: Any, name: str, args: Any, kwargs: Any, chosen: Chosen, trace: Trace) -> Any:
+def _written(func: Any, name: str, args: Any, kwargs: Any, chosen: ChosenRows, trace: Trace) -> Any:
     """Chosen rows that are written to their places in another tensor, or added there."""
     x, shape = args[0], chosen.mask.shape
     if hasattr(x, "chosen"):
         return NotImplemented
     if name in ("__setitem__", "masked_scatter", "masked_scatter_") and _is_mask(args[1]):
         mask, rows = args[1], args[2]
-        if hasattr(mask, "chosen") or not hasattr(rows, "chosen") or not chosen.is_same(Chosen(mask)):
+        if hasattr(mask, "chosen") or not hasattr(rows, "chosen") or not chosen.is_same(ChosenRows(mask)):
             return NotImplemented
         wide = mask.reshape(*shape, *[1] * (x.dim() - mask.dim()))
         new = torch.where(wide, rows.reshape(*shape, *rows.shape[1:]), x)
@@ -292,7 +292,7 @@ def _written(func: Any, name: str, args: Any, kwargs: Any, chosen: Chosen, trace
     return _added(x if name.endswith("_") else x.clone(), (args[2],), rows, chosen, trace)
 
 
-def _added(x: Tensor, index: tuple[Tensor, ...], rows: Tensor, chosen: Chosen, trace: Trace) -> Tensor:
+def _added(x: Tensor, index: tuple[Tensor, ...], rows: Tensor, chosen: ChosenRows, trace: Trace) -> Tensor:
     """x, to which rows at places are added."""
     dims = [_place(item, chosen, trace) for item in index]
     if dims == list(range(chosen.mask.dim())):
@@ -303,7 +303,7 @@ def _added(x: Tensor, index: tuple[Tensor, ...], rows: Tensor, chosen: Chosen, t
     return x.add_(rows.reshape(*chosen.mask.shape, *rows.shape[1:]).sum(others))
 
 
-def _place(item: Any, chosen: Chosen, trace: Trace) -> int | None:
+def _place(item: Any, chosen: ChosenRows, trace: Trace) -> int | None:
     """The dimension of the mask in which an index holds the places of the chosen elements. None for other indices."""
     index = trace.constant(item) if hasattr(item, "chosen") and item.dim() == 1 else None
     if index is None:
@@ -319,7 +319,7 @@ def _places(shape: torch.Size, device: torch.device) -> list[Tensor]:
     return [place.flatten() for place in torch.meshgrid(*indices, indexing="ij")]
 
 
-def _reduced(func: Any, name: str, args: Any, kwargs: Any, chosen: Chosen, trace: Trace) -> Any:
+def _reduced(func: Any, name: str, args: Any, kwargs: Any, chosen: ChosenRows, trace: Trace) -> Any:
     """A sum, a mean, an extreme or a loss of the chosen rows."""
     x: Any = args[0] if args else None
     if func in (F.cross_entropy, F.nll_loss) and len(args) > 1 and hasattr(args[1], "chosen") and args[1].dim() == 1:
@@ -397,7 +397,7 @@ def _random(leaf: Any) -> Any:
     return torch.randint(0, 2, shape).to(leaf.dtype)
 
 
-def alike(first: Any, second: Any) -> bool:
+def same_value(first: Any, second: Any) -> bool:
     """Whether two nodes are one call, perhaps written twice, and nothing is written in between."""
     if first is second or not (isinstance(first, fx.Node) and isinstance(second, fx.Node)):
         return first is second or (not isinstance(first, fx.Node) and first == second)
@@ -408,7 +408,7 @@ def alike(first: Any, second: Any) -> bool:
         early = early.next
         if getattr(getattr(early.target, "_schema", None), "is_mutable", False):
             return False
-    return len(first.args) == len(second.args) and all(map(alike, first.args, second.args))
+    return len(first.args) == len(second.args) and all(map(same_value, first.args, second.args))
 
 
 def _is_mask(value: Any) -> bool:

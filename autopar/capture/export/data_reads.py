@@ -22,8 +22,17 @@ from torch.overrides import TorchFunctionMode
 from autopar._torch import exports
 from autopar._torch.private import pytree
 from autopar.capture.export.assertions import check_that_reads
-from autopar.capture.export.chosen_rows import DIVISIONS, Chosen, Count, Refuse, Trace, alike, choose, chosen_of
-from autopar.capture.export.chosen_rows import run as on_rows
+from autopar.capture.export.chosen_rows import (
+    DIVISIONS,
+    ChosenRows,
+    Count,
+    Refuse,
+    Trace,
+    choose,
+    chosen_of,
+    same_value,
+)
+from autopar.capture.export.chosen_rows import run_with_chosen as on_rows
 from autopar.capture.export.data_sizes import known_sizes
 from autopar.capture.export.inner_gradients import NotRecorded, gradient
 from autopar.capture.export.known_values import RANDOM_NUMBERS, Known, KnownValues, Unknown, leaf, written_by
@@ -216,7 +225,7 @@ class DataReads(TorchFunctionMode):
         known = None if node is None else self._of(node)
         return known is None or (isinstance(known, Known) and (self._reading.specialise or not known.inputs))
 
-    def _refused_rows(self, chosen: Chosen) -> CaptureError:
+    def _refused_rows(self, chosen: ChosenRows) -> CaptureError:
         """The error of code that needs the number of rows that data chooses."""
         node = exports.traced_node(chosen.mask)
         more, option = (_SPECIALISED, "specialise") if node and isinstance(self._of(node), Known) else ("", "")
@@ -292,10 +301,10 @@ class DataReads(TorchFunctionMode):
         mask = counted_mask(node)
         if mask is None or any(mask in written_by(user) for user in mask.users):
             return None
-        chosen = Chosen(exports.tensor_of(mask))
+        chosen = ChosenRows(exports.tensor_of(mask))
         return Count(chosen, 1, self._trace(chosen))
 
-    def _trace(self, chosen: Chosen) -> Trace:
+    def _trace(self, chosen: ChosenRows) -> Trace:
         return Trace(
             refuse=partial(self._refused_rows, chosen),
             constant=self._constant,
@@ -304,7 +313,7 @@ class DataReads(TorchFunctionMode):
         )
 
     def _is_tested(self, mask: fx.Node | None) -> bool:
-        return mask is not None and any(alike(before_views(mask), before_views(tested)) for tested in self._tested)
+        return mask is not None and any(same_value(before_views(mask), before_views(tested)) for tested in self._tested)
 
     def _divisor(self, number: Tensor) -> Tensor:
         """A divisor. Behind a test for no rows, their number is one instead of none."""

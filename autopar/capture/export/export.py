@@ -37,7 +37,14 @@ from autopar.capture.export.own_changes import (
     without_caches,
 )
 from autopar.capture.export.row_tests import TEST, Graph, difference
-from autopar.capture.flat_graph import Flat, all_outputs, constants_of, order_outputs, output_names, placeholders_of
+from autopar.capture.flat_graph import (
+    Flat,
+    all_outputs,
+    exported_constants,
+    order_outputs,
+    output_names,
+    placeholders_of,
+)
 from autopar.capture.loss_arguments import check_loss_fn, is_loss, named_outputs, outputs_with_loss
 from autopar.capture.passes.autocast import Autocast, ambient_autocast, autocast_as
 from autopar.capture.passes.in_place import change_views_by_copies, needs_decomposition
@@ -183,7 +190,7 @@ def capture_flat(request: Request) -> Flat:
     for node in list(module.graph.nodes):  # inputs other than tensors are constants of the capture
         if node.op == "placeholder" and node.name not in placeholders and not node.users:
             module.graph.erase_node(node)
-    for name, value in constants_of(exported).items():
+    for name, value in exported_constants(exported).items():
         if not hasattr(module, name.replace(".", "_")):
             module.register_buffer(name.replace(".", "_"), value, persistent=False)
     updates = order_outputs(exported, placeholders, TEST)
@@ -228,7 +235,7 @@ def _difference(request: Request, exported: Any) -> str | None:
     graph = Graph(
         module=exported.graph_module,
         placeholders=(placeholders := placeholders_of(model, exported, inputs)),
-        constants=constants_of(exported),
+        constants=exported_constants(exported),
         outputs=tuple(all_outputs(exported, placeholders)),
     )
     return difference(model, request.inputs, inputs, graph, run)

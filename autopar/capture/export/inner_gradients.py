@@ -84,7 +84,7 @@ class _Run:
             return out
 
         leaves = [exports.like_traced(node) for node in nodes if node.op == "placeholder"]
-        module = exports.with_backward(run, leaves)
+        module = exports.graph_with_backward(run, leaves)
         results: Any = module.graph.output_node().args[0]
         return module, list(results)
 

@@ -56,7 +56,7 @@ def repeated_layers(model: nn.Module, flat: Flat) -> tuple[Stack, ...]:
         like: list[int] = []
         for n, name in enumerate(names):
             firsts = (m for m in dict.fromkeys(like) if texts[m] == texts[n])
-            like.append(next((m for m in firsts if alike(children[names[m]], children[name], (m, n))), n))
+            like.append(next((m for m in firsts if same_settings(children[names[m]], children[name], (m, n))), n))
         kept = max(like, default=0) + 1
         if 2 * kept < len(like):
             result.append(Stack(path=path, like=tuple(like), kept=kept))
@@ -125,7 +125,7 @@ def _text(nodes: Sequence[fx.Node], path: str) -> str:
     )
 
 
-def alike(a: Any, b: Any, numbers: tuple[int, int]) -> bool:
+def same_settings(a: Any, b: Any, numbers: tuple[int, int]) -> bool:
     """Whether attributes of layers with these numbers are equal. An integer may be the layer's number, or one more."""
     if a is b:
         return True
@@ -136,13 +136,13 @@ def alike(a: Any, b: Any, numbers: tuple[int, int]) -> bool:
     if isinstance(a, torch.Tensor):
         return (a.shape, a.dtype, a.requires_grad, a.device) == (b.shape, b.dtype, b.requires_grad, b.device)
     if isinstance(a, nn.Module):
-        return alike(vars(a), vars(b), numbers)
+        return same_settings(vars(a), vars(b), numbers)
     if isinstance(a, Mapping):
-        return list(a) == list(b) and all(alike(a[key], b[key], numbers) for key in a)
+        return list(a) == list(b) and all(same_settings(a[key], b[key], numbers) for key in a)
     if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(alike(x, y, numbers) for x, y in zip(a, b, strict=True))
+        return len(a) == len(b) and all(same_settings(x, y, numbers) for x, y in zip(a, b, strict=True))
     if isinstance(a, functools.partial):
-        return alike((a.func, a.args, a.keywords), (b.func, b.args, b.keywords), numbers)
+        return same_settings((a.func, a.args, a.keywords), (b.func, b.args, b.keywords), numbers)
     return isinstance(a, (str, float, complex, bytes, set, frozenset, torch.dtype, torch.device)) and a == b
 
 

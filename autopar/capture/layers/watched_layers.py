@@ -19,7 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autopar.capture.export.export import run_on_meta
-from autopar.capture.layers.fewer_layers import Layer, Stack, alike, without_layers
+from autopar.capture.layers.fewer_layers import Layer, Stack, same_settings, without_layers
 from autopar.capture.request import Request
 
 Calls = Mapping[Layer | None, Sequence[str]]  # the calls in each layer; None has the calls in no layer
@@ -76,7 +76,7 @@ def _stack(path: str, length: int, calls: Calls, module: nn.Module) -> Stack | N
     children, kinds = module._modules, list[int]()
     for n in range(length):
         firsts = (m for m in dict.fromkeys(kinds) if calls[path, m] == calls[path, n])
-        kinds.append(next((m for m in firsts if alike(children[str(m)], children[str(n)], (m, n))), n))
+        kinds.append(next((m for m in firsts if same_settings(children[str(m)], children[str(n)], (m, n))), n))
     choices = []
     for period in range(1, length // 4 + 1):
         differ = (n for n in range(1, length - period) if kinds[n] != kinds[n + period])  # layer 0 has no predecessor

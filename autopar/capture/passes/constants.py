@@ -35,12 +35,12 @@ def constant_nodes(graph: fx.Graph, kinds: Mapping[str, str]) -> list[fx.Node]:
     return list(constant)
 
 
-def on_device(kwargs: Mapping[str, Any], device: Any) -> dict[str, Any]:
+def with_device(kwargs: Mapping[str, Any], device: Any) -> dict[str, Any]:
     """The keyword arguments of a creating operator with another device."""
     return {k: (device if k == "device" else v) for k, v in kwargs.items() if k != "pin_memory"}
 
 
-def evaluate(wanted: fx.Node, leaf: Leaf, device: str = "cpu") -> torch.Tensor:
+def constant_value(wanted: fx.Node, leaf: Leaf, device: str = "cpu") -> torch.Tensor:
     """The value of a constant node on a device. `leaf` gives the values of placeholders and attributes."""
     values: dict[fx.Node, Any] = {}
     for node in closure([wanted]):
@@ -48,7 +48,7 @@ def evaluate(wanted: fx.Node, leaf: Leaf, device: str = "cpu") -> torch.Tensor:
             values[node] = leaf(node)
         else:
             args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: values[n])
-            values[node] = function(node)(*args, **on_device(kwargs, device))
+            values[node] = function(node)(*args, **with_device(kwargs, device))
     result: torch.Tensor = values[wanted]
     return result
 
@@ -75,7 +75,7 @@ def recognise_causal(graph: fx.Graph, small: fx.Graph, leaf: Leaf, small_leaf: L
         if mask is None or any(n.op == "placeholder" for n in closure([mask])):
             continue
         if mask not in known:
-            known[mask] = is_causal_mask(evaluate(twins[mask], small_leaf)) and (
+            known[mask] = is_causal_mask(constant_value(twins[mask], small_leaf)) and (
                 not hides_a_threshold(mask, twins[mask]) or is_causal_at_full_size(mask, leaf)
             )
         if known[mask]:
@@ -107,7 +107,7 @@ def is_causal_at_full_size(mask: fx.Node, leaf: Leaf) -> bool:
     leaves = [leaf(node) for node in closure([mask]) if node.op == "get_attr"]
     if _rows(mask) ** 2 > MAX_EVALUATED or any(value.is_meta for value in leaves):
         return False
-    return is_causal_mask(evaluate(mask, leaf))
+    return is_causal_mask(constant_value(mask, leaf))
 
 
 def _rows(mask: fx.Node) -> int:

@@ -16,7 +16,7 @@ from torch import fx
 
 from autopar._torch.operators import aten
 from autopar.capture.nodes import closure, compute, is_random, replace_node, value
-from autopar.capture.passes.constants import evaluate
+from autopar.capture.passes.constants import constant_value
 
 _MASKS = (torch.bool, torch.uint8)
 _SAME_ELEMENTS = (aten.reshape.default, aten.view.default, aten.unsqueeze.default, aten.flatten.using_ints)
@@ -88,7 +88,7 @@ def _counts_along(index: fx.Node, total: int | None = None) -> int | None:
     nodes = closure([index])
     if any(n.op != "call_function" or is_random(n) or value(n).numel() > _MOST_EVALUATED for n in nodes):
         return None
-    known = evaluate(index, lambda leaf: value(leaf))
+    known = constant_value(index, lambda leaf: value(leaf))
     for dim, size in enumerate(known.shape):
         step = 1 if total is None else total // max(size, 1)
         numbers = torch.arange(size).view([-1 if d == dim else 1 for d in range(known.dim())]) * step

@@ -13,7 +13,7 @@ from torch import fx
 
 from autopar._torch.operators import aten
 from autopar._torch.private import overloads_of
-from autopar.capture.analysis import analyse, described
+from autopar.capture.analysis import analyse, with_dims
 from autopar.capture.forms import Form, Sizes
 from autopar.capture.layers.blocks import block_text, signature_of
 from autopar.capture.record.schema import (
@@ -68,7 +68,7 @@ def program_of(record: ProgramRecord) -> Program:
 
 def _with_verdicts(program: Program, record: ProgramRecord) -> Program:
     verdicts: dict[str, Any] = {name: getattr(record, name) for name in VERDICTS}
-    return replace(described(program, analyse(program)), **verdicts)
+    return replace(with_dims(program, analyse(program)), **verdicts)
 
 
 def _program(record: ProgramRecord, sizes: Sizes) -> Program:

@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from autopar.capture.forms import Sizes, Term
+from autopar.capture.forms import Sizes, SizeTerm
 from autopar.files.strict_model import StrictModel
 from autopar.ir.program import Decision, PartOf, Role
 
-Size = int | tuple[Term, ...]
+Size = int | tuple[SizeTerm, ...]
 Word = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]  # torch.fx writes it into Python code
 
 

@@ -14,7 +14,7 @@ from torch import fx
 
 from autopar._torch.private import overloads_of
 from autopar.capture.axes import axes_of
-from autopar.capture.forms import Form, Sizes, Term, float_form_of, form_of
+from autopar.capture.forms import Form, Sizes, SizeTerm, float_form_of, form_of
 from autopar.capture.nodes import output_nodes
 from autopar.capture.program import Twice
 from autopar.capture.record.schema import (
@@ -90,7 +90,7 @@ class _Writer:
         self.sizes, self.others = sizes, others
         self.known: dict[tuple[int, int], int | Form | None] = {}
 
-    def whole(self, where: str, a: int, b: int) -> int | tuple[Term, ...]:
+    def whole(self, where: str, a: int, b: int) -> int | tuple[SizeTerm, ...]:
         if (a, b) not in self.known:
             self.known[a, b] = form_of(a, b, self.sizes, self.others)
         n = self.known[a, b]
@@ -216,7 +216,7 @@ def _twins(graph: fx.Graph, small: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
     return list(zip(graph.nodes, small.nodes, strict=True))
 
 
-def _plain(terms: Sequence[Term]) -> list[list[int]]:
+def _plain(terms: Sequence[SizeTerm]) -> list[list[int]]:
     return [list(term) for term in terms]
 
 

@@ -25,7 +25,7 @@ DROPS: dict[object, tuple[tuple[int, str], tuple[int, str] | None]] = {
 ALWAYS = frozenset({*PER_ELEMENT, *OF_SHAPE, aten.multinomial.default, aten.randperm.default})
 
 
-def is_random(call: Call) -> bool:
+def draws_numbers(call: Call) -> bool:
     """Does the call draw random numbers?"""
     if call.target not in DROPS:
         return call.target in ALWAYS

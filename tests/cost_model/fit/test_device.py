@@ -11,7 +11,7 @@ from planted_profiles import DEVICE, MEASURED, planted, samples_of
 
 from autopar.cost_model.fit.device import FitSetting, fit_profile
 from autopar.cost_model.fit.links import fit_links, sent_and_hops
-from autopar.cost_model.fit.log_least_squares import best_of, fit_errors
+from autopar.cost_model.fit.log_least_squares import best_constant, fit_errors
 from autopar.cost_model.machine.presets import device_profile
 from autopar.cost_model.machine.profile import AttentionEfficiency, CallCost, DeviceProfile, LinkProfile, Tile
 from autopar.cost_model.machine.profile_io import dump_profile, load_profile
@@ -242,7 +242,7 @@ def test_a_fitted_profile_is_a_file_with_a_source_for_every_number(tmp_path: Pat
 @given(true=st.floats(2e-3, 1.9), offset=st.floats(0, 10))
 def test_one_constant_is_found_anywhere(true: float, offset: float) -> None:
     work = np.array([1.0, 10.0, 300.0])
-    assert best_of(lambda x: offset + work / x, offset + work / true, 1e-3, 2.0) == pytest.approx(true, rel=1e-3)
+    assert best_constant(lambda x: offset + work / x, offset + work / true, 1e-3, 2.0) == pytest.approx(true, rel=1e-3)
 
 
 def test_errors_are_relative() -> None:

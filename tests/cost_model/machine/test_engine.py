@@ -6,7 +6,7 @@ import pytest
 
 from autopar.cost_model.machine.engine import Engine, engine_named, engines
 from autopar.errors import InputError
-from autopar.files.strict_model import validate
+from autopar.files.strict_model import checked_model
 from autopar.files.strict_yaml import read_yaml
 
 FOLDER = Path(__file__).parents[3] / "cost_model" / "machine" / "engines"
@@ -40,5 +40,5 @@ def test_unknown_name_says_the_nearest() -> None:
 def test_a_factor_is_no_mechanism() -> None:
     content, _ = read_yaml(FOLDER / "megatron.yaml")
     assert isinstance(content, dict)
-    _, problems = validate(Engine, content | {"speedup": 1.1, "gradient_bytes": 3})
+    _, problems = checked_model(Engine, content | {"speedup": 1.1, "gradient_bytes": 3})
     assert sorted(problem.path for problem in problems) == ["gradient_bytes", "speedup"]

@@ -12,11 +12,11 @@ from autopar.cost_model.machine.fitted_constants import mechanisms
 from autopar.cost_model.memory.formula import gone_logits
 from autopar.cost_model.published import estimate as published
 from autopar.cost_model.published.estimate import EVEN, estimate_rows, prepare
-from autopar.cost_model.published.families import family_name, numbers_of
+from autopar.cost_model.published.families import family_name, sizes_of_row
 from autopar.cost_model.published.measurement import measured_seconds
 from autopar.cost_model.published.row import NoEstimate, Row, RowEstimate, read_rows
 from autopar.cost_model.published.validation import validate_rows
-from autopar.cost_model.step.layouts import RECOMPUTE
+from autopar.cost_model.step.layouts import RECOMPUTE_MODES
 
 DATA = Path(__file__).parents[3] / "benchmarks" / "data" / "published_runs.csv"
 LLAMA = Row(
@@ -133,7 +133,7 @@ def test_selective_recomputation_of_products_by_hand() -> None:
     results = hidden + 2 * keys + hidden + 2 * ffn + hidden  # of q, k and v, o, gate and up, down
     kept = tokens * (2 * hidden + results) + tokens * 32 * (2 * 128 + 4)
     for pointwise in ("fused", "eager"):
-        rows = [replace(LLAMA, id=level, recompute=level, pointwise=pointwise) for level in RECOMPUTE]
+        rows = [replace(LLAMA, id=level, recompute=level, pointwise=pointwise) for level in RECOMPUTE_MODES]
         (group,), _ = prepare(rows)
         none, selective, full = group.memory.parts["activations"] / 32
         assert selective == pytest.approx(kept, rel=1e-3)
@@ -268,9 +268,9 @@ def test_family(changes: dict[str, Any], family: str) -> None:
 
 def test_latent_ranks_are_in_proportion_to_a_head() -> None:
     row = replace(LLAMA, attention_type="mla", head_dim=None)
-    assert {name: numbers_of(row)[name] for name in "eqcru"} == {"e": 128, "q": 1536, "c": 512, "r": 64, "u": 128}
-    assert numbers_of(replace(row, head_dim=64))["c"] == 256
-    assert "q" not in numbers_of(LLAMA)
+    assert {name: sizes_of_row(row)[name] for name in "eqcru"} == {"e": 128, "q": 1536, "c": 512, "r": 64, "u": 128}
+    assert sizes_of_row(replace(row, head_dim=64))["c"] == 256
+    assert "q" not in sizes_of_row(LLAMA)
 
 
 def test_expert_parallelism_divides_state_not_work() -> None:

@@ -8,7 +8,7 @@ import pytest
 from autopar.cost_model.machine.fitted_constants import mechanisms
 from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.machine.presets import shipped_profiles
-from autopar.cost_model.machine.profile import MOST
+from autopar.cost_model.machine.profile import MOST_OF_PEAK
 from autopar.cost_model.published.machine import (
     engine_of,
     memory_bytes_of,
@@ -138,7 +138,7 @@ def test_products_and_attention_follow_the_power_within_a_generation(device: str
 def test_no_device_reaches_more_than_most_of_its_peak_by_power() -> None:
     """An H20 has 400 W for the units of a seventh of an H100. Its peak is the limit, not its power."""
     machine = machine_of(Row(id="r", gpu_type="H20", precision="bf16", engine="fsdp"))
-    assert machine.speeds.product_flops_per_s == pytest.approx(MOST * machine.peak_flops_per_s)
+    assert machine.speeds.product_flops_per_s == pytest.approx(MOST_OF_PEAK * machine.peak_flops_per_s)
 
 
 def test_a_device_without_a_known_power_reaches_what_the_profile_says() -> None:

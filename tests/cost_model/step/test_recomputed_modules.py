@@ -13,7 +13,7 @@ from autopar.cost_model.published.estimate import estimate_rows
 from autopar.cost_model.published.row import Row, RowEstimate, read_row_file, read_rows
 from autopar.cost_model.step.experts import has_experts
 from autopar.cost_model.step.layouts import Shape, layouts_from
-from autopar.cost_model.step.recomputed_modules import recomputed
+from autopar.cost_model.step.recomputed_modules import module_savings
 from autopar.cost_model.step.saved_bytes import activations
 from autopar.cost_model.work.block_work import evaluate, family, family_names
 
@@ -53,7 +53,7 @@ def block(name: str, role: str) -> Any:
 
 
 def freed(name: str, role: str, *modules: Any) -> float:
-    found = recomputed(block(name, role), role, SIZES["h"], modules)
+    found = module_savings(block(name, role), role, SIZES["h"], modules)
     return float(found.results_bytes + found.operands_bytes)
 
 
@@ -84,13 +84,13 @@ def test_only_blocks_with_experts_have_their_modules(name: str, role: str) -> No
 
 
 def test_latent_attention_alone_has_up_projections() -> None:
-    found = recomputed(block("deepseek-v3", "layer"), "layer", SIZES["h"], ["mla_up_proj"])
+    found = module_savings(block("deepseek-v3", "layer"), "layer", SIZES["h"], ["mla_up_proj"])
     assert [one.name for one in found.operators] == ["q_b_proj", "kv_b_proj"]
     assert freed("llama", "layer", "mla_up_proj") == 0
 
 
 def test_operands_in_8_bits_free_half() -> None:
-    found = recomputed(block("llama", "layer"), "layer", SIZES["h"], ["mlp"])
+    found = module_savings(block("llama", "layer"), "layer", SIZES["h"], ["mlp"])
     works = evaluate(family("llama"), SIZES)
     shape = Shape(
         counts=(("layer", np.ones(1)),), hidden=np.full(1, SIZES["h"]), sequence=np.full(1, SIZES["s"]),

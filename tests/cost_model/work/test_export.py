@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from autopar._torch.private import fake_tensors
 from autopar.capture.request import Request
-from autopar.cost_model.published.families import family_name, numbers_of
+from autopar.cost_model.published.families import family_name, sizes_of_row
 from autopar.cost_model.published.row import Row
 from autopar.cost_model.work.block_work import evaluate, family, free_symbols, to_json
 from autopar.cost_model.work.export import block_works
@@ -79,7 +79,7 @@ def family_and_sizes(config: Any, sequence: int) -> tuple[Any, dict[str, float]]
     assert isinstance(row, Row)
     has_table = not dict(config.get("attn_config") or {}).get("alibi")
     table = next((float(config[key]) for key in POSITIONS if config.get(key)), 0.0) * has_table
-    return family(family_name(row)), {**numbers_of(row), "l": table}
+    return family(family_name(row)), {**sizes_of_row(row), "l": table}
 
 
 @pytest.mark.parametrize("name", decoders())

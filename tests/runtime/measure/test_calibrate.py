@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autopar.commands.calibrate import RankDevice, Stage, combined, measured, ranks_per_core, stages
+from autopar.commands.calibrate import RankDevice, Stage, combined, measured_stage, ranks_per_core, stages
 from autopar.cost_model.machine.profile import Measurement
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.samples import Sample, Work
@@ -120,7 +120,7 @@ def test_only_cpu_ranks_share_cores(ranks: int, device: str, expected: float) ->
 
 def test_what_takes_too_long_is_left_out() -> None:
     works = [Work(part="memory", name="copy", amount=float(2**i)) for i in (16, 36)]  # the second would not fit at all
-    found = measured(Stage(name="memory", works=tuple(works)), CPU, 1e-4, lambda work: None)
+    found = measured_stage(Stage(name="memory", works=tuple(works)), CPU, 1e-4, lambda work: None)
     assert found[0] is not None and found[1] is None
 
 

@@ -15,14 +15,14 @@ from autopar.errors import InputError, VerificationError
 from autopar.ir.degrees import Degrees
 from autopar.ir.program import Program
 from autopar.ir.sharding import Mesh
-from autopar.runtime.verify.error_metrics import distance, measured, size
+from autopar.runtime.verify.error_metrics import distance, size, tensor_errors
 from autopar.runtime.verify.float64_program import promoted
 from autopar.runtime.verify.noise import MAX_RUNS, Change, Noise
 from autopar.runtime.verify.reference import Batch, Steps, check_reference, reference_steps
 from autopar.runtime.verify.verify import compare_with_noise
 from autopar.testing import check_equivalence
 from autopar.testing.equivalence import SingleDeviceRun, compare_runs, run_labels, run_program
-from autopar.testing.one_process import Outcome
+from autopar.testing.one_process import RunOutcome
 
 MESH = Mesh.of(dp=2, tp=2)
 BIAS, FIRST, NORM = "layers.7.0.bias", "layers.7.1", "layers.7.2"
@@ -35,7 +35,7 @@ def single_device() -> SingleDeviceRun:
 
 
 @cache
-def in_parallel() -> Outcome:
+def in_parallel() -> RunOutcome:
     return run_labels(single_device(), labelled(single_device(), MESH), MESH)
 
 
@@ -51,7 +51,7 @@ def test_a_correct_run_passes_by_its_noise() -> None:
     assert f"gradient {NORM}.weight" not in report.limits
 
 
-FAULTS: dict[str, Callable[[Outcome], Outcome]] = {
+FAULTS: dict[str, Callable[[RunOutcome], RunOutcome]] = {
     "a gradient off by a millionth": lambda o: replace(o, gradients=scaled(o.gradients, f"{NORM}.weight", 1 + 1e-6)),
     "a norm's gradient of half of the ranks": lambda o: replace(o, gradients=scaled(o.gradients, f"{NORM}.bias", 0.5)),
     "a bias that the norm's mean does not see": lambda o: replace(
@@ -197,7 +197,7 @@ def test_imaginary_parts_are_compared_and_moved() -> None:
     other = torch.complex(value.real, value.imag + 1)
     assert distance(other, value) == pytest.approx(5**0.5)
     assert size(value) == pytest.approx(float(value.norm()))
-    assert not measured({"w": other}, {"w": value}, [])["w"].passes(1e-3)
+    assert not tensor_errors({"w": other}, {"w": value}, [])["w"].passes(1e-3)
     moved = Change(seed=1).of("w", value)
     assert not torch.equal(moved.imag, value.imag) and distance(moved, value) < 1e-6 * size(value)
 

@@ -11,7 +11,7 @@ from autopar.cost_model.memory.formula import StepMemory
 from autopar.cost_model.pricing import Pricing, Question, layout_of
 from autopar.ir.degrees import Degrees
 from autopar.search.driver.search import search_degrees
-from autopar.search.pricing.exact import PricedPlan, priced, recomputing
+from autopar.search.pricing.exact import PricedPlan, priced, with_recompute
 
 LAYERS = 6
 CASES = tuple(
@@ -36,7 +36,7 @@ def every_mix(case: Case, degrees: Degrees) -> list[tuple[float, float, Degrees]
     found, works = [], case.works(degrees.tp)
     for full in range(LAYERS + 1):
         for selective in range(LAYERS + 1 - full):
-            own = recomputing(degrees, full or 0, selective)
+            own = with_recompute(degrees, full or 0, selective)
             question = Question(cluster=case.spec, degrees=own, engine=case.on.machine.engine, precision="bf16")
             pricing = Pricing(works, question, case.on.machine)
             layouts = layout_of(works, question)

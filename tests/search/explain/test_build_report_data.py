@@ -17,7 +17,7 @@ from autopar.ir.degrees import Degrees
 from autopar.search.driver.search import SearchState, search_degrees
 from autopar.search.explain.build_report_data import details_of, points_of, timeline_of
 from autopar.search.pricing.exact import PricedPlan, priced, pricing_of
-from autopar.search.result.report_data import Details, Term
+from autopar.search.result.report_data import Details, FormulaTerm
 
 ROOT = Path(__file__).resolve().parents[3]
 STAGED = Case(model="llama", cluster="8xh100", global_batch=16, tokens=2048)
@@ -86,7 +86,7 @@ def test_the_slowest_rank_may_hold_no_repeated_block() -> None:
     assert "products" not in [term.part for term in details.terms]
 
 
-def given(term: Term) -> float:
+def given(term: FormulaTerm) -> float:
     """A term's formula with its values put in."""
     names: Mapping[str, object] = {one.symbol: one.value for one in term.values}
     assert len(names) == len(term.values)

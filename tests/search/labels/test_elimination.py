@@ -22,7 +22,7 @@ from autopar.search.labels import neighbourhoods
 from autopar.search.labels.elimination import eliminated, elimination_order
 from autopar.search.labels.milp import solved
 from autopar.search.labels.neighbourhoods import improved, order_with_kept
-from autopar.search.labels.network import Network, Use, Value
+from autopar.search.labels.network import Network, NetworkValue, Use
 
 KINDS = 4  # of types in a drawn network
 
@@ -57,7 +57,7 @@ def drawn(seed: int, num_variables: int = 6, most_choices: int = 4) -> Network:
         regathered = np.array([[rng.random() < 0.2 for _ in range(KINDS)] for _ in range(KINDS)])
         np.fill_diagonal(regathered, False)
         values.append(
-            Value(
+            NetworkValue(
                 source=source,
                 made=types(source),
                 uses=tuple(Use(variable=v, wanted=types(v), kept=rng.random() < 0.5) for v in users),
@@ -125,7 +125,7 @@ def test_many_uses_are_taken_apart() -> None:
     ones = np.ones(3)
     types = np.arange(3, dtype=np.intp)
     users = range(1, 60)
-    value = Value(
+    value = NetworkValue(
         source=0,
         made=types,
         uses=tuple(Use(variable=v, wanted=types, kept=True) for v in users),
@@ -143,7 +143,7 @@ def test_many_uses_are_taken_apart() -> None:
 def every_two_share_a_value(num_variables: int) -> Network:
     sizes, types = [4] * num_variables, np.arange(4, dtype=np.intp)
     values = [
-        Value(
+        NetworkValue(
             source=a,
             made=types,
             uses=(Use(variable=b, wanted=types, kept=False),),

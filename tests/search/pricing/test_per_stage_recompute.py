@@ -20,7 +20,7 @@ from autopar.search.bounds.lower_bounds import Machinery
 from autopar.search.driver.search import SearchState, search_degrees
 from autopar.search.pricing import per_stage_recompute
 from autopar.search.pricing.exact import AS_IT_IS, BY_STAGE, Cut, PricedPlan, priced, pricing_of
-from autopar.search.pricing.per_stage_recompute import Recomputed, fewest_blocks, live_micro_batches
+from autopar.search.pricing.per_stage_recompute import StageRecompute, fewest_blocks, live_micro_batches
 from autopar.search.pricing.stage_partition import partition_with
 
 CASE = Case(model="llama", cluster="4xh100", global_batch=16, tokens=4096)
@@ -137,7 +137,7 @@ def test_blocks_are_recomputed_fully_only_where_selective_recomputation_is_not_e
     """A rank needs 8 bytes without recomputation; a selective block frees 1 of them, a full block 3."""
     stages = stages_at(["first", *["layer:0"] * 6, "last"], (3, 5), Degrees(pp=3, micro_batches=4))
 
-    def needed(again: Recomputed) -> Floats:
+    def needed(again: StageRecompute) -> Floats:
         return np.array([8.0 - full * 3 - part for full, part in zip(again.full, again.selective, strict=True)])
 
     every = {limit: fewest_blocks(stages, needed, limit, (0, 1, 2)) for limit in (8, 7, 6, 5, 4, 3, 2)}
