@@ -178,7 +178,7 @@ def test_a_study_stays_small_and_counts_the_rest(tmp_path: Path, monkeypatch: py
 
 
 def test_few_prices_decide_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded, "MOST_TRIALS", recorded.FEWEST_PRICES - 1)
+    monkeypatch.setattr(recorded, "MOST_TRIALS", recorded.FEWEST - 1)
     assert record(searched(), place_of(tmp_path / "plan.log")) == {}
 
 
