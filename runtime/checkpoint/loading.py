@@ -22,7 +22,7 @@ from autopar.runtime.checkpoint.known_chunks import KnownChunks
 from autopar.runtime.checkpoint.manifest import ITEM_BYTES, Manifest, file_problems, read_manifest, shares
 from autopar.runtime.checkpoint.optimizers import Optimizer, SavedOptimizer
 from autopar.runtime.checkpoint.plain import decode, tensors_named
-from autopar.runtime.checkpoint.saving import results_of_all
+from autopar.runtime.checkpoint.saving import results_on_first
 from autopar.runtime.checkpoint.storage import read_chunks
 from autopar.runtime.checkpoint.tensor_files import dtype_name
 from autopar.runtime.distributed.broadcast import gather_objects, run_on_all_ranks, run_on_first_rank
@@ -169,7 +169,7 @@ def read_tensors(checkpoint: Checkpoint, tensors: Mapping[str, Any]) -> None:
     wanted = {name: t for name, t in tensors.items() if t.numel()}
     folder, manifest = checkpoint.folder.path, checkpoint.manifest
     failed = f"reading {folder} failed, and the model may hold a part of it"
-    results_of_all(lambda: read_chunks(folder, manifest, wanted), checkpoint.group, failed)
+    results_on_first(lambda: read_chunks(folder, manifest, wanted), checkpoint.group, failed)
 
 
 def load_optimizers(

@@ -32,13 +32,14 @@ from autopar.runtime.checkpoint.manifest import FORMAT, Manifest, write_manifest
 from autopar.runtime.checkpoint.optimizers import SavedOptimizer, merged
 from autopar.runtime.checkpoint.storage import Key, Written, chunks_to_write, entries_of, held_chunks, write_chunks
 from autopar.runtime.checkpoint.tensor_files import pieces_of
-from autopar.runtime.distributed.broadcast import gather_objects
+from autopar.runtime.distributed.broadcast import broadcast_object, gather_objects
 from autopar.runtime.distributed.mesh import named_ranks, ranks_by
 from autopar.runtime.parameters.flat_shards import FlatShards
 
 _T = TypeVar("_T")
 GROUP_TIMEOUT = timedelta(hours=1)  # ranks write for different times
 MAX_SHOWN = 3
+_FAILED = "the checkpoint was not saved"
 _logger = logging.getLogger("autopar")
 
 
@@ -59,7 +60,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """What ranks get of each rank: digests of what must be equal, optimizers, and chunks with their tensor's bytes."""
+    """What the first rank gets of each rank: digests of what must be equal, optimizers, chunks with their bytes."""
 
     where: str
     step: int
@@ -129,18 +130,19 @@ class Saver:
         plain = {name: tensor for name, tensor in snapshot.plain_tensors.items() if tensor.numel()}
         chunks = held_chunks({**snapshot.tensors, **plain})
 
-        def on_all(action: Callable[[], _T]) -> list[_T]:
-            return results_of_all(action, group, "the checkpoint was not saved")
-
         def on_first(action: Callable[[], _T]) -> _T:
-            return cast(_T, on_all(lambda: action() if rank == 0 else None)[0])
+            results = results_on_first(lambda: action() if rank == 0 else None, group, _FAILED)
+            return cast(_T, broadcast_object(results[0] if results else None, group))
 
         try:
-            parts = on_all(lambda: _part_of(snapshot, chunks))
+            parts = results_on_first(lambda: _part_of(snapshot, chunks), group, _FAILED)
             folder = on_first(lambda: target.begin(parts))
-            share = chunks_to_write([part.chunk_bytes for part in parts])[rank]
-            mine = {key: value for key, value in chunks.items() if key in share}
-            written = on_all(lambda: write_chunks(folder, mine, partial(_refusal, snapshot.finite, rank), rank))
+            share: list[Any] = [None]
+            shares = chunks_to_write([part.chunk_bytes for part in parts]) if rank == 0 else None
+            dist.scatter_object_list(share, shares, src=0, group=group)
+            mine = {key: value for key, value in chunks.items() if key in share[0]}
+            refusal = partial(_refusal, snapshot.finite, rank)
+            written = results_on_first(lambda: write_chunks(folder, mine, refusal, rank), group, _FAILED)
             on_first(lambda: target.end(list(chain.from_iterable(written))))
         except CheckpointError:
             target.discard()
@@ -273,17 +275,21 @@ def _refusal(finite: frozenset[str], rank: int, name: str, value: torch.Tensor) 
     )
 
 
-def results_of_all(action: Callable[[], _T], group: dist.ProcessGroup, failed: str) -> list[_T]:
-    """The results of all ranks' actions. All ranks raise one `CheckpointError` with the errors. Collective."""
+def results_on_first(action: Callable[[], _T], group: dist.ProcessGroup, failed: str) -> list[_T]:
+    """The results of all ranks' actions on the first rank. All ranks raise one `CheckpointError` with the errors.
+
+    Collective. Other ranks get none: the chunks of many ranks are many megabytes.
+    """
     result = failure = None
     try:
         result = action()
     except Exception as error:
         failure = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-    every = gather_objects((result, failure), group)
-    texts = ranks_by([text for _, text in every])
+    texts = ranks_by(gather_objects(failure, group))
     texts.pop(None, None)
     if texts:
         shown = [f"{named_ranks(ranks)}: {text}" for text, ranks in list(texts.items())[:MAX_SHOWN]]
         raise CheckpointError(f"{failed}: {'; '.join(shown)}")
-    return cast(list[_T], [result for result, _ in every])
+    every: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank() == 0 else None
+    dist.gather_object(result, every, dst=0, group=group)
+    return every or []
