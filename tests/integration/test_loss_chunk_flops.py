@@ -14,7 +14,8 @@ from suites import thinned
 
 from autopar.capture.analysis import analyse
 from autopar.cost_model.machine.engine import engine_named
-from autopar.cost_model.pricing import Question, evaluated, layout_of
+from autopar.cost_model.machine.fitted_constants import mechanisms
+from autopar.cost_model.pricing import Question, family_at, layout_of
 from autopar.cost_model.work.program_costs import program_works
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
@@ -65,7 +66,7 @@ def priced(program: Program, plan: Plan) -> tuple[float, float]:
     )
     cluster = ClusterSpec.preset(f"{RANKS}xcpu")
     question = Question(cluster=cluster, degrees=plan.degrees, engine=engine_named("autopar"), cuts=plan.cuts)
-    blocks = evaluated(works, works.family, layout_of(works, question))
+    blocks = family_at(works, layout_of(works, question), mechanisms())
     (again,) = (p for role in blocks.roles for p in blocks.block(role, "tp").products if p.kind == "again")
     each, elements = (float(np.max(value)) for value in (again.flops, again.m * again.n))
     return each * plan.degrees.num_micro_batches, elements
