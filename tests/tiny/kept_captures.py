@@ -4,7 +4,8 @@ The ranks of a world, and the scripts of `tests/tiny/forked.py`, read and keep t
 
 A file is named by the hash that autopar keeps captures of users under (`autopar.cache.reachable`), without the files
 that happen to be loaded: the code of all functions that a model reaches is in the hash. So are the sources of autopar
-that capture. The tests in `COLD` capture anew.
+that capture. Files of packages count by version and not by time, because every clone has an environment of its own.
+The tests in `COLD` capture anew.
 """
 
 import importlib
@@ -62,6 +63,7 @@ def keeping() -> Iterator[None]:
             (programs, "capture", kept_whole),
             (estimate, "capture", kept_whole),
             (reachable, "own_files", tuple),
+            (reachable, "_stamp", lambda file: ""),
             (launch.Ranks, "__init__", begin_keeping),
         ):
             patches.enter_context(mock.patch.object(module, name, function))
