@@ -12,7 +12,7 @@ from autopar.report.timeline import lanes
 from autopar.search.result.report_data import Details, RankCost
 from autopar.search.result.result import PARTS, Contender, SearchResult
 
-MOST_TRIALS = 150  # rows of the table
+MOST_DRAWN_TRIALS = 150  # rows of the table
 MOST_BARS = 24
 LONGEST = 2.0  # times the best step: bars of slower plans are torn off
 _SAME = 0.002  # ranks whose parts differ by less than this part of the step are drawn once
@@ -38,7 +38,7 @@ def html_report(result: SearchResult) -> str:
         closest=_closest(result),
         full=1 - FREE,
         panels=panels(result),
-        trials=history(result, MOST_TRIALS),
+        trials=history(result, MOST_DRAWN_TRIALS),
         drawing=None if result.block is None else drawing(result.block),
         data=data,
     )

@@ -154,9 +154,9 @@ class Ranks:
         self,
         world_size: int,
         *,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        checked: bool = True,
-        device_type: str = "cpu",
+        timeout_s: float = DEFAULT_TIMEOUT_S,  # of a rank that waits for another; a run ends after twice the time
+        checked: bool = True,  # order and shapes of collectives are compared before they run, which takes time
+        device_type: str = "cpu",  # ranks on "cpu" talk by gloo, on "cuda" by NCCL
     ) -> None:
         self.world_size, self.timeout_s, self.device_type = world_size, timeout_s, device_type
         self._folder = tempfile.TemporaryDirectory(prefix="autopar-ranks-")

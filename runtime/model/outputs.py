@@ -54,7 +54,7 @@ def as_dtensor(local: torch.Tensor, dims: Dims, types: Sequence[Type], mesh: Ran
     )
 
 
-def in_float32(loss: torch.Tensor) -> torch.Tensor:
+def at_least_float32(loss: torch.Tensor) -> torch.Tensor:
     """A loss in at least float32: losses of micro-batches add up, and a scale may make them large."""
     return loss.float() if is_low(loss.dtype) else loss
 

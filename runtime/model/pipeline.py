@@ -28,7 +28,7 @@ from autopar.runtime.distributed.hang_report import Place, frames_of, rank_posit
 from autopar.runtime.distributed.mesh import MeshDim, pipeline_messages
 from autopar.runtime.model import zero
 from autopar.runtime.model.compiled import CompiledProgram
-from autopar.runtime.model.outputs import in_float32
+from autopar.runtime.model.outputs import at_least_float32
 from autopar.runtime.model.stage import StageModule
 
 _Values = dict[str, Any]
@@ -162,7 +162,7 @@ class Pipeline:
     ) -> None:
         stages, loss = compiled.stages, compiled.program.loss
         self.place = Place(degrees=degrees, pipeline=pipeline)
-        self.no_loss = in_float32(
+        self.no_loss = at_least_float32(
             torch.zeros((), dtype=value_infos(compiled.program)[loss].dtype, device=compiled.device)
         )
         self.count = degrees.micro_batches if trains else 1
@@ -260,7 +260,7 @@ def _metas(compiled: CompiledProgram, names: Sequence[str]) -> tuple[torch.Tenso
 
 def _loss_meta(compiled: CompiledProgram) -> tuple[torch.Tensor]:
     (meta,) = _metas(compiled, (compiled.program.loss,))
-    return (in_float32(meta.detach()).requires_grad_(meta.requires_grad),)
+    return (at_least_float32(meta.detach()).requires_grad_(meta.requires_grad),)
 
 
 def refuse_compiling(degrees: Degrees) -> None:

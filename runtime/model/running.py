@@ -38,7 +38,7 @@ from autopar.runtime.model.inputs import (
     split_micro_batches,
 )
 from autopar.runtime.model.original_model import OriginalModel
-from autopar.runtime.model.outputs import as_dtensor, in_float32, refuse_autocast
+from autopar.runtime.model.outputs import as_dtensor, at_least_float32, refuse_autocast
 from autopar.runtime.model.pipeline import Pipeline
 from autopar.runtime.model.preflight_check import EVALUATION, STEP, PreflightCheck, shards_of
 from autopar.runtime.model.shape_cache import Replan, ShapeCache, Wanted
@@ -397,7 +397,7 @@ class RunningModel(ShardedModel):
                 if update in results:
                     self.buffer(name).copy_(results[update])  # it may be sent too
         if program.loss in results and stage.index == len(compiled.stages) - 1:
-            results[program.loss] = in_float32(results[program.loss]) / num_averaged
+            results[program.loss] = at_least_float32(results[program.loss]) / num_averaged
         return results
 
     def _pipeline(self, compiled: CompiledProgram, *, trains: bool) -> Pipeline:
@@ -459,6 +459,6 @@ class RunningModel(ShardedModel):
         assert pipeline is not None
         stages.evaluate(run)
         is_last = len(compiled.stages) - 1 in self.stage_modules()
-        loss = in_float32(scope[compiled.program.loss].clone()) if is_last else stages.no_loss.clone()
+        loss = at_least_float32(scope[compiled.program.loss].clone()) if is_last else stages.no_loss.clone()
         dist.all_reduce(loss, group=pipeline.group)
         return loss

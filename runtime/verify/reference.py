@@ -16,7 +16,7 @@ from autopar.ir.stages import updated_by_inputs
 from autopar.runtime.codegen.execute import captured_modules, constant_values, run_calls, use_running_statistics
 from autopar.runtime.model.compiled import totals_of
 from autopar.runtime.model.inputs import split_micro_batches
-from autopar.runtime.model.outputs import in_float32
+from autopar.runtime.model.outputs import at_least_float32
 from autopar.runtime.parameters.packed import complete_gradients, join_packed, packed_source
 from autopar.runtime.verify.shared_draws import on_one_device
 
@@ -122,7 +122,7 @@ class _Reference:
         total = torch.zeros((), dtype=torch.float64)
         for index, (piece, denominator) in enumerate(zip(pieces, self.denominators(pieces), strict=True)):
             values = self.run(self.main, {**piece, **denominator}, (step, index))
-            loss = in_float32(values[self.program.loss]) / (len(pieces) if averages else 1)
+            loss = at_least_float32(values[self.program.loss]) / (len(pieces) if averages else 1)
             if not loss.requires_grad:
                 raise no_gradient(self.program)
             (loss if scaler is None else scaler.scale(loss)).backward()

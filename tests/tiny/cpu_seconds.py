@@ -44,7 +44,7 @@ class CpuSeconds:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if hasattr(session.config, "workeroutput"):
             session.config.workeroutput["cpu_seconds"] = dict(self.seconds)
-        elif past_limits(self.seconds) and self.is_bounded and session.exitstatus == pytest.ExitCode.OK:
+        elif self.is_bounded and session.exitstatus == pytest.ExitCode.OK and past_limits(self.seconds):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
