@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from autopar.rules.rule import TensorInfo
 
 # operators whose result holds the elements of their operand in their places
 SAME_ELEMENTS = frozenset(["alias", "clone", "contiguous", "detach", "lift_fresh_copy", "to", "_to_copy"])
+Emit = Callable[..., fx.Node]  # of an operator and its arguments: a new call before a node
+# the value, or the one of each output, in the place of a call; None leaves it
+Rewrite = Callable[[Emit, fx.Node], fx.Node | Sequence[fx.Node] | None]
 # operators whose result depends on numbers that are given to them, beside sizes of dimensions
 ARITHMETIC = frozenset(["add", "sub", "mul", "div", "pow", "rsub"])
 
@@ -62,13 +66,14 @@ def before_copies(node: fx.Node) -> fx.Node:
 
 
 def replace_node(node: fx.Node, new: fx.Node | Sequence[fx.Node]) -> None:
-    """Put a value, or one for each output, in the place of a node, and erase it."""
+    """Put a value, or one for each output that is read, in the place of a node, and erase it."""
     if isinstance(new, fx.Node):
         node.replace_all_uses_with(new)
     else:
         for user in list(node.users):
             assert user.target is operator.getitem, user
-            user.replace_all_uses_with(new[int_arg(user, 1)])
+            if user.users:
+                user.replace_all_uses_with(new[int_arg(user, 1)])
             node.graph.erase_node(user)
     node.graph.erase_node(node)
 
@@ -96,30 +101,42 @@ def argument(node: fx.Node, name: str) -> Any:
     raise KeyError(f"{node.target} has no argument {name!r}")
 
 
-def compute(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """A new call with its computed value, and with the metadata (such as the module) of `like`."""
-    values = fx.map_arg((args, kwargs), value)
-    with torch.no_grad():
-        result = target(*values[0], **values[1])
-    node = graph.call_function(target, args, kwargs)
-    node.meta = dict(like.meta) | {"val": result}
+def put(place: fx.Node, target: Any, args: Any, result: Any, like: fx.Node | None = None, /, **kwargs: Any) -> fx.Node:
+    """A new call before `place`, with a known value and the metadata (such as the module) of `like`, or of `place`."""
+    with place.graph.inserting_before(place):
+        node = place.graph.call_function(target, args, kwargs)
+    node.meta = dict((like or place).meta) | {"val": result}
     return node
 
 
+def compute(place: fx.Node, target: Any, *args: Any, like: fx.Node | None = None, **kwargs: Any) -> fx.Node:
+    """As `put`, with the value that the call computes."""
+    values = fx.map_arg((args, kwargs), value)
+    with torch.no_grad():
+        result = target(*values[0], **values[1])
+    return put(place, target, args, result, like, **kwargs)
+
+
+def rewrite(graph: fx.Graph, table: Mapping[Any, Rewrite]) -> None:
+    """Put what a table writes for an operator in the place of each of its calls."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in table:
+            new = table[node.target](partial(compute, node), node)
+            if new is not None:
+                replace_node(node, new)
+
+
 def inlined(
-    graph: fx.Graph, region: fx.Graph, inputs: Iterable[Any], meta: Mapping[str, Any], missing: Mapping[str, Any]
+    place: fx.Node, region: fx.Graph, inputs: Iterable[Any], meta: Mapping[str, Any], missing: Mapping[str, Any]
 ) -> Any:
-    """The result of a region whose nodes are copied into a graph, with new metadata, and with what is missing in it."""
-    given, values = iter(inputs), dict[fx.Node, Any]()
-    for inner in region.nodes:
-        if inner.op == "output":
-            return fx.map_arg(inner.args[0], values.__getitem__)
-        if inner.op == "placeholder":
-            values[inner] = next(given)
-        else:
-            values[inner] = graph.node_copy(inner, values.__getitem__)
-            values[inner].meta = {**missing, **inner.meta, **meta}
-    raise AssertionError("a region without an output")
+    """The result of a region whose nodes are copied before a node, with new metadata and with what is missing in it."""
+    values: dict[fx.Node, Any] = dict(zip(region.find_nodes(op="placeholder"), inputs, strict=False))
+    with place.graph.inserting_before(place):
+        for inner in region.nodes:
+            if inner.op not in ("placeholder", "output"):
+                values[inner] = place.graph.node_copy(inner, values.__getitem__)
+                values[inner].meta = {**missing, **inner.meta, **meta}
+    return fx.map_arg(region.output_node().args[0], values.__getitem__)
 
 
 def output_nodes(graph: fx.Graph) -> tuple[fx.Node, ...]:

@@ -251,7 +251,7 @@ def fold_program(request: Request, flat: Flat, inputs: tuple[InputInfo, ...], si
     """The program of a normalised graph: its constants, denominator, blocks and axes."""
     kinds = {n: "state" if name in flat.updates else kind for n, (kind, name) in flat.placeholders.items()}
     (loss, *_) = (node for node, name in zip(output_nodes(flat.graph), flat.outputs, strict=False) if name == "loss")
-    numbers_as_terms(flat.graph, loss)
+    numbers_as_terms(loss)
     merge_equal(flat.graph, constant_nodes(flat.graph, kinds))
     constants = constant_nodes(flat.graph, kinds)
     is_constant = set(constants)
@@ -259,7 +259,7 @@ def fold_program(request: Request, flat: Flat, inputs: tuple[InputInfo, ...], si
     of_kind = {kind: [n for n in flat.graph.nodes if kinds.get(n.name) == kind] for kind in ("input", "parameter")}
     given = {n: described[name] for n in of_kind["input"] if (name := flat.placeholders[n.name][1]) in described}
     sums = batch_sums(flat.graph, loss, given, constants, of_kind["parameter"])
-    average_terms(flat.graph, loss, sums)
+    average_terms(loss, sums)
     names: dict[fx.Node, str] = {n: flat.placeholders[n.name][1] for n in flat.graph.nodes if n.name in kinds}
     role_of: dict[fx.Node, Role] = {}
     for node in flat.graph.nodes:

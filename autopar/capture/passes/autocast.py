@@ -59,10 +59,10 @@ def write_casts(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         region: Autocast | None = node.meta.get(REGION)
         if region is not None and node.op == "call_function" and hasattr(node.target, "_schema"):
-            _write_casts_of(graph, node, region)
+            _write_casts_of(node, region)
 
 
-def _write_casts_of(graph: fx.Graph, node: fx.Node, region: Autocast) -> None:
+def _write_casts_of(node: fx.Node, region: Autocast) -> None:
     operands = [n for n in node.all_input_nodes if isinstance(value(n), torch.Tensor)]
     tensors = {n: value(n) for n in operands}
     if not any(t.is_floating_point() and t.device.type == region.device_type for t in tensors.values()):
@@ -81,9 +81,8 @@ def _write_casts_of(graph: fx.Graph, node: fx.Node, region: Autocast) -> None:
             "before it; run this operator in a block of torch.autocast(..., enabled=False), or use "
             "plan={'precision': 'bf16'} instead of autocast"
         )
-    with graph.inserting_before(node):
-        for operand, low in cast.items():
-            node.replace_input_with(operand, compute(graph, node, aten.to.dtype, operand, low))
+    for operand, low in cast.items():
+        node.replace_input_with(operand, compute(node, aten.to.dtype, operand, low))
     if dtype is not None:
         node.kwargs = {**node.kwargs, "dtype": dtype}
 

@@ -21,46 +21,39 @@ NO_STATS = aten._native_batch_norm_legit.no_stats
 Changed = list[tuple[fx.Node, fx.Node]]
 
 
-def replace_batch_norm(graph: fx.Graph, node: fx.Node) -> Changed:
+def replace_batch_norm(node: fx.Node) -> Changed:
     """Rewrite a batch norm (or instance norm) in training. Returns the changed buffers with their new values."""
     if node.target is aten.batch_norm.default and argument(node, "training"):
-        return _replace(graph, node, over_batch=True)
+        return _replace(node, over_batch=True)
     if node.target is aten.instance_norm.default and argument(node, "use_input_stats"):
-        return _replace(graph, node, over_batch=False)
+        return _replace(node, over_batch=False)
     if node.target in (FUNCTIONAL, NO_TRAINING, NO_STATS):
-        _spell(graph, node)
+        _spell(node)
     return []
 
 
-def _replace(graph: fx.Graph, node: fx.Node, *, over_batch: bool) -> Changed:
-    with graph.inserting_before(node):
-        out, statistics = normalised(graph, node, over_batch=over_batch)
+def _replace(node: fx.Node, *, over_batch: bool) -> Changed:
+    out, statistics = normalised(node, over_batch=over_batch)
     running = [argument(node, name) for name in ("running_mean", "running_var")]
     replace_node(node, out)
     return [(old, new) for old, new in zip(running, statistics, strict=False) if isinstance(old, fx.Node)]
 
 
-def _spell(graph: fx.Graph, node: fx.Node) -> None:
+def _spell(node: fx.Node) -> None:
     """Rewrite the forms that export's decomposition makes. Their outputs 3 and 4 are the new statistics."""
-    outputs = {int(user.args[1]): user for user in list(node.users)}  # type: ignore[arg-type]
-    assert not {1, 2} & {k for k, user in outputs.items() if user.users}, node
-    with graph.inserting_before(node):
-        if node.target is NO_TRAINING:
-            x, weight, bias, mean, var, momentum, eps = node.args
-            out = compute(graph, node, aten.batch_norm.default, x, weight, bias, mean, var, False, momentum, eps, False)
-            statistics: list[fx.Node] = []
-        else:
-            out, statistics = normalised(graph, node, over_batch=True)
-    for k, user in outputs.items():
-        if k not in (1, 2):
-            user.replace_all_uses_with(out if k == 0 else statistics[k - 3])
-        graph.erase_node(user)
-    graph.erase_node(node)
+    assert not {1, 2} & {user.args[1] for user in node.users if user.users}, node
+    if node.target is NO_TRAINING:
+        x, weight, bias, mean, var, momentum, eps = node.args
+        out = compute(node, aten.batch_norm.default, x, weight, bias, mean, var, False, momentum, eps, False)
+        statistics: list[fx.Node] = []
+    else:
+        out, statistics = normalised(node, over_batch=True)
+    replace_node(node, [out, out, out, *statistics])
 
 
-def normalised(graph: fx.Graph, node: fx.Node, *, over_batch: bool) -> tuple[fx.Node, list[fx.Node]]:
+def normalised(node: fx.Node, *, over_batch: bool) -> tuple[fx.Node, list[fx.Node]]:
     """``(x - mean) / sqrt(var + eps) * weight + bias``, and the new running mean and variance if they exist."""
-    new = partial(compute, graph, node)
+    new = partial(compute, node)
     x, dtype = node.args[0], value(node.args[0]).dtype
     shape = value(x).shape
     if dtype in _HALVES:  # torch computes statistics in float32

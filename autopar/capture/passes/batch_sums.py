@@ -10,6 +10,7 @@ and those of level n depend on totals of level n - 1.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,8 +41,8 @@ class BatchSums:
         dtype = value(like).dtype
         if dtype not in self.counts:
             kind = {"dtype": dtype, "device": torch.device("cpu")}  # generated code has the device of its rank
-            with self.graph.inserting_before(next(n for n in self.graph.nodes if n.op == "call_function")):
-                self.counts[dtype] = new_node(self.graph, like, aten.full.default, [], 1, **kind)
+            first = next(n for n in self.graph.nodes if n.op == "call_function")
+            self.counts[dtype] = new_node(first, aten.full.default, [], 1, like=like, **kind)
             self.levels[:] = self.levels or [[]]
             self.levels[0].append(self.counts[dtype])
         return self.counts[dtype]
@@ -61,7 +62,7 @@ def batch_sums(
         if not variances:
             break
         for node in variances:
-            _open_variance(graph, node)
+            _open_variance(node)
     batch = BatchSums(graph=graph)
     batch.levels.extend([] for _ in range(1 + max((levels[total] for total in uses), default=-1)))
     ends = {
@@ -151,41 +152,35 @@ def _end(sums: BatchSums, node: fx.Node, users: Sequence[fx.Node], status: Statu
     """Make users take the total of a node. The total of means is divided by the number of micro-batches."""
     total = node
     if set(users) != set(node.users):  # others take the sum of their own micro-batch
-        with sums.graph.inserting_after(node):
-            total = new_node(sums.graph, node, aten.clone.default, node)
+        total = new_node(node.next, aten.clone.default, node, like=node)
     sums.levels[level].append(total)
     value_of_all = total
     if status == MEAN:
         count = sums.num_micro_batches(total)
-        with sums.graph.inserting_after(total):
-            value_of_all = new_node(sums.graph, total, aten.div.Tensor, total, count)
+        value_of_all = new_node(total.next, aten.div.Tensor, total, count, like=total)
     if value_of_all is not node:
         for user in users:
             user.replace_input_with(node, value_of_all)
     return value_of_all
 
 
-def _open_variance(graph: fx.Graph, node: fx.Node) -> None:
+def _open_variance(node: fx.Node) -> None:
     """Write a variance or standard deviation as sums, with the number of its elements as a sum of ones."""
     x, dim, keeps = argument(node, "self"), argument(node, "dim"), bool(argument(node, "keepdim"))
     correction = argument(node, "unbiased" if "correction" not in str(node.target) else "correction")
     dims = list(dim) if dim else list(range(value(x).dim()))
-    with graph.inserting_before(node):
-        mean = new_node(graph, node, aten.mean.dim, x, dims, True)
-        square = new_node(graph, node, aten.square.default, new_node(graph, node, aten.sub.Tensor, x, mean))
-        total = new_node(graph, node, aten.sum.dim_IntList, square, dims, keeps)
-        ones = new_node(graph, node, aten.ones_like.default, x)
-        count = new_node(graph, node, aten.sum.dim_IntList, ones, dims, keeps)
-        rest = new_node(graph, node, aten.sub.Tensor, count, 1 if correction is None else int(correction))
-        result = new_node(graph, node, aten.div.Tensor, total, new_node(graph, node, aten.clamp_min.default, rest, 0))
-        if node.target in _DEVIATIONS:
-            result = new_node(graph, node, aten.sqrt.default, result)
-    replace_node(node, result)
+    emit = partial(new_node, node)
+    square = emit(aten.square.default, emit(aten.sub.Tensor, x, emit(aten.mean.dim, x, dims, True)))
+    total = emit(aten.sum.dim_IntList, square, dims, keeps)
+    count = emit(aten.sum.dim_IntList, emit(aten.ones_like.default, x), dims, keeps)
+    rest = emit(aten.sub.Tensor, count, 1 if correction is None else int(correction))
+    result = emit(aten.div.Tensor, total, emit(aten.clamp_min.default, rest, 0))
+    replace_node(node, emit(aten.sqrt.default, result) if node.target in _DEVIATIONS else result)
 
 
-def new_node(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """A new call with its traced value and its description. It has the module of `like`."""
-    node = compute(graph, like, target, *args, **kwargs)
+def new_node(place: fx.Node, target: Any, *args: Any, like: fx.Node | None = None, **kwargs: Any) -> fx.Node:
+    """As `compute`, with the description of the value."""
+    node = compute(place, target, *args, like=like, **kwargs)
     flows = any(n.meta["info"].differentiable for n in node.all_input_nodes)
     node.meta["info"] = TensorInfo(tuple(value(node).shape), value(node).dtype, flows)
     node.meta["batch_power"] = 0

@@ -3,13 +3,14 @@
 Tokens are sorted by expert, counted by a histogram, and multiplied in groups (`autopar.rules.grouped_product`).
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
 from autopar._torch.operators import aten
-from autopar.capture.nodes import arg, argument, before, compute, replace_node
+from autopar.capture.nodes import Emit, Rewrite, arg, argument, before
 from autopar.capture.nodes import value as _value
 from autopar.rules.grouped_product import GROUPED_MM
 from autopar.rules.operators import output_of
@@ -42,25 +43,22 @@ def one_grouped_product(graph: fx.Graph) -> None:
             node.target, node.args, node.kwargs = GROUPED_MM, (x, weight, ends), {}
 
 
-def histogram_of_integers(graph: fx.Graph) -> None:
-    """Replace ``histc(x, n, 0, n - 1)``, or up to n for positions among n, by a count that has an integer kernel."""
-    for node in list(graph.nodes):
-        if node.op != "call_function" or node.target is not aten.histc.default:
-            continue
-        source, (bins, low, high) = arg(node, 0), (argument(node, name) for name in ("bins", "min", "max"))
-        if source.target is aten.to.dtype and _is_integer(arg(source, 0)):
-            source = arg(source, 0)
-        if not _is_integer(source) or _value(source).dim() != 1 or low != 0:
-            continue
-        if high != bins - 1 and not (high == bins and _are_positions(source, bins)):
-            continue
-        numbers = {"dtype": _value(source).dtype, "device": _value(source).device}
-        with graph.inserting_before(node):
-            columns = compute(graph, node, aten.arange.default, bins, **numbers)
-            rows = compute(graph, node, aten.unsqueeze.default, source, 1)
-            equal = compute(graph, node, aten.eq.Tensor, rows, columns)
-            count = compute(graph, node, aten.sum.dim_IntList, equal, [0], False, dtype=_value(node).dtype)
-        replace_node(node, count)
+def _histogram(emit: Emit, node: fx.Node) -> fx.Node | None:
+    """A count that has an integer kernel, of ``histc(x, n, 0, n - 1)``, or up to n for positions among n."""
+    source, (bins, low, high) = arg(node, 0), (argument(node, name) for name in ("bins", "min", "max"))
+    if source.target is aten.to.dtype and _is_integer(arg(source, 0)):
+        source = arg(source, 0)
+    if not _is_integer(source) or _value(source).dim() != 1 or low != 0:
+        return None
+    if high != bins - 1 and not (high == bins and _are_positions(source, bins)):
+        return None
+    numbers = {"dtype": _value(source).dtype, "device": _value(source).device}
+    columns = emit(aten.arange.default, bins, **numbers)
+    equal = emit(aten.eq.Tensor, emit(aten.unsqueeze.default, source, 1), columns)
+    return emit(aten.sum.dim_IntList, equal, [0], False, dtype=_value(node).dtype)
+
+
+HISTOGRAMS: Mapping[Any, Rewrite] = {aten.histc.default: _histogram}
 
 
 def _are_positions(node: fx.Node, size: int) -> bool:

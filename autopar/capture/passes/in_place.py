@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from autopar._torch.operators import aten
-from autopar.capture.nodes import compute, replace_node, value
+from autopar.capture.nodes import Emit, Rewrite, compute, replace_node, value
 from autopar.capture.passes.batch_norm import replace_batch_norm
 from autopar.errors import CaptureError
 
@@ -34,8 +34,7 @@ def change_views_by_copies(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         twin = _functional_twin(node) if _in_place(node) and _is_view(_first(node)) else None
         if twin not in (None, aten.copy.default):
-            with graph.inserting_before(node):
-                new = compute(graph, node, twin, *_arguments(node, twin), **node.kwargs)
+            new = compute(node, twin, *_arguments(node, twin), **node.kwargs)
             node.target, node.args, node.kwargs = aten.copy_.default, (_first(node), new), {}
 
 
@@ -47,9 +46,9 @@ def functionalise(graph: fx.Graph, buffers: Mapping[str, str]) -> dict[str, fx.N
         changed: list[tuple[fx.Node, fx.Node]] = []
         if _in_place(node):
             target = _first(node)
-            changed.append((target, _functional(graph, node)))
+            changed.append((target, _functional(node)))
         else:
-            changed = replace_batch_norm(graph, node)
+            changed = replace_batch_norm(node)
         for old, new in changed:
             for user in [u for u in old.users if u > new and u is not new]:
                 user.replace_input_with(old, new)
@@ -100,7 +99,7 @@ def _arguments(node: fx.Node, twin: Any) -> tuple[Any, ...]:
     return tuple(given)
 
 
-def _functional(graph: fx.Graph, node: fx.Node) -> fx.Node:
+def _functional(node: fx.Node) -> fx.Node:
     """Replace an in-place operator. The new value has the shape and dtype of the old value."""
     target, twin = _first(node), _functional_twin(node)
     if twin is None or _is_aliased(node):
@@ -109,43 +108,33 @@ def _functional(graph: fx.Graph, node: fx.Node) -> fx.Node:
             f"in-place operator {node.target} in {where} changes a value that other code reads; write it out of place "
             "(x = x.op(...) instead of x.op_(...))"
         )
-    like = value(node)
-    with graph.inserting_before(node):
-        if twin is aten.copy.default:
-            new = _fitted(graph, node, node.args[1], like)
-        else:
-            new = _fitted(graph, node, compute(graph, node, twin, *_arguments(node, twin), **node.kwargs), like)
+    if twin is aten.copy.default:
+        new = _fitted(node, node.args[1])
+    else:
+        named: Mapping[str, Any] = node.kwargs
+        new = _fitted(node, compute(node, twin, *_arguments(node, twin), **named))
     replace_node(node, new)
     assert target is not new
     return new
 
 
-def _fitted(graph: fx.Graph, node: fx.Node, source: Any, like: torch.Tensor) -> fx.Node:
-    """`source` in the shape and dtype of the tensor `like`. The result is always a new node."""
+def _fitted(node: fx.Node, source: Any) -> fx.Node:
+    """`source` in the shape and dtype of a node. The result is always a new node."""
+    like = value(node)
     if value(source).dtype != like.dtype:
-        source = compute(graph, node, aten.to.dtype, source, like.dtype)
+        source = compute(node, aten.to.dtype, source, like.dtype)
     if value(source).shape != like.shape:
-        source = compute(graph, node, aten.expand.default, source, list(like.shape))
+        source = compute(node, aten.expand.default, source, list(like.shape))
     if source.op == "placeholder" or source in node.all_input_nodes:
-        source = compute(graph, node, aten.clone.default, source)
+        source = compute(node, aten.clone.default, source)
     fit: fx.Node = source
     return fit
 
 
-def drop_copies(graph: fx.Graph) -> None:
-    """Replace `copy`, `fill`, `index_put` with a mask, and writes into complex tensors, by ordinary operators."""
-    for node in list(graph.nodes):
-        if node.target in (aten.copy.default, aten.fill.Tensor):
-            with graph.inserting_before(node):
-                replace_node(node, _fitted(graph, node, node.args[1], value(node)))
-        elif node.target is aten.index_put.default:
-            _masked_put(graph, node)
-        elif node.target in (aten.slice_scatter.default, aten.select_scatter.default) and value(node).is_complex():
-            _joined_pieces(graph, node)
-
-
-def _joined_pieces(graph: fx.Graph, node: fx.Node) -> None:
-    """Replace a write of consecutive rows by `cat`: autograd differentiates no scatter of complex numbers."""
+def _joined_pieces(emit: Emit, node: fx.Node) -> fx.Node | None:
+    """A `cat` for a write of consecutive rows: autograd differentiates no scatter of complex numbers."""
+    if not value(node).is_complex():
+        return None
     x, source, dim, start, end, step = (*node.args, *(0, None, None, 1)[len(node.args) - 2 :])[:6]
     is_one, size = node.target is aten.select_scatter.default, value(x).shape[cast("int", dim)]
     if is_one:
@@ -153,31 +142,41 @@ def _joined_pieces(graph: fx.Graph, node: fx.Node) -> None:
         end = start + 1
     start, end, step = slice(start, end, step).indices(size)
     if step != 1 or start >= end:
-        return
-    with graph.inserting_before(node):
-        rows = compute(graph, node, aten.unsqueeze.default, source, dim) if is_one else source
-        kept = [compute(graph, node, aten.slice.Tensor, x, dim, *r) for r in ((0, start), (end, size))]
-        new = compute(graph, node, aten.cat.default, [kept[0], rows, kept[1]], dim)
-    replace_node(node, new)
+        return None
+    rows = emit(aten.unsqueeze.default, source, dim) if is_one else source
+    kept = [emit(aten.slice.Tensor, x, dim, *r) for r in ((0, start), (end, size))]
+    return emit(aten.cat.default, [kept[0], rows, kept[1]], dim)
 
 
-def _masked_put(graph: fx.Graph, node: fx.Node) -> None:
-    """Replace `x[mask] = row` by `where`, if the same row, or number, is written for every true element."""
+def _masked_put(emit: Emit, node: fx.Node) -> fx.Node | None:
+    """A `where` for `x[mask] = row`, if the same row, or number, is written for every true element."""
     x, source, indices = _first(node), node.args[2], list(cast("list[Any]", node.args[1]))
     mask, *others = indices
     if others or not isinstance(mask, fx.Node) or value(mask).dtype is not torch.bool:
-        return
+        return None
     dim, sizes = value(x).dim(), list(value(source).shape)
     while sizes and sizes[0] == 1:
         sizes.pop(0)
     if len(sizes) > dim - value(mask).dim() or (len(node.args) > 3 and node.args[3]):
-        return
+        return None
     shape = [*value(mask).shape, *[1] * (dim - value(mask).dim())]
-    with graph.inserting_before(node):
-        wide = compute(graph, node, aten.reshape.default, mask, shape)
-        row = compute(graph, node, aten.reshape.default, source, [*[1] * (dim - len(sizes)), *sizes])
-        new = compute(graph, node, aten.where.self, wide, row, x)
-    replace_node(node, new)
+    wide = emit(aten.reshape.default, mask, shape)
+    row = emit(aten.reshape.default, source, [*[1] * (dim - len(sizes)), *sizes])
+    return emit(aten.where.self, wide, row, x)
+
+
+def _second_operand(emit: Emit, node: fx.Node) -> fx.Node:
+    return _fitted(node, node.args[1])
+
+
+# `copy`, `fill`, `index_put` with a mask, and writes into complex tensors
+COPIES: Mapping[Any, Rewrite] = {
+    aten.copy.default: _second_operand,
+    aten.fill.Tensor: _second_operand,
+    aten.index_put.default: _masked_put,
+    aten.slice_scatter.default: _joined_pieces,
+    aten.select_scatter.default: _joined_pieces,
+}
 
 
 def _is_view(node: Any) -> bool:

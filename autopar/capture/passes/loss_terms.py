@@ -28,16 +28,14 @@ _Place = tuple[fx.Node, fx.Node]  # a node and an operand of it, which is a term
 IsFree = Callable[[fx.Node], bool]
 
 
-def numbers_as_terms(graph: fx.Graph, loss: fx.Node) -> None:
+def numbers_as_terms(loss: fx.Node) -> None:
     """Replace a number that is added to a term of the loss by a constant tensor, unless the batch size decides it."""
     stack, seen = [loss], {loss}
     while stack:
         node = stack.pop()
         if _adds_a_number(node):
-            with graph.inserting_before(node):
-                like = value(node)
-                kind = {"dtype": like.dtype, "device": like.device}
-                number = new_node(graph, node, aten.full.default, [], node.args[1], **kind)
+            like = value(node)
+            number = new_node(node, aten.full.default, [], node.args[1], dtype=like.dtype, device=like.device)
             node.target = _SUMS[operator_name(node)]
             node.args = (node.args[0], number, *node.args[2:])
         terms = [operand for operand in _linear_in(node, lambda _: True) if operand not in seen]
@@ -52,7 +50,7 @@ def _adds_a_number(node: fx.Node) -> bool:
     return is_one and isinstance(node.args[0], fx.Node) and isinstance(node.args[1], Real)
 
 
-def average_terms(graph: fx.Graph, loss: fx.Node, sums: BatchSums) -> None:
+def average_terms(loss: fx.Node, sums: BatchSums) -> None:
     """Divide the terms that are no sums over the batch by the number of micro-batches, if others are sums."""
     places = list(dict.fromkeys(_terms(loss, sums.free.__contains__)))
     powers = {term: _power(term, sums.free.__contains__) for _, term in places}
@@ -60,8 +58,7 @@ def average_terms(graph: fx.Graph, loss: fx.Node, sums: BatchSums) -> None:
         for user, term in places:
             if powers[term] != 0:
                 count = sums.num_micro_batches(term)
-                with graph.inserting_before(user):
-                    user.replace_input_with(term, new_node(graph, user, OVER_MICRO_BATCHES, term, count))
+                user.replace_input_with(term, new_node(user, OVER_MICRO_BATCHES, term, count))
 
 
 def _terms(node: fx.Node, is_free: IsFree) -> Iterator[_Place]:

@@ -5,23 +5,24 @@ After the passes, every node is a functional ATen operator with one tensor outpu
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
 from autopar._torch.operators import aten
-from autopar.capture.nodes import arg, compute, inlined, operator_name, output_nodes, replace_node
+from autopar.capture.nodes import arg, compute, inlined, operator_name, output_nodes, put, replace_node, rewrite
 from autopar.capture.nodes import value as _value
 from autopar.capture.passes.aliases import one_name
 from autopar.capture.passes.autocast import noted_region, write_casts
 from autopar.capture.passes.control_flow import inline_control_flow
-from autopar.capture.passes.embedding_bags import embedding_bags
-from autopar.capture.passes.experts import histogram_of_integers, one_grouped_product, operators_of_libraries
-from autopar.capture.passes.in_place import drop_copies, functionalise
-from autopar.capture.passes.losses import open_composites, split_mean_losses
+from autopar.capture.passes.embedding_bags import BAGS
+from autopar.capture.passes.experts import HISTOGRAMS, one_grouped_product, operators_of_libraries
+from autopar.capture.passes.in_place import COPIES, functionalise
+from autopar.capture.passes.losses import LOSSES, open_composites
 from autopar.capture.passes.own_rows import own_rows
-from autopar.capture.passes.recurrent import drop_between_layers, open_cells
+from autopar.capture.passes.recurrent import CELLS, LAYERS
 from autopar.capture.passes.routing import tokens_are_parallel
 from autopar.capture.passes.several_outputs import one_output_each
 from autopar.errors import CaptureError
@@ -54,8 +55,7 @@ def inline_regions(graph: fx.Graph, root: fx.GraphModule) -> None:
         stack = {"nn_module_stack": node.meta.get("nn_module_stack")}
         outer = stack | (noted_region(node.args) if name == "wrap_with_autocast" else {})
         no_grad = {"no_grad": True} if name == "wrap_with_set_grad_enabled" and node.args[0] is False else {}
-        with graph.inserting_before(node):
-            result = inlined(graph, region.graph, node.args[position + 1 :], no_grad, outer)
+        result = inlined(node, region.graph, node.args[position + 1 :], no_grad, outer)
         region_node = node.args[position]
         replace_node(node, result)
         if not region_node.users:
@@ -98,9 +98,7 @@ def dense_operands(graph: fx.Graph) -> None:
         order = sorted(range(source.dim()), key=lambda dim: -source.stride(dim))
         if not source.permute(order).is_contiguous():
             raise CaptureError("as_strided of a part of a tensor reads elements beside it; call contiguous() before")
-        with graph.inserting_before(node):
-            turned = compute(graph, node, aten.permute.default, arg(node, 0), order)
-            dense = compute(graph, node, aten.reshape.default, turned, [-1])
+        dense = compute(node, aten.reshape.default, compute(node, aten.permute.default, arg(node, 0), order), [-1])
         offset = int(node.args[3]) - source.storage_offset() if len(node.args) > 3 and node.args[3] else 0
         node.args = (dense, *node.args[1:3], offset)
 
@@ -156,11 +154,8 @@ def flat_addmm_to_linear(graph: fx.Graph) -> None:
             continue
         if any(u.target is not aten.reshape.default or tuple(_value(u).shape) != outer for u in node.users):
             continue
-        with graph.inserting_before(node):
-            turned = graph.call_function(aten.t.default, (weight,))
-            linear = graph.call_function(aten.linear.default, (flat.args[0], turned, bias))
-        turned.meta = dict(node.meta) | {"val": _value(weight).t()}
-        linear.meta = dict(node.meta) | {"val": _value(node).new_empty(outer)}
+        turned = put(node, aten.t.default, (weight,), _value(weight).t())
+        linear = put(node, aten.linear.default, (flat.args[0], turned, bias), _value(node).new_empty(outer))
         for user in list(node.users):
             user.replace_all_uses_with(linear)
             graph.erase_node(user)
@@ -179,10 +174,7 @@ def matmul_to_linear(graph: fx.Graph) -> None:
         if weight.meta["val"].dim() != 2 or arg(node, 0).meta["val"].dim() < 2:
             continue
         last, bias = _with_bias(node, weight)
-        with graph.inserting_before(last):
-            linear = graph.call_function(aten.linear.default, (node.args[0], weight, *bias))
-        linear.meta = dict(last.meta)
-        last.replace_all_uses_with(linear)
+        last.replace_all_uses_with(put(last, aten.linear.default, (node.args[0], weight, *bias), _value(last)))
 
 
 def _with_bias(node: fx.Node, weight: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
@@ -207,18 +199,18 @@ PASSES: tuple[GraphPass, ...] = (
     one_name,
     dense_gradients,
     drop_no_ops,
-    embedding_bags,
-    drop_between_layers,
-    open_cells,
+    partial(rewrite, table=BAGS),
+    partial(rewrite, table=LAYERS),
+    partial(rewrite, table=CELLS),
     one_output_each,
-    drop_copies,
+    partial(rewrite, table=COPIES),
     dense_operands,
     drop_no_ops,
     spell_plainly,
     flat_addmm_to_linear,
     matmul_to_linear,
     operators_of_libraries,
-    histogram_of_integers,
+    partial(rewrite, table=HISTOGRAMS),
     one_grouped_product,
     tokens_are_parallel,
     own_rows,
@@ -226,7 +218,7 @@ PASSES: tuple[GraphPass, ...] = (
     drop_no_ops,
     one_output_each,
     spell_plainly,
-    split_mean_losses,
+    partial(rewrite, table=LOSSES),
     remove_dead,
 )
 
@@ -270,8 +262,7 @@ def own_outputs(graph: fx.Graph, count: int) -> None:
     results = list(output_nodes(graph))
     for k in range(len(results) - count, len(results)):
         if results[k].op != "call_function" or results.count(results[k]) > 1:
-            with graph.inserting_before(graph.output_node()):
-                results[k] = compute(graph, results[k], aten.clone.default, results[k])
+            results[k] = compute(graph.output_node(), aten.clone.default, results[k], like=results[k])
     graph.output_node().args = (tuple(results),)
 
 

@@ -15,60 +15,54 @@ import torch
 from torch import fx
 
 from autopar._torch.operators import aten
-from autopar.capture.nodes import closure, compute, is_random, replace_node, value
+from autopar.capture.nodes import Emit, closure, is_random, rewrite, value
 from autopar.capture.passes.constants import constant_value
 
 _MASKS = (torch.bool, torch.uint8)
 _SAME_ELEMENTS = (aten.reshape.default, aten.view.default, aten.unsqueeze.default, aten.flatten.using_ints)
 _MOST_EVALUATED = 2**22  # elements of an index
-_Make = Callable[..., fx.Node]
 
 
 def own_rows(graph: fx.Graph) -> None:
     """Replace every `index` and `index_put` of which an index counts the rows."""
-    for node in list(graph.nodes):
-        with graph.inserting_before(node):
-            _with_rows(node)
-    for node in list(graph.nodes):
-        if node.target not in (aten.index.Tensor, aten.index_put.default):
-            continue
-        given = {place: index for place, index in enumerate(node.args[1]) if index is not None}
-        if any(value(index).dtype in _MASKS for index in given.values()):
-            continue
-        rank = max(value(index).dim() for index in given.values())
-        rows = dict[int, int]()  # the place of the index that counts along a dimension of the indices
-        for place, index in given.items():
-            along = _counts_along(index)
-            if along is not None:
-                rows.setdefault(along + rank - value(index).dim(), place)
-        if rows:
-            with graph.inserting_before(node):
-                make = _picked if node.target is aten.index.Tensor else _written
-                new = make(node, given, rows, rank)
-            if new is not None:
-                replace_node(node, new)
+    of_samples = (aten.index_select.default, aten.index.Tensor, aten.index_put.default)
+    rewrite(graph, dict.fromkeys(of_samples, _with_rows))
+    rewrite(graph, {aten.index.Tensor: partial(_by_rows, _picked), aten.index_put.default: partial(_by_rows, _written)})
 
 
-def _with_rows(node: fx.Node) -> None:
-    """Give a node that takes rows of several samples, laid end to end, an index of the sample and one inside of it."""
-    is_selected = node.target is aten.index_select.default and node.args[1] == 0
-    if not is_selected and node.target not in (aten.index.Tensor, aten.index_put.default):
-        return
+def _by_rows(of_rows: Callable[..., fx.Node | None], emit: Emit, node: fx.Node) -> fx.Node | None:
+    indices: Any = node.args[1]
+    given = {place: index for place, index in enumerate(indices) if index is not None}
+    if any(value(index).dtype in _MASKS for index in given.values()):
+        return None
+    rank = max(value(index).dim() for index in given.values())
+    rows = dict[int, int]()  # the place of the index that counts along a dimension of the indices
+    for place, index in given.items():
+        along = _counts_along(index)
+        if along is not None:
+            rows.setdefault(along + rank - value(index).dim(), place)
+    return of_rows(emit, node, given, rows, rank) if rows else None
+
+
+def _with_rows(emit: Emit, node: fx.Node) -> fx.Node | None:
+    """A node that takes rows of several samples, laid end to end, by an index of the sample and one inside of it."""
+    is_selected = node.target is aten.index_select.default
     args: Any = node.args
+    if is_selected and args[1] != 0:
+        return None
     x, indices = args[0], [args[2]] if is_selected else list(args[1])
     core = index = indices[0]
     if index is None or any(i is not None for i in indices[1:]) or value(index).dtype in _MASKS:
-        return
+        return None
     while core.target in _SAME_ELEMENTS:
         core = core.args[0]
     if core.target is not aten.add.Tensor or core.kwargs:
-        return
+        return None
     for term, other in (core.args, core.args[::-1]):
         size = value(x).shape[0]
         dim = _counts_along(term, size) if isinstance(term, fx.Node) and isinstance(other, fx.Node) else None
         if dim is None:
             continue
-        emit = partial(compute, node.graph, node)
         count, (picked, rest) = value(term).shape[dim], (value(core).shape, value(x).shape[1:])
         rows = emit(aten.div.Tensor_mode, term, size // count, rounding_mode="floor")
         inside = emit(aten.masked_fill.Scalar, other, emit(aten.lt.Scalar, other, 0), size // count)
@@ -79,8 +73,8 @@ def _with_rows(node: fx.Node) -> None:
             new = emit(aten.index_put.default, x, [rows, inside], new, *args[3:])
         else:
             new = emit(aten.index.Tensor, x, [rows, inside])
-        replace_node(node, emit(aten.reshape.default, new, list(value(node).shape)))
-        return
+        return emit(aten.reshape.default, new, list(value(node).shape))
+    return None
 
 
 def _counts_along(index: fx.Node, total: int | None = None) -> int | None:
@@ -97,45 +91,43 @@ def _counts_along(index: fx.Node, total: int | None = None) -> int | None:
     return None
 
 
-def _picked(node: fx.Node, given: dict[int, fx.Node], rows: dict[int, int], rank: int) -> fx.Node:
+def _picked(emit: Emit, node: fx.Node, given: dict[int, fx.Node], rows: dict[int, int], rank: int) -> fx.Node:
     """The value of an `index`. Its operand becomes [rows ..., dimensions of other indices ..., rest ...]."""
-    made = partial(compute, node.graph, node)
     x: Any = node.args[0]
     counted = sorted(rows)
     block = list(torch.broadcast_shapes(*(value(index).shape for index in given.values())))
     for dim, place in rows.items():
         if value(x).shape[place] != block[dim]:
-            x = made(aten.slice.Tensor, x, place, 0, block[dim])
+            x = emit(aten.slice.Tensor, x, place, 0, block[dim])
     others = [place for place in given if place not in rows.values()]
     rest = [d for d in range(value(x).dim()) if d not in given]
-    x = _permuted(made, x, [*(rows[dim] for dim in counted), *others, *rest])
+    x = _permuted(emit, x, [*(rows[dim] for dim in counted), *others, *rest])
     # every other index as [rows ..., other dimensions of the indices ...]
     columns = [dim for dim in range(rank) if dim not in rows]
-    indices = [_aligned(made, given[place], rank, [*counted, *columns]) for place in others]
+    indices = [_aligned(emit, given[place], rank, [*counted, *columns]) for place in others]
     sizes = list(torch.broadcast_shapes(*(value(index).shape for index in indices))) if indices else [1] * rank
     num_rows, tail = len(rows), [value(x).shape[d] for d in range(len(given), value(x).dim())]
     if any(size != 1 for size in sizes[:num_rows]):
-        x = _gathered(made, x, indices, num_rows, [block[dim] for dim in counted], sizes[num_rows:])
+        x = _gathered(emit, x, indices, num_rows, [block[dim] for dim in counted], sizes[num_rows:])
     elif indices:
-        flat = [made(aten.reshape.default, i, list(value(i).shape[num_rows:])) for i in indices]
-        x = made(aten.index.Tensor, x, [*[None] * num_rows, *flat])
+        flat = [emit(aten.reshape.default, i, list(value(i).shape[num_rows:])) for i in indices]
+        x = emit(aten.index.Tensor, x, [*[None] * num_rows, *flat])
     else:
         for _ in columns:
-            x = made(aten.unsqueeze.default, x, num_rows)
+            x = emit(aten.unsqueeze.default, x, num_rows)
     # back to the order of the indices, which stand where the indexed dimensions were if these are adjacent
     places = sorted(given)
     at = sum(d < places[0] for d in rest) if places == list(range(places[0], places[-1] + 1)) else 0
     now = [*counted, *columns]
     picked = [now.index(dim) for dim in range(rank)]
     after = [*range(rank, rank + len(rest))]
-    x = _permuted(made, x, [*after[:at], *picked, *after[at:]])
+    x = _permuted(emit, x, [*after[:at], *picked, *after[at:]])
     wanted = [*tail[:at], *block, *tail[at:]]
-    return x if list(value(x).shape) == wanted else made(aten.expand.default, x, wanted)
+    return x if list(value(x).shape) == wanted else emit(aten.expand.default, x, wanted)
 
 
-def _written(node: fx.Node, given: dict[int, fx.Node], rows: dict[int, int], rank: int) -> fx.Node | None:
+def _written(emit: Emit, node: fx.Node, given: dict[int, fx.Node], rows: dict[int, int], rank: int) -> fx.Node | None:
     """The value of an `index_put`, as `_picked`. None if it does not write to all rows."""
-    emit = partial(compute, node.graph, node)
     args: Any = node.args
     x, shape, new, adds = args[0], list(value(args[0]).shape), args[2], any(args[3:])
     block = list(torch.broadcast_shapes(*(value(index).shape for index in given.values())))
@@ -167,7 +159,7 @@ def _written(node: fx.Node, given: dict[int, fx.Node], rows: dict[int, int], ran
 
 
 def _gathered(
-    emit: _Make, x: fx.Node, indices: Sequence[fx.Node], num_rows: int, rows: list[int], columns: list[int]
+    emit: Emit, x: fx.Node, indices: Sequence[fx.Node], num_rows: int, rows: list[int], columns: list[int]
 ) -> fx.Node:
     """The elements of each row at its own indices."""
     tail = list(value(x).shape[num_rows + len(indices) :])
@@ -176,7 +168,7 @@ def _gathered(
 
 
 def _flat(
-    emit: _Make, x: fx.Node, indices: Sequence[fx.Node], num_rows: int, rows: list[int], columns: list[int]
+    emit: Emit, x: fx.Node, indices: Sequence[fx.Node], num_rows: int, rows: list[int], columns: list[int]
 ) -> tuple[fx.Node, fx.Node]:
     """A value with one dimension for those of the indices, and one index of as many dimensions."""
     inside = list(value(x).shape[num_rows : num_rows + len(indices)])
@@ -196,11 +188,11 @@ def _flat(
     return emit(aten.reshape.default, x, [*rows, prod(inside), *tail]), flat
 
 
-def _aligned(emit: _Make, index: fx.Node, rank: int, order: list[int]) -> fx.Node:
+def _aligned(emit: Emit, index: fx.Node, rank: int, order: list[int]) -> fx.Node:
     """An index with all dimensions of the indices, in another order."""
     index = emit(aten.reshape.default, index, [*[1] * (rank - value(index).dim()), *value(index).shape])
     return _permuted(emit, index, order)
 
 
-def _permuted(emit: _Make, x: fx.Node, order: list[int]) -> fx.Node:
+def _permuted(emit: Emit, x: fx.Node, order: list[int]) -> fx.Node:
     return x if order == sorted(order) else emit(aten.permute.default, x, order)

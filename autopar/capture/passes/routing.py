@@ -49,7 +49,7 @@ def tokens_are_parallel(graph: fx.Graph) -> None:
         if is_order(node):
             region = Region.of(node)
             if region is not None:
-                region.write(graph)
+                region.write()
 
 
 def is_order(node: fx.Node) -> bool:
@@ -187,37 +187,33 @@ class Region:
 
     # ---- rewriting ----
 
-    def write(self, graph: fx.Graph) -> None:
+    def write(self) -> None:
         """Replace the region in place."""
         tokens, k = self.num_rows // self.k, self.k
-        with graph.inserting_before(self.order):
-            chosen = arg(self.keys, 0) if self.keys.target is aten.reshape.default else self.keys
-            is_choices = tuple(value(chosen).shape) == (tokens, k)
-            args = self.keys, [tokens, k]
-            choices = chosen if is_choices else compute(graph, self.order, aten.reshape.default, *args)
-            order = compute(graph, self.order, ORDER, choices)
-            expert = compute(graph, self.order, TAKE, self.keys, order, k)
+        chosen = arg(self.keys, 0) if self.keys.target is aten.reshape.default else self.keys
+        is_choices = tuple(value(chosen).shape) == (tokens, k)
+        choices = chosen if is_choices else compute(self.order, aten.reshape.default, self.keys, [tokens, k])
+        order = compute(self.order, ORDER, choices)
+        expert = compute(self.order, TAKE, self.keys, order, k)
         for node in self.products:
-            self._replace(graph, node, PRODUCT, arg(node, 0), arg(node, 1), expert, k)
+            self._replace(node, PRODUCT, arg(node, 0), arg(node, 1), expert, k)
         for target, places in ((TAKE, self.takes), (ROWS, self.rows), (UNTAKE, self.untakes)):
             for node, position in places.items():
-                self._replace(graph, node, target, arg(node, position), order, k)
+                self._replace(node, target, arg(node, position), order, k)
         for node, position in self.sums.items():
-            self._add(graph, node, arg(node, position), order)
+            self._add(node, arg(node, position), order)
 
-    def _replace(self, graph: fx.Graph, node: fx.Node, target: Any, *args: Any) -> None:
-        with graph.inserting_before(node):
-            replace_node(node, compute(graph, node, target, *args))
+    @staticmethod
+    def _replace(node: fx.Node, target: Any, *args: Any) -> None:
+        replace_node(node, compute(node, target, *args))
 
-    def _add(self, graph: fx.Graph, node: fx.Node, rows: fx.Node, order: fx.Node) -> None:
+    def _add(self, node: fx.Node, rows: fx.Node, order: fx.Node) -> None:
         """Replace the addition of every row to its token."""
         shape = [self.num_rows // self.k, self.k, *value(rows).shape[1:]]
-        with graph.inserting_before(node):
-            back = compute(graph, node, UNTAKE, rows, order, self.k)
-            by_token = compute(graph, node, aten.reshape.default, back, shape)
-            total = compute(graph, node, aten.sum.dim_IntList, by_token, [1])
-            if not _is_zeros(arg(node, 0)):
-                total = compute(graph, node, aten.add.Tensor, arg(node, 0), total)
+        by_token = compute(node, aten.reshape.default, compute(node, UNTAKE, rows, order, self.k), shape)
+        total = compute(node, aten.sum.dim_IntList, by_token, [1])
+        if not _is_zeros(arg(node, 0)):
+            total = compute(node, aten.add.Tensor, arg(node, 0), total)
         replace_node(node, total)
 
 

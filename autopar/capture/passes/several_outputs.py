@@ -1,14 +1,13 @@
 """Operators with several outputs become operators with one output each."""
 
 import operator
-from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import fx
 
 from autopar._torch.operators import aten
-from autopar.capture.nodes import argument, int_arg, operator_name, value
+from autopar.capture.nodes import argument, int_arg, operator_name, put, value
 from autopar.capture.passes.recurrent import RECURRENT
 from autopar.errors import CaptureError
 from autopar.rules.operators import output_of
@@ -41,51 +40,33 @@ def one_output_each(graph: fx.Graph) -> None:
             if not user.users:
                 graph.erase_node(user)
                 continue
-            with graph.inserting_before(user):
-                piece = _output(graph, node, user, outputs)
-            user.replace_all_uses_with(piece)
+            user.replace_all_uses_with(_output(node, user, outputs))
             graph.erase_node(user)
         graph.erase_node(node)
 
 
-def call(
-    graph: fx.Graph,
-    like: fx.Node,
-    target: Callable[..., Any],
-    args: tuple[Any, ...],
-    result: torch.Tensor,
-    **kwargs: Any,
-) -> fx.Node:
-    """A new call with the value `result`, and with the metadata (such as the module) of `like`."""
-    node = graph.call_function(target, args, kwargs)
-    node.meta = dict(like.meta) | {"val": result}
-    return node
-
-
-def _output(graph: fx.Graph, node: fx.Node, user: fx.Node, outputs: Outputs) -> fx.Node:
+def _output(node: fx.Node, user: fx.Node, outputs: Outputs) -> fx.Node:
     name, index, result = operator_name(node), int_arg(user, 1), value(user)
     if name == "unbind":
         dim = argument(node, "dim")
-        return call(graph, user, aten.select.int, (node.args[0], dim, index), result)
+        return put(user, aten.select.int, (node.args[0], dim, index), result)
     if name in PIECES:
-        return _piece(graph, node, user)
+        return _piece(node, user)
     if name == "broadcast_tensors":
         source = cast("list[fx.Node]", node.args[0])[index]
-        return call(graph, user, aten.expand.default, (source, list(result.shape)), result)
+        return put(user, aten.expand.default, (source, list(result.shape)), result)
     if (name in PICKS_MANY or name in PICKS_ONE) and len(value(node)) == 2:
-        return _picked(graph, node, user, outputs)
+        return _picked(node, user, outputs)
     if name in ("var_mean", "std_mean"):
-        return _moment(graph, node, user)
+        return _moment(node, user)
     if name == "native_dropout" and index == 0:
         trains = argument(node, "train") is not False  # by default it drops
-        return call(graph, user, aten.dropout.default, (*node.args[:2], trains), result)
+        return put(user, aten.dropout.default, (*node.args[:2], trains), result)
     refuse_random(node)
-    with graph.inserting_before(node):
-        target = output_of(node.target, index)
-    return call(graph, user, target, node.args, result, **node.kwargs)
+    return put(user, output_of(node.target, index), node.args, result, **node.kwargs)
 
 
-def _piece(graph: fx.Graph, node: fx.Node, user: fx.Node) -> fx.Node:
+def _piece(node: fx.Node, user: fx.Node) -> fx.Node:
     index = int_arg(user, 1)
     whole, parts = value(node.args[0]), value(node)
     dim = next((d for d in range(whole.dim()) if parts[0].shape[d] != whole.shape[d]), 0)
@@ -93,36 +74,35 @@ def _piece(graph: fx.Graph, node: fx.Node, user: fx.Node) -> fx.Node:
         dim = argument(node, "dim")
     start = sum(part.shape[dim] for part in parts[:index])
     bounds = (node.args[0], dim, start, start + parts[index].shape[dim])
-    return call(graph, user, aten.slice.Tensor, bounds, value(user))
+    return put(user, aten.slice.Tensor, bounds, value(user))
 
 
-def _picked(graph: fx.Graph, node: fx.Node, user: fx.Node, outputs: Outputs) -> fx.Node:
+def _picked(node: fx.Node, user: fx.Node, outputs: Outputs) -> fx.Node:
     """The operator returns the indices, and `gather` the values, so that gradients reach the picked elements."""
     indices = value(node)[1]
     if 1 not in outputs:
-        with graph.inserting_before(node):
-            outputs[1] = call(graph, user, output_of(node.target, 1), node.args, indices, **node.kwargs)
+        outputs[1] = put(node, output_of(node.target, 1), node.args, indices, user, **node.kwargs)
     if int_arg(user, 1) == 1:
         return outputs[1]
     source, dim = node.args[0], argument(node, "dim")
     if operator_name(node) in PICKS_MANY or argument(node, "keepdim") or not value(source).dim():
-        return call(graph, user, aten.gather.default, (source, dim, outputs[1]), value(user))
-    kept = call(graph, user, aten.unsqueeze.default, (outputs[1], dim), indices.unsqueeze(dim))
-    picked = call(graph, user, aten.gather.default, (source, dim, kept), value(user).unsqueeze(dim))
-    return call(graph, user, aten.squeeze.dim, (picked, dim), value(user))
+        return put(user, aten.gather.default, (source, dim, outputs[1]), value(user))
+    kept = put(user, aten.unsqueeze.default, (outputs[1], dim), indices.unsqueeze(dim))
+    picked = put(user, aten.gather.default, (source, dim, kept), value(user).unsqueeze(dim))
+    return put(user, aten.squeeze.dim, (picked, dim), value(user))
 
 
-def _moment(graph: fx.Graph, node: fx.Node, user: fx.Node) -> fx.Node:
+def _moment(node: fx.Node, user: fx.Node) -> fx.Node:
     """One output of `var_mean` or `std_mean`: a variance or standard deviation, or a mean."""
     overload = node.target._overloadname  # type: ignore[union-attr]
     if int_arg(user, 1) == 0:
         packet = aten.var if operator_name(node) == "var_mean" else aten.std
         spread = getattr(packet, overload)
-        return call(graph, user, spread, node.args, value(user), **node.kwargs)
+        return put(user, spread, node.args, value(user), **node.kwargs)
     if overload == "default":
-        return call(graph, user, aten.mean.default, (node.args[0],), value(user))
+        return put(user, aten.mean.default, (node.args[0],), value(user))
     dims = (argument(node, "dim"), argument(node, "keepdim"))
-    return call(graph, user, aten.mean.dim, (node.args[0], *dims), value(user))
+    return put(user, aten.mean.dim, (node.args[0], *dims), value(user))
 
 
 def refuse_random(node: fx.Node) -> None:
