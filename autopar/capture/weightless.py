@@ -23,7 +23,7 @@ def weightless(model: nn.Module) -> nn.Module:
     if any(True for _ in plain_tensors(model)):
         return model
     try:
-        return _with_tensors(model, lambda tensor: torch.empty_like(tensor, device="meta"))
+        return with_tensors(model, lambda tensor: torch.empty_like(tensor, device="meta"))
     except Exception as error:  # a user's attribute may raise anything
         _logger.info(
             "the capture keeps the model's weights in memory, because the model cannot be copied without them (%s)",
@@ -60,7 +60,7 @@ def on_device_without_data(model: nn.Module, inputs: Any, device_type: str) -> t
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device_type)
 
     try:
-        copied = _with_tensors(model, empty)
+        copied = with_tensors(model, empty)
     except Exception as error:  # a user's attribute may raise anything
         raise CaptureError(
             "the model is on meta, where torch.autocast has no effect, and a copy of it fails: "
@@ -69,11 +69,10 @@ def on_device_without_data(model: nn.Module, inputs: Any, device_type: str) -> t
     return copied, pytree.tree_map_only(torch.Tensor, empty, inputs)
 
 
-def _with_tensors(model: nn.Module, twin: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+def with_tensors(model: nn.Module, twin: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
     """A copy of a model with the twin of each of its tensors."""
-    # deepcopy takes the entry of an object's id instead of a copy
-    memo: dict[int, Any] = {id(tensor): twin(tensor) for tensor in plain_tensors(model)}
-    for tensor in (*model.parameters(), *model.buffers()):
+    memo: dict[int, Any] = {}  # deepcopy takes the entry of an object's id instead of a copy
+    for tensor in (*plain_tensors(model), *model.parameters(), *model.buffers()):
         empty, is_parameter = twin(tensor), isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
     return copy.deepcopy(model, memo)

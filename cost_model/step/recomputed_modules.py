@@ -24,7 +24,7 @@ import numpy as np
 
 from autopar.cost_model.machine.engine import Module
 from autopar.cost_model.step.experts import has_experts, is_expert_product
-from autopar.cost_model.work.block_work import BlockWork, Operator
+from autopar.cost_model.work.block_work import BlockWork, Operator, memory_operator
 from autopar.ir.arrays import Floats
 
 SAVED_BYTES = 2.0  # of an element that a module saves
@@ -56,12 +56,13 @@ def module_savings(work: BlockWork[Any], role: str, hidden: Floats, modules: Col
     norms = 2 * work.input_bytes if "layernorm" in modules else 0.0
     activation = sum(np.where(_reads(op, hidden), _result(op), _operand(op)) for op in activated)
     moved = np.asarray(2 * norms + activation)
+    pointwise = memory_operator("pointwise", moved, 0.0 * moved, (1, 0), 0.0 * moved)  # of norms and activations
     results = [_result(op) for op in wider] + [np.where(_reads(op, hidden), _result(op), 0.0) for op in layer]
     operands = [np.where(_reads(op, hidden), 0.0, _operand(op)) for op in activated]
     return ModuleSavings(
         results_bytes=np.asarray(sum(results)),
         operands_bytes=np.asarray(sum(operands) + sum(_operand(op) for op in rows) + norms),
-        operators=(*layer, *wider, *attention, *([_moving(moved)] if np.any(moved > 0) else [])),
+        operators=(*layer, *wider, *attention, *([pointwise] if np.any(moved > 0) else [])),
         sends=bool(rows if has_experts(role) else layer),
     )
 
@@ -85,21 +86,3 @@ def _result(op: Operator[Any]) -> Any:
 
 def _operand(op: Operator[Any]) -> Any:
     return SAVED_BYTES * op.count * op.m * op.k
-
-
-def _moving(moved_bytes: Floats) -> Operator[Any]:
-    """Norms and activation functions, which read and write these bytes in one kernel."""
-    nothing = 0.0 * moved_bytes
-    return Operator(
-        name="pointwise",
-        kind="memory",
-        flops=nothing,
-        m=nothing,
-        n=nothing,
-        k=nothing,
-        count=nothing,
-        forward_bytes=moved_bytes,
-        backward_bytes=nothing,
-        kernels_forward=1,
-        kernels_backward=0,
-    )

@@ -88,6 +88,13 @@ class Operator(Generic[V]):
     kernels_backward: int
 
 
+def memory_operator(name: str, forward: V, backward: V, kernels: tuple[int, int], nothing: V) -> Operator[V]:
+    """An operator that only moves bytes. `nothing` is zero."""
+    sizes = dict.fromkeys(("flops", "m", "n", "k", "count"), nothing)
+    moved = {"forward_bytes": forward, "backward_bytes": backward}
+    return Operator(name=name, kind="memory", **sizes, **moved, kernels_forward=kernels[0], kernels_backward=kernels[1])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent(Generic[V]):
     """One collective of one call of a block; `whole_bytes` is the tensor before it is scattered or once gathered.

@@ -14,7 +14,7 @@ from math import prod
 
 from autopar.capture.analysis import Analysis
 from autopar.cost_model.work.autograd_probe import NodeRun, ProbedRuns, run_block
-from autopar.cost_model.work.block_work import BlockWork, Operator, SelectiveWork
+from autopar.cost_model.work.block_work import BlockWork, Operator, SelectiveWork, memory_operator
 from autopar.cost_model.work.conversion_steps import conversion_steps
 from autopar.cost_model.work.fusion import Flow, Need, needs_of_product
 from autopar.cost_model.work.operator_cost import EXPERT_ORDER, EXPERT_PRODUCTS, forward_flops, target_name
@@ -323,20 +323,8 @@ def _attention_bytes(flow: Flow, name: str) -> tuple[Expr, Expr]:
     return read, read + out + _sum(grads)
 
 
-def _memory(name: str, forward: Expr, backward: Expr, launches: tuple[int, int]) -> Operator[Polynomial]:
-    return Operator(
-        name=name,
-        kind="memory",
-        flops=Polynomial(),
-        m=Polynomial(),
-        n=Polynomial(),
-        k=Polynomial(),
-        count=Polynomial(),
-        forward_bytes=polynomial(forward),
-        backward_bytes=polynomial(backward),
-        kernels_forward=launches[0],
-        kernels_backward=launches[1],
-    )
+def _memory(name: str, forward: Expr, backward: Expr, kernels: tuple[int, int]) -> Operator[Polynomial]:
+    return memory_operator(name, polynomial(forward), polynomial(backward), kernels, Polynomial())
 
 
 def _eager(flow: Flow) -> Iterator[Operator[Polynomial]]:

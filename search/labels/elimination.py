@@ -9,12 +9,13 @@ the tables stay small. If a table would be too large, `eliminated` leaves the ne
 
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
-from math import inf, log2, prod
+from math import log2, prod
 
 import numpy as np
 
 from autopar.search.labels.network import BoolArray, FloatArray, IntArray, Network, NetworkValue, Solution
 
+LARGEST_BITS = 14.0  # of a table beside kept variables: its entries are two to this power
 MOST_ENTRIES = 2**24  # of all tables of an elimination, which take about a second
 LARGEST_OF_A_VALUE = 2**16  # entries of the table of a value's source and users; a larger table is taken apart
 Table = tuple[tuple[int, ...], FloatArray]  # variables and the cost of their choices
@@ -23,7 +24,7 @@ Table = tuple[tuple[int, ...], FloatArray]  # variables and the cost of their ch
 def eliminated(network: Network) -> Solution | None:
     """The best choices, of infinite cost if none is legal. None if the tables would be too large."""
     sizes, tables = tables_of(network)
-    order, entries = elimination_order(sizes, [scope for scope, _ in tables])
+    order, _, entries = elimination_order(sizes, [scope for scope, _ in tables])
     if entries > MOST_ENTRIES:
         return None
     choices, objective = eliminate(sizes, tables, order)
@@ -50,30 +51,50 @@ def neighbours_of(num_variables: int, scopes: Sequence[Sequence[int]]) -> list[s
     return neighbours
 
 
-def elimination_order(sizes: Sequence[int], scopes: Sequence[Sequence[int]]) -> tuple[list[int], float]:
-    """All variables, always the one with the smallest table next, and the number of entries of all tables."""
+def elimination_order(
+    sizes: Sequence[int], scopes: Sequence[Sequence[int]], weights: Sequence[float] | None = None
+) -> tuple[list[int], set[int], float]:
+    """The order in which variables are eliminated, variables to keep, and the number of entries of all tables.
+
+    The variable with the smallest table is always next. With `weights`, variables are kept so that no table is larger
+    than `LARGEST_BITS`.
+    """
     neighbours = neighbours_of(len(sizes), scopes)
     bits = [log2(size) for size in sizes]
-    table_bits = [bits[v] + sum(bits[u] for u in sorted(others)) for v, others in enumerate(neighbours)]
-    smallest = [(size, variable) for variable, size in enumerate(table_bits)]
+
+    def table_bits(variable: int) -> float:
+        return bits[variable] + sum(bits[other] for other in sorted(neighbours[variable]))
+
+    current = [table_bits(variable) for variable in range(len(sizes))]
+    smallest = [(size, variable) for variable, size in enumerate(current)]
     heapify(smallest)
     order: list[int] = []
+    kept: set[int] = set()
     entries = 0.0
-    while len(order) < len(sizes):
+    while len(order) + len(kept) < len(sizes):
         size, variable = heappop(smallest)
-        if size != table_bits[variable]:
+        if size != current[variable]:
             continue  # changed since: it is in the heap again
-        order.append(variable)
-        entries += 2 ** min(size, 64.0)
-        table_bits[variable] = inf
-        joined = neighbours[variable]
+        gone = variable
+        if weights is not None and size > LARGEST_BITS and neighbours[variable]:
+            scope = [variable, *sorted(neighbours[variable])]
+            gone = max(scope, key=lambda v: bits[v] * len(neighbours[v]) * weights[v])
+            kept.add(gone)
+        else:
+            order.append(variable)
+            entries += 2 ** min(size, 64.0)
+        joined = neighbours[gone]
+        current[gone], neighbours[gone] = -1.0, set()
         for other in joined:
-            neighbours[other] |= joined
-            neighbours[other] -= {variable, other}
+            if gone not in kept:
+                neighbours[other] |= joined
+            neighbours[other] -= {gone, other}
         for other in joined:
-            table_bits[other] = bits[other] + sum(bits[u] for u in sorted(neighbours[other]))
-            heappush(smallest, (table_bits[other], other))
-    return order, entries
+            current[other] = table_bits(other)
+            heappush(smallest, (current[other], other))
+        if gone != variable and variable not in joined:
+            heappush(smallest, (current[variable], variable))
+    return order, kept, entries
 
 
 def eliminate(sizes: Sequence[int], tables: Sequence[Table], order: Sequence[int]) -> tuple[list[int], float]:

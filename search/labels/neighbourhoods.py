@@ -9,15 +9,13 @@ choices.
 
 from collections.abc import Sequence
 from functools import lru_cache
-from heapq import heapify, heappop, heappush
-from math import inf, log2
+from math import inf
 
 import numpy as np
 
-from autopar.search.labels.elimination import Table, eliminate, neighbours_of, tables_of
+from autopar.search.labels.elimination import Table, eliminate, elimination_order, tables_of
 from autopar.search.labels.network import Network, Solution
 
-LARGEST_BITS = 14.0  # of a table: its entries are two to this power
 MOST_ROUNDS = 30
 ROUNDS_WITHOUT_GAIN = 4  # after which the search ends
 KEPT_AGAIN = 0.5  # the weight of a variable for each round that kept it
@@ -53,7 +51,7 @@ class _Rounds:
     def at(self, number: int) -> tuple[list[int], set[int]]:
         """The order and the kept variables of a round."""
         while len(self._found) <= number:
-            order, kept = order_with_kept(self.sizes, self.scopes, self._weights)
+            order, kept, _ = elimination_order(self.sizes, self.scopes, self._weights)
             self._found.append((order, kept))
             for variable in kept:
                 self._weights[variable] *= KEPT_AGAIN
@@ -77,46 +75,6 @@ def _searched(sizes: Sequence[int], tables: Sequence[Table], choices: list[int],
         if since == ROUNDS_WITHOUT_GAIN or not kept:
             break
     return choices
-
-
-def order_with_kept(
-    sizes: Sequence[int], scopes: Sequence[Sequence[int]], weights: Sequence[float]
-) -> tuple[list[int], set[int]]:
-    """The order in which variables are eliminated, and the variables to keep, so that every table stays small."""
-    neighbours = neighbours_of(len(sizes), scopes)
-    bits = [log2(size) for size in sizes]
-
-    def table_bits(variable: int) -> float:
-        return bits[variable] + sum(bits[other] for other in sorted(neighbours[variable]))
-
-    current = [table_bits(variable) for variable in range(len(sizes))]
-    smallest = [(size, variable) for variable, size in enumerate(current)]
-    heapify(smallest)
-    order: list[int] = []
-    kept: set[int] = set()
-    while len(order) + len(kept) < len(sizes):
-        size, variable = heappop(smallest)
-        if size != current[variable]:
-            continue  # changed since: it is in the heap again
-        gone = variable
-        if size > LARGEST_BITS and neighbours[variable]:
-            scope = [variable, *sorted(neighbours[variable])]
-            gone = max(scope, key=lambda v: bits[v] * len(neighbours[v]) * weights[v])
-            kept.add(gone)
-        else:
-            order.append(variable)
-        joined = neighbours[gone]
-        current[gone], neighbours[gone] = -1.0, set()
-        for other in joined:
-            if gone not in kept:
-                neighbours[other] |= joined
-            neighbours[other] -= {gone, other}
-        for other in joined:
-            current[other] = table_bits(other)
-            heappush(smallest, (current[other], other))
-        if gone != variable and variable not in joined:
-            heappush(smallest, (current[variable], variable))
-    return order, kept
 
 
 def _best_beside(

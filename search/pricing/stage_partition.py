@@ -20,33 +20,29 @@ def partition(weights: Sequence[float], parts: int, *, can_be_alone: Sequence[bo
     return _partition(tuple(weights), parts, tuple(can_be_alone or [True] * len(weights)))
 
 
+@lru_cache(maxsize=256)  # candidates that differ only in data parallelism have the same cuts
+def _partition(weights: tuple[float, ...], parts: int, can_be_alone: tuple[bool, ...]) -> tuple[int, ...]:
+    for longest in (_longest(weights, parts), len(weights)):
+        cuts = partition_with(weights, parts, None, longest, can_be_alone=can_be_alone)
+        if cuts is not None:
+            return cuts
+    raise PlanError(f"{len(weights)} calls cannot be cut into {parts} stages")
+
+
 # seconds beside the weights, for the parts at a position from some elements up to others
 More = Callable[[int, NDArray[np.int64], NDArray[np.int64]], NDArray[np.float64]]
 
 
 def partition_with(
-    weights: Sequence[float], parts: int, more: More, longest: int, *, can_be_alone: Sequence[bool]
+    weights: Sequence[float], parts: int, more: More | None, longest: int, *, can_be_alone: Sequence[bool]
 ) -> tuple[int, ...] | None:
     """`partition` for parts of at most `longest` elements that take `more` seconds in their place, perhaps infinite."""
     anchors = np.concatenate([[0], np.cumsum(can_be_alone)])
     sums = np.concatenate([[0.0], np.cumsum(np.asarray(weights, dtype=np.float64))])
     starts = _starts(sums, anchors, parts, longest, more)
-    return None if starts is None else _cuts_of(starts, len(weights))
-
-
-@lru_cache(maxsize=256)  # candidates that differ only in data parallelism have the same cuts
-def _partition(weights: tuple[float, ...], parts: int, can_be_alone: tuple[bool, ...]) -> tuple[int, ...]:
-    count = len(weights)
-    anchors = np.concatenate([[0], np.cumsum(can_be_alone)])
-    sums = np.concatenate([[0.0], np.cumsum(np.asarray(weights, dtype=np.float64))])
-    starts = _starts(sums, anchors, parts, _longest(weights, parts)) or _starts(sums, anchors, parts, count)
     if starts is None:
-        raise PlanError(f"{count} calls cannot be cut into {parts} stages")
-    return _cuts_of(starts, count)
-
-
-def _cuts_of(starts: Sequence[NDArray[np.int64]], count: int) -> tuple[int, ...]:
-    cuts, stop = [], count
+        return None
+    cuts, stop = [], len(weights)
     for start in reversed(starts):
         stop = int(start[stop])
         cuts.append(stop)
@@ -64,7 +60,7 @@ def _longest(weights: Sequence[float], parts: int) -> int:
 
 
 def _starts(
-    sums: NDArray[np.float64], anchors: NDArray[np.int64], parts: int, longest: int, more: More | None = None
+    sums: NDArray[np.float64], anchors: NDArray[np.int64], parts: int, longest: int, more: More | None
 ) -> list[NDArray[np.int64]] | None:
     """The position where the last part begins, for every number of parts above 1 and every number of elements.
 

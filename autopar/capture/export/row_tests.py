@@ -6,7 +6,6 @@ and every test must find no row in some of these runs. Loss, outputs, buffers an
 parameter must have a gradient in both or in none, because an optimizer moves a weight whose gradient is zero.
 """
 
-import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -20,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from autopar._torch.private import pytree
 from autopar.capture.export.chosen_rows import answer_if_some
 from autopar.capture.nodes import SAME_ELEMENTS, before, operator_name
-from autopar.capture.weightless import plain_tensors
+from autopar.capture.weightless import with_tensors
 
 _Run = Callable[[nn.Module, Any], Mapping[str, Tensor]]  # a model and its inputs: outputs by name
 BUFFER = "buffer "
@@ -194,12 +193,7 @@ def _alike(actual: Tensor, expected: Tensor, scale: float = 0.0) -> bool:
 
 def _copied(model: nn.Module) -> nn.Module:
     """A copy with values. Tensors on meta get values of their own."""
-    memo: dict[int, Any] = {}  # deepcopy takes the entry of an object's id instead of a copy
-    for tensor in (*plain_tensors(model), *model.parameters(), *model.buffers()):
-        zeros = torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().clone()
-        is_parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(zeros, requires_grad=tensor.requires_grad) if is_parameter else zeros
-    return copy.deepcopy(model, memo)
+    return with_tensors(model, lambda t: torch.zeros_like(t, device="cpu") if t.is_meta else t.detach().clone())
 
 
 def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -17,11 +17,11 @@ from autopar.ir.degrees import Degrees
 from autopar.ir.program import Program
 from autopar.planning.fixed import choose_labels, program_for
 from autopar.planning.labels import LABELLED
+from autopar.search.labels import elimination
 from autopar.search.labels import elimination as labels_elimination
-from autopar.search.labels import neighbourhoods
 from autopar.search.labels.elimination import eliminated, elimination_order
 from autopar.search.labels.milp import solved
-from autopar.search.labels.neighbourhoods import improved, order_with_kept
+from autopar.search.labels.neighbourhoods import improved
 from autopar.search.labels.network import Network, NetworkValue, Use
 
 KINDS = 4  # of types in a drawn network
@@ -169,7 +169,7 @@ def test_a_network_whose_tables_are_too_large_is_left_to_neighbourhoods() -> Non
 
 def test_neighbourhoods_find_choices_near_the_least_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tables keep several of the twelve variables in every round. A third of the conversions are missing."""
-    monkeypatch.setattr(neighbourhoods, "LARGEST_BITS", 6.0)
+    monkeypatch.setattr(elimination, "LARGEST_BITS", 6.0)
     num_found = num_legal = 0
     for seed in range(40, 100):
         network = drawn(seed, num_variables=12, most_choices=6)
@@ -187,16 +187,16 @@ def test_neighbourhoods_find_choices_near_the_least_cost(monkeypatch: pytest.Mon
 
 def test_no_table_beside_the_kept_variables_is_large() -> None:
     scopes = [(a, b) for a in range(20) for b in range(a)]
-    order, kept = order_with_kept([4] * 20, scopes, [1.0] * 20)
+    order, kept, _ = elimination_order([4] * 20, scopes, [1.0] * 20)
     assert sorted([*order, *kept]) == list(range(20))
     assert len(order) == 7  # 4 ** 7 entries are 2 ** 14
-    _, others = order_with_kept([4] * 20, scopes, [0.1 if v in kept else 1.0 for v in range(20)])
+    _, others, _ = elimination_order([4] * 20, scopes, [0.1 if v in kept else 1.0 for v in range(20)])
     assert others > set(range(20)) - kept
 
 
 def test_the_smallest_table_first() -> None:
     """A chain: 3 × 4 and 2 × 8 entries from its ends, then 8 × 3, then the last variable's own."""
-    order, entries = elimination_order([2, 8, 3, 4], [(0, 1), (1, 2), (2, 3)])
+    order, _, entries = elimination_order([2, 8, 3, 4], [(0, 1), (1, 2), (2, 3)])
     assert order == [3, 0, 1, 2]
     assert entries == pytest.approx(12 + 16 + 24 + 3)
 
