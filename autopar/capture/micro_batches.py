@@ -62,13 +62,7 @@ class Mixing(Exception):
 
 def is_mean(call: Call) -> bool:
     """Whether an operator reduces its input to a mean."""
-    schema = call.target._schema
-    if schema.name == "aten::mean":
-        return True
-    for index, argument in enumerate(schema.arguments):
-        if argument.name == "reduction":
-            return bool(call.arg(index, "reduction", MEAN_REDUCTION) == MEAN_REDUCTION)
-    return False
+    return bool(call.target._schema.name == "aten::mean" or call.named("reduction") == MEAN_REDUCTION)
 
 
 def loss_over_micro_batches(program: Program, analysis: Analysis) -> tuple[Literal["sum", "mean"], str | None]:

@@ -18,7 +18,7 @@ from autopar.lowering.communicator import RandomNumbers
 from autopar.rules.families.random import DROPS
 
 _SDPA = aten.scaled_dot_product_attention.default
-OTHER_DROPS = frozenset(DROPS) - {aten.dropout.default, _SDPA}  # of whole channels, or with other noise than zeros
+OTHER_DROPS = DROPS - {aten.dropout.default, _SDPA}  # of whole channels, or with other noise than zeros
 
 
 class _Dropout(torch.autograd.Function):

@@ -92,6 +92,11 @@ class Call:
         known = next((a.default_value for a in declared if a.name == name), None)
         return self.kwargs.get(name, default if known is None else known)
 
+    def named(self, name: str, default: Argument = None) -> Argument:
+        """`arg` by its name in the operator's schema."""
+        names = [argument.name for argument in self.target._schema.arguments]
+        return self.arg(names.index(name) if name in names else len(self.args), name, default)
+
     def degree(self, factors: Sequence[str]) -> int:
         """By how much the mesh divides a product of factors that are reduced, hence even."""
         return prod(degree for factor in factors for _, degree in self.split.get(factor, ()))

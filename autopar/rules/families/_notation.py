@@ -15,7 +15,7 @@ PERMITTED_OPTIONS = frozenset({"additive", "invariant", "outermost", "even", "ex
 
 def rule_from(
     call: Call,
-    inputs: Sequence[Sequence[Dim]],
+    inputs: Sequence[Sequence[Dim]] | Mapping[int, Sequence[Dim]],
     output: Sequence[Dim],
     *,
     sizes: Mapping[str, int] | None = None,
@@ -23,7 +23,9 @@ def rule_from(
     linear: Iterable[Collection[int]] = (),
     **options: Any,
 ) -> Rule:
-    """A rule from one spec per operand and one for the output; sizes of packed factors are given in `sizes`.
+    """A rule from one spec per operand, in order or by index, and one for the output.
+
+    The sizes of packed factors are given in `sizes`.
 
     Factors of size 1 and broadcast dimensions become the empty product. A dimension without elements stays whole. Sets
     in `linear` that contain a bool are dropped: a sum over ranks of bools means nothing. Raises `RuleError` where a
@@ -34,7 +36,7 @@ def rule_from(
     if len(inputs) != len(shapes):
         raise RuleError(f"{call.target}: a rule for {len(inputs)} operands met {len(shapes)}")
     known = dict(sizes or {})
-    specs = [*inputs, output]
+    specs = [*([inputs[k] for k in sorted(inputs)] if isinstance(inputs, Mapping) else inputs), output]
     for spec, shape in zip(specs, [*shapes, call.output.shape], strict=True):
         if len(spec) != len(shape):
             raise RuleError(f"{call.target}: {spec} does not fit a tensor of shape {shape}")
@@ -96,16 +98,13 @@ def slot_of(argument: Any) -> int:
     return argument.index
 
 
+def is_zero(argument: Any) -> bool:
+    return isinstance(argument, (int, float)) and argument == 0
+
+
 def slots_of(arguments: Iterable[Any]) -> list[int]:
     """The operand indices of the tensors among some arguments."""
     return [a.index for a in arguments if isinstance(a, Slot)]
-
-
-def in_order(call: Call, specs: Mapping[int, Sequence[Dim]]) -> list[Sequence[Dim]]:
-    """Specs by operand index as a list. Raises `RuleError` where an operand has none."""
-    if set(specs) != set(range(len(call.operands))):
-        raise RuleError(f"{call.target}: specs for operands {sorted(specs)} of {len(call.operands)}")
-    return [specs[k] for k in range(len(call.operands))]
 
 
 def dim_index(dim: int, rank: int) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 from autopar._torch.operators import aten
 from autopar.errors import RuleError
-from autopar.rules.families._notation import aligned, in_order, rule_from, slot_of
+from autopar.rules.families._notation import aligned, rule_from, slot_of
 from autopar.rules.registry import rule
 from autopar.rules.rule import RING, Call, Dim, Rule, Slot, Step
 
@@ -27,8 +27,8 @@ def scaled_dot_product_attention(call: Call) -> Rule:
     and without dropout, q and k may be split together: keys and values travel (`autopar.lowering.ring_attention`).
     """
     query, key, value = (slot_of(a) for a in call.args[:3])
-    mask = call.arg(3, "attn_mask")
-    causal, dropout = bool(call.arg(5, "is_causal", False)), call.arg(4, "dropout_p", 0.0)
+    mask = call.named("attn_mask")
+    causal, dropout = bool(call.named("is_causal", False)), call.named("dropout_p", 0.0)
     grouped = bool(call.kwargs.get("enable_gqa", False))
     rank = len(call.output.shape)
     if rank < 2 or (grouped and rank < 3):
@@ -60,11 +60,11 @@ def scaled_dot_product_attention(call: Call) -> Rule:
     else:
         options |= {"travels": {"q": "k"} if rank > 2 else {}, "emit": _emit}
         options |= {"outermost": {"q"}, "even": {"q"}, "exchanged": {"q": (query, -1)}} if causal else {}
-    return rule_from(call, in_order(call, specs), output, **options)
+    return rule_from(call, specs, output, **options)
 
 
 def _emit(local: Call) -> tuple[Step, ...]:
-    causal, scale = bool(local.arg(5, "is_causal", False)), local.kwargs.get("scale")
+    causal, scale = bool(local.named("is_causal", False)), local.kwargs.get("scale")
     if (ring := local.mesh_dim("q" + RING)) is not None:
         return (Step("ring_attention", (*local.args[:3], causal, scale, ring)),)
     mesh_dim = local.mesh_dim("q")

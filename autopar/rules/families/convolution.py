@@ -6,7 +6,7 @@ from typing import Any
 
 from autopar._torch.operators import aten
 from autopar.errors import RuleError
-from autopar.rules.families._notation import in_order, rule_from, slot_of
+from autopar.rules.families._notation import rule_from, slot_of
 from autopar.rules.registry import rule
 from autopar.rules.rule import Call, Dim, Rule, Slot, Step
 
@@ -35,10 +35,9 @@ def convolution(call: Call) -> Rule:
     count = len(kernel) - 2
     if len(shape) != count + 2:
         raise RuleError("convolution without a batch")
-    settings = ((3, "stride"), (4, "padding"), (7 if is_transpose else 5, "dilation"))
-    stride, padding, dilation = (_per_dim(call.arg(*setting), count) for setting in settings)
-    added = _per_dim(call.arg(5, "output_padding") if is_transpose else 0, count)
-    groups = call.arg(6, "groups")
+    settings = ("stride", "padding", "dilation", "output_padding")
+    stride, padding, dilation, added = (_per_dim(call.named(setting, 0), count) for setting in settings)
+    groups = call.named("groups")
     first, second = ("i", "o") if is_transpose else ("o", "i")  # channels of the kernel's dimensions
     few, many = ("x", "y") if is_transpose else ("y", "x")  # the value with one place for each window, and the other
     windows, others = (shape, out) if is_transpose else (out, shape)
@@ -54,7 +53,7 @@ def convolution(call: Call) -> Rule:
         window.append((f"k{d}",))
         whole |= {f"k{d}"} if tiles else {f"k{d}", f"x{d}", f"y{d}"}
         sizes |= {f"k{d}": width, f"{few}{d}": places} | ({} if tiles else {f"{many}{d}": size})
-    bias, named = call.arg(2, "bias"), call.arg(4, "padding")
+    bias, named = call.named("bias"), call.named("padding")
     given_padding = named if isinstance(named, str) else padding
 
     def emit(local: Call) -> tuple[Step, ...]:
@@ -72,6 +71,6 @@ def convolution(call: Call) -> Rule:
         specs[bias.index] = [("g", "o")]
     additive = set(specs) - {x, weight}
     return rule_from(
-        call, in_order(call, specs), dims["y"], additive=additive, linear=[{x} | additive], sizes=sizes, whole=whole,
+        call, specs, dims["y"], additive=additive, linear=[{x} | additive], sizes=sizes, whole=whole,
         flops=flops, emit=emit,
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from autopar._torch.operators import aten
 from autopar.errors import RuleError
-from autopar.rules.families._notation import dims, in_order, original, rule_from, slot_of
+from autopar.rules.families._notation import dims, original, rule_from, slot_of
 from autopar.rules.registry import rule
 from autopar.rules.rule import Call, Dim, Rule, Step
 
@@ -12,7 +12,7 @@ def _emit_embedding(local: Call) -> tuple[Step, ...]:
     mesh_dim = local.mesh_dim("v")
     if mesh_dim is None:
         return (original(local),)
-    padding = local.arg(2, "padding_idx", -1)
+    padding = local.named("padding_idx", -1)
     return (Step("vocab_parallel_embedding", (*local.args[:2], padding, mesh_dim)),)
 
 
@@ -21,12 +21,12 @@ def embedding(call: Call) -> Rule:
     """``"v d, ... -> ... d"``: v by rewrite, only as its outermost axis because ids are compared with an offset."""
     weight, ids = slot_of(call.args[0]), slot_of(call.args[1])
     batch = dims(call.operands[ids].shape, "b")
-    counted = bool(call.arg(3, "scale_grad_by_freq", False)) or bool(call.arg(4, "sparse", False))
+    counted = bool(call.named("scale_grad_by_freq", False)) or bool(call.named("sparse", False))
     whole = {"v", *(f for dim in batch for f in dim)} if counted else set()
     specs: dict[int, list[Dim]] = {weight: [("v",), ("d",)], ids: batch}
     return rule_from(
         call,
-        in_order(call, specs),
+        specs,
         [*batch, ("d",)],
         whole=whole,
         linear=[{weight}],
@@ -38,6 +38,6 @@ def embedding(call: Call) -> Rule:
 @rule(aten.one_hot.default)
 def one_hot(call: Call) -> Rule:
     spec = dims(call.operands[0].shape)
-    if not isinstance(call.arg(1, "num_classes", -1), int) or call.arg(1, "num_classes", -1) < 0:
+    if not isinstance(call.named("num_classes", -1), int) or call.named("num_classes", -1) < 0:
         raise RuleError("one_hot whose number of classes depends on data")
     return rule_from(call, [spec], [*spec, ("v",)], whole={"v"})

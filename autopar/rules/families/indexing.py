@@ -1,12 +1,10 @@
 """Elements picked, added or replaced by index tensors. Indexed dimensions are whole; the index may be split."""
 
-from typing import Any
-
 import torch
 
 from autopar._torch.operators import aten
 from autopar.errors import RuleError
-from autopar.rules.families._notation import aligned, dim_index, dims, in_order, rule_from, slot_of
+from autopar.rules.families._notation import aligned, dim_index, dims, is_zero, rule_from, slot_of, slots_of
 from autopar.rules.registry import rule
 from autopar.rules.rule import Call, Dim, Rule, Slot
 
@@ -21,30 +19,33 @@ def index_select(call: Call) -> Rule:
     specs: dict[int, list[Dim]] = {x: spec, index: dims(call.operands[index].shape, "i")}
     if call.operands[index].shape:
         specs[index] = [("i",)]
-    return rule_from(call, in_order(call, specs), output, whole={f"d{d}"}, linear=[{x}])
+    return rule_from(call, specs, output, whole={f"d{d}"}, linear=[{x}])
+
+
+def _indices(call: Call) -> tuple[list[int], list[int], list[Dim]]:
+    """The dimensions that are indexed, the operands that index them, and the dimensions of these together."""
+    places = [d for d, index in enumerate(call.args[1]) if isinstance(index, Slot)]
+    given = slots_of(call.args[1])
+    rank = max((len(call.operands[k].shape) for k in given), default=0)
+    return places, given, [(f"i{n}",) for n in range(rank)]
 
 
 @rule(aten.index.Tensor)
 def index(call: Call) -> Rule:
     """Indexed dimensions are whole, those of indices parallel: in the place of adjacent indexed ones, else in front."""
     x = slot_of(call.args[0])
-    shape = call.operands[x].shape
-    indices: list[Any] = list(call.args[1])
-    places = [d for d, i in enumerate(indices) if isinstance(i, Slot)]
-    given = [slot_of(indices[d]) for d in places]
+    places, given, block = _indices(call)
     if not given or any(call.operands[k].dtype.is_floating_point for k in given):
         raise RuleError("index without index tensors")
     if any(str(call.operands[k].dtype) in ("torch.bool", "torch.uint8") for k in given):
         raise RuleError("index by a mask")
-    rank = max(len(call.operands[k].shape) for k in given)
-    block: list[Dim] = [(f"i{n}",) for n in range(rank)]
-    spec = dims(shape)
+    spec = dims(call.operands[x].shape)
     adjacent = places == list(range(places[0], places[-1] + 1))
     rest = [dim for d, dim in enumerate(spec) if d not in places]
     at = places[0] if adjacent else 0
-    specs = {x: spec} | {k: block[rank - len(call.operands[k].shape) :] for k in given}
+    specs = {x: spec} | {k: aligned(block, call.operands[k].shape) for k in given}
     output = [*rest[:at], *block, *rest[at:]]
-    return rule_from(call, in_order(call, specs), output, whole={f"d{d}" for d in places}, linear=[{x}])
+    return rule_from(call, specs, output, whole={f"d{d}" for d in places}, linear=[{x}])
 
 
 @rule(aten.gather.default)
@@ -60,7 +61,7 @@ def gather(call: Call) -> Rule:
     whole = {f for n, dim in enumerate(spec) if dim == (f"x{n}",) for f in dim}
     whole |= {f"d{n}" for n in range(len(shape)) if n != d and shape[n] != picked[n]}
     specs = {x: spec, index: output}
-    return rule_from(call, in_order(call, specs), output, whole=whole, linear=[{x}])
+    return rule_from(call, specs, output, whole=whole, linear=[{x}])
 
 
 @rule(aten.index_add.default, aten.index_copy.default)
@@ -73,47 +74,29 @@ def index_add(call: Call) -> Rule:
         raise RuleError("index_add or index_copy of scalars")
     specs: dict[int, list[Dim]] = {x: spec, index: [("i",)], source: [*spec[:d], ("i",), *spec[d + 1 :]]}
     whole, additive = ({f"d{d}"}, {x}) if adds else ({f"d{d}", "i"}, set[int]())
-    return rule_from(call, in_order(call, specs), spec, whole=whole, additive=additive, linear=[{x, source}])
+    return rule_from(call, specs, spec, whole=whole, additive=additive, linear=[{x, source}])
 
 
-def _scattered(call: Call, source: int | None) -> tuple[list[Any], list[Dim], set[str], int]:
-    """Specs in operand order, output, whole factors and the slot of self; index and source must fit self elsewhere."""
-    x, index = slot_of(call.args[0]), slot_of(call.args[2])
+@rule(aten.scatter_add.default, aten.scatter.src, aten.scatter.value, aten.scatter_reduce.two)
+def scatter(call: Call) -> Rule:
+    """As `index_add`, or the index is whole too: no single rank knows which elements are replaced or meet in a place.
+
+    Index and source must fit self elsewhere.
+    """
+    x, index, source = slot_of(call.args[0]), slot_of(call.args[2]), call.args[3]
     shape, picked = call.operands[x].shape, call.operands[index].shape
     d = dim_index(call.args[1], len(shape))
     same = len(shape) == len(picked) and all(
         a == b for n, (a, b) in enumerate(zip(shape, picked, strict=True)) if n != d
     )
-    if not shape or not same or (source is not None and call.operands[source].shape != picked):
+    values = slots_of([source])
+    if not shape or not same or any(call.operands[k].shape != picked for k in values):
         raise RuleError("scatter of an index that is smaller than the tensor")
     spec = dims(shape)
-    specs = {x: spec, index: [*spec[:d], ("i",), *spec[d + 1 :]]}
-    if source is not None:
-        specs[source] = specs[index]
-    return in_order(call, specs), spec, {f"d{d}"}, x
-
-
-@rule(aten.scatter_add.default)
-def scatter_add(call: Call) -> Rule:
-    """As `index_add`."""
-    source = slot_of(call.args[3])
-    specs, output, whole, x = _scattered(call, source)
-    return rule_from(call, specs, output, whole=whole, additive={x}, linear=[{x, source}])
-
-
-@rule(aten.scatter.src)
-def scatter(call: Call) -> Rule:
-    """No single rank knows which elements are replaced, so the index is whole too."""
-    source = slot_of(call.args[3])
-    specs, output, whole, x = _scattered(call, source)
-    return rule_from(call, specs, output, whole=whole | {"i"}, linear=[{x, source}])
-
-
-@rule(aten.scatter.value)
-def scatter_value(call: Call) -> Rule:
-    specs, output, whole, x = _scattered(call, None)
-    zero = isinstance(call.args[3], (int, float)) and call.args[3] == 0
-    return rule_from(call, specs, output, whole=whole | {"i"}, linear=[{x}] if zero else [])
+    specs = {x: spec} | {k: [*spec[:d], ("i",), *spec[d + 1 :]] for k in (index, *values)}
+    whole, additive = ({f"d{d}"}, {x}) if call.target is aten.scatter_add.default else ({f"d{d}", "i"}, set[int]())
+    is_linear = call.target is not aten.scatter_reduce.two and (values or is_zero(source))
+    return rule_from(call, specs, spec, whole=whole, additive=additive, linear=[{x, *values}] if is_linear else [])
 
 
 @rule(aten.slice_scatter.default, aten.select_scatter.default)
@@ -122,37 +105,27 @@ def slice_scatter(call: Call) -> Rule:
     x, source = slot_of(call.args[0]), slot_of(call.args[1])
     keeps_dim = call.target is aten.slice_scatter.default
     spec = dims(call.operands[x].shape)
-    d = dim_index(call.arg(2, "dim", 0), len(spec))
+    d = dim_index(call.named("dim", 0), len(spec))
     part: list[Dim] = [*spec[:d], *([("part",)] if keeps_dim else []), *spec[d + 1 :]]
     specs = {x: spec, source: part}
-    return rule_from(call, in_order(call, specs), spec, whole={f"d{d}", "part"}, linear=[{x, source}])
+    return rule_from(call, specs, spec, whole={f"d{d}", "part"}, linear=[{x, source}])
 
 
 @rule(aten.index_put.default)
 def index_put(call: Call) -> Rule:
     """Indexed dimensions and indices are whole, the rest is parallel: no rank knows which elements are replaced."""
     x, values = slot_of(call.args[0]), slot_of(call.args[2])
-    places = [d for d, i in enumerate(call.args[1]) if isinstance(i, Slot)]
-    given = [slot_of(call.args[1][d]) for d in places]
+    places, given, block = _indices(call)
     if any(call.operands[k].dtype is not torch.int64 for k in given) or places != list(
         range(places[0], places[-1] + 1)
     ):
         raise RuleError("index_put by a mask, or with indices that are not adjacent")
-    rank = max(len(call.operands[k].shape) for k in given)
     spec = dims(call.operands[x].shape)
-    block: list[Dim] = [(f"i{n}",) for n in range(rank)]
     region = [*spec[: places[0]], *block, *spec[places[-1] + 1 :]]
     specs = {x: spec, values: aligned(region, call.operands[values].shape)}
     specs |= {k: aligned(block, call.operands[k].shape) for k in given}
     whole = {f"d{d}" for d in places} | {f for dim in block for f in dim}
-    return rule_from(call, in_order(call, specs), spec, whole=whole, linear=[{x, values}])
-
-
-@rule(aten.scatter_reduce.two)
-def scatter_reduce(call: Call) -> Rule:
-    """No single rank knows all elements that meet in a place."""
-    specs, output, whole, _ = _scattered(call, slot_of(call.args[3]))
-    return rule_from(call, specs, output, whole=whole | {"i"})
+    return rule_from(call, specs, spec, whole=whole, linear=[{x, values}])
 
 
 @rule(aten.index_fill.int_Scalar)
@@ -161,7 +134,7 @@ def index_fill(call: Call) -> Rule:
     spec = dims(call.operands[x].shape)
     d = dim_index(call.args[1], len(spec))
     specs: dict[int, list[Dim]] = {x: spec, index: [("i",)] * len(call.operands[index].shape)}
-    return rule_from(call, in_order(call, specs), spec, whole={f"d{d}", "i"})
+    return rule_from(call, specs, spec, whole={f"d{d}", "i"})
 
 
 @rule(aten.take_along_dim.default)
@@ -169,6 +142,6 @@ def take_along_dim(call: Call) -> Rule:
     """As `gather`, with dimensions that broadcast."""
     x, index = slot_of(call.args[0]), slot_of(call.args[1])
     output = dims(call.output.shape)
-    d = dim_index(call.arg(2, "dim"), len(output))
+    d = dim_index(call.named("dim"), len(output))
     source = [(f"x{d}",) if n == d else dim for n, dim in enumerate(output)]
-    return rule_from(call, in_order(call, {x: source, index: output}), output, whole={f"x{d}"}, linear=[{x}])
+    return rule_from(call, {x: source, index: output}, output, whole={f"x{d}"}, linear=[{x}])

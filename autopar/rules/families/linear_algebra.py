@@ -24,14 +24,14 @@ pattern(aten.searchsorted.Tensor, "... k, ... m -> ... m", whole="k")
 @rule(aten.cosine_similarity.default)
 def cosine_similarity(call: Call) -> Rule:
     rank = len(call.output.shape) + 1
-    d = dim_index(call.arg(2, "dim", 1), rank)
+    d = dim_index(call.named("dim", 1), rank)
     spec: list[Dim] = [(f"d{n}",) for n in range(rank)]
     return rule_from(call, broadcast(call, spec), [*spec[:d], *spec[d + 1 :]], whole={f"d{d}"})
 
 
 @rule(aten.pairwise_distance.default)
 def pairwise_distance(call: Call) -> Rule:
-    kept = bool(call.arg(4, "keepdim", False))
+    kept = bool(call.named("keepdim", False))
     batch = dims(call.output.shape[:-1] if kept else call.output.shape)
     spec = [*batch, ("k",)]
     inputs = [aligned(spec, operand.shape) for operand in call.operands]
@@ -48,7 +48,7 @@ def cross(call: Call) -> Rule:
 @rule(aten.diagonal.default)
 def diagonal(call: Call) -> Rule:
     spec = dims(call.operands[0].shape)
-    places = {dim_index(call.arg(2, "dim1", 0), len(spec)), dim_index(call.arg(3, "dim2", 1), len(spec))}
+    places = {dim_index(call.named("dim1", 0), len(spec)), dim_index(call.named("dim2", 1), len(spec))}
     output: list[Dim] = [*(dim for d, dim in enumerate(spec) if d not in places), ("diagonal",)]
     return rule_from(call, [spec], output, whole={"diagonal", *(f"d{d}" for d in places)}, linear=[{0}])
 
@@ -56,7 +56,7 @@ def diagonal(call: Call) -> Rule:
 @rule(aten.diag_embed.default)
 def diag_embed(call: Call) -> Rule:
     rank = len(call.output.shape)
-    places = {dim_index(call.arg(2, "dim1", -2), rank), dim_index(call.arg(3, "dim2", -1), rank)}
+    places = {dim_index(call.named("dim1", -2), rank), dim_index(call.named("dim2", -1), rank)}
     batch = dims(call.operands[0].shape[:-1])
     rest = iter(batch)
     output: list[Dim] = [(f"m{d}",) if d in places else next(rest) for d in range(rank)]

@@ -1,12 +1,10 @@
 """Losses. A sum over targets may be partial; a mean is corrected where its denominator is a number of elements."""
 
-from collections.abc import Collection
-
 import torch
 
 from autopar._torch.operators import aten
 from autopar.errors import RuleError
-from autopar.rules.families._notation import broadcast, dims, emit_mean, in_order, original, rule_from, slot_of
+from autopar.rules.families._notation import broadcast, dims, emit_mean, original, rule_from, slot_of
 from autopar.rules.operators import OVER_MICRO_BATCHES
 from autopar.rules.registry import rule
 from autopar.rules.rule import Call, Dim, Emit, Rule, Slot, Step
@@ -21,7 +19,7 @@ def _emit_cross_entropy(classes: int) -> Emit:
         mesh_dim = local.mesh_dim("v")
         if mesh_dim is None:
             return (original(local),)
-        ignore, smoothing = local.arg(4, "ignore_index", -100), local.arg(5, "label_smoothing", 0.0)
+        ignore, smoothing = local.named("ignore_index", -100), local.named("label_smoothing", 0.0)
         rank = len(local.operands[slot_of(local.args[0])].shape)
         logits, steps = local.args[0], tuple[Step, ...]()
         if rank > 2:  # the rewrite wants the classes last
@@ -42,7 +40,7 @@ def _classes(call: Call) -> tuple[dict[int, list[Dim]], list[Dim], bool]:
     full: list[Dim] = [*batch[:at], ("v",), *batch[at:]]
     by_id = not call.operands[target].dtype.is_floating_point
     specs = {logits: full, target: batch if by_id else full}
-    weight = call.arg(2, "weight")
+    weight = call.named("weight")
     if isinstance(weight, Slot):
         specs[weight.index] = [("v",)]
     return specs, batch, by_id
@@ -52,58 +50,51 @@ def _classes(call: Call) -> tuple[dict[int, list[Dim]], list[Dim], bool]:
 def cross_entropy_loss(call: Call) -> Rule:
     """``"t v, t ->"`` for a sum, with classes split by a rewrite for ids without weights. A mean is whole."""
     specs, batch, by_id = _classes(call)
-    reduction = call.arg(3, "reduction", MEAN)
-    smoothing = call.arg(5, "label_smoothing", 0.0)
+    reduction = call.named("reduction", MEAN)
+    smoothing = call.named("label_smoothing", 0.0)
     targets = {f for dim in batch for f in dim}
-    inputs = in_order(call, specs)
     if reduction != SUM:
         return rule_from(
-            call, inputs, batch if reduction == NONE else [], whole={"v"} | (targets if reduction == MEAN else set())
+            call, specs, batch if reduction == NONE else [], whole={"v"} | (targets if reduction == MEAN else set())
         )
-    rewritable = by_id and not isinstance(call.arg(2, "weight"), Slot) and smoothing == 0
+    rewritable = by_id and not isinstance(call.named("weight"), Slot) and smoothing == 0
     if not rewritable:
-        return rule_from(call, inputs, [], whole={"v"})
+        return rule_from(call, specs, [], whole={"v"})
     logits = call.operands[slot_of(call.args[0])].shape
     emit = _emit_cross_entropy(logits[1 if len(logits) > 1 else 0])
-    return rule_from(call, inputs, [], invariant={"v"}, outermost={"v"}, emit=emit)
+    return rule_from(call, specs, [], invariant={"v"}, outermost={"v"}, emit=emit)
 
 
 @rule(aten.nll_loss_nd.default, aten.nll_loss.default)
 def nll_loss(call: Call) -> Rule:
     """Classes are whole: the picked one lies on one rank only."""
     specs, batch, by_id = _classes(call)
-    reduction = call.arg(3, "reduction", MEAN)
+    reduction = call.named("reduction", MEAN)
     if not by_id:
         raise RuleError("nll_loss by probabilities")
     whole = {"v"} | ({f for dim in batch for f in dim} if reduction == MEAN else set())
     output = batch if reduction == NONE else []
-    return rule_from(call, in_order(call, specs), output, whole=whole, linear=[{slot_of(call.args[0])}])
+    return rule_from(call, specs, output, whole=whole, linear=[{slot_of(call.args[0])}])
 
 
-def _elementwise(call: Call, reduction: int) -> Rule:
+@rule(aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default)
+def elementwise_loss(call: Call) -> Rule:
     """A loss per element of the broadcast operands, kept, summed or averaged."""
-    shape = torch.broadcast_shapes(*(operand.shape for operand in call.operands))
+    reduction, shape = call.named("reduction", MEAN), torch.broadcast_shapes(*(o.shape for o in call.operands))
     spec = dims(shape)
-    factors: Collection[str] = sorted(f for dim in spec for f in dim)
     if reduction == NONE:
         return rule_from(call, broadcast(call, spec), spec)
-    emit = emit_mean(factors) if reduction == MEAN else None
+    emit = emit_mean(sorted(f for dim in spec for f in dim)) if reduction == MEAN else None
     return rule_from(call, broadcast(call, spec), [], emit=emit)
 
 
 @rule(aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default)
 @rule(aten.kl_div.default, aten.soft_margin_loss.default)
-def elementwise_loss(call: Call) -> Rule:
+def loss_of_two(call: Call) -> Rule:
     """Operands of different shapes have no rule: torch's own gradients are wrong there."""
     if call.operands[0].shape != call.operands[1].shape:
         raise RuleError("a loss of tensors that differ in shape")
-    return _elementwise(call, call.arg(2, "reduction", MEAN))
-
-
-@rule(aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default)
-def binary_cross_entropy(call: Call) -> Rule:
-    place = 3 if call.target is aten.binary_cross_entropy.default else 4
-    return _elementwise(call, call.arg(place, "reduction", MEAN))
+    return elementwise_loss(call)
 
 
 @rule(OVER_MICRO_BATCHES)

@@ -6,7 +6,7 @@ from functools import partial
 
 from autopar._torch.operators import aten
 from autopar.errors import RuleError
-from autopar.rules.families._notation import aligned, in_order, linear_sets, multiply_adds, rule_from, slot_of
+from autopar.rules.families._notation import aligned, linear_sets, multiply_adds, rule_from, slot_of
 from autopar.rules.grouped_product import GROUPED_MM
 from autopar.rules.registry import rule
 from autopar.rules.rule import Call, Dim, Rule, parse
@@ -63,7 +63,7 @@ def addmm(call: Call) -> Rule:
     left, right = [*batch, ("m",), ("k",)], [*batch, ("k",), ("n",)]
     specs: dict[int, list[Dim]] = {addend: aligned(output, call.operands[addend].shape), a: left, b: right}
     sets: list[Collection[int]] = [{addend, a}, {addend, b}]
-    return rule_from(call, in_order(call, specs), output, additive={addend}, linear=sets, flops=multiply_adds)
+    return rule_from(call, specs, output, additive={addend}, linear=sets, flops=multiply_adds)
 
 
 @rule(GROUPED_MM)
@@ -92,7 +92,7 @@ def einsum(call: Call) -> Rule:
     specs = {k: _letters(term, len(call.operands[k].shape)) for k, term in zip(slots, terms, strict=True)}
     flops = multiply_adds if len(terms) > 1 else None
     output = _letters(right, len(call.output.shape))
-    return rule_from(call, in_order(call, specs), output, linear=[{k} for k in slots], flops=flops)
+    return rule_from(call, specs, output, linear=[{k} for k in slots], flops=flops)
 
 
 def _letters(term: str, rank: int) -> list[Dim]:

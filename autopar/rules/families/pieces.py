@@ -43,8 +43,8 @@ def _piece(call: Call, d: int, start: int, length: int, step: int) -> Rule:
 @rule(aten.slice.Tensor)
 def slice_(call: Call) -> Rule:
     source = call.operands[0].shape
-    d = dim_index(call.arg(1, "dim", 0), len(source))
-    start, end, step = call.arg(2, "start"), call.arg(3, "end"), call.arg(4, "step", 1)
+    d = dim_index(call.named("dim", 0), len(source))
+    start, end, step = call.named("start"), call.named("end"), call.named("step", 1)
     if not all(isinstance(n, int) or n is None for n in (start, end, step)):
         raise RuleError("a slice with bounds that are not numbers")
     bounds = range(*slice(start, end, step).indices(source[d]))
@@ -73,7 +73,7 @@ def select(call: Call) -> Rule:
 def diff(call: Call) -> Rule:
     """Differences of neighbours, after putting something before and behind: their dimension is whole."""
     output = dims(call.output.shape)
-    d = dim_index(call.arg(2, "dim", -1), len(output))
+    d = dim_index(call.named("dim", -1), len(output))
     specs = [[*output[:d], (f"x{k}",), *output[d + 1 :]] for k in range(len(call.operands))]
     output[d] = ("y",)
     whole = {"y", *(f"x{k}" for k in range(len(specs)))}
@@ -86,7 +86,7 @@ def cat(call: Call) -> Rule:
     shapes = [operand.shape for operand in call.operands]
     if len({len(shape) for shape in shapes}) != 1 or slots_of(call.args[0]) != list(range(len(shapes))):
         raise RuleError("cat of tensors that differ in rank or occur twice")
-    d = dim_index(call.arg(1, "dim", 0), len(shapes[0]))
+    d = dim_index(call.named("dim", 0), len(shapes[0]))
     output = dims(call.output.shape)
     specs = [list(output) for _ in shapes]
     linear = [set(range(len(shapes)))]
@@ -111,7 +111,7 @@ def stack(call: Call) -> Rule:
     if slots_of(call.args[0]) != list(range(len(call.operands))):
         raise RuleError("stack of tensors that occur twice")
     spec = dims(call.operands[0].shape)
-    d = dim_index(call.arg(1, "dim", 0), len(spec) + 1)
+    d = dim_index(call.named("dim", 0), len(spec) + 1)
     output = [*spec[:d], ("stack",), *spec[d:]]
     linear = [set(range(len(call.operands)))]
     return rule_from(call, [spec] * len(call.operands), output, whole={"stack"}, linear=linear)
@@ -121,7 +121,7 @@ def stack(call: Call) -> Rule:
 def glu(call: Call) -> Rule:
     """The two halves ``(c e)`` of a dimension meet in e. Not linear."""
     source = call.operands[0].shape
-    d = dim_index(call.arg(1, "dim", -1), len(source))
+    d = dim_index(call.named("dim", -1), len(source))
     spec, output = dims(source), dims(source)
     if source[d] > 2:
         spec[d] = ("c", "e")

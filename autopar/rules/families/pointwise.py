@@ -6,15 +6,11 @@ from typing import Any
 import torch
 
 from autopar._torch.operators import aten
-from autopar.rules.families._notation import broadcast, dims, rule_from, slots_of
+from autopar.rules.families._notation import broadcast, dims, is_zero, rule_from, slots_of
 from autopar.rules.registry import rule
 from autopar.rules.rule import Call, Rule, Slot
 
 Sets = list[set[int]]
-
-
-def _is_zero(argument: Any) -> bool:
-    return isinstance(argument, (int, float)) and argument == 0
 
 
 def _sum_of(*positions: int) -> Callable[[Call], Sets]:
@@ -33,7 +29,7 @@ def _first(call: Call) -> Sets:
 
 def _quotient(call: Call) -> Sets:
     """A rounded quotient is not linear."""
-    return [] if call.arg(2, "rounding_mode") is not None else _first(call)
+    return [] if call.named("rounding_mode") is not None else _first(call)
 
 
 def _cast(call: Call) -> Sets:
@@ -47,7 +43,7 @@ def _selection(*positions: int) -> Callable[[Call], Sets]:
 
     def sets(call: Call) -> Sets:
         chosen = [call.args[p] for p in positions]
-        return [set(slots_of(chosen))] if all(isinstance(a, Slot) or _is_zero(a) for a in chosen) else []
+        return [set(slots_of(chosen))] if all(isinstance(a, Slot) or is_zero(a) for a in chosen) else []
 
     return sets
 

@@ -4,7 +4,7 @@ from math import prod
 from typing import Any
 
 from autopar._torch.operators import aten
-from autopar.rules.families._notation import dim_indices, dims, places_whole, rule_from, slot_of
+from autopar.rules.families._notation import dim_indices, dims, is_zero, places_whole, rule_from, slot_of
 from autopar.rules.operators import output_of
 from autopar.rules.registry import pattern, rule
 from autopar.rules.rule import Call, Dim, Rule, Step
@@ -120,6 +120,5 @@ def pad(call: Call) -> Rule:
     rank, pads = len(call.operands[0].shape), call.args[1]
     padded = [rank - 1 - n for n in range(len(pads) // 2) if pads[2 * n] or pads[2 * n + 1]]
     if call.target is aten.pad.default:
-        return places_whole(call, padded, call.arg(2, "mode", "constant") != "constant")
-    value = call.arg(2, "value", 0)
-    return places_whole(call, padded, isinstance(value, (int, float)) and value == 0)
+        return places_whole(call, padded, call.named("mode", "constant") != "constant")
+    return places_whole(call, padded, is_zero(call.named("value", 0)))

@@ -14,14 +14,10 @@ PER_ELEMENT = (
     aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor, aten.poisson.default,
 )  # fmt: skip
 OF_SHAPE = {aten.rand.default: 0, aten.randn.default: 0, aten.randint.default: 1, aten.randint.low: 2}
-# operators that drop elements, and the position and name of their probability and of the flag of training
-DROPS: dict[object, tuple[tuple[int, str], tuple[int, str] | None]] = {
-    aten.dropout.default: ((1, "p"), (2, "train")),
-    aten.alpha_dropout.default: ((1, "p"), (2, "train")),
-    aten.feature_dropout.default: ((1, "p"), (2, "train")),
-    aten.feature_alpha_dropout.default: ((1, "p"), (2, "train")),
-    aten.scaled_dot_product_attention.default: ((4, "dropout_p"), None),
-}
+DROPS = frozenset({
+    aten.dropout.default, aten.alpha_dropout.default, aten.feature_dropout.default, aten.feature_alpha_dropout.default,
+    aten.scaled_dot_product_attention.default,
+})  # fmt: skip
 ALWAYS = frozenset({*PER_ELEMENT, *OF_SHAPE, aten.multinomial.default, aten.randperm.default})
 
 
@@ -29,10 +25,7 @@ def draws_numbers(call: Call) -> bool:
     """Does the call draw random numbers?"""
     if call.target not in DROPS:
         return call.target in ALWAYS
-    probability, training = DROPS[call.target]
-    if training is not None and not call.arg(*training):
-        return False
-    return bool(call.arg(*probability, 0.0) != 0)
+    return bool(call.named("train", True) and call.named("dropout_p", call.named("p")) != 0)
 
 
 @rule(aten.dropout.default, aten.alpha_dropout.default, *PER_ELEMENT)

@@ -2,7 +2,7 @@
 
 from autopar._torch.operators import aten
 from autopar.errors import RuleError
-from autopar.rules.families._notation import in_order, rule_from, slot_of
+from autopar.rules.families._notation import rule_from, slot_of
 from autopar.rules.operators import output_of
 from autopar.rules.registry import rule
 from autopar.rules.rule import Call, Dim, Rule, Slot
@@ -34,4 +34,4 @@ def recurrent(call: Call) -> Rule:
     else:
         output = [("l",), ("b",), ("h1" if call.target is output_of(aten.lstm.input, CELL) else "h0",)]
     used = {f for spec in (*specs.values(), output) for dim in spec for f in dim}
-    return rule_from(call, in_order(call, specs), output, whole=used - {"b"})
+    return rule_from(call, specs, output, whole=used - {"b"})

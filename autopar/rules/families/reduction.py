@@ -1,7 +1,5 @@
 """Reductions: kept dimensions are parallel; a sum may be partial over the others, everything else needs them whole."""
 
-from typing import Any
-
 import torch
 
 from autopar._torch.operators import aten
@@ -10,10 +8,10 @@ from autopar.rules.registry import rule
 from autopar.rules.rule import Call, Dim, Rule
 
 
-def _reduced(call: Call, over: Any, keepdim: bool) -> tuple[list[Dim], list[Dim], set[str]]:
+def _reduced(call: Call) -> tuple[list[Dim], list[Dim], set[str]]:
     """Specs of operand and output and the factors summed over."""
     spec = dims(call.operands[0].shape)
-    indices = set(dim_indices(over, len(spec)))
+    indices, keepdim = set(dim_indices(call.named("dim"), len(spec))), call.named("keepdim", False)
     output = [() if d in indices else dim for d, dim in enumerate(spec) if keepdim or d not in indices]
     return spec, output, {f"d{d}" for d in indices}
 
@@ -21,38 +19,26 @@ def _reduced(call: Call, over: Any, keepdim: bool) -> tuple[list[Dim], list[Dim]
 @rule(aten.sum.default, aten.sum.dim_IntList)
 def sum_(call: Call) -> Rule:
     """Each rank sums its own elements; a sum of bools counts."""
-    spec, output, _ = _reduced(call, call.arg(1, "dim"), bool(call.arg(2, "keepdim", False)))
+    spec, output, _ = _reduced(call)
     return rule_from(call, [spec], output, linear=[{0}])
 
 
 @rule(aten.mean.default, aten.mean.dim)
 def mean(call: Call) -> Rule:
     """A mean of local elements is divided by the number of ranks."""
-    spec, output, factors = _reduced(call, call.arg(1, "dim"), bool(call.arg(2, "keepdim", False)))
+    spec, output, factors = _reduced(call)
     return rule_from(call, [spec], output, linear=[{0}], emit=emit_mean(sorted(factors)))
-
-
-def _whole(call: Call, over: Any, keepdim: Any) -> Rule:
-    spec, output, factors = _reduced(call, over, bool(keepdim))
-    return rule_from(call, [spec], output, whole=factors)
 
 
 @rule(aten.amax.default, aten.amin.default, aten.logsumexp.default)
 @rule(aten.any.dim, aten.all.dim, aten.any.dims, aten.all.dims)
 @rule(aten.argmax.default, aten.argmin.default, aten.prod.dim_int)
 @rule(aten.max.default, aten.min.default, aten.any.default, aten.all.default, aten.prod.default)
-def whole_over_dims(call: Call) -> Rule:
-    return _whole(call, call.arg(1, "dim"), call.arg(2, "keepdim", False))
-
-
 @rule(aten.var.correction, aten.std.correction, aten.var.dim, aten.std.dim)
-def variance(call: Call) -> Rule:
-    return _whole(call, call.arg(1, "dim"), call.arg(3, "keepdim", False))
-
-
 @rule(aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim)
-def norm(call: Call) -> Rule:
-    return _whole(call, call.arg(2, "dim"), call.arg(3, "keepdim", False))
+def whole_over_dims(call: Call) -> Rule:
+    spec, output, factors = _reduced(call)
+    return rule_from(call, [spec], output, whole=factors)
 
 
 @rule(aten.softmax.int, aten.log_softmax.int, aten._softmax.default, aten._log_softmax.default)
@@ -60,6 +46,6 @@ def norm(call: Call) -> Rule:
 def along_dim(call: Call) -> Rule:
     """Operators that keep the shape and work along one dimension, which is whole."""
     spec = dims(call.operands[0].shape)
-    d = dim_index(call.arg(1, "dim"), len(spec))
+    d = dim_index(call.named("dim"), len(spec))
     linear = call.target is aten.cumsum.default and call.operands[0].dtype is not torch.bool
     return rule_from(call, [spec], spec, whole={f"d{d}"}, linear=[{0}] if linear else [])

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from math import prod
 
+import torch
+
 from autopar._torch.operators import aten
 from autopar.errors import RuleError
 from autopar.ir.sharding import common_cuts
@@ -103,44 +105,14 @@ rule(
 )(reshape_rule)
 
 
-def _permuted(call: Call, order: Sequence[int]) -> Rule:
-    spec = dims(call.operands[0].shape)
-    return rule_from(call, [spec], [spec[d] for d in order], linear=[{0}])
-
-
-@rule(aten.transpose.int, aten.swapaxes.default, aten.swapdims.default)
-def transpose(call: Call) -> Rule:
-    rank = len(call.operands[0].shape)
-    order = list(range(rank))
-    if rank:
-        a, b = dim_index(call.args[1], rank), dim_index(call.args[2], rank)
-        order[a], order[b] = b, a
-    return _permuted(call, order)
-
-
-@rule(aten.t.default, aten.numpy_T.default)
-def reverse_dims(call: Call) -> Rule:
-    return _permuted(call, list(reversed(range(len(call.operands[0].shape)))))
-
-
-@rule(aten.mT.default, aten.adjoint.default)
-def swap_last(call: Call) -> Rule:
-    rank = len(call.operands[0].shape)
-    return _permuted(call, [*range(rank - 2), rank - 1, rank - 2])
-
-
-@rule(aten.permute.default)
-def permute(call: Call) -> Rule:
-    return _permuted(call, dim_indices(call.args[1], len(call.operands[0].shape)))
-
-
+@rule(aten.transpose.int, aten.swapaxes.default, aten.swapdims.default, aten.permute.default)
 @rule(aten.movedim.int, aten.movedim.intlist)
-def movedim(call: Call) -> Rule:
-    rank = len(call.operands[0].shape)
-    source, target = dim_indices(call.args[1], rank), dim_indices(call.args[2], rank)
-    placed = dict(zip(target, source, strict=True))
-    rest = iter(d for d in range(rank) if d not in source)
-    return _permuted(call, [placed[d] if d in placed else next(rest) for d in range(rank)])
+@rule(aten.t.default, aten.numpy_T.default, aten.mT.default, aten.adjoint.default)
+def permute(call: Call) -> Rule:
+    """The operator itself tells the order of dimensions, from a tensor in which every size is a dimension's number."""
+    spec = dims(call.operands[0].shape)
+    order = call.target(torch.empty(list(range(len(spec))), device="meta"), *call.args[1:], **call.kwargs).shape
+    return rule_from(call, [spec], [spec[d] for d in order], linear=[{0}])
 
 
 def _emit_expand(local: Call) -> tuple[Step, ...]:
@@ -180,7 +152,7 @@ def repeat(call: Call) -> Rule:
 def repeat_interleave(call: Call) -> Rule:
     """Repeats are the inner factor of a dimension."""
     source = call.operands[0].shape
-    dim = call.arg(2, "dim")
+    dim = call.named("dim")
     if dim is None or not isinstance(call.args[1], int) or 0 in source:
         raise RuleError("repeat_interleave of a flattened or an empty tensor")
     d = dim_index(dim, len(source))
@@ -207,7 +179,7 @@ def flip(call: Call) -> Rule:
 def roll(call: Call) -> Rule:
     """Without dimensions the tensor is rolled flat."""
     spec = dims(call.operands[0].shape)
-    rolled = {f"d{d}" for d in dim_indices(call.arg(2, "dims"), len(spec))}
+    rolled = {f"d{d}" for d in dim_indices(call.named("dims"), len(spec))}
     return rule_from(call, [spec], spec, whole=rolled, linear=[{0}])
 
 
