@@ -148,7 +148,7 @@ class ClusterSpec:
         entry, devices, problems = read_cluster_file(path)
         if problems or entry is None:
             raise ClusterError(f"cluster file {os.fspath(path)!r} cannot be used", problems)
-        return cls._from_entry(entry, devices, name=Path(path).stem, folder=Path(path).parent)
+        return cls._from_entry(entry, devices, Path(path).stem, Path(path).parent)
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> ClusterSpec:
@@ -173,7 +173,7 @@ class ClusterSpec:
         entry, devices, problems = check_cluster(dict(content))
         if problems or entry is None:
             raise ClusterError("the cluster description cannot be used", problems)
-        return cls._from_entry(entry, devices, name="cluster", folder=Path())
+        return cls._from_entry(entry, devices, "cluster", Path())
 
     @classmethod
     def parse(cls, text: str) -> ClusterSpec:
@@ -222,33 +222,17 @@ class ClusterSpec:
             >>> autopar.ClusterSpec.detect().num_devices >= 1
             True
         """
-        from autopar.ir.cluster_detect import detect_hosts
+        from autopar.ir.cluster_detect import detected
 
-        hosts = detect_hosts(os.environ)
-        return cls(
-            name=f"{hosts.group.num_devices}x{hosts.group.device.name}",
-            groups=(hosts.group,),
-            inter_host=hosts.inter_host if hosts.group.num_hosts > 1 else None,
-            assumptions=hosts.assumptions,
-        )
+        return cls(**detected(os.environ))
 
     @classmethod
-    def _from_entry(cls, entry: ClusterEntry, devices: list[ResolvedDevice], *, name: str, folder: Path) -> ClusterSpec:
-        from autopar.ir.cluster_file import implausible, profile_file, resolve
+    def _from_entry(cls, entry: ClusterEntry, devices: list[ResolvedDevice], name: str, folder: Path) -> ClusterSpec:
+        from autopar.ir.cluster_file import implausible, resolve
 
         for sentence in implausible(entry, devices):
             warnings.warn(sentence, ClusterWarning, stacklevel=3)
-        resolved = resolve(entry, devices)
-        file = profile_file(entry.profile, folder) if entry.profile is not None else None
-        return cls(
-            name=entry.name or name,
-            groups=resolved.groups,
-            inter_host=resolved.inter_host,
-            spine=resolved.spine,
-            hosts_per_leaf=entry.spine.hosts_per_leaf if entry.spine is not None else None,
-            assumptions=resolved.assumptions,
-            profile=entry.profile if file is None else str(file),
-        )
+        return cls(**resolve(entry, devices, name, folder))
 
     # ---- writing one ----
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from autopar.errors import ClusterError, Problem
 from autopar.ir.device import Device, HostGroup, Link, Peaks, device_of_preset, link_of_preset, si
@@ -16,15 +17,8 @@ from autopar.ir.device_presets import device_preset, device_preset_for_torch_nam
 _UNKNOWN_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DetectedHosts:
-    group: HostGroup
-    inter_host: Link
-    assumptions: tuple[str, ...]
-
-
-def detect_hosts(environment: Mapping[str, str]) -> DetectedHosts:
-    """See `ClusterSpec.detect`. `environment` is where torchrun's variables are looked up."""
+def detected(environment: Mapping[str, str]) -> dict[str, Any]:
+    """The fields of `ClusterSpec.detect`. `environment` is where torchrun's variables are looked up."""
     import torch
 
     world, local = _world_sizes(environment)
@@ -47,7 +41,9 @@ def detect_hosts(environment: Mapping[str, str]) -> DetectedHosts:
     if num_local > 1:
         assumptions.append(f"in_host cannot be detected: {_figures(in_host)} of the preset assumed")
     group = HostGroup(num_hosts=num_hosts, devices_per_host=num_local, device=device, in_host=in_host)
-    return DetectedHosts(group=group, inter_host=inter_host, assumptions=tuple(assumptions))
+    name = f"{group.num_devices}x{device.name}"
+    links = {"inter_host": inter_host} if num_hosts > 1 else {}
+    return {"name": name, "groups": (group,), "assumptions": tuple(assumptions), **links}
 
 
 def _world_sizes(environment: Mapping[str, str]) -> tuple[int | None, int | None]:

@@ -7,7 +7,6 @@ bare, never text with a unit. Bandwidths are per device and per direction.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,7 +17,16 @@ from autopar.errors import Problem, did_you_mean
 from autopar.files.strict_model import StrictModel, checked_model, join
 from autopar.files.strict_yaml import read_yaml
 from autopar.ir.device import Device, HostGroup, Link, Peaks, device_of_preset, host_share, in_unit, link_of_preset, si
-from autopar.ir.device_presets import DTYPES, DevicePreset, DeviceType, device_names, device_preset, known_range
+from autopar.ir.device_presets import (
+    DTYPES,
+    DevicePreset,
+    DeviceType,
+    HostIn,
+    PeaksIn,
+    device_names,
+    device_preset,
+    known_range,
+)
 
 # Beyond these a number is a slip of units or of the keyboard, whatever hardware the future brings.
 _Figure = Annotated[float, Field(gt=0, le=1e7, allow_inf_nan=False)]
@@ -39,31 +47,15 @@ class SpineEntry(LinkEntry):
     hosts_per_leaf: Annotated[int, Field(ge=1, le=MAX_HOSTS)]
 
 
-class PeaksEntry(StrictModel):
-    float64: _Figure | None = None
-    float32: _Figure
-    tf32: _Figure | None = None
-    bfloat16: _Figure | None = None
-    float16: _Figure | None = None
-    float8: _Figure | None = None
-    float4: _Figure | None = None
-
-
-class HostShareEntry(StrictModel):
-    link_gb_per_s: _Figure
-    memory_gb: _Figure
-    memory_gb_per_s: _Figure
-
-
 class DeviceEntry(StrictModel):
     name: _Text
     device_type: DeviceType = "cuda"
-    peak_tflops: PeaksEntry
+    peak_tflops: PeaksIn[_Figure]
     memory_gb: _Figure
     memory_bandwidth_gb_per_s: _Figure
     power_w: _MoneyOrWatts | None = None
     source: _Text = "the cluster file"
-    host: HostShareEntry | None = None
+    host: HostIn[_Figure] | None = None
 
 
 class GroupEntry(StrictModel):
@@ -216,16 +208,8 @@ def _link_checks(path: str, figure: str, link: LinkEntry | None) -> list[tuple[s
 # ---- from entries to values and back ----
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResolvedCluster:
-    groups: tuple[HostGroup, ...]
-    inter_host: Link | None
-    spine: Link | None
-    assumptions: tuple[str, ...]
-
-
-def resolve(entry: ClusterEntry, devices: list[ResolvedDevice]) -> ResolvedCluster:
-    """The values of a file without problems; a link that the file leaves out is the preset's, and said to be so."""
+def resolve(entry: ClusterEntry, devices: list[ResolvedDevice], name: str, folder: Path) -> dict[str, Any]:
+    """The fields of a file's `ClusterSpec`; a link that the file leaves out is the preset's, and said to be so."""
     assumptions = list(entry.assumptions)
     groups = []
     for index, (group, device) in enumerate(zip(entry.groups, devices, strict=True)):
@@ -254,12 +238,16 @@ def resolve(entry: ClusterEntry, devices: list[ResolvedDevice]) -> ResolvedClust
     for preset in presets:
         # links are covered above, given or listed; devices_per_host is always given
         assumptions += [a for a in preset.assumptions() if "_host" not in a.partition("=")[0]]
-    return ResolvedCluster(
-        groups=tuple(groups),
-        inter_host=inter_host,
-        spine=link_of_entry(entry.spine),
-        assumptions=tuple(dict.fromkeys(assumptions)),
-    )
+    file = profile_file(entry.profile, folder) if entry.profile is not None else None
+    return {
+        "name": entry.name or name,
+        "groups": tuple(groups),
+        "inter_host": inter_host,
+        "spine": link_of_entry(entry.spine),
+        "hosts_per_leaf": entry.spine.hosts_per_leaf if entry.spine is not None else None,
+        "assumptions": tuple(dict.fromkeys(assumptions)),
+        "profile": entry.profile if file is None else str(file),
+    }
 
 
 def group_entry(group: HostGroup) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import functools
 import re
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Generic, Literal, TypeVar
 
 from pydantic import Field
 
@@ -25,6 +25,9 @@ DTYPES = ("float64", "float32", "tf32", "bfloat16", "float16", "float8", "float4
 DeviceType = Literal["cuda", "cpu"]
 _Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]{0,39}$")]
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+F = TypeVar("F")  # how a file writes a figure
 
 
 class Figure(StrictModel):
@@ -45,24 +48,24 @@ class PresetLink(StrictModel):
     is_switched: bool = True  # any device reaches any other at the full bandwidth; else they are linked pair by pair
 
 
-class PresetHost(StrictModel):
+class HostIn(StrictModel, Generic[F]):
     """One device's part of its host: its link to it, per direction, and of the host's memory."""
 
-    link_gb_per_s: Figure
-    memory_gb: Figure
-    memory_gb_per_s: Figure
+    link_gb_per_s: F
+    memory_gb: F
+    memory_gb_per_s: F
 
 
-class PresetPeaks(StrictModel):
+class PeaksIn(StrictModel, Generic[F]):
     """Absent means that the device has no such unit."""
 
-    float64: Figure | None = None
-    float32: Figure
-    tf32: Figure | None = None
-    bfloat16: Figure | None = None
-    float16: Figure | None = None
-    float8: Figure | None = None
-    float4: Figure | None = None
+    float64: F | None = None
+    float32: F
+    tf32: F | None = None
+    bfloat16: F | None = None
+    float16: F | None = None
+    float8: F | None = None
+    float4: F | None = None
 
 
 class DevicePreset(NamedModel):
@@ -73,7 +76,7 @@ class DevicePreset(NamedModel):
     aliases: list[_Name]
     device_type: DeviceType
     torch_names: list[str]  # the text of torch.cuda.get_device_properties(i).name
-    peak_tflops: PresetPeaks
+    peak_tflops: PeaksIn[Figure]
     memory_gb: Figure
     total_memory_gb: Figure
     memory_bandwidth_gb_per_s: Figure
@@ -81,7 +84,7 @@ class DevicePreset(NamedModel):
     devices_per_host: Figure
     in_host: PresetLink
     inter_host: PresetLink
-    host: PresetHost | None = None  # only offloading uses it, and says which figures are assumed
+    host: HostIn[Figure] | None = None  # only offloading uses it, and says which figures are assumed
 
     def peaks(self) -> dict[str, Figure]:
         """Figure per dtype, for the dtypes that the device computes in."""
