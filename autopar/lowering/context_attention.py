@@ -7,32 +7,22 @@ Llama 3 herd of models", section 3.3.2, whose ranks hold such chunks all the tim
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 
 from autopar._torch import private
 from autopar._torch.operators import aten
 from autopar.lowering.communicator import Communicator
+from autopar.lowering.functions import Linear
 
 
 def _swapped(x: torch.Tensor, mesh: Communicator) -> torch.Tensor:
-    """`x` with its second half, along its last dimension but one, swapped with that of the mirror rank."""
+    """`x` with its second half, along its last dimension but one, swapped with that of the mirror rank.
+
+    A swap undoes itself, so the gradient is swapped too.
+    """
     first, second = x.chunk(2, -2)
     return torch.cat((first, mesh.exchange(second.contiguous(), mesh.degree - 1 - int(mesh.index()))), -2)
-
-
-class _Swap(torch.autograd.Function):
-    """A swap undoes itself, so the gradient is swapped too."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, mesh: Communicator) -> torch.Tensor:
-        ctx.mesh = mesh
-        return _swapped(x, mesh)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _swapped(grads[0], ctx.mesh), None
 
 
 def _attend(
@@ -58,26 +48,34 @@ def causal_attention(
     """Causal attention of this rank's part of the queries to all keys. With `grouped`, query heads share a key head."""
     rows = query.shape[-2]
     if private.is_rank_tensor(query):
-        return _of_all_ranks(query, key, value, scale, grouped, mesh)
+        return of_all_ranks(query, key, value, True, scale, grouped, mesh)
     at = int(mesh.index())
     if rows % 2:
         return _attend(query, key, value, at * rows, scale, grouped)
-    early, late = _Swap.apply(query, mesh).chunk(2, -2)
+    early, late = Linear.apply(query, _swapped, _swapped, mesh).chunk(2, -2)
     chunk, mirror = rows // 2, mesh.degree - 1 - at
     begins = (2 * at * chunk, (2 * mirror + 1) * chunk)
     parts = [
         _attend(part, key, value, begin, scale, grouped) for part, begin in zip((early, late), begins, strict=True)
     ]
-    out: torch.Tensor = _Swap.apply(torch.cat(parts, -2), mesh)
+    out: torch.Tensor = Linear.apply(torch.cat(parts, -2), _swapped, _swapped, mesh)
     return out
 
 
-def _of_all_ranks(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, grouped: bool, mesh: Communicator
+def of_all_ranks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    causal: bool,
+    scale: float | None,
+    grouped: bool,
+    mesh: Communicator,
 ) -> torch.Tensor:
     """The same for all ranks in one process, whose masks differ in values only."""
-    rows = torch.arange(query.shape[-2], device=query.device) + mesh.index() * query.shape[-2]
-    sees = rows.unsqueeze(-1) >= torch.arange(key.shape[-2], device=query.device)
+    sees = None
+    if causal:
+        rows = torch.arange(query.shape[-2], device=query.device) + mesh.index() * query.shape[-2]
+        sees = rows.unsqueeze(-1) >= torch.arange(key.shape[-2], device=query.device)
     options = {"attn_mask": sees, "scale": scale, "enable_gqa": grouped}
     out: torch.Tensor = aten.scaled_dot_product_attention.default(query, key, value, **options)
     return out

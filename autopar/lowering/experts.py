@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from autopar.lowering.communicator import Communicator
+from autopar.lowering.functions import Linear
 from autopar.rules.routed import PRODUCT
 
 COUNT_BYTES = 8  # of a number of rows
@@ -76,28 +77,10 @@ def route_to_experts(order: torch.Tensor, chosen: torch.Tensor, count: int, mesh
     return sent, received, places, numbers
 
 
-class _ToExperts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, mesh: Communicator, route: Route) -> torch.Tensor:
-        sent, received, places, _ = route
-        ctx.back = mesh, route
-        return mesh.all_to_all_rows(rows, sent, received).index_select(0, places)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _back(grads[0], *ctx.back), None, None
-
-
-class _ToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, mesh: Communicator, route: Route) -> torch.Tensor:
-        ctx.back = mesh, route
-        return _back(rows, mesh, route)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        mesh, (sent, received, places, _) = ctx.back
-        return mesh.all_to_all_rows(grads[0].contiguous(), sent, received).index_select(0, places), None, None
+def _there(rows: torch.Tensor, mesh: Communicator, route: Route) -> torch.Tensor:
+    """Rows of this rank's tokens to the ranks of their experts."""
+    sent, received, places, _ = route
+    return mesh.all_to_all_rows(rows.contiguous(), sent, received).index_select(0, places)
 
 
 def _back(rows: torch.Tensor, mesh: Communicator, route: Route) -> torch.Tensor:
@@ -109,13 +92,13 @@ def _back(rows: torch.Tensor, mesh: Communicator, route: Route) -> torch.Tensor:
 
 def rows_to_experts(rows: torch.Tensor, mesh: Communicator, route: Route) -> torch.Tensor:
     """The sorted rows of this rank's tokens to the sorted rows of its experts."""
-    out: torch.Tensor = _ToExperts.apply(rows.contiguous(), mesh, route)
+    out: torch.Tensor = Linear.apply(rows, _there, _back, mesh, route)
     return out
 
 
 def rows_to_tokens(rows: torch.Tensor, mesh: Communicator, route: Route) -> torch.Tensor:
     """The sorted rows of this rank's experts to the sorted rows of its tokens."""
-    out: torch.Tensor = _ToTokens.apply(rows, mesh, route)
+    out: torch.Tensor = Linear.apply(rows, _back, _there, mesh, route)
     return out
 
 

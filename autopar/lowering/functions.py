@@ -64,6 +64,10 @@ def _all_to_all(x: torch.Tensor, mesh: Communicator, dim: int, to: int) -> torch
     return received.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 
+def _all_to_all_back(x: torch.Tensor, mesh: Communicator, dim: int, to: int) -> torch.Tensor:
+    return _all_to_all(x, mesh, to, dim)
+
+
 _PRIMITIVES: Mapping[Primitive, _PrimitiveFunction] = {
     "nothing": lambda x, mesh, dim, to: x.view_as(x),
     "all_reduce": lambda x, mesh, dim, to: mesh.all_reduce(x),
@@ -78,35 +82,34 @@ _PRIMITIVES: Mapping[Primitive, _PrimitiveFunction] = {
 # ---- conversions ----
 
 
-class _Convert(torch.autograd.Function):
+class Linear(torch.autograd.Function):
+    """A linear function of a tensor and the function of its gradient. Both take the same other arguments."""
+
     @staticmethod
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        forward: _PrimitiveFunction,
-        backward: _PrimitiveFunction,
-        mesh: Communicator,
-        dim: int,
-        to: int,
+        forward: Callable[..., torch.Tensor],
+        backward: Callable[..., torch.Tensor],
+        *others: Any,
     ) -> torch.Tensor:
-        ctx.backward_of = (backward, mesh, dim, to)
-        return forward(x, mesh, dim, to)
+        ctx.backward_of = backward, others
+        return forward(x, *others)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        backward, mesh, dim, to = ctx.backward_of
-        if backward is _all_to_all:
-            dim, to = to, dim
-        return backward(grads[0], mesh, dim, to), None, None, None, None, None
+        backward, others = ctx.backward_of
+        return backward(grads[0], *others), None, None, *(None for _ in others)
 
 
 def _function(source: Kind, target: Kind) -> Callable[..., torch.Tensor]:
     """The function of a row, under the name by which generated code prints it."""
     row = CONVERSIONS[source, target]
-    forward, backward = _PRIMITIVES[row.forward], _PRIMITIVES[row.backward]
+    forward = _PRIMITIVES[row.forward]
+    backward = _all_to_all_back if row.backward == "all_to_all" else _PRIMITIVES[row.backward]
 
     def convert(x: torch.Tensor, mesh: Communicator, dim: int = 0, to: int = 0) -> torch.Tensor:
-        out: torch.Tensor = _Convert.apply(x, forward, backward, mesh, dim, to)
+        out: torch.Tensor = Linear.apply(x, forward, backward, mesh, dim, to)
         return out
 
     convert.__name__ = convert.__qualname__ = row.function

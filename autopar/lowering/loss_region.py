@@ -15,12 +15,12 @@ from torch import fx
 
 from autopar._torch.operators import aten
 from autopar.capture.analysis import Analysis
-from autopar.capture.nodes import closure, output_nodes
+from autopar.capture.nodes import argument, closure, output_nodes
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Block, Program
 from autopar.ir.sharding import Mesh, same
 from autopar.ir.stages import needed_results
-from autopar.rules.variants import Variant, by_label, variants
+from autopar.rules.variants import Variant, chosen_variants
 
 _LINEAR = aten.linear.default
 LOSS = aten.cross_entropy_loss.default
@@ -53,10 +53,7 @@ def region_of_block(
     if not any(node.target is LOSS for node in nodes.values()):
         return NO_LOSS
     chosen = {
-        name: [
-            by_label(variants(analysis.bounds[index][name], degree), label)
-            for label, degree in zip(labels.labels[node.meta["key"]], mesh.degrees, strict=True)
-        ]
+        name: chosen_variants(analysis.bounds[index][name], labels.labels[node.meta["key"]], mesh.degrees)
         for name, node in nodes.items()
     }
     return region_of(nodes, keep, chosen)
@@ -83,7 +80,7 @@ def region_of(
 def _region(
     loss: fx.Node, nodes: Mapping[str, fx.Node], outputs: Collection[str], chosen: Mapping[str, Sequence[Variant]]
 ) -> LossRegion | str:
-    weight, reduction, _, smoothing = (_argument(loss, k) for k in (2, 3, 4, 5))
+    weight, reduction, smoothing = (argument(loss, name) for name in ("weight", "reduction", "label_smoothing"))
     logits, target = loss.args[0], loss.args[1]
     assert isinstance(logits, fx.Node) and isinstance(target, fx.Node)
     if reduction != _SUM:
@@ -136,14 +133,6 @@ def chain_steps(chain: Iterable[fx.Node]) -> Iterator[tuple[Any, ...]]:
     for node in chain:
         if node.target not in _VIEWS:
             yield (node.target, *node.args[1:], *([dict(node.kwargs)] if node.kwargs else []))
-
-
-def _argument(loss: fx.Node, position: int) -> Any:
-    """An argument of the loss. Capture writes the first ones by position, and leaves out defaults."""
-    names = ("input", "target", "weight", "reduction", "ignore_index", "label_smoothing")
-    defaults = (None, None, None, 1, -100, 0.0)
-    given = loss.args[position] if position < len(loss.args) else loss.kwargs.get(names[position])
-    return defaults[position] if given is None else given
 
 
 def _called(node: fx.Node) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from autopar._torch.operators import aten
-from autopar.capture.nodes import is_random
+from autopar.capture.nodes import argument, is_random
 from autopar.ir.sharding import Dims, Mesh, Type
 from autopar.lowering.communicator import RandomNumbers
 from autopar.rules.families.random import DROPS
@@ -115,6 +115,5 @@ def draws(node: fx.Node) -> bool:
     if node.target is aten.dropout.default or node.target in OTHER_DROPS:
         return bool(node.args[2])
     if node.target is _SDPA:
-        probability = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
-        return bool(probability != 0)
+        return bool(argument(node, "dropout_p") != 0)
     return is_random(node)

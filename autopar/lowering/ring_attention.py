@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from autopar._torch import private
-from autopar._torch.operators import aten
 from autopar.lowering.attention_parts import attend, gradients, wide
 from autopar.lowering.communicator import Communicator
+from autopar.lowering.context_attention import of_all_ranks
 from autopar.lowering.functions import all_gather_to_replicate
 
 
@@ -38,7 +38,8 @@ def ring_attention(
 ) -> torch.Tensor:
     """Attention of this rank's part of the queries to the keys of all ranks, which share the sequence."""
     if private.is_rank_tensor(query):
-        return _of_all_ranks(query, key, value, causal, scale, mesh)
+        keys, values = (all_gather_to_replicate(x, mesh, x.dim() - 2) for x in (key, value))  # parts of ranks differ
+        return of_all_ranks(query, keys, values, causal, scale, query.shape[-3] != key.shape[-3], mesh)
     batch = query.shape[:-3]
     flat = (x.expand(*batch, *x.shape[-3:]).reshape(-1, *x.shape[-3:]) for x in (query, key, value))
     out: torch.Tensor = _Ring.apply(*flat, causal, scale, mesh)
@@ -176,20 +177,6 @@ def _flat(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 def _parts(flat: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The keys and values of a message, in the shapes of `key` and `value`."""
     return flat[: key.numel()].view(key.shape), flat[key.numel() :].view(value.shape)
-
-
-def _of_all_ranks(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float | None, mesh: Communicator
-) -> torch.Tensor:
-    """The same for all ranks in one process. Their parts differ, so keys are gathered."""
-    keys, values = (all_gather_to_replicate(x, mesh, x.dim() - 2) for x in (key, value))
-    sees = None
-    if causal:
-        rows = torch.arange(query.shape[-2], device=query.device) + mesh.index() * query.shape[-2]
-        sees = rows.unsqueeze(-1) >= torch.arange(keys.shape[-2], device=query.device)
-    options = {"attn_mask": sees, "scale": scale, "enable_gqa": query.shape[-3] != key.shape[-3]}
-    out: torch.Tensor = aten.scaled_dot_product_attention.default(query, keys, values, **options)
-    return out
 
 
 REWRITES: Mapping[str, Callable[..., torch.Tensor]] = {"ring_attention": ring_attention}

@@ -226,6 +226,11 @@ def variants(bound: Bound, degree: int) -> tuple[Variant, ...]:
     return bound.known[degree]
 
 
+def chosen_variants(bound: Bound, labels: Sequence[str], degrees: Sequence[int]) -> tuple[Variant, ...]:
+    """The variant of every mesh dimension. Raises the `KeyError` of `by_label`."""
+    return tuple(by_label(variants(bound, n), label) for label, n in zip(labels, degrees, strict=True))
+
+
 def by_label(options: Iterable[Variant], label: str) -> Variant:
     """The variant with a label. Raises `KeyError` naming the legal ones."""
     others = []

@@ -7,7 +7,7 @@ from autopar.capture.analysis import Analysis
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Block
 from autopar.ir.sharding import Mesh, Type, same, steps
-from autopar.rules.variants import by_label, variants
+from autopar.rules.variants import chosen_variants
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +50,7 @@ def conversion_steps(
         if node.op != "call_function":
             continue
         bound, key = analysis.bounds[index][node.name], node.meta["key"]
-        pairs = zip(labels.labels[key], mesh.degrees, strict=True)
-        chosen = [by_label(variants(bound, degree), label) for label, degree in pairs]
+        chosen = chosen_variants(bound, labels.labels[key], mesh.degrees)
         for k, name in enumerate(analysis.operands[index][node.name]):
             want(name, tuple(v.operands[k] for v in chosen), key, k)
         types[node.name] = tuple(v.output for v in chosen)

@@ -30,7 +30,7 @@ from autopar.ir.degrees import Degrees
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Program
 from autopar.rules.rule import Call, Rule, TensorInfo
-from autopar.rules.variants import Variant, by_label, variants
+from autopar.rules.variants import Variant, chosen_variants
 
 _NOTABLE = 1e-3  # a whole operator is listed from this share of a rank's seconds on
 
@@ -144,12 +144,8 @@ def works_of(
             if node.op != "call_function":
                 continue
             bound, call = analysis.bounds[index][node.name], analysis.calls[index][node.name]
-            chosen = {
-                name: by_label(variants(bound, degree), label)
-                for label, name, degree in zip(
-                    labels[index].labels[node.meta["key"]], mesh.names, mesh.degrees, strict=True
-                )
-            }
+            each = chosen_variants(bound, labels[index].labels[node.meta["key"]], mesh.degrees)
+            chosen = dict(zip(mesh.names, each, strict=True))
             infos = () if is_view(call) else (*call.operands, call.output)
             held = [_held_bytes(info, k, chosen.values()) for k, info in enumerate((*call.operands, call.output))]
             flops, num_bytes = _flops(bound.rule, call, ()), sum(_bytes(info) for info in infos)

@@ -1,6 +1,6 @@
 """Sizes of a block's values as expressions: symbols of axes, divided by the degrees that split them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
@@ -15,7 +15,7 @@ from autopar.ir.program import Block
 from autopar.ir.sharding import Dims, Mesh, Type, splits_samples
 from autopar.memo import Memo
 from autopar.rules.rule import Call, TensorInfo
-from autopar.rules.variants import Bound, Variant, by_label, variants
+from autopar.rules.variants import Bound, Variant, chosen_variants
 
 Types = tuple[Type, ...]
 
@@ -235,13 +235,12 @@ def sizes_of(
     for node in block.graph.nodes:
         if node.op != "call_function":
             continue
-        bound, degrees = analysis.bounds[index][node.name], naming.mesh.degrees
-        pairs: Sequence[tuple[str, int]] = list(zip(labels.labels[node.meta["key"]], degrees, strict=True))
+        bound = analysis.bounds[index][node.name]
         nodes[node.name] = NodeSizes(
             naming=naming,
             call=analysis.calls[index][node.name],
             bound=bound,
-            chosen=tuple(by_label(variants(bound, degree), label) for label, degree in pairs),
+            chosen=chosen_variants(bound, labels.labels[node.meta["key"]], naming.mesh.degrees),
             dims=tuple(analysis.dims[index][name] for name in (*analysis.operands[index][node.name], node.name)),
         )
     return nodes
