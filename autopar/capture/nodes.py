@@ -13,9 +13,9 @@ from autopar.rules.rule import TensorInfo
 
 # operators whose result holds the elements of their operand in their places
 SAME_ELEMENTS = frozenset(["alias", "clone", "contiguous", "detach", "lift_fresh_copy", "to", "_to_copy"])
-Emit = Callable[..., fx.Node]  # of an operator and its arguments: a new call before a node
+Compute = Callable[..., fx.Node]  # of an operator and its arguments: a new call before a node
 # the value, or the one of each output, in the place of a call; None leaves it
-Rewrite = Callable[[Emit, fx.Node], fx.Node | Sequence[fx.Node] | None]
+Rewrite = Callable[[Compute, fx.Node], fx.Node | Sequence[fx.Node] | None]
 # operators whose result depends on numbers that are given to them, beside sizes of dimensions
 ARITHMETIC = frozenset(["add", "sub", "mul", "div", "pow", "rsub"])
 

@@ -7,12 +7,12 @@ from typing import Any
 from torch import fx
 
 from autopar._torch.operators import aten
-from autopar.capture.nodes import Emit, Rewrite, argument, value
+from autopar.capture.nodes import Compute, Rewrite, argument, value
 
 SUM, MEAN = 0, 1
 
 
-def _bags(emit: Emit, node: fx.Node) -> list[fx.Node] | None:
+def _bags(emit: Compute, node: fx.Node) -> list[fx.Node] | None:
     """The bags, if the model uses the first output only, with a sum or a mean."""
     used = [user for user in node.users if user.users]
     is_plain = all(user.target is operator.getitem and user.args[1] == 0 for user in used)
@@ -22,7 +22,7 @@ def _bags(emit: Emit, node: fx.Node) -> list[fx.Node] | None:
 BAGS: Mapping[Any, Rewrite] = {aten.embedding_bag.padding_idx: _bags, aten.embedding_bag.default: _bags}
 
 
-def _summed(emit: Emit, node: fx.Node) -> fx.Node:
+def _summed(emit: Compute, node: fx.Node) -> fx.Node:
     weight, ids, offsets = (argument(node, name) for name in ("weight", "indices", "offsets"))
     num_bags, num_ids = value(node)[0].shape[0], value(ids).shape[0]
     padding = argument(node, "padding_idx") if node.target is aten.embedding_bag.padding_idx else None

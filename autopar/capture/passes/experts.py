@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from autopar._torch.operators import aten
-from autopar.capture.nodes import Emit, Rewrite, arg, argument, before
+from autopar.capture.nodes import Compute, Rewrite, arg, argument, before
 from autopar.capture.nodes import value as _value
 from autopar.rules.grouped_product import GROUPED_MM
 from autopar.rules.operators import output_of
@@ -43,7 +43,7 @@ def one_grouped_product(graph: fx.Graph) -> None:
             node.target, node.args, node.kwargs = GROUPED_MM, (x, weight, ends), {}
 
 
-def _histogram(emit: Emit, node: fx.Node) -> fx.Node | None:
+def _histogram(emit: Compute, node: fx.Node) -> fx.Node | None:
     """A count that has an integer kernel, of ``histc(x, n, 0, n - 1)``, or up to n for positions among n."""
     source, (bins, low, high) = arg(node, 0), (argument(node, name) for name in ("bins", "min", "max"))
     if source.target is aten.to.dtype and _is_integer(arg(source, 0)):

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from autopar._torch.operators import aten
-from autopar.capture.nodes import Emit, Rewrite, compute, replace_node, value
+from autopar.capture.nodes import Compute, Rewrite, compute, replace_node, value
 from autopar.capture.passes.batch_norm import replace_batch_norm
 from autopar.errors import CaptureError
 
@@ -131,7 +131,7 @@ def _fitted(node: fx.Node, source: Any) -> fx.Node:
     return fit
 
 
-def _joined_pieces(emit: Emit, node: fx.Node) -> fx.Node | None:
+def _joined_pieces(emit: Compute, node: fx.Node) -> fx.Node | None:
     """A `cat` for a write of consecutive rows: autograd differentiates no scatter of complex numbers."""
     if not value(node).is_complex():
         return None
@@ -148,7 +148,7 @@ def _joined_pieces(emit: Emit, node: fx.Node) -> fx.Node | None:
     return emit(aten.cat.default, [kept[0], rows, kept[1]], dim)
 
 
-def _masked_put(emit: Emit, node: fx.Node) -> fx.Node | None:
+def _masked_put(emit: Compute, node: fx.Node) -> fx.Node | None:
     """A `where` for `x[mask] = row`, if the same row, or number, is written for every true element."""
     x, source, indices = _first(node), node.args[2], list(cast("list[Any]", node.args[1]))
     mask, *others = indices
@@ -165,7 +165,7 @@ def _masked_put(emit: Emit, node: fx.Node) -> fx.Node | None:
     return emit(aten.where.self, wide, row, x)
 
 
-def _second_operand(emit: Emit, node: fx.Node) -> fx.Node:
+def _second_operand(emit: Compute, node: fx.Node) -> fx.Node:
     return _fitted(node, node.args[1])
 
 

@@ -8,7 +8,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar._torch.operators import aten
-from autopar.capture.nodes import Emit, Rewrite, argument, inlined, is_random, put, replace_node, value
+from autopar.capture.nodes import Compute, Rewrite, argument, inlined, is_random, put, replace_node, value
 from autopar.capture.passes.in_place import functionalise
 from autopar.errors import CaptureError
 from autopar.ir.precision import is_low
@@ -50,7 +50,7 @@ def _decomposed(node: fx.Node) -> fx.Graph | None:
     return graph if ops <= {"placeholder", "call_function", "output"} else None
 
 
-def _split_loss(emit: Emit, node: fx.Node) -> fx.Node | None:
+def _split_loss(emit: Compute, node: fx.Node) -> fx.Node | None:
     """Sum, count and division for a mean over classes, in float32 for 16 bits, which hold no count above 256."""
     reduction = argument(node, "reduction")
     if reduction == NONE:
@@ -82,7 +82,7 @@ def _reduced(node: fx.Node, logits: Any, weight: Any, reduction: int, result: to
     return put(node, node.target, (logits, node.args[1], weight, reduction, *rest), result)
 
 
-def _count(emit: Emit, node: fx.Node, target: Any, weight: Any, dtype: torch.dtype) -> fx.Node:
+def _count(emit: Compute, node: fx.Node, target: Any, weight: Any, dtype: torch.dtype) -> fx.Node:
     """The number of targets that count, or the sum of their class weights."""
     valid = emit(aten.ne.Scalar, target, argument(node, "ignore_index"))
     if weight is None:

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from autopar._torch.operators import aten
-from autopar.capture.nodes import Emit, closure, is_random, rewrite, value
+from autopar.capture.nodes import Compute, closure, is_random, rewrite, value
 from autopar.capture.passes.constants import constant_value
 
 _MASKS = (torch.bool, torch.uint8)
@@ -30,7 +30,7 @@ def own_rows(graph: fx.Graph) -> None:
     rewrite(graph, {aten.index.Tensor: partial(_by_rows, _picked), aten.index_put.default: partial(_by_rows, _written)})
 
 
-def _by_rows(of_rows: Callable[..., fx.Node | None], emit: Emit, node: fx.Node) -> fx.Node | None:
+def _by_rows(of_rows: Callable[..., fx.Node | None], emit: Compute, node: fx.Node) -> fx.Node | None:
     indices: Any = node.args[1]
     given = {place: index for place, index in enumerate(indices) if index is not None}
     if any(value(index).dtype in _MASKS for index in given.values()):
@@ -44,7 +44,7 @@ def _by_rows(of_rows: Callable[..., fx.Node | None], emit: Emit, node: fx.Node) 
     return of_rows(emit, node, given, rows, rank) if rows else None
 
 
-def _with_rows(emit: Emit, node: fx.Node) -> fx.Node | None:
+def _with_rows(emit: Compute, node: fx.Node) -> fx.Node | None:
     """A node that takes rows of several samples, laid end to end, by an index of the sample and one inside of it."""
     is_selected = node.target is aten.index_select.default
     args: Any = node.args
@@ -91,7 +91,7 @@ def _counts_along(index: fx.Node, total: int | None = None) -> int | None:
     return None
 
 
-def _picked(emit: Emit, node: fx.Node, given: dict[int, fx.Node], rows: dict[int, int], rank: int) -> fx.Node:
+def _picked(emit: Compute, node: fx.Node, given: dict[int, fx.Node], rows: dict[int, int], rank: int) -> fx.Node:
     """The value of an `index`. Its operand becomes [rows ..., dimensions of other indices ..., rest ...]."""
     x: Any = node.args[0]
     counted = sorted(rows)
@@ -126,7 +126,9 @@ def _picked(emit: Emit, node: fx.Node, given: dict[int, fx.Node], rows: dict[int
     return x if list(value(x).shape) == wanted else emit(aten.expand.default, x, wanted)
 
 
-def _written(emit: Emit, node: fx.Node, given: dict[int, fx.Node], rows: dict[int, int], rank: int) -> fx.Node | None:
+def _written(
+    emit: Compute, node: fx.Node, given: dict[int, fx.Node], rows: dict[int, int], rank: int
+) -> fx.Node | None:
     """The value of an `index_put`, as `_picked`. None if it does not write to all rows."""
     args: Any = node.args
     x, shape, new, adds = args[0], list(value(args[0]).shape), args[2], any(args[3:])
@@ -159,7 +161,7 @@ def _written(emit: Emit, node: fx.Node, given: dict[int, fx.Node], rows: dict[in
 
 
 def _gathered(
-    emit: Emit, x: fx.Node, indices: Sequence[fx.Node], num_rows: int, rows: list[int], columns: list[int]
+    emit: Compute, x: fx.Node, indices: Sequence[fx.Node], num_rows: int, rows: list[int], columns: list[int]
 ) -> fx.Node:
     """The elements of each row at its own indices."""
     tail = list(value(x).shape[num_rows + len(indices) :])
@@ -168,7 +170,7 @@ def _gathered(
 
 
 def _flat(
-    emit: Emit, x: fx.Node, indices: Sequence[fx.Node], num_rows: int, rows: list[int], columns: list[int]
+    emit: Compute, x: fx.Node, indices: Sequence[fx.Node], num_rows: int, rows: list[int], columns: list[int]
 ) -> tuple[fx.Node, fx.Node]:
     """A value with one dimension for those of the indices, and one index of as many dimensions."""
     inside = list(value(x).shape[num_rows : num_rows + len(indices)])
@@ -188,11 +190,11 @@ def _flat(
     return emit(aten.reshape.default, x, [*rows, prod(inside), *tail]), flat
 
 
-def _aligned(emit: Emit, index: fx.Node, rank: int, order: list[int]) -> fx.Node:
+def _aligned(emit: Compute, index: fx.Node, rank: int, order: list[int]) -> fx.Node:
     """An index with all dimensions of the indices, in another order."""
     index = emit(aten.reshape.default, index, [*[1] * (rank - value(index).dim()), *value(index).shape])
     return _permuted(emit, index, order)
 
 
-def _permuted(emit: Emit, x: fx.Node, order: list[int]) -> fx.Node:
+def _permuted(emit: Compute, x: fx.Node, order: list[int]) -> fx.Node:
     return x if order == sorted(order) else emit(aten.permute.default, x, order)

@@ -11,12 +11,12 @@ from typing import Any
 from torch import fx
 
 from autopar._torch.operators import aten
-from autopar.capture.nodes import Emit, Rewrite, argument, put, value
+from autopar.capture.nodes import Compute, Rewrite, argument, put, value
 
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
-def _layers(emit: Emit, node: fx.Node) -> list[fx.Node] | None:
+def _layers(emit: Compute, node: fx.Node) -> list[fx.Node] | None:
     """The sequence, and the states of all layers, of a network of several layers that drops between them."""
     if not (argument(node, "dropout") and argument(node, "train") and argument(node, "num_layers") > 1):
         return None
@@ -53,19 +53,19 @@ def _network(node: fx.Node, args: tuple[Any, ...], x: Any, states: list[fx.Node]
 LAYERS: Mapping[Any, Rewrite] = {getattr(aten, name).input: _layers for name in RECURRENT}
 
 
-def _products(emit: Emit, node: fx.Node, state: Any) -> tuple[fx.Node, fx.Node]:
+def _products(emit: Compute, node: fx.Node, state: Any) -> tuple[fx.Node, fx.Node]:
     """The products of the input and of the state with their weights."""
     of_input = emit(aten.linear.default, argument(node, "input"), argument(node, "w_ih"), argument(node, "b_ih"))
     return of_input, emit(aten.linear.default, state, argument(node, "w_hh"), argument(node, "b_hh"))
 
 
-def _gates(emit: Emit, product: fx.Node, count: int) -> list[fx.Node]:
+def _gates(emit: Compute, product: fx.Node, count: int) -> list[fx.Node]:
     """The equal parts of a product."""
     size = value(product).shape[1] // count
     return [emit(aten.slice.Tensor, product, 1, k * size, (k + 1) * size) for k in range(count)]
 
 
-def _gru(emit: Emit, node: fx.Node) -> fx.Node:
+def _gru(emit: Compute, node: fx.Node) -> fx.Node:
     state = argument(node, "hx")
     of_input, of_state = _products(emit, node, state)
     parts = zip(_gates(emit, of_input, 3), _gates(emit, of_state, 3), strict=True)
@@ -76,7 +76,7 @@ def _gru(emit: Emit, node: fx.Node) -> fx.Node:
     return emit(aten.add.Tensor, emit(aten.mul.Tensor, emit(aten.sub.Tensor, state, new), update), new)
 
 
-def _lstm(emit: Emit, node: fx.Node) -> tuple[fx.Node, fx.Node]:
+def _lstm(emit: Compute, node: fx.Node) -> tuple[fx.Node, fx.Node]:
     state, cell = argument(node, "hx")
     total = emit(aten.add.Tensor, *_products(emit, node, state))
     entry, forget, new, out = _gates(emit, total, 4)
@@ -86,7 +86,7 @@ def _lstm(emit: Emit, node: fx.Node) -> tuple[fx.Node, fx.Node]:
     return emit(aten.mul.Tensor, emit(aten.sigmoid.default, out), emit(aten.tanh.default, cell)), cell
 
 
-def _plain(activation: Any, emit: Emit, node: fx.Node) -> fx.Node:
+def _plain(activation: Any, emit: Compute, node: fx.Node) -> fx.Node:
     return emit(activation, emit(aten.add.Tensor, *_products(emit, node, argument(node, "hx"))))
 
 

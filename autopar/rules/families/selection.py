@@ -20,7 +20,7 @@ from autopar.rules.rule import EXPERTS, Call, Dim, Rule, Step
 @rule(output_of(aten.median.dim, 1), output_of(aten.nanmedian.dim, 1), output_of(aten.mode.default, 1))
 @rule(output_of(aten.sort.default, 1), output_of(aten.cummax.default, 1), output_of(aten.cummin.default, 1))
 @rule(aten.argsort.default, output_of(aten.sort.stable, 1))
-def along_dim(call: Call) -> Rule:
+def positions(call: Call) -> Rule:
     """One dimension is whole; in the output it has any size, 1, or is gone."""
     spec = dims(call.operands[0].shape)
     if not spec:
