@@ -6,7 +6,7 @@ from math import log2
 
 from markupsafe import Markup
 
-from autopar.report.svg import SIDE, Plot, Tick, dots, grid, line, tag
+from autopar.report.svg import SIDE, Axis, Plot, Tick, dots, line, plotted, tag
 from autopar.search.result.format import readable_value
 from autopar.search.result.report_data import Curve, CurvePoint
 from autopar.search.result.result import SearchResult, Trial
@@ -35,31 +35,29 @@ def _panel(curve: Curve) -> Panel:
     top = 1.12 * max(rates, default=1.0)
     low, high = log2(curve.points[0].factor), log2(curve.points[-1].factor)
 
-    def place(point: CurvePoint, rate: float) -> tuple[float, float]:
-        part = (log2(point.factor) - low) / (high - low) if high > low else 0.5
-        return MARGIN + part * (SIDE - 2 * MARGIN), SIDE * (1 - rate / top)
-
+    x, y = Axis(low, high, MARGIN, SIDE - MARGIN), Axis(0.0, top, SIDE, 0.0)
     x_ticks = [
-        Tick(at=place(p, 0)[0], text=_setting(curve, p), is_minor=curve.unit == "B/s" and i % 2 == 1)
+        Tick(at=x.at(log2(p.factor)), text=_setting(curve, p), is_minor=curve.unit == "B/s" and i % 2 == 1)
         for i, p in enumerate(curve.points)
     ]
-    y_ticks = [Tick(at=SIDE * (1 - value / top), text=amount(value) or "0") for value in ticks(0, top, 5)]
-    fitting = [p for p in curve.points if p.tokens_per_s is not None and p.fits]
-    bounded = [p for p in curve.points if p.bound_tokens_per_s is not None]
-    content = [grid(x_ticks, y_ticks)]
-    content.append(line([place(p, p.bound_tokens_per_s or 0.0) for p in bounded], class_="limit"))
-    content.append(line([place(p, p.tokens_per_s or 0.0) for p in fitting], class_="own"))
-    for group, name in ((bounded, "limit dot"), (fitting, "own dot")):
-        for p in group:
-            rate = (p.bound_tokens_per_s if name == "limit dot" else p.tokens_per_s) or 0.0
-            content.append(dots([place(p, rate)], class_=name, data_t=_tip(curve, p)))
+    rates_of = {
+        "limit": {p: p.bound_tokens_per_s for p in curve.points if p.bound_tokens_per_s is not None},
+        "own": {p: p.tokens_per_s for p in curve.points if p.tokens_per_s is not None and p.fits},
+    }
+    places = {n: {p: (x.at(log2(p.factor)), y.at(rate)) for p, rate in of.items()} for n, of in rates_of.items()}
+    traces = [line(list(at.values()), class_=name) for name, at in places.items()]
+    traces += [
+        dots([place], class_=f"{name} dot", data_t=_tip(curve, p))
+        for name, at in places.items()
+        for p, place in at.items()
+    ]
     return Panel(
         title=curve.name[:1].upper() + curve.name[1:],
         held=curve.held,
-        plot=Plot(
-            content=Markup("").join(content),
-            x_ticks=tuple(x_ticks),
-            y_ticks=tuple(y_ticks),
+        plot=plotted(
+            traces,
+            x_ticks,
+            y.ticks(ticks(0, top, 5), amount),
             x_title=curve.name if not curve.unit or curve.unit == "B/s" else f"{curve.name} in {curve.unit}",
             y_title="tokens/s",
             says=f"tokens a second over {curve.name}",
@@ -114,24 +112,20 @@ def history(result: SearchResult, most: int) -> History | None:
     low, high = best - 0.08 * (top - best or best), top + 0.04 * (top - best or best)
     last = max(t.number for t in told) or 1
 
-    def place(number: int, value: float) -> tuple[float, float]:
-        part = MARGIN / 2 + (SIDE - MARGIN) * number / last
-        return part, SIDE * (1 - (min(value, top) - low) / (high - low))
+    x, y = Axis(0.0, last, MARGIN / 2, SIDE - MARGIN / 2), Axis(low, high, SIDE, 0.0)
 
-    y_ticks = [
-        Tick(at=SIDE * (1 - (value - low) / (high - low)), text=readable_value(value, result.unit))
-        for value in ticks(low, high, 5)
-    ]
-    x_ticks = [Tick(at=place(int(n), low)[0], text=f"{n:g}") for n in ticks(0, last, 8) if n == int(n)]
-    content = [grid(x_ticks, y_ticks), _best_so_far(told, place)]
+    def place(number: int, value: float) -> tuple[float, float]:
+        return x.at(number), y.at(min(value, top))
+
+    traces = [_best_so_far(told, place)]
     for trial in told:
         name = "trial dot" if _fits(trial) else "trial misses dot"
-        content.append(dots([place(trial.number, trial.value or 0.0)], class_=name, data_t=_trial_tip(result, trial)))
+        traces.append(dots([place(trial.number, trial.value or 0.0)], class_=name, data_t=_trial_tip(result, trial)))
     return History(
-        plot=Plot(
-            content=Markup("").join(content),
-            x_ticks=tuple(x_ticks),
-            y_ticks=tuple(y_ticks),
+        plot=plotted(
+            traces,
+            x.ticks([n for n in ticks(0, last, 8) if n == int(n)], "{:g}".format),
+            y.ticks(ticks(low, high, 5), lambda value: readable_value(value, result.unit)),
             x_title="trial",
             y_title="step time" if result.objective == "time" else result.objective,
             says=f"{len(told)} trials of Optuna",

@@ -6,7 +6,7 @@ from autopar.cost_model.machine.fitted_constants import FREE
 from autopar.report.block import drawing
 from autopar.report.curves import history, panels
 from autopar.report.page_tools import render
-from autopar.report.parts import Bar, bytes_bar, bytes_key, seconds_bar, seconds_key
+from autopar.report.parts import BYTES, SECONDS, Bar, bytes_bar, seconds_bar
 from autopar.report.scatter import scatter_chart
 from autopar.report.timeline import lanes
 from autopar.search.result.report_data import Details, RankCost
@@ -73,7 +73,7 @@ def _closest(result: SearchResult) -> dict[str, Any] | None:
         return None
     parts = dict(result.closest.parts) or {"needed": result.closest.needed_bytes}
     bar = bytes_bar("closest plan", parts, result.device_bytes, "its fullest rank")
-    return {"bar": bar, "key": bytes_key(parts) if result.closest.parts else []}
+    return {"bar": bar, "key": BYTES.key(parts) if result.closest.parts else []}
 
 
 def _ranks(result: SearchResult, details: Details) -> dict[str, Any]:
@@ -89,8 +89,8 @@ def _ranks(result: SearchResult, details: Details) -> dict[str, Any]:
         "bytes": [_rank_bar(group, lambda r, name, what: bytes_bar(name, r.bytes, capacity, what)) for group in groups],
         "slowest": slowest.rank,
         "fullest": fullest.rank,
-        "seconds_key": seconds_key(result.best.parts if result.best else slowest.seconds),
-        "bytes_key": bytes_key(fullest.bytes),
+        "seconds_key": SECONDS.key(result.best.parts if result.best else slowest.seconds),
+        "bytes_key": BYTES.key(fullest.bytes),
         "count": len(details.ranks),
         "within": within,
     }

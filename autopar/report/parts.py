@@ -1,6 +1,6 @@
 """The parts of a step and of a rank's memory: their names in words, their colours, and bars made of them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from markupsafe import Markup
@@ -45,8 +45,47 @@ BYTES_COLOURS: Mapping[str, str] = {
     "reserve": "#98a2ad",
 }
 _OTHER = "#888888"  # of a part that this version does not know
-SECONDS_WORDS: Mapping[str, str] = {**PARTS, WAITING: WAITING}
 LEAST_WIDTH = 0.3  # plot units below which a segment is not drawn
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How parts are shown: their colours, their words and their amounts."""
+
+    colours: Mapping[str, str]
+    words: Mapping[str, str]
+    readable: Callable[[float], str]
+
+    def segments(self, parts: Mapping[str, float], longest: float) -> Markup:
+        """Coloured parts of a bar on a scale that ends with `longest`."""
+        total, at, rects = sum(parts.values()) or 1.0, 0.0, []
+        known = [name for name in self.colours if name in parts]
+        for name in (*known, *(name for name in parts if name not in self.colours)):
+            width = SIDE * parts[name] / longest if longest else 0.0
+            if width >= LEAST_WIDTH:
+                tip = f"{self.words.get(name, name)}: {self.readable(parts[name])} ({percent(parts[name] / total)})"
+                colour = self.colours.get(name, _OTHER)
+                rects.append(tag("rect", x=short(at), width=short(width), height="1000", fill=colour, data_t=tip))
+            at += width
+        return Markup("").join(rects)
+
+    def key(self, parts: Mapping[str, float]) -> list["Entry"]:
+        """The key of the parts, the largest first."""
+        total = sum(parts.values()) or 1.0
+        return [
+            Entry(
+                colour=self.colours.get(name, _OTHER),
+                words=self.words.get(name, name),
+                value=self.readable(value),
+                share=percent(value / total),
+            )
+            for name, value in sorted(parts.items(), key=lambda part: -part[1])
+            if value > 0
+        ]
+
+
+SECONDS = Kind(SECONDS_COLOURS, {**PARTS, WAITING: WAITING}, readable_seconds)
+BYTES = Kind(BYTES_COLOURS, MEMORY, readable_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,20 +109,10 @@ class Bar:
     detail: str = ""
 
 
-def seconds_key(parts: Mapping[str, float]) -> list[Entry]:
-    """The parts of a step, the longest first."""
-    return _key(parts, SECONDS_COLOURS, SECONDS_WORDS, readable_seconds)
-
-
-def bytes_key(parts: Mapping[str, float]) -> list[Entry]:
-    """The parts of a rank's memory, the largest first."""
-    return _key(parts, BYTES_COLOURS, MEMORY, readable_bytes)
-
-
 def seconds_bar(name: str, parts: Mapping[str, float], longest: float, detail: str = "") -> Bar:
     """A step's bar on a scale that ends with `longest` seconds; a longer one is torn off there."""
     total = sum(parts.values())
-    content = _segments(parts, longest, SECONDS_COLOURS, SECONDS_WORDS, readable_seconds)
+    content = SECONDS.segments(parts, longest)
     if total > 1.001 * longest:
         content += Markup("").join(line([(at, SIDE), (at + 12, 0)], class_="torn") for at in (955.0, 970.0))
     value = readable_seconds(total)
@@ -95,42 +124,8 @@ def bytes_bar(name: str, parts: Mapping[str, float], capacity: float, detail: st
     needed = sum(value for part, value in parts.items() if part != "cache")
     shown = dict(parts) | {"cache": max(0.0, min(parts.get("cache", 0.0), capacity - needed))}
     longest = 1.06 * max(needed, capacity)
-    content = _segments(shown, longest, BYTES_COLOURS, MEMORY, readable_bytes)
+    content = BYTES.segments(shown, longest)
     at = SIDE * capacity / longest
     mark = line([(at, 0), (at, SIDE)], class_="capacity")
     value = f"{readable_bytes(needed)} of {readable_bytes(capacity)}"
     return Bar(name=name, content=content + mark, value=value, says=f"{name} needs {value}", detail=detail)
-
-
-def _segments(
-    parts: Mapping[str, float],
-    longest: float,
-    colours: Mapping[str, str],
-    words: Mapping[str, str],
-    readable: Callable[[float], str],
-) -> Markup:
-    total, at, rects = sum(parts.values()) or 1.0, 0.0, []
-    for name in (*(name for name in colours if name in parts), *(name for name in parts if name not in colours)):
-        width = SIDE * parts[name] / longest if longest else 0.0
-        if width >= LEAST_WIDTH:
-            tip = f"{words.get(name, name)}: {readable(parts[name])} ({percent(parts[name] / total)})"
-            colour = colours.get(name, _OTHER)
-            rects.append(tag("rect", x=short(at), width=short(width), height="1000", fill=colour, data_t=tip))
-        at += width
-    return Markup("").join(rects)
-
-
-def _key(
-    parts: Mapping[str, float], colours: Mapping[str, str], words: Mapping[str, str], readable: Callable[[float], str]
-) -> list[Entry]:
-    total = sum(parts.values()) or 1.0
-    order: Sequence[str] = sorted((name for name in parts if parts[name] > 0), key=lambda name: -parts[name])
-    return [
-        Entry(
-            colour=colours.get(name, _OTHER),
-            words=words.get(name, name),
-            value=readable(parts[name]),
-            share=percent(parts[name] / total),
-        )
-        for name in order
-    ]

@@ -3,10 +3,8 @@
 import math
 from collections.abc import Sequence
 
-from markupsafe import Markup
-
 from autopar.report.page_tools import render
-from autopar.report.svg import SIDE, Plot, Tick, grid, line
+from autopar.report.svg import SIDE, Axis, Plot, line, plotted
 from autopar.runs.record import read_info, read_metrics
 from autopar.runs.status import curve, run_status, steps_of
 from autopar.words.numbers import amount, ticks
@@ -43,19 +41,12 @@ def _plot(title: str, points: Sequence[tuple[int, float]]) -> Plot | None:
     values = [value for _, value in shown]
     low, high = min(values), max(values)
     pad = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
-    low, high = low - pad, high + pad
     first, last = shown[0][0], shown[-1][0]
-
-    def place(step: float, value: float) -> tuple[float, float]:
-        part = (step - first) / (last - first)
-        return _MARGIN + part * (SIDE - 2 * _MARGIN), SIDE * (1 - (value - low) / (high - low))
-
-    x_ticks = tuple(Tick(at=place(n, low)[0], text=f"{n:,.0f}") for n in ticks(first, last, 6) if n == int(n))
-    y_ticks = tuple(Tick(at=place(first, n)[1], text=amount(n) or "0") for n in ticks(low, high, 5))
-    return Plot(
-        content=Markup("").join([grid(x_ticks, y_ticks), line([place(*point) for point in shown], class_="own")]),
-        x_ticks=x_ticks,
-        y_ticks=y_ticks,
+    x, y = Axis(first, last, _MARGIN, SIDE - _MARGIN), Axis(low - pad, high + pad, SIDE, 0.0)
+    return plotted(
+        [line([(x.at(step), y.at(value)) for step, value in shown], class_="own")],
+        x.ticks([n for n in ticks(first, last, 6) if n == int(n)], "{:,.0f}".format),
+        y.ticks(ticks(y.low, y.high, 5), amount),
         x_title="step",
         y_title=title,
         says=f"{title} over {len(points)} steps",

@@ -8,7 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from autopar.report.svg import SIDE, Plot, Tick, dots, grid, line, tag
+from autopar.report.svg import SIDE, Axis, Plot, Tick, dots, line, plotted, tag
 from autopar.search.result.result import SearchResult
 from autopar.words.numbers import tick_seconds, ticks
 
@@ -51,13 +51,13 @@ def scatter_chart(result: SearchResult) -> Scatter | None:
     has_capacity = most >= _NEAR * result.device_bytes
     top = 1.08 * (max(result.device_bytes, most) if has_capacity else most)
 
-    def place(s: float, b: float) -> tuple[float, float]:
-        return (log10(s) - low) / (high - low) * SIDE, SIDE * (1 - b / top)
+    x, y = Axis(low, high), Axis(0.0, top, SIDE, 0.0)
 
-    x_ticks, y_ticks = time_ticks(low, high), _bytes_ticks(top)
+    def place(s: float, b: float) -> tuple[float, float]:
+        return x.at(log10(s)), y.at(b)
+
     at = {i: place(seconds[i], columns["bytes"][i]) for i in kept}
-    content = [grid(x_ticks, y_ticks)]
-    capacity = SIDE * (1 - result.device_bytes / top)
+    content, capacity = list[Markup](), y.at(result.device_bytes)
     if has_capacity:
         content.append(line([(0, capacity), (SIDE, capacity)], class_="capacity"))
     content.append(_layer("screened", dots([at[i] for i in kept if not columns["exact"][i]], class_="dot")))
@@ -65,12 +65,13 @@ def scatter_chart(result: SearchResult) -> Scatter | None:
     content.append(_layer("exact", dots([at[i] for i in kept if columns["exact"][i]], class_="dot exact")))
     content += [dots([place(*p)], class_="dot best") for p in here]
     names = sorted(set(columns["schedule"]))
+    unit, unit_name = (1e9, "GB") if top >= 1e9 else (1e6, "MB")
     rows = [_row(columns, i, at[i], names) for i in kept]
     return Scatter(
-        plot=Plot(
-            content=Markup("").join(content),
-            x_ticks=tuple(x_ticks),
-            y_ticks=tuple(y_ticks),
+        plot=plotted(
+            content,
+            time_ticks(x),
+            y.ticks(ticks(0, top), lambda value: f"{value / unit:g} {unit_name}"),
             x_title="seconds of a step (logarithmic)",
             y_title="memory of the fullest rank",
             says=f"{len(kept)} candidates by step time and memory",
@@ -115,24 +116,12 @@ def _row(columns: Any, i: int, at: tuple[float, float], schedules: Sequence[str]
     return [*numbers, columns["exact"][i], *degrees, schedules.index(columns["schedule"][i])]
 
 
-def time_ticks(low: float, high: float) -> list[Tick]:
-    """1, 2, 5 and their tens where there are few, tens where there are many."""
-    wide = high - low > 1.6
+def time_ticks(axis: Axis) -> list[Tick]:
+    """1, 2, 5 and their tens where there are few, tens where there are many. The axis has logarithms of seconds."""
     marks = []
-    for exponent in range(floor(low), ceil(high) + 1):
-        for factor in (1, 3) if wide else (1, 1.5, 2, 3, 5, 7):
-            at = exponent + log10(factor)
-            if low <= at <= high:
-                marks.append(
-                    Tick(
-                        at=(at - low) / (high - low) * SIDE,
-                        text=tick_seconds(factor * 10.0**exponent),
-                        is_minor=factor in (1.5, 7),
-                    )
-                )
+    for exponent in range(floor(axis.low), ceil(axis.high) + 1):
+        for factor in (1, 3) if axis.high - axis.low > 1.6 else (1, 1.5, 2, 3, 5, 7):
+            at, text = exponent + log10(factor), tick_seconds(factor * 10.0**exponent)
+            if axis.low <= at <= axis.high:
+                marks.append(Tick(at=axis.at(at), text=text, is_minor=factor in (1.5, 7)))
     return marks
-
-
-def _bytes_ticks(top: float) -> list[Tick]:
-    unit, name = (1e9, "GB") if top >= 1e9 else (1e6, "MB")
-    return [Tick(at=SIDE * (1 - value / top), text=f"{value / unit:g} {name}") for value in ticks(0, top)]

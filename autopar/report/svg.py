@@ -3,7 +3,7 @@
 A `Plot` is an SVG without text in a box of 1000 × 1000 units, with HTML labels beside its axes.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup, escape
@@ -58,20 +58,38 @@ class Tick:
         return f"{self.at / SIDE:.2%}"
 
 
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """The values from `low` to `high` in plot units from `begin` to `end`. A vertical axis ends at 0, the top."""
+
+    low: float
+    high: float
+    begin: float = 0.0
+    end: float = SIDE
+
+    def at(self, value: float) -> float:
+        part = (value - self.low) / (self.high - self.low) if self.high > self.low else 0.5
+        return self.begin + part * (self.end - self.begin)
+
+    def ticks(self, values: Iterable[float], text: Callable[[float], str]) -> list[Tick]:
+        return [Tick(at=self.at(value), text=text(value)) for value in values]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plot:
     """The parts of a plot for a template: the SVG's content, ticks, titles of the axes, a description in words."""
 
     content: Markup
-    x_ticks: tuple[Tick, ...]
-    y_ticks: tuple[Tick, ...]
+    x_ticks: Sequence[Tick]
+    y_ticks: Sequence[Tick]
     x_title: str
     y_title: str
     says: str
     name: str = ""
 
 
-def grid(x_ticks: Sequence[Tick], y_ticks: Sequence[Tick]) -> Markup:
-    """Lines at the ticks."""
-    across = [line([(0, tick.at), (SIDE, tick.at)], class_="grid") for tick in y_ticks]
-    return Markup("").join([*(line([(tick.at, 0), (tick.at, SIDE)], class_="grid") for tick in x_ticks), *across])
+def plotted(traces: Iterable[Markup], x_ticks: Sequence[Tick], y_ticks: Sequence[Tick], **texts: str) -> Plot:
+    """A plot of traces over lines at the ticks. `texts` are the other fields."""
+    lines = [line([(tick.at, 0), (tick.at, SIDE)], class_="grid") for tick in x_ticks]
+    lines += [line([(0, tick.at), (SIDE, tick.at)], class_="grid") for tick in y_ticks]
+    return Plot(content=Markup("").join([*lines, *traces]), x_ticks=x_ticks, y_ticks=y_ticks, **texts)

@@ -62,10 +62,8 @@ def lanes(timeline: Timeline) -> Lanes:
     return Lanes(
         plot=Plot(
             content=Markup("").join(content),
-            x_ticks=tuple(_ticks(timeline.seconds, gap)),
-            y_ticks=tuple(
-                Tick(at=height * (rank + 0.5), text=f"rank {rank}") for rank in range(0, timeline.num_ranks, every)
-            ),
+            x_ticks=_ticks(timeline.seconds, gap),
+            y_ticks=[Tick(at=height * (r + 0.5), text=f"rank {r}") for r in range(0, timeline.num_ranks, every)],
             x_title="seconds of one run of the schedule",
             y_title="",
             says=f"time line of {timeline.num_ranks} pipeline ranks over {readable_seconds(timeline.seconds)}",
@@ -95,13 +93,10 @@ def _places(seconds: float, gap: tuple[float, float] | None) -> Callable[[float]
 
 def _ticks(seconds: float, gap: tuple[float, float] | None) -> list[Tick]:
     place = _places(seconds, gap)
-    if gap is None:
-        values = ticks(0.0, seconds, 8)
-        return [_tick(place, value, i % 2 == 1) for i, value in enumerate(values) if place(value) < SIDE * 0.97]
-    before, after = ticks(0.0, gap[0], 4), ticks(gap[1], seconds, 4)
-    marks = [_tick(place, value, i % 2 == 1) for i, value in enumerate(before)]
-    return [*marks, *(_tick(place, value, i % 2 == 1) for i, value in enumerate(after) if place(value) < SIDE * 0.97)]
-
-
-def _tick(place: Callable[[float], float], value: float, is_minor: bool) -> Tick:
-    return Tick(at=place(value), text=tick_seconds(value), is_minor=is_minor)
+    runs = [ticks(0.0, seconds, 8)] if gap is None else [ticks(0.0, gap[0], 4), ticks(gap[1], seconds, 4)]
+    marks = [(value, i % 2 == 1, run is runs[-1]) for run in runs for i, value in enumerate(run)]
+    return [
+        Tick(at=place(value), text=tick_seconds(value), is_minor=is_minor)
+        for value, is_minor, is_last_run in marks
+        if not is_last_run or place(value) < SIDE * 0.97
+    ]

@@ -9,15 +9,13 @@ from dataclasses import replace
 from math import isfinite, log10
 from typing import Any, get_args
 
-from markupsafe import Markup
-
 from autopar.cost_model.machine.profile import DeviceProfile
 from autopar.errors import InputError, Problem
 from autopar.files.plain_data import content_of, read_plain
 from autopar.ir.plan import Plan
 from autopar.report.page_tools import render
 from autopar.report.scatter import time_ticks
-from autopar.report.svg import SIDE, Plot, Tick, dots, grid, line
+from autopar.report.svg import SIDE, Axis, Plot, Tick, dots, line, plotted
 from autopar.report.words import degrees_in_words, step_sentence
 from autopar.search.measured.belief import NOTABLE
 from autopar.search.measured.result import KIND, VERSION, Left, PlanTrial, TuneResult
@@ -235,14 +233,13 @@ def tuning_scatter(tuned: TuneResult) -> Plot | None:
         return None
     low, high = log10(min(values)), log10(max(values))
     pad = 0.05 * (high - low + 0.1)
-    low, high = low - pad, high + pad
+    axis = Axis(low - pad, high + pad)
 
     def at(seconds: float) -> float:
-        return (log10(seconds) - low) / (high - low) * SIDE
+        return axis.at(log10(seconds))
 
-    x_ticks = _ticks(low, high)
-    y_ticks = [replace(t, at=SIDE - t.at) for t in x_ticks]
-    content = [grid(x_ticks, y_ticks), line([(0, SIDE), (SIDE, 0)], class_="limit")]
+    x_ticks = _ticks(axis)
+    content = [line([(0, SIDE), (SIDE, 0)], class_="limit")]
     for left in tuned.left:
         place, says = (at(left.candidate.predicted_s), SIDE - at(left.believed_s)), _left_tip(left)
         rim = "left dot" if not left.why else "left out dot"
@@ -258,10 +255,10 @@ def tuning_scatter(tuned: TuneResult) -> Plot | None:
             content.append(line(ends, class_="interval", data_t=says))
         name = "best dot" if trial is best else "pruned dot" if trial.outcome.state == "pruned" else "own dot"
         content.append(dots([(x, SIDE - at(seconds.median))], class_=name, data_t=says))
-    return Plot(
-        content=Markup("").join(content),
-        x_ticks=tuple(x_ticks),
-        y_ticks=tuple(y_ticks),
+    return plotted(
+        content,
+        x_ticks,
+        [replace(t, at=SIDE - t.at) for t in x_ticks],
         x_title="predicted step time (logarithmic)",
         y_title="measured or believed step time (logarithmic)",
         says=f"predicted against measured step time of {len(tuned.tried)} plans that were tried, and the believed step "
@@ -288,14 +285,12 @@ def _values(result: TuneResult) -> list[float]:
     return values
 
 
-def _ticks(low: float, high: float) -> list[Tick]:
+def _ticks(axis: Axis) -> list[Tick]:
     """Of the horizontal axis."""
-    if high - low >= _NARROW:
-        return time_ticks(low, high)
-    return [
-        Tick(at=(log10(value) - low) / (high - low) * SIDE, text=tick_seconds(value), is_minor=number % 2 == 1)
-        for number, value in enumerate(ticks(10.0**low, 10.0**high, 7))
-    ]
+    if axis.high - axis.low >= _NARROW:
+        return time_ticks(axis)
+    values = enumerate(ticks(10.0**axis.low, 10.0**axis.high, 7))
+    return [Tick(at=axis.at(log10(v)), text=tick_seconds(v), is_minor=number % 2 == 1) for number, v in values]
 
 
 def _trial_tip(trial: PlanTrial) -> str:
