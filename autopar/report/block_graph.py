@@ -6,7 +6,7 @@ that sends nothing in the forward pass is no node.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 
@@ -35,25 +35,25 @@ def block_graph(program: Program, plan: Plan) -> BlockGraph | None:
     calls = [len(program.uses_of_block(i)) for i in range(len(program.blocks))]
     index = max(range(len(calls)), key=lambda i: (calls[i], len(read.bounds[i])))
     drawn = _Drawing(program, plan, read, index)
-    groups = drawn.groups()
-    if len(groups) > MOST_NODES:
+    if len(drawn.groups) > MOST_NODES:
         return None
     return BlockGraph(
         name=program.blocks[index].name,
         num_calls=calls[index],
-        nodes=tuple(drawn.nodes(groups)),
-        edges=tuple(drawn.edges(groups)),
+        nodes=tuple(drawn.nodes()),
+        edges=tuple(drawn.edges()),
         weights=tuple(drawn.weights()),
     )
 
 
 @dataclass(eq=False, slots=True)
 class _Group:
-    """Nodes that are one box."""
+    """Nodes that are one box: `members`, and in order the nodes of other boxes that feed them."""
 
     kind: str
     module: str
-    members: list[fx.Node]
+    members: list[fx.Node] = field(default_factory=list)
+    sources: list[fx.Node] = field(default_factory=list)
 
 
 class _Drawing:
@@ -70,24 +70,23 @@ class _Drawing:
         for node in self.graph.nodes:
             if node.name in self.values or not self.flowing.isdisjoint(node.all_input_nodes):
                 self.flowing.add(node)
+        self.groups: list[_Group] = []  # in the order of the graph
+        self.of: dict[fx.Node, _Group] = {}
+        for node in self.graph.nodes:
+            if kind := self._kind(node):
+                self._add(node, kind)
 
     # ---- nodes into groups ----
 
-    def groups(self) -> list[_Group]:
-        """Boxes in the order of the graph."""
-        groups: list[_Group] = []
-        of: dict[fx.Node, _Group] = {}
-        for node in self.graph.nodes:
-            kind = self._kind(node)
-            if not kind:
-                continue
-            group = self._joined(node, of, groups) if kind == "other" else None
-            if group is None:
-                group = _Group(kind=kind, module=self._module(node), members=[])
-                groups.append(group)
-            group.members.append(node)
-            of[node] = group
-        return groups
+    def _add(self, node: fx.Node, kind: str) -> None:
+        sources = self._sources(node)
+        group = self._joined(node, [self.of[source] for source in sources]) if kind == "other" else None
+        if group is None:
+            group = _Group(kind, self._module(node))
+            self.groups.append(group)
+        group.members.append(node)
+        group.sources += [source for source in sources if self.of[source] is not group]
+        self.of[node] = group
 
     def _kind(self, node: fx.Node) -> str:
         if node.op == "placeholder":
@@ -108,29 +107,19 @@ class _Drawing:
     def _module(self, node: fx.Node) -> str:
         return self.keys.get(node.name, "").rsplit(":", 2)[0] if self.keys.get(node.name, "").count(":") >= 2 else ""
 
-    def _joined(self, node: fx.Node, of: Mapping[fx.Node, _Group], groups: list[_Group]) -> _Group | None:
+    def _joined(self, node: fx.Node, feeding: list[_Group]) -> _Group | None:
         """A group of the same module that feeds the node, and does not reach it through another group."""
-        feeding = [of[source] for source in self._sources(node) if source in of]
         for group in feeding:
-            others = [other for other in feeding if other is not group]
             is_alike = group.kind == "other" and group.module == self._module(node)
-            if is_alike and not any(self._reaches(group, other, of) for other in others):
+            if is_alike and not any(self._reaches(group, other) for other in feeding if other is not group):
                 return group
         return None
 
-    def _reaches(self, start: _Group, end: _Group, of: Mapping[fx.Node, _Group]) -> bool:
-        stack, seen = [end], {id(end)}
-        while stack:
-            group = stack.pop()
-            if group is start:
-                return True
-            for source in {
-                id(of[s]): of[s] for member in group.members for s in self._sources(member) if s in of
-            }.values():
-                if id(source) not in seen:
-                    seen.add(id(source))
-                    stack.append(source)
-        return False
+    def _reaches(self, start: _Group, end: _Group) -> bool:
+        reached = [end]
+        for group in reached:  # it grows
+            reached += {self.of[source]: None for source in group.sources if self.of[source] not in reached}
+        return start in reached
 
     def _sources(self, node: fx.Node) -> list[fx.Node]:
         """What feeds a node, conversions that send nothing passed through."""
@@ -144,57 +133,39 @@ class _Drawing:
 
     # ---- groups into what is drawn ----
 
-    def nodes(self, groups: list[_Group]) -> Iterable[GraphNode]:
-        layers = self._layers(groups)
-        for group, layer in zip(groups, layers, strict=True):
-            first = group.members[0]
+    def nodes(self) -> Iterable[GraphNode]:
+        layers: dict[_Group, int] = {}
+
+        def layer_of(group: _Group) -> int:
+            if group not in layers:
+                layers[group] = 1 + max((layer_of(self.of[source]) for source in group.sources), default=-1)
+            return layers[group]
+
+        for group in self.groups:
+            first, layer = group.members[0], layer_of(group)
             yield GraphNode(
                 name=first.name, kind=group.kind, label=self._label(group), detail=self._detail(group), layer=layer
             )
 
-    def edges(self, groups: list[_Group]) -> Iterable[GraphEdge]:
-        numbers = {node: i for i, group in enumerate(groups) for node in group.members}
-        seen: set[tuple[int, int, str]] = set()
-        for target, group in enumerate(groups):
-            for member in group.members:
-                for source in self._sources(member):
-                    if source not in numbers or numbers[source] == target:
-                        continue
-                    edge = (numbers[source], target, self._placement(source))
-                    if edge not in seen:
-                        seen.add(edge)
-                        yield GraphEdge(source=edge[0], target=target, placement=edge[2])
+    def edges(self) -> Iterable[GraphEdge]:
+        numbers = {group: number for number, group in enumerate(self.groups)}
+        every = [
+            GraphEdge(source=numbers[self.of[source]], target=target, placement=self._placement(source))
+            for group, target in numbers.items()
+            for source in group.sources
+        ]
+        return dict.fromkeys(every)
 
     def weights(self) -> Iterable[tuple[str, str, str]]:
         """Parameters of the block: name, shape, split."""
         for port, role in self.block.ports.items():
             if role == "parameter":
                 shape = " × ".join(f"{size:,}" for size in self.dims[port].shape) or "scalar"
-                types = zip(
-                    self.plan.mesh.names,
-                    self.plan.mesh.degrees,
-                    self.plan.blocks[self.index].ports[port],
-                    strict=True,
-                )
+                types = zip(self.plan.mesh.as_dict().items(), self.plan.blocks[self.index].ports[port], strict=True)
                 split = [
-                    f"dimension {t.dim} over {name} {degree}"
-                    for name, degree, t in types
-                    if t.kind == "S" and degree > 1
+                    f"dimension {t.dim} over {n} {degree}" for (n, degree), t in types if t.kind == "S" and degree > 1
                 ]
                 yield port, shape, ", ".join(split) or "whole"
-
-    def _layers(self, groups: list[_Group]) -> list[int]:
-        numbers = {node: i for i, group in enumerate(groups) for node in group.members}
-        known: dict[int, int] = {}
-        return [self._depth(i, groups, numbers, known) for i in range(len(groups))]
-
-    def _depth(self, number: int, groups: list[_Group], numbers: Mapping[fx.Node, int], known: dict[int, int]) -> int:
-        if number not in known:
-            sources = {numbers[s] for member in groups[number].members for s in self._sources(member) if s in numbers}
-            known[number] = 1 + max(
-                (self._depth(s, groups, numbers, known) for s in sources if s != number), default=-1
-            )
-        return known[number]
 
     def _label(self, group: _Group) -> str:
         first = group.members[0]

@@ -34,12 +34,10 @@ def _stage_bars(stages: tuple[StageSummary, ...]) -> dict[str, Any] | None:
     largest = max(stage.num_parameters for stage in stages) or 1
     return {
         "seconds": [
-            _bar(i, stage, stage.seconds / slowest, "#1f5fa6", readable_seconds(stage.seconds))
-            for i, stage in enumerate(stages)
+            _bar(i, s, s.seconds / slowest, "#1f5fa6", readable_seconds(s.seconds)) for i, s in enumerate(stages)
         ],
         "parameters": [
-            _bar(i, stage, stage.num_parameters / largest, "#2f9a94", amount(stage.num_parameters))
-            for i, stage in enumerate(stages)
+            _bar(i, s, s.num_parameters / largest, "#2f9a94", amount(s.num_parameters)) for i, s in enumerate(stages)
         ],
         "sent": readable_bytes(max(stage.sent_bytes for stage in stages)),
     }
