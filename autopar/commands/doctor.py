@@ -4,7 +4,6 @@ Checks compare tiny runs on these ranks with the same run on one rank. Speeds ar
 rank gathers all results and makes the same `Diagnosis`.
 """
 
-import os
 import socket
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
@@ -22,13 +21,14 @@ from autopar.errors import AutoparError, ClusterError, RankError
 from autopar.ir.cluster import ClusterSpec
 from autopar.runtime.distributed.broadcast import gather_objects
 from autopar.runtime.distributed.launch import Ranks
-from autopar.runtime.distributed.start import start_process_group
+from autopar.runtime.distributed.start import size_of_job, start_process_group
 from autopar.runtime.measure.doctor_checks import (
     CONVERSION_CASES,
     Difference,
     check_conversion,
     check_fsdp,
     groups_to_check,
+    relative,
     world_mesh,
 )
 from autopar.runtime.measure.doctor_speed import SpeedMeasurement, device_speeds, link_speeds
@@ -45,12 +45,9 @@ def examine(
     cluster: ClusterSpec, *, timeout_s: float = _TIMEOUT_S, on_progress: _Progress = lambda _: None
 ) -> Diagnosis:
     """Examine the ranks of this job, as torchrun started them; alone, this process is the only rank. Collective."""
-    world_size = int(os.environ.get("WORLD_SIZE", "1")) if not dist.is_initialized() else dist.get_world_size()
-    if cluster.num_devices != world_size:
-        raise ClusterError(
-            f"the cluster has {cluster.num_devices} devices, this job {world_size} ranks; start it with torchrun "
-            f"--nproc-per-node {cluster.num_devices}, or describe a cluster of {world_size}"
-        )
+    world_size, difference = size_of_job(cluster)
+    if difference:
+        raise ClusterError(difference)
     device = start_process_group(cluster, timeout_s=timeout_s)
     together = _Together(timeout_s)
     checks, measured = list[Check](), list[SpeedMeasurement]()
@@ -163,14 +160,9 @@ def check_pipeline(cluster: ClusterSpec) -> Iterator[Difference]:
     loss = parallel.forward_backward({"x": x[rows], "target": target[rows]})
     wanted = alone(x, target)
     wanted.backward()
-    yield _relative("loss", loss, wanted.detach())
+    yield relative("loss", loss, wanted.detach(), PIPELINE_TOLERANCE)
     gradients = parallel.whole_gradients()
     for name, parameter in alone.named_parameters():
         if name in gradients:
             assert parameter.grad is not None
-            yield _relative(f"gradient of {name}", gradients[name], parameter.grad)
-
-
-def _relative(name: str, value: torch.Tensor, wanted: torch.Tensor) -> Difference:
-    error = float((value.cpu() - wanted).abs().max() / wanted.abs().max())
-    return Difference(name=name, error=error if error == error else float("inf"), tolerance=PIPELINE_TOLERANCE)
+            yield relative(f"gradient of {name}", gradients[name], parameter.grad, PIPELINE_TOLERANCE)

@@ -13,7 +13,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -194,21 +194,18 @@ def _entry(text: bytes) -> Line | Event | None:
     if "event" in content:
         event: Event | None = read_plain(Event, content, problems)
         return event if event is not None and event.event in (START, END) else None
-    special = {key: float(value) for key, value in content.items() if _is_special(value)}
-    extra = content.get("extra")
-    more = {key: float(v) for key, v in extra.items() if _is_special(v)} if isinstance(extra, dict) else {}
-    plain = {key: 0.0 if key in special else value for key, value in content.items()}
-    if more:
-        plain["extra"] = {key: 0.0 if key in more else value for key, value in content["extra"].items()}
-    line: Line | None = read_plain(Line, plain, problems)
-    if line is None or problems or line.step < 0:
-        return None
-    changed: dict[str, Any] = {**special, "extra": {**line.extra, **more}}
-    return replace(line, **changed)
+    line: Line | None = read_plain(Line, content, problems, readers={float: _number})
+    return None if line is None or problems or line.step < 0 else line
 
 
-def _is_special(value: Any) -> bool:
-    return isinstance(value, str) and value in _NOT_FINITE
+def _number(value: Any) -> float | None:
+    if value in _NOT_FINITE:
+        return float(value)
+    problems: list[Problem] = []
+    number: float | None = read_plain(float, value, problems)
+    if problems:
+        raise ValueError(problems[0].rule)
+    return number
 
 
 def _encoded(value: Any) -> Any:

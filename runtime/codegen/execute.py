@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from autopar.capture.passes.constants import with_device
-from autopar.ir.program import CallSite, Constants, Program
+from autopar.ir.program import CallSite, Constants, Program, TensorInfo
 from autopar.ir.sharding import Dims, Mesh
 from autopar.lowering.local_graph import LocalGraph
 from autopar.lowering.randomness import bind_streams, draws
@@ -32,13 +32,11 @@ def module_attributes(generated: LocalGraph, ranks: RankMesh, streams: Streams) 
     return dims | {name: streams.of(use) for name, use in generated.streams.items()}
 
 
-def captured_modules(
-    program: Program, device: str = "cpu", streams: Streams | None = None
-) -> tuple[fx.GraphModule, ...]:
+def captured_modules(program: Program, streams: Streams | None = None) -> tuple[fx.GraphModule, ...]:
     """The captured blocks as they are: the single-device reference. Random operators draw from `streams`, if given."""
     modules = []
     for block in program.blocks:
-        graph, dims = _with_device(block.graph, device), dict[str, Dims]()
+        graph, dims = _with_device(block.graph, "cpu"), dict[str, Dims]()
         for node in graph.nodes if streams is not None else ():
             if node.op == "call_function" and draws(node):
                 node.meta["types"] = ()
@@ -57,6 +55,13 @@ def _with_device(graph: fx.Graph, device: str) -> fx.Graph:
         if "device" in node.kwargs:
             node.kwargs = with_device(node.kwargs, device)
     return copy
+
+
+def buffers_read(constants: Constants) -> list[tuple[str, TensorInfo]]:
+    """The buffers that the constant part of a program reads, and what it takes them as. Literals are no buffers."""
+    nodes = [node for node in constants.graph.nodes if node.op == "placeholder"]
+    pairs = zip(constants.buffers, nodes, strict=True)
+    return [(name, node.meta["info"]) for name, node in pairs if node.meta.get("literal") is None]
 
 
 def constant_values(constants: Constants, buffers: Mapping[str, torch.Tensor], device: str) -> dict[str, torch.Tensor]:

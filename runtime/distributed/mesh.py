@@ -154,13 +154,15 @@ def make_mesh(spec: Mesh, device_type: str = "cpu") -> RankMesh:
     """Build process groups for a mesh over all ranks of the initialised world. Collective."""
     assert dist.get_world_size() == spec.size, (dist.get_world_size(), spec)
     device_mesh = init_device_mesh(device_type, spec.degrees, mesh_dim_names=spec.names)
-    dims = {}
-    rank = dist.get_rank()
-    for index, (name, degree) in enumerate(zip(spec.names, spec.degrees, strict=True)):
-        stride = prod(spec.degrees[index + 1 :])
-        group = device_mesh.get_group(name)
-        dims[name] = MeshDim(name, degree, group, (rank // stride) % degree, stride)
-    return RankMesh(device_mesh, dims | _joined(device_mesh, spec, rank), spec, device_mesh)
+    dims = {
+        name: _dim(name, degree, device_mesh.get_group(name), prod(spec.degrees[index + 1 :]))
+        for index, (name, degree) in enumerate(zip(spec.names, spec.degrees, strict=True))
+    }
+    return RankMesh(device_mesh, dims | _joined(device_mesh, spec), spec, device_mesh)
+
+
+def _dim(name: str, degree: int, group: dist.ProcessGroup, stride: int) -> MeshDim:
+    return MeshDim(name, degree, group, (dist.get_rank() // stride) % degree, stride)
 
 
 def _bounded() -> Any:
@@ -169,15 +171,14 @@ def _bounded() -> Any:
     return private.with_timeout(backend, private.group_timeout()) if backend in ("gloo", "nccl") else None
 
 
-def _joined(device_mesh: DeviceMesh, spec: Mesh, rank: int, bounded: Any = None) -> dict[str, MeshDim]:
+def _joined(device_mesh: DeviceMesh, spec: Mesh, bounded: Any = None) -> dict[str, MeshDim]:
     """Neighbouring tensor dimensions taken as one."""
     dims = {}
     for i in range(len(spec.names)):
         name = spec.joined(i)
         if name is not None:
             group = device_mesh[spec.names[i : i + 2]]._flatten(name, bounded).get_group()
-            degree, stride = spec.degree_of(name), prod(spec.degrees[i + 2 :])
-            dims[name] = MeshDim(name, degree, group, (rank // stride) % degree, stride)
+            dims[name] = _dim(name, spec.degree_of(name), group, prod(spec.degrees[i + 2 :]))
     return dims
 
 
@@ -217,12 +218,10 @@ def _training_mesh(
         parts_of_data = every._unflatten("dp_shard", tuple(inner.values()), tuple(inner), override)
         value_mesh = parts_of_data["dp_replicate", *inner, *tensor]
         samples = ("dp_replicate", "dp_samples")
-    rank = dist.get_rank()
     lie = strides(order, {"pp": pp, "dp": replicate * shard, "cp": cp, "tp": prod(map(spec.degree_of, tensor))})
 
     def flat(mesh: DeviceMesh, dims: tuple[str, ...], name: str, stride: int) -> MeshDim:
-        group, degree = mesh[dims]._flatten(name, bounded).get_group(), prod(mesh[dims].shape)
-        return MeshDim(name, degree, group, (rank // stride) % degree, stride)
+        return _dim(name, prod(mesh[dims].shape), mesh[dims]._flatten(name, bounded).get_group(), stride)
 
     dims = {}
     for name, degree in zip(spec.names, spec.degrees, strict=True):
@@ -232,10 +231,10 @@ def _training_mesh(
         dims[name] = (
             flat(value_mesh, samples, name, stride)
             if name == "dp"
-            else MeshDim(name, degree, value_mesh.get_group(name), (rank // stride) % degree, stride)
+            else _dim(name, degree, value_mesh.get_group(name), stride)
         )
-    dims |= _joined(value_mesh, spec, rank, bounded)
-    pipeline = MeshDim("pp", pp, every.get_group("pp"), rank // lie["pp"] % pp, lie["pp"]) if pp > 1 else None
+    dims |= _joined(value_mesh, spec, bounded)
+    pipeline = _dim("pp", pp, every.get_group("pp"), lie["pp"]) if pp > 1 else None
     experts = None
     if ep > 1:
         zero = value_mesh["dp_replicate", "dp_samples"]

@@ -19,12 +19,18 @@ TIMEOUT_S = 300
 def check_world(cluster: ClusterSpec) -> None:
     """Raise for a job of another number of ranks than the cluster's, or without its GPUs."""
     _refuse_missing_gpus(cluster)
-    world_size = int(os.environ.get("WORLD_SIZE", "1")) if not dist.is_initialized() else dist.get_world_size()
-    if world_size != cluster.num_devices:
-        raise PlanError(
-            f"the cluster has {cluster.num_devices} devices, this job {world_size} ranks; start it with "
-            f"torchrun --nproc-per-node {cluster.num_devices}, or describe a cluster of {world_size}"
-        )
+    if difference := size_of_job(cluster)[1]:
+        raise PlanError(difference)
+
+
+def size_of_job(cluster: ClusterSpec) -> tuple[int, str]:
+    """The number of ranks of this job, and how it differs from the cluster's; empty if it does not."""
+    size = int(os.environ.get("WORLD_SIZE", "1")) if not dist.is_initialized() else dist.get_world_size()
+    text = (
+        f"the cluster has {cluster.num_devices} devices, this job {size} ranks; start it with torchrun "
+        f"--nproc-per-node {cluster.num_devices}, or describe a cluster of {size}"
+    )
+    return size, "" if size == cluster.num_devices else text
 
 
 def _refuse_missing_gpus(cluster: ClusterSpec) -> None:

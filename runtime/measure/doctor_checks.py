@@ -172,17 +172,17 @@ def check_fsdp(world: RankMesh, device: torch.device) -> Iterator[Difference]:
         loss_here.backward()
         total = loss_here.detach().clone()
         dist.all_reduce(total)
-        yield _relative(f"loss of step {step}", total, loss.detach())
+        yield relative(f"loss of step {step}", total, loss.detach())
         for (name, ours), theirs in zip(sharded.named_parameters(), alone.parameters(), strict=True):
             assert theirs.grad is not None
-            yield _relative(f"gradient of {name} in step {step}", ours.grad, theirs.grad)
+            yield relative(f"gradient of {name} in step {step}", ours.grad, theirs.grad)
         with torch.no_grad():
             for parameter in (*sharded.parameters(), *alone.parameters()):
                 assert parameter.grad is not None
                 parameter.sub_(parameter.grad, alpha=RATE)
                 parameter.grad = None
     for (name, ours), theirs in zip(sharded.named_parameters(), alone.parameters(), strict=True):
-        yield _relative(f"{name} after {STEPS} steps", ours, theirs.detach())
+        yield relative(f"{name} after {STEPS} steps", ours, theirs.detach())
 
 
 def _network() -> nn.Sequential:
@@ -190,8 +190,8 @@ def _network() -> nn.Sequential:
     return nn.Sequential(*layers).double()
 
 
-def _relative(name: str, value: Any, wanted: torch.Tensor) -> Difference:
+def relative(name: str, value: Any, wanted: torch.Tensor, tolerance: float = FSDP_TOLERANCE) -> Difference:
     """Compared after a sharded value is made whole. Collective for such."""
     whole = None if value is None else value.full_tensor() if isinstance(value, DTensor) else value
     scale = max(float(wanted.abs().max()), 1e-30)
-    return Difference(name=name, error=_apart(whole, wanted) / scale, tolerance=FSDP_TOLERANCE)
+    return Difference(name=name, error=_apart(whole, wanted) / scale, tolerance=tolerance)

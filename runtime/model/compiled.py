@@ -16,7 +16,13 @@ from autopar.ir.sharding import Type
 from autopar.ir.stages import Stage, kept_results, needed_results, stages_of
 from autopar.ir.storage import Storage, boundary_types, storage_of
 from autopar.lowering.local_graph import local_graph
-from autopar.runtime.codegen.execute import constant_values, graph_module, module_attributes, use_running_statistics
+from autopar.runtime.codegen.execute import (
+    buffers_read,
+    constant_values,
+    graph_module,
+    module_attributes,
+    use_running_statistics,
+)
 from autopar.runtime.codegen.randomness import Streams
 from autopar.runtime.distributed.mesh import RankMesh
 from autopar.runtime.model.decision_check import DecisionCheck
@@ -81,15 +87,10 @@ class CompiledProgram:
 
     def constants(self) -> dict[str, torch.Tensor]:
         """Values of the constant part, made again when a buffer that they are made of was written to."""
-        placeholders = [n for n in self.program.constants.graph.nodes if n.op == "placeholder"]
-        buffers = {
-            name: self.buffers(name)
-            for name, node in zip(self.program.constants.buffers, placeholders, strict=True)
-            if node.meta.get("literal") is None
-        }
+        infos = dict(buffers_read(self.program.constants))
+        buffers = {name: self.buffers(name) for name in infos}
         versions = tuple(buffer._version for buffer in buffers.values())
         if versions not in self._constants:
-            infos = dict(zip(self.program.constants.buffers, (n.meta["info"] for n in placeholders), strict=True))
             typed = {name: value.to(infos[name].dtype) for name, value in buffers.items()}
             self._constants.clear()
             self._constants[versions] = constant_values(self.program.constants, typed, str(self.device))

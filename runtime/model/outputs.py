@@ -15,6 +15,7 @@ from autopar.ir.precision import is_low
 from autopar.ir.sharding import Dims, R, Type, splits_samples
 from autopar.runtime.distributed.mesh import RankMesh
 from autopar.runtime.parameters.placement import gathered
+from autopar.runtime.parameters.whole_values import of_local
 
 _DATA = ("dp_replicate", "dp_shard", "dp_samples")  # torch's names for the mesh dimension `dp`
 _PLACED = "its device follows from the cluster: leave the move out, or call parallelize with another cluster"
@@ -43,15 +44,7 @@ def as_dtensor(local: torch.Tensor, dims: Dims, types: Sequence[Type], mesh: Ran
             size = local.shape[kind.dim]
             local = local.narrow(kind.dim, 0, max(0, min(size, dims.shape[kind.dim] - size * coordinate)))
     placements = [Shard(kind.dim) if kind.kind == "S" else Replicate() for kind in kinds]
-    stride = torch.empty(dims.shape, device="meta").stride()
-    return DTensor.from_local(
-        local.contiguous(),
-        mesh.value_mesh,
-        placements,
-        run_check=False,
-        shape=torch.Size(dims.shape),
-        stride=stride,
-    )
+    return of_local(local.contiguous(), mesh.value_mesh, placements, dims.shape)
 
 
 def at_least_float32(loss: torch.Tensor) -> torch.Tensor:

@@ -365,7 +365,7 @@ class ShardedModel(nn.Module):
     def _sum_deferred(self) -> None:
         for dim, parameters in self._deferred():
             pairs = [(g, self._summed[p]) for p in parameters if (g := local_gradient(p)) is not None]
-            sum_over([g for g, _ in pairs], dim.group, self.device, [dtype for _, dtype in pairs])
+            sum_over(pairs, dim.group, self.device)
 
     def _forget_copies(self) -> None:
         """Drop the copies of master weights, which hold for one step."""

@@ -57,16 +57,15 @@ class TiedParameters:
                 twin.grad = None
         for ranks, group in self._groups.items():
             names = [name for name in self.names if self._ranks_of[name] == ranks and self._own_rank in ranks]
-            gradients, dtypes = [], []
+            gradients = []
             for parameter in (self._copies(name, modules)[0] for name in names):
                 if parameter.requires_grad:
                     if parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)
                     gradient = local_gradient(parameter)
                     assert gradient is not None
-                    gradients.append(gradient)
-                    dtypes.append(summed_dtype(gradient.dtype, self._degrees))
-            sum_over(gradients, group, self._device, dtypes)
+                    gradients.append((gradient, summed_dtype(gradient.dtype, self._degrees)))
+            sum_over(gradients, group, self._device)
 
     def _twins(self, modules: Mapping[int, StageModule]) -> list[tuple[nn.Parameter, list[nn.Parameter]]]:
         every = (self._copies(name, modules) for name in self.names)

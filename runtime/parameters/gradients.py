@@ -38,16 +38,12 @@ def are_waiting(unsummed: Unsummed | None) -> bool:
 
 
 def sum_over(
-    tensors: Sequence[torch.Tensor],
-    group: dist.ProcessGroup,
-    device: torch.device,
-    dtypes: Sequence[torch.dtype] | None = None,
+    tensors: Sequence[tuple[torch.Tensor, torch.dtype]], group: dist.ProcessGroup, device: torch.device
 ) -> None:
-    """Sum tensors over a group in place, in buckets of `dtypes`, from `device`. Ranks pass the same shapes in order."""
-    sent = [t.dtype for t in tensors] if dtypes is None else dtypes
-    for indices in buckets((t.numel() * dtype.itemsize, dtype) for t, dtype in zip(tensors, sent, strict=True)):
-        bucket = [tensors[i] for i in indices]
-        flat = torch.cat([t.reshape(-1) for t in bucket]).to(device, sent[indices[0]])
+    """Sum tensors over a group in place, in buckets of their dtypes, from `device`. Ranks pass the same shapes."""
+    for indices in buckets((t.numel() * dtype.itemsize, dtype) for t, dtype in tensors):
+        bucket = [tensors[i][0] for i in indices]
+        flat = torch.cat([t.reshape(-1) for t in bucket]).to(device, tensors[indices[0]][1])
         dist.all_reduce(flat, group=group)
         for tensor, piece in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
             tensor.copy_(piece.view_as(tensor))

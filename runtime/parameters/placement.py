@@ -29,6 +29,7 @@ from autopar.ir.storage import Storage, storage_of
 from autopar.lowering.functions import CONVERT
 from autopar.runtime.distributed.mesh import RankMesh
 from autopar.runtime.parameters.shards import pad_axis
+from autopar.runtime.parameters.whole_values import of_local
 
 
 def placements(storage: Storage, num_dims: int) -> tuple[Placement, ...]:
@@ -58,15 +59,7 @@ def make_parameter(
         local = local.narrow(dim, 0, max(0, min(size, count)))
     if not local.is_contiguous() or storage.uneven():  # else the padding would be held too
         local = local.clone(memory_format=torch.contiguous_format)
-    stride = torch.empty(storage.shape, device="meta").stride()
-    tensor = DTensor.from_local(
-        local,
-        device_mesh,
-        placements(storage, device_mesh.ndim),
-        run_check=False,
-        shape=torch.Size(storage.shape),
-        stride=stride,
-    )
+    tensor = of_local(local, device_mesh, placements(storage, device_mesh.ndim), storage.shape)
     return nn.Parameter(tensor, requires_grad=requires_grad)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from autopar._torch import private
 from autopar.errors import RuntimeInputError
@@ -200,6 +200,12 @@ def _as_view(tensor: Any, name: str) -> None:
 def replicated(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     """A whole value as operators take it beside the shards of a mesh."""
     return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def of_local(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
+    """This rank's part of a value of a global shape, which the mesh need not divide."""
+    whole = torch.empty(shape, device="meta")
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
 def as_plain_number(result: Any) -> Any:

@@ -13,7 +13,13 @@ from autopar.ir.degrees import Degrees
 from autopar.ir.precision import stored_dtype
 from autopar.ir.program import CallSite, Program
 from autopar.ir.stages import updated_by_inputs
-from autopar.runtime.codegen.execute import captured_modules, constant_values, run_calls, use_running_statistics
+from autopar.runtime.codegen.execute import (
+    buffers_read,
+    captured_modules,
+    constant_values,
+    run_calls,
+    use_running_statistics,
+)
 from autopar.runtime.model.compiled import totals_of
 from autopar.runtime.model.inputs import split_micro_batches
 from autopar.runtime.model.outputs import at_least_float32
@@ -43,10 +49,7 @@ class Steps:
 
 def constants_of(program: Program, source: Source) -> dict[str, torch.Tensor]:
     """The results of a program's constant part on one device. `source` gives buffers by name."""
-    infos = [n.meta["info"] for n in program.constants.graph.nodes if n.op == "placeholder"]
-    literal = [n.meta.get("literal") for n in program.constants.graph.nodes if n.op == "placeholder"]
-    held = enumerate(program.constants.buffers)
-    buffers = {name: source(name).to(infos[i].dtype) for i, name in held if literal[i] is None}
+    buffers = {name: source(name).to(info.dtype) for name, info in buffers_read(program.constants)}
     return constant_values(program.constants, buffers, "cpu")
 
 
