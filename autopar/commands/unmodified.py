@@ -4,7 +4,7 @@ The module itself runs, on the whole batch of a step. A copy could fail, and oth
 the parameters hold other values for a while, and afterwards the module is what it was.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -17,16 +17,14 @@ from autopar.capture.export.export import outputs_of
 from autopar.capture.export.own_changes import as_it_was, assigned_in_place
 from autopar.capture.request import Inputs, Request
 from autopar.errors import InputError
-from autopar.ir.degrees import Degrees
 from autopar.ir.precision import like_kind
-from autopar.ir.program import Program
 from autopar.models.load import ResolvedModel
 from autopar.runtime.model.inputs import split_micro_batches
 from autopar.runtime.parameters.state_loading import model_tensors
 from autopar.runtime.verify.error_metrics import TOLERANCES, Quantity
 from autopar.runtime.verify.float64_program import casts_lower, default_dtype
 from autopar.runtime.verify.noise import Change, Noise
-from autopar.runtime.verify.reference import LEARNING_RATE, MAX_NORM, Batch, Source, Steps
+from autopar.runtime.verify.reference import LEARNING_RATE, MAX_NORM, Batch, Case, Source, Steps
 from autopar.runtime.verify.verify import compare_with_noise
 
 
@@ -45,32 +43,26 @@ def structured(model: ResolvedModel, batch: Batch) -> Inputs:
     return request_of(model).with_values(batch).inputs
 
 
-def against_module(
-    model: ResolvedModel,
-    program: Program,
-    source: Source,
-    data: Sequence[Batch],
-    degrees: Degrees,
-    captured: Steps,
-    example: Batch | None = None,
-) -> tuple[tuple[Quantity, ...], tuple[str, ...]]:
+def against_module(model: ResolvedModel, case: Case, captured: Steps) -> tuple[tuple[Quantity, ...], tuple[str, ...]]:
     """The captured program in micro-batches against the unmodified module on whole batches, and notes.
 
     With `per_micro_batch` the module takes the mean of the micro-batches' losses. It runs in its own dtype, and the
-    noise is measured on it. A float64 module may compute norms and rotary tables in float32, as `program` shows. The
+    noise is measured on it. A float64 module may compute norms and rotary tables in float32, as its program shows. The
     promoted program does not, so the tolerance is float32's then. A quantity that differs, or cannot be judged, is
     compared in float64 too, unless the module fails in float64. At a kink of a function, such as a sample that lies
     exactly on a pixel, two dtypes have different gradients.
     """
     dtypes = {p.dtype.to_real() for p in model.model.parameters() if p.dtype.is_floating_point or p.dtype.is_complex}
-    if casts_lower(program):
+    if casts_lower(case.program):
         dtypes.add(torch.float32)
     tolerance = max(TOLERANCES.get(str(dtype).removeprefix("torch."), max(TOLERANCES.values())) for dtype in dtypes)
-    counts_alike = degrees.num_micro_batches == 1 or degrees.per_micro_batch  # as often as the module is called
+    counts_alike = (
+        case.degrees.num_micro_batches == 1 or case.degrees.per_micro_batch
+    )  # as often as the module is called
     without = replace(captured, outputs={}, buffers=captured.buffers if counts_alike else {})
 
     def compared(*, in_float64: bool) -> tuple[tuple[Quantity, ...], tuple[str, ...]]:
-        run = partial(module_steps, model, program, source, data, degrees, example, in_float64=in_float64)
+        run = partial(module_steps, model, case, in_float64=in_float64)
         plain = run()
         plain.gradients = _zeros(captured.gradients) | plain.gradients
         plain.example = _zeros(captured.example) | plain.example
@@ -87,19 +79,9 @@ def against_module(
     return tuple(q for q in quantities if q.where), notes
 
 
-def module_steps(
-    model: ResolvedModel,
-    program: Program,
-    source: Source,
-    data: Sequence[Batch],
-    degrees: Degrees,
-    example: Batch | None = None,
-    change: Change | None = None,
-    *,
-    in_float64: bool = False,
-) -> Steps:
+def module_steps(model: ResolvedModel, case: Case, change: Change | None = None, *, in_float64: bool = False) -> Steps:
     """The steps of the unmodified module in its own dtype or float64, perhaps with other rounding; or `InputError`."""
-    dtype = torch.float64 if in_float64 else None
+    degrees, source, dtype = case.degrees, case.source, torch.float64 if in_float64 else None
     count = degrees.num_micro_batches if degrees.per_micro_batch else 1
     like = tensors_of(model)
     if change is not None:
@@ -114,7 +96,7 @@ def module_steps(
 
     def step(batch: Batch) -> torch.Tensor:
         total = torch.zeros(())
-        for piece in split_micro_batches(program, batch, count):
+        for piece in split_micro_batches(case.program, batch, count):
             inputs = structured(model, {name: typed(name, value) for name, value in piece.items()})
             with assigned_in_place(model.model, []):
                 loss = outputs_of(model.model, inputs, model.loss_fn)["loss"] / count
@@ -129,10 +111,10 @@ def module_steps(
     with default_dtype(dtype), as_it_was(model.model), _holding(model.model, source):
         optimizer = torch.optim.AdamW(model.model.parameters(), lr=LEARNING_RATE)
         try:
-            if example is not None:
-                steps.example = {"the loss": step(example), **gradients()}
+            if case.example is not None:
+                steps.example = {"the loss": step(case.example), **gradients()}
                 optimizer.zero_grad()
-            for batch in data:
+            for batch in case.data:
                 steps.losses.append(step(batch))
                 steps.gradients = steps.gradients or gradients()
                 steps.norms.append(nn.utils.clip_grad_norm_(model.model.parameters(), MAX_NORM))
@@ -142,7 +124,7 @@ def module_steps(
             raise InputError(f"the model fails on one device: {type(error).__name__}: {error}") from error
         steps.weights = {n: p.detach().clone() for n, p in model.model.named_parameters()}
         held = dict(model.model.named_buffers(remove_duplicate=False))
-        steps.buffers = {n: held[n].clone() for n in program.updates}
+        steps.buffers = {n: held[n].clone() for n in case.program.updates}
     return steps
 
 

@@ -37,6 +37,7 @@ from autopar.runtime.verify.random_batches import notes_on_inputs, random_batche
 from autopar.runtime.verify.reference import (
     EXAMPLE,
     Batch,
+    Case,
     Source,
     Steps,
     check_reference,
@@ -142,28 +143,35 @@ def verify(
     data = random_batches(checked, decided.degrees, steps, seed, given, constants)
     example = example_batch(model, checked, decided.degrees, constants)
     _, was_quietened = without_attention_dropout(program)
+    case = Case(program, source, data, decided.degrees, example)
     draws = draws_anything(program)
     captured: tuple[Quantity, ...] = ()
     captured_notes: tuple[str, ...] = ()
     with default_dtype(torch.float64 if dtype == "float64" else None):
-        reference = _reference_steps(model, program, checked, source, data, decided.degrees, example)
+        try:
+            reference = reference_steps(replace(case, program=checked))
+        except Exception:
+            module_steps(model, case)  # an error is the unmodified module's, if that fails too
+            raise
         check_reference(reference)
         if not all(bool(value.isfinite().all()) for value in reference.example.values()):
-            example, reference.example = None, {}
+            case, reference.example = replace(case, example=None), {}
             captured_notes = ("the example inputs give no finite gradients on one device, and are left out",)
-    exact = in_float32(checked, source, data, decided.degrees, example) if is_bounded(decided.degrees) else reference
+    checked_case = replace(case, program=checked)
+    exact = in_float32(checked_case) if is_bounded(decided.degrees) else reference
     if not draws:
-        captured, more = against_module(model, program, source, data, decided.degrees, exact, example)
+        captured, more = against_module(model, case, exact)
         captured_notes += more
     on_progress(f"the same steps on {world_size} ranks")
-    ran = on_ranks(job, program, decided, data, example, weights_of(model.model, source), ranks)
+    ran = on_ranks(job, decided, case, weights_of(model.model, source), ranks)
     if precision is not None and is_bounded(decided.degrees) and not draws:
         quantities, notes = compare_with_float32(exact, reference, ran, precision)
     else:  # random numbers of 16 bits are other numbers than those of float32
         tolerance = TOLERANCES[dtype] if not is_bounded(decided.degrees) else DIRECT_TOLERANCES[precision or ""]
-        noise = noise_of(checked, source, data, decided.degrees, reference, example)
-        quantities, notes = compare_with_noise(reference, ran, tolerance, noise)
-    notes += captured_notes + notes_on_inputs(checked, constants) + _note_on_outputs(checked, decided.degrees)
+        quantities, notes = compare_with_noise(reference, ran, tolerance, noise_of(checked_case, reference))
+    notes += captured_notes + notes_on_inputs(checked, constants)
+    if checked.outputs and not decides_alone(checked, decided.degrees):
+        notes += ("outputs were not compared, because one micro-batch alone may take another branch than its step",)
     if draws:
         notes += ("both sides drew the same random numbers, and the unmodified model was not compared",)
     if was_quietened:
@@ -176,40 +184,10 @@ def verify(
     )
 
 
-def _reference_steps(
-    model: ResolvedModel,
-    program: Program,
-    checked: Program,
-    source: Source,
-    data: Sequence[Batch],
-    degrees: Degrees,
-    example: Batch | None,
-) -> Steps:
-    """The steps of `checked` on one device. An error is the unmodified module's, if that fails too."""
-    try:
-        return reference_steps(checked, source, data, degrees, example)
-    except Exception:
-        module_steps(model, program, source, data, degrees, example)
-        raise
-
-
-def _note_on_outputs(program: Program, degrees: Degrees) -> tuple[str, ...]:
-    why = "outputs were not compared, because one micro-batch alone may take another branch than its step"
-    return () if not program.outputs or decides_alone(program, degrees) else (why,)
-
-
-def on_ranks(
-    job: Job,
-    program: Program,
-    plan: Plan,
-    data: Sequence[Batch],
-    example: Batch | None,
-    weights: bytes,
-    ranks: Ranks | None,
-) -> Steps:
+def on_ranks(job: Job, plan: Plan, case: Case, weights: bytes, ranks: Ranks | None) -> Steps:
     """The steps on ranks: on `ranks`, or on a world that ends here."""
     with nullcontext(ranks) if ranks is not None else Ranks(plan.degrees.world_size) as world:
-        arguments = (job, plan, to_bytes(program), data, example, weights)
+        arguments = (job, plan, to_bytes(case.program), case.data, case.example, weights)
         describe = partial(rank_name, plan.degrees)
         parts: list[Steps | None] = world.run("autopar.commands.verify:rank_steps", *arguments, describe=describe)
     return merge_stages([part for part in parts if part is not None])
@@ -233,17 +211,15 @@ def _dtype_beside(precision: str | None, dtype: str) -> str:
     return "float32"
 
 
-def in_float32(
-    program: Program, source: Source, data: Sequence[Batch], degrees: Degrees, example: Batch | None = None
-) -> Steps:
+def in_float32(case: Case) -> Steps:
     """The steps of a program on one device if every 16-bit value is float32."""
 
     def wide(batch: Batch) -> Batch:
         return {name: value.float() if value.is_floating_point() else value for name, value in batch.items()}
 
-    plain = replace(degrees, precision=None, reduce_dtype=None)
-    inputs = None if example is None else wide(example)
-    return reference_steps(promoted(program, torch.float32), source, [wide(batch) for batch in data], plain, inputs)
+    plain = replace(case.degrees, precision=None, reduce_dtype=None)
+    program = promoted(case.program, torch.float32)
+    return reference_steps(replace(case.with_batches(wide), program=program, degrees=plain))
 
 
 def example_batch(
@@ -355,25 +331,17 @@ def source_of_weights(model: torch.nn.Module, weights: bytes) -> Source:
     return source
 
 
-def noise_of(
-    program: Program,
-    source: Source,
-    data: Sequence[Batch],
-    degrees: Degrees,
-    reference: Steps,
-    example: Batch | None = None,
-) -> Noise:
+def noise_of(case: Case, reference: Steps) -> Noise:
     """The noise of the reference's steps."""
+    program, count = case.program, case.degrees.num_micro_batches
     dtype = torch.float64 if any(p.dtype is torch.float64 for p in program.every_parameter.values()) else None
-    count = degrees.num_micro_batches
 
     def run(change: Change) -> Steps:
-        changed = [change.batch(program, batch, count) for batch in data]
-        inputs = None if example is None else change.batch(program, example, count)
+        changed = case.with_batches(lambda batch: change.batch(program, batch, count))
         with default_dtype(dtype):
-            return reference_steps(program, change.source(source, dtype), changed, degrees, inputs)
+            return reference_steps(replace(changed, source=change.source(case.source, dtype)))
 
-    return Noise(run, reference, 0 if draws_anything(program) else samples_of(program, data[0], count))
+    return Noise(run, reference, 0 if draws_anything(program) else samples_of(program, case.data[0], count))
 
 
 # ---- a trace of one step ----

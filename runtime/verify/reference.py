@@ -1,7 +1,7 @@
 """The reference of `verify`: seeded steps of the captured program on one device."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,22 @@ EXAMPLE = "loss and gradients of the example"  # a quantity of factories alone
 LOSS_SCALE = 1024.0  # in float16
 Source = Callable[[str], torch.Tensor]
 Batch = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Case:
+    """What steps are of: a program, its weights, batches, the degrees, and perhaps the example inputs."""
+
+    program: Program
+    source: Source
+    data: Sequence[Batch]
+    degrees: Degrees
+    example: Batch | None = None
+
+    def with_batches(self, function: Callable[[Batch], Batch]) -> "Case":
+        """The case with other values in all batches."""
+        example = None if self.example is None else function(self.example)
+        return replace(self, data=[function(batch) for batch in self.data], example=example)
 
 
 @dataclass(slots=True)
@@ -147,11 +163,10 @@ class _Reference:
         return {key: values[name].detach() for key, name in self.program.outputs.items()}
 
 
-def reference_steps(
-    program: Program, source: Source, data: Sequence[Batch], degrees: Degrees, example: Batch | None = None
-) -> Steps:
+def reference_steps(case: Case) -> Steps:
     """The steps of the captured program on one device, the whole batch at once or in micro-batches."""
-    model = _Reference(program, source, degrees)
+    program, degrees, example = case.program, case.degrees, case.example
+    model = _Reference(program, case.source, degrees)
     optimizer = torch.optim.AdamW(model.parameters.values(), lr=LEARNING_RATE)
     steps, scaler = Steps(), scaler_of(degrees)
     if example is not None:
@@ -159,7 +174,7 @@ def reference_steps(
         steps.example = {"the loss": loss, **model.gradients()}
         optimizer.zero_grad()
     steps_before = int(example is not None)
-    for step, batch in enumerate(data):
+    for step, batch in enumerate(case.data):
         pieces = split_micro_batches(program, batch, degrees.num_micro_batches)
         if step == 0 and decides_alone(program, degrees):
             steps.outputs = model.outputs(pieces, steps_before)

@@ -17,7 +17,7 @@ from autopar.ir.degrees import Degrees
 from autopar.ir.sharding import Mesh
 from autopar.runtime.parameters.materialise import parameter_source
 from autopar.runtime.verify.float64_program import promoted
-from autopar.runtime.verify.reference import reference_steps
+from autopar.runtime.verify.reference import Case, reference_steps
 
 
 class Regression(nn.Module):
@@ -131,7 +131,7 @@ def test_a_buffer_may_add_sums_up() -> None:
     program = promoted(capture_program(model, {"x": x}, batch=2))
     assert program.mixes_batch is None
     source = parameter_source(copy.deepcopy(model), state=None, seed=0, dtype=None)
-    found = reference_steps(program, source, [{"x": x}], Degrees(accumulate=3))
+    found = reference_steps(Case(program, source, [{"x": x}], Degrees(accumulate=3)))
     model(x)
     torch.testing.assert_close(found.buffers["loads"], model.loads)
     assert model.loads.sum() == len(x)

@@ -10,7 +10,7 @@ from autopar.capture.program import capture_program
 from autopar.commands.unmodified import against_module
 from autopar.ir.degrees import Degrees
 from autopar.models.load import ResolvedModel
-from autopar.runtime.verify.reference import reference_steps
+from autopar.runtime.verify.reference import Case, reference_steps
 from autopar.runtime.verify.verify import in_dtype
 
 
@@ -33,15 +33,14 @@ def test_other_gradients_at_a_kink_are_no_difference(planted: float) -> None:
     model, x = AtAKink(), torch.randn(4, 6)
     program = in_dtype(capture_program(model, {"x": x}), "float64")
     source = dict(model.named_parameters()).__getitem__
-    captured = reference_steps(program, source, [{"x": x.double()}], Degrees())
+    captured = reference_steps(Case(program, source, [{"x": x.double()}], Degrees()))
     assert captured.gradients["offset"].norm() > 0
     model(x).backward()
     assert model.offset.grad is not None and model.offset.grad.norm() == 0
     model.zero_grad()
     own = {name: value * (planted if name == "layer.bias" else 1.0) for name, value in captured.gradients.items()}
     resolved = ResolvedModel(name="kink", kind="factory", model=model, example_inputs={"x": x})
-    quantities, notes = against_module(
-        resolved, program, source, [{"x": x}], Degrees(), replace(captured, gradients=own)
-    )
+    case = Case(program, source, [{"x": x}], Degrees())
+    quantities, notes = against_module(resolved, case, replace(captured, gradients=own))
     assert all(quantity.passed for quantity in quantities) == (planted == 1.0)
     assert any("in float64" in note for note in notes)

@@ -11,7 +11,7 @@ from autopar.planning.fixed import capture_for
 from autopar.runtime.distributed.launch import Ranks
 from autopar.runtime.parameters.materialise import parameter_source
 from autopar.runtime.verify.random_batches import random_batches
-from autopar.runtime.verify.reference import reference_steps
+from autopar.runtime.verify.reference import Case, reference_steps
 from autopar.runtime.verify.verify import in_dtype
 
 SPEC = "input_factories:sensitive"
@@ -30,10 +30,10 @@ def test_a_capture_of_another_model_differs_there() -> None:
     program = in_dtype(capture_for(Request.of(model.model, model.example_inputs), Degrees(micro_batch=4)), "float64")
     source = parameter_source(model.model, state=None, seed=0, dtype=None)
     (batch,) = random_batches(program, Degrees(), 1, 0)
-    reference = reference_steps(program, source, [batch], Degrees())
+    reference = reference_steps(Case(program, source, [batch], Degrees()))
 
     def outcomes() -> list[str]:
-        quantities, _ = against_module(model, program, source, [batch], Degrees(), reference)
+        quantities, _ = against_module(model, Case(program, source, [batch], Degrees()), reference)
         return [q.outcome for q in quantities]
 
     assert outcomes() == ["equal"] * 4

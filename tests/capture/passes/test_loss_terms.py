@@ -15,7 +15,7 @@ from autopar.ir.sharding import Mesh
 from autopar.rules.operators import OVER_MICRO_BATCHES
 from autopar.runtime.parameters.materialise import parameter_source
 from autopar.runtime.verify.float64_program import promoted
-from autopar.runtime.verify.reference import reference_steps
+from autopar.runtime.verify.reference import Case, reference_steps
 
 BATCH, TOKENS, CLASSES = 6, 5, 7
 
@@ -90,7 +90,7 @@ def test_micro_batches_have_the_gradients_of_the_batch(name: str, count: int) ->
     model, program = captured(EXACT[name], count)
     assert program.mixes_batch is None
     source = parameter_source(model, state=None, seed=0, dtype=None)
-    found = reference_steps(program, source, [batch_of()], Degrees(accumulate=count))
+    found = reference_steps(Case(program, source, [batch_of()], Degrees(accumulate=count)))
     loss = model(**batch_of())
     loss.backward()
     torch.testing.assert_close(found.losses[0], loss.detach(), rtol=1e-12, atol=0)
@@ -151,7 +151,7 @@ def test_outputs_are_those_of_the_model() -> None:
     program = promoted(capture_program(model, batch_of(), batch=BATCH // 2))
     assert program.mixes_batch is None
     source = parameter_source(model, state=None, seed=0, dtype=None)
-    found = reference_steps(program, source, [batch_of()], Degrees(accumulate=2))
+    found = reference_steps(Case(program, source, [batch_of()], Degrees(accumulate=2)))
     last = {name: tensor[BATCH // 2 :] for name, tensor in batch_of().items()}
     torch.testing.assert_close(found.outputs["term"], model(**last)["term"].detach())
     torch.testing.assert_close(found.losses[0], model(**batch_of())["loss"].detach())

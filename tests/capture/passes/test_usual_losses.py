@@ -16,7 +16,7 @@ from autopar.ir.degrees import Degrees
 from autopar.ir.sharding import Mesh
 from autopar.runtime.parameters.materialise import parameter_source
 from autopar.runtime.verify.float64_program import promoted
-from autopar.runtime.verify.reference import reference_steps
+from autopar.runtime.verify.reference import Case, reference_steps
 
 COUNT = 2
 ON_RANKS = (
@@ -36,7 +36,7 @@ def test_micro_batches_have_the_gradients_of_the_batch(name: str) -> None:
     assert program.mixes_batch is None
     source = parameter_source(model, state=None, seed=0, dtype=None)
     for batch in (usual_batch(), usual_batch(is_sparse=True)):
-        found = reference_steps(program, source, [batch], Degrees(accumulate=COUNT))
+        found = reference_steps(Case(program, source, [batch], Degrees(accumulate=COUNT)))
         model.zero_grad()
         loss = model(**batch)
         loss.backward()

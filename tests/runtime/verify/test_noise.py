@@ -18,7 +18,7 @@ from autopar.ir.sharding import Mesh
 from autopar.runtime.verify.error_metrics import distance, size, tensor_errors
 from autopar.runtime.verify.float64_program import promoted
 from autopar.runtime.verify.noise import MAX_RUNS, Change, Noise
-from autopar.runtime.verify.reference import Batch, Steps, check_reference, reference_steps
+from autopar.runtime.verify.reference import Batch, Case, Steps, check_reference, reference_steps
 from autopar.runtime.verify.verify import compare_with_noise
 from autopar.testing import check_equivalence
 from autopar.testing.equivalence import SingleDeviceRun, compare_runs, run_labels, run_program
@@ -88,9 +88,9 @@ def steps_of(model: nn.Module, inputs: Batch, num_steps: int = 2) -> tuple[Steps
 
     def run(change: Change) -> Steps:
         changed = [change.batch(program, batch, 1) for batch in data]
-        return reference_steps(program, change.source(source, torch.float64), changed, degrees)
+        return reference_steps(Case(program, change.source(source, torch.float64), changed, degrees))
 
-    reference = reference_steps(program, source, data, degrees)
+    reference = reference_steps(Case(program, source, data, degrees))
     return reference, Noise(run, reference, samples=len(inputs["target"]))
 
 
