@@ -65,8 +65,9 @@ def captured_model(
 
         return Request.of(model.model, model.example_inputs, model.loss_fn, training=training, specialise=specialise)
 
+    sizes = {"layers": layers, "hidden": hidden, "seq_len": seq_len}
     if is_factory(spec):
-        source = resolve_model(spec, layers=layers, hidden=hidden, seq_len=seq_len, dtype=dtype)
+        source = resolve_model(spec, **sizes, dtype=dtype)
 
         request = replace(asked_of(source), staged=staged, folder=folder)
 
@@ -83,7 +84,7 @@ def captured_model(
         return replace(result, precision=usual, notes=(*result.notes, *why))
 
     def build(batch: int) -> ResolvedModel:
-        return resolve_model(spec, layers=layers, hidden=hidden, seq_len=seq_len, batch=batch, dtype=dtype)
+        return resolve_model(spec, **sizes, batch=batch, dtype=dtype)
 
     def again(batch: int) -> Program:
         from autopar.capture.program import capture_twice
@@ -92,9 +93,7 @@ def captured_model(
 
     config, name, _ = config_named(spec)
     options = {
-        "layers": layers,
-        "hidden": hidden,
-        "seq_len": seq_len,
+        **sizes,
         "dtype": checked_dtype(dtype),
         "training": training,
         "specialise": specialise,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autopar.cli.options import Json, option, problems_of_ranks, problems_of_target, refuse_options
-from autopar.cli.output import console, print_json, progress_bar, table
+from autopar.cli.output import console, print_ends, print_json, progress_bar, table
 from autopar.errors import Problem
 from autopar.words.numbers import readable_seconds
 
@@ -79,10 +79,7 @@ def _show(result: "Calibration", out: Path | None) -> None:
     if result.is_disturbed:
         text = f"passes differ by {result.spread:.0%}: this machine did other things; calibrate again when it does not"
         screen.print(f"note: {text}", style="yellow")
-    for sentence in profile.assumptions():
-        screen.print(f"note: {sentence}")
-    if out is not None:
-        screen.print(f"written to {out}")
+    print_ends([f"note: {sentence}" for sentence in profile.assumptions()], out)
 
 
 def _rows(profile: "DeviceProfile") -> list[tuple[str, str, str]]:

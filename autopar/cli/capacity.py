@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autopar.cli.options import Json, option, positional
-from autopar.cli.output import console, print_json, table
+from autopar.cli.output import console, print_ends, print_json, table
 from autopar.errors import InputError
 from autopar.words.numbers import readable_bytes
 
@@ -69,10 +69,11 @@ def capacity(
         mine = {r.way: r for r in models if r.devices == count}
         best = mine[WAYS[-1]]
         plan = f"tp {best.tp} × pp {best.pp} × dp {best.dp}, ZeRO {best.zero}" if best.parameters else ""
-        rows.append([f"{count:,}", *(_billions(mine[way].parameters) for way in WAYS), plan])
+        rows.append(
+            [f"{count:,}", *(f"{n / 1e9:,.1f}B" if (n := mine[way].parameters) else "none fits" for way in WAYS), plan]
+        )
     out.print(table(["devices", *WAYS, "best plan"], rows, right=["devices", *WAYS]))
-    if chart is not None:
-        out.print(f"written to {chart}")
+    print_ends((), chart)
 
 
 def _counts(text: str) -> list[int]:
@@ -83,10 +84,6 @@ def _counts(text: str) -> list[int]:
     if len(counts) > 64:
         raise InputError(f"--devices names {len(counts)} numbers; give at most 64")
     return sorted(set(counts))
-
-
-def _billions(parameters: float) -> str:
-    return f"{parameters / 1e9:,.1f}B" if parameters else "none fits"
 
 
 def draw(rows: "Sequence[Largest]", title: str, path: Path) -> None:

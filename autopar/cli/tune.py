@@ -37,7 +37,6 @@ from autopar.words.numbers import readable_bytes, readable_seconds
 if TYPE_CHECKING:
     from autopar.commands.given import Given
     from autopar.search.measured.result import PlanTrial, TuneResult
-    from autopar.search.measured.rounds import Spread
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?) ?(s|m|min|h)?")
 _SECONDS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
@@ -180,15 +179,9 @@ def _keep_profile(result: "TuneResult", cluster: str, out: Path | None) -> list[
     return [path, file]
 
 
-def _measured(seconds: "Spread | None") -> str:
-    """The median, and its interval if there were steps enough."""
-    if seconds is None:
-        return ""
-    between = "" if seconds.low == 0 else f" ({readable_seconds(seconds.low)} to {readable_seconds(seconds.high)})"
-    return f"{readable_seconds(seconds.median)}{between}"
-
-
 def _show_trial(trial: "PlanTrial") -> None:
+    from autopar.report.tuning import measured_in_words
+
     out, outcome = console(), trial.outcome
     what = f"trial {trial.number + 1}: {plan_in_words(trial.candidate.degrees)}"
     if outcome.seconds is None:
@@ -197,17 +190,18 @@ def _show_trial(trial: "PlanTrial") -> None:
         return
     more = ", surely slower than the best" if outcome.state == "pruned" else ""
     predicted = readable_seconds(trial.candidate.predicted_s)
-    out.print(f"{what}: {_measured(outcome.seconds)}, predicted {predicted}{more}")
+    out.print(f"{what}: {measured_in_words(outcome.seconds)}, predicted {predicted}{more}")
 
 
 def _show(result: "TuneResult", written: list[Path | None]) -> None:
-    from autopar.report.tuning import best_in_words, gain_in_words
+    from autopar.report.tuning import best_in_words, gain_in_words, measured_in_words
 
     out = console()
     rows = []
     for at, trial in enumerate(result.tried):
         plan, outcome = trial.candidate, trial.outcome
-        figures = (readable_seconds(plan.predicted_s), _measured(outcome.seconds), readable_bytes(plan.needed_bytes))
+        measured = "" if outcome.seconds is None else measured_in_words(outcome.seconds)
+        figures = (readable_seconds(plan.predicted_s), measured, readable_bytes(plan.needed_bytes))
         peak = "" if outcome.peak_bytes is None else readable_bytes(outcome.peak_bytes)
         ending = "best" if at == result.best else outcome.reason or "slower" * (outcome.state == "pruned")
         rows.append((plan_in_words(plan.degrees), *figures, peak, ending))

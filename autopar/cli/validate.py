@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autopar.cli.options import Json, option, positional, problems_of_target, refuse_options
-from autopar.cli.output import console, print_json, progress, table
+from autopar.cli.output import console, print_ends, print_json, progress, table
 from autopar.errors import InputError, did_you_mean, nearest
 from autopar.files.atomic import write_text
 from autopar.report.validate_report import as_percent, reasons, signed, validation_page, warnings
@@ -77,9 +77,7 @@ def validate(
         return
     _show(result)
     _show_unread(file)
-    for path in (report, out):
-        if path is not None:
-            console().print(f"written to {path}")
+    print_ends((), report, out)
 
 
 def predictions_csv(result: "Validation") -> str:

@@ -84,15 +84,23 @@ def calibrate(
     if ranks is not None:
         return calibrate_cluster(ClusterSpec.preset(f"{ranks}xcpu"), minutes, on_progress)
     started, cluster = time.monotonic(), ClusterSpec.detect()
-    if "RANK" in os.environ or dist.is_initialized():
-        return _in_job(cluster, minutes, on_progress, started)
-    device = torch.device(cluster.device_type)
-    mine = _rank_device(device)
-    todo = stages(cluster.device_type, mine.dtypes, [mine.host]) * passes(minutes)
-    meter = _Meter(todo, minutes, on_progress)
-    samples = [(stage, [measured_stage(stage, device, meter.budget_s, meter.step)]) for stage in todo]
-    setting = f"{device.type}, one process" + (f" of {torch.get_num_threads()} threads" if device.type == "cpu" else "")
-    return combined(samples, cluster, _rank_device(device), _measurement(setting, 1, started))
+    in_job = "RANK" in os.environ or dist.is_initialized()
+    device = start_process_group(cluster, timeout_s=TIMEOUT_S) if in_job else torch.device(cluster.device_type)
+    host = socket.gethostname()
+    hosts = gather_objects(host) if in_job else [host]
+    todo = stages(device.type, calibrate_device.dtypes_of(device), hosts) * passes(minutes)
+    meter, samples = _Meter(todo, minutes, on_progress), []
+    for stage in todo:
+        budget_s = broadcast_object(meter.budget_s) if in_job else meter.budget_s  # of rank 0: all must do the same
+        times = measured_stage(stage, device, budget_s, meter.step)
+        samples.append((stage, gather_objects(times) if in_job else [times]))
+    setting, sharing = f"{device.type}, one process", 1.0
+    if in_job:
+        setting = f"{dist.get_backend()}, {len(hosts)} ranks at once on {_hosts_in_words(hosts)}"
+        sharing = ranks_per_core(device.type, hosts.count(host))
+    elif device.type == "cpu":
+        setting += f" of {torch.get_num_threads()} threads"
+    return combined(samples, cluster, _rank_device(device), _measurement(setting, len(hosts), started, sharing))
 
 
 def calibrate_cluster(cluster: ClusterSpec, minutes: float, on_progress: _Progress) -> Calibration:
@@ -132,19 +140,6 @@ def _rank_device(device: torch.device) -> RankDevice:
         units=calibrate_device.num_units(device),
         reserve_bytes=calibrate_device.reserve_bytes(device),
     )
-
-
-def _in_job(cluster: ClusterSpec, minutes: float, on_progress: _Progress, started: float) -> Calibration:
-    device = start_process_group(cluster, timeout_s=TIMEOUT_S)
-    hosts = gather_objects(socket.gethostname())
-    todo = stages(device.type, calibrate_device.dtypes_of(device), hosts) * passes(minutes)
-    meter, samples = _Meter(todo, minutes, on_progress), []
-    for stage in todo:
-        budget_s = broadcast_object(meter.budget_s)  # of rank 0: all must do the same
-        samples.append((stage, gather_objects(measured_stage(stage, device, budget_s, meter.step))))
-    setting = f"{dist.get_backend()}, {len(hosts)} ranks at once on {_hosts_in_words(hosts)}"
-    sharing = ranks_per_core(device.type, hosts.count(socket.gethostname()))
-    return combined(samples, cluster, _rank_device(device), _measurement(setting, len(hosts), started, sharing))
 
 
 def _hosts_in_words(hosts: Sequence[str]) -> str:
@@ -246,7 +241,7 @@ def _pace(device: torch.device, *, alone: bool) -> Pace:
     )
 
 
-def _measurement(setting: str, ranks: int, started: float, sharing: float = 1.0) -> Measurement:
+def _measurement(setting: str, ranks: int, started: float, sharing: float) -> Measurement:
     versions = {"autopar": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
     if torch.version.cuda is not None:
         versions["cuda"] = str(torch.version.cuda)

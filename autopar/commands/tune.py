@@ -256,7 +256,8 @@ class _Runner:
         except AutoparError as error:
             return Outcome(state="failed", reason="error", message=str(error))
         if self.best is not None:
-            (self.best.wake if self._fits_beside(candidate) else self.best.close)()
+            fits_beside = candidate.needed_bytes + self.best_bytes < self.opened.machine.memory_bytes  # by prediction
+            (self.best.wake if fits_beside else self.best.close)()
         outcome, world = measured(start, self.best)
         if self.best is not None and self.best.world is not None and is_crowded(outcome):
             self.best.close()  # both plans together need more than was predicted
@@ -289,10 +290,6 @@ class _Runner:
     def _starter(self, candidate: Candidate) -> Callable[[], World]:
         """A function that starts the ranks of a candidate. Raises the errors of the labeller."""
         return partial(World, self.subject.job(candidate), candidate.num_devices, within_s=self.limits.trial_s)
-
-    def _fits_beside(self, candidate: Candidate) -> bool:
-        """Whether a plan fits beside the best plan, by prediction."""
-        return candidate.needed_bytes + self.best_bytes < self.opened.machine.memory_bytes
 
     def _held_bytes(self, candidate: Candidate, measured: float | None) -> float:
         """What a rank of a plan holds: as predicted, or more if more was measured."""

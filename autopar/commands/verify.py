@@ -71,8 +71,8 @@ class Job:
     hidden: int | None = None
     seq_len: int | None = None
     batch: int | None = None  # sequences of one data-parallel rank in one step
-    dtype: str
-    steps: int = 1
+    dtype: str = "float64"
+    steps: int = 3  # of a verification
     seed: int = 0
     specialise: bool = False
     precision: str | None = None  # the plan's
@@ -107,40 +107,24 @@ def verify(
     world_size: int,
     degrees: Mapping[str, Any] | None = None,
     plan: Path | str | None = None,
-    layers: int | None = None,
-    hidden: int | None = None,
-    seq_len: int | None = None,
-    batch: int | None = None,
-    dtype: str = "float64",
-    steps: int = 3,
-    seed: int = 0,
-    specialise: bool = False,
     on_progress: _Progress = lambda text: None,
     ranks: Ranks | None = None,
+    **options: Any,
 ) -> Report:
-    """Verify a model under degrees, or a plan file, on `world_size` gloo ranks of this machine, or on `ranks`."""
+    """Verify a model under degrees, or a plan file, on gloo ranks, or on `ranks`. `options` are fields of `Job`."""
     started = time.monotonic()
-    precision = _precision_of(degrees, plan)
-    dtype = _dtype_beside(precision, dtype)
-    job = Job(
-        spec=spec,
-        layers=layers,
-        hidden=hidden,
-        seq_len=seq_len,
-        batch=batch,
-        dtype=dtype,
-        steps=steps,
-        seed=seed,
-        specialise=specialise,
-        precision=precision,
-    )
+    named = Plan.load(plan).degrees if plan is not None else degrees_from(degrees_from_wish(degrees), "options")
+    precision = named.precision
+    job = Job(spec=spec, precision=precision, **options)
+    dtype = _dtype_beside(precision, job.dtype)
+    job = replace(job, dtype=dtype)
     model, program, decided = decide_plan(job, world_size, degrees, plan, on_progress)
     on_progress("single-device steps")
     checked = in_dtype(program, dtype)
-    source = parameter_source(model.model, state=None, seed=seed, dtype=None)
+    source = parameter_source(model.model, seed=job.seed)
     given = values_that_decide(checked, tensors_of(model))
     constants = constants_of(checked, source)
-    data = random_batches(checked, decided.degrees, steps, seed, given, constants)
+    data = random_batches(checked, decided.degrees, job.steps, job.seed, given, constants)
     example = example_batch(model, checked, decided.degrees, constants)
     _, was_quietened = without_attention_dropout(program)
     case = Case(program, source, data, decided.degrees, example)
@@ -191,12 +175,6 @@ def on_ranks(job: Job, plan: Plan, case: Case, weights: bytes, ranks: Ranks | No
         describe = partial(rank_name, plan.degrees)
         parts: list[Steps | None] = world.run("autopar.commands.verify:rank_steps", *arguments, describe=describe)
     return merge_stages([part for part in parts if part is not None])
-
-
-def _precision_of(degrees: Mapping[str, Any] | None, plan: Path | str | None) -> str | None:
-    """The precision that the plan file or the degrees name."""
-    named = Plan.load(plan).degrees if plan is not None else degrees_from(degrees_from_wish(degrees), "options")
-    return named.precision
 
 
 def _dtype_beside(precision: str | None, dtype: str) -> str:

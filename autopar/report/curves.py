@@ -25,12 +25,8 @@ class Panel:
     rows: list[tuple[str, ...]]
 
 
-def panels(result: SearchResult) -> list[Panel]:
-    """One for each what-if curve: tokens a second over the thing that changes."""
-    return [_panel(curve) for curve in result.what_if]
-
-
-def _panel(curve: Curve) -> Panel:
+def panel(curve: Curve) -> Panel:
+    """A what-if curve: tokens a second over the thing that changes."""
     rates = [rate for p in curve.points for rate in (p.tokens_per_s, p.bound_tokens_per_s) if rate]
     top = 1.12 * max(rates, default=1.0)
     low, high = log2(curve.points[0].factor), log2(curve.points[-1].factor)

@@ -4,7 +4,7 @@ from typing import Any
 
 from autopar.cost_model.machine.fitted_constants import FREE
 from autopar.report.block import drawing
-from autopar.report.curves import history, panels
+from autopar.report.curves import history, panel
 from autopar.report.page_tools import render
 from autopar.report.parts import BYTES, SECONDS, Bar, bytes_bar, seconds_bar
 from autopar.report.scatter import scatter_chart
@@ -37,7 +37,7 @@ def html_report(result: SearchResult) -> str:
         terms=_terms(result),
         closest=_closest(result),
         full=1 - FREE,
-        panels=panels(result),
+        panels=[panel(curve) for curve in result.what_if],
         trials=history(result, MOST_DRAWN_TRIALS),
         drawing=None if result.block is None else drawing(result.block),
         data=data,

@@ -271,6 +271,12 @@ def interval(seconds: Spread) -> str:
     return f"{readable_seconds(seconds.low)} to {readable_seconds(seconds.high)}" if _is_bounded(seconds) else ""
 
 
+def measured_in_words(seconds: Spread) -> str:
+    """The median, and its interval if there were steps enough."""
+    within = interval(seconds)
+    return readable_seconds(seconds.median) + (f" ({within})" if within else "")
+
+
 def _is_bounded(seconds: Spread) -> bool:
     return seconds.low > 0 and isfinite(seconds.high)
 
@@ -298,10 +304,8 @@ def _trial_tip(trial: PlanTrial) -> str:
     predicted = f"predicted {readable_seconds(trial.candidate.predicted_s)}"
     if outcome.seconds is None:
         return f"{what}\n{predicted}, failed"
-    within = interval(outcome.seconds)
-    measured = f"measured {readable_seconds(outcome.seconds.median)}{f' ({within})' if within else ''}"
     slower = "\nsurely slower than the best plan" if outcome.state == "pruned" else ""
-    return f"{what}\n{predicted}, {measured}{slower}"
+    return f"{what}\n{predicted}, measured {measured_in_words(outcome.seconds)}{slower}"
 
 
 def _left_tip(plan: Left) -> str:

@@ -7,11 +7,12 @@ import torch
 from torch import fx
 
 from autopar.capture.passes.constants import with_device
-from autopar.ir.program import CallSite, Constants, Program, TensorInfo
+from autopar.ir.program import CallSite, Constants, Program
 from autopar.ir.sharding import Dims, Mesh
 from autopar.lowering.local_graph import LocalGraph
 from autopar.lowering.randomness import bind_streams, draws
 from autopar.rules.operators import BATCH_STATISTIC
+from autopar.rules.rule import TensorInfo
 from autopar.runtime.codegen.randomness import Streams
 from autopar.runtime.distributed.mesh import RankMesh
 

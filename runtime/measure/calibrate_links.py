@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.ir.samples import Work
+from autopar.runtime.distributed.mesh import ranks_by
 from autopar.runtime.measure.calibrate_device import Runnable
 
 _c10d = torch.ops._c10d_functional
@@ -37,9 +38,7 @@ class Groups:
 
 def link_groups(hosts: Sequence[str]) -> list[Groups]:
     """The groups to measure if rank r is on `hosts[r]`. Empty if hosts have different numbers of ranks."""
-    places: dict[str, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        places.setdefault(host, []).append(rank)
+    places = ranks_by(hosts)
     sizes = {len(ranks) for ranks in places.values()}
     if len(sizes) > 1:
         return []

@@ -191,7 +191,9 @@ class Pipeline:
             self._torch_stages.append(torch_stage)
         loss_fn = _same if trains else None
         self._schedule = private.pipeline_runtime(list(self._torch_stages), self.count, loss_fn)
-        self._schedule._prepare_schedule_with_comms({rank: _torch_actions(todo) for rank, todo in enumerate(order)})
+        self._schedule._prepare_schedule_with_comms(
+            {rank: [private.pipeline_action(str(a)) for a in todo] for rank, todo in enumerate(order)}
+        )
         if not trains:  # torch checks that every forward pass has its backward pass, but runs what is left here
             lowered = self._schedule.pipeline_order_with_comms
             for rank, todo in lowered.items():
@@ -241,10 +243,6 @@ def _there_and_back(degrees: Degrees) -> tuple[tuple[Action, ...], ...]:
     stages = range(degrees.num_stages)
     every = [Action(stage, "F", 0) for stage in stages] + [Action(stage, "B", 0) for stage in reversed(stages)]
     return tuple(tuple(a for a in every if degrees.rank_of_stage(a.stage) == rank) for rank in range(degrees.pp))
-
-
-def _torch_actions(order: Sequence[Action]) -> "list[private.PipelineAction | None]":
-    return [private.pipeline_action(str(action)) for action in order]
 
 
 def _metas(compiled: CompiledProgram, names: Sequence[str]) -> tuple[torch.Tensor, ...]:

@@ -146,15 +146,7 @@ class ShapeCache:
             raise PlanError(
                 f"at shapes {wanted.sizes} another dimension is as large as the batch; pass another number of sequences"
             )
-        compiled = CompiledProgram(
-            program=program,
-            plan=plan,
-            buffers=base.buffers,
-            mesh=base.mesh,
-            streams=base.streams,
-            device=base.device,
-            stored=self._placements,
-        )
+        compiled = replace(base, program=program, plan=plan, stored=self._placements)
         if not (dist.is_initialized() and dist.get_rank()):
             shapes = ", ".join(f"{name} {shape}" for name, shape in wanted.sizes.items())
             mode, seconds = "training" if wanted.training else "eval", time.perf_counter() - started

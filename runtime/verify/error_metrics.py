@@ -14,7 +14,7 @@ and within its noise cannot be judged, and does not pass.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import hypot, inf, isfinite, isnan, sqrt
 from typing import Any
 
@@ -88,18 +88,8 @@ class Quantity:
         return self.max_error * self.tolerance / self.limit
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "max_error": self.max_error,
-            "where": self.where,
-            "tolerance": self.tolerance,
-            "limit": self.limit,
-            "num_noisy": self.num_noisy,
-            "largest_noise": self.largest_noise,
-            "num_unjudged": self.num_unjudged,
-            "outcome": self.outcome,
-            "passed": self.passed,
-        }
+        content = asdict(self) | {"outcome": self.outcome, "passed": self.passed}
+        return {name: value for name, value in content.items() if name not in ("noisiest", "unjudged_noise")}
 
 
 def distance(value: torch.Tensor, reference: torch.Tensor) -> float:
