@@ -31,7 +31,7 @@ from autopar.commands.calibrate import calibrate
 from autopar.commands.given import Given
 from autopar.commands.trial_world import ROUNDS, WARM_UP, World
 from autopar.commands.tune import tune
-from autopar.commands.tune_candidates import GivenProfile, opened_study, subject_of
+from autopar.commands.tune_candidates import opened_study, subject_of
 from autopar.cost_model.machine.profile import DeviceProfile
 from autopar.ir.cluster import ClusterSpec
 from autopar.planning.options import PlanOptions
@@ -93,7 +93,7 @@ def swept(name: str, model: torch.nn.Module, profile: DeviceProfile, most: int) 
     given = Given(request=Request.of(model, {"input_ids": ids, "labels": ids}), name=name)
     asked = PlanOptions(global_batch=BATCH, top=19)
     subject, asked = subject_of(given, cluster, asked, lambda _: None)
-    opened = opened_study(subject, asked, None, GivenProfile(of=profile, calibrate=False), lambda _: None)
+    opened = opened_study(subject, asked, None, profile, lambda _: None, calibrate=False)
     kept, building = list[Candidate](), list[float]()
     with ExitStack() as stack:
         worlds = list[World]()

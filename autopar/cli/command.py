@@ -5,7 +5,8 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -43,7 +44,7 @@ def register(app: typer.Typer, function: Callable[..., None]) -> None:
         # remarks of libraries about things that are on purpose; ranks that a command starts inherit this
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-        with _Guard(wants_traceback), own_stdout():
+        with _errors_as_messages(wants_traceback), own_stdout():
             if takes_options:
                 given["options"] = PlanOptions(**{name: given.pop(name) for name in command_options()})
             function(**given)
@@ -73,34 +74,28 @@ def _parameter(name: str, annotation: Any, default: object) -> inspect.Parameter
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
 
 
-class _Guard:
+@contextmanager
+def _errors_as_messages(wants_traceback: bool) -> Iterator[None]:
     """Turns exceptions into one message on stderr and an exit status, and warnings into lines of their own."""
-
-    def __init__(self, wants_traceback: bool) -> None:
-        self.wants_traceback = wants_traceback
-
-    def __enter__(self) -> None:
-        warnings.showwarning = _show_warning  # type: ignore[assignment]
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        if error is None or isinstance(error, (SystemExit, typer.Exit)):
-            return
-        if isinstance(error, KeyboardInterrupt):
-            _say("interrupted")
-            raise typer.Exit(INTERRUPTED) from None
-        if isinstance(error, BrokenPipeError):  # the reader of our output left, as `autopar models | head -1` does
-            raise typer.Exit(0) from None
-        if not isinstance(error, Exception):
-            return
-        if self.wants_traceback:
+    warnings.showwarning = _show_warning  # type: ignore[assignment]
+    try:
+        yield
+    except typer.Exit:
+        raise
+    except KeyboardInterrupt:
+        _say("interrupted")
+        raise typer.Exit(INTERRUPTED) from None
+    except BrokenPipeError:  # the reader of our output left, as `autopar models | head -1` does
+        raise typer.Exit(0) from None
+    except Exception as error:
+        if wants_traceback:
             traceback.print_exception(error)
         if isinstance(error, AutoparError):
-            _say(_in_options(error))
-            for note in getattr(error, "__notes__", ()):
-                _say(note)
+            for message in (_in_options(error), *getattr(error, "__notes__", ())):
+                _say(message)
             raise typer.Exit(next(status for kind, status in _STATUS if isinstance(error, kind))) from None
         first = (str(error).strip().splitlines() or [""])[0][:300]
-        hint = "" if self.wants_traceback else "; this is a bug, --traceback shows where"
+        hint = "" if wants_traceback else "; this is a bug, --traceback shows where"
         _say(f"unexpected {type(error).__name__}: {first}{hint}")
         raise typer.Exit(FAILED) from None
 

@@ -27,7 +27,7 @@ from autopar.capture.request import Inputs, LossFunction, Request
 from autopar.commands.given import Given
 from autopar.commands.trial import CROWDED
 from autopar.commands.trial_world import Incumbent, World, beside, is_crowded, measured
-from autopar.commands.tune_candidates import COMPUTE, GivenProfile, OpenedStudy, Subject, opened_study, subject_of
+from autopar.commands.tune_candidates import COMPUTE, OpenedStudy, Subject, opened_study, subject_of
 from autopar.cost_model.fit.measured_steps import slowed
 from autopar.cost_model.machine.fitted_constants import usable_bytes
 from autopar.cost_model.machine.machine import Machine
@@ -154,8 +154,7 @@ def tune_asked(
     wanted = replace(wanted, precision=wanted.precision or given.precision)
     subject, wanted = subject_of(given, cluster, wanted, on_progress)
     on_progress("looking for the plans that may be measured")
-    source = GivenProfile(of=profile, calibrate=calibrate)
-    opened = opened_study(subject, wanted, study, source, on_progress)
+    opened = opened_study(subject, wanted, study, profile, on_progress, calibrate=calibrate)
     return measure_trials(subject, opened, limits, started, on_progress, on_trial)
 
 

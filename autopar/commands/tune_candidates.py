@@ -113,14 +113,6 @@ def subject_of(
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class GivenProfile:
-    """The profile that was given, and whether the devices are measured first if nobody measured it."""
-
-    of: DeviceProfile | str | Path | None
-    calibrate: bool
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
 class OpenedStudy:
     """A study with its candidates, and the machine that they were priced on."""
 
@@ -139,13 +131,15 @@ def opened_study(
     subject: Subject,
     options: PlanOptions,
     where: str | Path | None,
-    profile: GivenProfile,
+    profile: DeviceProfile | str | Path | None,
     report: _Progress,
+    *,
+    calibrate: bool,
 ) -> OpenedStudy:
     """The study with its candidates: the ones that it was made with, or the best plans by prediction."""
     program, cluster = program_for(subject.captured, LABELLED), subject.cluster
     precision = options.precision or precision_of(dtype_of(program), cluster)
-    given = profile_for(profile.of, None, cluster, precision)
+    given = profile_for(profile, None, cluster, precision)
     place = None
     if where is not None:
         about = question_about(options, cluster, machine_of(cluster, given, precision), subject.name)
@@ -159,7 +153,7 @@ def opened_study(
             machine = machine_of(cluster, profile_from_dict(json.loads(kept), f"the profile in {where}"), precision)
     else:
         machine = machine_of(cluster, given, precision)
-        if profile.calibrate and _is_unmeasured(cluster, profile, machine):
+        if calibrate and profile is None and _is_unmeasured(cluster, machine):
             machine = machine_of(cluster, _calibrated(cluster, report), precision)
             notes = ("these devices were calibrated first; `autopar calibrate --out FILE` keeps a profile",)
         candidates = candidates_of(subject, options, machine, report)
@@ -177,10 +171,10 @@ def opened_study(
     )
 
 
-def _is_unmeasured(cluster: ClusterSpec, profile: GivenProfile, machine: Machine) -> bool:
+def _is_unmeasured(cluster: ClusterSpec, machine: Machine) -> bool:
     """Whether nobody measured these devices. Shipped profiles of GPUs are fitted on published runs of them."""
-    named = profile.of is not None or (cluster.profile is not None and Path(cluster.profile).is_file())
-    if named or machine.profile.measured is not None:
+    is_named = cluster.profile is not None and Path(cluster.profile).is_file()
+    if is_named or machine.profile.measured is not None:
         return False
     return cluster.device_type == "cpu" or not machine.profile.is_of_device
 

@@ -24,7 +24,7 @@ its inputs, becomes 0). Every dropout becomes 0, because a scaled model is one f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +155,7 @@ def scaled_config(config: Mapping[str, Any], *, layers: int | None = None, hidde
 
 
 def _scale_layers(config: dict[str, Any], layers: int) -> list[Problem]:
-    present = [key for key in LAYER_KEYS if config.get(key) is not None]
+    present = _present(config, LAYER_KEYS)
     if not present:
         return [Problem(path="layers", rule=f"the config has none of the keys {', '.join(LAYER_KEYS)}")]
     if not _is_count(layers, MAX_LAYERS):
@@ -178,8 +178,7 @@ def _scale_layers(config: dict[str, Any], layers: int) -> list[Problem]:
 
 
 def _scale_widths(config: dict[str, Any], hidden: int) -> list[Problem]:
-    hidden_keys = [key for key in HIDDEN_KEYS if config.get(key) is not None]
-    head_keys = [key for key in HEAD_KEYS if config.get(key) is not None]
+    hidden_keys, head_keys = _present(config, HIDDEN_KEYS), _present(config, HEAD_KEYS)
     if not hidden_keys or not head_keys:
         rule = f"needs one of {', '.join(HIDDEN_KEYS)} and one of {', '.join(HEAD_KEYS)} in the config"
         return [Problem(path="hidden", rule=rule)]
@@ -197,31 +196,31 @@ def _scale_widths(config: dict[str, Any], hidden: int) -> list[Problem]:
         config[key] = hidden
     for key in head_keys:
         config[key] = heads
-    for key in KV_HEAD_KEYS:
-        if config.get(key) is not None:
-            config[key] = heads if config[key] == num_heads_before else 1 if config[key] == 1 else heads // 2
-    for key in FFN_KEYS + LATENT_RANK_KEYS:
-        if config.get(key) is not None:
-            config[key] = max(unit, round(config[key] * hidden / before / unit) * unit)
+    for key in _present(config, KV_HEAD_KEYS):
+        config[key] = heads if config[key] == num_heads_before else 1 if config[key] == 1 else heads // 2
+    for key in _present(config, FFN_KEYS + LATENT_RANK_KEYS):
+        config[key] = max(unit, round(config[key] * hidden / before / unit) * unit)
     _scale_head_sizes(config, hidden // heads)
-    for key in VOCAB_KEYS:
-        if config.get(key) is not None:
-            config[key] = min(config[key], vocab)
-            _fit_token_ids(config, config[key])
+    for key in _present(config, VOCAB_KEYS):
+        config[key] = min(config[key], vocab)
+        _fit_token_ids(config, config[key])
     _scale_experts(config)
-    for key in WINDOW_KEYS:
-        if config.get(key) is not None:
-            config[key] = min(config[key], SMALL_WINDOW)
+    for key in _present(config, WINDOW_KEYS):
+        config[key] = min(config[key], SMALL_WINDOW)
     if isinstance(config.get("image_size"), int) and isinstance(config.get("patch_size"), int):
         config["patch_size"] = min(config["patch_size"], SMALL_PATCH)
         config["image_size"] = min(config["image_size"], SMALL_PATCHES * config["patch_size"])
-    if config.get("max_source_positions") is not None:
-        config["max_source_positions"] = min(config["max_source_positions"], SMALL_AUDIO)
+    for key in _present(config, ("max_source_positions",)):
+        config[key] = min(config[key], SMALL_AUDIO)
     return []
 
 
+def _present(config: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
+    return [key for key in keys if config.get(key) is not None]
+
+
 def _scale_head_sizes(config: dict[str, Any], head_size: int) -> None:
-    parts = {key: config[key] for key in HEAD_PART_KEYS if config.get(key) is not None}
+    parts = {key: config[key] for key in _present(config, HEAD_PART_KEYS)}
     sizes = {}  # new sizes by the old ones, for sizes that a config class derives from the parts
     for key, value in parts.items():
         config[key] = max(2, round(value * head_size / max(parts.values()) / 2) * 2)
@@ -229,15 +228,13 @@ def _scale_head_sizes(config: dict[str, Any], head_size: int) -> None:
     if NOPE_KEY in parts and ROPE_KEY in parts:
         sizes[parts[ROPE_KEY]] = config[ROPE_KEY]
         sizes[parts[NOPE_KEY] + parts[ROPE_KEY]] = config[NOPE_KEY] + config[ROPE_KEY]
-    for key in (*HEAD_SIZE_KEYS, "qk_head_dim"):
-        if config.get(key) is not None:
-            config[key] = sizes.get(config[key], head_size)
+    for key in _present(config, (*HEAD_SIZE_KEYS, "qk_head_dim")):
+        config[key] = sizes.get(config[key], head_size)
 
 
 def _scale_experts(config: dict[str, Any]) -> None:
-    for key, most in EXPERT_KEYS.items():
-        if config.get(key) is not None:
-            config[key] = min(config[key], most)
+    for key in _present(config, EXPERT_KEYS):
+        config[key] = min(config[key], EXPERT_KEYS[key])
     groups = config.get(GROUP_KEY)
     num_experts = next((config[key] for key in EXPERT_KEYS if "per_tok" not in key and config.get(key)), None)
     if not groups or num_experts is None:

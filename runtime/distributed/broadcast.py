@@ -29,14 +29,16 @@ def gather_objects(value: _T, group: dist.ProcessGroup | None = None) -> list[_T
     return every
 
 
+def _outcome(action: Callable[[], _T]) -> tuple[_T | None, AutoparError | None]:
+    try:
+        return action(), None
+    except AutoparError as error:
+        return None, error
+
+
 def run_on_all_ranks(action: Callable[[], _T], group: dist.ProcessGroup | None = None) -> list[_T]:
     """The results of all ranks' actions. The first rank's `AutoparError` is raised on every rank. Collective."""
-    result = error = None
-    try:
-        result = action()
-    except AutoparError as raised:
-        error = raised
-    every = gather_objects((result, error), group)
+    every = gather_objects(_outcome(action), group)
     for _, failure in every:
         if failure is not None:
             raise failure
@@ -45,13 +47,7 @@ def run_on_all_ranks(action: Callable[[], _T], group: dist.ProcessGroup | None =
 
 def run_on_first_rank(action: Callable[[], _T], group: dist.ProcessGroup | None = None) -> _T:
     """The result of rank 0's action on every rank. Its `AutoparError` is raised on every rank. Collective."""
-    result = error = None
-    if dist.get_rank() == 0:
-        try:
-            result = action()
-        except AutoparError as raised:
-            error = raised
-    result, error = broadcast_object((result, error), group)
+    result, error = broadcast_object(_outcome(action) if dist.get_rank() == 0 else (None, None), group)
     if error is not None:
         raise error
     return cast(_T, result)
