@@ -21,7 +21,7 @@ from autopar.errors import AutoparError, ClusterError, RankError
 from autopar.ir.cluster import ClusterSpec
 from autopar.runtime.distributed.broadcast import gather_objects
 from autopar.runtime.distributed.launch import Ranks
-from autopar.runtime.distributed.start import size_of_job, start_process_group
+from autopar.runtime.distributed.start import size_difference, start_process_group
 from autopar.runtime.measure.doctor_checks import (
     CONVERSION_CASES,
     Difference,
@@ -45,8 +45,7 @@ def examine(
     cluster: ClusterSpec, *, timeout_s: float = _TIMEOUT_S, on_progress: _Progress = lambda _: None
 ) -> Diagnosis:
     """Examine the ranks of this job, as torchrun started them; alone, this process is the only rank. Collective."""
-    world_size, difference = size_of_job(cluster)
-    if difference:
+    if difference := size_difference(cluster):
         raise ClusterError(difference)
     device = start_process_group(cluster, timeout_s=timeout_s)
     together = _Together(timeout_s)
@@ -55,7 +54,8 @@ def examine(
     groups = together("process groups of some ranks", lambda: groups_to_check(world))
     runs = {f"conversion {row.name}": partial(check_conversion, row, groups, device) for row in CONVERSION_CASES}
     runs["FSDP2"] = partial(check_fsdp, world, device)
-    if world_size % 2 == 0:
+    is_odd = cluster.num_devices % 2
+    if not is_odd:
         runs["pipeline of two stages"] = partial(check_pipeline, cluster)
     for name, run in runs.items():
         on_progress(name)
@@ -67,7 +67,7 @@ def examine(
     measured += together("speed of links", lambda: list(link_speeds(device)))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     mine = Rank(rank=dist.get_rank(), host=socket.gethostname(), device=name)
-    notes = [*cluster.assumptions, *(("an odd number of ranks: no pipeline of two stages",) * (world_size % 2))]
+    notes = [*cluster.assumptions, *(("an odd number of ranks: no pipeline of two stages",) * is_odd)]
     return diagnose(cluster, gather_objects((mine, checks, measured)), notes)
 
 

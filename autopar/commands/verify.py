@@ -285,8 +285,8 @@ def rank_steps(
     model, program = built_on_rank(job, plan, program_bytes)
     source = source_of_weights(model.model, weights)
     with default_dtype(torch.float64 if job.dtype == "float64" else None):
-        program = in_dtype(program, job.dtype)
-        steps = parallel_steps(program, plan, source, data, partial(structured, model), example)
+        case = Case(in_dtype(program, job.dtype), source, data, plan.degrees, example)
+        steps = parallel_steps(case, plan, partial(structured, model))
     is_first = not any(plan.degrees.coordinate(name, rank) for name in ("dp", "tp"))
     return steps if is_first else None
 

@@ -49,7 +49,7 @@ LEAST_WIDTH = 0.3  # plot units below which a segment is not drawn
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class PartWords:
     """How parts are shown: their colours, their words and their amounts."""
 
     colours: Mapping[str, str]
@@ -84,8 +84,8 @@ class Kind:
         ]
 
 
-SECONDS = Kind(SECONDS_COLOURS, {**PARTS, WAITING: WAITING}, readable_seconds)
-BYTES = Kind(BYTES_COLOURS, MEMORY, readable_bytes)
+SECONDS = PartWords(SECONDS_COLOURS, {**PARTS, WAITING: WAITING}, readable_seconds)
+BYTES = PartWords(BYTES_COLOURS, MEMORY, readable_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,6 @@ from autopar.ir.sharding import Dims, Mesh
 from autopar.lowering.local_graph import LocalGraph
 from autopar.lowering.randomness import bind_streams, draws
 from autopar.rules.operators import BATCH_STATISTIC
-from autopar.rules.rule import TensorInfo
 from autopar.runtime.codegen.randomness import Streams
 from autopar.runtime.distributed.mesh import RankMesh
 
@@ -42,8 +41,9 @@ def captured_modules(program: Program, streams: Streams | None = None) -> tuple[
             if node.op == "call_function" and draws(node):
                 node.meta["types"] = ()
                 dims[node.name] = Dims.plain(node.meta["info"].shape)
-        uses = {} if streams is None else bind_streams(graph, Mesh.of(), dims)
-        given = {} if streams is None else {name: streams.of(use) for name, use in uses.items()}
+        given = (
+            {} if streams is None else {n: streams.of(use) for n, use in bind_streams(graph, Mesh.of(), dims).items()}
+        )
         modules.append(graph_module(graph, "Captured", given))
     return tuple(modules)
 
@@ -58,25 +58,15 @@ def _with_device(graph: fx.Graph, device: str) -> fx.Graph:
     return copy
 
 
-def buffers_read(constants: Constants) -> list[tuple[str, TensorInfo]]:
-    """The buffers that the constant part of a program reads, and what it takes them as. Literals are no buffers."""
-    nodes = [node for node in constants.graph.nodes if node.op == "placeholder"]
-    pairs = zip(constants.buffers, nodes, strict=True)
-    return [(name, node.meta["info"]) for name, node in pairs if node.meta.get("literal") is None]
-
-
 def constant_values(constants: Constants, buffers: Mapping[str, torch.Tensor], device: str) -> dict[str, torch.Tensor]:
     """Evaluate the constant part of a program on a device."""
     if not constants.results:
         return {}
     module = graph_module(_with_device(constants.graph, device), "Constants")
-    literals = {n.name: n.meta.get("literal") for n in constants.graph.nodes if n.op == "placeholder"}
-    arguments = [
-        (literals[f"buffer_{i}"] if literals.get(f"buffer_{i}") is not None else buffers[name]).to(device)
-        for i, name in enumerate(constants.buffers)
-    ]
+    nodes = (node for node in constants.graph.nodes if node.op == "placeholder")
+    literals = [(name, node.meta.get("literal")) for name, node in zip(constants.buffers, nodes, strict=True)]
     with torch.no_grad():
-        values = module(*arguments)
+        values = module(*((buffers[name] if value is None else value).to(device) for name, value in literals))
     return dict(zip(constants.results, values, strict=True))
 
 

@@ -19,18 +19,17 @@ TIMEOUT_S = 300
 def check_world(cluster: ClusterSpec) -> None:
     """Raise for a job of another number of ranks than the cluster's, or without its GPUs."""
     _refuse_missing_gpus(cluster)
-    if difference := size_of_job(cluster)[1]:
+    if difference := size_difference(cluster):
         raise PlanError(difference)
 
 
-def size_of_job(cluster: ClusterSpec) -> tuple[int, str]:
-    """The number of ranks of this job, and how it differs from the cluster's; empty if it does not."""
-    size = int(os.environ.get("WORLD_SIZE", "1")) if not dist.is_initialized() else dist.get_world_size()
-    text = (
-        f"the cluster has {cluster.num_devices} devices, this job {size} ranks; start it with torchrun "
-        f"--nproc-per-node {cluster.num_devices}, or describe a cluster of {size}"
-    )
-    return size, "" if size == cluster.num_devices else text
+def size_difference(cluster: ClusterSpec) -> str:
+    """How the number of this job's ranks differs from the cluster's devices. Empty if it does not."""
+    size, wanted = int(os.environ.get("WORLD_SIZE", "1")), cluster.num_devices
+    if dist.is_initialized():
+        size = dist.get_world_size()
+    start = f"start it with torchrun --nproc-per-node {wanted}, or describe a cluster of {size}"
+    return "" if size == wanted else f"the cluster has {wanted} devices, this job {size} ranks; {start}"
 
 
 def _refuse_missing_gpus(cluster: ClusterSpec) -> None:

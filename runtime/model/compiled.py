@@ -11,18 +11,13 @@ from torch import fx
 
 from autopar.capture.analysis import Analysis, analyse
 from autopar.ir.plan import Plan
-from autopar.ir.program import CallSite, Program
+from autopar.ir.program import CallSite, Constants, Program
 from autopar.ir.sharding import Type
 from autopar.ir.stages import Stage, kept_results, needed_results, stages_of
 from autopar.ir.storage import Storage, boundary_types, storage_of
 from autopar.lowering.local_graph import local_graph
-from autopar.runtime.codegen.execute import (
-    buffers_read,
-    constant_values,
-    graph_module,
-    module_attributes,
-    use_running_statistics,
-)
+from autopar.rules.rule import TensorInfo
+from autopar.runtime.codegen.execute import constant_values, graph_module, module_attributes, use_running_statistics
 from autopar.runtime.codegen.randomness import Streams
 from autopar.runtime.distributed.mesh import RankMesh
 from autopar.runtime.model.decision_check import DecisionCheck
@@ -149,6 +144,13 @@ class CompiledProgram:
 
         scopes = [{**self.constants(), **values} for values in micro_batches]
         return totals_of(self.program, scopes, run, per_micro_batch=per_micro_batch)
+
+
+def buffers_read(constants: Constants) -> list[tuple[str, TensorInfo]]:
+    """The buffers that the constant part of a program reads, and what it takes them as. Literals are no buffers."""
+    nodes = (node for node in constants.graph.nodes if node.op == "placeholder")
+    pairs = zip(constants.buffers, nodes, strict=True)
+    return [(name, node.meta["info"]) for name, node in pairs if node.meta.get("literal") is None]
 
 
 def totals_of(

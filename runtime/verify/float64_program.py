@@ -47,12 +47,9 @@ def promoted(program: Program, dtype: torch.dtype = torch.float64) -> Program:
 
 def without_attention_dropout(program: Program) -> tuple[Program, bool]:
     """The program with the dropout of `scaled_dot_product_attention` off, and whether it had any."""
-    has_dropout = False
-    blocks = []
-    for block in program.blocks:
-        graph, changed = _quiet(block.graph)
-        has_dropout |= changed
-        blocks.append(replace(block, graph=graph) if changed else block)
+    graphs = [_quiet(block.graph) for block in program.blocks]
+    blocks = [replace(b, graph=g) if changed else b for b, (g, changed) in zip(program.blocks, graphs, strict=True)]
+    has_dropout = any(changed for _, changed in graphs)
     return (replace(program, blocks=tuple(blocks)) if has_dropout else program), has_dropout
 
 

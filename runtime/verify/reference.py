@@ -13,14 +13,8 @@ from autopar.ir.degrees import Degrees
 from autopar.ir.precision import stored_dtype
 from autopar.ir.program import CallSite, Program
 from autopar.ir.stages import updated_by_inputs
-from autopar.runtime.codegen.execute import (
-    buffers_read,
-    captured_modules,
-    constant_values,
-    run_calls,
-    use_running_statistics,
-)
-from autopar.runtime.model.compiled import totals_of
+from autopar.runtime.codegen.execute import captured_modules, constant_values, run_calls, use_running_statistics
+from autopar.runtime.model.compiled import buffers_read, totals_of
 from autopar.runtime.model.inputs import split_micro_batches
 from autopar.runtime.model.outputs import at_least_float32
 from autopar.runtime.parameters.packed import complete_gradients, join_packed, packed_source

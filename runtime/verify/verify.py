@@ -56,6 +56,7 @@ from autopar.runtime.verify.reference import (
     LEARNING_RATE,
     MAX_NORM,
     Batch,
+    Case,
     Steps,
     decides_alone,
     scaler_of,
@@ -109,17 +110,11 @@ def this_ranks_part(
     return mine
 
 
-def parallel_steps(
-    program: Program,
-    plan: Plan,
-    source: Callable[[str], torch.Tensor],
-    data: list[dict[str, torch.Tensor]],
-    structured: Callable[[Mapping[str, torch.Tensor]], Any] = lambda batch: batch,
-    example: Batch | None = None,
-) -> Steps:
+def parallel_steps(case: Case, plan: Plan, structured: Callable[[Batch], Any]) -> Steps:
     """The same steps under a plan on the ranks of the initialised world. Every rank gets whole tensors."""
     streams = lambda mesh: SharedDraws(plan.mesh, mesh.dims)  # noqa: E731
-    model = ParallelModel(program, plan, source, torch.device("cpu"), streams=streams)
+    program, example = case.program, case.example
+    model = ParallelModel(program, plan, case.source, torch.device("cpu"), streams=streams)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     coordinate = model.rank_mesh.sample_ranks.coordinate
     steps, scaler = Steps(), scaler_of(plan.degrees)
@@ -127,7 +122,7 @@ def parallel_steps(
         mine = this_ranks_part(program, example, plan.degrees, coordinate)
         steps.example = {"the loss": model.forward_backward(structured(mine)), **model.whole_gradients()}
         optimizer.zero_grad()
-    for step, batch in enumerate(data):
+    for step, batch in enumerate(case.data):
         mine = this_ranks_part(program, batch, plan.degrees, coordinate)
         if step == 0 and decides_alone(program, plan.degrees):
             micro = split_micro_batches(program, mine, plan.degrees.num_micro_batches)[-1]
