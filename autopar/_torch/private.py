@@ -72,12 +72,17 @@ def one_process_ranks(world_size: int) -> Iterator[None]:
         yield
 
 
+def rank_tensor(num_ranks: int, part: Callable[[int], torch.Tensor]) -> torch.Tensor:
+    """One tensor that holds `part(rank)` on each rank."""
+    from torch.distributed._local_tensor import LocalTensor
+
+    with without_ranks():
+        return LocalTensor({rank: part(rank).contiguous() for rank in range(num_ranks)})
+
+
 def from_ranks(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """One tensor that holds the given tensor on each rank."""
-    from torch.distributed._local_tensor import LocalTensor, maybe_disable_local_tensor_mode
-
-    with maybe_disable_local_tensor_mode():
-        return LocalTensor({rank: tensor.contiguous().clone() for rank, tensor in enumerate(tensors)})
+    return rank_tensor(len(tensors), lambda rank: tensors[rank].contiguous().clone())
 
 
 def to_ranks(tensor: torch.Tensor, world_size: int) -> list[torch.Tensor]:
@@ -90,11 +95,9 @@ def to_ranks(tensor: torch.Tensor, world_size: int) -> list[torch.Tensor]:
 
 def map_ranks(tensor: torch.Tensor, function: Callable[[int, torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """Apply a function of (rank, that rank's tensor) to each rank's tensor."""
-    from torch.distributed._local_tensor import LocalTensor, maybe_disable_local_tensor_mode
-
-    assert isinstance(tensor, LocalTensor)
-    with maybe_disable_local_tensor_mode():
-        return LocalTensor({rank: function(rank, part).contiguous() for rank, part in tensor._local_tensors.items()})
+    parts: Any = tensor
+    held = parts._local_tensors
+    return rank_tensor(len(held), lambda rank: function(rank, held[rank]))
 
 
 @contextmanager
@@ -107,14 +110,6 @@ def without_ranks() -> Iterator[None]:
 
     with maybe_disable_local_tensor_mode():
         yield
-
-
-def rank_values(world_size: int, function: Callable[[int], int]) -> torch.Tensor:
-    """A scalar int64 tensor whose value on each rank is `function(rank)`."""
-    from torch.distributed._local_tensor import LocalTensor, maybe_disable_local_tensor_mode
-
-    with maybe_disable_local_tensor_mode():
-        return LocalTensor({rank: torch.tensor(function(rank)) for rank in range(world_size)})
 
 
 def is_rank_tensor(value: Any) -> bool:

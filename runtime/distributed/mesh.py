@@ -44,7 +44,7 @@ class MeshDim:
     def index(self) -> torch.Tensor | int:
         """This rank's coordinate, or a tensor of every rank's when all ranks live in this process."""
         if private.in_one_process():
-            return private.rank_values(dist.get_world_size(), self.of)
+            return private.rank_tensor(dist.get_world_size(), lambda rank: torch.tensor(self.of(rank)))
         return self.coordinate
 
     def apply(self, x: torch.Tensor, function: Callable[[int, torch.Tensor], torch.Tensor]) -> torch.Tensor:
