@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from autopar.cache.store import KeptFile, capture_versions, kept_file
 from autopar.errors import InputError
@@ -65,7 +65,7 @@ def captured_model(
 
         return Request.of(model.model, model.example_inputs, model.loss_fn, training=training, specialise=specialise)
 
-    sizes = {"layers": layers, "hidden": hidden, "seq_len": seq_len}
+    sizes: dict[str, Any] = {"layers": layers, "hidden": hidden, "seq_len": seq_len}
     if is_factory(spec):
         source = resolve_model(spec, **sizes, dtype=dtype)
 
