@@ -17,6 +17,11 @@ from autopar.lowering.randomness import StreamUse
 from autopar.runtime.distributed.mesh import MeshDim
 
 
+def seed_from(text: str, num_bytes: int = 7) -> int:
+    """A number that depends on a text and on nothing else."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:num_bytes], "big")
+
+
 class RandomStream:
     """Numbers for values that the given mesh dimensions split; `begin` says for what."""
 
@@ -42,8 +47,7 @@ class RandomStream:
 
     def _seed_of(self, draw: int, at: tuple[int, ...]) -> int:
         names = tuple(dim.name for dim in self.dims)
-        digest = hashlib.sha256(repr((self.seed, self._when, draw, names, at)).encode()).digest()
-        return int.from_bytes(digest[:7], "big")
+        return seed_from(repr((self.seed, self._when, draw, names, at)))
 
     def _next_draw(self) -> int:
         self._draws += 1

@@ -13,7 +13,6 @@ copied back for it; pass them on CPU to avoid the copy. On 2 gloo ranks of 2 sha
 A rank also says here whether it is unsure of the indices in its batch (`autopar.runtime.model.index_check`).
 """
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from autopar._torch import private
 from autopar.errors import Problem, RuntimeInputError
 from autopar.ir.program import InputInfo
 from autopar.runtime.checkpoint.saving import Saver
+from autopar.runtime.codegen.randomness import seed_from
 from autopar.runtime.distributed.mesh import RankMesh, ranks_by
 from autopar.runtime.distributed.mesh import named_ranks as _ranks
 from autopar.runtime.model.inputs import RankBatch, batch_error
@@ -71,13 +71,13 @@ class PreflightCheck:
             return [batch.sequences], unsure
         known = CHANGED if change else UNFIT if batch.problems else UNSURE if unsure else FITS
         row = [2 * kind + training, step, known, batch.sequences]
-        row.append(_number(scaler) if scaler else 0)
+        row.append(seed_from(scaler) if scaler else 0)
         for info in self.inputs:
             value = batch.tensors.get(info.name)
             row += [0, 0] if value is None else [_shape_hash(value, info), checksum(value)]
         others = [i for i in batch.form.inputs if i.name not in {known.name for known in self.inputs}]
         shapes = [(i.name, str(i.dtype), i.batch_dim, _shape_hash(batch.tensors[i.name], i)) for i in others]
-        row += [_number(repr(shapes)), _number(repr([checksum(batch.tensors[i.name]) for i in others]))]
+        row += [seed_from(repr(shapes)), seed_from(repr([checksum(batch.tensors[i.name]) for i in others]))]
         rows = self.exchange(row)
         if any(r[0] // 2 == NOT_SAVED for r in rows):
             self.saver.finish()
@@ -94,7 +94,7 @@ class PreflightCheck:
     def agree(self, values: Mapping[str, object]) -> None:
         """Raise `RuntimeInputError` on all ranks if their values differ. Collective."""
         text = ", ".join(f"{name} {value}" for name, value in values.items())
-        rows = self.exchange([2 * READING, 0, FITS, _number(text)])
+        rows = self.exchange([2 * READING, 0, FITS, seed_from(text)])
         groups = list(ranks_by([tuple(row[:1] + row[3:4]) for row in rows]).values())
         if len(groups) > 1:
             others = disagreement([row[:3] for row in rows], (), lambda rank: rank) or (
@@ -112,7 +112,7 @@ class PreflightCheck:
             local = private.local_part(parameter).detach()
             flat = (torch.view_as_real(local) if local.is_complex() else local).reshape(-1)
             some = flat[:: max(1, flat.numel() // NUM_SAMPLED)][:NUM_SAMPLED]
-            table[k, : len(some)], places[k] = some, _number(f"{stage} {shards_of(parameter)}")
+            table[k, : len(some)], places[k] = some, seed_from(f"{stage} {shards_of(parameter)}")
         sums = (table.view(torch.int64) * (torch.arange(NUM_SAMPLED) * 2654435761 + 1)).sum(1)
         mine = torch.stack([torch.tensor(places), sums], 1)
         every = [torch.empty_like(mine) for _ in range(self.world_size)]
@@ -279,11 +279,7 @@ def shards_of(parameter: torch.Tensor) -> list[tuple[str, int]]:
 
 def _shape_hash(value: torch.Tensor, info: InputInfo) -> int:
     rows = tuple(size for d, size in enumerate(value.shape) if d != info.batch_dim)
-    return _number(repr(rows))
-
-
-def _number(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    return seed_from(repr(rows))
 
 
 def _joined(groups: Iterable[Sequence[int]]) -> list[int]:

@@ -1,6 +1,5 @@
 """`RunningModel`: how one rank runs the stages that it holds, one micro-batch after another."""
 
-import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -24,7 +23,7 @@ from autopar.ir.stages import (
 )
 from autopar.lowering.recomputation import SelectiveBlock
 from autopar.runtime.checkpoint.saving import Saver
-from autopar.runtime.codegen.randomness import Streams
+from autopar.runtime.codegen.randomness import Streams, seed_from
 from autopar.runtime.distributed.hang_report import Place
 from autopar.runtime.distributed.mesh import RankMesh, training_mesh
 from autopar.runtime.model import zero
@@ -300,8 +299,8 @@ class RunningModel(ShardedModel):
         if name is None:
             raise RuntimeInputError("parallel.generator takes a parameter of this model, from parallel.parameters()")
         where = [shards_of(part) for part in parts_of(parameter)]
-        digest = hashlib.sha256(repr((self.streams.seed, self._step, name, where)).encode()).digest()
-        return torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:7], "big"))
+        seed = seed_from(repr((self.streams.seed, self._step, name, where)))
+        return torch.Generator(parameter.device).manual_seed(seed)
 
     def _refusal_of(self, counts: Sequence[int], micro_batches: int) -> str:
         """Why a step cannot run these numbers of sequences of the data-parallel ranks; empty if it can."""

@@ -8,7 +8,6 @@ Ranks with different settings would sum gradients of different scales. `forward_
 it sends anything else (`PreflightCheck`). In a loop of the user, `unscale_` compares them together with the flag.
 """
 
-import hashlib
 from collections import defaultdict
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch.distributed as dist
 
 from autopar._torch import private
 from autopar.errors import RuntimeInputError
+from autopar.runtime.codegen.randomness import seed_from
 from autopar.runtime.parameters.gradients import local_gradient
 from autopar.runtime.parameters.user_view import parts_of
 
@@ -98,7 +98,7 @@ class GradScaler(torch.amp.GradScaler):
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return flags
         settings = scaler_settings(self)
-        number = int.from_bytes(hashlib.sha256(settings.encode()).digest()[:3], "big")  # exact in float32
+        number = seed_from(settings, num_bytes=3)  # exact in float32
         row = torch.stack([flags, torch.full_like(flags, number), torch.full_like(flags, -number)])
         dist.all_reduce(row, op=dist.ReduceOp.MAX)
         if self._agreed != settings:

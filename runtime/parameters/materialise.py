@@ -10,7 +10,6 @@ between kinds of CPU, as all of torch's random numbers do.
 """
 
 import contextlib
-import hashlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +22,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autopar.errors import InputError, did_you_mean
+from autopar.runtime.codegen.randomness import seed_from
 from autopar.runtime.data.order import kept_draws, seed_draws
 from autopar.runtime.parameters.state_loading import (
     ModelTensor,
@@ -173,8 +173,7 @@ class _Initialiser:
         return value.detach().to(slot.tensor.dtype)
 
     def _seeded(self, name: str) -> AbstractContextManager[None]:
-        digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
-        return seeded(int.from_bytes(digest[:7], "big"))
+        return seeded(seed_from(f"{self._seed}:{name}"))
 
     @contextmanager
     def _restored(self) -> Iterator[None]:

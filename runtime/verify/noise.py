@@ -11,7 +11,6 @@ A model may use the position of a sample in the batch. A permutation then change
 outputs show this, and no further run permutes samples.
 """
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +22,7 @@ import torch
 
 from autopar.ir.precision import like_kind
 from autopar.ir.program import Program
+from autopar.runtime.codegen.randomness import seed_from
 from autopar.runtime.verify.error_metrics import distance, error
 from autopar.runtime.verify.reference import Batch, Source, Steps
 
@@ -90,8 +90,7 @@ class Change:
         return chosen
 
     def _generator(self, name: str) -> torch.Generator:
-        digest = hashlib.sha256(f"{self.seed} {name}".encode()).digest()
-        return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+        return torch.Generator().manual_seed(seed_from(f"{self.seed} {name}"))
 
 
 class Noise:

@@ -4,7 +4,6 @@ Every draw makes the whole value, on every rank alike, and a rank keeps its part
 micro-batch, call of a block, key of the operator). Training does not draw so: it would make whole values on every rank.
 """
 
-import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,7 +15,7 @@ from autopar.ir.program import Program
 from autopar.ir.sharding import Mesh
 from autopar.lowering.randomness import OTHER_DROPS, Draw, StreamUse, draws
 from autopar.rules.families.random import OF_SHAPE, PER_ELEMENT
-from autopar.runtime.codegen.randomness import Streams
+from autopar.runtime.codegen.randomness import Streams, seed_from
 from autopar.runtime.distributed.mesh import MeshDim
 from autopar.runtime.parameters.shards import coordinates, local_shard
 
@@ -101,19 +100,14 @@ class SharedStream:
 
     def _drawn(self, draw: Draw, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         """A function of torch's default generator, seeded for a draw."""
-        digest = hashlib.sha256(repr((self.seed, self._when, draw.key)).encode()).digest()
         with torch.random.fork_rng(devices=[]), private.without_ranks():
-            torch.manual_seed(int.from_bytes(digest[:7], "big"))
+            torch.manual_seed(seed_from(repr((self.seed, self._when, draw.key))))
             return function(*args, **kwargs)
 
     def _part(self, draw: Draw, like: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
         """The part of a whole value that this rank holds, or that each rank in this process holds."""
-        if private.is_rank_tensor(like):
-            at = list(coordinates(self.mesh))
-            return private.map_ranks(like, lambda rank, _: self._at(draw, whole, at[rank]))
-        if private.in_one_process():
-            parts = [self._at(draw, whole, at) for at in coordinates(self.mesh)]
-            return private.from_ranks(parts)
+        if private.is_rank_tensor(like) or private.in_one_process():
+            return private.from_ranks([self._at(draw, whole, at) for at in coordinates(self.mesh)])
         return self._at(draw, whole, tuple(self.dims[name].coordinate for name in self.mesh.names))
 
     def _at(self, draw: Draw, whole: torch.Tensor, at: tuple[int, ...]) -> torch.Tensor:
