@@ -1,30 +1,18 @@
 """`ParallelLoader`: batches of one rank, and a position in the data that every plan can go on from."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset
 
 from autopar.errors import Problem, RuntimeInputError, did_you_mean
-from autopar.runtime.data.parts import Collate, MapParts, Parts, RankPart, Split, StreamParts, state_of
+from autopar.runtime.data.parts import LoaderOptions as LoaderOptions
+from autopar.runtime.data.parts import MapParts, RankPart, Split, StreamParts, state_of
 from autopar.runtime.data.reading import read_parts
 
 MAX_SEED = 2**63 - 1
 _VERSION = 1
 _KEYS = ("version", "epoch", "offset", "seed", "shuffle", "length", "stream")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoaderOptions:
-    """How a dataset is read; `autopar.runtime.model.module.ParallelModel.loader` describes the fields."""
-
-    shuffle: bool = False
-    seed: int = 0
-    collate_fn: Collate = default_collate
-    num_workers: int = 0
-    prefetch_factor: int | None = None
-    pin_memory: bool = False
 
 
 class ParallelLoader:
@@ -191,22 +179,8 @@ class ParallelLoader:
             )
 
     def _read(self) -> Iterator[RankPart]:
-        options = self._options
-        common = {
-            "source": self._source, "collate": options.collate_fn, "split": self._split, "seed": options.seed,
-            "epoch": self._epoch, "offset": self._offset,
-        }  # fmt: skip
-        parts: Parts = (
-            StreamParts(**common, state=self._state)
-            if self._length is None
-            else MapParts(**common, shuffle=options.shuffle)
-        )
-        return read_parts(
-            parts,
-            num_workers=options.num_workers,
-            prefetch_factor=options.prefetch_factor,
-            pin_memory=options.pin_memory,
-        )
+        place = (self._source, self._options, self._split, self._epoch, self._offset)
+        return read_parts(MapParts(*place) if self._length is not None else StreamParts(*place, state=self._state))
 
 
 def is_stream(source: Any) -> bool:

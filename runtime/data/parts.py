@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from autopar._torch import private
 from autopar.errors import RuntimeInputError
@@ -48,14 +48,25 @@ class Split:
         return [len(replace(self, index=index).even_rows(size)) for index in range(self.count)]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderOptions:
+    """How a dataset is read; `autopar.runtime.model.module.ParallelModel.loader` describes the fields."""
+
+    shuffle: bool = False
+    seed: int = 0
+    collate_fn: Collate = default_collate
+    num_workers: int = 0
+    prefetch_factor: int | None = None
+    pin_memory: bool = False
+
+
+@dataclass(frozen=True)
 class Parts(IterableDataset[RankPart]):
     """The parts of one rank from place `offset` of an epoch on."""
 
     source: Any
-    collate: Collate
+    options: LoaderOptions
     split: Split
-    seed: int
     epoch: int
     offset: int
 
@@ -63,44 +74,45 @@ class Parts(IterableDataset[RankPart]):
         worker = get_worker_info()
         return self.parts(*(0, 1) if worker is None else (worker.id, worker.num_workers))
 
+    def number(self, index: int, use: int) -> int:
+        """What seeds the random numbers of a sample, or of its batch."""
+        return number_of(self.options.seed, self.epoch, index, use)
+
+    def batch(self, samples: Sequence[Any], number: int, *, is_empty: bool) -> Any:
+        return collated(self.options.collate_fn, samples, number, is_empty=is_empty)
+
     @abstractmethod
     def parts(self, worker: int, num_workers: int) -> Iterator[RankPart]:
         """The parts that one worker makes."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class MapParts(Parts):
     """Of a dataset with a length and an index. Each sample draws random numbers of its own."""
 
-    shuffle: bool
-
     def parts(self, worker: int, num_workers: int) -> Iterator[RankPart]:
         length = len(self.source)
-        order = SampleOrder(length=length, seed=self.seed, epoch=self.epoch, shuffle=self.shuffle)
+        order = SampleOrder(length=length, seed=self.options.seed, epoch=self.epoch, shuffle=self.options.shuffle)
         first = self.offset
         for number, size in enumerate(self.split.sizes(length - self.offset)):
             if number % num_workers == worker:
                 rows = self.split.even_rows(size)
                 indices: list[int] = order.at(range(first + rows.start, first + rows.stop) or [first]).tolist()
-                batch = collated(self.collate, self._samples(indices), self._number(indices[0], 1), is_empty=not rows)
+                batch = self.batch(self._samples(indices), self.number(indices[0], 1), is_empty=not rows)
                 yield batch, first + size, None
             first += size
 
     def _samples(self, indices: list[int]) -> list[Any]:
         if hasattr(self.source, "__getitems__"):  # torch's protocol of datasets that read several samples at once
-            seed_draws(self._number(indices[0], 0))
+            seed_draws(self.number(indices[0], 0))
             return list(self.source.__getitems__(indices))
         samples = []
         for index in indices:
-            seed_draws(self._number(index, 0))
+            seed_draws(self.number(index, 0))
             samples.append(self.source[index])
         return samples
 
-    def _number(self, index: int, use: int) -> int:
-        return number_of(self.seed, self.epoch, index, use)
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class StreamParts(Parts):
     """Of an iterable, which every process reads whole, and keeps its own rows."""
 
@@ -113,7 +125,7 @@ class StreamParts(Parts):
             stream = self._at_offset()
         number = 0
         while True:
-            seed_draws(number_of(self.seed, self.epoch, first, 0))
+            seed_draws(self.number(first, 0))
             is_own = number % num_workers == worker
             with private.outside_of_workers():
                 size, kept = _taken(stream, split.global_batch, rows if is_own else range(0))
@@ -121,8 +133,7 @@ class StreamParts(Parts):
                 return
             if is_own:
                 is_empty = size <= rows.start
-                drawn = number_of(self.seed, self.epoch, first, 1)
-                yield collated(self.collate, kept, drawn, is_empty=is_empty), first + size, state_of(self.source)
+                yield self.batch(kept, self.number(first, 1), is_empty=is_empty), first + size, state_of(self.source)
             if size < split.global_batch:
                 return
             first, number = first + size, number + 1
@@ -135,7 +146,7 @@ class StreamParts(Parts):
             self.source.load_state_dict(copy.deepcopy(self.state))
             resumed: Iterator[Any] = iter(self.source)
             return resumed
-        seed_draws(number_of(self.seed, self.epoch, 0, 0))
+        seed_draws(self.number(0, 0))
         stream: Iterator[Any] = iter(self.source)
         skipped = sum(1 for _ in islice(stream, self.offset))
         if skipped < self.offset:

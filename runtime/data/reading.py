@@ -19,18 +19,21 @@ from autopar.runtime.data.parts import Parts, RankPart, StreamParts, is_stateful
 _POSITION = "autopar position"
 
 
-def read_parts(parts: Parts, **workers: Any) -> Iterator[RankPart]:
-    """The parts of a rank, read as `workers` says. The loop around them draws the same random numbers as without."""
+def read_parts(parts: Parts) -> Iterator[RankPart]:
+    """The parts of a rank, read as their options say. The loop around them draws the same random numbers as without."""
+    wanted = parts.options
     options = {
         "batch_size": None,
         "collate_fn": _as_it_is,
         "generator": torch.Generator(),  # else torch draws a number of the training loop's
-        **workers,
+        "num_workers": wanted.num_workers,
+        "prefetch_factor": wanted.prefetch_factor,
+        "pin_memory": wanted.pin_memory,
     }
     items = _reported(parts, options) if isinstance(parts, StreamParts) and is_stateful(parts.source) else None
     if items is None:
         items = iter(DataLoader(parts, **options))
-    return items if workers["num_workers"] else undisturbed(items)
+    return items if wanted.num_workers else undisturbed(items)
 
 
 def _reported(parts: StreamParts, options: Mapping[str, Any]) -> Iterator[RankPart] | None:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from autopar.errors import AutoparError
 from autopar.runtime.data.order import SampleOrder
-from autopar.runtime.data.parts import MapParts, Split
+from autopar.runtime.data.parts import LoaderOptions, MapParts, Split
 
 SAMPLES, GLOBAL_BATCH, EPOCHS, SEED, RATE = 11, 8, 3, 3, 0.5
 
@@ -85,9 +85,8 @@ def on_one_device() -> list[float]:
     for epoch in range(EPOCHS):
         order = SampleOrder(length=SAMPLES, seed=SEED, epoch=epoch).at(range(SAMPLES)).tolist()
         split = Split(global_batch=SAMPLES, index=0, count=1, drop_last=False)
-        parts = MapParts(
-            source=Rows(), collate=lambda samples: samples, split=split, seed=SEED, epoch=epoch, offset=0, shuffle=True
-        )
+        options = LoaderOptions(collate_fn=lambda samples: samples, seed=SEED, shuffle=True)
+        parts = MapParts(Rows(), options, split, epoch, 0)
         ((samples, _, _),) = parts.parts(0, 1)
         assert all(torch.equal(s["input_ids"], Rows()[i]["input_ids"]) for s, i in zip(samples, order, strict=True))
         for first in range(0, SAMPLES, GLOBAL_BATCH):
