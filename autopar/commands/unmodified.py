@@ -56,9 +56,8 @@ def against_module(model: ResolvedModel, case: Case, captured: Steps) -> tuple[t
     if casts_lower(case.program):
         dtypes.add(torch.float32)
     tolerance = max(TOLERANCES.get(str(dtype).removeprefix("torch."), max(TOLERANCES.values())) for dtype in dtypes)
-    counts_alike = (
-        case.degrees.num_micro_batches == 1 or case.degrees.per_micro_batch
-    )  # as often as the module is called
+    # as often as the module is called
+    counts_alike = case.degrees.num_micro_batches == 1 or case.degrees.per_micro_batch
     without = replace(captured, outputs={}, buffers=captured.buffers if counts_alike else {})
 
     def compared(*, in_float64: bool) -> tuple[tuple[Quantity, ...], tuple[str, ...]]:
