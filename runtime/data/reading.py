@@ -22,7 +22,7 @@ _POSITION = "autopar position"
 def read_parts(parts: Parts) -> Iterator[RankPart]:
     """The parts of a rank, read as their options say. The loop around them draws the same random numbers as without."""
     wanted = parts.options
-    options = {
+    options: dict[str, Any] = {
         "batch_size": None,
         "collate_fn": _as_it_is,
         "generator": torch.Generator(),  # else torch draws a number of the training loop's
