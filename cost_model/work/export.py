@@ -23,8 +23,9 @@ from autopar.cost_model.work.recomputable import recomputable, selected
 from autopar.cost_model.work.sent import sent_by
 from autopar.cost_model.work.sizes import Naming, sizes_of
 from autopar.ir.plan import BlockLabels
-from autopar.ir.program import Block, Program
+from autopar.ir.program import Program
 from autopar.ir.sharding import Mesh
+from autopar.ir.stages import ancestors
 from autopar.lowering.loss_region import region_of
 
 SymbolicWork = BlockWork[Polynomial]
@@ -72,7 +73,7 @@ def flow_of(
     """A block under its labels, as torch's autograd runs it, without operators that only unused outputs need."""
     block = program.blocks[index]
     outputs = _used_outputs(program, index)
-    needed = _needed(block, outputs)
+    needed = {node.name for node in ancestors(block, outputs)}
     names = {node.meta["key"]: node.name for node in block.graph.nodes if node.op == "call_function"}
     nodes = {node.name: node for node in block.graph.nodes if "info" in node.meta}
     steps = []
@@ -112,17 +113,6 @@ def _used_outputs(program: Program, index: int) -> tuple[str, ...]:
     calls = program.uses_of_block(index)
     outputs = program.blocks[index].outputs
     return tuple(name for k, name in enumerate(outputs) if any(call.results[k] in used for call in calls))
-
-
-def _needed(block: Block, outputs: Sequence[str]) -> set[str]:
-    nodes = {node.name: node for node in block.graph.nodes}
-    stack, seen = list(outputs), set()
-    while stack:
-        name = stack.pop()
-        if name not in seen:
-            seen.add(name)
-            stack += [node.name for node in nodes[name].all_input_nodes]
-    return seen
 
 
 def _is_linear(nodes: Mapping[str, object], name: str | None, operand: int) -> bool:
