@@ -1,5 +1,6 @@
 """Settings of every test: one thread, no network, reproducible draws, long files first. It does not import torch."""
 
+import gc
 import logging
 import os
 import signal
@@ -47,6 +48,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if is_in_fifth(item.nodeid, commit)]
     if "PYTEST_XDIST_WORKER" in os.environ:  # one process runs files in the order that it was given
         items.sort(key=lambda item: _place(_relative(item.path)))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.freeze()  # else each collection walks all modules
 
 
 def _relative(path: Path) -> str:

@@ -5,6 +5,7 @@ error names this rank and its position. No port is used: ranks meet through a fi
 """
 
 import faulthandler
+import gc
 import importlib
 import logging
 import multiprocessing as mp
@@ -89,6 +90,7 @@ def _work(
         logging.getLogger(library).setLevel(logging.ERROR)
     os.environ["TORCH_FR_BUFFER_SIZE"] = "0"  # else torch keeps a Python stack of every collective, which nobody reads
     torch.set_num_threads(1)
+    gc.freeze()  # else each collection walks all that the server has loaded
     stack = os.open(stack_file(folder, rank), os.O_CREAT | os.O_WRONLY)
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
     faulthandler.enable(file=stack)  # a fatal signal leaves the stacks of all threads

@@ -9,7 +9,6 @@ these parameters have none: a loop that trains both models, or updates parameter
 
 import gc
 import inspect
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.swa_utils import AveragedModel
 
 from autopar._torch import private
 from autopar.capture.export.own_changes import PLAIN, attribute_of, settings_of
@@ -56,9 +56,7 @@ class OriginalModel:
         self.optional = frozenset(name for name, arg in arguments if arg.default is None)  # inputs that may be missing
         self._watched: dict[int, dict[str, object]] = {}  # names and constants by part
         self._names = {id(p): (name, ref(p)) for name, p in model.named_parameters()}
-        swa = sys.modules.get("torch.optim.swa_utils")
-        kinds = (LRScheduler,) if swa is None else (LRScheduler, swa.AveragedModel)
-        holders = [o for o in gc.get_objects() if issubclass(type(o), kinds)]
+        holders = _instances(_with_subclasses(LRScheduler) | _with_subclasses(AveragedModel))
         ours = (o for o in holders if isinstance(o, LRScheduler) or type(o.module) is type(model))
         self._followers = [(ref(o), _position(o)) for o in ours]
         self.watch(reads)
@@ -180,6 +178,15 @@ def _nobody(follower: object) -> str:
         "nobody steps the parameters of the ParallelModel. Make it of parallel.parameters(), or give an optimizer "
         "without state to autopar.parallelize(..., optimizer=optimizer)"
     )
+
+
+def _with_subclasses(kind: type) -> set[type]:
+    return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))
+
+
+def _instances(classes: set[type]) -> list[Any]:
+    """Each object refers to its class, and the collector finds what refers to it without a list of all objects."""
+    return [o for o in gc.get_referrers(*classes) if type(o) in classes]
 
 
 def _position(follower: Any) -> int:

@@ -2,9 +2,9 @@
 
 import gc
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -89,9 +89,11 @@ def counted(model: ParallelModel, mesh: RankMesh, part: Mapping[str, Any]) -> Co
     """
     usual = mock.patch("autopar.runtime.model.running.COMPARED", ())
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-    with usual, profiler as profile, log_collectives() as sent:
+    with usual, profiler, log_collectives() as sent:
         model.forward_backward(part)
-    profiled = Counter(e.name for e in profile.events() if sends(e.name) and not inside_another(e))
+    raw = profiler.profiler.kineto_results.events()  # torch's tree of all events takes longer than the step
+    events = [Event(e.name(), e.start_thread_id(), e.start_ns(), e.end_ns()) for e in raw if sends(e.name())]
+    profiled = Counter(e.name for e in events if not any(e.is_inside(other) for other in events))
     assert profiled == Counter(s.operator for s in sent), (profiled, Counter(s.operator for s in sent))
     tracks = tracks_of(mesh, {s.group for s in sent if s.group is not None})
     found: Counts = {}
@@ -107,11 +109,17 @@ def sends(operator: str) -> bool:
     return operator.startswith(("c10d::", "_c10d_functional::")) and "wait_tensor" not in operator
 
 
-def inside_another(event: Any) -> bool:
-    parent = event.cpu_parent
-    while parent is not None and not sends(parent.name):
-        parent = parent.cpu_parent
-    return parent is not None
+class Event(NamedTuple):
+    """What torch's profiler saw, in nanoseconds."""
+
+    name: str
+    thread: int
+    start: int
+    end: int
+
+    def is_inside(self, other: "Event") -> bool:
+        within = other.start <= self.start and self.end <= other.end
+        return within and self.thread == other.thread and self is not other
 
 
 def kind(sent: LoggedCollective) -> str:
@@ -132,13 +140,16 @@ def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
 class Kept:
     """A tensor that autograd keeps, without its graph; counts its storage while any tensor of it is kept."""
 
-    def __init__(self, tensor: torch.Tensor, counter: "Counter[int]", sizes: dict[int, int]) -> None:
-        self.tensor, self.counter, self.sizes = tensor.detach(), counter, sizes
+    def __init__(
+        self, tensor: torch.Tensor, counter: "Counter[int]", sizes: dict[int, int], before_end: Callable[[], None]
+    ) -> None:
+        self.tensor, self.counter, self.sizes, self.before_end = tensor.detach(), counter, sizes, before_end
         self.at = private.storage_id(tensor)
         counter[self.at] += 1
         sizes[self.at] = tensor.untyped_storage().nbytes()
 
     def __del__(self) -> None:
+        self.before_end()
         self.counter[self.at] -= 1
         if not self.counter[self.at]:
             del self.counter[self.at], self.sizes[self.at]
@@ -154,7 +165,7 @@ def kept_for_backward(
     """
     outside = {private.storage_id(t) for t in (*part.values(), *model.base.constants().values())}
     outside |= {private.storage_id(model.buffer(name)) for name in program.updates}
-    counter, sizes, most = Counter[int](), dict[int, int](), [0]
+    counter, sizes, most, has_grown = Counter[int](), dict[int, int](), [0], False
 
     def gathered(module: Any, *_: Any) -> None:
         names = module.names if hasattr(module, "names") else module.shared
@@ -164,15 +175,20 @@ def kept_for_backward(
         copies = [stage.copies for stage in model.stage_modules().values()]
         return any(private.storage_id(tensor) == at for copy in copies for tensor in copy.tensors())
 
+    def peak() -> None:
+        nonlocal has_grown
+        if has_grown:
+            has_grown = False
+            gc.collect()  # a cycle of objects that nobody refers to keeps nothing for the backward pass
+            most[0] = max(most[0], sum(sizes.values()))
+
     def pack(tensor: torch.Tensor) -> Any:
+        nonlocal has_grown
         at = private.storage_id(tensor)
         if at in outside or is_copy(at):
             return tensor
-        kept = Kept(tensor, counter, sizes)
-        if sum(sizes.values()) > most[0]:
-            gc.collect()  # a cycle of objects that nobody refers to keeps nothing for the backward pass
-            most[0] = max(most[0], sum(sizes.values()))
-        return kept
+        has_grown = True
+        return Kept(tensor, counter, sizes, peak)
 
     def unpack(kept: Any) -> torch.Tensor:
         found: torch.Tensor = kept.tensor if isinstance(kept, Kept) else kept
@@ -180,10 +196,9 @@ def kept_for_backward(
 
     modules = (*model.segments, *model.stage_modules().values())
     handles = [module.register_forward_pre_hook(gathered) for module in modules]
-    gc.collect()
-    gc.freeze()  # so that each collection looks at the new objects only
+    gc.disable()  # what it would end is counted until a peak
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield most
-    gc.unfreeze()
+    gc.enable()
     for handle in handles:
         handle.remove()
