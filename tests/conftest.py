@@ -18,11 +18,11 @@ sys.path.append(str(Path(__file__).parents[1] / "tools"))
 from cpu_seconds import CpuSeconds
 from fifths import is_in_fifth
 from kept_captures import COLD, FOLDER, keeping
+from suites import SHORT
 
 HERE = Path(__file__).parent
 
 # Files of minutes, and folders of such, the longest first: one that a worker takes last keeps the others waiting.
-SHORT = "not long"  # the tests of `make test`, as pyproject.toml has it
 LONG_FIRST = (
     "integration/test_pipelines.py",
     "families/test_gloo.py",

@@ -24,6 +24,7 @@ import tomllib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import cache
 from itertools import accumulate, pairwise
 from pathlib import Path
 from queue import SimpleQueue
@@ -146,6 +147,7 @@ def _distances(module: str, root: Path) -> dict[str, int]:
     return found
 
 
+@cache  # faults change no import
 def _imported(path: Path) -> set[str]:
     """The modules that a file imports, inside functions too, and those that it names as ``module:function``."""
     found: set[str] = set()

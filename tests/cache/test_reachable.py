@@ -72,6 +72,26 @@ def test_a_change_gives_another_hash(what: str, monkeypatch: pytest.MonkeyPatch)
     assert digest(model) not in (None, before)
 
 
+@pytest.mark.parametrize(
+    ("text", "other"),
+    (
+        ("lambda x: x.relu()", "lambda x: x.tanh()"),
+        ("lambda x: x.sin() - x.cos()", "lambda x: x.cos() - x.sin()"),
+        ("lambda x: x.max(1).values.view(-1, 1)", "lambda x: x.min(1).values.view(-1, 1)"),
+        ("lambda x: LOW - HIGH * x", "lambda x: HIGH - LOW * x"),
+        ("lambda x: (lambda a, b: a - b)(a=x, b=1)", "lambda x: (lambda b, a: b - a)(a=x, b=1)"),
+    ),
+)
+def test_a_function_that_was_typed_at_a_prompt(text: str, other: str) -> None:
+    """No file has its text."""
+    model = own.Model()
+    hashes = []
+    for typed in (text, other, text):
+        model.late = eval(typed, {"LOW": 1, "HIGH": 2})
+        hashes.append(digest(model))
+    assert hashes[0] == hashes[2] is not None and hashes[0] != hashes[1]
+
+
 def test_the_request_and_torch_count() -> None:
     model = own.Model()
     requests = [

@@ -43,7 +43,7 @@ def imported(folder: Path, unwanted: tuple[str, ...], *options: str) -> str:
 @pytest.mark.parametrize(
     "options, unwanted",
     [
-        (("--fix", "pp=2", "--fix", "schedule=interleaved-zero-bubble,zbv-zero-bubble"), SLOW),
+        long(("--fix", "pp=2", "--fix", "schedule=interleaved-zero-bubble,zbv-zero-bubble"), SLOW),
         long(("--fix", "pp=2", "--trials", "0"), (*SLOW, "optuna", "sqlalchemy")),
         (("--fix", "pp=1"), (*SLOW, "optuna", "sqlalchemy")),
     ],

@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 import zoo
 
 MESH = "tp=2 × dp=2, ZeRO 3, sequence"
-DIFFERENT_IN_KIND = ("llama", "t5", "mixtral", "resnet", "phi3_grouped")  # the others run in one process
+DIFFERENT_IN_KIND = ("llama", "mixtral", "resnet")  # the others run in one process
 
 
 @pytest.mark.parametrize("family", thinned(zoo.FAMILIES, keep=DIFFERENT_IN_KIND))

@@ -13,7 +13,7 @@ import zoo
 from equivalence import Case, check, labelled
 from floored_error import floored_error, rms
 
-from autopar.capture.any_size import capture
+from autopar.capture import any_size
 from autopar.capture.loss_arguments import named_outputs
 from autopar.capture.request import Request
 from autopar.ir.degrees import Degrees
@@ -40,7 +40,7 @@ SHORT = {
 def one_sequence(family: str) -> tuple[Case, torch.nn.Module]:
     """The first sequence on one device, by the program of a record that was captured at two."""
     model, inputs = zoo.FAMILIES[family](CAPTURED)
-    captured = capture(Request.of(model, inputs))
+    captured = any_size.capture(Request.of(model, inputs))
     assert captured.has_one_sequence
     first = {name: value[:1] for name, value in inputs.items()}
     return run_program(promoted(captured.at(batch=1)), model, first), model

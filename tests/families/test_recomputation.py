@@ -25,9 +25,7 @@ PLANS = (
 )
 SHORT = {
     ("llama", "selective, tp=2 × dp=2, ZeRO 3"),
-    ("mixtral", "selective, tp=2 × dp=2, ZeRO 2"),
     ("gpt2", "stages of their own, pp=2 × dp=2, ZeRO 3"),
-    ("t5", "selective, pp=2 × tp=2"),
     ("convnext", "selective, tp=2 × dp=2, ZeRO 1"),
     ("llama", "selective, 4 chunks of the loss, tp=2"),
 }

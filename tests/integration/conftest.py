@@ -12,6 +12,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent / "ranks"))  # ranks inherit it
 
+from suites import SHORT
+
 from autopar.runtime.distributed.launch import Ranks
 
 MOST_THREADS = 3000  # of all open worlds
@@ -19,10 +21,13 @@ _open_worlds: dict[int, Ranks] = {}
 
 
 @pytest.fixture(scope="session")
-def worlds() -> Callable[[int], Ranks]:
+def worlds(pytestconfig: pytest.Config) -> Callable[[int], Ranks]:
+    """The long tests compare collectives before they run. It takes a third of the time of ranks."""
+    is_checked = pytestconfig.getoption("markexpr") != SHORT
+
     def of_size(size: int) -> Ranks:
         if size not in _open_worlds or not _open_worlds[size].is_open:
-            _open_worlds[size] = Ranks(size, timeout_s=600)
+            _open_worlds[size] = Ranks(size, timeout_s=600, checked=is_checked)
         return _open_worlds[size]
 
     return of_size

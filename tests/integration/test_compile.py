@@ -3,11 +3,12 @@
 import pytest
 import torch
 from integration_models import Wanted, planned
+from suites import long
 
 from autopar.runtime.distributed.launch import Ranks
 
 
-@pytest.mark.parametrize("recompute", ("none", "selective", "full"))
+@pytest.mark.parametrize("recompute", ("none", "selective", long("full")))
 def test_compiled_blocks_compute_the_same(two_ranks: Ranks, recompute: str) -> None:
     """With sequence parallelism, gathers that are repeated in backward, and the vocabulary-parallel loss."""
     wanted = Wanted(spec="llama3-8b", float64=True)

@@ -8,7 +8,7 @@ from suites import long
 from autopar.runtime.distributed.launch import Ranks
 
 PLANS = (
-    {"tp": 2, "dp": 2, "zero": 3},
+    long({"tp": 2, "dp": 2, "zero": 3}),
     {"pp": 2, "dp": 2, "micro_batches": 2},
     long({"tp": 4}),
     long({"tp": 2, "dp": 2, "sequence_parallel": True}),

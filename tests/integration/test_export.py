@@ -29,7 +29,6 @@ from autopar.runtime.parameters.state_loading import open_state
         ],
         keep=[
             ("gpt2", 2, {"dp": 2, "zero": 3, "precision": "bf16"}),
-            ("gpt2", 4, {"pp": 2, "dp": 2, "zero": 1, "micro_batches": 2}),
             ("mixtral", 2, {"tp": 2}),
         ],
     ),

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from suites import thinned
+from suites import long, thinned
 
 from autopar.runtime.distributed.launch import Ranks
 
@@ -31,7 +31,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "wish", "who"), thinned(CASES, keep=CASES[:6]))
+@pytest.mark.parametrize(("name", "wish", "who"), thinned(CASES, keep=CASES[:6:2]))
 def test_the_weights_of_rank_0_count(name: str, wish: dict[str, Any], who: str, four_ranks: Ranks) -> None:
     """Every parameter and buffer is bit-equal, a step has the loss of one device, and the users' models stay."""
     results = four_ranks.run("weight_ranks:weights", 4, name, wish, who)
@@ -51,7 +51,7 @@ def test_a_rank_receives_its_parts_alone(wish: dict[str, Any], four_ranks: Ranks
         assert found["received"] == (found["held"] + found["buffers"] if rank else 0)
 
 
-@pytest.mark.parametrize("plan", [{"tp": 2, "dp": 2}, None], ids=str)
+@pytest.mark.parametrize("plan", [long({"tp": 2, "dp": 2}), None], ids=str)
 def test_rank_0_alone_captures(plan: dict[str, Any] | None, tmp_path: Path, four_ranks: Ranks) -> None:
     """At the next start it reads what it kept."""
     for captures in (2, 0):  # at two sizes, or not at all

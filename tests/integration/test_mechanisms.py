@@ -15,7 +15,7 @@ SPLIT = {"tp": 2, "accumulate": 2}
 MICRO_BATCHES = [
     ("padded_on_the_right", PIPELINE),
     ("padded_on_the_left", ACCUMULATED),
-    ("packed_positions", PIPELINE),
+    long("packed_positions", PIPELINE),
     ("packed_positions", ACCUMULATED),
     long("padded_on_the_right", ACCUMULATED),
     long("padded_on_the_left", PIPELINE),
@@ -23,7 +23,7 @@ MICRO_BATCHES = [
     ("last_token_of_each_row", ACCUMULATED),
     long("last_token_of_each_row", PIPELINE),
     ("tokens_by_row_and_number", PIPELINE),
-    ("tokens_by_row_and_number", SPLIT),
+    long("tokens_by_row_and_number", SPLIT),
     ("best_tokens_of_each_row", PIPELINE),
 ]
 
@@ -79,7 +79,7 @@ def test_padding_by_name(two_ranks: Ranks) -> None:
 
 
 BUFFERS = [
-    ("spectral_norm", {"tp": 2}),
+    long("spectral_norm", {"tp": 2}),
     ("spectral_norm", {"dp": 2, "zero": 3, "accumulate": 2}),
     long("spectral_norm", {"pp": 2, "micro_batches": 2}),
     ("spectral_norm_by_a_hook", {"dp": 2, "zero": 1, "recompute": "full"}),

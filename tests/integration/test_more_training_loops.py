@@ -14,7 +14,7 @@ ZERO_1: dict[str, Any] = {"tp": 2, "dp": 2, "zero": 1}
 PLANS = (ZERO_3, long(ZERO_1), long({"dp": 4, "zero": 0}), long({"tp": 4}))
 
 
-@pytest.mark.parametrize("name", ["compiled", "checkpointed", "adapted", "grouped"])
+@pytest.mark.parametrize("name", ["compiled", "checkpointed", long("adapted"), long("grouped")])
 @pytest.mark.parametrize("wish", PLANS, ids=str)
 def test_models_with_their_authors_wrappers(wish: dict[str, Any], name: str, four_ranks: Ranks) -> None:
     assert max(four_ranks.run("more_loop_ranks:trained", wish, 4, name)) < TOLERANCE
@@ -59,7 +59,7 @@ def test_optimizers_of_single_elements_on_parts(wish: dict[str, Any], name: str,
     assert max(four_ranks.run("more_loop_ranks:by_element", wish, 4, name)) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["plain", "grouped"])
+@pytest.mark.parametrize("name", ["plain", long("grouped")])
 @pytest.mark.parametrize(
     ("wish", "other"), [(ZERO_3, {"tp": 4}), long(ZERO_1, {"dp": 4, "zero": 3}), long({"tp": 4}, ZERO_1)], ids=str
 )
@@ -85,7 +85,7 @@ def test_weights_are_loaded_by_name(wish: dict[str, Any], name: str, four_ranks:
 @pytest.mark.parametrize(
     "wish",
     [
-        {"dp": 4, "zero": 0},
+        long({"dp": 4, "zero": 0}),
         {"tp": 2, "dp": 2, "zero": 3},
         long({"dp": 4, "zero": 1}),
         long({"tp": 2, "dp": 2, "zero": 0}),

@@ -13,7 +13,7 @@ import torch
 from priced_models import GPT2, LLAMA, RANKS, case, planned_case
 from state_ranks import num_bytes
 from step_traffic import run_stages
-from suites import thinned
+from suites import long, thinned
 
 from autopar.capture.analysis import analyse
 from autopar.cost_model.dry_run.memory import optimizer_bytes
@@ -63,7 +63,7 @@ def test_counted_state_in_8_bits(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("AdamW", {"lr": 1e-2}), ("SGD", {"lr": 1e-2, "momentum": 0.9}), ("Adafactor", {"lr": 1e-2})],
+    [("AdamW", {"lr": 1e-2}), long("SGD", {"lr": 1e-2, "momentum": 0.9}), ("Adafactor", {"lr": 1e-2})],
 )
 def test_state_in_files_has_equal_bits(kind: str, options: dict[str, Any], worlds: Callable[[int], Ranks]) -> None:
     _, plan = planned_case(SPLIT)

@@ -6,7 +6,7 @@ from pathlib import Path
 import forked
 import pytest
 import torchrun
-from suites import long
+from suites import thinned
 
 CASES = {
     "cpu model",
@@ -19,22 +19,27 @@ CASES = {
     "mean of squares",
     "different weights",
 }
-SOME = {1: ("cpu model", "tuple inputs"), 2: tuple(CASES), 4: ("safetensors, plan", "mean of squares")}
+LAUNCHED = {
+    "alone": (1, ("cpu model", "tuple inputs")),
+    "torchrun": (2, ("different weights", "path of a plan")),
+    "forks": (2, tuple(CASES)),
+    "four forks": (4, ("safetensors, plan", "mean of squares")),
+}
 
 
-@pytest.mark.parametrize("world_size", (1, 2, long(4)))
-def test_losses_equal_the_single_device(world_size: int, tmp_path: Path) -> None:
-    """One rank by itself, two under torchrun, four as forks."""
-    script, arguments = torchrun.HERE / "torchrun_parallelize.py", [str(world_size), *SOME[world_size]]
-    if world_size == 1:
+@pytest.mark.parametrize("launched", thinned(LAUNCHED, keep=("alone", "torchrun", "forks")))
+def test_losses_equal_the_single_device(launched: str, tmp_path: Path) -> None:
+    world_size, cases = LAUNCHED[launched]
+    script, arguments = torchrun.HERE / "torchrun_parallelize.py", [str(world_size), *cases]
+    if launched == "alone":
         forked.alone(script, [str(tmp_path), *arguments], tmp_path)
-    elif world_size == 2:
+    elif launched == "torchrun":
         code, output = torchrun.run(world_size, script.name, tmp_path, *arguments)
         assert code == 0, output[-4000:]
     else:
         forked.run(script, [str(tmp_path), *arguments], tmp_path, world_size)
     results = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(world_size)]
-    assert results[0]["losses"].keys() == set(SOME[world_size])
+    assert results[0]["losses"].keys() == set(cases)
     for name, (found, reference) in results[0]["losses"].items():
         assert found == pytest.approx(reference, rel=1e-5), name
         assert all(other["losses"][name][0] == found for other in results), name  # bit-equal on all ranks

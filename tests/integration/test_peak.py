@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from peak_ranks import Language, batch_of
+from suites import long
 
 import autopar
 from autopar.cost_model.parts import MEMORY
@@ -13,7 +14,7 @@ PLANS: tuple[dict[str, Any], ...] = ({"tp": 2}, {"pp": 2, "micro_batches": 2}, {
 
 
 @pytest.mark.parametrize("wish", PLANS, ids=str)
-@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("precision", [long(None), "bf16"])
 def test_chunks_of_the_loss_lower_the_peak(wish: dict[str, Any], precision: str | None, two_ranks: Ranks) -> None:
     """On the last stage, by what the formula says, within 5 %. The other stages keep their peak."""
     peaks, priced = [], []

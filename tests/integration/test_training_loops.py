@@ -33,7 +33,7 @@ def test_users_see_the_models_parameters(wish: dict[str, Any], options: dict[str
     assert four_ranks.run("loop_ranks:seen", wish, 4, options) == [[]] * 4
 
 
-@pytest.mark.parametrize("options", [PLAIN, GROUPED], ids=["packed", "grouped"])
+@pytest.mark.parametrize("options", [long(PLAIN), GROUPED], ids=["packed", "grouped"])
 @pytest.mark.parametrize(
     "wish", [{"tp": 2, "dp": 2, "zero": 1}, long({"tp": 4}), long({"tp": 2, "dp": 2, "zero": 3})], ids=str
 )
@@ -49,7 +49,7 @@ def test_a_compiled_step_is_refused(two_ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("options", [PLAIN, long(UNEVEN), long(GROUPED)], ids=["packed", "uneven", "grouped"])
-@pytest.mark.parametrize("name", thinned(OPTIMIZERS, keep=("decay by dim", "muon")))
+@pytest.mark.parametrize("name", thinned(OPTIMIZERS, keep=("muon",)))
 @pytest.mark.parametrize("wish", PLANS, ids=str)
 def test_parameters_are_those_of_one_device(
     wish: dict[str, Any], name: str, options: dict[str, Any], four_ranks: Ranks
@@ -74,7 +74,7 @@ def test_a_norm_of_one_stage_is_refused(wish: dict[str, Any], four_ranks: Ranks)
 @pytest.mark.parametrize(
     "wish", [{"tp": 2, "dp": 2, "zero": 3}, long({"tp": 2, "dp": 2, "zero": 0}), long({"pp": 2, "tp": 2})], ids=str
 )
-@pytest.mark.parametrize("options", [PLAIN, GROUPED], ids=["packed", "grouped"])
+@pytest.mark.parametrize("options", [long(PLAIN), GROUPED], ids=["packed", "grouped"])
 def test_hooks_get_the_gradient_of_all_ranks(wish: dict[str, Any], options: dict[str, Any], four_ranks: Ranks) -> None:
     found = four_ranks.run("loop_ranks:hooked", wish, 4, options)
     assert max(worst for worst, _ in found) < TOLERANCE
@@ -82,7 +82,7 @@ def test_hooks_get_the_gradient_of_all_ranks(wish: dict[str, Any], options: dict
     assert max(four_ranks.run("loop_ranks:summed_calls", wish, 4, options)) < TOLERANCE
 
 
-@pytest.mark.parametrize("calls", [1, 2])
+@pytest.mark.parametrize("calls", [long(1), 2])
 @pytest.mark.parametrize("wish", PLANS, ids=str)
 def test_the_loop_of_one_device(wish: dict[str, Any], calls: int, four_ranks: Ranks) -> None:
     """``loss = parallel(**batch); loss.backward()``, with several calls for each step."""

@@ -13,12 +13,8 @@ KEPT = (
     "adapted",
     "grouped optimizer muon",
     "grouped optimizer adafactor foreach",
-    "grouped optimizer adam fused",
     "grouped clip norm foreach",
     "reentrant",
-    "optimizer adafactor",
-    "optimizer muon",
-    "optimizer rprop",
     "optimizer sgd fused",
 )
 PLANS = ({"tp": 2, "dp": 2, "zero": 3}, long({"tp": 2, "dp": 2, "zero": 1}), long({"tp": 4}))

@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,7 @@ MODULES = (
     "planning.estimate",
     "runtime.distributed.launch",
 )
-COLD = ("capture", "cache", "families/test_one_process.py", "test_core_only.py", "unchanged")
+COLD = ("cache", "families/test_one_process.py", "test_core_only.py", "unchanged")
 
 _until_it_ends = ExitStack()  # a context that nobody holds would be left at once
 
@@ -49,6 +50,7 @@ def keeping() -> Iterator[None]:
         )  # fmt: skip
         return SimpleNamespace(program=kept)
 
+    @wraps(whole)
     def kept_whole(request: Any, batch: int | None = None) -> Any:
         with mock.patch.object(programs, "capture", lambda _, batch: whole(request, batch)):
             return programs.kept_capture(replace(request, folder=folder), batch)
@@ -62,6 +64,7 @@ def keeping() -> Iterator[None]:
             (program, "capture_twice", kept_twice),
             (programs, "capture", kept_whole),
             (estimate, "capture", kept_whole),
+            (any_size, "capture", kept_whole),
             (reachable, "own_files", tuple),
             (reachable, "_stamp", lambda file: ""),
             (launch.Ranks, "__init__", begin_keeping),
@@ -74,8 +77,12 @@ def keeping() -> Iterator[None]:
 def capturing() -> Iterator[None]:
     """Capture anew inside of `keeping`."""
     program, any_size = (importlib.import_module(f"autopar.capture.{name}") for name in ("program", "any_size"))
-    programs, twice = importlib.import_module("autopar.cache.programs"), any_size.capture_twice
-    with mock.patch.object(program, "capture_twice", twice), mock.patch.object(programs, "capture", any_size.capture):
+    programs, whole = importlib.import_module("autopar.cache.programs"), any_size.capture.__wrapped__
+    with (
+        mock.patch.object(program, "capture_twice", any_size.capture_twice),
+        mock.patch.object(programs, "capture", whole),
+        mock.patch.object(any_size, "capture", whole),
+    ):
         yield
 
 

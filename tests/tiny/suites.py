@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+SHORT = "not long"  # the tests of `make test`, as pyproject.toml has it
+
 
 def long(*arguments: Any) -> Any:
     """One case of `pytest.mark.parametrize` that only `make test-all` runs."""
