@@ -56,7 +56,8 @@ class OriginalModel:
         self.optional = frozenset(name for name, arg in arguments if arg.default is None)  # inputs that may be missing
         self._watched: dict[int, dict[str, object]] = {}  # names and constants by part
         self._names = {id(p): (name, ref(p)) for name, p in model.named_parameters()}
-        holders = _instances(_with_subclasses(LRScheduler) | _with_subclasses(AveragedModel))
+        kinds = _with_subclasses(LRScheduler) | _with_subclasses(AveragedModel)
+        holders = [o for o in gc.get_referrers(*kinds) if type(o) in kinds]  # each object refers to its class
         ours = (o for o in holders if isinstance(o, LRScheduler) or type(o.module) is type(model))
         self._followers = [(ref(o), _position(o)) for o in ours]
         self.watch(reads)
@@ -182,11 +183,6 @@ def _nobody(follower: object) -> str:
 
 def _with_subclasses(kind: type) -> set[type]:
     return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))
-
-
-def _instances(classes: set[type]) -> list[Any]:
-    """Each object refers to its class, and the collector finds what refers to it without a list of all objects."""
-    return [o for o in gc.get_referrers(*classes) if type(o) in classes]
 
 
 def _position(follower: Any) -> int:

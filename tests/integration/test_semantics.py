@@ -160,7 +160,7 @@ HELD_BY = {
     "S30": (
         "../runtime/model/test_original_model.py::test_a_change_is_named_at_the_next_step",
         "../runtime/model/test_original_model.py::test_what_no_capture_reads_may_change",
-        "../capture/test_autograd_functions.py::test_hooks_that_forward_sets_are_refused_with_their_line",
+        "../capture/test_gradient_hooks.py::test_hooks_that_forward_sets_are_refused_with_their_line",
         "../capture/export/test_distributions.py::test_a_distribution_of_activations_is_captured",
         "../capture/export/test_distributions.py::test_checks_of_activations_that_a_model_asks_for_are_noted",
         "../capture/export/test_own_changes.py::test_the_mode_of_the_inputs_is_captured",

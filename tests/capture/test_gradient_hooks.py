@@ -1,4 +1,4 @@
-"""Functions with a backward pass of their own: traced if it is the derivative of the forward pass, else refused."""
+"""Hooks on gradients and modes of gradients in forward, and reentrant checkpoints."""
 
 from typing import Any
 
@@ -11,20 +11,6 @@ from autopar.capture.program import capture_program
 from autopar.capture.request import Request
 from autopar.errors import CaptureError
 from autopar.testing.equivalence import run_model
-
-
-class Swish(torch.autograd.Function):
-    """Saves its input only, as the packages of image models do."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        return x * x.sigmoid()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        return grad * x.sigmoid() * (1 + x * (1 - x.sigmoid()))
 
 
 class Applies(nn.Module):
@@ -40,10 +26,6 @@ class Applies(nn.Module):
 
 
 BATCH = (torch.randn(2, 4),)
-
-
-def test_a_derivative_is_traced() -> None:
-    assert capture_program(Applies(Swish.apply), BATCH).parameters
 
 
 def test_reentrant_checkpoints_keep_their_gradients() -> None:
@@ -81,7 +63,7 @@ def of_saved(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("function", [of_node, of_tensor, of_several, of_saved])
 def test_hooks_that_forward_sets_are_refused_with_their_line(function: Any) -> None:
     line = "saved_tensors_hooks" if function is of_saved else "register_"
-    with pytest.raises(CaptureError, match=rf"test_autograd_functions.py:\d+: `.*{line}.*` sets a hook on gradients"):
+    with pytest.raises(CaptureError, match=rf"test_gradient_hooks.py:\d+: `.*{line}.*` sets a hook on gradients"):
         capture_program(Applies(function), BATCH)
 
 
