@@ -155,9 +155,8 @@ class _Walk:
         for part in _codes(code):
             names.update(part.co_names)
             texts.update(text for text in part.co_consts if isinstance(text, str))
-            self._write(part.co_code.hex(), part.co_exceptiontable.hex(), part.co_flags, part.co_names)
-            self._write(part.co_varnames, part.co_argcount, part.co_posonlyargcount, part.co_kwonlyargcount)
-            self._write([_constant(c) for c in part.co_consts])
+            self._write(part.co_code.hex(), part.co_flags, part.co_names, part.co_varnames)
+            self._write(part.co_exceptiontable.hex(), [_constant(c) for c in part.co_consts])
         if names & {"environ", "getenv"}:
             self.add([os.environ.get(text) for text in sorted(texts)])
         for name in sorted(names & function.__globals__.keys()):

@@ -165,9 +165,7 @@ class Ranks:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(list(PRELOADED))
         options = {"folder": self._folder.name, "timeout_s": timeout_s, "checked": checked, "device_type": device_type}
-        self._pipes: list[Any] = []
-        self._questions: list[Any] = []
-        self._processes: list[Any] = []
+        self._pipes, self._questions, self._processes = list[Any](), list[Any](), list[Any]()
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             question, channel = context.Pipe()
