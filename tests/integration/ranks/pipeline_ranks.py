@@ -4,7 +4,6 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -137,18 +136,12 @@ def with_dropout(rank: int, world_size: int, wish: Mapping[str, Any], local: int
     return parallel.whole_gradients()
 
 
-SECOND_STEP_S = 8.0
-
-
 def faulty_step(rank: int, world_size: int, wish: Mapping[str, Any], who: int, fault: str, folder: str) -> None:
     """Two steps; in the second a stage of rank `who` raises, is killed, stops or sleeps in its second micro-batch."""
     parallel, _ = made(world_size, wish, 4)
     Path(folder, f"pid-{rank}").write_text(str(os.getpid()))
     own, _ = own_rows(parallel, (4,) * parallel.plan.degrees.dp, LENGTH, 0)
     parallel.forward_backward(own)
-    for group in dist.distributed_c10d._world.pg_map:  # the world is up: who waits in the second step gives up soon
-        backend: Any = group._get_backend(torch.device("cpu"))
-        getattr(backend, "wrapped_pg", backend)._set_default_timeout(timedelta(seconds=SECOND_STEP_S))
     if rank == who:
         parallel.segments[-1].register_forward_pre_hook(planted(fault, Path(folder, "when")))
     parallel.forward_backward(own)
