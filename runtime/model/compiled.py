@@ -37,13 +37,11 @@ class CompiledProgram:
     streams: Streams
     device: torch.device
     stored: Mapping[str, Storage] = field(default_factory=dict)  # parameters that may lie in another placement
-    _modules: dict[bool, list[fx.GraphModule]] = field(
-        default_factory=dict, init=False
-    )  # by whether all outputs are kept
+    # by whether all outputs are kept
+    _modules: dict[bool, list[fx.GraphModule]] = field(default_factory=dict, init=False)
     _partial: dict[tuple[int, tuple[str, ...]], fx.GraphModule] = field(default_factory=dict, init=False)
-    _constants: dict[tuple[int, ...], dict[str, torch.Tensor]] = field(
-        default_factory=dict, init=False
-    )  # of one version at most
+    # of one version at most
+    _constants: dict[tuple[int, ...], dict[str, torch.Tensor]] = field(default_factory=dict, init=False)
 
     @cached_property
     def analysis(self) -> Analysis:
