@@ -37,6 +37,14 @@ def test_the_nearest_test_file_is_the_first() -> None:
     assert set(files) == every - {"tests/test_mutants.py"}  # it would notice every fault
 
 
+def test_the_test_that_caught_a_fault_runs_first_while_it_exists(tmp_path: Path) -> None:
+    every = mutants.read_faults()
+    (fault,) = (each for each in every if each.name == "softmax-split")
+    assert mutants.last_caught_by(fault) == ["tests/rules/test_rule_proof.py::test_rule_holds_in_shards"]
+    assert mutants.last_caught_by(fault, tmp_path) == mutants.last_caught_by(replace(fault, what="another")) == []
+    assert sum(bool(mutants.last_caught_by(each)) for each in every) >= 60
+
+
 def test_a_fault_is_planted_into_a_copy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fault = mutants.read_faults()[0]
     before = (ROOT / fault.file).read_text()
@@ -51,5 +59,5 @@ def test_a_fault_is_planted_into_a_copy(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(mutants, "_failing", failing)
     found = mutants.Bench(tmp_path).result(fault)
     assert (found.short, found.long) == ("", "tests/test_some.py::test_it")
-    assert met == [fault.planted(before)] * 5 + [before]  # four runs of the short suite, the long tests, and the proof
+    assert met == [fault.planted(before)] * 6 + [before]  # five runs of the short suite, the long tests, and the proof
     assert (tmp_path / "mutant" / fault.file).read_text() == before

@@ -3,8 +3,9 @@
     python tools/mutants.py [--only NAME] [--fifth COMMIT] [--jobs N] [--results FILE] [--write]
 
 The faults are data in tools/mutants.toml. A fault is planted into a copy of the tree, never into the checkout. The
-short suite runs first, the test files nearest to the fault before the others, up to the first failure. A fault that the
-short suite misses meets the long tests too. Results are kept in a JSON file. `--write` makes docs/mutants.md of them.
+short suite runs first, up to the first failure: the test that docs/mutants.md names, the test files nearest to the
+fault, the others. A fault that the short suite misses meets the long tests too. Results are kept in a JSON file.
+`--write` makes docs/mutants.md of them.
 
 A failing test counts only if it passes on the tree without the fault.
 """
@@ -161,6 +162,18 @@ def _imported(path: Path) -> set[str]:
     return found - {"autopar"}  # the public face imports everything when it is asked for
 
 
+def last_caught_by(fault: Fault, root: Path = ROOT) -> list[str]:
+    """The test that docs/mutants.md names for a fault, if there is such a test."""
+    rows = re.findall(r"^\| (.*) \| (.*) \| caught \| `((.*)::(\w+))` \|$", PAGE.read_text(encoding="utf-8"), re.M)
+    return [
+        test
+        for area, what, test, file, name in rows
+        if (area, what) == (fault.area, fault.what)
+        and (root / file).is_file()
+        and re.search(rf"\bdef {name}\(", (root / file).read_text(encoding="utf-8"))
+    ]
+
+
 # ---- running them ----
 
 
@@ -196,7 +209,8 @@ class Bench:
         try:
             files = nearest_tests(fault, self.pristine)
             edges = [0, *accumulate(RUNS), len(files)]
-            runs = (self._first_failure(files[start:stop], "short") for start, stop in pairwise(edges))
+            groups = (last_caught_by(fault, self.pristine), *(files[start:stop] for start, stop in pairwise(edges)))
+            runs = (self._first_failure(group, "short") for group in groups)
             short = next(filter(None, runs), "")
             long = "" if short else self._first_failure(files, "long")
         finally:
@@ -289,9 +303,9 @@ python tools/mutants.py --jobs 2 --write         # all faults, and this page
 - The short suite (`make test`) catches {short} of {num}.
 - The short suite and the long tests (`make test-all`) together catch {long} of {num}.
 
-The short suite runs first, and the test files nearest to the fault run before the others. The run ends at the first
-test that fails. "Caught by" names this test. A test counts only if it passes without the fault. The long tests run only
-for a fault that the short suite misses.
+The short suite runs first. It begins with the test that this page names, then come the test files nearest to the fault.
+The run ends at the first test that fails. "Caught by" names this test. A test counts only if it passes without the
+fault. The long tests run only for a fault that the short suite misses.
 
 To add a fault, append it to `tools/mutants.toml`. The old text must stand exactly once in its file.
 `tests/test_mutants.py` checks this for every fault.
