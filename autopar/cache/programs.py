@@ -76,7 +76,7 @@ def _kept(
 def _file(request: Request, batch: int | None, what: str) -> KeptFile | None:
     """Where the capture of a request is kept. None if nothing is kept, or what it depends on is not known."""
     reading = request.reading
-    if request.folder is None or reading.answers is not None or reading.buffers is not None or reading.decided:
+    if request.folder is None or reading.answers is not None or reading.decided:
         return None
     digest = request_digest(request)
     return None if digest is None else kept_file(request.folder / "own", what, digest, batch, capture_versions())

@@ -6,8 +6,8 @@
     inputs     form, shapes and dtypes of tensors, and every other argument by value
     torch      version, default dtype, autocast
 
-Weights count by shape and dtype, all other tensors by value. If a value hides its content, nothing is known, and the
-model is captured at every start.
+Weights count by shape and dtype, all other tensors by value. So do the buffers that a job holds for a model on meta. If
+a value hides its content, nothing is known, and the model is captured at every start.
 """
 
 import hashlib
@@ -57,6 +57,8 @@ def request_digest(request: Request) -> str | None:
         walk.add([str(form), shapes])
         walk.add([request.training, request.products, request.staged, request.reading.specialise])
         walk.add([request.model, request.loss_fn])
+        if (held := request.reading.buffers) is not None:
+            walk.add({name: held(name) for name, buffer in request.model.named_buffers() if buffer.is_meta})
         walk.add(own_files())
     except Exception:  # `_UnknownError`, or whatever an object of the user raises when it is read
         return None

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from autopar.cache.reachable import request_digest
-from autopar.capture.request import Request
+from autopar.capture.request import Reading, Request
 
 TESTS = Path(__file__).parents[1]
 X = {"x": torch.ones(4, 8)}
@@ -104,6 +105,9 @@ def test_the_request_and_torch_count() -> None:
         Request.of(model, X, partial(own.loss, weight=2)),
         Request.of(model, X, partial(own.loss, weight=3)),
     ]
+    for value in (1.0, 2.0):  # of the buffers that a job holds
+        reading = Reading(buffers=lambda name, value=value: torch.tensor(value))  # type: ignore[misc]
+        requests.append(replace(Request.of(own.Model().to("meta"), X), reading=reading))
     found = [request_digest(one) for one in requests]
     with torch.autocast("cpu", torch.bfloat16):
         found.append(digest(model))

@@ -53,10 +53,10 @@ def test_a_rank_receives_its_parts_alone(wish: dict[str, Any], four_ranks: Ranks
 
 @pytest.mark.parametrize("plan", [long({"tp": 2, "dp": 2}), None], ids=str)
 def test_rank_0_alone_captures(plan: dict[str, Any] | None, tmp_path: Path, four_ranks: Ranks) -> None:
-    """At the next start it reads what it kept."""
+    """At the next start it reads what it kept, also for another shape and for evaluation."""
     for captures in (2, 0):  # at two sizes, or not at all
         first, *others = four_ranks.run("weight_ranks:exports", 4, plan, str(tmp_path))
-        assert first[0] == captures and all(first[1:]), first
+        assert first[0] == captures and [count > 0 for count in first] == [captures > 0] * 3, first
         assert others == [[0, 0, 0]] * 3
 
 
