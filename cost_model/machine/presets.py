@@ -30,6 +30,7 @@ def shipped_profiles() -> dict[str, DeviceProfile]:
     return loaded
 
 
+@functools.cache
 def device_profile(device: str, device_type: DeviceType = "cuda") -> DeviceProfile:
     """The shipped profile of a device preset."""
     with resources.as_file(resources.files("autopar.presets") / "profiles") as folder:

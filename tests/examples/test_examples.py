@@ -1,10 +1,7 @@
-"""Every example runs at a tiny size, and learns: the demo under torchrun, the others on ranks that are forked."""
+"""Every example runs at a tiny size, and learns."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import forked
@@ -14,14 +11,6 @@ from suites import long
 pytest.importorskip("transformers")
 
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
-
-
-def under_torchrun(script: Path, options: list[str], folder: Path) -> str:
-    """As a user runs it: the script starts torchrun."""
-    command, environment = [sys.executable, str(script), *options], os.environ | {"TORCH_LOGS": "-dtensor"}
-    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
-    return result.stdout
 
 
 def losses(text: str) -> list[float]:
@@ -34,8 +23,7 @@ def losses(text: str) -> list[float]:
 )
 def test_demo(tmp_path: Path, plan: str, sizes: str) -> None:
     small = ["--plan", plan, "--steps", "6", "--check-steps", "3", "--layers", "2", "--hidden", "64", "--seq-len", "32"]
-    run = under_torchrun if plan == "2d" else forked.run
-    shown = run(EXAMPLES / "demo.py", [*small, "--out", str(tmp_path / "out")], tmp_path)
+    shown = forked.run(EXAMPLES / "demo.py", [*small, "--out", str(tmp_path / "out")], tmp_path)
     assert sizes in shown
     assert "tokens/s" in shown
     assert "first 3 steps against one device" in shown
@@ -63,7 +51,7 @@ def test_long_run(tmp_path: Path, check: bool) -> None:
     """The ranks are killed. The run goes on from its checkpoint, on the next sample, under another plan."""
     sizes = ["--layers", "2", "--width", "64", "--seq-len", "32", "--batch", "8", "--steps", "8"]
     options = [*sizes, "--save-every", "2", "--kill", "5", *(["--check"] if check else [])]
-    shown = under_torchrun(EXAMPLES / "long_run.py", options, tmp_path)
+    shown = forked.under_torchrun(EXAMPLES / "long_run.py", options, tmp_path)
     assert "all ranks were killed after step 5" in shown
     assert "loaded the checkpoint of step 4" in shown
     run = tmp_path / "long_run_output"
@@ -115,7 +103,7 @@ def test_a_public_loop_needs_eight_lines_for_ranks(tmp_path: Path) -> None:
     script = EXAMPLES / "char_gpt.py"
     assert script.read_text().count("  # ranks\n") <= 8
     options = ["--steps", "20"]
-    alone = subprocess.run([sys.executable, str(script), *options], capture_output=True, text=True, check=True).stdout
+    alone = forked.alone(script, options, tmp_path)
     ranks = forked.run(script, [*options, "--tp", "2"], tmp_path, 4)
     expected, found = (re.findall(r"(?:loss|evaluation) ([\d.]+)", text) for text in (alone, ranks))
     assert len(expected) == 21

@@ -1,6 +1,7 @@
 """Every strategy's example trains at a tiny size, and its first loss equals one device's."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import forked
@@ -12,8 +13,8 @@ SMALL = ["--layers", "2", "--width", "32", "--seq-len", "16"]
 CHECKED = re.compile(r"first step: loss [\d.]+, on one device [\d.]+, difference ([\de.+-]+)")
 
 
-def run(name: str, folder: Path, *options: str, steps: int = 6) -> str:
-    return forked.run(EXAMPLES / f"{name}.py", [*SMALL, "--steps", str(steps), *options], folder)
+def run(name: str, folder: Path, *options: str, steps: int = 6, by: Callable[..., str] = forked.run) -> str:
+    return by(EXAMPLES / f"{name}.py", [*SMALL, "--steps", str(steps), *options], folder)
 
 
 def assert_learns(shown: str) -> None:
@@ -52,7 +53,7 @@ def test_hybrid_sharding(tmp_path: Path) -> None:
 def test_tensor_parallel(tmp_path: Path, sequence_parallel: bool) -> None:
     pytest.importorskip("transformers")
     option = "--sequence-parallel" if sequence_parallel else "--no-sequence-parallel"
-    shown = run("tensor_parallel", tmp_path, "--code", option)
+    shown = run("tensor_parallel", tmp_path, "--code", option, by=forked.under_torchrun)
     assert_learns(shown)
     layer = shown[shown.index("def forward") :]
     assert ("reduce_scatter(" in layer) == sequence_parallel

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import run_ranks
 from data_ranks import LENGTH
@@ -95,25 +96,26 @@ with autopar.Run(sys.argv[1], parallel) as run:
 
 def test_a_killed_job_leaves_every_line_and_no_lock(tmp_path: Path) -> None:
     """Another job is refused while it lives. The next start after it goes on in the same file."""
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-    job = subprocess.Popen([*command, "0", "3"], stdout=subprocess.PIPE, text=True)
+    script, folder = tmp_path / "job.py", tmp_path / "run"
+    script.write_text(PROGRAM)
+    job = subprocess.Popen([sys.executable, str(script), str(folder), "0", "3"], stdout=subprocess.PIPE, text=True)
     assert job.stdout is not None
     assert [job.stdout.readline() for _ in range(3)] == ["logged\n"] * 3
-    assert run_status(tmp_path).state == "running" and run_status(tmp_path).step == 2
-    second = subprocess.run([*command, "0", "9"], capture_output=True, text=True)
-    assert second.returncode == 1 and f"is in use by process {job.pid}" in second.stderr
+    assert run_status(folder).state == "running" and run_status(folder).step == 2
+    with pytest.raises(AssertionError, match=f"is in use by process {job.pid}"):
+        forked.alone(script, [str(folder), "0", "9"], tmp_path)
     job.send_signal(signal.SIGKILL)
     job.wait()
-    assert run_status(tmp_path).state == "killed"
-    with open(tmp_path / METRICS_FILE, "ab") as file:
+    assert run_status(folder).state == "killed"
+    with open(folder / METRICS_FILE, "ab") as file:
         file.write(b'{"step":3,"lo')
-    assert [line.step for line in read_metrics(tmp_path).lines] == [0, 1, 2]
-    subprocess.run([*command, "2", "9"], check=True, capture_output=True)
-    found = read_metrics(tmp_path)
+    assert [line.step for line in read_metrics(folder).lines] == [0, 1, 2]
+    forked.alone(script, [str(folder), "2", "9"], tmp_path)
+    found = read_metrics(folder)
     assert [line.step for line in found.lines] == list(range(9))
     assert (found.num_replaced, found.num_damaged) == (1, 0)
-    assert run_status(tmp_path).state == "done"
-    for text in (tmp_path / METRICS_FILE).read_text().splitlines():
+    assert run_status(folder).state == "done"
+    for text in (folder / METRICS_FILE).read_text().splitlines():
         json.loads(text)
 
 

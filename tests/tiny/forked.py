@@ -46,6 +46,14 @@ def run(script: Path, arguments: Sequence[str], folder: Path, num_ranks: int | N
     )
 
 
+def under_torchrun(script: Path, arguments: Sequence[str], folder: Path) -> str:
+    """What a script prints that starts torchrun itself, as a user starts it."""
+    command, environment = [sys.executable, str(script), *arguments], os.environ | {"TORCH_LOGS": "-dtensor"}
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    return result.stdout
+
+
 def alone(script: Path, arguments: Sequence[str], folder: Path) -> str:
     """What a script prints that is run by itself, without torchrun's environment."""
     return _succeeded(script, arguments, [{}], folder)

@@ -1,6 +1,7 @@
 """Offload in the search: bounds and the best plan against full enumeration, prices by hand, and remedies that run."""
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ def hosted(on: Machinery, host: HostShare = HOST) -> Machinery:
     return replace(on, machine=replace(on.machine, host=host))
 
 
+@cache
 def case_of(memory_bytes: float) -> tuple[Case, Machinery]:
     case = Case(model="llama", cluster="4xh100", global_batch=4, tokens=256, memory_bytes=memory_bytes)
     return case, hosted(case.on)
@@ -48,6 +50,12 @@ def enumerated(case: Case, on: Machinery, fix: Any = None) -> list[tuple[PricedP
         for i, bound in enumerate(bounds.tolist()):
             found.append((priced(case.works(tp), mine.degrees(i), on), bound))
     return found
+
+
+@cache
+def enumerated_on(memory_bytes: float, offload: str) -> list[tuple[PricedPlan, float]]:
+    case, on = case_of(memory_bytes)
+    return enumerated(case, on.keeping(offload))
 
 
 def searched(case: Case, on: Machinery, constraints: Constraints, *, has_time: bool = True) -> SearchState:
@@ -76,7 +84,7 @@ def test_no_plan_is_better_than_the_one_found(memory_bytes: float, fix: dict[str
     found = searched(case, on, case.constraints.narrowed(fix=fix, forbid=FORBID))
     best: dict[str, float] = {}
     for offload in OFFLOADS:
-        for one, bound in enumerated(case, on.keeping(offload)):
+        for one, bound in enumerated_on(memory_bytes, offload):
             assert one.degrees.offload == offload
             if one.fits:
                 assert bound <= one.seconds * (1 + 1e-9), one.degrees
