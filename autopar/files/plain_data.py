@@ -11,7 +11,7 @@ import types
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from autopar.errors import InputError, Problem, did_you_mean, short_repr
 
@@ -48,6 +48,7 @@ def read_plain(
         return _finite(data, problems, path)
     if is_dataclass(kind):
         return _dataclass(kind, data, problems, path, readers)
+    kind = _plain(kind)
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         if data is None and type(None) in arguments:
@@ -65,7 +66,7 @@ def _dataclass(kind: Any, data: Any, problems: list[Problem], path: str, readers
     if not isinstance(data, Mapping):
         problems.append(Problem(path=path, rule="must be an object", value=data))
         return None
-    hints = _hints(kind, tuple(readers or ()))
+    hints = hints_of(kind, tuple(readers or ()))
     before = len(problems)
     for key in data:
         if key not in hints:
@@ -82,7 +83,8 @@ def _dataclass(kind: Any, data: Any, problems: list[Problem], path: str, readers
 
 
 @cache
-def _hints(kind: Any, known: tuple[Any, ...]) -> dict[str, Any]:
+def hints_of(kind: Any, known: tuple[Any, ...] = ()) -> dict[str, Any]:
+    """The types of a dataclass's fields."""
     return get_type_hints(kind, localns={each.__name__: each for each in known})
 
 
@@ -108,15 +110,21 @@ def _mapping(
         problems.append(Problem(path=path, rule="must be an object", value=data))
         return None
     found = {}
+    key_kind = _plain(arguments[0])
     for key, value in data.items():
         made: Any = key
-        if arguments[0] is int and isinstance(key, str):  # JSON has no other keys than text
+        if key_kind is int and isinstance(key, str):  # JSON has no other keys than text
             made = int(key) if _WHOLE.fullmatch(key) else None
-        if not isinstance(made, arguments[0]):
-            problems.append(Problem(path=_join(path, str(key)), rule=f"its key must be {_WORDS[arguments[0]]}"))
+        if not isinstance(made, key_kind):
+            problems.append(Problem(path=_join(path, str(key)), rule=f"its key must be {_WORDS[key_kind]}"))
             continue
         found[made] = read_plain(arguments[1], value, problems, path=_join(path, str(key)), readers=readers)
     return found
+
+
+def _plain(kind: Any) -> Any:
+    """The type of a scalar. A `Literal` is of its first word's; the words are not compared."""
+    return type(get_args(kind)[0]) if get_origin(kind) is Literal else kind
 
 
 def _scalar(kind: Any, data: Any, problems: list[Problem], path: str) -> Any:

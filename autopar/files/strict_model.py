@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from autopar.errors import Problem, did_you_mean, nearest
 from autopar.files.strict_text import read_json
 from autopar.files.strict_yaml import MAX_BYTES, read_yaml
+
+_Number = TypeVar("_Number")
 
 
 class StrictModel(BaseModel):
@@ -24,6 +26,17 @@ class NamedModel(StrictModel):
     """A file that has the name of what it describes. With a field `like` it may name another file, and what differs."""
 
     name: str
+
+
+class SourcedNumber(StrictModel, Generic[_Number]):
+    """A number and where it comes from."""
+
+    value: _Number
+    source: Annotated[str, Field(min_length=8, max_length=400)]
+
+    @property
+    def is_assumed(self) -> bool:
+        return self.source.startswith("assumed")
 
 
 M = TypeVar("M", bound=StrictModel)
@@ -92,6 +105,15 @@ def read_folder(model: type[N], paths: Iterable[Path]) -> tuple[dict[str, N], li
                     problems.append(Problem(path=path.name, rule=f"name {name!r} is taken by {taken[name]!r}"))
                 taken[name] = made.name
     return found, problems
+
+
+def figures_of(model: StrictModel, prefix: str = "") -> Iterator[tuple[str, SourcedNumber[Any]]]:
+    """Every number with a source under a model, by path."""
+    for name, value in model:
+        if isinstance(value, SourcedNumber):
+            yield f"{prefix}{name}", value
+        elif isinstance(value, StrictModel):
+            yield from figures_of(value, f"{prefix}{name}.")
 
 
 def join(prefix: str, parts: tuple[object, ...]) -> str:

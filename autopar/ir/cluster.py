@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from autopar.errors import ClusterError, Problem
 from autopar.files.strict_yaml import write_yaml
-from autopar.ir.device import Device, DeviceType, HostGroup, Link, Peaks, device_of_preset, link_of_preset
+from autopar.files.units import in_file, value_of
+from autopar.ir.device import Device, DeviceType, HostGroup, Link, Peaks, device_of_preset
 
 if TYPE_CHECKING:
     from autopar.ir.cluster_file import ClusterEntry, ResolvedDevice
@@ -53,8 +54,8 @@ class ClusterSpec:
     inter_host: Link | None = None  # between hosts under one leaf switch; None for a single host
     spine: Link | None = None  # between hosts under different leaf switches
     hosts_per_leaf: int | None = None
-    assumptions: tuple[str, ...] = ()  # figures that nobody gave or measured
     profile: str | None = None  # the device profile of predictions: a shipped name, or the absolute path of a file
+    assumptions: tuple[str, ...] = ()  # figures that nobody gave or measured
 
     def __post_init__(self) -> None:
         problems = []
@@ -113,14 +114,17 @@ class ClusterSpec:
                 f"{text}: {num_devices} devices do not fill hosts of {per_host}; "
                 f"use {below} or {below + per_host}, or write a cluster file with hosts of another size"
             )
-        device = device_of_preset(preset)
-        in_host = link_of_preset(preset.in_host)
         num_hosts = num_devices // per_host
-        group = HostGroup(num_hosts=num_hosts, devices_per_host=per_host, device=device, in_host=in_host)
+        group = HostGroup(
+            num_hosts=num_hosts,
+            devices_per_host=per_host,
+            device=device_of_preset(preset),
+            in_host=value_of(Link, preset.in_host),
+        )
         several = num_hosts > 1
         skipped = () if several else ("inter_host", "devices_per_host")
         assumptions = tuple(a for a in preset.assumptions() if not any(f": {key}" in a for key in skipped))
-        inter_host = link_of_preset(preset.inter_host) if several else None
+        inter_host = value_of(Link, preset.inter_host) if several else None
         return cls(name=text.strip().lower(), groups=(group,), inter_host=inter_host, assumptions=assumptions)
 
     @classmethod
@@ -246,17 +250,9 @@ class ClusterSpec:
             >>> autopar.ClusterSpec.preset("8xh100").to_dict()["version"]
             1
         """
-        from autopar.ir.cluster_file import group_entry, link_entry
-
-        content: dict[str, Any] = {"version": 1, "name": self.name, "groups": [group_entry(g) for g in self.groups]}
-        if self.inter_host is not None:
-            content["inter_host"] = link_entry(self.inter_host)
+        content: dict[str, Any] = {"version": 1} | in_file(self)
         if self.spine is not None:
-            content["spine"] = link_entry(self.spine) | {"hosts_per_leaf": self.hosts_per_leaf}
-        if self.profile is not None:
-            content["profile"] = self.profile
-        if self.assumptions:
-            content["assumptions"] = list(self.assumptions)
+            content["spine"]["hosts_per_leaf"] = content.pop("hosts_per_leaf")
         return content
 
     def dump(self, path: str | os.PathLike[str]) -> None:

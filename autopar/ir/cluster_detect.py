@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import ClusterError, Problem
-from autopar.ir.device import Device, HostGroup, Link, Peaks, device_of_preset, link_of_preset, si
+from autopar.files.units import GB, US, si, value_of
+from autopar.ir.device import Device, HostGroup, Link, Peaks, device_of_preset
 from autopar.ir.device_presets import device_preset, device_preset_for_torch_name, known_range
 
 # tf32, float8 and float4 are left out: not every device has such units
@@ -81,20 +82,20 @@ def _gpu(torch_name: str, memory_bytes: int) -> tuple[Device, Link, Link, list[s
         )
         told = ("_host", "total_memory_gb")  # links are told of below, memory is the driver's
         assumed = [a for a in preset.assumptions() if not any(path in a.partition("=")[0] for path in told)]
-        return device, link_of_preset(preset.in_host), link_of_preset(preset.inter_host), assumed
+        return device, value_of(Link, preset.in_host), value_of(Link, preset.inter_host), assumed
     peaks = {dtype: _slowest(f"peak_tflops.{dtype}") for dtype in _UNKNOWN_DTYPES}
     device = Device(
         name=torch_name,
         device_type="cuda",
         peak_flops_per_s=Peaks({dtype: si(peak, 1e12) for dtype, peak in peaks.items()}),
         memory_bytes=memory_bytes,
-        memory_bandwidth_bytes_per_s=si(_slowest("memory_bandwidth_gb_per_s"), 1e9),
+        memory_bandwidth_bytes_per_s=si(_slowest("memory_bandwidth_gb_per_s"), GB),
         source="assumed: the slowest figures of any GPU preset; memory from the driver",
     )
     links = []
     for tier in ("in_host", "inter_host"):
         bandwidth, latency = _slowest(f"{tier}.bandwidth_gb_per_s"), _slowest(f"{tier}.latency_us", largest=True)
-        links.append(Link(bytes_per_s=si(bandwidth, 1e9), latency_s=latency / 1e6, name="unknown link"))
+        links.append(Link(bytes_per_s=si(bandwidth, GB), latency_s=si(latency, US), name="unknown link"))
     assumed = [
         f"no preset describes {torch_name!r}: the slowest figures of any GPU preset are assumed for its peaks, memory "
         "bandwidth and links; write a cluster file with the right figures"
@@ -116,7 +117,7 @@ def _cpu(num_local: int) -> tuple[Device, Link, Link, list[str]]:
     if memory_bytes is not None:
         source = f"preset cpu; memory is this host's, divided by {num_local} ranks"
         device = replace(device, memory_bytes=max(1, memory_bytes // num_local), source=source)
-    return device, link_of_preset(preset.in_host), link_of_preset(preset.inter_host), assumed
+    return device, value_of(Link, preset.in_host), value_of(Link, preset.inter_host), assumed
 
 
 def _host_memory_bytes() -> int | None:

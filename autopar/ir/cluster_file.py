@@ -16,7 +16,8 @@ from pydantic import Field
 from autopar.errors import Problem, did_you_mean
 from autopar.files.strict_model import StrictModel, checked_model, join
 from autopar.files.strict_yaml import read_yaml
-from autopar.ir.device import Device, HostGroup, Link, Peaks, device_of_preset, host_share, in_unit, link_of_preset, si
+from autopar.files.units import GB, US, in_unit, value_of
+from autopar.ir.device import Device, HostGroup, Link, device_of_preset
 from autopar.ir.device_presets import (
     DTYPES,
     DevicePreset,
@@ -205,35 +206,23 @@ def _link_checks(path: str, figure: str, link: LinkEntry | None) -> list[tuple[s
     return [(f"{path}.{key}", f"{figure}.{key}", getattr(link, key)) for key in keys]
 
 
-# ---- from entries to values and back ----
-
-
 def resolve(entry: ClusterEntry, devices: list[ResolvedDevice], name: str, folder: Path) -> dict[str, Any]:
     """The fields of a file's `ClusterSpec`; a link that the file leaves out is the preset's, and said to be so."""
     assumptions = list(entry.assumptions)
     groups = []
     for index, (group, device) in enumerate(zip(entry.groups, devices, strict=True)):
-        in_host = link_of_entry(group.in_host)
+        in_host = _link(group.in_host)
         if in_host is None and isinstance(device, DevicePreset):
-            in_host = link_of_preset(device.in_host)
+            in_host = value_of(Link, device.in_host)
             if group.devices_per_host > 1:
                 assumptions.append(_assumed_link(f"groups[{index}].in_host", device.name, in_host))
-        resolved = device_of_preset(device) if isinstance(device, DevicePreset) else device_of_entry(device)
-        price = float(group.price_usd_per_device_hour) if group.price_usd_per_device_hour is not None else None
-        groups.append(
-            HostGroup(
-                num_hosts=group.num_hosts,
-                devices_per_host=group.devices_per_host,
-                device=resolved,
-                in_host=in_host,
-                price_usd_per_device_hour=price,
-            )
-        )
-    inter_host = link_of_entry(entry.inter_host)
+        resolved = device_of_preset(device) if isinstance(device, DevicePreset) else value_of(Device, device)
+        groups.append(value_of(HostGroup, group, device=resolved, in_host=in_host))
+    inter_host = _link(entry.inter_host)
     presets = [device for device in devices if isinstance(device, DevicePreset)]
     if inter_host is None and sum(group.num_hosts for group in groups) > 1:
         slowest = min(presets, key=lambda preset: preset.inter_host.bandwidth_gb_per_s.value)
-        inter_host = link_of_preset(slowest.inter_host)
+        inter_host = value_of(Link, slowest.inter_host)
         assumptions.append(_assumed_link("inter_host", slowest.name, inter_host))
     for preset in presets:
         # links are covered above, given or listed; devices_per_host is always given
@@ -243,72 +232,17 @@ def resolve(entry: ClusterEntry, devices: list[ResolvedDevice], name: str, folde
         "name": entry.name or name,
         "groups": tuple(groups),
         "inter_host": inter_host,
-        "spine": link_of_entry(entry.spine),
+        "spine": _link(entry.spine),
         "hosts_per_leaf": entry.spine.hosts_per_leaf if entry.spine is not None else None,
         "assumptions": tuple(dict.fromkeys(assumptions)),
         "profile": entry.profile if file is None else str(file),
     }
 
 
-def group_entry(group: HostGroup) -> dict[str, Any]:
-    """The file's form of a group, with its device spelt out."""
-    entry: dict[str, Any] = {"num_hosts": group.num_hosts, "devices_per_host": group.devices_per_host}
-    entry["device"] = device_entry(group.device)
-    if group.in_host is not None:
-        entry["in_host"] = link_entry(group.in_host)
-    if group.price_usd_per_device_hour is not None:
-        entry["price_usd_per_device_hour"] = group.price_usd_per_device_hour
-    return entry
-
-
-def link_entry(link: Link) -> dict[str, Any]:
-    """The file's form of a link."""
-    name = {"name": link.name} if link.name else {}
-    pairs = {} if link.is_switched else {"is_switched": False}
-    figures = {"bandwidth_gb_per_s": in_unit(link.bytes_per_s, 1e9), "latency_us": in_unit(link.latency_s, 1e-6)}
-    return name | figures | pairs
-
-
-def device_entry(device: Device) -> dict[str, Any]:
-    entry: dict[str, Any] = {"name": device.name, "device_type": device.device_type}
-    entry["peak_tflops"] = {dtype: in_unit(peak, 1e12) for dtype, peak in device.peak_flops_per_s.items()}
-    entry["memory_gb"] = in_unit(device.memory_bytes, 1e9)
-    entry["memory_bandwidth_gb_per_s"] = in_unit(device.memory_bandwidth_bytes_per_s, 1e9)
-    if device.power_w is not None:
-        entry["power_w"] = device.power_w
-    if device.source:
-        entry["source"] = device.source
-    if device.host is not None:
-        entry["host"] = {
-            "link_gb_per_s": in_unit(device.host.link_bytes_per_s, 1e9),
-            "memory_gb": in_unit(device.host.memory_bytes, 1e9),
-            "memory_gb_per_s": in_unit(device.host.memory_bytes_per_s, 1e9),
-        }
-    return entry
-
-
-def device_of_entry(entry: DeviceEntry) -> Device:
-    peaks = {dtype: peak for dtype, peak in entry.peak_tflops.model_dump().items() if peak is not None}
-    return Device(
-        name=entry.name,
-        device_type=entry.device_type,
-        peak_flops_per_s=Peaks({dtype: si(peak, 1e12) for dtype, peak in peaks.items()}),
-        memory_bytes=round(entry.memory_gb * 1e9),
-        memory_bandwidth_bytes_per_s=si(entry.memory_bandwidth_gb_per_s, 1e9),
-        power_w=float(entry.power_w) if entry.power_w is not None else None,
-        source=entry.source,
-        host=None if entry.host is None else host_share(**entry.host.model_dump()),
-    )
-
-
-def link_of_entry(entry: LinkEntry | None) -> Link | None:
-    if entry is None:
-        return None
-    bytes_per_s = si(entry.bandwidth_gb_per_s, 1e9)
-    latency_s, name = entry.latency_us / 1e6, entry.name or ""
-    return Link(bytes_per_s=bytes_per_s, latency_s=latency_s, name=name, is_switched=entry.is_switched)
+def _link(entry: LinkEntry | None) -> Link | None:
+    return None if entry is None else value_of(Link, entry)
 
 
 def _assumed_link(path: str, preset: str, link: Link) -> str:
-    figures = f"{in_unit(link.bytes_per_s, 1e9):g} GB/s, {in_unit(link.latency_s, 1e-6):g} us"
+    figures = f"{in_unit(link.bytes_per_s, GB):g} GB/s, {in_unit(link.latency_s, US):g} us"
     return f"{path} is not given: {link.name} of the {preset} preset assumed ({figures})"

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from autopar.errors import ClusterError, Problem, did_you_mean
+from autopar.files.units import GB, si, value_of
 
 if TYPE_CHECKING:
-    from autopar.ir.device_presets import DevicePreset, PresetLink
+    from autopar.ir.device_presets import DevicePreset
 
 DeviceType = Literal["cuda", "cpu"]
 
@@ -88,9 +89,9 @@ class Device:
 class Link:
     """One tier's link as a device sees it: bytes/s per direction, and seconds per hop."""
 
+    name: str = ""
     bytes_per_s: float  # without a switch, to all other devices of the host together
     latency_s: float
-    name: str = ""
     is_switched: bool = True  # else the devices of a host are linked pair by pair
 
     def __post_init__(self) -> None:
@@ -124,47 +125,10 @@ class HostGroup:
 
 
 def device_of_preset(preset: DevicePreset) -> Device:
-    return Device(
-        name=preset.name,
-        device_type=preset.device_type,
-        peak_flops_per_s=Peaks({dtype: si(figure.value, 1e12) for dtype, figure in preset.peaks().items()}),
-        memory_bytes=round(preset.total_memory_gb.value * 1e9),
-        memory_bandwidth_bytes_per_s=si(preset.memory_bandwidth_gb_per_s.value, 1e9),
-        power_w=float(preset.power_w.value) if preset.power_w is not None else None,
-        source=f"preset {preset.name}: {preset.total_memory_gb.source}",
-        host=None if preset.host is None else host_share(**{name: figure.value for name, figure in preset.host}),
-    )
-
-
-def host_share(link_gb_per_s: float, memory_gb: float, memory_gb_per_s: float) -> HostShare:
-    return HostShare(
-        link_bytes_per_s=si(link_gb_per_s, 1e9),
-        memory_bytes=si(memory_gb, 1e9),
-        memory_bytes_per_s=si(memory_gb_per_s, 1e9),
-    )
-
-
-def link_of_preset(link: PresetLink) -> Link:
-    return Link(
-        bytes_per_s=si(link.bandwidth_gb_per_s.value, 1e9),
-        latency_s=link.latency_us.value / 1e6,
-        name=link.name,
-        is_switched=link.is_switched,
-    )
-
-
-def si(value: float, unit: float) -> float:
-    """`value` in `unit` as a whole number of SI units, so that writing and reading a file changes nothing."""
-    return float(round(value * unit))
-
-
-def in_unit(value: float, unit: float) -> float:
-    """The shortest decimal that `si` (or, for a unit below 1, division) turns back into `value`."""
-    for digits in range(1, 18):
-        written = float(f"{value / unit:.{digits}g}")
-        if (si(written, unit) if unit >= 1 else written / (1 / unit)) == value:
-            return written
-    return value / unit
+    """The preset's device, with the memory that torch reports."""
+    total = preset.total_memory_gb
+    source = f"preset {preset.name}: {total.source}"
+    return value_of(Device, preset, memory_bytes=int(si(total.value, GB)), source=source)
 
 
 def _require_positive(what: str, figures: Mapping[str, float]) -> None:

@@ -18,27 +18,16 @@ from typing import Annotated, Generic, Literal, TypeVar
 from pydantic import Field
 
 from autopar.errors import ClusterError, did_you_mean
-from autopar.files.strict_model import NamedModel, StrictModel, read_folder, read_named
+from autopar.files.strict_model import NamedModel, SourcedNumber, StrictModel, figures_of, read_folder, read_named
 from autopar.files.strict_yaml import files_naming
 
 DTYPES = ("float64", "float32", "tf32", "bfloat16", "float16", "float8", "float4")
 DeviceType = Literal["cuda", "cpu"]
 _Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]{0,39}$")]
-_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Figure = SourcedNumber[Annotated[float, Field(gt=0, allow_inf_nan=False)]]
 
 
 F = TypeVar("F")  # how a file writes a figure
-
-
-class Figure(StrictModel):
-    """A number and where it comes from."""
-
-    value: _Positive
-    source: Annotated[str, Field(min_length=8, max_length=300)]
-
-    @property
-    def is_assumed(self) -> bool:
-        return self.source.startswith("assumed")
 
 
 class PresetLink(StrictModel):
@@ -56,16 +45,22 @@ class HostIn(StrictModel, Generic[F]):
     memory_gb_per_s: F
 
 
-class PeaksIn(StrictModel, Generic[F]):
-    """Absent means that the device has no such unit."""
+class ByDtype(StrictModel, Generic[F]):
+    """A figure for each dtype; absent without one."""
 
     float64: F | None = None
-    float32: F
+    float32: F | None = None
     tf32: F | None = None
     bfloat16: F | None = None
     float16: F | None = None
     float8: F | None = None
     float4: F | None = None
+
+
+class PeaksIn(ByDtype[F]):
+    """Absent means that the device has no such unit."""
+
+    float32: F
 
 
 class DevicePreset(NamedModel):
@@ -92,16 +87,8 @@ class DevicePreset(NamedModel):
         return {dtype: figure for dtype, figure in figures if figure is not None}
 
     def figures(self) -> dict[str, Figure]:
-        """Every number of the file by its path."""
-        flat = {f"peak_tflops.{dtype}": figure for dtype, figure in self.peaks().items()}
-        flat |= {"memory_gb": self.memory_gb, "total_memory_gb": self.total_memory_gb}
-        flat["memory_bandwidth_gb_per_s"] = self.memory_bandwidth_gb_per_s
-        if self.power_w is not None:
-            flat["power_w"] = self.power_w
-        flat["devices_per_host"] = self.devices_per_host
-        for tier, link in (("in_host", self.in_host), ("inter_host", self.inter_host)):
-            flat |= {f"{tier}.bandwidth_gb_per_s": link.bandwidth_gb_per_s, f"{tier}.latency_us": link.latency_us}
-        return flat
+        """The file's numbers by path, without those of the host."""
+        return {path: figure for path, figure in figures_of(self) if not path.startswith("host.")}
 
     def assumptions(self) -> tuple[str, ...]:
         """The figures that nobody published, as sentences."""

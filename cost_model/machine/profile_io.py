@@ -7,37 +7,28 @@ device's figures. ``docs/calibrate.md`` lists the keys.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import date
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from autopar.cost_model.machine.profile import (
-    KINDS,
-    AttentionEfficiency,
-    CallCost,
-    DeviceProfile,
-    FitError,
-    LinkProfile,
-    Measurement,
-    Tile,
-)
+from autopar.cost_model.machine.profile import CallCost, DeviceProfile, LinkProfile
 from autopar.errors import ClusterError, Problem
-from autopar.files.strict_model import StrictModel, checked_model
+from autopar.files.strict_model import SourcedNumber, StrictModel, checked_model, figures_of
 from autopar.files.strict_yaml import read_yaml, write_yaml
-from autopar.ir.cluster import Tier
-from autopar.ir.cluster_file import DeviceEntry, LinkEntry, device_entry, device_of_entry, link_entry, link_of_entry
-from autopar.ir.device import DeviceType, in_unit, si
-from autopar.ir.device_presets import DTYPES
+from autopar.files.units import in_file, value_of
+from autopar.ir.cluster_file import DeviceEntry, LinkEntry
+from autopar.ir.device import DeviceType
+from autopar.ir.device_presets import DTYPES, ByDtype
 
-TIERS: tuple[Tier, ...] = ("in_host", "inter_host", "spine")
-US, GB = 1e-6, 1e9
+_WITHOUT_SOURCES = (
+    *("version", "name", "description", "device_type", "devices", "native_attention"),
+    *("measured", "device", "fit"),
+)
 _Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,59}$")]
-_Source = Annotated[str, Field(min_length=8, max_length=400)]
 _Text = Annotated[str, Field(max_length=300)]
-_Value = TypeVar("_Value")
 
 
 def _is_date(text: str) -> str:
@@ -45,26 +36,11 @@ def _is_date(text: str) -> str:
     return text
 
 
-class SourcedNumber(StrictModel, Generic[_Value]):
-    value: _Value
-    source: _Source
-
-
 PartFigure = SourcedNumber[Annotated[float, Field(gt=0, le=2, allow_inf_nan=False)]]  # above 1: the figure is too low
 SizeFigure = SourcedNumber[Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]]
 AmountFigure = SourcedNumber[Annotated[float, Field(ge=0, le=1e7, allow_inf_nan=False)]]
 SlowdownFigure = SourcedNumber[Annotated[float, Field(ge=1, le=10, allow_inf_nan=False)]]
 ImbalanceFigure = SourcedNumber[Annotated[float, Field(ge=1, le=1000, allow_inf_nan=False)]]
-
-
-class EfficiencyEntry(StrictModel):
-    float64: PartFigure | None = None
-    float32: PartFigure | None = None
-    tf32: PartFigure | None = None
-    bfloat16: PartFigure | None = None
-    float16: PartFigure | None = None
-    float8: PartFigure | None = None
-    float4: PartFigure | None = None
 
 
 class TileEntry(StrictModel):
@@ -134,7 +110,7 @@ class ProfileEntry(StrictModel):
     watts_per_tflops: SizeFigure | None = None
     measured: MeasuredEntry | None = None
     device: DeviceEntry | None = None
-    efficiency: EfficiencyEntry
+    efficiency: ByDtype[PartFigure]
     tile: TileEntry
     attention: AttentionEntry
     memory_efficiency: PartFigure
@@ -167,7 +143,9 @@ def _profile(content: object, problems: list[Problem], what: str) -> DeviceProfi
         problems += _check(entry)
     if problems or entry is None:
         raise ClusterError(f"{what} cannot be used", problems)
-    return _of_entry(entry)
+    links = {at: value_of(LinkProfile, tier, usual=value_of(CallCost, tier)) for at, tier in entry.links if tier}
+    sources = {path: figure.source for path, figure in figures_of(entry)}
+    return value_of(DeviceProfile, entry, links=links, sources=sources)
 
 
 def _check(entry: ProfileEntry) -> list[Problem]:
@@ -180,103 +158,20 @@ def _check(entry: ProfileEntry) -> list[Problem]:
     return problems
 
 
-def _of_entry(entry: ProfileEntry) -> DeviceProfile:
-    dtypes = {dtype: getattr(entry.efficiency, dtype) for dtype in DTYPES}
-    tiers = {tier: getattr(entry.links, tier) for tier in TIERS}
-    tile, attention, measured = entry.tile, entry.attention, entry.measured
-    return DeviceProfile(
-        name=entry.name,
-        description=entry.description,
-        device_type=entry.device_type,
-        devices=tuple(entry.devices),
-        native_attention=entry.native_attention,
-        watts_per_tflops=float(entry.watts_per_tflops.value) if entry.watts_per_tflops is not None else None,
-        efficiency={dtype: float(figure.value) for dtype, figure in dtypes.items() if figure is not None},
-        tile=Tile(**{key: float(getattr(tile, key).value) for key in ("m", "n", "k_half", "units")}),
-        attention=AttentionEfficiency(**{key: float(figure.value) for key, figure in attention if figure is not None}),
-        memory_efficiency=float(entry.memory_efficiency.value),
-        launch_s=_seconds(entry.launch_us),
-        host_launch_s=_seconds(entry.host_launch_us),
-        links={tier: _link(at) for tier, at in tiers.items() if at is not None},
-        overlap_slowdown=float(entry.overlap_slowdown.value),
-        reserve_bytes=int(si(entry.reserve_gb.value, GB)),
-        expert_imbalance=float(entry.expert_imbalance.value) if entry.expert_imbalance is not None else None,
-        device=device_of_entry(entry.device) if entry.device is not None else None,
-        measured=Measurement(**measured.model_dump()) if measured is not None else None,
-        fit={name: FitError(**error.model_dump()) for name, error in entry.fit.items()},
-        sources=dict(_sources(entry, "")),
-    )
-
-
-def _seconds(figure: AmountFigure) -> float:
-    return figure.value / (1 / US)
-
-
-def _link(entry: TierEntry) -> LinkProfile:
-    kinds = {kind: cost for kind in KINDS if (cost := getattr(entry.kinds, kind)) is not None}
-    return LinkProfile(
-        usual=_call(entry), kinds={kind: _call(cost) for kind, cost in kinds.items()}, link=link_of_entry(entry.link)
-    )
-
-
-def _call(entry: CallEntry) -> CallCost:
-    return CallCost(efficiency=float(entry.efficiency.value), call_s=_seconds(entry.call_us))
-
-
-def _sources(model: StrictModel, prefix: str) -> Iterator[tuple[str, str]]:
-    """The source of every figure under a model, by path."""
-    for name in type(model).model_fields:
-        value, path = getattr(model, name), f"{prefix}{name}"
-        if not isinstance(value, StrictModel):
-            continue
-        if {"value", "source"} == set(type(value).model_fields):
-            yield path, value.source  # type: ignore[attr-defined]
-        elif not isinstance(value, (DeviceEntry, LinkEntry)):
-            yield from _sources(value, f"{path}.")
-
-
 def profile_to_dict(profile: DeviceProfile) -> dict[str, Any]:
     """The content of a profile file that loads back as an equal profile."""
 
-    def figure(path: str, value: float) -> dict[str, Any]:
-        return {"value": value, "source": profile.sources.get(path, "assumed: no source was given")}
+    def sourced(value: Any, path: str) -> Any:
+        if not isinstance(value, Mapping):
+            return {"value": value, "source": profile.sources.get(path, "assumed: no source was given")}
+        return {key: inner if key == "link" else sourced(inner, f"{path}.{key}") for key, inner in value.items()}
 
-    def call(path: str, cost: CallCost) -> dict[str, Any]:
-        efficiency = figure(f"{path}.efficiency", cost.efficiency)
-        return {"efficiency": efficiency, "call_us": figure(f"{path}.call_us", in_unit(cost.call_s, US))}
-
-    content: dict[str, Any] = {"version": 1, "name": profile.name, "description": profile.description}
-    content |= {"device_type": profile.device_type, "devices": list(profile.devices)}
-    content |= {"native_attention": True} if profile.native_attention else {}
-    if profile.watts_per_tflops is not None:
-        content["watts_per_tflops"] = figure("watts_per_tflops", profile.watts_per_tflops)
+    content: dict[str, Any] = {"version": 1, "description": "", "devices": []} | in_file(profile)
     if profile.measured is not None:
-        measured = profile.measured
-        whole = ("date", "host", "how", "ranks", "seconds", "ranks_per_core")
-        content["measured"] = {key: getattr(measured, key) for key in whole} | {"versions": dict(measured.versions)}
-    if profile.device is not None:
-        content["device"] = device_entry(profile.device)
-    content["efficiency"] = {d: figure(f"efficiency.{d}", value) for d, value in profile.efficiency.items()}
-    for part in ("tile", "attention"):
-        numbers = asdict(getattr(profile, part)).items()
-        content[part] = {key: figure(f"{part}.{key}", value) for key, value in numbers if value is not None}
-    content["memory_efficiency"] = figure("memory_efficiency", profile.memory_efficiency)
-    for key, value in (("launch_us", profile.launch_s), ("host_launch_us", profile.host_launch_s)):
-        content[key] = figure(key, in_unit(value, US))
-    content["links"] = {}
-    for tier, link in profile.links.items():
-        path = f"links.{tier}"
-        content["links"][tier] = call(path, link.usual)
-        kinds = {kind: call(f"{path}.kinds.{kind}", cost) for kind, cost in link.kinds.items()}
-        content["links"][tier] |= {"kinds": kinds} if kinds else {}
-        content["links"][tier] |= {"link": link_entry(link.link)} if link.link is not None else {}
-    content["overlap_slowdown"] = figure("overlap_slowdown", profile.overlap_slowdown)
-    content["reserve_gb"] = figure("reserve_gb", in_unit(profile.reserve_bytes, GB))
-    if profile.expert_imbalance is not None:
-        content["expert_imbalance"] = figure("expert_imbalance", profile.expert_imbalance)
-    if profile.fit:
-        content["fit"] = {name: asdict(error) for name, error in profile.fit.items()}
-    return content
+        content["measured"] = asdict(profile.measured)
+    content["links"] = {tier: link.pop("usual") | link for tier, link in content["links"].items()}
+    keys = [key for key in ProfileEntry.model_fields if key in content]
+    return {key: content[key] if key in _WITHOUT_SOURCES else sourced(content[key], key) for key in keys}
 
 
 def dump_profile(profile: DeviceProfile, path: str | os.PathLike[str]) -> None:

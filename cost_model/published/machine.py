@@ -8,7 +8,8 @@ from autopar.cost_model.machine.machine import Machine, links_of, speeds_of
 from autopar.cost_model.machine.presets import device_profile
 from autopar.cost_model.machine.profile import DeviceProfile
 from autopar.cost_model.published.row import ENGINE_COLUMNS, Row
-from autopar.ir.device import device_of_preset, link_of_preset
+from autopar.files.units import value_of
+from autopar.ir.device import Link, device_of_preset
 from autopar.ir.device_presets import DevicePreset, device_preset
 
 
@@ -49,8 +50,8 @@ def row_machine(row: Row, engine: Engine, mechanisms: Mechanisms, *, profile: De
         speeds=speeds,
         links=links_of(
             given,
-            in_host=link_of_preset(preset.in_host),
-            inter_host=replace(link_of_preset(preset.inter_host), bytes_per_s=between),
+            in_host=value_of(Link, preset.in_host),
+            inter_host=replace(value_of(Link, preset.inter_host), bytes_per_s=between),
             devices_per_host=devices_per_host_of(row, preset),
         ),
         memory_bytes=memory_bytes_of(preset, row.gpu_mem_gb),
