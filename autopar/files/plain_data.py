@@ -1,7 +1,8 @@
 """Plain data of JSON back to the frozen dataclasses that it was made from: the inverse of `dataclasses.asdict`.
 
 Annotations give the types: dataclasses, ``tuple[X, ...]`` and ``tuple[X, Y]``, ``Mapping[K, X]``, ``X | None``,
-numbers, text and ``Any``. Only whole numbers are coerced, to `float`. Every deviation is a `Problem`.
+``Literal`` words, numbers, text and ``Any``. Only whole numbers are coerced, to `float`. Every deviation is a
+`Problem`.
 """
 
 import math
@@ -48,8 +49,12 @@ def read_plain(
         return _finite(data, problems, path)
     if is_dataclass(kind):
         return _dataclass(kind, data, problems, path, readers)
-    kind = _plain(kind)
     origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        if data not in arguments:
+            rule = f"must be one of {', '.join(filter(None, arguments))}"
+            problems.append(Problem(path=path, rule=rule, value="null" if data is None else data))
+        return data
     if origin in (Union, types.UnionType):
         if data is None and type(None) in arguments:
             return None
@@ -110,7 +115,7 @@ def _mapping(
         problems.append(Problem(path=path, rule="must be an object", value=data))
         return None
     found = {}
-    key_kind = _plain(arguments[0])
+    key_kind = str if get_origin(arguments[0]) is Literal else arguments[0]
     for key, value in data.items():
         made: Any = key
         if key_kind is int and isinstance(key, str):  # JSON has no other keys than text
@@ -120,11 +125,6 @@ def _mapping(
             continue
         found[made] = read_plain(arguments[1], value, problems, path=_join(path, str(key)), readers=readers)
     return found
-
-
-def _plain(kind: Any) -> Any:
-    """The type of a scalar. A `Literal` is of its first word's; the words are not compared."""
-    return type(get_args(kind)[0]) if get_origin(kind) is Literal else kind
 
 
 def _scalar(kind: Any, data: Any, problems: list[Problem], path: str) -> Any:

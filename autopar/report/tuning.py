@@ -7,7 +7,7 @@ have the same logarithmic range. A failed trial has no time and lies on the lowe
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import isfinite, log10
-from typing import Any, get_args
+from typing import Any
 
 from autopar.cost_model.machine.profile import DeviceProfile
 from autopar.errors import InputError, Problem
@@ -20,7 +20,7 @@ from autopar.report.words import degrees_in_words, step_sentence
 from autopar.search.measured.belief import NOTABLE
 from autopar.search.measured.result import KIND, VERSION, Left, PlanTrial, TuneResult
 from autopar.search.measured.rounds import Spread
-from autopar.search.measured.tuning import Candidate, Outcome, Reason, State
+from autopar.search.measured.tuning import Candidate
 from autopar.search.result.format import plan_in_words, step_in_words
 from autopar.search.result.result import ON_FEWER_DEVICES, UNITS
 from autopar.words.numbers import amount, capped, percent, readable_bytes, readable_seconds, tick_seconds, ticks
@@ -50,42 +50,14 @@ def tuning_from(data: Any, source: str = "tuning result") -> TuneResult:
     readers: Mapping[Any, Callable[[Any], Any]] = {
         Plan: lambda plan: Plan.from_dict(plan, f"{source}: plan"),
         DeviceProfile: lambda profile: profile,
-        Outcome: lambda outcome: outcome,  # read below, where its place is known
     }
     given = {name: value for name, value in content.items() if name not in _NOT_READ}
     result: TuneResult | None = read_plain(TuneResult, given, problems, readers=readers)
     if result is not None and not problems:
-        outcomes = [_outcome(t.outcome, problems, f"tried[{at}].outcome") for at, t in enumerate(result.tried)]
-        tried = [replace(t, outcome=outcome) for t, outcome in zip(result.tried, outcomes, strict=True) if outcome]
-        result = replace(result, tried=tuple(tried))
-        if not problems:
-            _check(result, problems)
+        _check(result, problems)
     if result is None or problems:
         raise InputError(f"{source} cannot be used", problems)
     return result
-
-
-def _outcome(data: Any, problems: list[Problem], path: str) -> Outcome | None:
-    """An outcome. None if it cannot be read."""
-
-    def named(choices: Any, name: str) -> Callable[[Any], Any]:
-        def read(value: Any) -> Any:
-            if value not in get_args(choices):
-                rule = f"must be one of {', '.join(filter(None, get_args(choices)))}"
-                problems.append(Problem(path=f"{path}.{name}", rule=rule, value="null" if value is None else value))
-            return value
-
-        return read
-
-    def spread(value: Any) -> Any:
-        is_bounded = not isinstance(value, Mapping) or "low" in value or "high" in value
-        shown = value if is_bounded else {"low": 0.0, "high": 0.0, **value}
-        read: Spread | None = read_plain(Spread, shown, problems, path=f"{path}.seconds")
-        return read if read is None or is_bounded else replace(read, high=float("inf"))
-
-    readers = {State: named(State, "state"), Reason: named(Reason, "reason"), Spread: spread}
-    outcome: Outcome | None = read_plain(Outcome, data, problems, path=path, readers=readers)
-    return outcome
 
 
 def _check(result: TuneResult, problems: list[Problem]) -> None:
@@ -97,7 +69,10 @@ def _check(result: TuneResult, problems: list[Problem]) -> None:
     for at, trial in enumerate(result.tried):
         _check_candidate(trial.candidate, problems, f"tried[{at}].candidate")
         seconds = trial.outcome.seconds
-        if seconds is not None and not (seconds.median > 0 and 0 <= seconds.low <= seconds.median <= seconds.high):
+        if seconds is not None and (seconds.low == 0) == isfinite(seconds.high):
+            end = "low" if isfinite(seconds.high) else "high"
+            problems.append(Problem(path=f"tried[{at}].outcome.seconds.{end}", rule="is required"))
+        elif seconds is not None and not (seconds.median > 0 and 0 <= seconds.low <= seconds.median <= seconds.high):
             rule = "must have 0 < median, and low ≤ median ≤ high"
             problems.append(Problem(path=f"tried[{at}].outcome.seconds", rule=rule))
     for at, left in enumerate(result.left):

@@ -19,8 +19,8 @@ class Spread:
     """A median, and the interval that has it with a probability of 95 %. Few values give no interval."""
 
     median: float
-    low: float
-    high: float
+    low: float = 0.0
+    high: float = inf
 
     def times(self, factor: float) -> "Spread":
         """The spread of values that are `factor` times as large."""

@@ -16,15 +16,14 @@ import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from autopar.cost_model.interval import Situation, interval_of
 from autopar.errors import Problem
 from autopar.files.plain_data import read_plain
 from autopar.search.driver.study import StudyPlace, study_values
-from autopar.search.measured.rounds import Spread
-from autopar.search.measured.tuning import Candidate, Outcome, Reason, State, value_of
+from autopar.search.measured.tuning import Candidate, Outcome, value_of
 
 if TYPE_CHECKING:
     import optuna
@@ -172,7 +171,7 @@ class TrialStudy:
 def _read(kind: type[_T], data: Any) -> _T:
     """A value of a study. Raises `ValueError` for data of another form."""
     problems: list[Problem] = []
-    value: _T = read_plain(kind, data, problems, readers={State: str, Reason: str})
+    value: _T = read_plain(kind, data, problems)
     if problems:
         raise ValueError(str(problems[0]))
     return value
@@ -215,9 +214,4 @@ def outcome_to_dict(outcome: Outcome) -> dict[str, Any]:
 
 def outcome_from(data: Mapping[str, Any]) -> Outcome:
     """The inverse of `outcome_to_dict`."""
-    outcome, seconds = _read(Outcome, {**data, "seconds": None}), data["seconds"]
-    if seconds is None:
-        return outcome
-    if "low" in seconds:
-        return replace(outcome, seconds=_read(Spread, seconds))
-    return replace(outcome, seconds=Spread(median=_read(float, seconds["median"]), low=0.0, high=float("inf")))
+    return _read(Outcome, data)
