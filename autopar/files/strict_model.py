@@ -138,7 +138,8 @@ def _problem(model: type[StrictModel], detail: Mapping[str, Any], prefix: str) -
     if kind == "missing":
         return Problem(path=path, rule="is required")
     context = detail.get("ctx", {})
-    return Problem(path=path, value=value, rule=_rule(kind, detail, context), suggestion=_suggestion(kind, value))
+    suggestion = context["hint"] if "hint" in context else _suggestion(kind, value)
+    return Problem(path=path, value=value, rule=_rule(kind, detail, context), suggestion=suggestion)
 
 
 def _rule(kind: str, detail: Mapping[str, Any], context: Mapping[str, Any]) -> str:

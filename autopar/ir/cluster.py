@@ -16,15 +16,12 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from autopar.errors import ClusterError, Problem
-from autopar.files.strict_yaml import write_yaml
+from autopar.files.strict_yaml import read_yaml, write_yaml
 from autopar.files.units import in_file, value_of
 from autopar.ir.device import Device, DeviceType, HostGroup, Link, Peaks, device_of_preset
-
-if TYPE_CHECKING:
-    from autopar.ir.cluster_file import ClusterEntry, ResolvedDevice
 
 __all__ = ["ClusterSpec", "ClusterWarning", "Device", "HostGroup", "Link", "Peaks", "Tier"]
 
@@ -147,12 +144,11 @@ class ClusterSpec:
             >>> autopar.ClusterSpec.load("cluster.yaml").num_devices
             8
         """
-        from autopar.ir.cluster_file import read_cluster_file
-
-        entry, devices, problems = read_cluster_file(path)
-        if problems or entry is None:
-            raise ClusterError(f"cluster file {os.fspath(path)!r} cannot be used", problems)
-        return cls._from_entry(entry, devices, Path(path).stem, Path(path).parent)
+        what = f"cluster file {os.fspath(path)!r} cannot be used"
+        content, problems = read_yaml(path)
+        if content is None and problems:
+            raise ClusterError(what, problems)
+        return cls._of_content(content, problems, what, Path(path).stem, Path(path).parent)
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> ClusterSpec:
@@ -172,12 +168,7 @@ class ClusterSpec:
             >>> autopar.ClusterSpec.from_dict(cluster.to_dict()) == cluster
             True
         """
-        from autopar.ir.cluster_file import check_cluster
-
-        entry, devices, problems = check_cluster(dict(content))
-        if problems or entry is None:
-            raise ClusterError("the cluster description cannot be used", problems)
-        return cls._from_entry(entry, devices, "cluster", Path())
+        return cls._of_content(dict(content), [], "the cluster description cannot be used", "cluster", Path())
 
     @classmethod
     def parse(cls, text: str) -> ClusterSpec:
@@ -231,12 +222,15 @@ class ClusterSpec:
         return cls(**detected(os.environ))
 
     @classmethod
-    def _from_entry(cls, entry: ClusterEntry, devices: list[ResolvedDevice], name: str, folder: Path) -> ClusterSpec:
-        from autopar.ir.cluster_file import implausible, resolve
+    def _of_content(cls, content: object, problems: list[Problem], what: str, name: str, folder: Path) -> ClusterSpec:
+        from autopar.ir.cluster_file import check_cluster, implausible, resolve
 
-        for sentence in implausible(entry, devices):
+        entry, violations = check_cluster(content, folder)
+        if entry is None or problems or violations:
+            raise ClusterError(what, problems + violations)
+        for sentence in implausible(entry):
             warnings.warn(sentence, ClusterWarning, stacklevel=3)
-        return cls(**resolve(entry, devices, name, folder))
+        return cls(**resolve(entry, name, folder))
 
     # ---- writing one ----
 

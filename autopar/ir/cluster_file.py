@@ -7,19 +7,19 @@ bare, never text with a unit. Bandwidths are per device and per direction.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, GetPydanticSchema, WrapValidator
+from pydantic_core import PydanticCustomError
 
 from autopar.errors import Problem, did_you_mean
 from autopar.files.strict_model import StrictModel, checked_model, join
-from autopar.files.strict_yaml import read_yaml
 from autopar.files.units import GB, US, in_unit, value_of
 from autopar.ir.device import Device, HostGroup, Link, device_of_preset
 from autopar.ir.device_presets import (
-    DTYPES,
     DevicePreset,
     DeviceType,
     HostIn,
@@ -59,10 +59,24 @@ class DeviceEntry(StrictModel):
     host: HostIn[_Figure] | None = None
 
 
+def _device(given: object, read_entry: Callable[[object], DeviceEntry]) -> DevicePreset | DeviceEntry:
+    """A mapping, or a preset by its name. A union of both would report the violations of both."""
+    if isinstance(given, dict):
+        return read_entry(given)
+    if isinstance(given, str) and given.lower() in device_names():
+        return device_preset(given)
+    rule = "must be the name of a device preset or a mapping that describes a device"
+    hint = did_you_mean(given, device_names()) if isinstance(given, str) else None
+    raise PydanticCustomError("device", rule, {"hint": hint})
+
+
 class GroupEntry(StrictModel):
     num_hosts: Annotated[int, Field(ge=1, le=MAX_HOSTS)] = 1
     devices_per_host: Annotated[int, Field(ge=1, le=MAX_DEVICES_PER_HOST)]
-    device: Any  # a preset's name or a DeviceEntry: checked apart, because a union's violations are unreadable
+    device: Annotated[
+        DeviceEntry | DevicePreset,
+        GetPydanticSchema(lambda _, handler: handler(Annotated[DeviceEntry, WrapValidator(_device)])),
+    ]
     in_host: LinkEntry | None = None
     price_usd_per_device_hour: _MoneyOrWatts | None = None
 
@@ -81,52 +95,13 @@ class ClusterEntry(StrictModel):
     )
 
 
-ResolvedDevice = DevicePreset | DeviceEntry
-
-
-def read_cluster_file(path: str | os.PathLike[str]) -> tuple[ClusterEntry | None, list[ResolvedDevice], list[Problem]]:
-    """The file's entry, the device of each group, and every problem; the first two are usable when there is none."""
-    content, problems = read_yaml(path)
-    if content is None and problems:
-        return None, [], problems
-    entry, devices, violations = check_cluster(content, Path(path).parent)
-    return entry, devices, problems + violations
-
-
-def check_cluster(
-    content: object, folder: Path = Path()
-) -> tuple[ClusterEntry | None, list[ResolvedDevice], list[Problem]]:
-    """As `read_cluster_file`, from the file's content; a profile's path is relative to `folder`."""
+def check_cluster(content: object, folder: Path) -> tuple[ClusterEntry | None, list[Problem]]:
+    """The entry of a file's content, and every problem; a profile's path is relative to `folder`."""
     entry, problems = checked_model(ClusterEntry, content)
-    devices, device_problems = _check_devices(content)
-    problems += device_problems
-    if entry is not None and entry.profile is not None:
-        problems += _check_profile(entry.profile, folder)
-    if entry is not None and not problems:
-        problems += _check_links(entry, devices)
-    return entry, devices, problems
-
-
-def _check_devices(content: object) -> tuple[list[ResolvedDevice], list[Problem]]:
-    """The groups' devices, looked up in the raw content so that they are checked though something else is wrong."""
-    groups = content.get("groups") if isinstance(content, dict) else None
-    devices: list[ResolvedDevice] = []
-    problems: list[Problem] = []
-    for index, group in enumerate(groups[:1000] if isinstance(groups, list) else []):
-        if not isinstance(group, dict) or "device" not in group:
-            continue  # reported by the schema
-        path, given = join("", ("groups", index, "device")), group["device"]
-        if isinstance(given, dict):
-            device, violations = checked_model(DeviceEntry, given, path)
-            problems += violations
-            devices += [device] if device is not None else []
-        elif isinstance(given, str) and given.lower() in device_names():
-            devices.append(device_preset(given))
-        else:
-            hint = did_you_mean(given, device_names()) if isinstance(given, str) else None
-            rule = "must be the name of a device preset or a mapping that describes a device"
-            problems.append(Problem(path=path, value=given, rule=rule, suggestion=hint))
-    return devices, problems
+    if entry is not None:
+        problems += _check_profile(entry.profile, folder) if entry.profile is not None else []
+        problems += _check_links(entry) if not problems else []
+    return entry, problems
 
 
 def profile_names() -> tuple[str, ...]:
@@ -154,11 +129,12 @@ def _check_profile(text: str, folder: Path) -> list[Problem]:
     return []
 
 
-def _check_links(entry: ClusterEntry, devices: list[ResolvedDevice]) -> list[Problem]:
+def _check_links(entry: ClusterEntry) -> list[Problem]:
     """A link that carries traffic needs a speed: from the file, or from the preset of the device."""
     problems = []
-    for index, (group, device) in enumerate(zip(entry.groups, devices, strict=True)):
-        if group.in_host is None and group.devices_per_host > 1 and not isinstance(device, DevicePreset):
+    devices = [group.device for group in entry.groups]
+    for index, group in enumerate(entry.groups):
+        if group.in_host is None and group.devices_per_host > 1 and not isinstance(group.device, DevicePreset):
             path = join("", ("groups", index, "in_host"))
             problems.append(Problem(path=path, rule="is required for a device that is not a preset"))
     num_hosts = sum(group.num_hosts for group in entry.groups)
@@ -174,24 +150,20 @@ def _check_links(entry: ClusterEntry, devices: list[ResolvedDevice]) -> list[Pro
     return problems
 
 
-def implausible(entry: ClusterEntry, devices: list[ResolvedDevice]) -> list[str]:
+def implausible(entry: ClusterEntry) -> list[str]:
     """One sentence per value that is under a tenth of, or over ten times, what known hardware has."""
-    checks: list[tuple[str, str, float | None]] = []
-    accelerators = all(device.device_type != "cpu" for device in devices)
-    for index, (group, device) in enumerate(zip(entry.groups, devices, strict=True)):
+    places: list[tuple[str, str, StrictModel | None]] = []  # path, path in a preset, entry
+    for index, group in enumerate(entry.groups):
         prefix = join("", ("groups", index))
-        checks += _link_checks(f"{prefix}.in_host", "in_host", group.in_host)
-        if isinstance(device, DeviceEntry):
-            at = f"{prefix}.device"
-            checks += [(f"{at}.peak_tflops.{d}", f"peak_tflops.{d}", getattr(device.peak_tflops, d)) for d in DTYPES]
-            for key in ("memory_gb", "memory_bandwidth_gb_per_s", "power_w"):
-                checks.append((f"{at}.{key}", key, getattr(device, key)))
-    checks += _link_checks("inter_host", "inter_host", entry.inter_host)
-    checks += _link_checks("spine", "inter_host", entry.spine)
+        places.append((f"{prefix}.in_host.", "in_host.", group.in_host))
+        places += [(f"{prefix}.device.", "", group.device)] if isinstance(group.device, DeviceEntry) else []
+    places += [("inter_host.", "inter_host.", entry.inter_host), ("spine.", "inter_host.", entry.spine)]
+    numbers = ((f"{at}{key}", f"{base}{key}", value) for at, base, model in places for key, value in _numbers(model))
+    accelerators = all(group.device.device_type != "cpu" for group in entry.groups)
     sentences = []
-    for path, figure, value in checks:
+    for path, figure, value in numbers:
         known = known_range(figure, accelerators_only=accelerators)
-        if value is None or known is None or known[0] / 10 <= value <= known[1] * 10:
+        if known is None or known[0] / 10 <= value <= known[1] * 10:
             continue
         which = "under a tenth of the smallest" if value < known[0] else "over ten times the largest"
         bound = known[0] if value < known[0] else known[1]
@@ -199,18 +171,21 @@ def implausible(entry: ClusterEntry, devices: list[ResolvedDevice]) -> list[str]
     return sentences
 
 
-def _link_checks(path: str, figure: str, link: LinkEntry | None) -> list[tuple[str, str, float | None]]:
-    if link is None:
-        return []
-    keys = ("bandwidth_gb_per_s", "latency_us")
-    return [(f"{path}.{key}", f"{figure}.{key}", getattr(link, key)) for key in keys]
+def _numbers(model: StrictModel | None, prefix: str = "") -> Iterator[tuple[str, float]]:
+    """The numbers under a model, by path."""
+    for key, value in model or ():
+        if isinstance(value, StrictModel):
+            yield from _numbers(value, f"{prefix}{key}.")
+        elif isinstance(value, float | int):
+            yield f"{prefix}{key}", value
 
 
-def resolve(entry: ClusterEntry, devices: list[ResolvedDevice], name: str, folder: Path) -> dict[str, Any]:
+def resolve(entry: ClusterEntry, name: str, folder: Path) -> dict[str, Any]:
     """The fields of a file's `ClusterSpec`; a link that the file leaves out is the preset's, and said to be so."""
     assumptions = list(entry.assumptions)
     groups = []
-    for index, (group, device) in enumerate(zip(entry.groups, devices, strict=True)):
+    for index, group in enumerate(entry.groups):
+        device = group.device
         in_host = _link(group.in_host)
         if in_host is None and isinstance(device, DevicePreset):
             in_host = value_of(Link, device.in_host)
@@ -219,7 +194,7 @@ def resolve(entry: ClusterEntry, devices: list[ResolvedDevice], name: str, folde
         resolved = device_of_preset(device) if isinstance(device, DevicePreset) else value_of(Device, device)
         groups.append(value_of(HostGroup, group, device=resolved, in_host=in_host))
     inter_host = _link(entry.inter_host)
-    presets = [device for device in devices if isinstance(device, DevicePreset)]
+    presets = [group.device for group in entry.groups if isinstance(group.device, DevicePreset)]
     if inter_host is None and sum(group.num_hosts for group in groups) > 1:
         slowest = min(presets, key=lambda preset: preset.inter_host.bandwidth_gb_per_s.value)
         inter_host = value_of(Link, slowest.inter_host)
