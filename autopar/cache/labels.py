@@ -5,8 +5,7 @@ source.
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,9 @@ from autopar.cost_model.work.block_work import Family, from_plain, to_json
 from autopar.cost_model.work.polynomials import Polynomial
 from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.errors import InputError, Problem
-from autopar.files.plain_data import Reader, read_plain
+from autopar.files.plain_data import Reader, plain_of, read_plain
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees, degrees_from
-from autopar.ir.plan import labels_to_dict
 from autopar.ir.program import Program
 from autopar.ir.sharding import Type
 from autopar.search.labels.result import Labelling
@@ -55,22 +53,6 @@ def read_labels(path: Path) -> LabelledWorks:
 
 def labels_text(chosen: LabelledWorks) -> str:
     """The content of a file of labels."""
-    degrees, labelling, works = chosen
-    data = {
-        "Degrees": asdict(degrees),
-        "Labelling": _plain(labelling) | {"blocks": [labels_to_dict(block) for block in labelling.blocks]},
-        "ProgramWorks": _plain(works) | {"family": json.loads(to_json(works.family))},
-    }
+    writers = {Type: str, Family: lambda family: json.loads(to_json(family))}
+    data = {type(value).__name__: plain_of(value, writers) for value in chosen}
     return json.dumps(data, separators=(",", ":"))  # blocks in their order
-
-
-def _plain(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass, without the fields that are written in another way."""
-    names = [each.name for each in fields(value) if each.name not in ("blocks", "family")]
-    return {name: _of(getattr(value, name)) for name in names}
-
-
-def _of(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _of(v) for key, v in value.items()}
-    return asdict(value) if hasattr(value, "__dataclass_fields__") else value

@@ -1,4 +1,4 @@
-"""Plain data of JSON back to the frozen dataclasses that it was made from: the inverse of `dataclasses.asdict`.
+"""Frozen dataclasses as the plain data of JSON, and back.
 
 Annotations give the types: dataclasses, ``tuple[X, ...]`` and ``tuple[X, Y]``, ``Mapping[K, X]``, ``X | None``,
 ``Literal`` words, numbers, text and ``Any``. Only whole numbers are coerced, to `float`. Every deviation is a
@@ -30,6 +30,18 @@ def content_of(data: Any, kind: str, version: int, source: str, *, command: str,
     if there != version or isinstance(there, bool):
         raise InputError(f"{source}: version {short_repr(there)}, this autopar reads {version}; {again}")
     return {name: value for name, value in data.items() if name not in ("kind", "version")}
+
+
+def plain_of(value: Any, writers: Mapping[type, Callable[[Any], Any]] | None = None) -> Any:
+    """The plain data that `read_plain` reads back. `writers` write values of types of their own."""
+    for kind, write in (writers or {}).items():
+        if isinstance(value, kind):
+            return write(value)
+    if is_dataclass(value):
+        return {field.name: plain_of(getattr(value, field.name), writers) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {name: plain_of(inner, writers) for name, inner in value.items()}
+    return [plain_of(inner, writers) for inner in value] if isinstance(value, (tuple, list)) else value
 
 
 def read_plain(

@@ -2,13 +2,13 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from autopar.errors import InputError, PlanError, Problem, short_repr
 from autopar.files.atomic import write_text
-from autopar.files.plain_data import read_plain
+from autopar.files.plain_data import plain_of, read_plain
 from autopar.files.strict_text import read_json
 from autopar.ir.degrees import Degrees, degrees_from
 from autopar.ir.explanation import Prediction, Summary, as_text
@@ -73,7 +73,8 @@ class Plan:
             >>> parallel.plan.to_dict()["degrees"]["tp"]
             1
         """
-        return asdict(self) | {"blocks": [labels_to_dict(block) for block in self.blocks]}
+        data: dict[str, Any] = plain_of(self, {Type: str})
+        return data
 
     def explain(self) -> str:
         """Explain the plan in words and tables.
@@ -203,15 +204,3 @@ def _wrong_numbers(plan: Plan) -> list[Problem]:
         rule = f"must be {plan.degrees.num_stages - 1} whole numbers, one less than stages"
         problems.append(Problem(path="cuts", value=list(plan.cuts), rule=rule))
     return problems
-
-
-def labels_to_dict(block: BlockLabels) -> dict[str, Any]:
-    """Plain data for JSON."""
-    return {
-        "name": block.name,
-        "signature": block.signature,
-        "ports": {k: [str(t) for t in v] for k, v in block.ports.items()},
-        "labels": {k: list(v) for k, v in block.labels.items()},
-        "results": {k: [str(t) for t in v] for k, v in block.results.items()},
-        "recomputed": list(block.recomputed),
-    }

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import InputError, Problem
-from autopar.files.plain_data import read_plain
+from autopar.files.plain_data import plain_of, read_plain
 from autopar.files.strict_text import read_json
 from autopar.ir.explanation import Prediction
 
@@ -91,8 +91,9 @@ class Metrics:
 
 def to_text(entry: Line | Event) -> str:
     """A line of the file, with its end."""
-    content = {name: value for name, value in asdict(entry).items() if value is not None and value != {}}
-    return json.dumps(_encoded(content), separators=(",", ":"), allow_nan=False) + "\n"
+    plain = plain_of(entry, {float: lambda number: number if math.isfinite(number) else str(number)})
+    content = {name: value for name, value in plain.items() if value is not None and value != {}}
+    return json.dumps(content, separators=(",", ":"), allow_nan=False) + "\n"
 
 
 def run_json(info: RunInfo) -> str:
@@ -206,9 +207,3 @@ def _number(value: Any) -> float | None:
     if problems:
         raise ValueError(problems[0].rule)
     return number
-
-
-def _encoded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _encoded(v) for key, v in value.items()}
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

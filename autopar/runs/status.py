@@ -6,12 +6,13 @@ import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from autopar.files.lock import LOCK, STALE_LOCK_S, Holder, is_alive, read_holder
+from autopar.files.plain_data import plain_of
 from autopar.files.strict_text import read_text
 from autopar.ir.explanation import Prediction
 from autopar.runs.record import CHECKPOINTS, END, START, Line, Metrics, RunInfo, read_info, read_metrics
@@ -66,7 +67,7 @@ class RunStatus:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON. Numbers that JSON lacks are None."""
-        content: dict[str, Any] = _finite(asdict(self))
+        content: dict[str, Any] = plain_of(self, {float: lambda number: number if math.isfinite(number) else None})
         return content
 
 
@@ -181,14 +182,6 @@ def _left(info: RunInfo, metrics: Metrics) -> float | None:
 def _median(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return median(known) if known else None
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(v) for key, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def steps_of(lines: Sequence[Line], name: str) -> list[tuple[int, float]]:

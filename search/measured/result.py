@@ -1,14 +1,16 @@
 """The result of `autopar.tune` as data: trials, corrections of the prediction, and plans without a trial."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from autopar.cost_model.machine.profile import DeviceProfile
+from autopar.files.plain_data import plain_of
+from autopar.ir.sharding import Type
 from autopar.search.measured.study import outcome_to_dict
 from autopar.search.measured.tuning import Candidate, Outcome
 
 if TYPE_CHECKING:
-    from autopar.cost_model.machine.profile import DeviceProfile
     from autopar.ir.plan import Plan
 
 KIND, VERSION = "autopar tuning result", 1
@@ -68,7 +70,7 @@ class TuneResult:
     seconds: float  # of the whole search
     notes: tuple[str, ...] = ()
     plan: "Plan | None" = field(default=None, compare=False)  # the best measured plan, as it runs
-    profile: "DeviceProfile | None" = field(default=None, compare=False)  # corrected by the measurements
+    profile: DeviceProfile | None = field(default=None, compare=False)  # corrected by the measurements
 
     @property
     def step_s(self) -> float | None:
@@ -93,19 +95,7 @@ class TuneResult:
         >>> autopar.tune(model, "2xcpu", example_inputs=batch, global_batch=8, **how).to_dict()["kind"]
         'autopar tuning result'
         """
-        names = [name for name in self.__slots__ if name not in ("plan", "profile", "tried", "left")]
-        return {
-            "kind": KIND,
-            "version": VERSION,
-            **{name: getattr(self, name) for name in names},
-            "factors": dict(self.factors),
-            "step_s": self.step_s,
-            "tokens_per_s": self.tokens_per_s,
-            "tried": [
-                {"number": one.number, "candidate": asdict(one.candidate), "outcome": outcome_to_dict(one.outcome)}
-                for one in self.tried
-            ],
-            "left": [asdict(left) for left in self.left],
-            "plan": None if self.plan is None else self.plan.to_dict(),
-            "profile": None if self.profile is None else self.profile.name,
-        }
+        data = plain_of(self, {Type: str, Outcome: outcome_to_dict, DeviceProfile: lambda profile: profile.name})
+        last = {name: data.pop(name) for name in ("tried", "left", "plan", "profile")}
+        figures = {"step_s": self.step_s, "tokens_per_s": self.tokens_per_s}
+        return {"kind": KIND, "version": VERSION, **data, **figures, **last}

@@ -5,13 +5,14 @@ seconds, sizes in bytes; parts of a whole are from 0 to 1.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from autopar.cost_model.parts import COLLECTIVES, COMPUTE, MEMORY, OTHER
 from autopar.errors import InputError, PlanError, Problem
-from autopar.files.plain_data import content_of, read_plain
+from autopar.files.plain_data import content_of, plain_of, read_plain
 from autopar.ir.degrees import Degrees, degrees_from
+from autopar.ir.sharding import Type
 from autopar.search.result.report_data import BlockGraph, Curve, Details, Points
 from autopar.words.numbers import readable_seconds
 
@@ -166,9 +167,7 @@ class SearchResult:
         >>> found.to_dict()["kind"]
         'autopar search result'
         """
-        names = [name for name in self.__slots__ if name != "plan"]
-        data = {name: _plain(getattr(self, name)) for name in names}
-        return {"kind": KIND, "version": VERSION, **data, "plan": None if self.plan is None else self.plan.to_dict()}
+        return {"kind": KIND, "version": VERSION, **plain_of(self, {Type: str})}
 
     @staticmethod
     def from_dict(data: Any, source: str = "search result") -> "SearchResult":
@@ -224,17 +223,6 @@ def _wrong_values(result: SearchResult) -> Iterator[Problem]:
         if len(column) != len(next(iter(columns.values()))) or not all(isinstance(value, kind) for value in column):
             rule = f"must be {'texts' if kind is str else 'numbers'}, as many as in the other columns"
             yield Problem(path=f"points.columns.{name}", rule=rule)
-
-
-def _plain(value: Any) -> Any:
-    """The value as `asdict` has it, with lists for tuples and without copies."""
-    if isinstance(value, (tuple, list)):
-        return [_plain(item) for item in value]
-    if isinstance(value, Mapping):
-        return {name: _plain(item) for name, item in value.items()}
-    if hasattr(value, "__dataclass_fields__"):
-        return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
-    return value
 
 
 def degrees_in_plain(degrees: Degrees, cuts: tuple[int, ...], *, regather: bool = True) -> dict[str, Any]:
