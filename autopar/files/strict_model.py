@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
@@ -43,16 +43,17 @@ M = TypeVar("M", bound=StrictModel)
 N = TypeVar("N", bound=NamedModel)
 
 
-def checked_model(model: type[M], content: object, prefix: str = "") -> tuple[M | None, list[Problem]]:
-    """`content` as `model`, or None and every violation, each under `prefix`."""
+def checked_model(model: type[M], content: object, problems: Sequence[Problem] = ()) -> tuple[M | None, list[Problem]]:
+    """`content` as `model` or None, and every violation after the `problems` of its file. A bad file has no content."""
+    if content is None and problems:
+        return None, [*problems]
     if not isinstance(content, dict):
-        fields = ", ".join(model.model_fields)
-        return None, [Problem(path=prefix, rule=f"must be a mapping with the keys {fields}", value=content)]
+        rule = f"must be a mapping with the keys {', '.join(model.model_fields)}"
+        return None, [*problems, Problem(path="", rule=rule, value=content)]
     try:
-        return model.model_validate(content), []
+        return model.model_validate(content), [*problems]
     except ValidationError as error:
-        details = error.errors(include_url=False)
-        return None, [_problem(model, detail, prefix) for detail in details]
+        return None, [*problems, *(_problem(model, detail) for detail in error.errors(include_url=False))]
 
 
 def read_named(model: type[N], path: Path) -> tuple[N | None, list[Problem]]:
@@ -61,10 +62,7 @@ def read_named(model: type[N], path: Path) -> tuple[N | None, list[Problem]]:
     if isinstance(content, dict) and "like" in model.model_fields and "like" in content:
         content, wrong = _with_base(content, path)
         problems = problems + wrong
-    made = None
-    if content is not None or not problems:
-        made, violations = checked_model(model, content)
-        problems = problems + violations
+    made, problems = checked_model(model, content, problems)
     if made is not None and made.name != path.stem:
         problems.append(Problem(path="name", value=made.name, rule=f"must be the file's name, {path.stem!r}"))
     return made, [replace(problem, path=f"{path.name}: {problem.path}") for problem in problems]
@@ -116,9 +114,9 @@ def figures_of(model: StrictModel, prefix: str = "") -> Iterator[tuple[str, Sour
             yield from figures_of(value, f"{prefix}{name}.")
 
 
-def join(prefix: str, parts: tuple[object, ...]) -> str:
+def _path(parts: tuple[object, ...]) -> str:
     """``groups[0].device`` from ("groups", 0, "device")."""
-    path = prefix
+    path = ""
     for part in parts:
         if isinstance(part, int):
             path += f"[{part}]"
@@ -127,9 +125,9 @@ def join(prefix: str, parts: tuple[object, ...]) -> str:
     return path
 
 
-def _problem(model: type[StrictModel], detail: Mapping[str, Any], prefix: str) -> Problem:
+def _problem(model: type[StrictModel], detail: Mapping[str, Any]) -> Problem:
     location: tuple[object, ...] = tuple(detail["loc"])
-    path, value, kind = join(prefix, location), detail.get("input"), detail["type"]
+    path, value, kind = _path(location), detail.get("input"), detail["type"]
     if kind == "extra_forbidden":
         valid = list(_fields_at(model, location[:-1]))
         guess = nearest(str(location[-1]), valid)

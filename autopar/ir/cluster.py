@@ -145,10 +145,7 @@ class ClusterSpec:
             8
         """
         what = f"cluster file {os.fspath(path)!r} cannot be used"
-        content, problems = read_yaml(path)
-        if content is None and problems:
-            raise ClusterError(what, problems)
-        return cls._of_content(content, problems, what, Path(path).stem, Path(path).parent)
+        return cls._of_content(*read_yaml(path), what, Path(path).stem, Path(path).parent)
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> ClusterSpec:
@@ -225,9 +222,9 @@ class ClusterSpec:
     def _of_content(cls, content: object, problems: list[Problem], what: str, name: str, folder: Path) -> ClusterSpec:
         from autopar.ir.cluster_file import check_cluster, implausible, resolve
 
-        entry, violations = check_cluster(content, folder)
-        if entry is None or problems or violations:
-            raise ClusterError(what, problems + violations)
+        entry, problems = check_cluster(content, problems, folder)
+        if entry is None or problems:
+            raise ClusterError(what, problems)
         for sentence in implausible(entry):
             warnings.warn(sentence, ClusterWarning, stacklevel=3)
         return cls(**resolve(entry, name, folder))

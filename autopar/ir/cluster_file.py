@@ -16,7 +16,7 @@ from pydantic import Field, GetPydanticSchema, WrapValidator
 from pydantic_core import PydanticCustomError
 
 from autopar.errors import Problem, did_you_mean
-from autopar.files.strict_model import StrictModel, checked_model, join
+from autopar.files.strict_model import StrictModel, checked_model
 from autopar.files.units import GB, US, in_unit, value_of
 from autopar.ir.device import Device, HostGroup, Link, device_of_preset
 from autopar.ir.device_presets import (
@@ -95,9 +95,9 @@ class ClusterEntry(StrictModel):
     )
 
 
-def check_cluster(content: object, folder: Path) -> tuple[ClusterEntry | None, list[Problem]]:
+def check_cluster(content: object, problems: list[Problem], folder: Path) -> tuple[ClusterEntry | None, list[Problem]]:
     """The entry of a file's content, and every problem; a profile's path is relative to `folder`."""
-    entry, problems = checked_model(ClusterEntry, content)
+    entry, problems = checked_model(ClusterEntry, content, problems)
     if entry is not None:
         problems += _check_profile(entry.profile, folder) if entry.profile is not None else []
         problems += _check_links(entry) if not problems else []
@@ -135,7 +135,7 @@ def _check_links(entry: ClusterEntry) -> list[Problem]:
     devices = [group.device for group in entry.groups]
     for index, group in enumerate(entry.groups):
         if group.in_host is None and group.devices_per_host > 1 and not isinstance(group.device, DevicePreset):
-            path = join("", ("groups", index, "in_host"))
+            path = f"groups[{index}].in_host"
             problems.append(Problem(path=path, rule="is required for a device that is not a preset"))
     num_hosts = sum(group.num_hosts for group in entry.groups)
     if entry.inter_host is None and num_hosts > 1 and not any(isinstance(d, DevicePreset) for d in devices):
@@ -154,7 +154,7 @@ def implausible(entry: ClusterEntry) -> list[str]:
     """One sentence per value that is under a tenth of, or over ten times, what known hardware has."""
     places: list[tuple[str, str, StrictModel | None]] = []  # path, path in a preset, entry
     for index, group in enumerate(entry.groups):
-        prefix = join("", ("groups", index))
+        prefix = f"groups[{index}]"
         places.append((f"{prefix}.in_host.", "in_host.", group.in_host))
         places += [(f"{prefix}.device.", "", group.device)] if isinstance(group.device, DeviceEntry) else []
     places += [("inter_host.", "inter_host.", entry.inter_host), ("spine.", "inter_host.", entry.spine)]

@@ -125,22 +125,16 @@ class ProfileEntry(StrictModel):
 
 def load_profile(path: str | os.PathLike[str]) -> DeviceProfile:
     """Read a profile file. Raises ClusterError with every problem of the file."""
-    content, problems = read_yaml(path)
-    if content is None and problems:
-        raise ClusterError(f"profile file {os.fspath(path)!r} cannot be used", problems)
-    return _profile(content, problems, f"profile file {os.fspath(path)!r}")
+    return _profile(*checked_model(ProfileEntry, *read_yaml(path)), f"profile file {os.fspath(path)!r}")
 
 
 def profile_from_dict(content: object, what: str) -> DeviceProfile:
     """The inverse of `profile_to_dict`. Raises ClusterError with every problem; `what` names the data in it."""
-    return _profile(content, [], what)
+    return _profile(*checked_model(ProfileEntry, content), what)
 
 
-def _profile(content: object, problems: list[Problem], what: str) -> DeviceProfile:
-    entry, violations = checked_model(ProfileEntry, content)
-    problems = problems + violations
-    if entry is not None:
-        problems += _check(entry)
+def _profile(entry: ProfileEntry | None, problems: list[Problem], what: str) -> DeviceProfile:
+    problems += [] if entry is None else _check(entry)
     if problems or entry is None:
         raise ClusterError(f"{what} cannot be used", problems)
     links = {at: value_of(LinkProfile, tier, usual=value_of(CallCost, tier)) for at, tier in entry.links if tier}
