@@ -45,7 +45,7 @@ def plain_of(value: Any, writers: Mapping[type, Callable[[Any], Any]] | None = N
 
 
 def read_plain(
-    kind: Any, data: Any, problems: list[Problem], *, path: str = "", readers: Mapping[Any, Reader] | None = None
+    kind: Any, data: Any, problems: list[Problem], path: str = "", readers: Mapping[Any, Reader] | None = None
 ) -> Any:
     """A value of `kind`, or None and entries in `problems`. `readers` make values of types of their own."""
     own = (readers or {}).get(kind)
@@ -59,9 +59,9 @@ def read_plain(
             return None
     if kind is Any:
         return _finite(data, problems, path)
-    if is_dataclass(kind):
-        return _dataclass(kind, data, problems, path, readers)
     origin, arguments = get_origin(kind), get_args(kind)
+    if is_dataclass(origin or kind):
+        return _dataclass(origin or kind, data, problems, path, readers)
     if origin is Literal:
         if data not in arguments:
             rule = f"must be one of {', '.join(filter(None, arguments))}"

@@ -22,7 +22,8 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from autopar.cost_model.work.polynomials import Evaluation, Polynomial, Term, evaluation_of, total
-from autopar.errors import InputError, Problem, did_you_mean
+from autopar.errors import InputError, Problem, did_you_mean, short_repr
+from autopar.files.plain_data import read_plain
 from autopar.ir.sharding import Mesh, owned_by
 from autopar.lowering.conversions import Collective
 
@@ -53,7 +54,6 @@ SYMBOLS: Mapping[str, str] = {
     "r": "rotated part of a head (latent attention)",
     "u": "width of a head's values (latent attention)",
 }
-_OPTIONAL = ("selected", "times")  # fields that a file may leave out
 _MOST_POWER = 16  # limit for symbols in a file; powers are evaluated as repeated products
 _ONE_OF_TWO = re.compile(r"[tc]p\d")  # symbols of a captured model whose tensor or context degree is a product
 _Kind = Literal["matmul", "attention", "memory", "again"]
@@ -109,7 +109,7 @@ class Sent(Generic[V]):
     mesh_dim: str
     is_forward: bool
     whole_bytes: V
-    of: Cause = "value"
+    of: Cause
     times: V | None = None
 
     @property
@@ -265,91 +265,54 @@ def from_json(text: str) -> Family[Polynomial]:
 def from_plain(data: Any) -> Family[Polynomial]:
     """The family in parsed JSON. Raises like `from_json`."""
     problems: list[Problem] = []
-    reader = _Reader(problems)
-    family = reader.family(data)
-    if problems or family is None:
+    if not isinstance(data, dict) or not isinstance(data.get("blocks"), dict):
+        problems.append(Problem(path="", rule="must be an object with name, source and blocks"))
+        data = {"blocks": {}}
+    blocks = []
+    for role, variants in data["blocks"].items():
+        path = f"blocks.{role}"
+        if role.partition(":")[0] not in ROLES:  # a captured model's repeated blocks are numbered, as layer:2
+            problems.append(Problem(path=path, rule=f"must be one of {', '.join(ROLES)}"))
+        elif not isinstance(variants, dict) or set(variants) != set(VARIANTS):
+            problems.append(Problem(path=path, rule=f"must have the variants {' and '.join(VARIANTS)}"))
+        else:
+            blocks.append((role, _variants(variants, problems, path)))
+    if problems:
         raise InputError("the blocks of a family cannot be used", problems)
-    return family
+    return Family(name=str(data.get("name", "")), source=str(data.get("source", "")), blocks=tuple(blocks))
 
 
-class _Reader:
-    """Plain data to dataclasses; collects problems and reads on."""
+def _variants(
+    data: Mapping[str, Any], problems: list[Problem], path: str
+) -> tuple[tuple[str, BlockWork[Polynomial]], ...]:
+    """The blocks of a role's variants. Equal variants are read once: a captured model has only these."""
+    works: dict[str, BlockWork[Polynomial]] = {}
+    for name in VARIANTS:
+        same = next((other for other in works if data[other] == data[name]), None)
+        readers = {V: _expression}
+        works[name] = works[same] if same else read_plain(BlockWork, data[name], problems, f"{path}.{name}", readers)
+    return tuple(works.items())
 
-    def __init__(self, problems: list[Problem]) -> None:
-        self.problems = problems
 
-    def fail(self, path: str, rule: str, value: object = None) -> None:
-        self.problems.append(Problem(path=path, rule=rule, value=value))
+def _expression(data: Any) -> Polynomial:
+    return total(_term(item) for item in (data if isinstance(data, list) else [data]))
 
-    def family(self, data: Any) -> Family[Polynomial] | None:
-        if not isinstance(data, dict) or not isinstance(data.get("blocks"), dict):
-            self.fail("", "must be an object with name, source and blocks")
-            return None
-        blocks = []
-        for role, variants in data["blocks"].items():
-            if role.partition(":")[0] not in ROLES:  # a captured model's repeated blocks are numbered, as layer:2
-                self.fail(f"blocks.{role}", f"must be one of {', '.join(ROLES)}")
-            elif not isinstance(variants, dict) or set(variants) != set(VARIANTS):
-                self.fail(f"blocks.{role}", f"must have the variants {' and '.join(VARIANTS)}")
-            else:
-                blocks.append((role, self.variants(role, variants)))
-        return Family(name=str(data.get("name", "")), source=str(data.get("source", "")), blocks=tuple(blocks))
 
-    def variants(self, role: str, data: Mapping[str, Any]) -> tuple[tuple[str, BlockWork[Polynomial]], ...]:
-        """The blocks of a role's variants. Equal variants are read once: a captured model has only these."""
-        works: dict[str, BlockWork[Polynomial]] = {}
-        for name in VARIANTS:
-            same = next((other for other in works if data[other] == data[name]), None)
-            works[name] = works[same] if same else self.record(BlockWork, data[name], f"blocks.{role}.{name}")
-        return tuple(works.items())
-
-    def record(self, kind: Any, data: Any, path: str) -> Any:
-        fields = {each.name: each for each in dataclasses.fields(kind)}
-        if isinstance(data, dict):
-            fields = {name: each for name, each in fields.items() if name not in _OPTIONAL or name in data}
-        if not isinstance(data, dict) or set(data) != set(fields):
-            self.fail(path, f"must be an object with exactly the keys {', '.join(fields)}")
-            return None
-        values = {name: self.field(str(each.type), data[name], f"{path}.{name}") for name, each in fields.items()}
-        return kind(**values)
-
-    def field(self, kind: str, data: Any, path: str) -> Any:
-        if kind in ("V", "V | None"):
-            return self.expression(data, path)
-        if kind.startswith("SelectiveWork"):
-            return self.record(SelectiveWork, data, path)
-        if kind.startswith("tuple["):
-            record = Operator if "Operator" in kind else Sent
-            if not isinstance(data, list):
-                self.fail(path, "must be a list")
-                return ()
-            return tuple(self.record(record, each, f"{path}[{i}]") for i, each in enumerate(data))
-        wanted: type = {"int": int, "bool": bool}.get(kind, str)
-        if type(data) is not wanted:
-            self.fail(path, f"must be {wanted.__name__}", data)
-        return data
-
-    def expression(self, data: Any, path: str) -> Polynomial:
-        terms = (self.term(item, path) for item in (data if isinstance(data, list) else [data]))
-        return total(term for term in terms if term is not None)
-
-    def term(self, item: Any, path: str) -> Term | None:
-        if not isinstance(item, list) or len(item) != 2 or not isinstance(item[1], dict):
-            self.fail(path, "must be a list of [coefficient, {symbol: power}]", item)
-            return None
-        coefficient, powers = item
-        pair = coefficient if isinstance(coefficient, list) else [coefficient, 1]
-        if len(pair) != 2 or any(type(each) is not int for each in pair) or pair[1] < 1:
-            self.fail(path, "a coefficient must be a whole number or [numerator, denominator]", coefficient)
-            return None
-        for name, power in powers.items():
-            if not (name in SYMBOLS or _ONE_OF_TWO.fullmatch(name)):
-                self.fail(path, f"must be a power of a known symbol; {did_you_mean(name, tuple(SYMBOLS))}", item)
-                return None
-            if type(power) is not int or not 1 <= abs(power) <= _MOST_POWER:
-                self.fail(path, f"a power must be a whole number from -{_MOST_POWER} to {_MOST_POWER}, not 0", item)
-                return None
-        return Fraction(*pair), tuple(sorted(powers.items()))
+def _term(item: Any) -> Term:
+    if not isinstance(item, list) or len(item) != 2 or not isinstance(item[1], dict):
+        raise ValueError(f"must be a list of [coefficient, {{symbol: power}}]; got {short_repr(item)}")
+    coefficient, powers = item
+    pair = coefficient if isinstance(coefficient, list) else [coefficient, 1]
+    if len(pair) != 2 or any(type(each) is not int for each in pair) or pair[1] < 1:
+        rule = "a coefficient must be a whole number or [numerator, denominator]"
+        raise ValueError(f"{rule}; got {short_repr(coefficient)}")
+    for name, power in powers.items():
+        if not (name in SYMBOLS or _ONE_OF_TWO.fullmatch(name)):
+            raise ValueError(f"must be a power of a known symbol; {did_you_mean(name, tuple(SYMBOLS))}")
+        if type(power) is not int or not 1 <= abs(power) <= _MOST_POWER:
+            rule = f"a power must be a whole number from -{_MOST_POWER} to {_MOST_POWER}, not 0"
+            raise ValueError(f"{rule}; got {short_repr(item)}")
+    return Fraction(*pair), tuple(sorted(powers.items()))
 
 
 @functools.cache

@@ -70,7 +70,7 @@ def test_every_problem_of_a_file_is_reported() -> None:
         from_json(json.dumps(data))
     paths = {problem.path for problem in caught.value.problems}
     layer = "blocks.layer.tp"
-    assert paths == {f"{layer}.products[0].flops", f"{layer}.input_bytes", f"{layer}.sent[0]", "blocks.middle"}
+    assert paths == {f"{layer}.products[0].flops", f"{layer}.input_bytes", f"{layer}.sent[0].of", "blocks.middle"}
 
 
 @pytest.mark.parametrize("power", [0, 17, -(10**12), 1.5, True])
