@@ -296,7 +296,7 @@ def to_dict(calibration: Calibration) -> dict[str, Any]:
     return {
         "profile": profile_to_dict(calibration.profile),
         "fit": {name: asdict(error) for name, error in calibration.profile.fit.items()},
-        "samples": [sample.to_dict() for sample in calibration.samples],
+        "samples": [asdict(sample) for sample in calibration.samples],
         "num_skipped": calibration.num_skipped,
         "spread": calibration.spread,
     }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import os
 import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,19 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[object, list[Problem]]:
     text, problems = read_text(path, max_bytes=MAX_BYTES)
     if text is None:
         return None, problems
+    from ruamel.yaml.error import YAMLError
+
+    reader = _yaml()
     try:
-        events, duplicates = _scan(text)
-        return _construct(events), duplicates
+        events = _Events(_checked(_yaml().parse(text)))
+        reader.Parser = lambda loader: events
+        node = reader.composer.get_single_node()
+        duplicates = list(_duplicates(node, ""))
+        return None if node is None else reader.constructor.construct_document(node), duplicates
     except _YamlError as refused:
         return None, [refused.problem]
+    except (YAMLError, ValueError, OverflowError, RecursionError, TypeError) as error:
+        return None, [_not_yaml(error)]
 
 
 def write_yaml(path: str | os.PathLike[str], content: object, *, short_on_a_line: bool = False) -> None:
@@ -70,70 +79,63 @@ def _yaml() -> Any:
     from ruamel.yaml import YAML
 
     reader = YAML(typ="safe", pure=True)
-    reader.allow_duplicate_keys = True  # _scan reports them all; the constructor would stop at the first
+    reader.allow_duplicate_keys = True  # _duplicates finds them all; the constructor would stop at the first
     return reader
-
-
-class _Open:
-    """A collection whose end has not been seen."""
-
-    __slots__ = ("is_mapping", "key", "keys", "path")
-
-    def __init__(self, path: str, *, is_mapping: bool) -> None:
-        self.path = path
-        self.is_mapping = is_mapping
-        self.keys: set[str] = set()
-        self.key: str | None = None
 
 
 class _Events:
     """Parse events in the place of the parser that a composer asks for them."""
 
-    def __init__(self, events: list[Any]) -> None:
-        self.events, self.position = events, 0
+    def __init__(self, events: Iterator[Any]) -> None:
+        self._events, self._next = events, next(events, None)
 
     def peek_event(self) -> Any:
-        return self.events[self.position]
+        return self._next
 
     def check_event(self, *choices: type) -> bool:
-        return isinstance(self.peek_event(), choices)
+        return isinstance(self._next, choices)
 
     def get_event(self) -> Any:
-        self.position += 1
-        return self.events[self.position - 1]
+        event, self._next = self._next, next(self._events, None)
+        return event
 
 
-def _scan(text: str) -> tuple[list[Any], list[Problem]]:
-    """Check the bounds on the stream of parse events while they are read; return them and the duplicate keys."""
+def _checked(stream: Iterable[Any]) -> Iterator[Any]:
+    """The parse events, which stop at the first one beyond the bounds."""
     from ruamel.yaml import events
-    from ruamel.yaml.error import YAMLError
 
-    duplicates: list[Problem] = []
-    open_collections: list[_Open] = []
-    num_nodes = num_documents = 0
-    found = []
-    try:
-        for event in _yaml().parse(text):
-            found.append(event)
-            if isinstance(event, events.DocumentStartEvent):
-                num_documents += 1
-                if num_documents > 1:
-                    raise _YamlError(Problem(path=_line(event), rule="a file holds one YAML document"))
-                if event.version not in (None, _VERSION):
-                    value, hint = ".".join(map(str, event.version)), "leave the %YAML line out"
-                    raise _YamlError(Problem(path=_line(event), value=value, rule="must be YAML 1.2", suggestion=hint))
-            elif isinstance(event, events.CollectionEndEvent):
-                open_collections.pop()
-            elif isinstance(event, events.NodeEvent):
-                num_nodes += 1
-                _refuse_forms(event, num_nodes, len(open_collections))
-                path = _enter(event, open_collections, duplicates)
-                if isinstance(event, events.CollectionStartEvent):
-                    is_mapping = isinstance(event, events.MappingStartEvent)
-                    open_collections.append(_Open(path, is_mapping=is_mapping))
-    except (YAMLError, ValueError, RecursionError) as error:
-        raise _YamlError(_not_yaml(error)) from None
-    return found, duplicates
+    depth = num_nodes = num_documents = 0
+    for event in stream:
+        if isinstance(event, events.DocumentStartEvent):
+            num_documents += 1
+            if num_documents > 1:
+                raise _YamlError(Problem(path=_line(event), rule="a file holds one YAML document"))
+            if event.version not in (None, _VERSION):
+                value, hint = ".".join(map(str, event.version)), "leave the %YAML line out"
+                raise _YamlError(Problem(path=_line(event), value=value, rule="must be YAML 1.2", suggestion=hint))
+        elif isinstance(event, events.NodeEvent):
+            num_nodes += 1
+            _refuse_forms(event, num_nodes, depth)
+        depth += isinstance(event, events.CollectionStartEvent) - isinstance(event, events.CollectionEndEvent)
+        yield event
+
+
+def _duplicates(node: Any, path: str) -> Iterator[Problem]:
+    """The keys that stand twice in a mapping."""
+    from ruamel.yaml import nodes
+
+    if isinstance(node, nodes.SequenceNode):
+        for index, inner in enumerate(node.value):
+            yield from _duplicates(inner, f"{path}[{index}]")
+    elif isinstance(node, nodes.MappingNode):
+        known: set[str] = set()
+        for key, inner in node.value:
+            name = str(key.value) if isinstance(key, nodes.ScalarNode) else "?"
+            here = f"{path}.{name}" if path else name
+            if name in known:
+                yield Problem(path=here, rule=f"duplicate key, again at {_line(key)}", suggestion="keep one")
+            known.add(name)
+            yield from _duplicates(inner, here)
 
 
 def _refuse_forms(event: Any, num_nodes: int, depth: int) -> None:
@@ -148,37 +150,6 @@ def _refuse_forms(event: Any, num_nodes: int, depth: int) -> None:
         raise _YamlError(Problem(path=_line(event), rule=f"at most {MAX_NODES} values"))
     if depth >= _MAX_DEPTH:
         raise _YamlError(Problem(path=_line(event), rule=f"at most {_MAX_DEPTH} levels of nesting"))
-
-
-def _enter(event: Any, open_collections: list[_Open], duplicates: list[Problem]) -> str:
-    """Advance the innermost collection past `event` and return the path of the node that starts with it."""
-    if not open_collections:
-        return ""
-    parent = open_collections[-1]
-    if not parent.is_mapping:
-        parent.key = str(int(parent.key or "0") + 1)
-        return f"{parent.path}[{int(parent.key) - 1}]"
-    if parent.key is not None:  # this node is the value of the key read before
-        key, parent.key = parent.key, None
-        return f"{parent.path}.{key}" if parent.path else key
-    parent.key = str(getattr(event, "value", "?"))
-    path = f"{parent.path}.{parent.key}" if parent.path else parent.key
-    if parent.key in parent.keys:
-        duplicates.append(Problem(path=path, rule=f"duplicate key, again at {_line(event)}", suggestion="keep one"))
-    parent.keys.add(parent.key)
-    return path
-
-
-def _construct(events: list[Any]) -> object:
-    from ruamel.yaml.error import YAMLError
-
-    reader = _yaml()
-    reader.Parser = lambda loader: _Events(events)
-    try:
-        content: object = reader.constructor.get_single_data()
-    except (YAMLError, ValueError, OverflowError, RecursionError, TypeError) as error:
-        raise _YamlError(_not_yaml(error)) from None
-    return content
 
 
 def _not_yaml(error: Exception) -> Problem:

@@ -12,8 +12,8 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 WorkPart = Literal["matmul", "products", "attention", "memory", "launch", "collective", "overlap"]
 
@@ -27,9 +27,6 @@ class Work:
     amount: float
     numbers: Mapping[str, float] = field(default_factory=dict, hash=False)
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
@@ -37,10 +34,3 @@ class Sample:
 
     work: Work
     seconds: float
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> "Sample":
-        return cls(work=Work(**content["work"]), seconds=content["seconds"])

@@ -11,7 +11,7 @@ import torch
 from autopar.commands.calibrate import RankDevice, Stage, combined, measured_stage, ranks_per_core, stages
 from autopar.cost_model.machine.profile import Measurement
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.samples import Sample, Work
+from autopar.ir.samples import Work
 from autopar.runtime.distributed.launch import Ranks
 from autopar.runtime.measure import calibrate_device as device
 from autopar.runtime.measure.calibrate_device import Pace, device_works, measure, prepared, seconds_of
@@ -160,12 +160,6 @@ def test_stages_end_with_what_ranks_share() -> None:
     names = [stage.name for stage in stages("cpu", ("float32",), ["a"] * 4)]
     assert names[-3:] == ["collectives, 2 ranks of a host", "collectives, 4 ranks of a host", "overlap"]
     assert [s for s in stages("cpu", ("float32",), ["a"]) if s.groups is not None] == []
-
-
-def test_samples_are_json() -> None:
-    for one in [*overlap_works(), *device_works("cpu", ("float32",))["attention"]]:
-        sample = Sample(work=one, seconds=0.5)
-        assert Sample.from_dict(sample.to_dict()) == sample
 
 
 def test_every_collective_runs_on_ranks() -> None:
