@@ -18,6 +18,7 @@ from autopar.capture.forms import Form, Sizes
 from autopar.capture.layers.blocks import block_text, signature_of
 from autopar.capture.record.schema import (
     SAME,
+    STATES,
     VERDICTS,
     BlockRecord,
     ConstantsRecord,
@@ -78,15 +79,13 @@ def _program(record: ProgramRecord, sizes: Sizes) -> Program:
         calls=tuple(
             CallSite(**dict(c) | {"arguments": tuple(read.value(a, {}) for a in c.arguments)}) for c in record.calls
         ),
-        parameters={p.name: _described(StateInfo, p) for p in record.parameters},
-        unused={p.name: _described(StateInfo, p) for p in record.unused},
         notes=record.notes,
         inputs=tuple(_described(InputInfo, i, shape=read.shape(i.shape)) for i in record.inputs),
         constants=read.constants(record.constants),
         batch=sizes.batch,
         sequence=sizes.sequence,
-        buffers={buffer.name: _described(StateInfo, buffer) for buffer in record.buffers},
         **{name: getattr(record, name) for name in SAME},
+        **{name: {state.name: _described(StateInfo, state) for state in getattr(record, name)} for name in STATES},
     )
 
 
@@ -190,6 +189,8 @@ class _Reader:
         node = graph.create_node("placeholder", leaf.target, name=leaf.name)
         if leaf.info is not None:
             self.describe(node, leaf.info)
+        if leaf.literal is not None:
+            node.meta["literal"] = _literal(leaf.literal)
         return node
 
     def node(self, graph: fx.Graph, record: NodeRecord, nodes: Mapping[str, fx.Node]) -> fx.Node:
@@ -197,6 +198,8 @@ class _Reader:
         kwargs = {k: self.value(v, nodes) for k, v in record.kwargs.items()}
         node = graph.create_node("call_function", _operator(record.target), args, kwargs, record.name)
         node.meta["batch_power"] = record.batch_power
+        if record.key:
+            node.meta["key"] = record.key
         self.describe(node, record.info)
         if node.target in NO_OPS:
             self.check_no_op(node)
@@ -210,35 +213,33 @@ class _Reader:
         if source.meta["info"].shape == node.meta["info"].shape and self.forms[source] != self.forms[node]:
             raise OtherGraph(f"{node.name} would not change the shape there")
 
-    def block(self, record: BlockRecord) -> Block:
+    def graph(
+        self, leaves: Sequence[LeafRecord], records: Sequence[NodeRecord], outputs: Sequence[str]
+    ) -> tuple[fx.Graph, dict[str, fx.Node]]:
+        """A graph, and its nodes by their names in the record."""
         graph = fx.Graph()
         nodes: dict[str, fx.Node] = {}
-        for leaf in record.ports:
+        for leaf in leaves:
             nodes[leaf.name] = self.leaf(graph, leaf)
-            nodes[leaf.name].meta["key"] = leaf.name
-        for r in record.nodes:
-            node = nodes[r.name] = self.node(graph, r, nodes)
-            node.meta["key"] = r.key
-        graph.output(tuple(_of(nodes, name) for name in record.outputs))
+        for record in records:
+            nodes[record.name] = self.node(graph, record, nodes)
+        graph.output(tuple(_of(nodes, name) for name in outputs))
+        return graph, nodes
+
+    def block(self, record: BlockRecord) -> Block:
+        graph, nodes = self.graph(record.ports, record.nodes, record.outputs)
         ports = {port.name: port.role for port in record.ports}
+        for name in ports:
+            nodes[name].meta["key"] = name
         signature = signature_of(graph, ports, record.outputs)
         return Block(name=record.name, graph=graph, ports=ports, outputs=record.outputs, signature=signature)
 
     def constants(self, record: ConstantsRecord) -> Constants:
-        graph = fx.Graph()
-        nodes: dict[str, fx.Node] = {}
-        for leaf in record.leaves:
-            node = nodes[leaf.name] = self.leaf(graph, leaf)
-            if leaf.literal is not None:
-                node.meta["literal"] = _literal(leaf.literal)
-        seen: set[str] = set()
-        for r in record.nodes:
-            node = nodes[r.name] = self.node(graph, r, nodes)
-            text = repr((node.target, node.args, sorted(node.kwargs.items())))
-            if text in seen:
-                raise OtherGraph("two constants would be equal there")
-            seen.add(text)
-        graph.output(tuple(_of(nodes, name) for name in record.outputs))
+        graph, _ = self.graph(record.leaves, record.nodes, record.outputs)
+        calls = (node for node in graph.nodes if node.op == "call_function")
+        texts = [repr((node.target, node.args, sorted(node.kwargs.items()))) for node in calls]
+        if len(set(texts)) < len(texts):
+            raise OtherGraph("two constants would be equal there")
         return Constants(graph=graph, buffers=record.buffers, results=record.results)
 
 

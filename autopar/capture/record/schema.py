@@ -103,16 +103,10 @@ class InputRecord(StrictModel):
     sequence_dim: int | None
 
 
-SAME = (
-    "loss",
-    "denominators",
-    "outputs",
-    "updates",
-    "decisions",
-    "fixed",
-    "reads",
-)  # of a `Program`
-VERDICTS = ("loss_reduction", "mixes_batch", "ignored")  # and those that a batch of one sequence does not show
+# fields of a `Program` by the form that they have in a record
+SAME = ("loss", "denominators", "outputs", "updates", "decisions", "fixed", "reads")
+STATES = ("parameters", "unused", "buffers")
+VERDICTS = ("loss_reduction", "mixes_batch", "ignored")  # a batch of one sequence does not show them
 
 
 class ProgramRecord(StrictModel):

@@ -19,6 +19,7 @@ from autopar.capture.nodes import output_nodes
 from autopar.capture.program import Twice
 from autopar.capture.record.schema import (
     SAME,
+    STATES,
     VERDICTS,
     BlockRecord,
     CallRecord,
@@ -34,7 +35,7 @@ from autopar.capture.record.schema import (
 )
 from autopar.errors import CaptureError
 from autopar.files.strict_model import StrictModel
-from autopar.ir.program import Block, CallSite, Constants, InputInfo, Program, StateInfo
+from autopar.ir.program import Block, CallSite, Constants, InputInfo, Program, Role, StateInfo
 
 _R = TypeVar("_R", bound=StrictModel)
 
@@ -59,9 +60,6 @@ def record_of(twice: Twice) -> ProgramRecord:
         sequence_is_fixed=twice.masks_remain,
         blocks=tuple(write.block(a, b) for a, b in zip(program.blocks, small.blocks, strict=True)),
         calls=tuple(write.call(a, b) for a, b in zip(program.calls, small.calls, strict=True)),
-        parameters=tuple(_described(StateRecord, info) for info in program.parameters.values()),
-        unused=tuple(_described(StateRecord, info) for info in program.unused.values()),
-        buffers=tuple(_described(StateRecord, info) for info in program.buffers.values()),
         inputs=tuple(
             _described(InputRecord, a, shape=write.shape(a.name, a.shape, b.shape))
             for a, b in zip(program.inputs, small.inputs, strict=True)
@@ -69,6 +67,7 @@ def record_of(twice: Twice) -> ProgramRecord:
         constants=write.constants(program.constants, small.constants),
         notes=twice.notes,
         **{name: getattr(program, name) for name in (*SAME, *VERDICTS)},
+        **{name: tuple(_described(StateRecord, i) for i in getattr(program, name).values()) for name in STATES},
     )
 
 
@@ -163,21 +162,22 @@ class _Writer:
             batch_power=node.meta.get("batch_power", 0),
         )
 
+    def leaf(self, node: fx.Node, twin: fx.Node, role: Role) -> LeafRecord:
+        info = self.info(node, twin) if "info" in node.meta else None
+        return LeafRecord(
+            name=node.name,
+            target=str(node.target),
+            role=role,
+            differentiable=info is not None and info.differentiable,
+            info=info,
+            literal=_literal(node.name, node.meta.get("literal"), twin.meta.get("literal")),
+        )
+
     def block(self, block: Block, small: Block) -> BlockRecord:
         _same("ports", (block.name, block.ports, block.outputs), (small.name, small.ports, small.outputs))
         pairs = _twins(block.graph, small.graph)
-        flows = block.differentiable_ports
         holders = [(a, b) for a, b in pairs if a.op == "placeholder"]
-        ports = tuple(
-            LeafRecord(
-                name=name,
-                target=str(a.target),
-                role=role,
-                differentiable=name in flows,
-                info=self.info(a, b) if "info" in a.meta else None,
-            )
-            for (name, role), (a, b) in zip(block.ports.items(), holders, strict=True)
-        )
+        ports = tuple(self.leaf(a, b, role) for (a, b), role in zip(holders, block.ports.values(), strict=True))
         nodes = tuple(self.node(block.name, a, b) for a, b in pairs if a.op == "call_function")
         return BlockRecord(name=block.name, ports=ports, nodes=nodes, outputs=block.outputs, axes=axes_of(small))
 
@@ -187,24 +187,10 @@ class _Writer:
 
     def constants(self, constants: Constants, small: Constants) -> ConstantsRecord:
         _same("constants", (constants.buffers, constants.results), (small.buffers, small.results))
-        leaves, nodes = [], []
-        for a, b in _twins(constants.graph, small.graph):
-            if a.op == "placeholder":
-                differentiable = a.meta["info"].differentiable
-                leaf = LeafRecord(
-                    name=a.name,
-                    target=str(a.target),
-                    role="buffer",
-                    differentiable=differentiable,
-                    info=self.info(a, b),
-                    literal=_literal(a.name, a.meta.get("literal"), b.meta.get("literal")),
-                )
-                leaves.append(leaf)
-            elif a.op == "call_function":
-                nodes.append(self.node("constants", a, b))
+        pairs = _twins(constants.graph, small.graph)
         return ConstantsRecord(
-            leaves=tuple(leaves),
-            nodes=tuple(nodes),
+            leaves=tuple(self.leaf(a, b, "buffer") for a, b in pairs if a.op == "placeholder"),
+            nodes=tuple(self.node("constants", a, b) for a, b in pairs if a.op == "call_function"),
             outputs=tuple(n.name for n in output_nodes(constants.graph)),
             buffers=constants.buffers,
             results=constants.results,
