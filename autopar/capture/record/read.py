@@ -18,7 +18,6 @@ from autopar.capture.forms import Form, Sizes
 from autopar.capture.layers.blocks import block_text, signature_of
 from autopar.capture.record.schema import (
     SAME,
-    STATES,
     VERDICTS,
     BlockRecord,
     ConstantsRecord,
@@ -79,13 +78,15 @@ def _program(record: ProgramRecord, sizes: Sizes) -> Program:
         calls=tuple(
             CallSite(**dict(c) | {"arguments": tuple(read.value(a, {}) for a in c.arguments)}) for c in record.calls
         ),
+        parameters={p.name: _described(StateInfo, p) for p in record.parameters},
+        unused={p.name: _described(StateInfo, p) for p in record.unused},
+        buffers={buffer.name: _described(StateInfo, buffer) for buffer in record.buffers},
         notes=record.notes,
         inputs=tuple(_described(InputInfo, i, shape=read.shape(i.shape)) for i in record.inputs),
         constants=read.constants(record.constants),
         batch=sizes.batch,
         sequence=sizes.sequence,
         **{name: getattr(record, name) for name in SAME},
-        **{name: {state.name: _described(StateInfo, state) for state in getattr(record, name)} for name in STATES},
     )
 
 

@@ -103,9 +103,8 @@ class InputRecord(StrictModel):
     sequence_dim: int | None
 
 
-# fields of a `Program` by the form that they have in a record
+# fields of a `Program`
 SAME = ("loss", "denominators", "outputs", "updates", "decisions", "fixed", "reads")
-STATES = ("parameters", "unused", "buffers")
 VERDICTS = ("loss_reduction", "mixes_batch", "ignored")  # a batch of one sequence does not show them
 
 

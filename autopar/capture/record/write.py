@@ -19,7 +19,6 @@ from autopar.capture.nodes import output_nodes
 from autopar.capture.program import Twice
 from autopar.capture.record.schema import (
     SAME,
-    STATES,
     VERDICTS,
     BlockRecord,
     CallRecord,
@@ -60,6 +59,9 @@ def record_of(twice: Twice) -> ProgramRecord:
         sequence_is_fixed=twice.masks_remain,
         blocks=tuple(write.block(a, b) for a, b in zip(program.blocks, small.blocks, strict=True)),
         calls=tuple(write.call(a, b) for a, b in zip(program.calls, small.calls, strict=True)),
+        parameters=tuple(_described(StateRecord, info) for info in program.parameters.values()),
+        unused=tuple(_described(StateRecord, info) for info in program.unused.values()),
+        buffers=tuple(_described(StateRecord, info) for info in program.buffers.values()),
         inputs=tuple(
             _described(InputRecord, a, shape=write.shape(a.name, a.shape, b.shape))
             for a, b in zip(program.inputs, small.inputs, strict=True)
@@ -67,7 +69,6 @@ def record_of(twice: Twice) -> ProgramRecord:
         constants=write.constants(program.constants, small.constants),
         notes=twice.notes,
         **{name: getattr(program, name) for name in (*SAME, *VERDICTS)},
-        **{name: tuple(_described(StateRecord, i) for i in getattr(program, name).values()) for name in STATES},
     )
 
 
