@@ -53,6 +53,6 @@ def read_labels(path: Path) -> LabelledWorks:
 
 def labels_text(chosen: LabelledWorks) -> str:
     """The content of a file of labels."""
-    writers = {Type: str, Family: lambda family: json.loads(to_json(family))}
+    writers: dict[type, Reader] = {Type: str, Family: lambda family: json.loads(to_json(family))}
     data = {type(value).__name__: plain_of(value, writers) for value in chosen}
     return json.dumps(data, separators=(",", ":"))  # blocks in their order

@@ -44,8 +44,8 @@ def in_si(entry: Any, unit: float | None = None) -> Any:
     if set(keys) == {"value", "source"}:
         return in_si(entry.value, unit)
     if keys:
-        named = ((*_READ.get(key, (key, unit)), inner) for key, inner in entry)
-        return {name: in_si(inner, of) for name, of, inner in named if inner is not None}
+        places = {key: _READ.get(key, (key, unit)) for key in keys}
+        return {places[key][0]: in_si(inner, places[key][1]) for key, inner in entry if inner is not None}
     if isinstance(entry, dict):
         return {key: in_si(inner) for key, inner in entry.items()}
     if isinstance(entry, list):

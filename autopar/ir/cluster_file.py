@@ -158,7 +158,12 @@ def implausible(entry: ClusterEntry) -> list[str]:
         places.append((f"{prefix}.in_host.", "in_host.", group.in_host))
         places += [(f"{prefix}.device.", "", group.device)] if isinstance(group.device, DeviceEntry) else []
     places += [("inter_host.", "inter_host.", entry.inter_host), ("spine.", "inter_host.", entry.spine)]
-    numbers = ((f"{at}{key}", f"{base}{key}", value) for at, base, model in places for key, value in _numbers(model))
+    numbers = (
+        (at + key, base + key, value)
+        for at, base, model in places
+        if model is not None
+        for key, value in _numbers(model)
+    )
     accelerators = all(group.device.device_type != "cpu" for group in entry.groups)
     sentences = []
     for path, figure, value in numbers:
@@ -171,9 +176,9 @@ def implausible(entry: ClusterEntry) -> list[str]:
     return sentences
 
 
-def _numbers(model: StrictModel | None, prefix: str = "") -> Iterator[tuple[str, float]]:
+def _numbers(model: StrictModel, prefix: str = "") -> Iterator[tuple[str, float]]:
     """The numbers under a model, by path."""
-    for key, value in model or ():
+    for key, value in model:
         if isinstance(value, StrictModel):
             yield from _numbers(value, f"{prefix}{key}.")
         elif isinstance(value, float | int):
