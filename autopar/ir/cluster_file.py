@@ -152,18 +152,13 @@ def _check_links(entry: ClusterEntry) -> list[Problem]:
 
 def implausible(entry: ClusterEntry) -> list[str]:
     """One sentence per value that is under a tenth of, or over ten times, what known hardware has."""
-    places: list[tuple[str, str, StrictModel | None]] = []  # path, path in a preset, entry
-    for index, group in enumerate(entry.groups):
-        prefix = f"groups[{index}]"
-        places.append((f"{prefix}.in_host.", "in_host.", group.in_host))
-        places += [(f"{prefix}.device.", "", group.device)] if isinstance(group.device, DeviceEntry) else []
-    places += [("inter_host.", "inter_host.", entry.inter_host), ("spine.", "inter_host.", entry.spine)]
-    numbers = (
-        (at + key, base + key, value)
-        for at, base, model in places
-        if model is not None
-        for key, value in _numbers(model)
-    )
+    numbers = [
+        (f"groups[{index}].{path}", path.removeprefix("device."), value)
+        for index, group in enumerate(entry.groups)
+        for path, value in _numbers(group)
+        if path != "devices_per_host"
+    ]
+    numbers += [(path, path.replace("spine", "inter_host"), value) for path, value in _numbers(entry)]
     accelerators = all(group.device.device_type != "cpu" for group in entry.groups)
     sentences = []
     for path, figure, value in numbers:
