@@ -63,7 +63,8 @@ def in_file(value: Any, unit: float | None = None) -> Any:
         for field in fields(value):
             inner = getattr(value, field.name)
             default = field.default if field.default_factory is MISSING else field.default_factory()
-            if inner is not None and (type(inner) in (int, float) or inner != default):
+            is_number = isinstance(inner, int | float) and not isinstance(inner, bool)
+            if is_number or (inner is not None and inner != default):
                 key, inner_unit = _WRITTEN.get(field.name, (field.name, None))
                 content[key] = in_file(inner, inner_unit)
         return content
