@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from autopar.errors import Problem, did_you_mean, nearest
+from autopar.errors import InputError, Problem, did_you_mean, nearest
 from autopar.files.strict_text import read_json
 from autopar.files.strict_yaml import MAX_BYTES, read_yaml
 
@@ -88,21 +90,27 @@ def _with_base(content: dict[str, Any], path: Path) -> tuple[Any, list[Problem]]
     return merged, []
 
 
-def read_folder(model: type[N], paths: Iterable[Path]) -> tuple[dict[str, N], list[Problem]]:
-    """Files by their names, sorted, and everything wrong with them: also names and aliases that are taken twice."""
+def models_in(model: type[N], folder: Traversable, what: str, error: type[InputError] = InputError) -> dict[str, N]:
+    """The files of a folder of the package by their names, sorted. Raises `error` with everything wrong with them.
+
+    Names and aliases that are taken twice are wrong too.
+    """
     found: dict[str, N] = {}
     taken: dict[str, str] = {}
     problems: list[Problem] = []
-    for path in sorted(paths):
-        made, wrong = read_named(model, path)
-        problems += wrong
-        if made is not None:
-            found[made.name] = made
-            for name in (made.name, *getattr(made, "aliases", ())):
-                if name in taken:
-                    problems.append(Problem(path=path.name, rule=f"name {name!r} is taken by {taken[name]!r}"))
-                taken[name] = made.name
-    return found, problems
+    with resources.as_file(folder) as path:
+        for file in sorted(file for file in path.iterdir() if file.suffix in (".yaml", ".json")):
+            made, wrong = read_named(model, file)
+            problems += wrong
+            if made is not None:
+                found[made.name] = made
+                for name in (made.name, *getattr(made, "aliases", ())):
+                    if name in taken:
+                        problems.append(Problem(path=file.name, rule=f"name {name!r} is taken by {taken[name]!r}"))
+                    taken[name] = made.name
+    if problems:
+        raise error(f"the {what} are malformed", problems)
+    return found
 
 
 def figures_of(model: StrictModel, prefix: str = "") -> Iterator[tuple[str, SourcedNumber[Any]]]:

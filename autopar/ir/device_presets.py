@@ -18,7 +18,7 @@ from typing import Annotated, Generic, Literal, TypeVar
 from pydantic import Field
 
 from autopar.errors import ClusterError, did_you_mean
-from autopar.files.strict_model import NamedModel, SourcedNumber, StrictModel, figures_of, read_folder, read_named
+from autopar.files.strict_model import NamedModel, SourcedNumber, StrictModel, figures_of, models_in, read_named
 from autopar.files.strict_yaml import files_naming
 
 DTYPES = ("float64", "float32", "tf32", "bfloat16", "float16", "float8", "float4")
@@ -101,11 +101,7 @@ class DevicePreset(NamedModel):
 @functools.cache
 def device_presets() -> dict[str, DevicePreset]:
     """Every preset by its name, sorted. Raises ClusterError when a file is malformed or a name is taken twice."""
-    with resources.as_file(resources.files("autopar.presets") / "devices") as folder:
-        presets, problems = read_folder(DevicePreset, Path(folder).glob("*.yaml"))
-    if problems:
-        raise ClusterError("the device presets are malformed", problems)
-    return presets
+    return models_in(DevicePreset, resources.files("autopar.presets") / "devices", "device presets", ClusterError)
 
 
 def device_names() -> tuple[str, ...]:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import functools
 from importlib import resources
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from autopar.errors import InputError, did_you_mean
-from autopar.files.strict_model import NamedModel, StrictModel, read_folder
+from autopar.files.strict_model import NamedModel, StrictModel, models_in
 from autopar.presets.configs import LAYER_KEYS, TOWER_KEYS
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
@@ -59,11 +58,7 @@ class ModelPreset(NamedModel):
 @functools.cache
 def model_presets() -> dict[str, ModelPreset]:
     """Every preset by its name, sorted. Raises InputError when a file is malformed or a name is taken twice."""
-    with resources.as_file(resources.files("autopar.presets") / "models") as folder:
-        presets, problems = read_folder(ModelPreset, Path(folder).glob("*.json"))
-    if problems:
-        raise InputError("the model presets are malformed", problems)
-    return presets
+    return models_in(ModelPreset, resources.files("autopar.presets") / "models", "model presets")
 
 
 def model_names() -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from autopar.errors import InputError, did_you_mean
-from autopar.files.strict_model import NamedModel, read_folder, read_named
+from autopar.files.strict_model import NamedModel, models_in, read_named
 
 DEFAULT = "autopar"
 NEUTRAL = "neutral"  # of a framework that is not known
@@ -108,11 +108,7 @@ class Engine(NamedModel):
 @functools.cache
 def engines() -> dict[str, Engine]:
     """Every engine by its name. Raises InputError when a file is malformed."""
-    with _folder() as folder:
-        read, problems = read_folder(Engine, folder.glob("*.yaml"))
-    if problems:
-        raise InputError("the engine profiles are malformed", problems)
-    return read
+    return models_in(Engine, resources.files("autopar.cost_model.machine") / "engines", "engine profiles")
 
 
 @functools.cache
