@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from importlib import resources
 from math import prod
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_type_hints
 
 from autopar.cost_model.work.polynomials import Evaluation, Polynomial, Term, evaluation_of, total
 from autopar.errors import InputError, Problem, did_you_mean, short_repr
-from autopar.files.plain_data import hints_of, read_plain
+from autopar.files.plain_data import read_plain
 from autopar.ir.sharding import Mesh, owned_by
 from autopar.lowering.conversions import Collective
 
@@ -289,7 +289,7 @@ def _variants(
     works: dict[str, BlockWork[Polynomial]] = {}
     for name in VARIANTS:
         same = next((other for other in works if data[other] == data[name]), None)
-        readers = {hints_of(BlockWork)["input_bytes"]: _expression}
+        readers = {get_type_hints(BlockWork)["input_bytes"]: _expression}
         works[name] = works[same] if same else read_plain(BlockWork, data[name], problems, f"{path}.{name}", readers)
     return tuple(works.items())
 
