@@ -144,8 +144,8 @@ def _problem(model: type[StrictModel], detail: Mapping[str, Any]) -> Problem:
     if kind == "missing":
         return Problem(path=path, rule="is required")
     context = detail.get("ctx", {})
-    suggestion = context["hint"] if "hint" in context else _suggestion(kind, value)
-    return Problem(path=path, value=value, rule=_rule(kind, detail, context), suggestion=suggestion)
+    hint = context["hint"] if "hint" in context else _suggestion(kind, value)
+    return Problem(path=path, value=value, rule=_rule(kind, detail, context), suggestion=hint)
 
 
 def _rule(kind: str, detail: Mapping[str, Any], context: Mapping[str, Any]) -> str:
