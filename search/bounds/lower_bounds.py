@@ -109,15 +109,15 @@ def layouts_of(candidates: Candidates, *, sequence_parallel: bool) -> Layouts:
     return layouts_from(**columns, shard=shard, sequence_parallel=sequence_parallel, recompute=0)
 
 
-def screen(works: ProgramWorks, rows: Candidates, on: Machinery, *, logits: bool = True) -> Screening:
+def screen(works: ProgramWorks, rows: Candidates, on: Machinery) -> Screening:
     """Price candidates under the labels of `works`."""
     if len(rows) <= _PART:
-        return _screen(works, rows, on, logits)
-    parts = [_screen(works, rows.at(slice(at, at + _PART)), on, logits) for at in range(0, len(rows), _PART)]
+        return _screen(works, rows, on)
+    parts = [_screen(works, rows.at(slice(at, at + _PART)), on) for at in range(0, len(rows), _PART)]
     return Screening(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in Screening.__slots__})
 
 
-def _screen(works: ProgramWorks, candidates: Candidates, on: Machinery, logits: bool) -> Screening:
+def _screen(works: ProgramWorks, candidates: Candidates, on: Machinery) -> Screening:
     layouts = layouts_of(candidates, sequence_parallel=works.sequence_parallel)
     shared = SharedPrices(works, layouts, on.machine)
     run = PipelineRun(
@@ -146,7 +146,6 @@ def _screen(works: ProgramWorks, candidates: Candidates, on: Machinery, logits: 
         distinct([groups, numbered(candidates.schedule), numbered(layouts.micro_batches)]),
         capacity_bytes=on.capacity_bytes,
         has_selective=works.has_selected,
-        has_logits=logits,
     )
     least = np.broadcast_to(memory.level, layouts.pp.shape)
     level = _of_whole_blocks(least, run)

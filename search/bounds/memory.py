@@ -85,13 +85,11 @@ def memory_bounds(
     *,
     capacity_bytes: float,
     has_selective: bool,
-    has_logits: bool,
 ) -> MemoryBounds:
     """Memory bounds of candidates, of which a rank may use `capacity_bytes`."""
     layouts, basis, parameters = shared.layouts, shared.memory_basis, shared.parameters(shared.row)
     shape, engine, blocks_save = basis.shape, basis.engine, spread(shared.bytes_of_blocks, shared.row)
     saved, least_saved = blocks_save.saved, spread(least_of([*shared.bytes_of_roles.saved.values()]), shared.row)
-    logits = blocks_save.logits if has_logits else np.zeros(1)
     if not has_selective:  # the selective level is no recomputation
         saved = replace(saved, selective=saved.none, again=np.zeros(1))
         least_saved = replace(least_saved, selective=least_saved.none, again=np.zeros(1))
@@ -103,7 +101,7 @@ def memory_bounds(
     def rank(blocks: Floats, ends: tuple[Any, Any], held: Floats, saved: SavedBytes) -> _Rank:
         held_parameters = rank_parameters(parameters, shape, layouts, blocks, has_first=ends[0], has_last=ends[1])
         parts = state_bytes(held_parameters, layouts, basis, blocks, has_stages=layouts.pp > 1)
-        parts["logits"] = np.where(ends[1], logits, 0.0)
+        parts["logits"] = np.where(ends[1], blocks_save.logits, 0.0)
         held = held if peers.index is None else held[peers.index]
         held = np.where(layouts.pp > 1, held, blocks)
         before = saved.always  # a block's tensors before they are moved to the host

@@ -12,7 +12,7 @@ and an expert degree, only for splits that a bound leaves open. Until then, scre
 1, or of the smallest tensor degree above 1, with the same expert degree. Context ranks then send nothing.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -160,6 +160,12 @@ def added_seconds(screened: Screening, index: int, plan: PricedPlan, peers: NDAr
     return np.asarray(sum(added, np.zeros(len(peers))))
 
 
+def added_values(screened: Screening, bounds: Floats, index: int, plan: PricedPlan, peers: NDArray[np.int64]) -> Floats:
+    """The value that the exact price of a candidate adds to the bounds of other candidates of its class."""
+    worth = bounds[peers] / np.maximum(screened.seconds[peers], 1e-300)  # of a second
+    return np.asarray(added_seconds(screened, index, plan, peers) * worth)
+
+
 def stand_in(split: Split, labelled: Sequence[Split]) -> Split | None:
     """The split whose labels screen the candidates of a split without labels; None if there is none.
 
@@ -168,24 +174,6 @@ def stand_in(split: Split, labelled: Sequence[Split]) -> Split | None:
     """
     like = [s for s in labelled if s.cp == 1 and (s.tp > 1) == (split.tp > 1) and s.ep in (1, split.ep)]
     return max(like, key=lambda s: s.ep, default=None)
-
-
-def sharing(
-    splits: Iterable[Split], works_of: Callable[[Split], ProgramWorks | None]
-) -> list[tuple[ProgramWorks, list[Split]]]:
-    """Splits by the block costs that screen them. Splits without block costs are left out."""
-    groups: dict[int, tuple[ProgramWorks, list[Split]]] = {}
-    for split in splits:
-        works = works_of(split)
-        if works is not None:
-            groups.setdefault(id(works), (works, []))[1].append(split)
-    return list(groups.values())
-
-
-def works_behind(split: Split, works: Mapping[Split, ProgramWorks]) -> ProgramWorks | None:
-    """The block costs behind the bounds of a split: its own, or those of the split that stands in for it."""
-    labels = split if split in works else stand_in(split, tuple(works))
-    return None if labels is None else works[labels]
 
 
 def _stand_ins(splits: Sequence[Split], labelled_as: Callable[[Split], Split]) -> list[Split]:
@@ -340,9 +328,7 @@ class _Search:
         """The value that an exact price adds to the bounds of other candidates of its class."""
         if index not in self.exact:
             return np.zeros(len(peers))
-        screened = Screening(**self.columns)
-        worth = bounds[peers] / np.maximum(screened.seconds[peers], 1e-300)  # of a second
-        return np.asarray(added_seconds(screened, index, self.exact[index], peers) * worth)
+        return added_values(Screening(**self.columns), bounds, index, self.exact[index], peers)
 
     def bounds(self) -> Floats:
         """The smallest possible value of every candidate. It is infinite if it is not smaller than `below`."""

@@ -193,16 +193,6 @@ def test_screening_in_parts_gives_the_same_bounds(monkeypatch: pytest.MonkeyPatc
         assert np.allclose(getattr(parts, name), getattr(whole, name), rtol=1e-12), name
 
 
-def test_bounds_without_logits_are_not_larger() -> None:
-    case = CASES[0]
-    found = candidates(case.constraints)
-    mine = found.at(found.tp == 2)
-    whole, less = (screen(case.works(2), mine, case.on, logits=logits) for logits in (True, False))
-    assert np.all(less.without_bytes <= whole.without_bytes)  # a rank without logits may be the fullest
-    assert np.any(less.without_bytes < whole.without_bytes)
-    assert np.all(less.seconds <= whole.seconds)
-
-
 def test_a_stand_in_has_the_expert_degree_if_it_is_labelled() -> None:
     labelled = (Split(1), Split(2), Split(1, 1, 4), Split(2, 2), Split(1, 2, 8))
     assert stand_in(Split(1, 2, 4), labelled) == Split(1, 1, 4)
