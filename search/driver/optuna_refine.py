@@ -82,9 +82,6 @@ def refine(
     if all_are_tried:
         prefetch([(start.index, moved) for start, (_, moved) in every])
         sources |= {variation: "enumerated" for _, variation in every if variation not in sources}
-    if all_are_tried and place is None:
-        refining.add(sources, should_continue)
-        return refining.result()
     refining.enqueue(sources, is_shared=place is not None)
     most = min(trials, len(every))
     while should_continue() and not refining.is_spent(most):
@@ -132,25 +129,6 @@ class _Refining:
                 # skipping is slow, and needed if another process may have enqueued the variation
                 attributes = {SOURCE: source}
                 self.study.enqueue_trial(_params(wanted), user_attrs=attributes, skip_if_exists=is_shared)
-
-    def add(self, sources: Mapping[Variation, str], should_continue: Callable[[], bool]) -> None:
-        """Price these variations while `should_continue`. Asking a sampler would take longer than pricing."""
-        import optuna
-
-        for number, (wanted, source) in enumerate(sources.items()):
-            if not should_continue():
-                break
-            plan = self.price(self.index(wanted[0]), wanted[1])
-            trial = optuna.trial.create_trial(
-                params=_params(wanted),
-                distributions=self.space,
-                value=self.value(plan),
-                user_attrs={SOURCE: source},
-                constraints={MISSING: plan.needed_bytes - self.capacity_bytes},
-            )
-            self.study.add_trial(trial)
-            self.own[number] = plan
-            self.mine.add(number)
 
     def is_spent(self, trials: int) -> bool:
         """Whether `trials` different variations have a value or are being priced. Samplers may repeat a variation."""
