@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from autopar.cost_model.estimate import Estimate
 from autopar.cost_model.fit.measured_steps import elasticities, profile_terms, slowed, term_factors
-from autopar.cost_model.fit.predicted_vs_measured import ComparedTerm
+from autopar.cost_model.fit.predicted_vs_measured import ratio_of, terms_by_constant
 from autopar.cost_model.fit.profile_comparison import compare_trace, tiers_of
 from autopar.cost_model.interval import SHRINKAGE
 from autopar.cost_model.machine.cluster import cluster_machine, default_precision
@@ -114,16 +114,8 @@ def corrected_by_trace(
 ) -> DeviceProfile:
     """A profile, corrected by a trace. A trace has the seconds of each term, so each term has a ratio of its own."""
     comparison = compare_trace(estimate, trace, band=0.0)
-    tiers = tiers_of(part, estimate.degrees)
-    seconds: dict[str, list[ComparedTerm]] = {}
-    for term in comparison.outside:
-        name = "compute" if term.name == "compute" else tiers.get(term.name)
-        if name is not None and term.predicted_s > 0 and term.measured_s > 0:
-            seconds.setdefault(name, []).append(term)
-    factors = {
-        name: (sum(t.measured_s for t in terms) / sum(t.predicted_s for t in terms)) ** SHRINKAGE
-        for name, terms in seconds.items()
-    }
+    terms = terms_by_constant(comparison, tiers_of(part, estimate.degrees).get)
+    factors: dict[str, float] = {name: ratio_of(each) ** SHRINKAGE for name, each in terms.items()}
     total = comparison.total
     return _scaled(profile, factors, f"{path}: step {total.measured_s / total.predicted_s - 1:+.0%}", 1)
 

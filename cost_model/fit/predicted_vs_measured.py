@@ -1,12 +1,12 @@
 """A prediction beside a measured step: which term is off, and the profile with the constant behind it corrected.
 
-Terms are seconds by name, with dots from the whole to its parts: ``compute.matmul`` is a part of ``compute``. If one
-side is finer than the other, its parts are summed. `autopar.cost_model.fit.profile_parts` lists the terms of a trace.
+Terms are seconds by name. `autopar.cost_model.fit.profile_parts` lists the terms of a trace.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
+from typing import Literal, TypeAlias
 
 from autopar.cost_model.fit.log_least_squares import rounded, rounded_s
 from autopar.cost_model.machine.profile import CallCost, DeviceProfile, LinkProfile
@@ -16,8 +16,8 @@ from autopar.words.numbers import readable_seconds
 
 BAND = 0.1  # of the measured time: predictions within it are right
 _NOTABLE = 0.01  # of the measured step: a term that is off by less is not reported
-_COMPUTE = ("compute", "matmul", "attention", "memory", "optimizer", "launch", "host")
-_NOBODYS = ("idle", "bubble", "other")  # what follows from the schedule and the other terms
+Constant: TypeAlias = Literal["compute"] | Tier  # what is behind a term
+_NOBODYS = ("idle", "other")  # what follows from the schedule and the other terms
 _MAX_PART, _MAX_SOURCE = 2.0, 400
 
 
@@ -73,23 +73,11 @@ def compared_terms(
         problems.append(Problem(path="", rule="needs at least one predicted and one measured part"))
     if problems:
         raise InputError("the prediction cannot be compared", problems)
-    names = {*predicted_parts, *measured_parts}
-    coarse = {name: next((w for w in _wholes(name) if w in names), name) for name in names}
     terms = [
-        ComparedTerm(
-            name=whole,
-            predicted_s=sum(value for name, value in predicted_parts.items() if coarse[name] == whole),
-            measured_s=sum(value for name, value in measured_parts.items() if coarse[name] == whole),
-        )
-        for whole in set(coarse.values())
+        ComparedTerm(name=name, predicted_s=predicted_parts.get(name, 0.0), measured_s=measured_parts.get(name, 0.0))
+        for name in {*predicted_parts, *measured_parts}
     ]
     return Comparison(terms=tuple(sorted(terms, key=lambda t: (-abs(t.off_s), t.name))), band=band)
-
-
-def _wholes(name: str) -> list[str]:
-    """The names above a name, the coarsest first: ``a`` and ``a.b`` of ``a.b.c``."""
-    parts = name.split(".")
-    return [".".join(parts[:i]) for i in range(1, len(parts))]
 
 
 def corrected(
@@ -105,19 +93,31 @@ def corrected(
     constant and stays. The source of each number states its change and the reason.
     """
     day, scaled = (today or date.today()).isoformat(), profile
-    links: dict[Tier, list[ComparedTerm]] = {}
-    for term in comparison.outside:
-        kind = term.name.split(".")[-1]
-        if kind in _NOBODYS or not (term.predicted_s and term.measured_s):
-            continue
-        if kind in _COMPUTE:
-            scaled = _scaled_compute(scaled, kind, term.measured_s / term.predicted_s, f"{day}: {term}")
+    known = tiers or {}
+    for name, terms in terms_by_constant(comparison, lambda name: known.get(name, "in_host")).items():
+        why = f"{day}: {'; '.join(map(str, terms))}"
+        if name == "compute":
+            scaled = _scaled_compute(scaled, ratio_of(terms), why)
         else:
-            links.setdefault((tiers or {}).get(kind, "in_host"), []).append(term)
-    for tier, terms in links.items():
-        factor = sum(t.measured_s for t in terms) / sum(t.predicted_s for t in terms)
-        scaled = _scaled_link(scaled, tier, factor, f"{day}: {'; '.join(str(t) for t in terms)}")
+            scaled = _scaled_link(scaled, name, ratio_of(terms), why)
     return scaled
+
+
+def terms_by_constant(
+    comparison: Comparison, tier_of: Callable[[str], Tier | None]
+) -> dict[Constant, list[ComparedTerm]]:
+    """The terms outside the band by what is behind them: computing, or the tier of a mesh dimension's links."""
+    terms: dict[Constant, list[ComparedTerm]] = {}
+    for term in comparison.outside:
+        name: Constant | None = "compute" if term.name == "compute" else tier_of(term.name)
+        if name is not None and term.name not in _NOBODYS and term.predicted_s and term.measured_s:
+            terms.setdefault(name, []).append(term)
+    return terms
+
+
+def ratio_of(terms: Sequence[ComparedTerm]) -> float:
+    """The measured over the predicted time of terms."""
+    return sum(t.measured_s for t in terms) / sum(t.predicted_s for t in terms)
 
 
 def scaled_term(profile: DeviceProfile, term: str, factor: float, why: str) -> DeviceProfile:
@@ -125,29 +125,22 @@ def scaled_term(profile: DeviceProfile, term: str, factor: float, why: str) -> D
     for tier in profile.links:
         if tier == term:
             return _scaled_link(profile, tier, factor, why)
-    return _scaled_compute(profile, term, factor, why)
+    return _scaled_compute(profile, factor, why) if term == "compute" else profile
 
 
-def _scaled_compute(profile: DeviceProfile, kind: str, factor: float, why: str) -> DeviceProfile:
-    """The constants of a kind of compute, for `factor` times as much time."""
-    scaled, paths = profile, list[str]()
-    if kind in ("compute", "matmul"):
-        scaled = replace(scaled, efficiency={d: _part(value / factor) for d, value in profile.efficiency.items()})
-        paths += [f"efficiency.{dtype}" for dtype in profile.efficiency]
-    if kind in ("compute", "attention"):
-        parts = {key: _part(getattr(profile.attention, key) / factor) for key in ("forward", "backward", "products")}
-        scaled = replace(scaled, attention=replace(profile.attention, **parts))
-        paths += [f"attention.{key}" for key in parts]
-    if kind in ("compute", "memory", "optimizer"):
-        scaled = replace(scaled, memory_efficiency=_part(profile.memory_efficiency / factor))
-        paths.append("memory_efficiency")
-    if kind in ("compute", "launch"):
-        scaled = replace(scaled, launch_s=rounded_s(profile.launch_s * factor))
-        paths.append("launch_us")
-    if kind in ("compute", "launch", "host"):
-        scaled = replace(scaled, host_launch_s=rounded_s(profile.host_launch_s * factor))
-        paths.append("host_launch_us")
-    return _noted(scaled, paths, factor, why)
+def _scaled_compute(profile: DeviceProfile, factor: float, why: str) -> DeviceProfile:
+    """The constants of computing, for `factor` times as much time."""
+    parts = {key: _part(getattr(profile.attention, key) / factor) for key in ("forward", "backward", "products")}
+    scaled = replace(
+        profile,
+        efficiency={d: _part(value / factor) for d, value in profile.efficiency.items()},
+        attention=replace(profile.attention, **parts),
+        memory_efficiency=_part(profile.memory_efficiency / factor),
+        launch_s=rounded_s(profile.launch_s * factor),
+        host_launch_s=rounded_s(profile.host_launch_s * factor),
+    )
+    paths = [*(f"efficiency.{dtype}" for dtype in profile.efficiency), *(f"attention.{key}" for key in parts)]
+    return _noted(scaled, [*paths, "memory_efficiency", "launch_us", "host_launch_us"], factor, why)
 
 
 def _scaled_link(profile: DeviceProfile, tier: Tier, factor: float, why: str) -> DeviceProfile:
