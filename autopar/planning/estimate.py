@@ -33,11 +33,10 @@ from autopar.ir.plan import BlockLabels, Plan
 from autopar.ir.program import Program
 from autopar.planning.degrees import resolve_degrees
 from autopar.planning.fixed import PlanLike, capture_for, check_plan, choose_labels, program_for, wished_program
-from autopar.planning.machine import machinery_of, own_machinery
+from autopar.planning.machine import machine_of, machinery_of, own_machinery
 from autopar.planning.measured import corrected_by_trace, is_trace, profile_for, traced_plan
 from autopar.planning.precision import in_precision_of
 from autopar.planning.recomputed import decided, with_recomputed, without_unread
-from autopar.search.bounds.lower_bounds import Machinery
 from autopar.search.pricing.cuts import call_seconds, choose_cuts
 from autopar.search.pricing.recomputed_values import values_to_recompute
 
@@ -187,13 +186,30 @@ def _priced(
     precision: str | None,
     plan: Plan | None,
 ) -> tuple[Priceable, Question]:
-    """The works of degrees on a cluster and what is asked about them. `profile_in` gives the profile of a precision."""
+    """The works of degrees on a cluster, as they run, and what is asked about them.
+
+    `profile_in` gives the profile of a precision. The question has the bytes of gradient sums and the cuts of stages,
+    and the degrees have the least recomputation that fits.
+    """
     priceable = priceable_of(program, cluster, degrees, engine, plan)
-    dtype = precision or precision_of(priceable.works.dtype, cluster)
+    works, degrees = priceable.works, priceable.degrees
+    dtype = precision or precision_of(works.dtype, cluster)
     question = Question(
-        cluster=cluster, degrees=priceable.degrees, engine=engine, precision=dtype, profile=profile_in(dtype)
-    )
-    return _as_it_runs(program, priceable, question, plan)
+        cluster=cluster, degrees=degrees, engine=with_sums_in(engine, degrees.reduce_dtype, works.stored_bytes),
+        precision=dtype, profile=profile_in(dtype), cuts=() if plan is None else plan.cuts,
+    )  # fmt: skip
+    if engine.name != OWN:  # its stages are equal
+        if degrees.is_recompute_open:
+            raise PlanError(
+                f"recompute = auto is found for engine {OWN} only; with engine {engine.name} give none, selective or "
+                "full"
+            )
+        return priceable, question
+    on = machinery_of(cluster, question.profile, dtype)
+    if plan is None and degrees.num_stages > 1:
+        question = replace(question, cuts=choose_cuts(program, works, degrees, call_seconds(works, degrees, on)))
+    degrees = decided(works, degrees, on, question.cuts)
+    return replace(priceable, degrees=degrees), replace(question, degrees=degrees)
 
 
 def _with_precision(plan: PlanLike, precision: str | None) -> tuple[Plan | Mapping[str, Any] | None, str | None]:
@@ -205,24 +221,6 @@ def _with_precision(plan: PlanLike, precision: str | None) -> tuple[Plan | Mappi
     if precision is not None and in_plan not in (None, precision):
         raise InputError(f"precision {precision!r} beside {in_plan!r} in the plan; give one of them")
     return given, precision or in_plan
-
-
-def _as_it_runs(
-    program: Program, priceable: Priceable, question: Question, plan: Plan | None
-) -> tuple[Priceable, Question]:
-    """Both with the bytes of gradient sums, the cuts of stages, and the least recomputation that fits."""
-    engine = with_sums_in(question.engine, question.degrees.reduce_dtype, priceable.works.stored_bytes)
-    cuts = _cuts(program, priceable, question) if plan is None else plan.cuts
-    question = replace(question, engine=engine, cuts=cuts)
-    if question.engine.name != OWN:
-        if question.degrees.is_recompute_open:
-            raise PlanError(
-                f"recompute = auto is found for engine {OWN} only; with engine {question.engine.name} give none, "
-                "selective or full"
-            )
-        return priceable, question
-    run_as = decided(priceable.works, question.degrees, _machinery(question), question.cuts)
-    return replace(priceable, degrees=run_as), replace(question, degrees=run_as)
 
 
 def _subject(
@@ -263,26 +261,14 @@ def _captured(
     return result
 
 
-def _machinery(question: Question) -> Machinery:
-    assert question.precision is not None
-    return machinery_of(question.cluster, question.profile, question.precision)
-
-
-def _cuts(program: Program, priceable: Priceable, question: Question) -> tuple[int, ...]:
-    """autopar's own cuts. Under any other engine stages are equal."""
-    degrees, works = priceable.degrees, priceable.works
-    if question.engine.name != OWN or degrees.num_stages == 1:
-        return ()
-    return choose_cuts(program, works, degrees, call_seconds(works, degrees, _machinery(question)))
-
-
 def _whole_plan(program: Program, priceable: Priceable, question: Question) -> Plan:
     """The priced plan as `autopar.parallelize` would run it, whether it fits or not."""
     degrees, cuts = priceable.degrees, question.cuts
     kept: tuple[str, ...] = ()
     if cuts:
-        machine, analysis = _machinery(question).machine, analyse(program, degrees.mesh)
-        kept = values_to_recompute(program, analysis, cuts, degrees, machine)
+        assert question.precision is not None
+        machine = machine_of(question.cluster, question.profile, question.precision)
+        kept = values_to_recompute(program, analyse(program, degrees.mesh), cuts, degrees, machine)
     return Plan(
         fingerprint=program.fingerprint,
         model="",
