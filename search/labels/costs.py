@@ -12,6 +12,7 @@ Tiny terms break ties: fewer collectives first, then the order of variants and n
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import inf, prod
 
 import numpy as np
@@ -21,7 +22,6 @@ from autopar.cost_model.work.block_work import PASSES
 from autopar.cost_model.work.operator_cost import is_view, local_flops, parameter_state_bytes, saved_operands
 from autopar.ir.sharding import I, Kind, Type, chunk, moves_along, owned_by
 from autopar.lowering.conversions import Wire, wire
-from autopar.memo import Memo
 from autopar.rules.rule import Call, TensorInfo
 from autopar.rules.variants import WIDTH_OF_SUMS, Bound, Exchange, Variant, exchanges
 from autopar.search.labels.choices import BoundaryClass, Choice, NodeKey, share_of
@@ -58,7 +58,7 @@ class DimProblem:
         self.classes: dict[str, int] = {}
         self.costs: list[FloatArray] = []
         self.values: list[NetworkValue] = []
-        self.converted: dict[tuple[Kind, Kind, bool, str, float, bool], float] = {}  # costs: values are of few sizes
+        self.converted = cache(self._converted)  # values are of few sizes
         self.undoes = [self._undoes(i) for i in range(len(program.blocks))]
         self._classes()
         for index in range(len(program.blocks)):
@@ -66,9 +66,9 @@ class DimProblem:
             self._values(index)
         self.network = Network(costs=tuple(self.costs), values=tuple(self.values))
 
-    def solve(self, time_limit_s: float, memo: Memo) -> tuple[Choice, Solution] | None:
+    def solve(self, time_limit_s: float) -> tuple[Choice, Solution] | None:
         """The best labels of this mesh dimension. None if there are none, or if the solver found none in time."""
-        solution = memo(solution_of, self.network, time_limit_s)
+        solution = solution_of(self.network, time_limit_s)
         if solution is None or solution.objective == inf:
             return None
         chosen = {key: self.space.variants[key][solution.choices[at]] for key, at in self.operators.items()}
@@ -231,7 +231,7 @@ class DimProblem:
                 kinds = start.kind, target.kind
                 if kinds not in costs and start != target:
                     size = whole / neighbours.get(kinds, 1)
-                    cost = self._convert(*kinds, info.differentiable, role, size, self.undoes[index])
+                    cost = self.converted(*kinds, info.differentiable, role, size, self.undoes[index])
                     cost -= SENT_TOGETHER * PER_COLLECTIVE * (kinds in neighbours)
                     cost += self._saved(whole, start) * (kinds == gather)
                     costs[kinds] = calls * cost
@@ -273,18 +273,10 @@ class DimProblem:
         # a shard is priced as a part already
         return {(source.kind, t.kind): 1 if source.kind == "S" else before.degree for t in wanted if t != source}
 
-    def _convert(
-        self, source: Kind, target: Kind, differentiable: bool, role: str, whole: float, undoes: bool
-    ) -> float:
-        """Cost of one conversion in units. The sum of a parameter's gradient has no latency of its own."""
-        key = source, target, differentiable, role, whole, undoes
-        if key not in self.converted:
-            self.converted[key] = self._converted(*key)
-        return self.converted[key]
-
     def _converted(
         self, source: Kind, target: Kind, differentiable: bool, role: str, whole: float, undoes: bool
     ) -> float:
+        """Cost of one conversion in units. The sum of a parameter's gradient has no latency of its own."""
         sends = wire(source, target, differentiable)
         if role in ("constant", "buffer") and sends == (None, None):
             return PER_RANK

@@ -8,9 +8,6 @@ networks to `autopar.search.labels.neighbourhoods` and `autopar.search.labels.mi
 """
 
 from dataclasses import dataclass
-from functools import cached_property
-from hashlib import sha256
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,35 +41,10 @@ class NetworkValue:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Network:
-    """Costs of every variable's choices, and the values. Networks of the same numbers are equal."""
+    """Costs of every variable's choices, and the values."""
 
     costs: tuple[FloatArray, ...]
     values: tuple[NetworkValue, ...]
-
-    @cached_property
-    def digest(self) -> bytes:
-        """The numbers of the network in few bytes."""
-        digest = sha256()
-        for costs in self.costs:
-            _add(digest, costs)
-        for value in self.values:
-            arrays = (value.made, value.convert, value.forms, value.keep, value.regathered)
-            _add(digest, np.array([value.source, len(value.uses)]), *arrays)
-            for use in value.uses:
-                _add(digest, np.array([use.variable, use.kept]), use.wanted)
-        return digest.digest()
-
-    def __hash__(self) -> int:
-        return hash(self.digest)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Network) and self.digest == other.digest
-
-
-def _add(digest: Any, *arrays: NDArray[Any]) -> None:
-    for array in arrays:
-        digest.update(repr(array.shape).encode())
-        digest.update(array.tobytes())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

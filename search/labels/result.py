@@ -10,17 +10,14 @@ from autopar.ir.sharding import Mesh
 class Labelling:
     """Labels of every distinct block, and how good they are.
 
-    `objective` and `size` have an entry for each solved mesh dimension. The objective's unit is the largest all-reduce
-    between blocks, at the reference workload. A size is the numbers of choices and of values. `gap` is the largest
-    relative gap to a proven bound, None if a mesh dimension has no such bound. `notes` name the operators that stay
-    whole and the scale of the prices.
+    `objective` has an entry for each solved mesh dimension. Its unit is the largest all-reduce between blocks, at the
+    reference workload. `gap` is the largest relative gap to a proven bound, None if a mesh dimension has no such bound.
+    `notes` name the operators that stay whole and the scale of the prices.
     """
 
     mesh: Mesh
     blocks: tuple[BlockLabels, ...]
     objective: dict[str, float]
-    size: dict[str, tuple[int, int]]
     gap: float | None
     added_work: float  # of a rank, relative to an even share of the products: operators whose axes do not divide
     notes: tuple[str, ...]
-    seconds: float

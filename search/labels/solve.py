@@ -9,7 +9,6 @@ does not know how much a later one will shrink a value.
 `check` verifies a labelling independently of the solver.
 """
 
-import time
 from collections.abc import Callable, Mapping
 from math import prod
 
@@ -32,8 +31,7 @@ from autopar.search.labels.turn import Turn, space_of
 TIME_LIMIT_S = 60.0  # of HiGHS on a mesh dimension that needs it
 SPLIT_ENOUGH = 0.95  # of the products' FLOP: with less, splits of the residual stream are tried too
 TIE = 1e-3
-_Settled = tuple[Choice, Solution, tuple[int, int], legal.Verdict]
-_Found = tuple[Choice, Solution, tuple[int, int]]  # labels of a mesh dimension, how good they are, size of the problem
+_Settled = tuple[Choice, Solution, legal.Verdict]
 
 
 def label(
@@ -58,7 +56,6 @@ def label(
     Raises `PlanError`, naming every axis, if nothing would be split, or if a batch or a required sequence cannot be
     split. Raises `InfeasibleError` if the solver finds no labels in time.
     """
-    started = time.perf_counter()
     mesh, pinned, memo = mesh or degrees.mesh, pinned or {}, Memo() if memo is None else memo
     boundary = boundary_of(program, analysis)
     problems = legal.batch_problems(program, mesh) + legal.context_problems(program, analysis, mesh, degrees.context)
@@ -69,7 +66,6 @@ def label(
     solved: list[Choice] = []
     notes: list[str] = []
     objective: dict[str, float] = {}
-    size: dict[str, tuple[int, int]] = {}
     gaps: list[float | None] = [0.0]
     added_work = 0.0
     for index in _order(mesh):
@@ -88,12 +84,12 @@ def label(
                 dispatch=degrees.dispatch, context=degrees.context,
             )  # fmt: skip
 
-        choice, solution, size_of, verdict = _settled(turn, hidden_axes, memo, is_tensor)
+        choice, solution, verdict = _settled(turn, hidden_axes, memo, is_tensor)
         problems, added_work = problems + verdict.problems, added_work + verdict.added_work
         notes += [*verdict.notes, *legal.padding_notes(program, analysis, boundary, choice)]
         solved.append(choice)
         name = mesh.names[index]
-        objective[name], size[name] = solution.objective, size_of
+        objective[name] = solution.objective
         gaps.append(solution.gap)
         notes += _notes(name, prices)
     legal.refuse(problems, mesh)
@@ -101,11 +97,9 @@ def label(
         mesh=mesh,
         blocks=_blocks(program, boundary, mesh, solved),
         objective=objective,
-        size=size,
         gap=None if None in gaps else max(gap for gap in gaps if gap is not None),
         added_work=added_work,
         notes=tuple(notes),
-        seconds=time.perf_counter() - started,
     )
 
 
@@ -117,7 +111,7 @@ def _settled(turn: Callable[[bool], Turn], hidden_axes: bool, memo: Memo, is_ten
         if hidden_axes or not is_tensor:
             raise
         return _settle(turn(True), memo)
-    solution, verdict = plain[1], plain[3]
+    _, solution, verdict = plain
     if hidden_axes or not is_tensor or not (verdict.splits_nothing or verdict.split_share < SPLIT_ENOUGH):
         return plain
     try:
@@ -136,21 +130,20 @@ def _order(mesh: Mesh) -> list[int]:
 def _settle(turn: Turn, memo: Memo) -> _Settled:
     """The best legal labels, and their loss by axes that the degree does not divide."""
     program, analysis, boundary = turn.program, turn.analysis, turn.boundary
-    choice, solution, size = memo(_solve, turn, True, memo)
+    choice, solution = memo(_solve, turn, True)
     relaxed = choice
     paddable = paddable_axes(program, analysis, turn.degree)
     if legal.indivisible(analysis, relaxed, paddable) or legal.uneven_types(boundary, relaxed, paddable):
-        choice, solution, size = memo(_solve, turn, False, memo)
-    return choice, solution, size, legal.judge(program, analysis, boundary, relaxed, choice, paddable)
+        choice, solution = memo(_solve, turn, False)
+    return choice, solution, legal.judge(program, analysis, boundary, relaxed, choice, paddable)
 
 
-def _solve(turn: Turn, relaxed: bool, memo: Memo) -> _Found:
+def _solve(turn: Turn, relaxed: bool) -> tuple[Choice, Solution]:
     """The best labels. Raises `InfeasibleError` if none are found in time."""
-    problem = DimProblem(turn, space_of(turn, relaxed))
-    result = problem.solve(TIME_LIMIT_S, memo)
+    result = DimProblem(turn, space_of(turn, relaxed)).solve(TIME_LIMIT_S)
     if result is None:
         raise InfeasibleError(f"no labels for {turn.name}={turn.degree} within {TIME_LIMIT_S:g} s; use another degree")
-    return *result, (sum(map(len, problem.costs)), len(problem.values))
+    return result
 
 
 def _notes(name: str, prices: Prices) -> list[str]:

@@ -128,9 +128,8 @@ def test_the_pattern_does_not_depend_on_the_cluster(cluster: str) -> None:
 
 
 @pytest.mark.parametrize("degrees", [TP, PLAIN, BOTH], ids=str)
-def test_labels_and_problem_do_not_depend_on_layers(degrees: Degrees) -> None:
+def test_labels_do_not_depend_on_layers(degrees: Degrees) -> None:
     few, many = labelled("llama", degrees), labelled("llama", degrees, layers=32)
-    assert few.size == many.size
     assert few.blocks == many.blocks
 
 
