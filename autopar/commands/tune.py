@@ -35,7 +35,7 @@ from autopar.cost_model.machine.profile import DeviceProfile
 from autopar.errors import AutoparError, InputError, Problem
 from autopar.ir.cluster import ClusterSpec
 from autopar.planning.options import PlanOptions
-from autopar.search.driver.study import keep_result
+from autopar.search.driver.study import RESULT
 from autopar.search.measured.belief import chances
 from autopar.search.measured.result import Left, PlanTrial, TuneResult
 from autopar.search.measured.tuning import Candidate, Evidence, Outcome, best_of, decide, known_after
@@ -228,7 +228,7 @@ def measure_trials(
         runner.close()
     result = _result(subject, opened, outcomes, decision.why, decision.is_settled, time.monotonic() - started)
     if opened.place is not None:
-        keep_result(opened.place.where, json.dumps(result.to_dict()))
+        opened.place.keep(RESULT, json.dumps(result.to_dict()))
     if result.plan is not None:
         about = {"model": subject.name, "global_batch": result.global_batch, "objective": result.objective}
         keep_tuned(cache_folder(), subject.cluster, subject.kind, result.plan, about | {"step_s": result.step_s})

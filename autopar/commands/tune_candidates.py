@@ -197,13 +197,13 @@ def candidates_of(subject: Subject, options: PlanOptions, machine: Machine, repo
     result, usable = find(replace(options, profile=machine.profile), alike=True), usable_bytes(machine.memory_bytes)
     if result.best is None:
         raise InfeasibleError(nothing_fits(result))
-    plans = [p for p in (result.best, *result.others) if p.fits and not p.formula_only]
+    plans = [p for p in (result.best, *result.others) if p.fits]
     for part in PARTS_OF_MEMORY:
         held_back = int((1 - part) * usable)
         if all(p.needed_bytes + held_back > usable for p in plans):
             profile = replace(machine.profile, reserve_bytes=machine.profile.reserve_bytes + held_back)
             best = find(replace(options, profile=profile, top=0)).best
-            if best is not None and not best.formula_only:
+            if best is not None:
                 plans.append(replace(best, needed_bytes=best.needed_bytes - held_back))
     return tuple(_candidate(p, subject.cluster) for p in plans)
 

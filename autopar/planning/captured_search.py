@@ -33,7 +33,7 @@ from autopar.search.driver.offload_choice import search_offloads
 from autopar.search.driver.recorded import record
 from autopar.search.driver.regather_choice import with_kept
 from autopar.search.driver.search import SearchState, Works, search_degrees
-from autopar.search.driver.study import StudyPlace, keep_result, study_place, study_values
+from autopar.search.driver.study import RESULT, StudyPlace, study_place, study_values
 from autopar.search.explain.build_result import result_of
 from autopar.search.explain.sensitivity import Base, what_if
 from autopar.search.pricing.cuts import cuts_at
@@ -131,7 +131,7 @@ def search_captured(
     if place is not None:
         with study_values(place.where):
             result = replace(result, importance=record(search, place) or result.importance)
-        keep_result(place.where, json.dumps(result.to_dict(), separators=(",", ":"), sort_keys=True))
+        place.keep(RESULT, json.dumps(result.to_dict(), separators=(",", ":"), sort_keys=True))
     return result
 
 

@@ -7,7 +7,6 @@ Tensor degrees without labels stay out, because their bounds were too far from t
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,25 +24,15 @@ _Key = tuple[int, ...]
 
 def next_plans(search: SearchState, top: int, *, alike: bool) -> list[tuple[int, PricedPlan]]:
     """At most `top` plans beside the best plan, the best first."""
-    together = search.together
-    following = partial(
-        next_best, search, together.priced, top, prefetch=lambda likely: together.price([(i, AS_IT_IS) for i in likely])
-    )
-    plans = following()
+    plans = next_best(search, top)
     if not alike or len(plans) == top:
         return plans
     told = {index for index, _ in plans}
-    more = [plan for plan in following(columns=ALIKE) if plan[0] not in told]
+    more = [plan for plan in next_best(search, top, ALIKE) if plan[0] not in told]
     return sorted([*plans, *more[: top - len(plans)]], key=lambda plan: search.goal.value(plan[1]))
 
 
-def next_best(
-    search: SearchState,
-    price: Callable[[int], PricedPlan],
-    top: int,
-    prefetch: Callable[[Sequence[int]], None] = lambda _: None,
-    columns: Sequence[str] = DEGREES,
-) -> list[tuple[int, PricedPlan]]:
+def next_best(search: SearchState, top: int, columns: Sequence[str] = DEGREES) -> list[tuple[int, PricedPlan]]:
     """At most `top` candidates that fit, the best first, without the combination of the best plan."""
     c, goal, classes, seconds = search.candidates, search.goal, search.members.classes, raised_seconds(search)
     chosen: dict[_Key, tuple[float, int, PricedPlan]] = {}
@@ -68,9 +57,9 @@ def next_best(
         following = _first_below(values, classes, chosen, key, top)[:left]
         if not following:
             break
-        prefetch(following)
+        search.together.price([(index, AS_IT_IS) for index in following])
         for index in following:
-            exact = price(index)
+            exact = search.together.priced(index)
             take(index, exact)
             raise_alike(search, seconds, index, exact)
         is_open[following] = False

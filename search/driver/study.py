@@ -83,8 +83,13 @@ class StudyPlace:
         return _text_of(self.where, known, name) if name in known else None
 
     def keep(self, name: str, text: str) -> None:
-        """Write a text of any length into the study. Raises `InputError` if that fails."""
-        _keep_text(self.where, name, text)
+        """Write a text of any length into the study, in place of an earlier one. Raises `InputError` if that fails."""
+        pieces = [text[start : start + _PIECE] for start in range(0, len(text), _PIECE)]
+        with _as_input_errors(self.where):
+            study = _set_up(self.where)
+            for number, piece in enumerate(pieces):
+                study.set_user_attr(f"{name}_{number}", piece)
+            study.set_user_attr(name, len(pieces))
 
     def _study(self, name: str = NAME) -> "optuna.Study":
         import optuna
@@ -178,20 +183,6 @@ def study_place(where: str | Path, question: Mapping[str, Any]) -> StudyPlace:
     return StudyPlace(where=text, question=question)
 
 
-def keep_result(where: str, text: str) -> None:
-    """Write the result of a search into its study, in place of an earlier one. Raises `InputError` if that fails."""
-    _keep_text(where, RESULT, text)
-
-
-def _keep_text(where: str, name: str, text: str) -> None:
-    pieces = [text[start : start + _PIECE] for start in range(0, len(text), _PIECE)]
-    with _as_input_errors(where):
-        study = _set_up(where)
-        for number, piece in enumerate(pieces):
-            study.set_user_attr(f"{name}_{number}", piece)
-        study.set_user_attr(name, len(pieces))
-
-
 def kept_result(where: str) -> str:
     """The result that a search wrote into its study. Raises `InputError` if there is no study or no result yet."""
     study_place(where, {})
@@ -209,7 +200,7 @@ def kept_result(where: str) -> str:
 
 
 def _text_of(where: str, known: Mapping[str, Any], name: str) -> str:
-    """A text that `_keep_text` wrote."""
+    """A text that `StudyPlace.keep` wrote."""
     with study_values(where):
         return "".join(known[f"{name}_{number}"] for number in range(known[name]))
 

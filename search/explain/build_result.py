@@ -14,10 +14,10 @@ from autopar.search.driver.alternatives import next_plans
 from autopar.search.driver.infeasible import counted
 from autopar.search.driver.search import SearchState, Works
 from autopar.search.explain.build_report_data import details_of, points_of
-from autopar.search.explain.pareto import front_of
+from autopar.search.explain.pareto import contender_of, front_of
 from autopar.search.pricing.exact import PricedPlan, priced
 from autopar.search.pricing.objective import part_numbers, why_worse
-from autopar.search.result.result import Contender, SearchResult, degrees_in_plain
+from autopar.search.result.result import Contender, SearchResult
 from autopar.search.space.candidates import Split
 from autopar.words.numbers import readable_bytes
 
@@ -94,16 +94,12 @@ def _contender(search: SearchState, index: int | None, plan: PricedPlan, borrowe
         reason = why_worse(goal, best, plan)
     if borrowed:
         reason += f"; with the labels of tensor degree {borrowed}"
-    return Contender(
-        degrees=degrees_in_plain(plan.degrees, plan.cuts, regather=plan.regather),
-        step_s=plan.seconds,
-        needed_bytes=plan.needed_bytes,
+    return replace(
+        contender_of(goal, plan),
         fits=plan.fits,
         slower=0.0 if best is None else plan.seconds / best.seconds - 1,
         reason=reason,
         parts=part_numbers(plan.step.parts),
-        value=goal.value(plan),
-        num_devices=plan.degrees.world_size,
         name="" if index is None else names.get(index, ""),
         is_like_best=best is not None
         and plan is not best

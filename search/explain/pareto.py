@@ -36,7 +36,7 @@ def front_of(search: SearchState) -> tuple[Contender, ...]:
     kept = left[not_beaten(points[left])] if len(left) else left
     if len(kept) > MOST_BOUNDS:
         kept = kept[np.unique(np.linspace(0, len(kept) - 1, MOST_BOUNDS).round().astype(int))]
-    rows = [_of_plan(goal, plan) for plan in exact]
+    rows = [contender_of(goal, plan) for plan in exact]
     rows += [_of_bound(search, points[i], int(which[i])) for i in kept]
     rows = [replace(row, slower=row.step_s / best.seconds - 1) for row in rows]
     return tuple(sorted(rows, key=lambda row: (row.step_s, row.needed_bytes, row.num_devices)))
@@ -84,7 +84,8 @@ def _bounds(search: SearchState, priced: Sequence[int]) -> tuple[Floats, NDArray
     return np.concatenate(rows), np.concatenate([some, every])
 
 
-def _of_plan(goal: Goal, plan: PricedPlan) -> Contender:
+def contender_of(goal: Goal, plan: PricedPlan) -> Contender:
+    """A priced plan by its figures alone."""
     return Contender(
         degrees=degrees_in_plain(plan.degrees, plan.cuts, regather=plan.regather),
         step_s=plan.seconds,

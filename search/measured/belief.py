@@ -104,6 +104,6 @@ def expected_gains(beliefs: Belief) -> Floats:
     return gains
 
 
-def worth_measuring(beliefs: Belief) -> bool:
+def worth_measuring(beliefs: Belief, left: Sequence[int] | slice = slice(None)) -> bool:
     """Whether some plan left may be notably faster. The sum of the chances bounds the chance of any (Boole)."""
-    return beliefs.next_plan is not None and float(np.sum(chances(beliefs))) >= DOUBT
+    return float(np.sum(chances(beliefs)[left])) >= DOUBT

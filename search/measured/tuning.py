@@ -76,7 +76,6 @@ class Evidence:
     """The knowledge after some trials: `factors` by term, the belief, and the candidates ruled out with the reason."""
 
     factors: Mapping[str, float]
-    corrected_s: tuple[float, ...]
     belief: Belief
     ruled_out: Mapping[int, str]
 
@@ -108,7 +107,6 @@ def known_after(candidates: Sequence[Candidate], outcomes: Mapping[int, Outcome]
     known = belief(corrected.tolist(), np.array([plan_coordinates(plan.degrees) for plan in candidates]), measured)
     return Evidence(
         factors=dict(zip(names, factors.tolist(), strict=True)),
-        corrected_s=tuple(corrected.tolist()),
         belief=known,
         ruled_out=_ruled_out(candidates, outcomes),
     )
@@ -132,7 +130,7 @@ def decide(
     if objective == "memory":
         is_worth = _may_need_less(candidates, outcomes, left)
     else:
-        is_worth = not known.belief.is_measured.any() or _is_worth(known, left)
+        is_worth = worth_measuring(known.belief, left)
     if not is_worth:
         return NextTrial(next=None, why="measuring another plan would hardly pay", is_settled=True)
     if is_late:
@@ -185,14 +183,3 @@ def _may_need_less(candidates: Sequence[Candidate], outcomes: Mapping[int, Outco
     )
     low, _ = interval_of(1.0, "memory", Situation())
     return min(candidates[at].needed_bytes for at in left) * low < best
-
-
-def _is_worth(known: Evidence, left: Sequence[int]) -> bool:
-    """The stop rule, over the plans that may still be measured."""
-    keep = np.array([at in left or bool(known.belief.is_measured[at]) for at in range(len(known.belief.mean))])
-    part = Belief(
-        mean=known.belief.mean[keep],
-        deviation=known.belief.deviation[keep],
-        is_measured=known.belief.is_measured[keep],
-    )
-    return worth_measuring(part)

@@ -27,7 +27,7 @@ from autopar.files.strict_text import values_of
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.explanation import Prediction
 from autopar.runs.record import METRICS_FILE, RUN_FILE
-from autopar.search.driver.study import keep_result, study_place
+from autopar.search.driver.study import RESULT, study_place
 from autopar.search.measured.result import Left, PlanTrial, TuneResult
 from autopar.search.measured.rounds import Spread
 from autopar.search.measured.study import TrialStudy
@@ -123,7 +123,7 @@ def _damaged_lines(file: Path) -> Iterator[str]:
 
 def test_studies_with_a_result(tmp_path: Path) -> None:
     file = tmp_path / "plan.log"
-    keep_result(str(file), json.dumps(stored("misfit")))
+    study_place(file, {}).keep(RESULT, json.dumps(stored("misfit")))
     for name in list(_damaged_lines(file)):
         check(file, name, "report", str(file), "--out", str(tmp_path / "page.html"))
 
@@ -155,7 +155,7 @@ def test_a_damaged_piece_of_a_result(tmp_path: Path) -> None:
     data = stored("misfit")
     for name, text in list(damaged(data))[::40]:
         file.unlink(missing_ok=True)
-        keep_result(str(file), text)
+        study_place(file, {}).keep(RESULT, text)
         check(file, name, "report", str(file), "--out", str(tmp_path / "page.html"))
 
 
@@ -234,7 +234,7 @@ def test_values_of_a_search_that_mean_nothing(path: tuple[Any, ...], value: Any,
 @pytest.mark.parametrize("line", [0, 3, 9])
 def test_the_damaged_line_of_a_journal_is_named(line: int, tmp_path: Path) -> None:
     file = tmp_path / "plan.log"
-    keep_result(str(file), "x" * 300_000)
+    study_place(file, {}).keep(RESULT, "x" * 300_000)
     lines = file.read_text().splitlines()
     other = json.dumps(json.loads(lines[line]) | {"op_code": "x"})
     for text in (b"{}", b"[3]", b"not JSON", other.encode(), lines[line].encode("utf-16")):

@@ -244,7 +244,7 @@ def test_a_failed_trial_is_an_answer(
     fault: str, reason: str, words: str, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planted(monkeypatch, fault, at)
-    monkeypatch.setattr("autopar.search.measured.tuning.worth_measuring", lambda found: found.next_plan is not None)
+    monkeypatch.setattr("autopar.search.measured.tuning.worth_measuring", lambda found, left: bool(left))
     found = tuned()
     failed = [one for one in found.tried if one.outcome.state == "failed"]
     assert [(one.outcome.reason, one.number) for one in failed] == [(reason, at)]
@@ -261,7 +261,7 @@ def test_a_failed_trial_is_an_answer(
 )
 def test_a_hanging_trial_ends_within_its_deadline(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     planted(monkeypatch, "hang", at)
-    monkeypatch.setattr("autopar.search.measured.tuning.worth_measuring", lambda found: found.next_plan is not None)
+    monkeypatch.setattr("autopar.search.measured.tuning.worth_measuring", lambda found, left: bool(left))
     found = tuned(trial_s=TRIAL_S)
     (hung,) = [one for one in found.tried if one.outcome.state == "failed"]
     assert hung.outcome.reason == "timeout" and "did not answer" in hung.outcome.message
@@ -271,7 +271,7 @@ def test_a_hanging_trial_ends_within_its_deadline(at: int, monkeypatch: pytest.M
 
 def test_a_best_plan_that_dies_beside_another_trial_does_not_fail_that_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     planted(monkeypatch, "late_kill", 0)
-    monkeypatch.setattr("autopar.search.measured.tuning.worth_measuring", lambda found: found.next_plan is not None)
+    monkeypatch.setattr("autopar.search.measured.tuning.worth_measuring", lambda found, left: bool(left))
     found = tuned(trials=2)
     assert [one.outcome.reason for one in found.tried] == ["", ""]
     assert found.best is not None
@@ -288,7 +288,7 @@ def test_a_plan_without_room_beside_the_best_plan_is_tried_alone(
     )
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     planted(monkeypatch, "once", 1)
-    monkeypatch.setattr("autopar.search.measured.tuning.worth_measuring", lambda found: found.next_plan is not None)
+    monkeypatch.setattr("autopar.search.measured.tuning.worth_measuring", lambda found, left: bool(left))
     found = tuned(trials=2)
     assert was_there.exists()
     assert [one.outcome.reason for one in found.tried] == ["", ""]

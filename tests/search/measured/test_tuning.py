@@ -89,7 +89,6 @@ def test_slow_links_are_learnt_and_change_the_order() -> None:
     every = plans(1.0, 1.01, 1.1, 1.05)
     known = known_after(every, {0: took(1.0), 1: took(2.0)})
     assert known.factors["in_host"] > 1.5 > 1.2 > known.factors["compute"] > 1
-    assert known.corrected_s[3] > known.corrected_s[2]
     assert known.belief.seconds[2] < known.belief.seconds[3]
 
 
