@@ -152,9 +152,9 @@ def tune_asked(
     given = make()
     on_progress(f"capturing {given.name}")
     wanted = replace(wanted, precision=wanted.precision or given.precision)
-    subject, wanted = subject_of(given, cluster, wanted, on_progress)
+    subject = subject_of(given, cluster, wanted, on_progress)
     on_progress("looking for the plans that may be measured")
-    opened = opened_study(subject, wanted, study, profile, on_progress, calibrate=calibrate)
+    opened = opened_study(subject, study, profile, on_progress, calibrate=calibrate)
     return measure_trials(subject, opened, limits, started, on_progress, on_trial)
 
 
@@ -230,8 +230,9 @@ def measure_trials(
     if opened.place is not None:
         opened.place.keep(RESULT, json.dumps(result.to_dict()))
     if result.plan is not None:
-        about = {"model": subject.name, "global_batch": result.global_batch, "objective": result.objective}
-        keep_tuned(cache_folder(), subject.cluster, subject.kind, result.plan, about | {"step_s": result.step_s})
+        about = {"model": subject.given.name, "global_batch": result.global_batch, "objective": result.objective}
+        kind = type(subject.given.request.model).__name__
+        keep_tuned(cache_folder(), subject.cluster, kind, result.plan, about | {"step_s": result.step_s})
     return result
 
 
@@ -310,10 +311,10 @@ def _result(
     left = [at for at in range(len(candidates)) if at not in outcomes]
     chance, secs = chances(known.belief), known.belief.seconds
     return TuneResult(
-        model=subject.name,
+        model=subject.given.name,
         cluster=subject.cluster.name,
         objective=study.objective,
-        global_batch=opened.asked.global_batch or 0,
+        global_batch=subject.options.global_batch or 0,
         sequence=opened.sequence,
         tried=tuple(PlanTrial(number=numbers[at], candidate=candidates[at], outcome=outcomes[at]) for at in order),
         left=tuple(

@@ -1,11 +1,10 @@
 """The start of a measured search: the captured model, the plans that may be measured, and the study of trials."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -53,18 +52,14 @@ _Progress = Callable[[str], None]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Subject:
-    """The captured model of a search, and what its trials need of it."""
+    """The captured model of a search, the request for plans in its precision, and what trials need of it."""
 
+    given: Given
     captured: Capture
     cluster: ClusterSpec
+    options: PlanOptions
     labels: SearchLabels
     source: Callable[[str], torch.Tensor]
-    inputs: Mapping[str, torch.Tensor]
-    name: str
-    kind: str  # the class of the model
-    origin: str
-    seed: int
-    shared: Mapping[str, Any]  # the words that the request gives to every plan, such as a precision
     notes: tuple[str, ...]  # for the user
 
     def job(self, candidate: Candidate) -> TrialJob:
@@ -75,41 +70,34 @@ class Subject:
             plan=plan,
             program=to_bytes(program),
             buffers={name: self.source(name) for name in program.buffers},
-            given=values_that_decide(program, self.inputs),
-            origin=self.origin,
+            given=values_that_decide(program, self.given.request.named_inputs),
+            origin=self.given.origin,
             device_type=self.cluster.device_type,
             needed_bytes=candidate.needed_bytes,
-            seed=self.seed,
+            seed=self.options.seed,
         )
 
     def plan_of(self, candidate: Candidate) -> Plan:
         """The plan of a candidate, as it was priced."""
         said = dict(candidate.degrees)
         cuts, regather = PricedStages(tuple(said.pop("cuts", ()))), said.pop("regather", True)
-        degrees, part = with_shared(degrees_from(said), self.shared), part_of(self.cluster, candidate.num_devices)
-        return plan_as_priced(self.captured, self.labels, degrees, cuts, part, self.name, regather=regather)[1]
+        shared = shared_degrees(self.options.narrowing()[0])  # the words that the request gives to every plan
+        degrees, part = with_shared(degrees_from(said), shared), part_of(self.cluster, candidate.num_devices)
+        return plan_as_priced(self.captured, self.labels, degrees, cuts, part, self.given.name, regather=regather)[1]
 
 
-def subject_of(
-    given: Given, cluster: ClusterSpec, options: PlanOptions, report: _Progress
-) -> tuple[Subject, PlanOptions]:
-    """A model captured in its precision, and the request with this precision."""
-    model = given.request.model
+def subject_of(given: Given, cluster: ClusterSpec, options: PlanOptions, report: _Progress) -> Subject:
+    """A model captured in its precision."""
     captured, options, notes = captured_as_asked(given.request, cluster, options)
-    subject = Subject(
+    return Subject(
+        given=given,
         captured=captured,
         cluster=cluster,
+        options=options,
         labels=labels_for(captured, cluster, options, report),
-        source=parameter_source(model, state=None, seed=options.seed, dtype=None),
-        inputs=given.request.named_inputs,
-        name=given.name,
-        kind=type(model).__name__,
-        origin=given.origin,
-        seed=options.seed,
-        shared=shared_degrees(options.narrowing()[0]),
+        source=parameter_source(given.request.model, state=None, seed=options.seed, dtype=None),
         notes=(*given.notes, *notes),
     )
-    return subject, options
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -118,7 +106,6 @@ class OpenedStudy:
 
     study: TrialStudy
     machine: Machine
-    asked: PlanOptions
     sequence: int
     notes: tuple[str, ...]
     place: StudyPlace | None
@@ -129,7 +116,6 @@ class OpenedStudy:
 
 def opened_study(
     subject: Subject,
-    options: PlanOptions,
     where: str | Path | None,
     profile: DeviceProfile | str | Path | None,
     report: _Progress,
@@ -137,12 +123,12 @@ def opened_study(
     calibrate: bool,
 ) -> OpenedStudy:
     """The study with its candidates: the ones that it was made with, or the best plans by prediction."""
-    program, cluster = program_for(subject.captured, LABELLED), subject.cluster
+    program, cluster, options = program_for(subject.captured, LABELLED), subject.cluster, subject.options
     precision = options.precision or precision_of(dtype_of(program), cluster)
     given = profile_for(profile, None, cluster, precision)
     place = None
     if where is not None:
-        about = question_about(options, cluster, machine_of(cluster, given, precision), subject.name)
+        about = question_about(options, cluster, machine_of(cluster, given, precision), subject.given.name)
         named = {name: value for name, value in about.items() if not name.startswith(PROFILE)}
         place = study_place(where, {**named, "trials": "measured", "fingerprint": program.fingerprint})
     kept = None if place is None else place.attribute(PROFILE)
@@ -156,7 +142,7 @@ def opened_study(
         if calibrate and profile is None and _is_unmeasured(cluster, machine):
             machine = machine_of(cluster, _calibrated(cluster, report), precision)
             notes = ("these devices were calibrated first; `autopar calibrate --out FILE` keeps a profile",)
-        candidates = candidates_of(subject, options, machine, report)
+        candidates = candidates_of(subject, machine, report)
     tokens = (options.global_batch or 0) * (program.sequence or 1)
     study = TrialStudy(candidates, place, objective=options.objective, tokens=tokens)
     if place is not None and kept is None:
@@ -164,7 +150,6 @@ def opened_study(
     return OpenedStudy(
         study=study,
         machine=machine,
-        asked=options,
         sequence=program.sequence or 1,
         notes=notes,
         place=place,
@@ -189,12 +174,14 @@ def _calibrated(cluster: ClusterSpec, report: _Progress) -> DeviceProfile:
     ).profile
 
 
-def candidates_of(subject: Subject, options: PlanOptions, machine: Machine, report: _Progress) -> tuple[Candidate, ...]:
+def candidates_of(subject: Subject, machine: Machine, report: _Progress) -> tuple[Candidate, ...]:
     """The best plans by prediction, in the order of their price."""
     find = partial(
-        search_captured, subject.captured, subject.cluster, name=subject.name, on_progress=report, labels=subject.labels
-    )
-    result, usable = find(replace(options, profile=machine.profile), alike=True), usable_bytes(machine.memory_bytes)
+        search_captured, subject.captured, subject.cluster, name=subject.given.name, on_progress=report,
+        labels=subject.labels,
+    )  # fmt: skip
+    options, usable = replace(subject.options, profile=machine.profile), usable_bytes(machine.memory_bytes)
+    result = find(options, alike=True)
     if result.best is None:
         raise InfeasibleError(nothing_fits(result))
     plans = [p for p in (result.best, *result.others) if p.fits]

@@ -44,7 +44,7 @@ def request(**words: Any) -> PlanOptions:
 
 
 def subject(cluster: ClusterSpec, asked: PlanOptions) -> Subject:
-    return subject_of(given(), cluster, asked, lambda text: None)[0]
+    return subject_of(given(), cluster, asked, lambda text: None)
 
 
 def machine(cluster: ClusterSpec, asked: PlanOptions) -> Machine:
@@ -52,14 +52,14 @@ def machine(cluster: ClusterSpec, asked: PlanOptions) -> Machine:
 
 
 def candidates(of: Subject, asked: PlanOptions) -> tuple[Candidate, ...]:
-    return candidates_of(of, asked, machine(of.cluster, asked), lambda text: None)
+    return candidates_of(of, machine(of.cluster, asked), lambda text: None)
 
 
 @pytest.mark.parametrize("request_", REQUESTS.values(), ids=REQUESTS)
 def test_the_measured_plan_is_the_plan_that_the_search_found(request_: Mapping[str, Any]) -> None:
     cluster, asked = ClusterSpec.preset("4xh100"), request(global_batch=8, top=TOP, **request_)
     of = subject(cluster, asked)
-    searched = search_captured(of.captured, cluster, asked, name=of.name, on_progress=lambda text: None).plan
+    searched = search_captured(of.captured, cluster, asked, name=of.given.name, on_progress=lambda text: None).plan
     assert searched is not None
     first = of.plan_of(candidates(of, asked)[0])
     assert replace(first, summary=None, notes=()) == replace(searched, summary=None, notes=())
