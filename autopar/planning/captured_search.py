@@ -92,11 +92,11 @@ def search_captured(
     on = goal.parts[cluster.num_devices].on
     place = _checked_study(options, question_of(options, program, cluster, on, name))
     deadline = np.inf if options.timeout_s is None else started + options.timeout_s
-    should_continue = partial(_is_before, deadline)
     constraints = _constraints(labels, goal, options, (fix, forbid, cuts), singly=captured.has_one_sequence)
-    limits: Any = {"most_exact": _MOST_PRICED, "should_continue": should_continue}
+    limits: Any = {"most_exact": _MOST_PRICED, "should_continue": lambda: time.monotonic() < deadline}
     space = _Space(labels=labels, cluster=cluster, constraints=constraints, asked=options, place=place, how=limits)
-    search = search_offloads(partial(_searched, space, on_progress), goal, constraints, should_continue, on_progress)
+    searched = partial(_searched, space, on_progress)
+    search = search_offloads(searched, goal, constraints, limits["should_continue"], on_progress)
     best = search.best
     works_of_best = _works_of(best, labels)
     decided, nearest = None, None
@@ -150,10 +150,11 @@ def labels_for(
     """The labels of a search, each chosen at its first use and kept in `folder`, unless a user has rules of his own."""
     fix, _ = options.narrowing()
     folder = None if has_rules_of_users() else folder
+    deciding = {word: value for word, value in shared_degrees(fix).items() if word in ("optimizer", "precision")}
     return SearchLabels(
         program_for(captured, LABELLED), cluster, _fixed(fix, "sequence_parallel"),
         regather=_fixed(fix, "regather") is not False, loss_chunks=_fixed(fix, "loss_chunks") or 1,
-        state=_deciding_state(fix), folder=folder, on_progress=on_progress, selective=is_selective(fix),
+        state=replace(LABELLED, **deciding), folder=folder, on_progress=on_progress, selective=is_selective(fix),
         program_of=lambda batch: program_for(captured, replace(LABELLED, dp_shard=batch)),
         dispatch=_fixed(fix, "dispatch"), context=_fixed(fix, "context"),
     )  # fmt: skip
@@ -169,12 +170,6 @@ class _Space:
     asked: PlanOptions
     place: StudyPlace | None
     how: Mapping[str, Any]
-
-
-def _deciding_state(fix: Values) -> Degrees:
-    """Degrees with the fixed words that decide about state."""
-    shared = shared_degrees(fix)
-    return replace(LABELLED, **{word: shared[word] for word in ("optimizer", "precision") if word in shared})
 
 
 def _searched(space: _Space, on_progress: Callable[[str], None], goal: Goal, below: float) -> SearchState:
@@ -210,10 +205,6 @@ def _best_of_priced(search: SearchState, top: int) -> SearchState:
         if is_best:
             break
     return search
-
-
-def _is_before(deadline_s: float) -> bool:
-    return time.monotonic() < deadline_s
 
 
 def _works_of(best: PricedPlan | None, labels: SearchLabels) -> Works:

@@ -94,7 +94,8 @@ def _remedies(query: Query, should_continue: Callable[[], bool]) -> Iterator[str
     )  # fmt: skip
     for changes_of in kinds:
         for text, changed in changes_of(query):
-            plan = _fitting(changed) if should_continue() else None
+            on = changed.machinery(changed.cluster)
+            plan = _searched(changed, on, lambda: False) if should_continue() else None  # the first that fits
             if plan is not None:
                 yield f"{text}: {plan_in_words(degrees_in_plain(plan.degrees, plan.cuts, regather=plan.regather))}"
             if plan is not None or not should_continue():
@@ -206,11 +207,6 @@ def with_hosts(cluster: ClusterSpec, num_hosts: int) -> ClusterSpec:
     groups = (*cluster.groups[:-1], replace(last, num_hosts=last.num_hosts + more))
     between = cluster.inter_host or last.in_host or ANY_LINK
     return replace(cluster, name=f"{num_hosts} hosts like {cluster.name}", groups=groups, inter_host=between)
-
-
-def _fitting(query: Query) -> PricedPlan | None:
-    """The first plan that fits."""
-    return _searched(query, query.machinery(query.cluster), lambda: False)
 
 
 def _searched(query: Query, on: Machinery, should_continue: Callable[[], bool]) -> PricedPlan | None:

@@ -101,11 +101,7 @@ class StudyPlace:
     def _checked(self, study: "optuna.Study") -> Mapping[str, Any]:
         """The study's attributes. Raises `InputError` if they answer another question."""
         with _as_input_errors(self.where):
-            known = study.user_attrs
-        self._refuse_another_question(known)
-        return known
-
-    def _refuse_another_question(self, known: Mapping[str, Any]) -> None:
+            known: Mapping[str, Any] = study.user_attrs
         wrong = []
         for name, value in self.question.items():
             if name not in known and CANDIDATES in known:
@@ -114,6 +110,7 @@ class StudyPlace:
                 wrong.append(Problem(path=name, rule=f"the study was made with {_short(known[name])}", value=value))
         if wrong:
             raise InputError(f"study {self.where} is of another search; repeat that search, or name a new file", wrong)
+        return known
 
 
 @contextmanager
