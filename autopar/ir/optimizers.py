@@ -2,7 +2,7 @@
 
 An entry says how many bytes one rank holds beside a parameter and its gradient. Optimizers of single elements hold
 state in the layout of the parameter, so ZeRO and tensor parallelism divide it. An optimizer that looks at whole
-matrices gets gathered values (`autopar.runtime.parameters.factored`), and says so.
+matrices gets gathered values (`autopar.runtime.parameters.shown_tensor`), and says so.
 
 A plan trains with any optimizer. Its memory is counted for the one that `Degrees.optimizer` names.
 """

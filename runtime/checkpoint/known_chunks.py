@@ -4,7 +4,7 @@ An asynchronous save lets the step wait for its copy only. With many small tenso
 than the copy.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 from weakref import ref
 
@@ -12,7 +12,7 @@ import torch
 
 from autopar._torch import private
 from autopar.runtime.parameters.flat_shards import FlatShards
-from autopar.runtime.parameters.user_view import parts_of
+from autopar.runtime.parameters.shown_tensor import as_shards, parts_of
 
 _Place = tuple[tuple[int, tuple[int, ...]], ...]  # address and shape of each part in this rank's memory
 
@@ -23,8 +23,8 @@ class KnownChunks:
     def __init__(self) -> None:
         self._known: dict[str, tuple[ref[torch.Tensor], _Place, FlatShards]] = {}
 
-    def of(self, name: str, tensor: torch.Tensor, make: Callable[[torch.Tensor], FlatShards]) -> FlatShards:
-        """The chunks of a tensor. `make` gets the tensor without its gradient."""
+    def of(self, name: str, tensor: torch.Tensor) -> FlatShards:
+        """The chunks of a tensor."""
         place = _place(tensor)
         held = self._known.get(name)
         if held is not None and held[0]() is tensor and held[1] == place:
@@ -34,7 +34,7 @@ class KnownChunks:
             if name in self._known and self._known[name][0] is gone:
                 del self._known[name]
 
-        shards = make(tensor.detach())
+        shards = as_shards(tensor.detach())
         self._known[name] = (ref(tensor, forget), place, shards)
         return shards
 

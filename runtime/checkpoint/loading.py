@@ -15,7 +15,6 @@ from torch import nn
 
 from autopar.errors import CheckpointError, Problem
 from autopar.files.plain_data import read_plain
-from autopar.ir.storage import Storage
 from autopar.runtime.checkpoint import optimizers
 from autopar.runtime.checkpoint.folder import StepFolder, complete_steps, folder_of, listed
 from autopar.runtime.checkpoint.known_chunks import KnownChunks
@@ -176,7 +175,6 @@ def load_optimizers(
     checkpoint: Checkpoint,
     given: Sequence[Optimizer],
     named: Mapping[str, nn.Parameter],
-    held: Mapping[str, Storage],
     known: KnownChunks,
 ) -> dict[str, FlatShards]:
     """Prepare optimizers, and give their tensors by name, into which the checkpoint is read. Collective."""
@@ -192,7 +190,7 @@ def load_optimizers(
         for index, (optimizer, state) in enumerate(zip(given, saved, strict=True)):
             optimizers.set_options(optimizer, state, memory)
             optimizers.prepare_state(optimizer, state, named, memory)
-            tensors.update(optimizers.state_tensors(optimizer, index, named, held, known, state.state))
+            tensors.update(optimizers.state_tensors(optimizer, index, named, known, state.state))
         return descriptions(tensors)
 
     expected = {name: d for each in run_on_all_ranks(prepare, checkpoint.group) for name, d in each.items()}

@@ -7,7 +7,6 @@ The parameters that this step changes are loaded afterwards.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from autopar._torch import private
 from autopar.errors import CheckpointError, InputError, Problem
-from autopar.ir.storage import Storage
 from autopar.runtime.checkpoint.known_chunks import KnownChunks
 from autopar.runtime.checkpoint.plain import decode, encode
-from autopar.runtime.parameters.flat_shards import FlatShards, as_shards
-from autopar.runtime.parameters.user_view import state_shards
+from autopar.runtime.parameters.flat_shards import FlatShards
 
 Optimizer = torch.optim.Optimizer
 SPLIT: Any = {"split": True}  # in place of a tensor that lies among the tensors under its parameter's name and key
@@ -198,7 +195,6 @@ def state_tensors(
     optimizer: Optimizer,
     index: int,
     named: Mapping[str, nn.Parameter],
-    held: Mapping[str, Storage],
     known: KnownChunks,
     saved: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, FlatShards]:
@@ -211,7 +207,5 @@ def state_tensors(
                 at = state_name(index, name, key)
                 if isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements):
                     raise InputError(f"{at} cannot be saved, because ranks hold parts of a sum; use another optimizer")
-                is_like = value.shape == parameter.shape
-                make = partial(state_shards, storage=held.get(name)) if is_like else as_shards
-                state[at] = known.of(at, value, make)
+                state[at] = known.of(at, value)
     return state

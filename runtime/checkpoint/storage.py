@@ -14,7 +14,7 @@ from autopar.errors import CheckpointError
 from autopar.runtime.checkpoint.folder import parts_of_size
 from autopar.runtime.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry, entry_key
 from autopar.runtime.checkpoint.tensor_files import Part, dtype_name, parts_in_file, write_tensors
-from autopar.runtime.parameters.flat_shards import as_shards
+from autopar.runtime.parameters.shown_tensor import as_shards
 
 FILE_BYTES = 2 << 30  # a rank begins another file; files are hashed by several ranks
 Key = tuple[str, tuple[int, ...]]  # of a chunk: its tensor and its offsets

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,9 @@ from autopar.runtime.checkpoint.plain import encode
 from autopar.runtime.checkpoint.saving import Snapshot
 from autopar.runtime.distributed.broadcast import run_on_all_ranks, run_on_first_rank
 from autopar.runtime.model.running import RunningModel
-from autopar.runtime.parameters.flat_shards import FlatShards, as_shards
-from autopar.runtime.parameters.packed import by_model_parameter, names_of_state
-from autopar.runtime.parameters.user_view import state_shards
-from autopar.runtime.parameters.whole_values import whole_of
+from autopar.runtime.parameters.flat_shards import FlatShards
+from autopar.runtime.parameters.packed import by_model_parameter, joint_of, names_of_state
+from autopar.runtime.parameters.shown_tensor import as_shards, whole_of
 
 Path_ = str | os.PathLike[str]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -126,7 +124,7 @@ class CheckpointedModel(RunningModel):
         refuse_differences(checkpoint, tensors, given, named, list(objects), weights_only=weights_only)
         values, states = read_extra(checkpoint, list(objects))
         counters = checkpoint.counters()
-        tensors |= load_optimizers(checkpoint, given, named, self.placements, self._saver.known)
+        tensors |= load_optimizers(checkpoint, given, named, self._saver.known)
         read_tensors(checkpoint, tensors)
         if not weights_only:
             self._step, seed = counters
@@ -205,9 +203,8 @@ class CheckpointedModel(RunningModel):
         """A parameter or buffer of the model without values. It may be another stage's."""
         infos = dict(by_model_parameter(self.program))
         if name in infos:
-            (info, *_), part = infos[name], infos[name][0].part
-            dtype = stored_dtype(info.dtype, self.plan.degrees)
-            return torch.empty(info.shape if part is None else part.shape, dtype=dtype, device="meta")
+            dtype = stored_dtype(infos[name][0].dtype, self.plan.degrees)
+            return torch.empty(joint_of(infos[name]).shape, dtype=dtype, device="meta")
         info = self.program.buffers[name]
         return torch.empty(info.shape, dtype=info.dtype, device="meta")
 
@@ -224,8 +221,7 @@ class CheckpointedModel(RunningModel):
         """This rank's chunks of parameters, persistent buffers, and the other buffers that the forward pass changes."""
         tensors: dict[str, FlatShards] = {}
         for name, parameter in self.named_parameters():
-            make = partial(state_shards, storage=self.placements.get(name))
-            tensors[f"model/{name}"] = self._saver.known.of(f"model/{name}", parameter, make)
+            tensors[f"model/{name}"] = self._saver.known.of(f"model/{name}", parameter)
         for name, buffer, persistent in self.own_buffers():
             tensors[f"{'model' if persistent else 'buffers'}/{name}"] = as_shards(buffer)
         return tensors
@@ -251,7 +247,7 @@ class CheckpointedModel(RunningModel):
         }
         parts = [optimizers.described(o, index, named, plain_tensors) for index, o in enumerate(given)]
         for index, o in enumerate(given):
-            tensors |= optimizers.state_tensors(o, index, named, self.placements, self._saver.known)
+            tensors |= optimizers.state_tensors(o, index, named, self._saver.known)
         return Snapshot(
             root=root,
             step=step,

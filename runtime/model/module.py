@@ -24,7 +24,7 @@ from autopar.runtime.model.pipeline import refuse_compiling
 from autopar.runtime.model.preflight_check import STEP
 from autopar.runtime.model.running import COMPARED
 from autopar.runtime.parameters.grad_scaler import adopted, scaler_settings
-from autopar.runtime.parameters.whole_values import whole_of
+from autopar.runtime.parameters.shown_tensor import whole_of
 from autopar.runtime.profile.trace_step import trace_step
 
 

@@ -24,7 +24,7 @@ from torch.optim.swa_utils import AveragedModel
 from autopar._torch import private
 from autopar.capture.export.own_changes import PLAIN, attribute_of, settings_of
 from autopar.errors import InputError, RuntimeInputError, short_repr
-from autopar.runtime.parameters.user_view import parts_of
+from autopar.runtime.parameters.shown_tensor import parts_of
 
 _Model = TypeVar("_Model", bound=nn.Module)
 _OTHER = object()  # in place of a value that is no constant of a program

@@ -14,8 +14,7 @@ from autopar.errors import RuntimeInputError
 from autopar.ir.precision import is_low
 from autopar.ir.sharding import Dims, R, Type, splits_samples
 from autopar.runtime.distributed.mesh import RankMesh
-from autopar.runtime.parameters.placement import gathered
-from autopar.runtime.parameters.whole_values import of_local
+from autopar.runtime.parameters.placement import gathered, of_local
 
 _DATA = ("dp_replicate", "dp_shard", "dp_samples")  # torch's names for the mesh dimension `dp`
 _PLACED = "its device follows from the cluster: leave the move out, or call parallelize with another cluster"

@@ -46,7 +46,7 @@ from autopar.runtime.model.stage import Execution, OldBuffers, StageModule
 from autopar.runtime.offload.backward_step import BackwardStep
 from autopar.runtime.offload.state_files import keep_state_in_files
 from autopar.runtime.parameters.gradients import Unsummed, are_waiting, marked
-from autopar.runtime.parameters.user_view import parts_of
+from autopar.runtime.parameters.shown_tensor import parts_of
 
 COMPARED = (1, 10)  # numbers of steps after which the ranks compare their weights
 MicroBatches = list[dict[str, Any]]

@@ -26,21 +26,18 @@ from autopar.runtime.model.stage import StageModule, attribute
 from autopar.runtime.model.tied_parameters import TiedParameters
 from autopar.runtime.offload.backward_step import BackwardStep
 from autopar.runtime.offload.host_memory import HostCopies, HostParameters
-from autopar.runtime.parameters.flat_shards import as_shards
 from autopar.runtime.parameters.gradients import gradient_norm, local_gradient, nonfinite_error, sum_over
 from autopar.runtime.parameters.initial import InitialParts
-from autopar.runtime.parameters.packed import complete_gradients, join_packed, names_of_state
+from autopar.runtime.parameters.packed import complete_gradients, names_of_state
 from autopar.runtime.parameters.placement import make_parameter, whole_placement
+from autopar.runtime.parameters.shown_tensor import as_shards, flat_state, parts_of, whole_of
 from autopar.runtime.parameters.user_view import (
-    flat_state,
     has_hooks,
     parameters_of_model,
-    parts_of,
     run_hooks,
     show_gradient,
     show_parameter,
 )
-from autopar.runtime.parameters.whole_values import whole_of
 
 
 class ShardedModel(nn.Module):
@@ -234,8 +231,7 @@ class ShardedModel(nn.Module):
         aliases = {info.whole_name: info.aliases for info in self._infos()}
         out: dict[str, Any] = {}
         for name, parameter in self.named_parameters():
-            state = flat_state(parameter.detach(), self.placements.get(name))
-            out |= dict.fromkeys((name, *aliases[name]), state)
+            out |= dict.fromkeys((name, *aliases[name]), flat_state(parameter.detach()))
         for first, buffer, persistent in self.own_buffers():
             if persistent:
                 out |= dict.fromkeys((first, *self.program.buffers[first].aliases), buffer)
@@ -318,7 +314,7 @@ class ShardedModel(nn.Module):
         for name, parameter in self.named_parameters():
             for key, value in optimizer.state.get(parameter, {}).items():
                 is_like = isinstance(value, torch.Tensor) and value.shape == parameter.shape
-                state[f"{name}.{key}"] = flat_state(value, self.placements.get(name)) if is_like else value
+                state[f"{name}.{key}"] = flat_state(value) if is_like else value
         return state
 
     def whole_gradients(self) -> dict[str, torch.Tensor]:
@@ -331,11 +327,7 @@ class ShardedModel(nn.Module):
             >>> tuple(parallel.whole_gradients()["0.weight"].shape)
             (12, 8)
         """
-        gradients: dict[str, torch.Tensor] = {}
-        for name, parameter in self.stored_parameters():
-            if parameter.grad is not None:
-                gradients[name] = whole_of(parameter.grad).reshape(self.placements[name].dims.shape).clone()
-        return join_packed(self.program, gradients)
+        return {name: whole_of(p.grad).clone() for name, p in self.named_parameters() if p.grad is not None}
 
     # Gradients.
 

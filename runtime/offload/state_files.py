@@ -21,7 +21,7 @@ from torch import nn
 
 from autopar._torch import private
 from autopar.errors import InputError, RuntimeInputError
-from autopar.runtime.parameters.user_view import parts_of
+from autopar.runtime.parameters.shown_tensor import parts_of
 from autopar.words.numbers import readable_bytes
 
 SMALLEST_BYTES = 4096  # a page; smaller tensors, such as numbers of steps, stay in memory

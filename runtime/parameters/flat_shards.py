@@ -7,7 +7,7 @@ chunks of the model's parameter. So a checkpoint does not depend on the plan.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 from typing import Any
 
@@ -21,53 +21,68 @@ from autopar._torch.private import local_shape_and_offset
 ShardPiece = tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]  # offsets, sizes, this rank's values
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlatRows:
-    """A stored tensor that is all of a flat one, or rows of it: its own flat shape, and where in `dim` it starts."""
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """What makes up a tensor of `shape`: one stored tensor, or several between `bounds` in dimension `dim`.
 
-    tensor: torch.Tensor
+    ``(0, 6, 9, 12)`` are the bounds of three parts.
+    """
+
     shape: tuple[int, ...]
     dim: int = 0
-    start: int = 0
+    bounds: tuple[int, ...] = ()
 
-    def chunks(self) -> Iterator[ShardPiece]:
-        for offsets, sizes, values in _flat_chunks(self.tensor, self.shape):
-            yield tuple(o + self.start * (d == self.dim) for d, o in enumerate(offsets)), sizes, values
+    @property
+    def pieces(self) -> list[tuple[int, tuple[int, ...]]]:
+        """Where in `dim` each part begins, and its own flat shape."""
+        before, after = self.shape[: self.dim], self.shape[self.dim + 1 :]
+        return [(a, (*before, b - a, *after)) for a, b in pairwise(self.bounds)] or [(0, self.shape)]
 
-    def full_tensor(self) -> torch.Tensor:
-        whole = self.tensor.full_tensor() if isinstance(self.tensor, DTensor) else self.tensor
-        return whole.reshape(self.shape)
+    def cut(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """The values of each part in a whole value. Views."""
+        return [whole.narrow(self.dim, a, b - a) for a, b in pairwise(self.bounds)] or [whole]
+
+    def joined(self, parts: Sequence[torch.Tensor], **options: Any) -> torch.Tensor:
+        """The whole value. `options` are those of `DTensor.full_tensor`. Collective."""
+        every = [DTensor.full_tensor(part, **options) if isinstance(part, DTensor) else part for part in parts]
+        wholes = [whole.reshape(shape) for whole, (_, shape) in zip(every, self.pieces, strict=True)]
+        return torch.cat(wholes, self.dim) if self.bounds else wholes[0]
+
+    def chunks(self, parts: Sequence[torch.Tensor]) -> Iterator[ShardPiece]:
+        """This rank's chunks of the whole value."""
+        for part, (start, shape) in zip(parts, self.pieces, strict=True):
+            for offsets, sizes, values in _flat_chunks(part, shape):
+                yield tuple(o + start * (d == self.dim) for d, o in enumerate(offsets)), sizes, values
 
 
 class FlatShards(torch.Tensor):
     """This rank's chunks of a flat tensor, as views. It is on meta, because torch's checkpoint looks for tensors."""
 
-    rows: tuple[FlatRows, ...]
+    parts: tuple[torch.Tensor, ...]
+    joint: Joint
     chunks: tuple[ShardPiece, ...]
 
     @staticmethod
-    def of(rows: Sequence[FlatRows], flat_shape: tuple[int, ...]) -> "FlatShards":
-        shards = torch.empty(flat_shape, dtype=rows[0].tensor.dtype, device="meta").as_subclass(FlatShards)
-        shards.rows = tuple(rows)
-        shards.chunks = tuple(chunk for part in rows for chunk in part.chunks())
+    def of(parts: Sequence[torch.Tensor], joint: Joint) -> "FlatShards":
+        shards = torch.empty(joint.shape, dtype=parts[0].dtype, device="meta").as_subclass(FlatShards)
+        shards.parts, shards.joint, shards.chunks = tuple(parts), joint, tuple(joint.chunks(parts))
         return shards
 
     def copied(self, copy: Callable[[tuple[int, ...], torch.Tensor], torch.Tensor]) -> "FlatShards":
         """The same chunks with values in host memory: what `copy` makes of the offsets and the values of each."""
         shards = torch.empty(self.shape, dtype=self.dtype, device="meta").as_subclass(FlatShards)
-        shards.rows = ()
+        shards.parts = ()
         shards.chunks = tuple((offsets, sizes, copy(offsets, values)) for offsets, sizes, values in self.chunks)
         return shards
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """Where the values are: loading replaces tensors that say they are on meta by new ones."""
-        return self.rows[0].tensor.device if self.rows else torch.device("cpu")
+        return self.parts[0].device if self.parts else torch.device("cpu")
 
     def full_tensor(self) -> torch.Tensor:
         """The whole tensor in its flat shape. Collective."""
-        whole = [part.full_tensor() for part in self.rows]
-        return torch.cat(whole, self.rows[0].dim) if self.dim() else whole[0]
+        return self.joint.joined(self.parts)
 
     def __create_write_items__(self, name: str, obj: Any) -> list[WriteItem]:
         return [
@@ -92,14 +107,6 @@ class FlatShards(torch.Tensor):
             if index.offset is None or tuple(index.offset) == offsets:
                 return values
         raise ValueError(f"no chunk at {index} among {[c[0] for c in self.chunks]}")
-
-
-def as_shards(tensor: Any, shape: Sequence[int] | None = None) -> FlatShards:
-    """A tensor of any kind as this rank's chunks of it, perhaps in another flat shape."""
-    if isinstance(tensor, FlatShards):
-        return tensor
-    flat = tuple(tensor.shape if shape is None else shape)
-    return FlatShards.of([FlatRows(tensor=tensor, shape=flat)], flat)
 
 
 def _factors(shape: tuple[int, ...], flat_shape: tuple[int, ...]) -> list[int]:

@@ -18,7 +18,7 @@ from autopar._torch import private
 from autopar.errors import RuntimeInputError
 from autopar.runtime.codegen.randomness import seed_from
 from autopar.runtime.parameters.gradients import local_gradient
-from autopar.runtime.parameters.user_view import parts_of
+from autopar.runtime.parameters.shown_tensor import parts_of
 
 _OF_TORCH = (torch.amp.GradScaler, torch.cuda.amp.GradScaler, torch.cpu.amp.GradScaler)  # type: ignore[attr-defined]
 

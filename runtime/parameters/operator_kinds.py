@@ -1,6 +1,6 @@
-"""What the functions of torch do with a parameter, by their names: tables for `factored` and `joined`."""
+"""What the functions of torch do with a parameter, by their names: tables for `shown_tensor`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -58,7 +58,7 @@ def is_by_element(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
     return False
 
 
-def has_gradient(args: tuple[Any, ...]) -> bool:
+def has_gradient(args: Any) -> bool:
     """Whether autograd records an operator of these operands."""
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(args))
 
@@ -72,14 +72,6 @@ def rows_of(args: tuple[Any, ...]) -> list[list[Any]]:
     """The operands that belong together: all of them, or the operands at one position of several lists."""
     places = places_of(args)
     return [list(row) for row in zip(*(args[k] for k in places), strict=True)] if places else [list(args)]
-
-
-def with_rows(args: tuple[Any, ...], rows: Sequence[Any]) -> tuple[Any, ...]:
-    places = places_of(args)
-    if not places:
-        return tuple(rows[0])
-    columns = dict(zip(places, zip(*rows, strict=True), strict=True))
-    return tuple(list(columns[k]) if k in columns else arg for k, arg in enumerate(args))
 
 
 def writes(name: str) -> bool:

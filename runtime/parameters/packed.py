@@ -3,13 +3,14 @@
 The parts' values are cut from the model's tensor. Results are joined when they leave the runtime.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 
 import torch
 from torch import nn
 
 from autopar.ir.program import Program, StateInfo
+from autopar.runtime.parameters.flat_shards import Joint
 
 ParameterSource = Callable[[str], torch.Tensor]
 
@@ -35,6 +36,14 @@ def by_model_parameter(program: Program) -> Iterator[tuple[str, list[StateInfo]]
     yield from groups.items()
 
 
+def joint_of(infos: Sequence[StateInfo]) -> Joint:
+    """How the pieces of a parameter, or it alone, make up the model's tensor."""
+    parts = [info.part for info in infos if info.part is not None]
+    if not parts:
+        return Joint(infos[0].shape)
+    return Joint(parts[0].shape, parts[0].dim, (*(part.start for part in parts), parts[-1].stop))
+
+
 def names_of_state(program: Program) -> list[tuple[str, ...]]:
     """The names of every parameter and persistent buffer of the model, in the order of a state dict."""
     names = [(name, *infos[0].aliases) for name, infos in by_model_parameter(program)]
@@ -47,9 +56,7 @@ def join_packed(program: Program, values: Mapping[str, torch.Tensor]) -> dict[st
     for name, infos in by_model_parameter(program):
         pieces = [values[info.name] for info in infos if info.name in values]
         if pieces:
-            part = infos[0].part
-            assert len(pieces) == len(infos), (name, [info.name for info in infos])
-            joined[name] = pieces[0] if part is None else torch.cat(pieces, part.dim)
+            joined[name] = joint_of(infos).joined(pieces)
     return joined
 
 

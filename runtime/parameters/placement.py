@@ -29,7 +29,6 @@ from autopar.ir.storage import Storage, storage_of
 from autopar.lowering.functions import CONVERT
 from autopar.runtime.distributed.mesh import RankMesh
 from autopar.runtime.parameters.shards import pad_axis
-from autopar.runtime.parameters.whole_values import of_local
 
 
 def placements(storage: Storage, num_dims: int) -> tuple[Placement, ...]:
@@ -70,6 +69,12 @@ def local_value(parameter: torch.Tensor, storage: Storage) -> torch.Tensor:
         for _, dim, size in storage.uneven():
             parameter = pad_axis(parameter, dim, size)
     return parameter if parameter.shape == storage.local_shape else parameter.reshape(storage.local_shape)
+
+
+def of_local(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
+    """This rank's part of a value of a global shape, which the mesh need not divide."""
+    whole = torch.empty(shape, device="meta")
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
 class _Cast(torch.autograd.Function):

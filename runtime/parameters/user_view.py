@@ -1,5 +1,6 @@
 """Parameters as their users see them: in the model's own shape, with hooks that get the gradient of a whole step."""
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,13 +10,20 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from autopar._torch import private
 from autopar.ir.program import Program
 from autopar.ir.storage import Storage
-from autopar.runtime.parameters.factored import FactoredTensor, shown, stored
-from autopar.runtime.parameters.flat_shards import FlatShards, as_shards
-from autopar.runtime.parameters.joined import JoinedTensor, Joint
-from autopar.runtime.parameters.packed import by_model_parameter
-from autopar.runtime.parameters.whole_values import StageGradient
+from autopar.runtime.parameters.flat_shards import Joint
+from autopar.runtime.parameters.packed import by_model_parameter, joint_of
+from autopar.runtime.parameters.shown_tensor import (
+    FactoredTensor,
+    JoinedTensor,
+    ShownTensor,
+    StageGradient,
+    parts_of,
+    refuse_norm,
+    shown,
+)
 
 Hook = Callable[[Any], Any]
 
@@ -49,6 +57,14 @@ class JoinedParameter(UserParameter, JoinedTensor):
 class PlainStageGradient(StageGradient, torch.Tensor):
     __slots__ = ()
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        refuse_norm(func, sys._getframe(1))
+        if any(issubclass(kind, ShownTensor) for kind in types):
+            return NotImplemented  # the other operand knows how
+        with private.without_torch_function():
+            return func(*args, **(kwargs or {}))
+
 
 class FactoredStageGradient(StageGradient, FactoredTensor):
     __slots__ = ()
@@ -59,59 +75,27 @@ def parameters_of_model(program: Program, held: Mapping[str, nn.Parameter]) -> d
     views: dict[str, nn.Parameter] = {}
     for name, infos in by_model_parameter(program):
         pieces = [held[info.name] for info in infos if info.name in held]
-        if pieces and infos[0].part is None:
-            views[name] = pieces[0]
-        elif pieces:
-            parts = [info.part for info in infos if info.part is not None]
-            bounds = (*(part.start for part in parts), parts[-1].stop)
-            joint = Joint(torch.Size(parts[0].shape), parts[0].dim, bounds)
-            joined: Any = JoinedParameter.of(pieces, joint, name)
+        if pieces:
+            joined: Any = JoinedParameter.of(pieces, joint_of(infos), name) if len(pieces) > 1 else pieces[0]
             views[name] = joined
     return views
 
 
-def parts_of(parameter: nn.Parameter) -> tuple[Any, ...]:
-    """The stored parameters of a parameter of the model: its parts, or itself."""
-    return parameter.parts if isinstance(parameter, JoinedTensor) else (parameter,)
-
-
-def flat_state(tensor: torch.Tensor, storage: Storage | None) -> Any:
-    """A parameter of the model, or state shaped like it, in its flat shape. One of several parts has no `storage`."""
-    if isinstance(tensor, JoinedTensor):
-        return tensor.flat_shards()
-    tensor = stored(tensor)
-    if storage is None:
-        return tensor
-    if storage.is_factored and isinstance(tensor, DTensor):
-        return as_shards(tensor, storage.dims.shape)
-    return tensor if tensor.dim() == 0 or isinstance(tensor, DTensor) else tensor.reshape(storage.dims.shape)
-
-
-def state_shards(tensor: torch.Tensor, storage: Storage | None) -> FlatShards:
-    """The chunks of `flat_state`."""
-    return as_shards(flat_state(tensor, storage))
-
-
 def show_parameter(parameter: nn.Parameter, name: str, storage: Storage, *, has_two_meshes: bool = False) -> None:
     """Make a parameter what its user sees. It changes the object itself: FSDP2 and optimizers hold the object."""
-    kind: Any = PlainParameter
-    if isinstance(parameter, DTensor):
-        shown(parameter, storage.dims.shape, name)
-        kind = FactoredParameter
-    parameter.__class__ = kind
-    if isinstance(parameter, FactoredTensor):
-        parameter.has_two_meshes = has_two_meshes
+    view: Any = shown([parameter], Joint(storage.dims.shape), name)
+    view.__class__ = FactoredParameter if isinstance(parameter, DTensor) else PlainParameter
+    view.has_two_meshes = has_two_meshes
 
 
 def show_gradient(parameter: nn.Parameter, *, in_stages: bool) -> None:
     """Show a parameter's gradient in the parameter's shape. With `in_stages` other ranks have other gradients."""
     for part in parts_of(parameter):
-        grad = part.grad
+        grad: Any = part.grad
         if isinstance(part, FactoredTensor) and grad is not None:
-            assert isinstance(grad, DTensor)
-            shown(grad, part.model_shape, part.model_name)
+            shown([grad], part.joint)
             grad.__class__ = FactoredStageGradient if in_stages else FactoredTensor
-            grad.has_two_meshes = part.has_two_meshes  # type: ignore[attr-defined]
+            grad.model_name, grad.has_two_meshes = part.model_name, part.has_two_meshes
         elif in_stages and grad is not None:
             grad.__class__ = PlainStageGradient
 

@@ -32,7 +32,7 @@ from autopar.ir.program import Program
 from autopar.runtime.model.inputs import split_micro_batches
 from autopar.runtime.model.module import ParallelModel
 from autopar.runtime.parameters.packed import by_model_parameter
-from autopar.runtime.parameters.whole_values import whole_of
+from autopar.runtime.parameters.shown_tensor import whole_of
 from autopar.runtime.verify.error_metrics import (
     DIFFERENT,
     LARGEST_LIMIT,

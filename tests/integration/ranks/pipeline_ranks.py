@@ -22,7 +22,7 @@ from autopar.ir.plan import Plan
 from autopar.runtime.distributed.mesh import group_of_stages, training_mesh
 from autopar.runtime.model.module import ParallelModel
 from autopar.runtime.model.pipeline import _TorchStage
-from autopar.runtime.parameters.whole_values import whole_of
+from autopar.runtime.parameters.shown_tensor import whole_of
 from autopar.runtime.verify.random_batches import random_batches
 from autopar.runtime.verify.verify import this_ranks_part
 

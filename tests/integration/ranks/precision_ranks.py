@@ -9,7 +9,7 @@ from torch import nn
 import autopar
 from autopar.errors import RuntimeInputError
 from autopar.runtime.parameters.gradients import local_gradient
-from autopar.runtime.parameters.user_view import parts_of
+from autopar.runtime.parameters.shown_tensor import parts_of
 from autopar.runtime.verify.verify import this_ranks_part
 
 HUGE = 60_000.0  # a sample so large that the gradients of float16 overflow
