@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from autopar.errors import CheckpointError, Problem
 from autopar.files.plain_data import read_plain
@@ -19,7 +18,7 @@ from autopar.runtime.checkpoint import optimizers
 from autopar.runtime.checkpoint.folder import StepFolder, complete_steps, folder_of, listed
 from autopar.runtime.checkpoint.known_chunks import KnownChunks
 from autopar.runtime.checkpoint.manifest import ITEM_BYTES, Manifest, file_problems, read_manifest, shares
-from autopar.runtime.checkpoint.optimizers import Optimizer, SavedOptimizer
+from autopar.runtime.checkpoint.optimizers import NamedOptimizer, SavedOptimizer
 from autopar.runtime.checkpoint.plain import decode, tensors_named
 from autopar.runtime.checkpoint.saving import results_on_first
 from autopar.runtime.checkpoint.storage import read_chunks
@@ -96,14 +95,13 @@ def verified(root: Path, step: int | None, group: dist.ProcessGroup) -> Checkpoi
 def refuse_differences(
     checkpoint: Checkpoint,
     tensors: Mapping[str, FlatShards],
-    given: Sequence[Optimizer],
-    named: Mapping[str, nn.Parameter],
+    given: Sequence[NamedOptimizer],
     extra_names: Sequence[str],
     *,
     weights_only: bool,
 ) -> None:
     """Raise `CheckpointError` on all ranks with all differences, of optimizers their classes and groups. Collective."""
-    own_state = (descriptions(tensors), [optimizers.group_names(o, named) for o in given], tuple(sorted(extra_names)))
+    own_state = (descriptions(tensors), [(o.kind, o.groups) for o in given], tuple(sorted(extra_names)))
     ranks = gather_objects(own_state, checkpoint.group)
     expected = {name: d for held, _, _ in ranks for name, d in held.items()}
     problems = tensor_differences(checkpoint.manifest, expected, ("model", "buffers"))
@@ -172,10 +170,7 @@ def read_tensors(checkpoint: Checkpoint, tensors: Mapping[str, Any]) -> None:
 
 
 def load_optimizers(
-    checkpoint: Checkpoint,
-    given: Sequence[Optimizer],
-    named: Mapping[str, nn.Parameter],
-    known: KnownChunks,
+    checkpoint: Checkpoint, given: Sequence[NamedOptimizer], known: KnownChunks
 ) -> dict[str, FlatShards]:
     """Prepare optimizers, and give their tensors by name, into which the checkpoint is read. Collective."""
     if not given:
@@ -187,10 +182,10 @@ def load_optimizers(
     tensors: dict[str, FlatShards] = {}
 
     def prepare() -> dict[str, Description]:
-        for index, (optimizer, state) in enumerate(zip(given, saved, strict=True)):
-            optimizers.set_options(optimizer, state, memory)
-            optimizers.prepare_state(optimizer, state, named, memory)
-            tensors.update(optimizers.state_tensors(optimizer, index, named, known, state.state))
+        for each, state in zip(given, saved, strict=True):
+            optimizers.set_options(each.optimizer, state, memory)
+            optimizers.prepare_state(each, state, memory)
+            tensors.update(optimizers.state_tensors(each, known, state.state))
         return descriptions(tensors)
 
     expected = {name: d for each in run_on_all_ranks(prepare, checkpoint.group) for name, d in each.items()}

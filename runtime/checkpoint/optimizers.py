@@ -5,7 +5,7 @@ zero gradients, as in torch.distributed.checkpoint. So every tensor has the layo
 The parameters that this step changes are loaded afterwards.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,35 @@ from autopar.runtime.parameters.flat_shards import FlatShards
 
 Optimizer = torch.optim.Optimizer
 SPLIT: Any = {"split": True}  # in place of a tensor that lies among the tensors under its parameter's name and key
+
+
+@dataclass(frozen=True, slots=True)
+class NamedOptimizer:
+    """An optimizer, its number in the checkpoint, and this rank's parameters by the model's names."""
+
+    index: int
+    optimizer: Optimizer
+    named: Mapping[str, nn.Parameter]
+
+    @property
+    def kind(self) -> str:
+        return type(self.optimizer).__name__
+
+    @property
+    def groups(self) -> list[list[str]]:
+        """The names of this rank's parameters in each group; empty for a parameter of another model."""
+        names = {parameter: name for name, parameter in self.named.items()}
+        return [[names.get(p, "") for p in group["params"]] for group in self.optimizer.param_groups]
+
+    def state(self) -> Iterator[tuple[str, str, Any]]:
+        """Name, key and value of all state of this rank."""
+        for name, parameter in self.named.items():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                yield name, key, value
+
+    def path(self, name: str, key: str) -> str:
+        """The name of a tensor of state in a checkpoint."""
+        return f"optimizer.{self.index}/{name}/{key}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,37 +69,23 @@ class SavedOptimizer:
     state: Mapping[str, Mapping[str, Any]]
 
 
-def state_name(index: int, parameter: str, key: str) -> str:
-    """The name of a tensor of optimizer state in a checkpoint."""
-    return f"optimizer.{index}/{parameter}/{key}"
-
-
-def described(
-    optimizer: Optimizer, index: int, named: Mapping[str, nn.Parameter], plain_tensors: dict[str, torch.Tensor]
-) -> SavedOptimizer:
+def described(given: NamedOptimizer, plain_tensors: dict[str, torch.Tensor]) -> SavedOptimizer:
     """This rank's part of an optimizer but `state_tensors`. Tensors of plain data are added to `plain_tensors`."""
-    names = {parameter: name for name, parameter in named.items()}
     groups = []
-    for number, group in enumerate(optimizer.param_groups):
-        if any(parameter not in names for parameter in group["params"]):
+    for number, (group, names) in enumerate(zip(given.optimizer.param_groups, given.groups, strict=True)):
+        if not all(names):
             raise InputError(
-                f"group {number} of the optimizer {type(optimizer).__name__} has parameters that are not of this "
-                "model; make the optimizer of parallel.parameters()"
+                f"group {number} of the optimizer {given.kind} has parameters that are not of this model; make the "
+                "optimizer of parallel.parameters()"
             )
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        encoded = encode(options, f"optimizer.{index}/groups/{number}", plain_tensors)
-        groups.append(SavedGroup(parameters=tuple(names[parameter] for parameter in group["params"]), options=encoded))
-    state = {
-        name: {
-            key: SPLIT
-            if isinstance(value, torch.Tensor)
-            else encode(value, state_name(index, name, key), plain_tensors)
-            for key, value in optimizer.state[parameter].items()
-        }
-        for parameter, name in names.items()
-        if optimizer.state.get(parameter)
-    }
-    return SavedOptimizer(kind=type(optimizer).__name__, groups=tuple(groups), state=state)
+        encoded = encode(options, f"optimizer.{given.index}/groups/{number}", plain_tensors)
+        groups.append(SavedGroup(parameters=tuple(names), options=encoded))
+    state: dict[str, dict[str, Any]] = {}
+    for name, key, value in given.state():
+        is_split = isinstance(value, torch.Tensor)
+        state.setdefault(name, {})[key] = SPLIT if is_split else encode(value, given.path(name, key), plain_tensors)
+    return SavedOptimizer(kind=given.kind, groups=tuple(groups), state=state)
 
 
 def merged(parts: Sequence[SavedOptimizer]) -> SavedOptimizer:
@@ -99,17 +114,8 @@ def merged(parts: Sequence[SavedOptimizer]) -> SavedOptimizer:
     return SavedOptimizer(kind=first.kind, groups=tuple(groups), state=state)
 
 
-def group_names(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> tuple[str, list[list[str]]]:
-    """The class of an optimizer, and the names of this rank's parameters in each of its groups."""
-    names = {parameter: name for name, parameter in named.items()}
-    groups = [
-        [names.get(p, "a parameter of another model") for p in group["params"]] for group in optimizer.param_groups
-    ]
-    return type(optimizer).__name__, groups
-
-
 def differences(saved: SavedOptimizer, index: int, ranks: Sequence[tuple[str, list[list[str]]]]) -> list[Problem]:
-    """How an optimizer of all ranks differs from the saved one: its class, and the parameters of its groups."""
+    """How an optimizer differs from the saved one, by its class and the names in its groups on all ranks."""
     path, (kind, groups) = f"optimizer {index}", ranks[0]
     if kind != saved.kind:
         return [Problem(path=path, rule=f"must be {saved.kind}, as in the checkpoint", value=kind)]
@@ -118,7 +124,7 @@ def differences(saved: SavedOptimizer, index: int, ranks: Sequence[tuple[str, li
         return [Problem(path=path, rule=rule, value=len(groups))]
     problems = []
     for number, group in enumerate(saved.groups):
-        now = {name for _, groups in ranks for name in groups[number]}
+        now = {name or "a parameter of another model" for _, groups in ranks for name in groups[number]}
         then = set(group.parameters)
         problems += [Problem(path=f"{path}, group {number}", rule=f"lacks {name}") for name in sorted(then - now)]
         problems += [Problem(path=f"{path}, group {number}", rule=f"has {n} in addition") for n in sorted(now - then)]
@@ -136,14 +142,9 @@ def set_options(optimizer: Optimizer, saved: SavedOptimizer, plain_tensors: Mapp
                 group[key] = value
 
 
-def prepare_state(
-    optimizer: Optimizer,
-    saved: SavedOptimizer,
-    named: Mapping[str, nn.Parameter],
-    plain_tensors: Mapping[str, torch.Tensor],
-) -> None:
+def prepare_state(given: NamedOptimizer, saved: SavedOptimizer, plain_tensors: Mapping[str, torch.Tensor]) -> None:
     """Make the state that a load fills, and set the values that are no tensors. It may change parameters."""
-    state = saved.state
+    optimizer, named, state = given.optimizer, given.named, saved.state
     params = {p for group in optimizer.param_groups for p in group["params"]}
     wanted = {named[name]: state[name] for name in state if name in named and named[name] in params}
     lacking = [parameter for parameter, keys in wanted.items() if not _has_tensors(optimizer, parameter, keys)]
@@ -158,7 +159,7 @@ def prepare_state(
             if isinstance(held[key], torch.Tensor):
                 name = next(name for name, p in named.items() if p is parameter)
                 raise CheckpointError(
-                    f"{type(optimizer).__name__} holds {key} of {name}, which the checkpoint does not have; make the "
+                    f"{given.kind} holds {key} of {name}, which the checkpoint does not have; make the "
                     "optimizer with the options that it was saved with. Parameters have changed: build the model again"
                 )
             del held[key]
@@ -192,20 +193,14 @@ def _step_with_zeros(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -
 
 
 def state_tensors(
-    optimizer: Optimizer,
-    index: int,
-    named: Mapping[str, nn.Parameter],
-    known: KnownChunks,
-    saved: Mapping[str, Mapping[str, Any]] | None = None,
+    given: NamedOptimizer, known: KnownChunks, saved: Mapping[str, Mapping[str, Any]] | None = None
 ) -> dict[str, FlatShards]:
     """The tensors of this rank's optimizer state by their names in a checkpoint. Loading writes into them."""
     state: dict[str, FlatShards] = {}
-    for name, parameter in named.items():
-        keys = (saved or {}).get(name, {})
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, torch.Tensor) and keys.get(key, SPLIT) == SPLIT:
-                at = state_name(index, name, key)
-                if isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements):
-                    raise InputError(f"{at} cannot be saved, because ranks hold parts of a sum; use another optimizer")
-                state[at] = known.of(at, value)
+    for name, key, value in given.state():
+        if isinstance(value, torch.Tensor) and (saved or {}).get(name, {}).get(key, SPLIT) == SPLIT:
+            at = given.path(name, key)
+            if isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements):
+                raise InputError(f"{at} cannot be saved, because ranks hold parts of a sum; use another optimizer")
+            state[at] = known.of(at, value)
     return state

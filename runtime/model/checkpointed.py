@@ -77,7 +77,30 @@ class CheckpointedModel(RunningModel):
         if keep_last is not None and keep_last < 1:
             raise InputError(f"keep_last must be at least 1; got {keep_last!r}")
         self._compare_weights()
-        snapshot = self._snapshot(Path(path), _listed(optimizer), extra, step, keep_last)
+        tensors, plain_tensors = self._saved_tensors(), dict[str, torch.Tensor]()
+        states = {
+            name: item.state_dict() if callable(getattr(item, "state_dict", None)) else item
+            for name, item in (extra or {}).items()
+        }
+        common = {
+            "model": encode({"steps": self._step, "seed": self.streams.seed}, "model", plain_tensors),
+            "extra": encode(states, "extra", plain_tensors),
+        }
+        given = self._listed(optimizer)
+        parts = [optimizers.described(each, plain_tensors) for each in given]
+        for each in given:
+            tensors |= optimizers.state_tensors(each, self._saver.known)
+        snapshot = Snapshot(
+            root=Path(path),
+            step=step,
+            keep_last=keep_last,
+            tensors=tensors,
+            common=common,
+            plain_tensors=plain_tensors,
+            optimizers=parts,
+            finite=frozenset(f"model/{name}" for name, _ in self.named_parameters()),
+            made_by={"plan": sizes_in_words(self.plan), "ranks": str(torch.distributed.get_world_size())},
+        )
         self._saver.save(snapshot, asynchronous=asynchronous)
 
     def load(
@@ -115,16 +138,16 @@ class CheckpointedModel(RunningModel):
             {'epoch': 3}
         """
         self._saver.finish()
-        given, objects = [] if weights_only else _listed(optimizer), dict(extra or {})
+        given, objects = [] if weights_only else self._listed(optimizer), dict(extra or {})
         for name, item in objects.items():
             if not hasattr(item, "load_state_dict"):
                 raise InputError(f"extra[{name!r}] has no load_state_dict(); load returns plain values, leave it out")
         checkpoint = verified(Path(path), step, self._saver.group)
-        named, tensors = dict(self.named_parameters()), self._saved_tensors()
-        refuse_differences(checkpoint, tensors, given, named, list(objects), weights_only=weights_only)
+        tensors = self._saved_tensors()
+        refuse_differences(checkpoint, tensors, given, list(objects), weights_only=weights_only)
         values, states = read_extra(checkpoint, list(objects))
         counters = checkpoint.counters()
-        tensors |= load_optimizers(checkpoint, given, named, self._saver.known)
+        tensors |= load_optimizers(checkpoint, given, self._saver.known)
         read_tensors(checkpoint, tensors)
         if not weights_only:
             self._step, seed = counters
@@ -226,42 +249,7 @@ class CheckpointedModel(RunningModel):
             tensors[f"{'model' if persistent else 'buffers'}/{name}"] = as_shards(buffer)
         return tensors
 
-    def _snapshot(
-        self,
-        root: Path,
-        given: Sequence[torch.optim.Optimizer],
-        extra: Mapping[str, Any] | None,
-        step: int,
-        keep_last: int | None,
-    ) -> Snapshot:
-        named, tensors = dict(self.named_parameters()), self._saved_tensors()
-        finite = frozenset(f"model/{name}" for name in named)
-        plain_tensors: dict[str, torch.Tensor] = {}
-        states = {
-            name: item.state_dict() if callable(getattr(item, "state_dict", None)) else item
-            for name, item in (extra or {}).items()
-        }
-        common = {
-            "model": encode({"steps": self._step, "seed": self.streams.seed}, "model", plain_tensors),
-            "extra": encode(states, "extra", plain_tensors),
-        }
-        parts = [optimizers.described(o, index, named, plain_tensors) for index, o in enumerate(given)]
-        for index, o in enumerate(given):
-            tensors |= optimizers.state_tensors(o, index, named, self._saver.known)
-        return Snapshot(
-            root=root,
-            step=step,
-            keep_last=keep_last,
-            tensors=tensors,
-            common=common,
-            plain_tensors=plain_tensors,
-            optimizers=parts,
-            finite=finite,
-            made_by={"plan": sizes_in_words(self.plan), "ranks": str(torch.distributed.get_world_size())},
-        )
-
-
-def _listed(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
-    if optimizer is None:
-        return []
-    return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    def _listed(self, optimizer: Optimizers) -> list[optimizers.NamedOptimizer]:
+        every = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer or ()
+        named = dict(self.named_parameters())
+        return [optimizers.NamedOptimizer(index, each, named) for index, each in enumerate(every)]

@@ -13,7 +13,16 @@ from autopar.capture.analysis import Analysis, analyse
 from autopar.ir.plan import Plan
 from autopar.ir.program import CallSite, Constants, Program
 from autopar.ir.sharding import Type
-from autopar.ir.stages import Stage, kept_results, needed_results, stages_of
+from autopar.ir.stages import (
+    How,
+    Stage,
+    kept_results,
+    needed_results,
+    offloaded_calls,
+    recomputed_calls,
+    stages_of,
+    values_that_stay,
+)
 from autopar.ir.storage import Storage, boundary_types, storage_of
 from autopar.lowering.local_graph import local_graph
 from autopar.rules.rule import TensorInfo
@@ -75,6 +84,21 @@ class CompiledProgram:
     def stages(self) -> tuple[Stage, ...]:
         """The pipeline stages of the program in order."""
         return stages_of(self.program, self.plan.cuts, self.plan.recomputed)
+
+    @cached_property
+    def recomputed(self) -> Mapping[int, How]:
+        """How the backward pass repeats calls."""
+        return recomputed_calls(self.program, self.plan.degrees, self.stages)
+
+    @cached_property
+    def offloaded(self) -> frozenset[int]:
+        """The calls whose saved tensors wait on the host."""
+        return offloaded_calls(self.program, self.plan.degrees, self.stages)
+
+    @cached_property
+    def stays(self) -> frozenset[str]:
+        """The values that stay on the device although offloaded calls save them."""
+        return values_that_stay(self.program, self.offloaded)
 
     @property
     def micro_batch(self) -> int:

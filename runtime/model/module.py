@@ -135,10 +135,9 @@ class ParallelModel(CheckpointedModel):
         refuse_autocast(self.device.type)
         compiled, (values,), _ = self._prepared(batch, STEP, 1)
         self._forget_copies()
-        (denominator,) = self._denominators(compiled, [values])
         (stage,), (module,) = compiled.stages, self.stage_modules().values()
         self._before_backward(module, last=self._sums)
-        results = self._run_stage(compiled, module, stage, values | denominator, 0, num_averaged=1)
+        results = self._run_stage(compiled, module, stage, values, 0, num_averaged=1)
         loss: torch.Tensor = results[compiled.program.loss]
         self._step += 1
         self._forget_copies()
@@ -201,10 +200,8 @@ class ParallelModel(CheckpointedModel):
         """
         refuse_autocast(self.device.type)
         degrees = self.plan.degrees
-        compiled, micro_batches, _ = self._prepared(batch, STEP, degrees.num_micro_batches, scaler_settings(scaler))
+        compiled, values, _ = self._prepared(batch, STEP, degrees.num_micro_batches, scaler_settings(scaler))
         compiled.code_modules(outputs=False)
-        denominators = self._denominators(compiled, micro_batches)
-        values = [rows | more for rows, more in zip(micro_batches, denominators, strict=True)]
         earlier = self._set_aside()
         self._forget_copies()
         self.ties.copy_to_twins(self.stage_modules())

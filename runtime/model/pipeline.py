@@ -23,7 +23,7 @@ from autopar.errors import RuntimeInputError
 from autopar.ir.degrees import Degrees
 from autopar.ir.schedules.action import Action
 from autopar.ir.schedules.registry import SCHEDULES, actions
-from autopar.ir.stages import Stage, recomputed_calls, separates
+from autopar.ir.stages import Stage, separates
 from autopar.runtime.distributed.hang_report import Place, frames_of, rank_position
 from autopar.runtime.distributed.mesh import MeshDim, pipeline_messages
 from autopar.runtime.model import zero
@@ -170,7 +170,6 @@ class Pipeline:
         if trains:
             order = actions(degrees.schedule, degrees.pp, degrees.virtual_stages, self.count)
         device = compiled.device
-        recomputed = recomputed_calls(compiled.program, degrees, stages)
         self._torch_stages = []
         for number in sorted(modules):
             stage = stages[number]
@@ -186,7 +185,7 @@ class Pipeline:
                 output_args=sent,
                 group=pipeline_messages(pipeline),
                 degrees=degrees,
-                separates=separates(compiled.program, stage, recomputed),
+                separates=separates(compiled.program, stage, compiled.recomputed),
             )
             self._torch_stages.append(torch_stage)
         loss_fn = _same if trains else None

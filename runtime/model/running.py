@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,13 +14,7 @@ from autopar.errors import PlanError, RuntimeInputError
 from autopar.ir.offload import PARAMETERS
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.ir.stages import (
-    Stage,
-    needs_denominator,
-    num_averaged,
-    offloaded_calls,
-    recomputed_calls,
-)
+from autopar.ir.stages import Stage, needs_denominator, num_averaged
 from autopar.lowering.recomputation import SelectiveBlock
 from autopar.runtime.checkpoint.saving import Saver
 from autopar.runtime.codegen.randomness import Streams, seed_from
@@ -40,7 +34,7 @@ from autopar.runtime.model.original_model import OriginalModel
 from autopar.runtime.model.outputs import as_dtensor, at_least_float32, refuse_autocast
 from autopar.runtime.model.pipeline import Pipeline
 from autopar.runtime.model.preflight_check import EVALUATION, STEP, PreflightCheck, shards_of
-from autopar.runtime.model.shape_cache import Replan, ShapeCache, Wanted
+from autopar.runtime.model.shape_cache import Pieces, Replan, ShapeCache, Wanted
 from autopar.runtime.model.sharded_model import ShardedModel
 from autopar.runtime.model.stage import Execution, OldBuffers, StageModule
 from autopar.runtime.offload.backward_step import BackwardStep
@@ -48,6 +42,7 @@ from autopar.runtime.offload.state_files import keep_state_in_files
 from autopar.runtime.parameters.gradients import Unsummed, are_waiting, marked
 from autopar.runtime.parameters.shown_tensor import parts_of
 
+_T = TypeVar("_T")
 COMPARED = (1, 10)  # numbers of steps after which the ranks compare their weights
 MicroBatches = list[dict[str, Any]]
 Functions = Callable[[CompiledProgram, bool], Sequence[Callable[..., Any]]]  # the code of blocks, perhaps with outputs
@@ -126,10 +121,10 @@ class RunningModel(ShardedModel):
         """
         if self._backward_step is not None:
             raise RuntimeInputError("the parameters step in the backward pass already; change the optimizers it gave")
-        computed, early = dict(self._computed()), dict[nn.Parameter, str]()
+        early = dict[nn.Parameter, str]()
         late = {p for _, parameters in self._deferred() for p in parameters}
         for name, parameter in self.named_parameters():
-            here = computed.get(name)  # None: it has several parts
+            here = self._computed.get(name)  # None: it has several parts
             is_apart = self._on_host is not None or (
                 self.plan.degrees.offloads(PARAMETERS) and here is not None and zero.is_zero_sharded(here)
             )
@@ -169,14 +164,18 @@ class RunningModel(ShardedModel):
 
     def _functions(self, compiled: CompiledProgram, outputs: bool) -> Sequence[Callable[..., Any]]:
         """What runs the distinct blocks: generated code, or what `torch.compile` made of it."""
-        modules = compiled.code_modules(outputs=outputs)
-        if self._compile_options is None:
+        modules, options = compiled.code_modules(outputs=outputs), self._compile_options
+        if options is None:
             return modules
-        code, options = self._compiled_code.setdefault(compiled, {}), self._compile_options
-        if ("outputs", outputs) not in code:
-            code["outputs", outputs] = [torch.compile(module, **options) for module in modules]
-        functions: Sequence[Callable[..., Any]] = code["outputs", outputs]
-        return functions
+        return self._once(compiled, ("outputs", outputs), lambda: [torch.compile(m, **options) for m in modules])
+
+    def _once(self, compiled: CompiledProgram, key: tuple[str, int], make: Callable[[], _T]) -> _T:
+        """Code that is made of a program once for the options of `torch.compile`."""
+        code = self._compiled_code.setdefault(compiled, {})
+        if key not in code:
+            code[key] = make()
+        kept: _T = code[key]
+        return kept
 
     def _begin_backward(self) -> None:
         if not are_waiting(self._unsummed):
@@ -199,31 +198,23 @@ class RunningModel(ShardedModel):
         *,
         outputs: bool,
     ) -> Execution:
-        of_stages = compiled.program, self.plan.degrees, compiled.stages
         return Execution(
             compiled=compiled,
             functions=functions,
-            partly=compiled.partial_module,
+            selective=partial(self._selective, compiled),
             outputs=outputs,
             state={name: self._old_buffers.of(name, self.buffer(name)) for name in compiled.program.updates},
-            streams=self.streams,
             when=when,
-            recomputed={} if outputs else recomputed_calls(*of_stages),
-            selective=partial(self._selective, compiled),
-            offloaded=frozenset() if outputs else offloaded_calls(*of_stages),
             copies=self.copies,
             stops_early=self._compile_options is None,
         )
 
     def _selective(self, compiled: CompiledProgram, block: int) -> SelectiveBlock:
         """The code of a block with selective recomputation."""
-        code, options = self._compiled_code.setdefault(compiled, {}), self._compile_options
-        if ("selective", block) not in code:
-            module, values = compiled.code_modules(outputs=False)[block], compiled.plan.blocks[block].recomputed
-            wrap = (lambda part: part) if options is None else partial(torch.compile, **options)
-            code["selective", block] = SelectiveBlock(module, values, wrap)
-        selective: SelectiveBlock = code["selective", block]
-        return selective
+        module, values = compiled.code_modules(outputs=False)[block], compiled.plan.blocks[block].recomputed
+        options = self._compile_options
+        wrap = (lambda part: part) if options is None else partial(torch.compile, **options)
+        return self._once(compiled, ("selective", block), lambda: SelectiveBlock(module, values, wrap))
 
     def _prepared(
         self, batch: Mapping[str, Any] | Sequence[Any], kind: int, micro_batches: int, scaler: str = ""
@@ -244,7 +235,7 @@ class RunningModel(ShardedModel):
             self._compare_weights()
         sequences = self._sequences_to_run(counts, micro_batches, wants_outputs=kind == EVALUATION)
 
-        def padded(ignored: Mapping[str, int]) -> Sequence[Mapping[str, torch.Tensor]]:
+        def padded(ignored: Mapping[str, int]) -> Pieces:
             filled = pad_batch(checked, sequences, ignored, self._fillers)
             return split_micro_batches(checked.form, filled, micro_batches)
 
@@ -266,9 +257,7 @@ class RunningModel(ShardedModel):
             samples = sum(counts) * self.plan.degrees.dp // self.plan.degrees.world_size
             tokens = samples * (compiled.program.sequence or 0)
             self.num_trained = (self.num_trained[0] + samples, self.num_trained[1] + tokens)
-        read = self._inputs_read(compiled)
-        infos = [info for info in compiled.program.inputs if info.name in read]
-        return compiled, [{i.name: p[i.name].to(self.device, i.dtype) for i in infos} for p in pieces], is_padded
+        return compiled, self._values_of(compiled, pieces), is_padded
 
     def _compare_weights(self) -> None:
         names, stage = list(self.program.every_parameter), self.rank_mesh.stage_rank
@@ -322,17 +311,20 @@ class RunningModel(ShardedModel):
             per_micro_batch=self.plan.degrees.per_micro_batch,
         )
 
-    def _inputs_read(self, compiled: CompiledProgram) -> set[str]:
-        """The inputs that this rank's stages read, for the loss's denominator too."""
+    def _values_of(self, compiled: CompiledProgram, pieces: Pieces) -> MicroBatches:
+        """The inputs that this rank's stages read, on the device, and the denominators that they divide by."""
         program, stages = compiled.program, [compiled.stages[at] for at in self.stage_modules()]
         calls = [program.calls[i] for stage in stages for i in (*stage.calls, *stage.again)]
-        if self._needs_denominator(compiled):
+        divides = needs_denominator(program, stages)
+        if divides:
             calls += [call for call in program.calls if call.phase == "denominator"]
-        return {a for call in calls for a in call.arguments if isinstance(a, str)}
-
-    def _needs_denominator(self, compiled: CompiledProgram) -> bool:
-        """Whether this rank's stages divide by the loss's denominator."""
-        return needs_denominator(compiled.program, (compiled.stages[at] for at in self.stage_modules()))
+        read = {a for call in calls for a in call.arguments if isinstance(a, str)}
+        infos = [info for info in program.inputs if info.name in read]
+        values = [{i.name: p[i.name].to(self.device, i.dtype) for i in infos} for p in pieces]
+        if not divides:
+            return values
+        totals = compiled.denominators(values, per_micro_batch=self.plan.degrees.per_micro_batch)
+        return [inputs | total for inputs, total in zip(values, totals, strict=True)]
 
     def _step_without_stages(
         self, compiled: CompiledProgram, micro_batches: MicroBatches, scale: torch.Tensor | None
@@ -406,12 +398,6 @@ class RunningModel(ShardedModel):
             pipelines[trains] = Pipeline(compiled, self.stage_modules(), mesh, self.plan.degrees, trains=trains)
         return pipelines[trains]
 
-    def _denominators(self, compiled: CompiledProgram, micro_batches: MicroBatches) -> list[dict[str, torch.Tensor]]:
-        """The denominators of each micro-batch's loss, by name. Empty if no stage of this rank takes one."""
-        if not self._needs_denominator(compiled):
-            return [{} for _ in micro_batches]
-        return compiled.denominators(micro_batches, per_micro_batch=self.plan.degrees.per_micro_batch)
-
     def _evaluated(
         self, batch: Mapping[str, Any] | Sequence[Any], functions: Functions, *, may_pad: bool = True
     ) -> tuple[CompiledProgram, dict[str, torch.Tensor]]:
@@ -421,7 +407,6 @@ class RunningModel(ShardedModel):
         if is_padded and not may_pad:
             raise batch_error(["ranks hold different numbers of sequences; pass equally many on every rank"])
         program = compiled.program
-        values |= self._denominators(compiled, [values])[0]
         self._forget_copies()
         self.streams.training = not self.training  # what a model in eval mode still draws is meant
         run = self._execution(compiled, functions(compiled, True), (self._step, 0), outputs=True)

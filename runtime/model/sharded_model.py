@@ -87,14 +87,19 @@ class ShardedModel(nn.Module):
         self.copies = HostCopies(device)
         self._on_host: HostParameters | None = None
         self._backward_step: BackwardStep | None = None
-        for name, parameter in self.stored_parameters():
-            has_two_meshes = any(s.is_of_experts for s in self.placements.values())
+        owners: dict[str, nn.Module] = {}  # of a parameter of several stages, the first
+        for module in self.stage_modules().values():
+            owners = module.owner_of() | owners
+        infos = program.every_parameter
+        # this rank's parameters as blocks compute with them: the stored ones, or the device's copies of them
+        self._computed: dict[str, nn.Parameter] = {n: getattr(owners[n], attribute(n)) for n in infos if n in owners}
+        has_two_meshes = any(s.is_of_experts for s in self.placements.values())
+        for name, parameter in self._computed.items():
             show_parameter(parameter, name, self.placements[name], has_two_meshes=has_two_meshes)
         if plan.degrees.offloads(OPTIMIZER):
-            self._on_host = HostParameters(dict(self._computed()), self.placements, self.copies)
+            self._on_host = HostParameters(self._computed, self.placements, self.copies)
         self._parameters_of_model = parameters_of_model(program, dict(self.stored_parameters()))
-        infos = program.every_parameter
-        self._summed = {p: summed_dtype(infos[n].dtype, plan.degrees) for n, p in self._computed()}
+        self._summed = {p: summed_dtype(infos[n].dtype, plan.degrees) for n, p in self._computed.items()}
 
     def _stage_module(self, stage: Stage, parts: InitialParts) -> StageModule:
         zero_dims: dict[nn.Parameter, int | None] = {}
@@ -161,23 +166,9 @@ class ShardedModel(nn.Module):
 
     # Names: the model's own, whatever the layout.
 
-    def _owner_of(self) -> dict[str, nn.Module]:
-        """The module that holds each parameter of this rank; of several, that of the first stage."""
-        owners: dict[str, nn.Module] = {}
-        for module in self.stage_modules().values():
-            owners = module.owner_of() | owners
-        return owners
-
-    def _computed(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters as blocks compute with them: the stored ones, or the device's copies of them."""
-        owners = self._owner_of()
-        for name in self.program.every_parameter:
-            if name in owners:  # otherwise another stage's
-                yield name, getattr(owners[name], attribute(name))
-
     def stored_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters as they are stored, with each part of an unequal packing."""
-        for name, parameter in self._computed():
+        for name, parameter in self._computed.items():
             yield name, parameter if self._on_host is None else self._on_host.of(name, parameter)
 
     def named_parameters(
@@ -336,17 +327,16 @@ class ShardedModel(nn.Module):
         data, experts = self.rank_mesh.data, self.rank_mesh.experts
         for dim, of_experts in ((data, False), (None if experts is None else experts.data, True)):
             if dim is not None and dim.degree > 1:
-                whole = [(n, p) for n, p in self._computed() if not zero.is_zero_sharded(p)]
+                whole = [(n, p) for n, p in self._computed.items() if not zero.is_zero_sharded(p)]
                 yield dim, [p for n, p in whole if self.placements[n].is_of_experts == of_experts]
         for name, dim in self.rank_mesh.dims.items():
             if dim.degree > 1 and owned_by(name) == "parameters":
-                yield dim, [p for n, p in self._computed() if name in self.placements[n].deferred]
+                yield dim, [p for n, p in self._computed.items() if name in self.placements[n].deferred]
 
     def _set_aside(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
         """Gradients of earlier calls are summed already; keep them out of what this call sums at its end."""
         late = [p for _, parameters in self._deferred() for p in parameters]
-        named = dict(self._computed())
-        late += [named[name] for name in self.ties.names if name in named]
+        late += [self._computed[name] for name in self.ties.names if name in self._computed]
         # a hook gets the gradient of one call
         late += [part for p in self.parameters() if has_hooks(p) for part in parts_of(p)]
         grads = {p: p.grad for p in late if p.grad is not None}

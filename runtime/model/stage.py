@@ -1,8 +1,8 @@
 """`StageModule`: the parameters of one pipeline stage and how its calls run; without a pipeline there is one stage."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,12 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 from autopar._torch import private
 from autopar.ir.program import CallSite, Program
-from autopar.ir.stages import How, Stage, owners, updated_by_inputs, values_that_stay
+from autopar.ir.stages import Stage, owners, updated_by_inputs
 from autopar.ir.storage import Storage, by_dtype
 from autopar.lowering.experts import KeptChoices
 from autopar.lowering.saved_on_host import saved_on_host
 from autopar.runtime.codegen.execute import BlockFunction
-from autopar.runtime.codegen.randomness import Streams
 from autopar.runtime.model.compiled import CompiledProgram
 from autopar.runtime.model.zero import is_gathered, own_memory
 from autopar.runtime.offload.host_memory import HostCopies
@@ -50,21 +49,12 @@ class Execution:
 
     compiled: CompiledProgram
     functions: Sequence[BlockFunction]
-    partly: Callable[[int, tuple[str, ...]], BlockFunction]  # of a block, for some of its results
-    outputs: bool
+    selective: Callable[[int], BlockFunction]
+    outputs: bool  # of all the model's outputs, without a backward pass
     state: Mapping[str, torch.Tensor]
-    streams: Streams
     when: tuple[int, int]  # step and micro-batch
     copies: HostCopies
-    recomputed: Mapping[int, How] = field(default_factory=dict)
-    selective: Callable[[int], BlockFunction] | None = None
-    offloaded: frozenset[int] = frozenset()
-    stops_early: bool = True  # recomputation at the last value needed; compiled blocks cannot (`fullgraph`)
-
-    @cached_property
-    def stays(self) -> frozenset[str]:
-        """The values that stay on the device although offloaded calls save them."""
-        return values_that_stay(self.compiled.program, self.offloaded)
+    stops_early: bool  # recomputation at the last value needed; compiled blocks cannot (`fullgraph`)
 
 
 class StageModule(nn.Module):
@@ -156,10 +146,12 @@ class StageModule(nn.Module):
     def _function(self, run: Execution, index: int, stage: Stage) -> BlockFunction:
         compiled, call = run.compiled, run.compiled.program.calls[index]
         kept = stage.again.get(index)
-        function = run.functions[call.block] if kept is None else run.partly(call.block, _outputs(compiled, call, kept))
-        mode, training = run.recomputed.get(index), run.streams.training
-        if mode == "selective" and kept is None:
-            assert run.selective is not None
+        function: BlockFunction = run.functions[call.block]
+        mode, streams = None if run.outputs else compiled.recomputed.get(index), compiled.streams
+        training = streams.training
+        if kept is not None:
+            function = compiled.partial_module(call.block, _outputs(compiled, call, kept))
+        elif mode == "selective":
             function = run.selective(call.block)
 
         def inner(held: Mapping[str, torch.Tensor], *arguments: Any) -> Any:
@@ -170,12 +162,12 @@ class StageModule(nn.Module):
 
         def plain(held: Mapping[str, torch.Tensor], *arguments: Any) -> Any:
             pairs = zip(call.arguments, arguments, strict=True)
-            run.streams.begin(*run.when, index, training=training)
+            streams.begin(*run.when, index, training=training)
             filled = [self._taken(compiled, a, held[a]) if isinstance(a, str) and a in held else v for a, v in pairs]
             return function(*filled)
 
         outer: Callable[..., Any] = _recomputing(inner, run.stops_early) if mode == "full" else inner
-        if index in run.offloaded:
+        if index in compiled.offloaded and not run.outputs:
             outer = _offloading(outer, run, call)
         for segment in self._segments_of(call):
             outer = _within(segment, outer)
@@ -219,7 +211,7 @@ def _offloading(run: Callable[..., Any], execution: Execution, call: CallSite) -
 
     def outer(params: Mapping[str, torch.Tensor], *arguments: Any) -> Any:
         given = zip(call.arguments, arguments, strict=True)
-        stays = [value for name, value in given if name in execution.stays]
+        stays = [value for name, value in given if name in execution.compiled.stays]
         with saved_on_host(execution.copies, (*params.values(), *stays)):
             return run(params, *arguments)
 

@@ -52,10 +52,7 @@ def make_parameter(
     local = local.reshape(storage.padded_shape)
     at = device_mesh.get_coordinate()
     assert at is not None
-    at = at[device_mesh.ndim - len(storage.splits) :]
-    for index, dim, size in storage.uneven():
-        count = storage.shape[dim] - size * at[index]
-        local = local.narrow(dim, 0, max(0, min(size, count)))
+    local = local[tuple(slice(size) for size in storage.own_shape(at[device_mesh.ndim - len(storage.splits) :]))]
     if not local.is_contiguous() or storage.uneven():  # else the padding would be held too
         local = local.clone(memory_format=torch.contiguous_format)
     tensor = of_local(local, device_mesh, placements(storage, device_mesh.ndim), storage.shape)
