@@ -14,7 +14,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -126,7 +125,7 @@ class Saver:
             _logger.error("%s", error)
 
     def _write(self, snapshot: Snapshot, group: dist.ProcessGroup) -> None:
-        target, rank = _Target(self, snapshot), dist.get_rank()
+        rank, partial = dist.get_rank(), None
         plain = {name: tensor for name, tensor in snapshot.plain_tensors.items() if tensor.numel()}
         chunks = held_chunks({**snapshot.tensors, **plain})
 
@@ -136,16 +135,16 @@ class Saver:
 
         try:
             parts = results_on_first(lambda: _part_of(snapshot, chunks), group, _FAILED)
-            folder = on_first(lambda: target.begin(parts))
+            partial, final = on_first(lambda: _begin(self, snapshot, parts))
             share: list[Any] = [None]
             shares = chunks_to_write([part.chunk_bytes for part in parts]) if rank == 0 else None
             dist.scatter_object_list(share, shares, src=0, group=group)
             mine = {key: value for key, value in chunks.items() if key in share[0]}
-            refusal = partial(_refusal, snapshot.finite, rank)
-            written = results_on_first(lambda: write_chunks(folder, mine, refusal, rank), group, _FAILED)
-            on_first(lambda: target.end(list(chain.from_iterable(written))))
+            every = results_on_first(lambda: write_chunks(partial, mine, snapshot.finite, rank), group, _FAILED)
+            on_first(lambda: _end(self, snapshot, parts, partial, final, list(chain.from_iterable(every))))
         except CheckpointError:
-            target.discard()
+            if rank == 0 and partial is not None:  # above all a full disk
+                shutil.rmtree(partial, ignore_errors=True)
             raise
         except Exception as error:
             raise CheckpointError(f"step {snapshot.step} was not saved: {type(error).__name__}: {error}") from error
@@ -161,63 +160,48 @@ class Saver:
         return self._locks[root]
 
 
-class _Target:
-    """The folder of one checkpoint on the first rank."""
+def _begin(saver: Saver, snapshot: Snapshot, parts: Sequence[_Part]) -> tuple[Path, Path]:
+    """Compare the ranks' parts, and make the folder of a checkpoint. Gives it and the name that it will have."""
+    _refuse_differences(parts)
+    try:
+        snapshot.root.mkdir(parents=True, exist_ok=True)
+        saver.lock(snapshot.root)
+        return new_partial(snapshot.root, snapshot.step)
+    except OSError as error:
+        raise CheckpointError(
+            f"{snapshot.root} cannot be written: {error.strerror or error}; name a folder that you may write to"
+        ) from None
 
-    def __init__(self, saver: Saver, snapshot: Snapshot) -> None:
-        self._saver, self._snapshot = saver, snapshot
-        self._partial: Path | None = None
-        self._final: Path | None = None
-        self._optimizers: list[SavedOptimizer] = []
-        self._shapes: dict[str, tuple[int, ...]] = {}
 
-    def begin(self, parts: Sequence[_Part]) -> Path:
-        """Compare the ranks' parts, and make the folder."""
-        _refuse_differences(parts)
-        snapshot = self._snapshot
-        self._shapes = {name: shape for part in parts for name, shape in part.shapes.items()}
-        self._optimizers = [merged(every) for every in zip(*(p.optimizers for p in parts), strict=True)]
-        try:
-            snapshot.root.mkdir(parents=True, exist_ok=True)
-            self._saver.lock(snapshot.root)
-            self._partial, self._final = new_partial(snapshot.root, snapshot.step)
-        except OSError as error:
-            raise CheckpointError(
-                f"{snapshot.root} cannot be written: {error.strerror or error}; name a folder that you may write to"
-            ) from None
-        return self._partial
+def _end(
+    saver: Saver, snapshot: Snapshot, parts: Sequence[_Part], partial: Path, final: Path, written: Sequence[Written]
+) -> None:
+    """Write the manifest, name the folder, move `latest`, and remove old checkpoints."""
+    shapes = {name: shape for part in parts for name, shape in part.shapes.items()}
+    manifest = Manifest(
+        format=FORMAT,
+        step=snapshot.step,
+        saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        made_by={"autopar": __version__, "torch": torch.__version__, **snapshot.made_by},
+        files={chunk.file: entry for _, _, chunk, entry in written},
+        tensors=entries_of(written, shapes),
+        plain={**snapshot.common, "optimizers": [asdict(o) for o in _optimizers_of(parts)]},
+    )
+    current = parsed(final)
+    assert current is not None
+    try:
+        write_manifest(partial, manifest)
+        saver.lock(snapshot.root)
+        publish(snapshot.root, partial, final)
+        remove_old(snapshot.root, current, snapshot.keep_last)
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename or snapshot.root} cannot be written: {error.strerror or error}"
+        ) from None
 
-    def end(self, written: Sequence[Written]) -> None:
-        """Write the manifest, name the folder, move `latest`, and remove old checkpoints."""
-        snapshot = self._snapshot
-        assert self._partial is not None and self._final is not None
-        manifest = Manifest(
-            format=FORMAT,
-            step=snapshot.step,
-            saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
-            made_by={"autopar": __version__, "torch": torch.__version__, **snapshot.made_by},
-            files={chunk.file: entry for _, _, chunk, entry in written},
-            tensors=entries_of(written, self._shapes),
-            plain={**snapshot.common, "optimizers": [asdict(o) for o in self._optimizers]},
-        )
-        current = parsed(self._final)
-        assert current is not None
-        try:
-            write_manifest(self._partial, manifest)
-            self._saver.lock(snapshot.root)
-            publish(snapshot.root, self._partial, self._final)
-            self._partial = None
-            remove_old(snapshot.root, current, snapshot.keep_last)
-        except OSError as error:
-            raise CheckpointError(
-                f"{error.filename or snapshot.root} cannot be written: {error.strerror or error}"
-            ) from None
 
-    def discard(self) -> None:
-        """Remove the files of a save that failed, above all from a full disk."""
-        if self._partial is not None:
-            with suppress(OSError):
-                shutil.rmtree(self._partial)
+def _optimizers_of(parts: Sequence[_Part]) -> list[SavedOptimizer]:
+    return [merged(every) for every in zip(*(part.optimizers for part in parts), strict=True)]
 
 
 def _part_of(snapshot: Snapshot, chunks: Mapping[Key, torch.Tensor]) -> _Part:
@@ -262,17 +246,7 @@ def _refuse_differences(parts: Sequence[_Part]) -> None:
                 f"{key} of {named_ranks(others)} is not that of rank 0; a checkpoint holds one value for all ranks, so "
                 "that another number of ranks can load it"
             )
-
-
-def _refusal(finite: frozenset[str], rank: int, name: str, value: torch.Tensor) -> str | None:
-    """Why a tensor must not be saved. None if it may."""
-    has_infinity = value.is_floating_point() or value.is_complex()
-    if name not in finite or not has_infinity or bool(torch.isfinite(value).all()):
-        return None
-    return (
-        f"the parameter {name.partition('/')[2]} holds NaN or infinity on rank {rank}; the checkpoints before are as "
-        "they were: load one of them"
-    )
+    _optimizers_of(parts)
 
 
 def results_on_first(action: Callable[[], _T], group: dist.ProcessGroup, failed: str) -> list[_T]:

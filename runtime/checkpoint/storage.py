@@ -3,7 +3,7 @@
 torch.distributed.checkpoint pickles its metadata and unpickles it when it loads. Here the metadata is the manifest.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -40,13 +40,14 @@ def chunks_to_write(ranks: Sequence[Mapping[Key, int]]) -> list[set[Key]]:
     return shares
 
 
-def write_chunks(
-    folder: Path, chunks: Mapping[Key, torch.Tensor], refusal: Callable[[str, torch.Tensor], str | None], rank: int
-) -> list[Written]:
-    """Write the chunks of one rank. `refusal` says why a tensor must not be saved, or returns None."""
+def write_chunks(folder: Path, chunks: Mapping[Key, torch.Tensor], finite: frozenset[str], rank: int) -> list[Written]:
+    """Write the chunks of one rank, of which some tensors must be `finite`."""
     for (name, _), value in chunks.items():
-        if (why := refusal(name, value)) is not None:
-            raise CheckpointError(why)
+        if name in finite and not bool(torch.isfinite(value).all()):
+            raise CheckpointError(
+                f"the parameter {name.partition('/')[2]} holds NaN or infinity on rank {rank}; the checkpoints before "
+                "are as they were: load one of them"
+            )
     written, items = list[Written](), list(chunks.items())
     for number, part in enumerate(parts_of_size([value.nbytes for _, value in items], FILE_BYTES)):
         file, mine = f"rank-{rank:05d}-{number:03d}.safetensors", [items[index] for index in part]

@@ -22,20 +22,16 @@ def seed_from(text: str, num_bytes: int = 7) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:num_bytes], "big")
 
 
-class RandomStream:
-    """Numbers for values that the given mesh dimensions split; `begin` says for what."""
+class CountedDraws:
+    """The draws of a call of a block, by their number."""
 
-    def __init__(self, dims: Sequence[MeshDim], seed: int, device: torch.device) -> None:
-        self.dims, self.seed, self.device = tuple(dims), seed, device
-        self._generator = torch.Generator(device)
-        self._when = (0, 0, 0)
-        self._draws = 0
-        self.training = True
+    _when = (0, 0, 0)
+    _draws = 0
+    training = True
 
-    def begin(self, step: int, micro_batch: int, call: int = 0) -> None:
+    def begin(self, step: int, micro_batch: int, call: int = 0, training: bool = True) -> None:
         """What is drawn next is the first draw of a call of a block, in a micro-batch of a step."""
-        self._when = (step, micro_batch, call)
-        self._draws = 0
+        self._when, self._draws, self.training = (step, micro_batch, call), 0, training
 
     def position(self) -> tuple[tuple[int, int, int], int, bool]:
         """The call, the number of draws so far, and whether dropout drops."""
@@ -43,7 +39,17 @@ class RandomStream:
 
     def go_to(self, position: tuple[tuple[int, int, int], int, bool]) -> None:
         """Draw as at an earlier `position`."""
-        self._when, self._draws, self.training = position
+        when, draws, training = position
+        self.begin(*when, training)
+        self._draws = draws
+
+
+class RandomStream(CountedDraws):
+    """Numbers for values that the given mesh dimensions split; `begin` says for what."""
+
+    def __init__(self, dims: Sequence[MeshDim], seed: int, device: torch.device) -> None:
+        self.dims, self.seed, self.device = tuple(dims), seed, device
+        self._generator = torch.Generator(device)
 
     def _seed_of(self, draw: int, at: tuple[int, ...]) -> int:
         names = tuple(dim.name for dim in self.dims)
@@ -67,14 +73,9 @@ class RandomStream:
 
     def run(self, operator: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         """An operator that draws from torch's default generator, seeded from this stream."""
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(self.next_seed())
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(self._seed_of(self._next_draw(), tuple(dim.coordinate for dim in self.dims)))
             return operator(*args, **kwargs)
-
-    def next_seed(self) -> int:
-        """A seed for an operator that draws from torch's default generator."""
-        return self._seed_of(self._next_draw(), tuple(dim.coordinate for dim in self.dims))
 
 
 class Streams:
@@ -101,5 +102,4 @@ class Streams:
     def begin(self, step: int, micro_batch: int, call: int = 0, *, training: bool = True) -> None:
         """Restart every stream for a call of a block in a micro-batch of a step; in evaluation nothing is dropped."""
         for stream in self._made.values():
-            stream.begin(step, micro_batch, call)
-            stream.training = training
+            stream.begin(step, micro_batch, call, training)

@@ -15,7 +15,7 @@ from autopar.ir.program import Program
 from autopar.ir.sharding import Mesh
 from autopar.lowering.randomness import OTHER_DROPS, Draw, StreamUse, draws
 from autopar.rules.families.random import OF_SHAPE, PER_ELEMENT
-from autopar.runtime.codegen.randomness import Streams, seed_from
+from autopar.runtime.codegen.randomness import CountedDraws, Streams, seed_from
 from autopar.runtime.distributed.mesh import MeshDim
 from autopar.runtime.parameters.shards import coordinates, local_shard
 
@@ -23,30 +23,11 @@ _BERNOULLI = {aten.bernoulli.default: 0, aten.bernoulli.Tensor: 1}  # the positi
 _NORMAL = (aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor)
 
 
-class SharedStream:
+class SharedStream(CountedDraws):
     """The draws of one block from one stream."""
 
     def __init__(self, use: StreamUse, mesh: Mesh, dims: Mapping[str, MeshDim], seed: int) -> None:
         self.use, self.mesh, self.dims, self.seed = use, mesh, dims, seed
-        self.training = True
-        self._when = (0, 0, 0)
-        self._count = 0
-        self._draws = list(use.draws)
-
-    def begin(self, step: int, micro_batch: int, call: int, training: bool) -> None:
-        """What is drawn next is the first draw of a call of a block, in a micro-batch of a step."""
-        self._when, self._count, self.training = (step, micro_batch, call), 0, training
-        self._draws = [draw for draw in self.use.draws if training or not draw.is_dropout]
-
-    def position(self) -> tuple[tuple[int, int, int], int, bool]:
-        """The call, the number of draws so far, and whether dropout drops."""
-        return self._when, self._count, self.training
-
-    def go_to(self, position: tuple[tuple[int, int, int], int, bool]) -> None:
-        """Draw as at an earlier `position`."""
-        when, count, training = position
-        self.begin(*when, training)
-        self._count = count
 
     def keep_mask(self, x: torch.Tensor, probability: float) -> torch.Tensor:
         """This rank's part of a boolean mask, True with probability 1 - `probability`."""
@@ -89,8 +70,8 @@ class SharedStream:
         return x * self._part(draw, x, of_one - of_zero) + self._part(draw, x, of_zero)
 
     def _next(self) -> Draw:
-        self._count += 1
-        return self._draws[self._count - 1]
+        self._draws += 1
+        return [draw for draw in self.use.draws if self.training or not draw.is_dropout][self._draws - 1]
 
     def _uniform(self, draw: Draw, dtype: torch.dtype) -> torch.Tensor:
         return self._drawn(draw, torch.rand, draw.dims.shape, dtype=dtype)
