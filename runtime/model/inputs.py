@@ -59,7 +59,11 @@ def read_batch(
             problems.append(f"input {name!r}: expected a tensor, got {type(value).__name__}")
             continue
         wanted = with_sequences(info, info.shape, sequences)
-        fits = value.dim() == len(wanted) if any_shape else _rows(value.shape, info) == _rows(wanted, info)
+        fits = (
+            value.dim() == len(wanted)
+            if any_shape
+            else with_sequences(info, value.shape, 0) == with_sequences(info, wanted, 0)
+        )
         if not fits:
             problems.append(f"input {name!r}: shape {tuple(value.shape)}, expected {wanted} on this rank")
         if casts and value.is_floating_point() and info.dtype.is_floating_point:
@@ -123,10 +127,6 @@ def batch_error(problems: Sequence[str]) -> RuntimeInputError:
 def with_sequences(info: InputInfo, shape: Sequence[int], sequences: int) -> tuple[int, ...]:
     """A shape of an input with the given number of sequences."""
     return tuple(sequences if d == info.batch_dim else size for d, size in enumerate(shape))
-
-
-def _rows(shape: Sequence[int], info: InputInfo) -> tuple[int, ...]:
-    return with_sequences(info, shape, 0)
 
 
 def sequences_to_run(

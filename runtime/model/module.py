@@ -135,9 +135,9 @@ class ParallelModel(CheckpointedModel):
         refuse_autocast(self.device.type)
         compiled, (values,), _ = self._prepared(batch, STEP, 1)
         self._forget_copies()
-        (stage,), (module,) = compiled.stages, self.stage_modules().values()
+        (module,) = self.stage_modules().values()
         self._before_backward(module, last=self._sums)
-        results = self._run_stage(compiled, module, stage, values, 0, num_averaged=1)
+        results = self._run_stage(compiled, module, values, 0, num_averaged=1)
         loss: torch.Tensor = results[compiled.program.loss]
         self._step += 1
         self._forget_copies()

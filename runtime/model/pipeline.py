@@ -32,7 +32,7 @@ from autopar.runtime.model.outputs import at_least_float32
 from autopar.runtime.model.stage import StageModule
 
 _Values = dict[str, Any]
-RunStage = Callable[[StageModule, Stage, _Values, int], _Values]  # module, stage, named values, micro-batch
+RunStage = Callable[[StageModule, _Values, int], _Values]  # of named values and a micro-batch
 
 
 class _Submodule(nn.Module):
@@ -50,7 +50,7 @@ class _Submodule(nn.Module):
     def forward(self, *received: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
         assert self.run is not None
         values = dict(zip(self.stage.receives, received, strict=True))
-        results = self.run(self.hidden[0], self.stage, values, int(index))
+        results = self.run(self.hidden[0], values, int(index))
         if self.is_last:
             return (results[self.loss],)
         sent = [results[name].contiguous() for name in self.stage.sends]

@@ -14,7 +14,7 @@ from autopar.errors import PlanError, RuntimeInputError
 from autopar.ir.offload import PARAMETERS
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.ir.stages import Stage, needs_denominator, num_averaged
+from autopar.ir.stages import needs_denominator, num_averaged
 from autopar.lowering.recomputation import SelectiveBlock
 from autopar.runtime.checkpoint.saving import Saver
 from autopar.runtime.codegen.randomness import Streams, seed_from
@@ -329,11 +329,11 @@ class RunningModel(ShardedModel):
     def _step_without_stages(
         self, compiled: CompiledProgram, micro_batches: MicroBatches, scale: torch.Tensor | None
     ) -> torch.Tensor:
-        (stage,), (module,) = compiled.stages, self.stage_modules().values()
+        (module,) = self.stage_modules().values()
         loss, count = torch.zeros((), device=self.device), num_averaged(compiled.program, self.plan.degrees)
         for index, values in enumerate(micro_batches):
             self._before_backward(module, last=index == len(micro_batches) - 1)
-            out = self._run_stage(compiled, module, stage, values, index, count)[compiled.program.loss]
+            out = self._run_stage(compiled, module, values, index, count)[compiled.program.loss]
             (out if scale is None else out * scale).backward()
             loss = loss + out.detach()
         return loss
@@ -353,10 +353,10 @@ class RunningModel(ShardedModel):
         loss: torch.Tensor | None = None
         for first in range(0, len(micro_batches), count):
 
-            def run(module: StageModule, stage: Stage, received: dict[str, Any], index: int, at: int = first) -> Any:
+            def run(module: StageModule, received: dict[str, Any], index: int, at: int = first) -> Any:
                 values = micro_batches[at + index] | received
-                results = self._run_stage(compiled, module, stage, values, at + index, averaged)
-                if scale is not None and stage.index == len(compiled.stages) - 1:
+                results = self._run_stage(compiled, module, values, at + index, averaged)
+                if scale is not None and module.index == len(compiled.stages) - 1:
                     results[compiled.program.loss] = results[compiled.program.loss] * scale
                 return results
 
@@ -369,25 +369,19 @@ class RunningModel(ShardedModel):
         return loss
 
     def _run_stage(
-        self,
-        compiled: CompiledProgram,
-        module: StageModule,
-        stage: Stage,
-        values: dict[str, Any],
-        index: int,
-        num_averaged: int,
+        self, compiled: CompiledProgram, module: StageModule, values: dict[str, Any], index: int, num_averaged: int
     ) -> dict[str, Any]:
         """One micro-batch through one stage in training; new values of buffers are kept."""
         self.streams.training = True
         functions = self._functions(compiled, False)
         execution = self._execution(compiled, functions, (self._step, index), outputs=False)
-        results: dict[str, Any] = module(lambda: (execution, stage), values)
+        results: dict[str, Any] = module(lambda: execution, values)
         program = compiled.program
         with torch.no_grad():
             for name, update in program.updates.items():
                 if update in results:
                     self.buffer(name).copy_(results[update])  # it may be sent too
-        if program.loss in results and stage.index == len(compiled.stages) - 1:
+        if program.loss in results and module.index == len(compiled.stages) - 1:
             results[program.loss] = at_least_float32(results[program.loss]) / num_averaged
         return results
 
@@ -412,8 +406,8 @@ class RunningModel(ShardedModel):
         run = self._execution(compiled, functions(compiled, True), (self._step, 0), outputs=True)
         scope: dict[str, Any] = {}
         if self.plan.degrees.pp == 1:
-            (stage,), (module,) = compiled.stages, self.stage_modules().values()
-            scope = module(lambda: (run, stage), values)
+            (module,) = self.stage_modules().values()
+            scope = module(lambda: run, values)
             loss = scope[program.loss]
         else:
             loss = self._evaluate_in_stages(compiled, run, values, scope)
@@ -433,9 +427,9 @@ class RunningModel(ShardedModel):
     ) -> torch.Tensor:
         """One micro-batch forward through all stages; what this rank's stages make joins `scope`."""
 
-        def run(module: StageModule, stage: Stage, received: dict[str, Any], index: int) -> Any:
-            results = module(lambda: (execution, stage), values | received)
-            names = {r for i in stage.calls for r in compiled.program.calls[i].results}
+        def run(module: StageModule, received: dict[str, Any], index: int) -> Any:
+            results = module(lambda: execution, values | received)
+            names = {r for i in compiled.stages[module.index].calls for r in compiled.program.calls[i].results}
             scope.update({name: value for name, value in results.items() if name in names})
             return results
 

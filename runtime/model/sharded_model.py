@@ -76,14 +76,15 @@ class ShardedModel(nn.Module):
         } | {name: whole_placement(info, plan.mesh) for name, info in program.unused.items()}
         stages = self.base.stages
         self.ties = TiedParameters(stages_by_parameter(program, stages), plan.degrees, mesh)
-        self.stages = nn.ModuleDict()
+        self._by_stage = dict[int, StageModule]()
         parts = InitialParts(program, plan, mesh, source, sent=sent)
         for stage in stages:
             if (at := plan.degrees.rank_of_stage(stage.index)) == mesh.stage_rank:
-                self.stages[str(stage.index)] = self._stage_module(stage, parts)
+                self._by_stage[stage.index] = self._stage_module(stage, parts)
             else:
                 StageModule(program, stage, self.placements, partial(parts.pass_on, at))
         parts.end()
+        self.stages = nn.ModuleDict({str(index): module for index, module in self._by_stage.items()})
         self.copies = HostCopies(device)
         self._on_host: HostParameters | None = None
         self._backward_step: BackwardStep | None = None
@@ -118,11 +119,7 @@ class ShardedModel(nn.Module):
 
     def stage_modules(self) -> dict[int, StageModule]:
         """This rank's pipeline stages by number; stage 0 alone without a pipeline."""
-        modules: dict[int, StageModule] = {}
-        for module in self.stages.values():
-            assert isinstance(module, StageModule)
-            modules[module.index] = module
-        return modules
+        return self._by_stage
 
     @property
     def segments(self) -> list[nn.Module]:

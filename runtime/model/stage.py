@@ -102,7 +102,7 @@ class StageModule(nn.Module):
         """The module that holds each parameter of this stage."""
         return dict.fromkeys(self.shared, self) | {name: self.segments[at] for name, at in self.segment_of.items()}
 
-    def forward(self, what: Callable[[], tuple[Execution, Stage]], received: dict[str, Any]) -> dict[str, Any]:
+    def forward(self, what: Callable[[], Execution], received: dict[str, Any]) -> dict[str, Any]:
         """Run the calls of a stage. `what` is a function, because FSDP2 searches arguments for tensors."""
         names = list[str]()
 
@@ -117,14 +117,11 @@ class StageModule(nn.Module):
         return dict(zip(names, run({}, what, received), strict=True))
 
     def _run(
-        self,
-        params: Mapping[str, torch.Tensor],
-        what: Callable[[], tuple[Execution, Stage]],
-        received: Mapping[str, Any],
+        self, params: Mapping[str, torch.Tensor], what: Callable[[], Execution], received: Mapping[str, Any]
     ) -> dict[str, Any]:
-        run, stage = what()
+        run = what()
         compiled = run.compiled
-        program = compiled.program
+        program, stage = compiled.program, compiled.stages[self.index]
         held = {
             name: self.copies.of(name, local_value(getattr(self, attribute(name)), s))
             for name, s in self.shared.items()
