@@ -71,5 +71,5 @@ class ChunkCopies:
 
 
 def _place(tensor: torch.Tensor) -> _Place:
-    parts = map(private.local_part, parts_of(tensor))  # type: ignore[arg-type]
+    parts = map(private.local_part, parts_of(tensor))
     return tuple((part.data_ptr(), tuple(part.shape)) for part in parts)

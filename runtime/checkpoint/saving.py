@@ -125,7 +125,7 @@ class Saver:
             _logger.error("%s", error)
 
     def _write(self, snapshot: Snapshot, group: dist.ProcessGroup) -> None:
-        rank, partial = dist.get_rank(), None
+        rank = dist.get_rank()
         plain = {name: tensor for name, tensor in snapshot.plain_tensors.items() if tensor.numel()}
         chunks = held_chunks({**snapshot.tensors, **plain})
 
@@ -136,15 +136,18 @@ class Saver:
         try:
             parts = results_on_first(lambda: _part_of(snapshot, chunks), group, _FAILED)
             partial, final = on_first(lambda: _begin(self, snapshot, parts))
-            share: list[Any] = [None]
-            shares = chunks_to_write([part.chunk_bytes for part in parts]) if rank == 0 else None
-            dist.scatter_object_list(share, shares, src=0, group=group)
-            mine = {key: value for key, value in chunks.items() if key in share[0]}
-            every = results_on_first(lambda: write_chunks(partial, mine, snapshot.finite, rank), group, _FAILED)
-            on_first(lambda: _end(self, snapshot, parts, partial, final, list(chain.from_iterable(every))))
+            try:
+                share: list[Any] = [None]
+                shares = chunks_to_write([part.chunk_bytes for part in parts]) if rank == 0 else None
+                dist.scatter_object_list(share, shares, src=0, group=group)
+                mine = {key: value for key, value in chunks.items() if key in share[0]}
+                every = results_on_first(lambda: write_chunks(partial, mine, snapshot.finite, rank), group, _FAILED)
+                on_first(lambda: _end(self, snapshot, parts, partial, final, list(chain.from_iterable(every))))
+            except CheckpointError:
+                if rank == 0:  # above all a full disk
+                    shutil.rmtree(partial, ignore_errors=True)
+                raise
         except CheckpointError:
-            if rank == 0 and partial is not None:  # above all a full disk
-                shutil.rmtree(partial, ignore_errors=True)
             raise
         except Exception as error:
             raise CheckpointError(f"step {snapshot.step} was not saved: {type(error).__name__}: {error}") from error

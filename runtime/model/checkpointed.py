@@ -250,6 +250,8 @@ class CheckpointedModel(RunningModel):
         return tensors
 
     def _listed(self, optimizer: Optimizers) -> list[optimizers.NamedOptimizer]:
-        every = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer or ()
+        every: Sequence[torch.optim.Optimizer] = (
+            [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer or ()
+        )
         named = dict(self.named_parameters())
         return [optimizers.NamedOptimizer(index, each, named) for index, each in enumerate(every)]

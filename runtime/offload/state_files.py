@@ -166,4 +166,4 @@ def local_tensors(value: Any) -> list[torch.Tensor]:
     """The tensors that hold this rank's part of a value; none if it is no tensor."""
     if not isinstance(value, torch.Tensor):
         return []
-    return [private.local_part(part) for part in parts_of(value)]  # type: ignore[arg-type]
+    return [private.local_part(part) for part in parts_of(value)]
