@@ -276,7 +276,7 @@ def _cells(row: Sequence[Any], *, first_changes: bool) -> _Cells | None:
 
 
 def _cut(operand: Any, like: ShownTensor) -> list[Any] | None:
-    """An operand for each part of a tensor, as the part is stored. A number serves every part. None if it does not."""
+    """An operand for each part, stored as the part is. A number serves every part. None for another shape."""
     if not isinstance(operand, torch.Tensor) or not operand.dim():
         return [operand] * len(like.parts)
     if isinstance(operand, ShownTensor) and operand.joint == like.joint:
