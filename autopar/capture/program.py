@@ -1,7 +1,6 @@
 """`capture_program`: from a module and example inputs to a folded, analysed `Program`."""
 
 import contextlib
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,9 +14,8 @@ from autopar.capture.export.export import DECISION, capture_flat
 from autopar.capture.flat_graph import Flat
 from autopar.capture.forms import Sizes
 from autopar.capture.layers import blocks as folding
-from autopar.capture.layers.fewer_layers import Stack, layers_to_take_out, with_fewer_layers, without_layers
-from autopar.capture.layers.repeated_layers import with_all_layers
-from autopar.capture.layers.watched_layers import watched_stacks
+from autopar.capture.layers.repeated_layers import Stack, with_all_layers
+from autopar.capture.layers.watched_layers import watched_stacks, without_layers
 from autopar.capture.nodes import closure, output_nodes
 from autopar.capture.passes.batch_sums import batch_sums
 from autopar.capture.passes.constants import (
@@ -114,9 +112,9 @@ def capture_twice(request: Request, batch: int | None = None) -> Twice:
             capture_flat(request), may_fail=False, own_sizes=True
         )  # fewer rows may decide otherwise
     big = request.at(sizes, *first)
-    flat, stacks = _first_capture(big)
+    flat, stacks = _captured(big, watched_stacks(big))
     wanted = _small_sizes(named, sizes, first[0])
-    small, length = _small_capture(request, sizes, wanted, flat, stacks, big)
+    small, length = _small_capture(request, sizes, wanted, flat, stacks)
     sequence_varies = length is not None
     which = Sizes(batch=first[0], sequence=first[1] if sequence_varies else None)
     others = Sizes(batch=wanted[0], sequence=length)
@@ -156,7 +154,8 @@ def with_same_sequence(twice: Twice, request: Request) -> Twice:
     named = request.named_inputs
     sizes = batch_and_sequence(named)
     at = twice.small_sizes.batch, twice.sizes.sequence
-    flat, _ = _first_capture(request.at(sizes, *at).deciding_as(twice.program))
+    small_request = request.at(sizes, *at).deciding_as(twice.program)
+    flat, _ = _captured(small_request, watched_stacks(small_request))
     make_causal(flat.graph, twice.causal)  # the small masks have shown which are causal
     remove_dead(flat.graph)
     others = Sizes(batch=at[0], sequence=at[1])
@@ -197,21 +196,16 @@ def _small_sizes(
     return small, next(n for n in free if n * batch != length * small and abs(length - n) != abs(batch - small))
 
 
-def _first_capture(request: Request) -> tuple[Flat, tuple[Stack, ...]]:
-    """A capture of the whole model. If only some layers were exported for it, their stacks come with it."""
+def _captured(request: Request, stacks: tuple[Stack, ...]) -> tuple[Flat, tuple[Stack, ...]]:
+    """A capture of the whole model, and the `stacks` if only some of their layers were exported for it."""
     model = request.model
-    stacks = watched_stacks(request)
     if stacks:
         flat = None
         with contextlib.suppress(CaptureError), without_layers(model, stacks):
             flat = with_all_layers(capture_flat(request), stacks)
         if flat is not None:
             return _normalised(model, flat), stacks
-    return _captured(request), ()
-
-
-def _captured(request: Request) -> Flat:
-    return _normalised(request.model, capture_flat(request))
+    return _normalised(model, capture_flat(request)), ()
 
 
 def _normalised(model: nn.Module, flat: Flat) -> Flat:
@@ -229,16 +223,13 @@ def _small_capture(
     sizes: tuple[int, int | None],
     small: tuple[int, int | None],
     flat: Flat,
-    stacks: Sequence[Stack],
-    big: Request,
+    stacks: tuple[Stack, ...],
 ) -> tuple[Flat | None, int | None]:
     """The second capture, and its sequence length if this varies. Half of it is tried too, for scans in chunks."""
-    request, big = request.deciding_as(flat), big.deciding_as(flat)
-    stacks = stacks or layers_to_take_out(request.model, flat, lambda: _captured(big))
+    request = request.deciding_as(flat)
     for sequence in dict.fromkeys((small[1], (sizes[1] or 0) // 2 or None, sizes[1])):
-        second = functools.partial(_captured, request.at(sizes, small[0], sequence))
         try:
-            other = with_fewer_layers(request.model, flat, stacks, second) or second()
+            other, _ = _captured(request.at(sizes, small[0], sequence), stacks)
         except CaptureError:
             continue
         same_graph = [n.target for n in other.graph.nodes] == [n.target for n in flat.graph.nodes]

@@ -295,8 +295,8 @@ def _resizing(given: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tenso
 
 
 def run_on_meta(request: Request) -> None:
-    """Call a model on meta tensors as an export does. Raises any exception of the model."""
-    args, kwargs = split_inputs(_on_meta(request.inputs))
+    """Call a model on meta as an export does. Raises any exception of the model."""
+    args, kwargs = split_inputs(request.inputs)
     in_mode = _in_mode(request.model, request.training)
     with in_mode, warnings.catch_warnings(), ListsAsSlices(), as_exported(), _no_collection():
         warnings.simplefilter("ignore")

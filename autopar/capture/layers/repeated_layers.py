@@ -11,17 +11,33 @@ is written.
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
 
 from autopar.capture.flat_graph import Flat
-from autopar.capture.layers.fewer_layers import Differs, Layer, Stack, demand, nodes_of_layers
+from autopar.capture.layers.blocks import INDEXED, module_path
 
 _NUMBERED = re.compile(r"(.*?)(?:_(\d+))?")
 WRAPPED = "model."  # the path of the captured model in the exported module
+Layer = tuple[str, int]  # the path of a stack and a layer's number in it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """A stack of layers. `like[n]` is the number of a kept layer that layer n is equal to."""
+
+    path: str
+    like: tuple[int, ...]
+    kept: int  # first layers that a capture with fewer layers has
+    period: int  # the last ones of them, which repeat until the end of the stack
+
+
+class _Differs(Exception):
+    """The graph of all layers cannot be written from the graph of fewer layers: they differ in more than layers."""
 
 
 def with_all_layers(fewer: Flat, stacks: Sequence[Stack]) -> Flat | None:
@@ -30,7 +46,7 @@ def with_all_layers(fewer: Flat, stacks: Sequence[Stack]) -> Flat | None:
         return None
     try:
         return _Repeating(fewer, stacks).written()
-    except Differs:
+    except _Differs:
         return None
 
 
@@ -40,7 +56,7 @@ class _Repeating:
     def __init__(self, fewer: Flat, stacks: Sequence[Stack]) -> None:
         self.fewer = fewer
         self.stacks = {stack.path: stack for stack in stacks}
-        self.layers = nodes_of_layers(fewer.graph)
+        self.layers = _nodes_of_layers(fewer.graph)
         self.place = {node: (*layer, k) for layer, nodes in self.layers.items() for k, node in enumerate(nodes)}
         self.grows = {path: self.growth(stack) for path, stack in self.stacks.items()}
         self.shift: dict[str, int] = {}
@@ -74,11 +90,11 @@ class _Repeating:
         steps: dict[str, int] = {}
         for n in range(stack.kept - stack.period, stack.kept):
             nodes, before = self.layers.get((stack.path, n), []), self.layers.get((stack.path, n - stack.period), [])
-            demand(len(nodes) == len(before) > 0)
+            _demand(len(nodes) == len(before) > 0)
             for node, other in zip(nodes, before, strict=True):
-                demand(self.same(node, other))
+                _demand(self.same(node, other))
                 (name, number), (base, first) = _numbered(node.name), _numbered(other.name)
-                demand(name == base and steps.setdefault(name, number - first) == number - first)
+                _demand(name == base and steps.setdefault(name, number - first) == number - first)
         return steps
 
     def same(self, a: fx.Node, b: fx.Node) -> bool:
@@ -112,7 +128,7 @@ class _Repeating:
     def placeholder(self, node: fx.Node, name: str, known: tuple[str, str] | None) -> fx.Node:
         twin = self.graph.create_node("placeholder", name, node.args, name=name)
         twin.meta = dict(node.meta)
-        demand(twin.name == name)
+        _demand(twin.name == name)
         if known is not None:
             self.placeholders[name] = known
         self.new.setdefault(node, twin)
@@ -130,7 +146,7 @@ class _Repeating:
                 for node in [node for node in done if self.is_state(node, kind, like)]:
                     word = f"{stack.path.replace('.', '_')}_"
                     name = f"{stack.path}.{n}.{self.own_state(node, like)}"
-                    demand(node.name.count(f"{word}{like[1]}_") == 1)
+                    _demand(node.name.count(f"{word}{like[1]}_") == 1)
                     renamed = node.name.replace(f"{word}{like[1]}_", f"{word}{n}_")
                     self.state[node, n] = self.placeholder(node, renamed, (kind, name))
 
@@ -170,13 +186,28 @@ class _Repeating:
     def copy(self, node: fx.Node, layer: Layer | None, name: str, ahead: int = 0) -> fx.Node:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda value: self.taken(value, layer, ahead))
         twin = self.graph.create_node(node.op, node.target, args, kwargs, name=name)
-        demand(twin.name == name)
+        _demand(twin.name == name)
         twin.meta = dict(node.meta)
         return twin
 
     def shifted(self, name: str) -> str:
         base, number = _numbered(name)
         return _name(base, number + self.shift[base]) if base in self.shift else name
+
+
+def _nodes_of_layers(graph: fx.Graph) -> dict[Layer, list[fx.Node]]:
+    by_layer: dict[Layer, list[fx.Node]] = defaultdict(list)
+    for node in graph.nodes:
+        match = INDEXED.match(module_path(node)) if node.op == "call_function" else None
+        if match is not None:
+            by_layer[match.group(1), int(match.group(2))].append(node)
+    return dict(by_layer)
+
+
+def _demand(holds: bool) -> None:
+    """Raise `_Differs` unless a condition holds."""
+    if not holds:
+        raise _Differs
 
 
 def _moved(modules: Mapping[str, tuple[str, Any]], old: str, new: str) -> dict[str, tuple[str, Any]]:

@@ -1,9 +1,9 @@
-"""Equal layers of a deep model, found without an export: the model runs on meta, and its calls are watched.
+"""Equal layers of a deep model, found without an export: a copy runs on meta, and its calls are watched.
 
 A run records no graph, so it takes a small part of the time of an export. Each call of a torch function is written as
 text: the function, its arguments and the shapes of its results. A tensor that a call made has the name of this call,
 relative to the current layer. Any other tensor has its name in the model, relative to the current layer. Two layers are
-equal if their texts are equal and their modules are alike (`autopar.capture.layers.fewer_layers`).
+equal if their texts are equal, and their modules have one class and equal attributes except for the layer's number.
 
 From some layer on, the layers of a stack must repeat with a period. Two periods are kept, and the model runs again
 without the other layers. These calls, with the last period repeated, must equal the calls of the whole model.
@@ -12,17 +12,22 @@ without the other layers. These calls, with the last period repeated, must equal
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from autopar._torch.private import pytree
 from autopar.capture.export.export import run_on_meta
-from autopar.capture.layers.fewer_layers import Layer, Stack, same_settings, without_layers
+from autopar.capture.layers.repeated_layers import Layer, Stack
 from autopar.capture.request import Request
+from autopar.capture.weightless import with_tensors
 
 Calls = Mapping[Layer | None, Sequence[str]]  # the calls in each layer; None has the calls in no layer
+_FEWEST = 7  # layers of which less than half are kept: the first one, and two periods
 _PLAIN = (type(None), type(...), bool, int, float, complex, str, torch.Size, torch.dtype, torch.device, torch.layout)
 
 
@@ -31,22 +36,22 @@ class _Unknown(Exception):
 
 
 def watched_stacks(request: Request) -> tuple[Stack, ...]:
-    """The stacks for which an export needs less than half of the layers. Empty unless the model is on meta."""
-    model = request.model
-    tensors = [*model.parameters(), *model.buffers()]
-    lengths = _stacks(model)
-    if not lengths or not tensors or not all(tensor.is_meta for tensor in tensors):
+    """The stacks for which an export needs less than half of the layers. A copy of the model runs on meta."""
+    lengths = _stacks(request.model)
+    if not any(length >= _FEWEST for length in lengths.values()):
         return ()
 
     def calls() -> Calls:
-        watch = _Watch(model, request.named_inputs, _stacks(model, lengths))
-        with watch.layers(), watch:
-            run_on_meta(request)
+        watch = _Watch(model, on_meta.named_inputs, _stacks(model, lengths))
+        with torch.random.fork_rng(devices=()), watch.layers(), watch:
+            run_on_meta(on_meta)
         return watch.calls
 
     try:
+        model = with_tensors(request.model, _on_meta)
+        on_meta = replace(request, model=model, inputs=pytree.tree_map_only(torch.Tensor, _on_meta, request.inputs))
         whole = calls()
-        every = (_stack(path, length, whole, model.get_submodule(path)) for path, length in lengths.items())
+        every = (_stack(path, length, whole, request.model.get_submodule(path)) for path, length in lengths.items())
         stacks = tuple(stack for stack in every if stack is not None)
         if not stacks:
             return ()
@@ -55,6 +60,25 @@ def watched_stacks(request: Request) -> tuple[Stack, ...]:
     except Exception:  # a model may raise anything if it runs on meta outside of an export
         return ()
     return stacks if whole == _repeated(fewer, stacks) else ()
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device="meta")
+
+
+@contextmanager
+def without_layers(model: nn.Module, stacks: Sequence[Stack]) -> Iterator[None]:
+    """The model without the last layers of its stacks. The context restores them at its end."""
+    whole = {stack.path: dict(model.get_submodule(stack.path)._modules) for stack in stacks}
+    try:
+        for stack in stacks:
+            modules = model.get_submodule(stack.path)._modules
+            for n in range(stack.kept, len(stack.like)):
+                del modules[str(n)]
+        yield
+    finally:
+        for path, modules in whole.items():
+            model.get_submodule(path)._modules.update(modules)
 
 
 def _stacks(model: nn.Module, among: Mapping[str, int] | None = None) -> dict[str, int]:
@@ -76,7 +100,7 @@ def _stack(path: str, length: int, calls: Calls, module: nn.Module) -> Stack | N
     children, kinds = module._modules, list[int]()
     for n in range(length):
         firsts = (m for m in dict.fromkeys(kinds) if calls[path, m] == calls[path, n])
-        kinds.append(next((m for m in firsts if same_settings(children[str(m)], children[str(n)], (m, n))), n))
+        kinds.append(next((m for m in firsts if _same_settings(children[str(m)], children[str(n)], (m, n))), n))
     choices = []
     for period in range(1, length // 4 + 1):
         differ = (n for n in range(1, length - period) if kinds[n] != kinds[n + period])  # layer 0 has no predecessor
@@ -89,6 +113,27 @@ def _stack(path: str, length: int, calls: Calls, module: nn.Module) -> Stack | N
     kept, period = min(choices)
     like = (*range(kept), *(kept - period + (n - kept) % period for n in range(kept, length)))
     return Stack(path=path, like=like, kept=kept, period=period)
+
+
+def _same_settings(a: Any, b: Any, numbers: tuple[int, int]) -> bool:
+    """Whether attributes of layers with these numbers are equal. An integer may be the layer's number, or one more."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if type(a) is int:
+        return a == b or (a - numbers[0] == b - numbers[1] and a - numbers[0] in (0, 1))
+    if isinstance(a, torch.Tensor):
+        return (a.shape, a.dtype, a.requires_grad, a.device) == (b.shape, b.dtype, b.requires_grad, b.device)
+    if isinstance(a, nn.Module):
+        return _same_settings(vars(a), vars(b), numbers)
+    if isinstance(a, Mapping):
+        return list(a) == list(b) and all(_same_settings(a[key], b[key], numbers) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(_same_settings(x, y, numbers) for x, y in zip(a, b, strict=True))
+    if isinstance(a, partial):
+        return _same_settings((a.func, a.args, a.keywords), (b.func, b.args, b.keywords), numbers)
+    return isinstance(a, (str, float, complex, bytes, set, frozenset, torch.dtype, torch.device)) and a == b
 
 
 def _repeated(fewer: Calls, stacks: Sequence[Stack]) -> Calls:

@@ -1,9 +1,10 @@
-"""A model on meta is exported with its distinct layers only, and the export equals an export of all layers."""
+"""A deep model is exported with its distinct layers only, and the export equals an export of all layers."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from same_program import differences
 from suites import thinned
@@ -11,9 +12,10 @@ from torch import nn
 
 from autopar.capture import program as tracing
 from autopar.capture.any_size import capture
-from autopar.capture.layers.fewer_layers import Stack
+from autopar.capture.layers.repeated_layers import Stack
 from autopar.capture.layers.watched_layers import watched_stacks
 from autopar.capture.request import Request
+from autopar.errors import CaptureError
 from autopar.models.load import resolve_model
 
 Finish = Callable[["Model", list[torch.Tensor]], torch.Tensor]
@@ -47,8 +49,8 @@ class Model(nn.Module):
         return self.finish(self, values)
 
 
-def of(more: Any, count: int = 9, finish: Finish = lambda model, xs: xs[-1].sum()) -> Model:
-    with torch.device("meta"):
+def of(more: Any, count: int = 9, finish: Finish = lambda model, xs: xs[-1].sum(), *, device: str = "meta") -> Model:
+    with torch.device(device):
         return Model([Layer(n, more) for n in range(count)], finish)
 
 
@@ -76,8 +78,8 @@ def inputs(device: str = "meta") -> dict[str, torch.Tensor]:
     return {"x": torch.zeros(4, 10, 6, device=device)}
 
 
-def stacks_of(model: nn.Module, device: str = "meta") -> tuple[Stack, ...]:
-    return watched_stacks(Request.of(model, inputs(device)))
+def stacks_of(model: nn.Module) -> tuple[Stack, ...]:
+    return watched_stacks(Request.of(model, inputs()))
 
 
 @pytest.fixture
@@ -105,6 +107,7 @@ def check(model: nn.Module, example: Any, monkeypatch: pytest.MonkeyPatch, batch
     assert differences(found.at(batch=batch), whole.at(batch=batch)) == []
 
 
+@pytest.mark.parametrize("device", ["meta", "cpu"])
 @pytest.mark.parametrize(
     "more, count, like",
     [
@@ -114,13 +117,13 @@ def check(model: nn.Module, example: Any, monkeypatch: pytest.MonkeyPatch, batch
     ],
 )
 def test_layers_that_repeat(
-    more: Any, count: int, like: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, written: list[bool]
+    more: Any, count: int, like: tuple[int, ...], device: str, monkeypatch: pytest.MonkeyPatch, written: list[bool]
 ) -> None:
-    model = of(more, count)
+    model = of(more, count, device=device)
     (stack,) = stacks_of(model)
     assert (stack.path, stack.like) == ("layers", like)
-    check(model, inputs(), monkeypatch)
-    assert written == [True]
+    check(model, inputs(device), monkeypatch)
+    assert written == [True, True]
     assert [name for name, _ in model.layers.named_children()] == [str(n) for n in range(count)]
     assert not any(layer._forward_pre_hooks or layer._forward_hooks for layer in model.layers)
 
@@ -144,8 +147,36 @@ def test_layers_that_do_not_repeat(model: Model) -> None:
     assert len(model.layers) in (6, 9)
 
 
-def test_models_with_memory_are_not_run() -> None:
-    assert stacks_of(Model([Layer(n) for n in range(9)]), "cpu") == ()
+def test_other_settings() -> None:
+    """A window that the capture is too short to show, and a layer on another device."""
+    model = of(plain)
+    for layer, window in zip(model.layers, [1_000] * 8 + [2_000], strict=True):
+        layer.window = window  # type: ignore[assignment]
+    moved = of(plain)
+    moved.layers[8].to_empty(device="cpu")
+    assert stacks_of(model) == () == stacks_of(moved)
+
+
+def test_a_failed_capture_puts_layers_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, real, counts = of(plain), tracing.capture_flat, list[int]()
+
+    def fails_with_few(request: Request) -> Any:
+        counts.append(len(model.layers))
+        if counts[-1] < 9:
+            raise CaptureError("few")
+        return real(request)
+
+    monkeypatch.setattr(tracing, "capture_flat", fails_with_few)
+    assert capture(Request.of(model, inputs())).record is not None
+    assert counts == [3, 9, 9]
+
+
+def test_a_model_in_memory(monkeypatch: pytest.MonkeyPatch, written: list[bool]) -> None:
+    model, example = tiny_models.llama(2, layers=8)
+    before = torch.get_rng_state()
+    check(model, example, monkeypatch)
+    assert written == [True, True]
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_other_widths(monkeypatch: pytest.MonkeyPatch, written: list[bool]) -> None:
@@ -168,4 +199,4 @@ PRESETS = {
 def test_presets(name: str, monkeypatch: pytest.MonkeyPatch, written: list[bool]) -> None:
     found = resolve_model(name, layers=PRESETS[name], hidden=64, seq_len=40, batch=7)
     check(found.model, found.example_inputs, monkeypatch)
-    assert written == [True]
+    assert written[:2] == [True, True]
