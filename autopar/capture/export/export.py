@@ -33,7 +33,6 @@ from autopar.capture.export.own_changes import (
     assigned_in_place,
     attributes_read,
     converted_alike,
-    unchanged,
     without_caches,
 )
 from autopar.capture.export.row_tests import TEST, Graph, difference
@@ -85,7 +84,7 @@ class _Outputs(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         if (traced := self._traced) is None:
-            return self._outputs(*args, **kwargs)
+            return self.outputs(*args, **kwargs)
         leaves = pytree.tree_leaves((args, [kwargs[name] for name in traced.keywords]))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         inputs = zip(traced.names, tensors, traced.values, strict=True)
@@ -93,9 +92,10 @@ class _Outputs(nn.Module):
         given += [(name.removeprefix("model."), kind, t, self._values[name]) for name, kind, t in self._own_state()]
         changes, read = assigned_in_place(self.model, traced.notes), attributes_read(self.model, traced.reads)
         reading, as_converted = DataReads(self.model, given, traced.reading), converted_alike(self.model)
-        with reading as reads, changes, read, as_converted, autocast_as(traced.autocast), counted_lengths():
+        kept, around = as_it_was(self.model), autocast_as(traced.autocast)
+        with kept, reading as reads, changes, read, as_converted, around, counted_lengths():
             try:
-                outputs = self._outputs(*args, **kwargs)
+                outputs = self.outputs(*args, **kwargs)
             finally:
                 traced.tests[:] = [f"{TEST}{k}" for k in range(len(reads.tests))]
             if next(chosen_of(outputs), None) is not None:
@@ -112,11 +112,7 @@ class _Outputs(nn.Module):
         for name, buffer in self.named_buffers(remove_duplicate=False):
             yield name, "buffer", buffer
 
-    def _outputs(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
-        with unchanged(self.model):
-            return self.changed_outputs(*args, **kwargs)
-
-    def changed_outputs(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+    def outputs(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         if self.loss_fn is None:
             before = getattr(self.model, "loss", None)
             outputs = named_outputs(self.model(*args, **kwargs))
@@ -130,7 +126,7 @@ def outputs_of(model: nn.Module, inputs: Inputs, loss_fn: LossFunction | None = 
     """The tensors that one call of a model returns, by name, and the loss. The model keeps what the call changes."""
     args, kwargs = split_inputs(inputs)
     with without_caches(model):
-        return _Outputs(model, loss_fn).changed_outputs(*args, **kwargs)
+        return _Outputs(model, loss_fn).outputs(*args, **kwargs)
 
 
 @contextlib.contextmanager

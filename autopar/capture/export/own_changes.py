@@ -1,11 +1,11 @@
 """Models that change themselves in their forward pass: another mode, another submodule, a counter.
 
-A capture calls a model more than once, and `torch.export` restores only some attributes. So every call ends with the
-submodules and the plain attributes that it began with. Changes of buffers are part of the model. A buffer may change in
-place, or the model may assign another tensor to its name.
+A capture calls a model more than once, and `torch.export` restores only some attributes. A call of a model leaves
+numbers, flags, submodules and tensors behind: in attributes, in lists and dictionaries, in objects that the model
+holds, and in functions with a cache. In a trace the tensors have no values. `as_it_was` takes all of them out again.
 
-A call of a model also leaves tensors behind: in attributes, in lists and dictionaries, in objects that the model holds,
-and in functions with a cache. In a trace they have no values. `as_it_was` takes all of them out again.
+Changes of buffers are part of the model. A buffer may change in place, or the model may assign another tensor to its
+name.
 
 Libraries convert modules inside of forward, so that weights follow their input: ``self.classifier.to(dtype)``. A trace
 cannot follow this, because it has no tensors to put into the module.
@@ -88,22 +88,6 @@ def _caches(model: nn.Module) -> set[Any]:
     return {value for space in spaces for value in list(space.values()) if isinstance(value, _CACHED)}
 
 
-@contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """A context that restores the submodules and the numbers, texts and flags of every module at its end."""
-    before = [(module, dict(module._modules), _plain(module)) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, submodules, plain in before:
-            if submodules != module._modules:
-                module._modules.clear()
-                module._modules.update(submodules)
-            for name, value in plain.items():
-                if name not in module.__dict__ or isinstance(module.__dict__[name], PLAIN):
-                    module.__dict__[name] = value
-
-
 def settings_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """The objects of numbers, texts and flags that a module keeps, such as its configuration, by attribute."""
     for name, value in vars(module).items():
@@ -164,10 +148,6 @@ def assigned_in_place(model: nn.Module, notes: list[str]) -> Iterator[None]:
                 f"begins with its first value; keep the shape {tuple(first.shape)} if later steps read the new one"
             )
         module._buffers[name] = first
-
-
-def _plain(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in module.__dict__.items() if isinstance(value, PLAIN)}
 
 
 @contextmanager

@@ -82,7 +82,6 @@ class Graph:
     placeholders: Mapping[str, tuple[str, str]]
     constants: Mapping[str, Tensor]
     outputs: Sequence[str]  # in order; changed buffers have a prefix
-    is_wide: bool = False  # whether it runs in float64
 
 
 def difference(model: nn.Module, inputs: Any, names: Sequence[str], graph: Graph, run: _Run) -> str | None:
@@ -97,8 +96,8 @@ def difference(model: nn.Module, inputs: Any, names: Sequence[str], graph: Graph
         try:
             torch.set_default_dtype(torch.float64 if is_wide else before)
             copied = _copied(model).double() if is_wide else _copied(model)
-            new_graph = replace(graph, constants=constants, is_wide=is_wide)
-            reason = _difference(copied, pytree.tree_map(widened, inputs), names, new_graph, run)
+            new_graph = replace(graph, constants=constants)
+            reason = _difference(copied, pytree.tree_map(widened, inputs), names, new_graph, run, is_wide)
         except Exception as error:  # a user's attribute may raise anything
             reason = f"a copy of the model fails with {type(error).__name__}"
         finally:
@@ -115,11 +114,13 @@ def _wide(value: Any) -> Any:
     return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
 
 
-def _difference(copied: nn.Module, inputs: Any, names: Sequence[str], graph: Graph, run: _Run) -> str | None:
+def _difference(
+    copied: nn.Module, inputs: Any, names: Sequence[str], graph: Graph, run: _Run, is_wide: bool
+) -> str | None:
     tests = [name for name in graph.outputs if name.startswith(TEST)]
     seen = Counter[tuple[bool, ...]]()  # batches by the answers of all tests: they may depend on each other
     state = {name: tensor.detach().clone() for name, tensor in _state(copied)}
-    with torch.random.fork_rng(devices=()), _NoDropout(graph.is_wide), torch.enable_grad():
+    with torch.random.fork_rng(devices=()), _NoDropout(is_wide), torch.enable_grad():
         for trial in range(_TRIALS):
             torch.manual_seed(trial)
             _draw(copied, state, trial)
@@ -147,7 +148,7 @@ def _traced(model: nn.Module, inputs: Any, names: Sequence[str], graph: Graph, s
         for node in graph.module.graph.find_nodes(op="placeholder")
     ]
     torch.manual_seed(seed)
-    return dict(zip(graph.outputs, _Runner(graph.module, graph.is_wide).run(*given), strict=True))
+    return dict(zip(graph.outputs, fx.Interpreter(graph.module).run(*given), strict=True))
 
 
 def _differs(model: nn.Module, inputs: Any, traced: Mapping[str, Tensor], run: _Run, seed: int) -> str:
@@ -236,7 +237,7 @@ def _drawn(inputs: Any, trial: int) -> Any:
 
 
 class _NoDropout(TorchFunctionMode):
-    """Functions of a model run without dropout, perhaps in float64."""
+    """Functions of a model, and operators of a graph, run without dropout, perhaps in float64."""
 
     def __init__(self, is_wide: bool) -> None:
         super().__init__()
@@ -244,7 +245,7 @@ class _NoDropout(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
+        name = getattr(func, "__name__", "").partition(".")[0]
         if self._is_wide:
             args, kwargs = pytree.tree_map(_wide, (args, kwargs))
             func = Tensor.double if func in (Tensor.float, Tensor.half, Tensor.bfloat16) else func
@@ -254,21 +255,3 @@ class _NoDropout(TorchFunctionMode):
             named = kwargs | {"dropout_p": 0.0}
             args, kwargs = ((*args[:4], 0.0, *args[5:]), kwargs) if len(args) > 4 else (args, named)
         return func(*args, **kwargs)
-
-
-class _Runner(fx.Interpreter):
-    """Runs a graph without dropout, perhaps in float64."""
-
-    def __init__(self, module: fx.GraphModule, is_wide: bool) -> None:
-        super().__init__(module)
-        self._is_wide = is_wide
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if self._is_wide:
-            args, kwargs = pytree.tree_map(_wide, (args, kwargs))
-        name = getattr(target, "__name__", "").partition(".")[0]
-        if name in _DROPOUTS:
-            return args[0]
-        if name == "scaled_dot_product_attention" and len(args) > 4:
-            args = (*args[:4], 0.0, *args[5:])
-        return super().call_function(target, args, kwargs)

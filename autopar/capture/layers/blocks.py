@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import fx
 
+from autopar._torch.private import pytree
 from autopar.capture.nodes import operator_name
 from autopar.ir.program import Block, CallSite, Role
 
@@ -97,38 +98,16 @@ def _cut_at_depth(nodes: Sequence[fx.Node], parameters: Collection[fx.Node], dep
 
 def describe(segment: Segment, role_of: Mapping[fx.Node, Role], used_later: set[fx.Node]) -> None:
     """Fill in the externals, outputs, floats and skeleton of a segment. Segments of one skeleton are one block."""
-    inside = {node: index for index, node in enumerate(segment.nodes)}
-    external: dict[fx.Node, int] = {}
-    lines: list[str] = []
-
-    def name(value: Any) -> str:
-        if isinstance(value, fx.Node):
-            if value in inside:
-                return f"%{inside[value]}"
-            external.setdefault(value, len(external))
-            return f"@{external[value]}"
-        if isinstance(value, float):
-            segment.floats.append(value)
-            return "<float>"
-        if isinstance(value, (list, tuple)):
-            return "[" + ",".join(name(v) for v in value) + "]"
-        return repr(value)
-
-    for node in segment.nodes:
-        info = node.meta["info"]
-        arguments = ",".join(name(a) for a in node.args)
-        named = ",".join(f"{k}={name(v)}" for k, v in node.kwargs.items() if k not in ("device", "pin_memory"))
-        path = module_path(node).removeprefix(segment.path) if segment.path else module_path(node)
-        lines.append(f"{path}|{node.target}({arguments};{named})->{info.shape}:{info.dtype}:{info.differentiable}")
-    segment.externals = list(external)
+    inside = set(segment.nodes)
+    operands = dict.fromkeys(operand for node in segment.nodes for operand in node.all_input_nodes)
+    segment.externals = [operand for operand in operands if operand not in inside]
     segment.outputs = [
         n for n in segment.nodes if n in used_later or any(u not in inside and u.meta.get("main") for u in n.users)
     ]
-    for node in segment.externals:
-        info = node.meta["info"]
-        lines.append(f"@{role_of[node]}:{info.shape}:{info.dtype}:{info.differentiable}")
-    lines.append(",".join(f"%{inside[n]}" for n in segment.outputs))
-    segment.skeleton = "\n".join(lines)
+    leaves = pytree.tree_leaves([(node.args, node.kwargs) for node in segment.nodes])
+    segment.floats = [leaf for leaf in leaves if isinstance(leaf, float)]
+    block = build_block(segment, "", role_of, dict.fromkeys(segment.externals, ""), set())
+    segment.skeleton = block_text(block.graph, block.ports, block.outputs, with_floats=False)
 
 
 def lifted_floats(segments: Sequence[Segment]) -> set[int]:

@@ -14,10 +14,11 @@ import torch
 from torch import fx
 
 from autopar._torch.operators import aten
-from autopar.capture.nodes import closure, function, is_random, numbers_of, replace_node
+from autopar.capture.nodes import closure, function, is_random, numbers_of, replace_node, value
 
 _SDPA = aten.scaled_dot_product_attention.default
 Leaf = Callable[[fx.Node], torch.Tensor]
+_MAX_INDEX = 2**22  # elements of an index that is evaluated
 MAX_EVALUATED = 8192**2  # elements of a mask that is evaluated at its real size
 
 
@@ -51,6 +52,14 @@ def constant_value(wanted: fx.Node, leaf: Leaf, device: str = "cpu") -> torch.Te
             values[node] = function(node)(*args, **with_device(kwargs, device))
     result: torch.Tensor = values[wanted]
     return result
+
+
+def constant_of(node: fx.Node) -> torch.Tensor | None:
+    """The value of a node that depends on no input, parameter, buffer or random number. None if it is too large."""
+    nodes = closure([node])
+    if any(n.op != "call_function" or is_random(n) or value(n).numel() > _MAX_INDEX for n in nodes):
+        return None
+    return constant_value(node, value)
 
 
 def is_causal_mask(mask: torch.Tensor) -> bool:
@@ -105,7 +114,7 @@ def hides_a_threshold(mask: fx.Node, twin: fx.Node) -> bool:
 def is_causal_at_full_size(mask: fx.Node, leaf: Leaf) -> bool:
     """Whether a mask is causal at its real size. False if it is too large to evaluate, or depends on a meta tensor."""
     leaves = [leaf(node) for node in closure([mask]) if node.op == "get_attr"]
-    if _rows(mask) ** 2 > MAX_EVALUATED or any(value.is_meta for value in leaves):
+    if _rows(mask) ** 2 > MAX_EVALUATED or any(tensor.is_meta for tensor in leaves):
         return False
     return is_causal_mask(constant_value(mask, leaf))
 

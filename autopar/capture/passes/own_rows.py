@@ -15,12 +15,11 @@ import torch
 from torch import fx
 
 from autopar._torch.operators import aten
-from autopar.capture.nodes import Compute, closure, is_random, rewrite, value
-from autopar.capture.passes.constants import constant_value
+from autopar.capture.nodes import Compute, closure, rewrite, value
+from autopar.capture.passes.constants import constant_of
 
 _MASKS = (torch.bool, torch.uint8)
 _SAME_ELEMENTS = (aten.reshape.default, aten.view.default, aten.unsqueeze.default, aten.flatten.using_ints)
-_MOST_EVALUATED = 2**22  # elements of an index
 
 
 def own_rows(graph: fx.Graph) -> None:
@@ -79,10 +78,9 @@ def _with_rows(emit: Compute, node: fx.Node) -> fx.Node | None:
 
 def _counts_along(index: fx.Node, total: int | None = None) -> int | None:
     """The dimension along which an index that depends on nothing counts from 0, by one or equally up to `total`."""
-    nodes = closure([index])
-    if any(n.op != "call_function" or is_random(n) or value(n).numel() > _MOST_EVALUATED for n in nodes):
+    known = constant_of(index)
+    if known is None:
         return None
-    known = constant_value(index, lambda leaf: value(leaf))
     for dim, size in enumerate(known.shape):
         step = 1 if total is None else total // max(size, 1)
         numbers = torch.arange(size).view([-1 if d == dim else 1 for d in range(known.dim())]) * step

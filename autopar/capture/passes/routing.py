@@ -32,6 +32,7 @@ from autopar.capture.nodes import (
     replace_node,
     value,
 )
+from autopar.capture.passes.constants import constant_of
 from autopar.capture.passes.experts import are_distinct
 from autopar.rules.grouped_product import GROUPED_MM
 from autopar.rules.operators import output_of
@@ -83,7 +84,7 @@ class Region:
         tokens = {k for user in order.users for k in [_rows_of_a_token(user, order)] if k}
         k = tokens.pop() if tokens else _last_size(keys)
         region = Region(order, keys, k)
-        fits = not tokens and region.num_rows % k == 0 and region._reads() and region._is_closed()
+        fits = not tokens and region.num_rows % k == 0 and region._finds_uses() and region._is_closed()
         return region if fits else None
 
     @property
@@ -92,20 +93,20 @@ class Region:
 
     # ---- what is done with the order ----
 
-    def _reads(self) -> bool:
+    def _finds_uses(self) -> bool:
         """Find the uses of the order. False if there is one of another kind."""
         return all(self._order_use(index, user) for index, user in _uses(self.order))
 
     def _order_use(self, index: fx.Node, user: fx.Node) -> bool:
         if user.op == "call_function" and operator_name(user) in _SHAPED:
             return True
-        read, written = _read_by(user, index), _written_by(user, index)
-        if _rows_of_a_token(user, index) == self.k or (read is not None and _numbers_tokens(arg(user, read), self.k)):
+        reads, written = _reads(user, index), _written_by(user, index)
+        if _rows_of_a_token(user, index) == self.k or (reads and _numbers_tokens(arg(user, 0), self.k)):
             return all(self._token_use(at, u) for at, u in _uses(user))
         if _inverts(user, index):
             return all(self._inverse_use(at, u) for at, u in _uses(user))
-        if read is not None and len(value(user.args[read])) == self.num_rows:
-            self.takes[user] = read
+        if reads and len(value(user.args[0])) == self.num_rows:
+            self.takes[user] = 0
             return True
         if written is not None and not _adds(user) and value(user).shape == value(user.args[written]).shape:
             self.untakes[user] = written
@@ -113,9 +114,9 @@ class Region:
         return False
 
     def _token_use(self, index: fx.Node, user: fx.Node) -> bool:
-        read, written = _read_by(user, index), _written_by(user, index)
-        if read is not None and len(value(user.args[read])) * self.k == self.num_rows:
-            self.rows[user] = read
+        written = _written_by(user, index)
+        if _reads(user, index) and len(value(user.args[0])) * self.k == self.num_rows:
+            self.rows[user] = 0
             return True
         if written is not None and _adds(user) and len(value(user)) * self.k == self.num_rows:
             self.sums[user] = written
@@ -123,10 +124,9 @@ class Region:
         return False
 
     def _inverse_use(self, index: fx.Node, user: fx.Node) -> bool:
-        read = _read_by(user, index)
-        if read is None or len(value(user.args[read])) != self.num_rows:
+        if not _reads(user, index) or len(value(user.args[0])) != self.num_rows:
             return False
-        self.untakes[user] = read
+        self.untakes[user] = 0
         return True
 
     # ---- what is done with the rows ----
@@ -288,26 +288,13 @@ def _rows_of_a_token(node: fx.Node, order: fx.Node) -> int | None:
 
 def _numbers_tokens(node: fx.Node, k: int) -> bool:
     """Whether a table has the number of the token of every row: 0, 0, 1, 1, 2, 2 for two rows of a token."""
-    if node.op != "call_function" or value(node).dim() != 1:
-        return False
-    tokens = len(value(node)) // k
-    name = operator_name(node)
-    if name == "repeat_interleave":
-        return positional(node, 1) == k and _is_range(arg(node, 0), tokens)
-    if name == "floor_divide":
-        return positional(node, 1) == k and _is_range(arg(node, 0), tokens * k)
-    if name != "reshape" or tuple(value(node.args[0]).shape) != (tokens, k):
-        return False
-    column = before(arg(node, 0), _REPEATED)
-    return _is_range(column, tokens)
+    known = constant_of(node)
+    return known is not None and known.dim() == 1 and known.tolist() == [row // k for row in range(len(known))]
 
 
 def _is_range(node: fx.Node, size: int) -> bool:
     """Whether a node holds 0, 1, 2, ... up to `size`."""
-    if node.op != "call_function" or operator_name(node) != "arange" or tuple(value(node).shape) != (size,):
-        return False
-    numbers = [a for a in node.args if isinstance(a, (int, float))]
-    return numbers in ([size], [0, size], [0, size, 1])
+    return _numbers_tokens(node, 1) and len(value(node)) == size
 
 
 def _inverts(node: fx.Node, order: fx.Node) -> bool:
@@ -319,17 +306,16 @@ def _inverts(node: fx.Node, order: fx.Node) -> bool:
     return is_put and value(node).shape == value(order).shape and _is_range(arg(node, written or 0), len(value(order)))
 
 
-def _read_by(node: fx.Node, index: fx.Node) -> int | None:
-    """The position of the table whose rows `index` a node reads."""
+def _reads(node: fx.Node, index: fx.Node) -> bool:
+    """Whether a node reads the rows `index` of its first operand."""
     if node.op != "call_function" or node.args[0] is index:
-        return None
+        return False
     name = operator_name(node)
     if name == "index":
-        return 0 if _is_only_index(node.args[1], index) else None
+        return _is_only_index(node.args[1], index)
     if name not in ("index_select", "gather") or not _along_rows(node) or node.args[2] is not index:
-        return None
-    whole_rows = name == "index_select" or value(index).shape[1:] == value(node.args[0]).shape[1:]
-    return 0 if whole_rows else None
+        return False
+    return name == "index_select" or bool(value(index).shape[1:] == value(node.args[0]).shape[1:])
 
 
 def _written_by(node: fx.Node, index: fx.Node) -> int | None:
@@ -374,7 +360,6 @@ def _adds(node: fx.Node) -> bool:
 _CASTS = frozenset(["to", "_to_copy"])
 _SAME = _CASTS | {"reshape", "flatten", "unsqueeze", "squeeze"}  # elements in their order
 _SHAPED = frozenset(["zeros_like", "ones_like", "full_like", "empty_like"])  # they read no element
-_REPEATED = frozenset(["expand", "unsqueeze", "reshape", "repeat"])
 
 
 def _last_size(keys: fx.Node) -> int:
