@@ -158,6 +158,17 @@ def closure(nodes: Iterable[fx.Node], without: Container[fx.Node] = ()) -> list[
     return sorted(inner)
 
 
+def computed_from(known: set[fx.Node], nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """The operators among nodes in graph order that depend on `known` values alone. They are known then."""
+    new = list[fx.Node]()
+    for node in nodes:
+        is_new = node.op == "call_function" and node not in known and not is_random(node)
+        if is_new and known.issuperset(node.all_input_nodes):
+            known.add(node)
+            new.append(node)
+    return new
+
+
 def function(node: fx.Node) -> Callable[..., Any]:
     """The target of a `call_function` node."""
     assert not isinstance(node.target, str), node

@@ -141,10 +141,10 @@ class Program:
     inputs: tuple[InputInfo, ...]
     constants: Constants
     loss: str
-    denominators: tuple[str, ...]  # sums over the batch that inputs alone decide: a step adds them up first
-    outputs: Mapping[str, str]
-    batch: int | None
-    sequence: int | None
+    denominators: tuple[str, ...] = ()  # sums over the batch that inputs alone decide: a step adds them up first
+    outputs: Mapping[str, str] = field(default_factory=dict)
+    batch: int | None = None
+    sequence: int | None = None
     batch_axes: frozenset[int] = frozenset()
     sequence_axes: frozenset[int] = frozenset()
     hidden_axes: frozenset[int] = frozenset()

@@ -5,7 +5,6 @@ The checks of `torch.distributions` are off in a trace, which has no values.
 
 import ast
 import linecache
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -13,12 +12,11 @@ from dataclasses import dataclass
 from functools import cache
 from unittest.mock import patch
 
-import torch
 from torch.distributions import Distribution
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_OURS = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
-_BETWEEN = (_OURS, *(_TORCH + name for name in ("overrides.py", "_tensor.py", "_jit_internal.py")))
+from autopar.capture.export.source_lines import OURS, TORCH
+
+_BETWEEN = (OURS, *(TORCH + name for name in ("overrides.py", "_tensor.py", "_jit_internal.py")))
 _Place = tuple[tuple[int, int], tuple[int, int]]  # lines and columns of the first and the last character
 _CHECKS = ("torch._assert", "torch._check")
 

@@ -13,12 +13,10 @@ import torch
 from torch import fx, nn
 
 from autopar.capture.export.data_reads import REMEDY
-from autopar.capture.export.source_lines import left_out, line_that_failed
+from autopar.capture.export.source_lines import OURS, TORCH, left_out, line_that_failed
 from autopar.errors import CaptureError
 
-_SAFE = os.path.join(os.path.dirname(torch.__file__), "nn") + os.sep  # whose errors are about arguments of a user
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_OURS = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
+_SAFE = os.path.join(TORCH, "nn") + os.sep  # whose errors are about arguments of a user
 # words of errors about the machinery of a trace, which no user wrote
 _INTERNAL = re.compile(
     r"torch\.export|fake|prox(y|ies)|github|symint|symnode|symbol|dynamo|unbacked|functorch|guard", re.I
@@ -89,7 +87,7 @@ def _is_for_users(failed: Exception) -> bool:
     frames = traceback.extract_tb(failed.__traceback__)
     file = frames[-1].filename if frames else ""
     text = f"{type(failed).__name__}: {failed}"
-    return bool(file) and (file.startswith(_SAFE) or not file.startswith(_TORCH)) and not _INTERNAL.search(text)
+    return bool(file) and (file.startswith(_SAFE) or not file.startswith(TORCH)) and not _INTERNAL.search(text)
 
 
 def _is_check(failed: Exception) -> bool:
@@ -101,7 +99,7 @@ def _is_check(failed: Exception) -> bool:
         return False
     code = trace.tb_frame.f_code
     return code.co_name.startswith(("_assert", "_check")) or (
-        code.co_filename.startswith(_SAFE) or not code.co_filename.startswith((_TORCH, _OURS))
+        code.co_filename.startswith(_SAFE) or not code.co_filename.startswith((TORCH, OURS))
     )
 
 

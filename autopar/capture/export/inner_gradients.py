@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from autopar._torch import exports
 from autopar._torch.operators import aten
 from autopar._torch.private import pytree
-from autopar.capture.nodes import is_random
+from autopar.capture.nodes import closure, is_random
 
 OWN_GRADIENT = "own_gradient"  # marks the nodes of a function whose gradient has no derivative in the graph
 
@@ -99,7 +99,7 @@ class _Run:
                 env[node] = exports.tensor_of(self.same[node])
             return env[node]
 
-        for node in self._needed(module, results):
+        for node in self._needed(results):
             if node.op == "get_attr":
                 env[node] = getattr(module, str(node.target))
             else:
@@ -108,20 +108,14 @@ class _Run:
                 _check_derivative(node, env[node])
         return [None if node is None else value(node) for node in results]
 
-    def _needed(self, module: fx.GraphModule, results: Sequence[fx.Node | None]) -> list[fx.Node]:
+    def _needed(self, results: Sequence[fx.Node | None]) -> list[fx.Node]:
         """The nodes that the traced graph lacks, in their order."""
-        needed, left = set[fx.Node](), [node for node in results if node is not None]
-        while left:
-            node = left.pop()
-            if node in needed or node in self.same:
-                continue
-            if is_random(node):
-                raise NotRecorded(
-                    "its backward pass needs the random numbers of the forward pass; turn dropout off in this part"
-                )
-            needed.add(node)
-            left += node.all_input_nodes
-        return [node for node in module.graph.nodes if node in needed]
+        needed = closure((node for node in results if node is not None), without=self.same)
+        if any(map(is_random, needed)):
+            raise NotRecorded(
+                "its backward pass needs the random numbers of the forward pass; turn dropout off in this part"
+            )
+        return needed
 
     def _value(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
         if node.op == "get_attr":

@@ -15,9 +15,9 @@ from torch import nn
 
 from autopar.errors import CaptureError
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_MODELS_OF_TORCH = os.path.join(_TORCH, "nn", "modules") + os.sep
-_OURS = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
+TORCH = os.path.dirname(torch.__file__) + os.sep  # the folder of its code
+_MODELS_OF_TORCH = os.path.join(TORCH, "nn", "modules") + os.sep
+OURS = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +108,6 @@ def _module_of(variables: Mapping[str, Any], paths: Mapping[int, str]) -> str:
 
 def _is_of_a_model(code: CodeType, *, torch_too: bool) -> bool:
     file = code.co_filename
-    if file.startswith(_TORCH):
+    if file.startswith(TORCH):
         return torch_too and file.startswith(_MODELS_OF_TORCH) and code.co_name != "_call_impl"
-    return not file.startswith(("<", _OURS))
+    return not file.startswith(("<", OURS))

@@ -48,9 +48,9 @@ def autocast_as(settings: Sequence[Autocast], *, enabled: bool = True) -> Iterat
         yield
 
 
-def noted_region(arguments: tuple[Any, ...]) -> dict[str, Any]:
+def noted_region(settings: Sequence[Any]) -> dict[str, Any]:
     """The note on a region, for nodes that are taken out of it."""
-    device_type, dtype, enabled = arguments[:3]
+    device_type, dtype, enabled = settings[:3]
     return {REGION: Autocast(device_type, dtype) if enabled else None}
 
 
@@ -139,11 +139,10 @@ def _run(
 def _given_dtype(node: fx.Node, under: _OperatorRun, given: dict[fx.Node, torch.Tensor]) -> torch.dtype | None:
     """The dtype argument that autocast sets instead of casting the operand, as of a softmax on CUDA."""
     schema = node.target._schema  # type: ignore[union-attr]
-    takes = any(a.name == "dtype" for a in schema.arguments)
+    place = next((i for i, a in enumerate(schema.arguments) if a.name == "dtype"), None)
     results = list(_dtypes(under.result))
-    if not takes or len(results) != 1 or node.kwargs.get("dtype") is not None:
+    if place is None or len(results) != 1 or node.kwargs.get("dtype") is not None:
         return None
-    place = next(i for i, a in enumerate(schema.arguments) if a.name == "dtype")
     if len(node.args) > place or tuple(_dtypes(_run(node, given).result)) == tuple(results):
         return None
     return results[0]

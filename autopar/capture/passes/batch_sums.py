@@ -19,7 +19,7 @@ from torch import fx
 from autopar._torch.operators import aten
 from autopar.capture.analysis import analyse, info_of
 from autopar.capture.micro_batches import BATCH, FREE, MEAN, SUM, Mixing, Status, constant_statuses, status_of
-from autopar.capture.nodes import argument, closure, compute, is_random, replace_node, value
+from autopar.capture.nodes import argument, closure, compute, computed_from, replace_node, value
 from autopar.ir.program import Block, CallSite, Constants, InputInfo, Program
 from autopar.rules.rule import Call, TensorInfo
 
@@ -71,10 +71,7 @@ def batch_sums(
     tables = {n for n in constants if statuses[n] != FREE}
     fixed = set(constants) - tables | {n for n, i in inputs.items() if i.batch_dim is None}
     fixed |= {*parameters, *ends}
-    for node in graph.nodes:
-        is_made = node.op == "call_function" and not is_random(node) and node not in tables
-        if is_made and fixed.issuperset(node.all_input_nodes):
-            fixed.add(node)
+    computed_from(fixed, (node for node in graph.nodes if node not in tables))
     batch.free.update(fixed)
     return batch
 
@@ -85,12 +82,7 @@ def _statuses(
     """The statuses of values of inputs, the users of every total, the levels of values, nodes that couple samples."""
     statuses = {n: FREE if i.batch_dim is None else BATCH for n, i in inputs.items()} | constant_statuses(constants)
     needed = closure([loss])
-    nodes, known = list[fx.Node](), set(statuses)
-    for node in needed:
-        is_made = node.op == "call_function" and not is_random(node) and node not in known
-        if is_made and known.issuperset(node.all_input_nodes):
-            known.add(node)
-            nodes.append(node)
+    nodes = computed_from(set(statuses), needed)
     program = _program_of(nodes, inputs)
     analysis = analyse(program)
     levels = dict.fromkeys(statuses, 0)
@@ -141,10 +133,6 @@ def _program_of(nodes: Sequence[fx.Node], inputs: Mapping[fx.Node, InputInfo]) -
         inputs=tuple(info for node, info in inputs.items() if node in copies),
         constants=Constants(graph=fx.Graph(), buffers=(), results=()),
         loss="",
-        denominators=(),
-        outputs={},
-        batch=None,
-        sequence=None,
     )
 
 

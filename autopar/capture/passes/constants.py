@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from autopar._torch.operators import aten
-from autopar.capture.nodes import closure, function, is_random, numbers_of, replace_node, value
+from autopar.capture.nodes import closure, computed_from, function, is_random, numbers_of, replace_node, value
 
 _SDPA = aten.scaled_dot_product_attention.default
 Leaf = Callable[[fx.Node], torch.Tensor]
@@ -24,16 +24,10 @@ MAX_EVALUATED = 8192**2  # elements of a mask that is evaluated at its real size
 
 def constant_nodes(graph: fx.Graph, kinds: Mapping[str, str]) -> list[fx.Node]:
     """The nodes that depend on buffers and literals alone, in graph order. `kinds` maps placeholder names to kinds."""
-    constant: dict[fx.Node, None] = {}
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            is_constant = kinds.get(node.name) in ("buffer", "lifted")
-        else:
-            computed = node.op == "get_attr" or (node.op == "call_function" and not is_random(node))
-            is_constant = computed and all(n in constant for n in node.all_input_nodes)
-        if is_constant:
-            constant[node] = None
-    return list(constant)
+    leaves = (n for n in graph.nodes if n.op == "get_attr" or kinds.get(n.name) in ("buffer", "lifted"))
+    constant = set(leaves)
+    computed_from(constant, graph.nodes)
+    return [node for node in graph.nodes if node in constant]
 
 
 def with_device(kwargs: Mapping[str, Any], device: Any) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""Control flow that PyTorch keeps as one operator: `scan` and `map` are unrolled, `cond` computes both branches."""
+"""Regions that PyTorch keeps as one operator: `scan` and `map` are unrolled, `cond` computes both branches.
+
+The operators of a region of `torch.autocast` or without gradients note it: `noted_region`, ``meta["no_grad"]``.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -10,14 +13,15 @@ from torch import fx
 from autopar._torch.operators import aten
 from autopar._torch.private import HigherOrderOperator
 from autopar.capture.nodes import compute, inlined, replace_node, value
+from autopar.capture.passes.autocast import noted_region
 from autopar.errors import CaptureError
 
 MAX_STEPS = 4096
-_Run = Callable[[Any, Sequence[Any]], list[Any]]  # of a region and its inputs
+_Run = Callable[..., list[Any]]  # of a region and its inputs, and the metadata of its nodes
 
 
-def inline_control_flow(graph: fx.Graph, root: fx.GraphModule) -> None:
-    """Replace control-flow operators by those of their regions. Both branches of `cond` run, and `where` chooses."""
+def inline_regions(graph: fx.Graph, root: fx.GraphModule) -> None:
+    """Replace operators with regions by those of the regions. Both branches of `cond` run, and `where` chooses."""
     for node in list(graph.nodes):
         if not isinstance(node.target, HigherOrderOperator):
             continue
@@ -34,12 +38,19 @@ def inline_control_flow(graph: fx.Graph, root: fx.GraphModule) -> None:
             graph.erase_node(node)
 
 
-def _inlined(root: fx.GraphModule, node: fx.Node, region: Any, inputs: Sequence[Any]) -> list[Any]:
-    """The results of one run of a region."""
+def _inlined(
+    root: fx.GraphModule,
+    node: fx.Node,
+    region: Any,
+    inputs: Sequence[Any],
+    meta: Mapping[str, Any] | None = None,
+    missing: Mapping[str, Any] | None = None,
+) -> list[Any]:
+    """The results of one run of a region. Its nodes have other metadata: that of `node`, or `meta`."""
     module: fx.GraphModule = getattr(root, str(region.target))
-    inline_control_flow(module.graph, module)
+    inline_regions(module.graph, module)
     stack = {"nn_module_stack": node.meta.get("nn_module_stack")}
-    results = inlined(node, module.graph, inputs, stack, {})
+    results = inlined(node, module.graph, inputs, stack if meta is None else meta, stack | dict(missing or {}))
     return [results] if isinstance(results, fx.Node) else list(results)
 
 
@@ -69,10 +80,22 @@ def _mapped(run: _Run, node: fx.Node) -> list[Any]:
     return _stacked(node, [run(region, [*at, *more]) for at in _steps(node, inputs)])  # type: ignore[misc]
 
 
+def _without_gradients(run: _Run, node: fx.Node) -> list[Any]:
+    is_enabled, region, *inputs = node.args
+    return run(region, inputs, {"no_grad": True} if is_enabled is False else {})
+
+
+def _under_autocast(run: _Run, node: fx.Node) -> list[Any]:
+    *settings, region = node.args[:5]
+    return run(region, node.args[5:], {}, noted_region(settings))
+
+
 _OPENED: Mapping[str, Callable[[_Run, fx.Node], list[Any]]] = {
     "cond": _both_branches,
     "scan": _scanned,
     "map_impl": _mapped,
+    "wrap_with_set_grad_enabled": _without_gradients,
+    "wrap_with_autocast": _under_autocast,
 }
 
 

@@ -12,11 +12,11 @@ import torch
 from torch import fx
 
 from autopar._torch.operators import aten
-from autopar.capture.nodes import arg, compute, inlined, operator_name, output_nodes, put, replace_node, rewrite
+from autopar.capture.nodes import arg, compute, operator_name, output_nodes, put, replace_node, rewrite
 from autopar.capture.nodes import value as _value
 from autopar.capture.passes.aliases import one_name
-from autopar.capture.passes.autocast import noted_region, write_casts
-from autopar.capture.passes.control_flow import inline_control_flow
+from autopar.capture.passes.autocast import write_casts
+from autopar.capture.passes.control_flow import inline_regions
 from autopar.capture.passes.embedding_bags import BAGS
 from autopar.capture.passes.experts import HISTOGRAMS, one_grouped_product, operators_of_libraries
 from autopar.capture.passes.in_place import COPIES, functionalise
@@ -43,25 +43,6 @@ SPARSE = ("sparse", "sparse_grad")  # arguments of lookups
 NEW: Mapping[Any, float | None] = {aten.new_zeros.default: 0, aten.new_ones.default: 1, aten.new_full.default: None}
 
 
-def inline_regions(graph: fx.Graph, root: fx.GraphModule) -> None:
-    """Inline `set_grad_enabled` and `autocast` regions. Their nodes note them: ``meta["no_grad"]``, `noted_region`."""
-    for node in list(graph.nodes):
-        name = getattr(node.target, "__name__", str(node.target))
-        if node.op != "call_function" or name not in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
-            continue
-        position = next(i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.op == "get_attr")
-        region: fx.GraphModule = getattr(root, str(node.args[position].target))
-        inline_regions(region.graph, region)
-        stack = {"nn_module_stack": node.meta.get("nn_module_stack")}
-        outer = stack | (noted_region(node.args) if name == "wrap_with_autocast" else {})
-        no_grad = {"no_grad": True} if name == "wrap_with_set_grad_enabled" and node.args[0] is False else {}
-        result = inlined(node, region.graph, node.args[position + 1 :], no_grad, outer)
-        region_node = node.args[position]
-        replace_node(node, result)
-        if not region_node.users:
-            graph.erase_node(region_node)
-
-
 def drop_no_ops(graph: fx.Graph) -> None:
     """Drop assertions, aliases and casts without effect. `view` becomes `reshape`."""
     for node in list(graph.nodes):
@@ -82,9 +63,7 @@ def _is_no_op(node: fx.Node) -> bool:
     if str(node.target).startswith(("aten.to.", "aten._to_copy", "aten.type_as")):
         source, out = _value(arg(node, 0)), _value(node)
         return bool(source.dtype == out.dtype)  # all values of a rank lie on its device
-    if node.target in (aten.expand.default, aten.reshape.default, aten.view.default):
-        return tuple(_value(arg(node, 0)).shape) == tuple(_value(node).shape)
-    if node.target is aten.slice.Tensor:
+    if node.target in (aten.expand.default, aten.reshape.default, aten.view.default, aten.slice.Tensor):
         return tuple(_value(arg(node, 0)).shape) == tuple(_value(node).shape)
     return node.target is aten.dropout.default and bool(node.args[1] == 0 or not node.args[2])
 
@@ -229,7 +208,6 @@ def normalise(
     """Apply all passes in place. Returns the buffers that operators change, whose new values are the last outputs."""
     inline_regions(graph, root)
     write_casts(graph)
-    inline_control_flow(graph, root)
     updates = functionalise(graph, buffers)
     output = graph.output_node()
     output.args = ((*output_nodes(graph), *updates.values()),)
