@@ -26,7 +26,7 @@ def mark_batch_powers(flat: Flat, small: Flat, sizes: Sizes, others: Sizes) -> N
 def mark_without_twin(flat: Flat, batch: int) -> None:
     """Set ``meta["batch_power"]`` without a second capture: None for a whole factor that may be the batch size."""
     for node in flat.graph.nodes:
-        if node.op == "call_function" and operator_name(node) in _FACTORS:
+        if operator_name(node) in _FACTORS:
             whole = [number for number in numbers_of(node.args) if isinstance(number, int) and number]
             node.meta["batch_power"] = None if any(number % batch == 0 for number in whole) else 0
 

@@ -116,7 +116,7 @@ def _port_bounds(
 def _bounds_of_uses(node: fx.Node) -> Iterator[tuple[fx.Node, ValueRange]]:
     """The operands of an operator that must be within bounds, and their bounds."""
     yield from indices(node)
-    if node.op == "call_function" and operator_name(node) in _LOSSES_BY_PROBABILITY:
+    if operator_name(node) in _LOSSES_BY_PROBABILITY:
         yield from bounded(node, 1, 0, 2, "a probability")
 
 
@@ -241,7 +241,7 @@ def _unless_replaced(
     operand: fx.Node, mask: Any, allowed: ValueRange, *, kept_if: bool, may_replace: bool = True
 ) -> ValueRange:
     """The bounds of an operand whose elements are read only at positions where `mask` has the value `kept_if`."""
-    while isinstance(mask, fx.Node) and _operator_name(mask) in ("logical_not", "bitwise_not"):
+    while isinstance(mask, fx.Node) and operator_name(mask) in ("logical_not", "bitwise_not"):
         mask, kept_if = mask.args[0], not kept_if
     if not isinstance(mask, fx.Node) or mask.op != "call_function" or len(mask.args) < 2:
         return allowed
@@ -273,14 +273,10 @@ def _unless_replaced(
 def _shifted(node: fx.Node) -> tuple[fx.Node, int]:
     """The value of which a node is a copy plus an integer, and that integer."""
     node = before_copies(node)
-    operand, number = node.args[:2] if _operator_name(node) in ("add", "sub") and not node.kwargs else (node, 0)
+    operand, number = node.args[:2] if operator_name(node) in ("add", "sub") and not node.kwargs else (node, 0)
     if not isinstance(operand, fx.Node) or not isinstance(number, int):
         return node, 0
-    return before_copies(operand), number if _operator_name(node) == "add" else -number
-
-
-def _operator_name(node: fx.Node) -> str | None:
-    return operator_name(node) if node.op == "call_function" else None
+    return before_copies(operand), number if operator_name(node) == "add" else -number
 
 
 def _mask_of(node: fx.Node) -> fx.Node | None:

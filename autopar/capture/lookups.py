@@ -105,7 +105,7 @@ def _table(program: Program, call: CallSite, node: fx.Node) -> str:
 
 def indices(node: fx.Node, table: str = "a table") -> Iterator[tuple[fx.Node, ValueRange]]:
     """The index operands of an operator that looks up, and the values that they may hold. Empty for other operators."""
-    name = operator_name(node) if node.op == "call_function" else ""
+    name = operator_name(node)
     if name in ("embedding", "embedding_bag"):
         yield from bounded(node, 1, 0, shape(node.args[0])[0], f"rows of {table}")
     elif name == "one_hot" and isinstance(positional(node, 1), int) and positional(node, 1) >= 0:

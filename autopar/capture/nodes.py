@@ -48,14 +48,14 @@ def shape(node: Any) -> tuple[int, ...]:
 def copies(node: fx.Node) -> Iterator[fx.Node]:
     """A node, the node that it is a copy or cast of, and so on."""
     yield node
-    while node.op == "call_function" and operator_name(node) in SAME_ELEMENTS and isinstance(node.args[0], fx.Node):
+    while operator_name(node) in SAME_ELEMENTS and isinstance(node.args[0], fx.Node):
         node = node.args[0]
         yield node
 
 
 def before(node: fx.Node, names: Container[str]) -> fx.Node:
     """The value before operators with these names, each of which takes it as its first operand."""
-    while node.op == "call_function" and operator_name(node) in names and isinstance(node.args[0], fx.Node):
+    while operator_name(node) in names and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
 
@@ -181,7 +181,9 @@ def is_random(node: fx.Node) -> bool:
 
 
 def operator_name(node: fx.Node) -> str:
-    """The name of the function that a node calls. The name of an ATen operator has no overload."""
+    """The name of the function that a node calls, empty if it calls none. An ATen operator's name has no overload."""
+    if node.op != "call_function":
+        return ""
     target = function(node)
     return str(target._opname if hasattr(target, "_opname") else target.__name__)
 

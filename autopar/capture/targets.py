@@ -16,23 +16,12 @@ from torch import fx
 from autopar._torch.operators import aten
 from autopar.capture.analysis import Analysis, analyse, with_dims
 from autopar.capture.micro_batches import loss_over_micro_batches
-from autopar.capture.nodes import output_nodes
+from autopar.capture.nodes import arg, before, operator_name, output_nodes
 from autopar.ir.program import CallSite, Program
 
-_VIEWS = (
-    aten.reshape.default,
-    aten.slice.Tensor,
-    aten.select.int,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.squeeze.default,
-    aten.transpose.int,
-    aten.permute.default,
-    aten.flatten.using_ints,
-    aten.clone.default,
-    aten.detach.default,
-    aten.to.dtype,
+# and copies
+_VIEWS = frozenset(
+    ["reshape", "slice", "select", "unsqueeze", "squeeze", "transpose", "permute", "flatten", "clone", "detach", "to"]
 )
 SUMS = (aten.sum.default, aten.sum.dim_IntList)
 TARGET, IGNORE_INDEX = 1, 4  # positions of arguments of cross_entropy_loss
@@ -115,7 +104,7 @@ def _readers(program: Program, name: str) -> set[fx.Node]:
         for node in block.graph.nodes:
             if node.op == "output" or views.isdisjoint(node.all_input_nodes):
                 continue
-            if node.target not in _VIEWS:
+            if operator_name(node) not in _VIEWS:
                 readers.add(node)
             else:
                 views.add(node)
@@ -128,7 +117,7 @@ def _masked(node: fx.Node) -> list[_Mask]:
     """The target of a summed cross-entropy, or the factors of a summed product."""
     if node.target is aten.cross_entropy_loss.default:
         return _target(node.args[TARGET], node.args[IGNORE_INDEX] if len(node.args) > IGNORE_INDEX else None)
-    product = _behind_views(node.args[0]) if node.target in SUMS else None
+    product = before(arg(node, 0), _VIEWS) if node.target in SUMS else None
     if product is None or product.target is not aten.mul.Tensor:
         return []
     return [_Mask(factor, WEIGHTLESS, product) for factor in product.args if isinstance(factor, fx.Node)]
@@ -146,23 +135,15 @@ def _target(value: object, ignored: object) -> list[_Mask]:
     return [_Mask(value, ignored)] if isinstance(value, fx.Node) and isinstance(ignored, int) else []
 
 
-def _behind_views(node: object) -> fx.Node | None:
-    while isinstance(node, fx.Node) and node.op == "call_function" and node.target in _VIEWS:
-        node = node.args[0]
-    return node if isinstance(node, fx.Node) else None
-
-
 def _input_of(program: Program, call_index: int, mask: _Mask) -> str | None:
     """The input with a batch dimension that a mask is a view of, or None. No floating one is a target."""
     node, ignored = mask.value, mask.ignored
     call: CallSite = program.calls[call_index]
     while True:
-        while node.op == "call_function":
-            padded = node.target is aten.constant_pad_nd.default and node.args[2] == ignored
-            operand = node.args[0]
-            if not isinstance(operand, fx.Node) or not (padded or node.target in _VIEWS):
+        while (node := before(node, _VIEWS)).op == "call_function":
+            if node.target is not aten.constant_pad_nd.default or node.args[2] != ignored:
                 return None
-            node = operand
+            node = arg(node, 0)
         ports = list(program.blocks[call.block].ports)
         name = call.arguments[ports.index(node.name)]
         if not isinstance(name, str):

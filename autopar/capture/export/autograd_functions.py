@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd.function import FunctionCtx
 from torch.utils import checkpoint
 
 from autopar._torch import exports
@@ -29,26 +30,17 @@ _IN_FORWARD = "write it with detach(): a value v with the gradient of g is g + (
 _SCALES = (1.0, 30.0)  # of the random values: a backward pass may clamp large values
 
 
-class _Context:
-    """The ``ctx`` of a forward and a backward pass."""
+class _Context(FunctionCtx):
+    """The ``ctx`` of a forward and a backward pass that autograd does not call."""
 
-    def __init__(self) -> None:
-        self.needs_input_grad = (True,) * 64
-        self.saved_tensors: tuple[Any, ...] = ()
-        self.constants: tuple[Any, ...] = ()  # the results without a gradient
-        self.changed: tuple[Any, ...] = ()
+    needs_input_grad = (True,) * 64
+    to_save: tuple[Any, ...] = ()
+    non_differentiable: tuple[Any, ...] = ()
+    dirty_tensors: tuple[Any, ...] = ()
 
-    def save_for_backward(self, *tensors: Any) -> None:
-        self.saved_tensors = tensors
-
-    def mark_dirty(self, *tensors: Any) -> None:
-        self.changed = tensors
-
-    def mark_non_differentiable(self, *tensors: Any) -> None:
-        self.constants = tensors
-
-    def save_for_forward(self, *_: Any) -> None: ...
-    def set_materialize_grads(self, _: bool) -> None: ...
+    @property
+    def saved_tensors(self) -> tuple[Any, ...]:
+        return self.to_save
 
 
 @contextmanager
@@ -106,9 +98,9 @@ def _with_gradient(function: Any, args: tuple[Any, ...]) -> Any:
         with torch.no_grad():
             outputs = _forward(function, ctx, inputs)
         results, state["spec"] = pytree.tree_flatten(outputs)
-        if ctx.changed:
+        if ctx.dirty_tensors:
             raise _TraceError("belongs to a forward pass that changes its operand in place")
-        flows = [r.is_floating_point() and not any(r is c for c in ctx.constants) for r in results]
+        flows = [r.is_floating_point() and not any(r is c for c in ctx.non_differentiable) for r in results]
         cotangents = [torch.zeros_like(r).requires_grad_(flow) for r, flow in zip(results, flows, strict=True)]
         state["cotangents"] = [exports.traced_node(c) for c in cotangents]
         backward = getattr(function.backward, "__wrapped__", function.backward)  # of `once_differentiable`

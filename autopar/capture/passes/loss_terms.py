@@ -44,7 +44,7 @@ def numbers_as_terms(loss: fx.Node) -> None:
 
 
 def _adds_a_number(node: fx.Node) -> bool:
-    if node.op != "call_function" or operator_name(node) not in _SUMS or node.meta.get("batch_power", 0) != 0:
+    if operator_name(node) not in _SUMS or node.meta.get("batch_power", 0) != 0:
         return False
     is_one = isinstance(value(node), torch.Tensor) and value(node).numel() == 1
     return is_one and isinstance(node.args[0], fx.Node) and isinstance(node.args[1], Real)
@@ -78,7 +78,7 @@ def _linear_in(node: fx.Node, is_free: IsFree) -> Iterator[fx.Node]:
     name, operands = operator_name(node), [a for a in node.args if isinstance(a, fx.Node)]
     if name in _OVER_ALL and operands and value(node).dim() == 0:
         stack = operands[0]
-        if stack.op == "call_function" and operator_name(stack) in ("stack", "cat"):
+        if operator_name(stack) in ("stack", "cat"):
             pieces: Any = stack.args[0]
             if all(value(piece).numel() == 1 for piece in pieces) and len(stack.users) == 1:
                 yield stack

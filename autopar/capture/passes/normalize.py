@@ -215,7 +215,7 @@ def normalise(
         graph_pass(graph)
     own_outputs(graph, num_updates + len(updates))
     for node in graph.nodes:
-        if node.op == "call_function" and operator_name(node) in _WITHOUT_DERIVATIVE:
+        if operator_name(node) in _WITHOUT_DERIVATIVE:
             node.meta["no_grad"] = True
     add_info(graph, root, trainable)
     cut_no_grad(graph)

@@ -98,7 +98,7 @@ class Region:
         return all(self._order_use(index, user) for index, user in _uses(self.order))
 
     def _order_use(self, index: fx.Node, user: fx.Node) -> bool:
-        if user.op == "call_function" and operator_name(user) in _SHAPED:
+        if operator_name(user) in _SHAPED:
             return True
         reads, written = _reads(user, index), _written_by(user, index)
         if _rows_of_a_token(user, index) == self.k or (reads and _numbers_tokens(arg(user, 0), self.k)):
@@ -212,7 +212,7 @@ class Region:
         shape = [self.num_rows // self.k, self.k, *value(rows).shape[1:]]
         by_token = compute(node, aten.reshape.default, compute(node, UNTAKE, rows, order, self.k), shape)
         total = compute(node, aten.sum.dim_IntList, by_token, [1])
-        if not _is_zeros(arg(node, 0)):
+        if not _is_full_of(arg(node, 0), 0):
             total = compute(node, aten.add.Tensor, arg(node, 0), total)
         replace_node(node, total)
 
@@ -368,11 +368,11 @@ def _last_size(keys: fx.Node) -> int:
     return int(shape[-1]) if len(shape) > 1 else 1
 
 
-def _is_zeros(node: fx.Node) -> bool:
-    if node.op != "call_function":
-        return False
+def _is_full_of(node: fx.Node, number: int) -> bool:
+    """Whether all elements of a node are one number, 0 or 1."""
     name = operator_name(node)
-    return name in ("zeros", "zeros_like") or (name in ("full", "full_like") and bool(node.args[1] == 0))
+    is_filled = name in ("full", "full_like") and bool(node.args[1] == number)
+    return is_filled or name in (("zeros", "zeros_like"), ("ones", "ones_like"))[number]
 
 
 def _counted_by_ends(ends: fx.Node) -> fx.Node | None:
@@ -381,21 +381,19 @@ def _counted_by_ends(ends: fx.Node) -> fx.Node | None:
     searched = _counted_by_search(ends)
     if searched is not None:
         return searched
-    if ends.op != "call_function" or operator_name(ends) != "cumsum" or value(ends).dim() != 1:
+    if operator_name(ends) != "cumsum" or value(ends).dim() != 1:
         return None
     counts = before(arg(ends, 0), _CASTS)
-    name = operator_name(counts) if counts.op == "call_function" else ""
-    size = len(value(counts))
-    if name == "sum":
-        return _compared(before(arg(counts, 0), _CASTS), positional(counts, 1), size)
-    if name in ("scatter_add", "index_add", "index_put"):
+    if operator_name(counts) == "sum":
+        return _compared(before(arg(counts, 0), _CASTS), positional(counts, 1), len(value(counts)))
+    if operator_name(counts) in ("scatter_add", "index_add", "index_put"):
         return _added(counts)
     return None
 
 
 def _counted_by_search(node: fx.Node) -> fx.Node | None:
     """x, if a node holds how many elements of x are at most 0, 1, 2, ... for a sorted x."""
-    if node.op != "call_function" or operator_name(node) != "searchsorted":
+    if operator_name(node) != "searchsorted":
         return None
     x, numbers = node.args[:2]
     if not (isinstance(x, fx.Node) and isinstance(numbers, fx.Node)):
@@ -407,7 +405,7 @@ def _counted_by_search(node: fx.Node) -> fx.Node | None:
 def _compared(equal: fx.Node, dims: Any, size: int) -> fx.Node | None:
     """x, if the sum over `dims` of a node counts how often x is 0, 1, 2, ..."""
     rank = value(equal).dim()
-    if equal.op != "call_function" or sorted(d % rank for d in dims or ()) != list(range(rank - 1)):
+    if sorted(d % rank for d in dims or ()) != list(range(rank - 1)):
         return None
     if operator_name(equal) == "one_hot":
         return arg(equal, 0)
@@ -426,7 +424,7 @@ def _marked(marks: fx.Node) -> fx.Node | None:
     """x, if a node holds zeros and a one at each place x of its last dimension. No place may be marked twice."""
     dim, places = marks.args[1], arg(marks, 2)
     is_last = isinstance(dim, int) and dim % value(marks).dim() == value(marks).dim() - 1
-    fits = is_last and marks.args[3] == 1 and not marks.kwargs and _is_zeros(arg(marks, 0))
+    fits = is_last and marks.args[3] == 1 and not marks.kwargs and _is_full_of(arg(marks, 0), 0)
     return places if fits and are_distinct(places) else None
 
 
@@ -435,7 +433,5 @@ def _added(counts: fx.Node) -> fx.Node | None:
     name = operator_name(counts)
     base, ones = arg(counts, 0), counts.args[2 if name == "index_put" else 3]
     index: Any = counts.args[1][0] if name == "index_put" else counts.args[2]  # type: ignore[index]
-    is_one = isinstance(ones, fx.Node) and ones.op == "call_function" and operator_name(ones) in ("ones", "ones_like")
-    is_full = isinstance(ones, fx.Node) and ones.op == "call_function" and operator_name(ones) in ("full", "full_like")
-    fits = is_one or (is_full and ones.args[1] == 1)  # type: ignore[union-attr]
-    return index if fits and _adds(counts) and _is_zeros(base) and isinstance(index, fx.Node) else None
+    fits = _is_full_of(base, 0) and isinstance(ones, fx.Node) and _is_full_of(ones, 1) and _adds(counts)
+    return index if fits and isinstance(index, fx.Node) else None
