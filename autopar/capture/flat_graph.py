@@ -7,8 +7,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from autopar.capture.state import named_state
 from autopar.errors import CaptureError
 from autopar.ir.program import Decision, PartOf
+
+CHANGED = "buffer "  # an output of an export with this prefix is the new value of a buffer
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -54,14 +57,16 @@ def all_outputs(exported: Any, placeholders: Mapping[str, tuple[str, str]]) -> I
     names = iter(output_names(exported))
     for spec in exported.graph_signature.output_specs:
         if spec.kind.name == "BUFFER_MUTATION" and not str(spec.target).startswith("loss_fn."):
-            yield f"buffer {placeholders[_of_buffer(exported, spec.target)][1]}"
+            specs = exported.graph_signature.input_specs
+            holder = next(s.arg.name for s in specs if s.kind.name == "BUFFER" and s.target == spec.target)
+            yield f"{CHANGED}{placeholders[holder][1]}"
         else:
             yield next(names) if spec.kind.name in ("USER_OUTPUT", "LOSS_OUTPUT") else f"other {spec.target}"
 
 
 def placeholders_of(model: nn.Module, exported: Any, inputs: Sequence[str]) -> dict[str, tuple[str, str]]:
     """The kind and the name of each placeholder of an exported program. `inputs` are the names of its inputs."""
-    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    tensors = [(name, tensor) for _, name, tensor in named_state(model)]
     first_name = {id(tensor): name for name, tensor in reversed(tensors)}
     canonical = {name: first_name[id(tensor)] for name, tensor in tensors}
     names = iter(inputs)
@@ -93,8 +98,8 @@ def order_outputs(exported: Any, placeholders: Mapping[str, tuple[str, str]], dr
             continue
         if spec.kind.name in ("USER_OUTPUT", "LOSS_OUTPUT"):
             outputs.append(node)
-        elif spec.kind.name == "BUFFER_MUTATION" and not str(spec.target).startswith("loss_fn."):
-            updates[placeholders[_of_buffer(exported, spec.target)][1]] = node
+        elif name.startswith(CHANGED):
+            updates[name.removeprefix(CHANGED)] = node
         elif spec.kind.name != "USER_INPUT_MUTATION":
             raise CaptureError(
                 f"the model changes {str(spec.target).removeprefix('model.')} in its forward pass; only buffers of the "
@@ -102,9 +107,3 @@ def order_outputs(exported: Any, placeholders: Mapping[str, tuple[str, str]], dr
             )
     graph.output_node().args = ((*outputs, *updates.values()),)
     return tuple(updates)
-
-
-def _of_buffer(exported: Any, target: str) -> str:
-    """The placeholder of a buffer."""
-    specs = exported.graph_signature.input_specs
-    return next(str(spec.arg.name) for spec in specs if spec.kind.name == "BUFFER" and spec.target == target)

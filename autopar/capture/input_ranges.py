@@ -10,7 +10,7 @@ They are not needed in full, because a mask or a slice may hide an element from 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil, floor, inf
 from typing import Any
@@ -256,15 +256,16 @@ def _unless_replaced(
     kept = {"ge": "lt", "lt": "ge", "gt": "le", "le": "gt", "eq": "ne", "ne": "eq", "not_equal": "eq"}
     name = name if kept_if else kept.get(name, "")  # the comparison that an element meets if it is read
     if name in ("ne", "not_equal"):
-        return allowed.also(number) if may_replace else allowed
+        return replace(allowed, extra=allowed.extra | {number}) if may_replace else allowed
     least = {"ge": number, "gt": number + 1}.get(name)
     most = {"lt": number - 1, "le": number}.get(name)
-    if not may_replace:
-        return allowed.between(max(allowed.low, -inf if least is None else least),
-                             min(allowed.high, inf if most is None else most + 1))  # fmt: skip
-    lower = -inf if least is not None and least >= allowed.low else allowed.low
-    upper = inf if most is not None and most < allowed.high else allowed.high
-    return allowed.between(lower, upper)
+    if may_replace:
+        lower = -inf if least is not None and least >= allowed.low else allowed.low
+        upper = inf if most is not None and most < allowed.high else allowed.high
+    else:
+        lower = allowed.low if least is None else max(allowed.low, least)
+        upper = allowed.high if most is None else min(allowed.high, most + 1)
+    return replace(allowed, low=lower, high=upper)
 
 
 # ---- nodes ----

@@ -1,11 +1,17 @@
 """The parameters and buffers of a model: names, aliases, shapes and dtypes."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
 
 from autopar.ir.program import PartOf, StateInfo
+
+
+def named_state(module: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """The kind, name and tensor of every parameter and buffer, under each of its names."""
+    yield from (("parameter", *pair) for pair in module.named_parameters(remove_duplicate=False))
+    yield from (("buffer", *pair) for pair in module.named_buffers(remove_duplicate=False))
 
 
 def parameters_of(model: nn.Module, parts: Mapping[str, PartOf]) -> dict[str, StateInfo]:

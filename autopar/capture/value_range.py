@@ -45,14 +45,6 @@ class ValueRange:
         extra, ignored = (frozenset(value + step for value in values) for values in (self.extra, self.ignored))
         return replace(self, low=self.low + step, high=self.high + step, extra=extra, ignored=ignored)
 
-    def between(self, low: float, high: float) -> "ValueRange":
-        """The same range with other ends. The single values stay."""
-        return replace(self, low=low, high=high)
-
     def before(self, function: Callable[[int], float], low: float, high: float) -> "ValueRange":
         """The range with other ends of the operand of a `function`. A single value stays if its result is allowed."""
         return replace(self, low=low, high=high, extra=frozenset(v for v in self.extra if self.allows(function(v))))
-
-    def also(self, value: int) -> "ValueRange":
-        """The same range with one more single value."""
-        return replace(self, extra=self.extra | {value})

@@ -219,20 +219,18 @@ class DataReads(TorchFunctionMode):
 
     def _constant(self, tensor: Tensor) -> Tensor | None:
         """The value of a constant."""
-        node = exports.traced_node(tensor)
-        known = None if node is None else self._of(node)
+        known = self._of_traced(tensor)
         return known.value if isinstance(known, Known) and not known.inputs and not known.buffers else None
 
     def _is_fixed(self, mask: Tensor) -> bool:
         """Whether a mask has one number of true elements, or the number that the example inputs have is captured."""
-        node = exports.traced_node(mask)
-        known = None if node is None else self._of(node)
+        known = self._of_traced(mask)
         return known is None or (isinstance(known, Known) and (self._reading.specialise or not known.inputs))
 
     def _refused_rows(self, chosen: ChosenRows) -> CaptureError:
         """The error of code that needs the number of rows that data chooses."""
-        node = exports.traced_node(chosen.mask)
-        more, option = (_SPECIALISED, "specialise") if node and isinstance(self._of(node), Known) else ("", "")
+        is_known = isinstance(self._of_traced(chosen.mask), Known)
+        more, option = (_SPECIALISED, "specialise") if is_known else ("", "")
         return self._refusal(line_that_runs(self._model), _NUMBER_OF_ROWS, more, option)
 
     def _size(self, tensor: Tensor) -> int:
@@ -340,8 +338,7 @@ class DataReads(TorchFunctionMode):
 
     def _array(self, tensor: Tensor, read: Callable[[Tensor], Any], name: str) -> Any:
         """The array of a constant."""
-        node = exports.traced_node(tensor)
-        known = None if node is None else self._of(node)
+        known = self._of_traced(tensor)
         if known is None or isinstance(known, Unknown) or known.inputs:
             raise CaptureError(
                 f"the model cannot be captured: {line_that_runs(self._model)}: .{name}() leaves torch, and no gradient "
@@ -372,6 +369,11 @@ class DataReads(TorchFunctionMode):
             return gradient(inspect.signature(torch.autograd.grad).bind(*args, **kwargs).arguments, self._leaves)
         except NotRecorded as error:
             raise refusal(self._model, f"computes a gradient, but {error}") from error
+
+    def _of_traced(self, tensor: Tensor) -> Known | Unknown | None:
+        """The value of a tensor of the traced graph. None for another one."""
+        node = exports.traced_node(tensor)
+        return None if node is None else self._of(node)
 
     def _of(self, node: fx.Node) -> Known | Unknown:
         if self._values is None:

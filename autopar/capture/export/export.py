@@ -49,6 +49,7 @@ from autopar.capture.passes.autocast import Autocast, ambient_autocast, autocast
 from autopar.capture.passes.in_place import change_views_by_copies, needs_decomposition
 from autopar.capture.passes.normalize import detach_regions
 from autopar.capture.request import Inputs, LossFunction, Reading, Request, split_inputs
+from autopar.capture.state import named_state
 from autopar.capture.weightless import device_of_regions, on_device_without_data
 from autopar.errors import CaptureError
 from autopar.ir.program import Decision
@@ -80,7 +81,7 @@ class _Outputs(nn.Module):
         self.model = model
         self.loss_fn = loss_fn
         self._traced = traced
-        self._values = {name: tensor for name, _, tensor in self._own_state()}
+        self._values = {name: tensor for _, name, tensor in named_state(self)}
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         if (traced := self._traced) is None:
@@ -89,7 +90,7 @@ class _Outputs(nn.Module):
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         inputs = zip(traced.names, tensors, traced.values, strict=True)
         given = [(name, "input", tensor, value) for name, tensor, value in inputs]
-        given += [(name.removeprefix("model."), kind, t, self._values[name]) for name, kind, t in self._own_state()]
+        given += [(name.removeprefix("model."), kind, t, self._values[name]) for kind, name, t in named_state(self)]
         changes, read = assigned_in_place(self.model, traced.notes), attributes_read(self.model, traced.reads)
         reading, as_converted = DataReads(self.model, given, traced.reading), converted_alike(self.model)
         kept, around = as_it_was(self.model), autocast_as(traced.autocast)
@@ -105,12 +106,6 @@ class _Outputs(nn.Module):
         traced.notes[:0] = reads.notes
         outputs |= {f"{DECISION}{k}": tensor for k, (_, tensor) in enumerate(reads.decided)}
         return outputs | dict(zip(traced.tests, reads.tests, strict=True))
-
-    def _own_state(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        for name, parameter in self.named_parameters(remove_duplicate=False):
-            yield name, "parameter", parameter
-        for name, buffer in self.named_buffers(remove_duplicate=False):
-            yield name, "buffer", buffer
 
     def outputs(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         if self.loss_fn is None:

@@ -18,11 +18,12 @@ from torch.overrides import TorchFunctionMode
 
 from autopar._torch.private import pytree
 from autopar.capture.export.chosen_rows import answer_if_some
+from autopar.capture.flat_graph import CHANGED
 from autopar.capture.nodes import SAME_ELEMENTS, before, operator_name
+from autopar.capture.state import named_state
 from autopar.capture.weightless import with_tensors
 
 _Run = Callable[[nn.Module, Any], Mapping[str, Tensor]]  # a model and its inputs: outputs by name
-BUFFER = "buffer "
 TEST = "test of rows "  # an output with this prefix is true if the test found a row
 _SAME = SAME_ELEMENTS | {"view", "reshape", "squeeze", "unsqueeze", "flatten", "_unsafe_view"}
 _COMPARED = ("eq", "ne", "lt", "le", "gt", "ge")
@@ -140,8 +141,7 @@ def _traced(model: nn.Module, inputs: Any, names: Sequence[str], graph: Graph, s
     """The outputs of the graph by name."""
     leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
     values: dict[tuple[str, str], Tensor] = {("input", name): x for name, x in zip(names, leaves, strict=True)}
-    values |= {("parameter", name): p for name, p in model.named_parameters(remove_duplicate=False)}
-    values |= {("buffer", name): b for name, b in model.named_buffers(remove_duplicate=False)}
+    values |= {(kind, name): tensor for kind, name, tensor in named_state(model)}
     values |= {("lifted", name): constant for name, constant in graph.constants.items()}
     given = [
         values[graph.placeholders[node.name]].clone() if node.name in graph.placeholders else None
@@ -161,7 +161,7 @@ def _differs(model: nn.Module, inputs: Any, traced: Mapping[str, Tensor], run: _
     if not bool(results["loss"].isfinite()):
         return "the loss is another value" if bool(traced["loss"].isfinite()) else ""
     changed = {name: b.detach() for name, b in model.named_buffers(remove_duplicate=False)}
-    results |= {name: changed[name.removeprefix(BUFFER)] for name in traced if name.startswith(BUFFER)}
+    results |= {name: changed[name.removeprefix(CHANGED)] for name in traced if name.startswith(CHANGED)}
     for name, value in results.items():
         if name in traced and not _alike(traced[name], value):
             return f"{name!r} is another value"
