@@ -102,11 +102,22 @@ def argument(node: fx.Node, name: str) -> Any:
 
 
 def put(place: fx.Node, target: Any, args: Any, result: Any, like: fx.Node | None = None, /, **kwargs: Any) -> fx.Node:
-    """A new call before `place`, with a known value and the metadata (such as the module) of `like`, or of `place`."""
+    """A new call before `place`, with a known value and the metadata (such as the module) of `like` or of `place`."""
     with place.graph.inserting_before(place):
         node = place.graph.call_function(target, args, kwargs)
     node.meta = dict((like or place).meta) | {"val": result}
+    if "info" in node.meta:
+        node.meta |= {"info": traced_info(node, result), "batch_power": 0}
     return node
+
+
+def traced_info(node: fx.Node, tensor: torch.Tensor) -> TensorInfo:
+    """The description of a node's traced value. It is differentiable if an operand is, and a gradient flows."""
+    stops = node.meta.get("no_grad") or operator_name(node) == "detach"
+    flows = (tensor.dtype.is_floating_point or tensor.dtype.is_complex) and not stops
+    infos = [operand.meta["info"] for operand in node.all_input_nodes if "info" in operand.meta] if flows else []
+    shape = tuple(int(size) for size in tensor.shape)
+    return TensorInfo(shape, tensor.dtype, any(info.differentiable for info in infos))
 
 
 def compute(place: fx.Node, target: Any, *args: Any, like: fx.Node | None = None, **kwargs: Any) -> fx.Node:

@@ -35,6 +35,7 @@ from autopar.capture.export.chosen_rows import (
 )
 from autopar.capture.export.chosen_rows import run_with_chosen as on_rows
 from autopar.capture.export.data_sizes import known_sizes
+from autopar.capture.export.index_lists import as_slices
 from autopar.capture.export.inner_gradients import NotRecorded, gradient
 from autopar.capture.export.known_values import RANDOM_NUMBERS, Known, KnownValues, Unknown, leaf, written_by
 from autopar.capture.export.row_tests import answer_of, before_views, counted_mask, tested_mask
@@ -123,6 +124,8 @@ class DataReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.__getitem__:
+            args = args[0], as_slices(*args)
         if any(id(leaf) in self._traced for leaf in pytree.tree_leaves((args, kwargs))):
             args, kwargs = pytree.tree_map_only(Tensor, lambda t: self._traced.get(id(t), t), (args, kwargs))
         chosen = next(chosen_of((args, kwargs)), None)

@@ -27,7 +27,6 @@ from autopar.capture.export.data_reads import DataReads
 from autopar.capture.export.failure import capture_error, not_captured, refuse_unusable
 from autopar.capture.export.flexible_attention import flexible_attention
 from autopar.capture.export.foreign_draws import drawn_so_far, refuse_foreign_draws
-from autopar.capture.export.index_lists import ListsAsSlices
 from autopar.capture.export.own_changes import (
     as_it_was,
     assigned_in_place,
@@ -289,7 +288,7 @@ def run_on_meta(request: Request) -> None:
     """Call a model on meta as an export does. Raises any exception of the model."""
     args, kwargs = split_inputs(request.inputs)
     in_mode = _in_mode(request.model, request.training)
-    with in_mode, warnings.catch_warnings(), ListsAsSlices(), as_exported(), _no_collection():
+    with in_mode, warnings.catch_warnings(), as_exported(), _no_collection():
         warnings.simplefilter("ignore")
         _Outputs(request.model, request.loss_fn)(*args, **kwargs)
 
@@ -310,7 +309,7 @@ def _export(request: Request, model: nn.Module, inputs: Inputs, lines: bool, tes
         speed = contextlib.nullcontext() if lines else quick_export()
         replaced = unchecked_distributions(), flex_attention_by(flexible_attention)
         gradients = own_gradients(model, training=request.training)
-        for context in (ListsAsSlices(), speed, _no_collection(), ctc_loss_traced(), *replaced, gradients):
+        for context in (speed, _no_collection(), ctc_loss_traced(), *replaced, gradients):
             stack.enter_context(context)
         warnings.simplefilter("ignore")
 

@@ -6,20 +6,10 @@ PyTorch turns the list into a tensor on the device of the indexed tensor. On met
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
-
-
-class ListsAsSlices(TorchFunctionMode):
-    """Replaces the list in ``x[..., [1, 2], :]`` by ``1:3`` if all other indices are slices, None or an ellipsis."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.__getitem__ and not kwargs:
-            args = (args[0], as_slices(args[0], args[1]))
-        return func(*args, **(kwargs or {}))
 
 
 def as_slices(x: torch.Tensor, index: Any) -> Any:
-    """The index with its list as a slice, or the unchanged index if the list is no slice."""
+    """The index with its list as a slice if all others are slices, None or an ellipsis; or the unchanged index."""
     items = index if isinstance(index, tuple) else (index,)
     places = [k for k, item in enumerate(items) if isinstance(item, list)]
     plain = all(item is None or item is Ellipsis or isinstance(item, (slice, list)) for item in items)

@@ -21,7 +21,7 @@ from autopar.capture.analysis import analyse, info_of
 from autopar.capture.micro_batches import BATCH, FREE, MEAN, SUM, Mixing, Status, constant_statuses, status_of
 from autopar.capture.nodes import argument, closure, compute, computed_from, replace_node, value
 from autopar.ir.program import Block, CallSite, Constants, InputInfo, Program
-from autopar.rules.rule import Call, TensorInfo
+from autopar.rules.rule import Call
 
 _DEVIATIONS = (aten.std.correction, aten.std.dim, aten.std.default)
 _VARIANCES = (aten.var.correction, aten.var.dim, aten.var.default, *_DEVIATIONS)
@@ -42,7 +42,7 @@ class BatchSums:
         if dtype not in self.counts:
             kind = {"dtype": dtype, "device": torch.device("cpu")}  # generated code has the device of its rank
             first = next(n for n in self.graph.nodes if n.op == "call_function")
-            self.counts[dtype] = new_node(first, aten.full.default, [], 1, like=like, **kind)
+            self.counts[dtype] = compute(first, aten.full.default, [], 1, like=like, **kind)
             self.levels[:] = self.levels or [[]]
             self.levels[0].append(self.counts[dtype])
         return self.counts[dtype]
@@ -140,12 +140,12 @@ def _end(sums: BatchSums, node: fx.Node, users: Sequence[fx.Node], status: Statu
     """Make users take the total of a node. The total of means is divided by the number of micro-batches."""
     total = node
     if set(users) != set(node.users):  # others take the sum of their own micro-batch
-        total = new_node(node.next, aten.clone.default, node, like=node)
+        total = compute(node.next, aten.clone.default, node, like=node)
     sums.levels[level].append(total)
     value_of_all = total
     if status == MEAN:
         count = sums.num_micro_batches(total)
-        value_of_all = new_node(total.next, aten.div.Tensor, total, count, like=total)
+        value_of_all = compute(total.next, aten.div.Tensor, total, count, like=total)
     if value_of_all is not node:
         for user in users:
             user.replace_input_with(node, value_of_all)
@@ -157,19 +157,10 @@ def _open_variance(node: fx.Node) -> None:
     x, dim, keeps = argument(node, "self"), argument(node, "dim"), bool(argument(node, "keepdim"))
     correction = argument(node, "unbiased" if "correction" not in str(node.target) else "correction")
     dims = list(dim) if dim else list(range(value(x).dim()))
-    emit = partial(new_node, node)
+    emit = partial(compute, node)
     square = emit(aten.square.default, emit(aten.sub.Tensor, x, emit(aten.mean.dim, x, dims, True)))
     total = emit(aten.sum.dim_IntList, square, dims, keeps)
     count = emit(aten.sum.dim_IntList, emit(aten.ones_like.default, x), dims, keeps)
     rest = emit(aten.sub.Tensor, count, 1 if correction is None else int(correction))
     result = emit(aten.div.Tensor, total, emit(aten.clamp_min.default, rest, 0))
     replace_node(node, emit(aten.sqrt.default, result) if node.target in _DEVIATIONS else result)
-
-
-def new_node(place: fx.Node, target: Any, *args: Any, like: fx.Node | None = None, **kwargs: Any) -> fx.Node:
-    """As `compute`, with the description of the value."""
-    node = compute(place, target, *args, like=like, **kwargs)
-    flows = any(n.meta["info"].differentiable for n in node.all_input_nodes)
-    node.meta["info"] = TensorInfo(tuple(value(node).shape), value(node).dtype, flows)
-    node.meta["batch_power"] = 0
-    return node

@@ -16,8 +16,8 @@ import torch
 from torch import fx
 
 from autopar._torch.operators import aten
-from autopar.capture.nodes import argument, operator_name, value
-from autopar.capture.passes.batch_sums import BatchSums, new_node
+from autopar.capture.nodes import argument, compute, operator_name, value
+from autopar.capture.passes.batch_sums import BatchSums
 from autopar.rules.operators import OVER_MICRO_BATCHES
 
 _UNARY = frozenset(["neg", "to", "_to_copy", "clone", "squeeze", "unsqueeze", "reshape"])
@@ -35,7 +35,7 @@ def numbers_as_terms(loss: fx.Node) -> None:
         node = stack.pop()
         if _adds_a_number(node):
             like = value(node)
-            number = new_node(node, aten.full.default, [], node.args[1], dtype=like.dtype, device=like.device)
+            number = compute(node, aten.full.default, [], node.args[1], dtype=like.dtype, device=like.device)
             node.target = _SUMS[operator_name(node)]
             node.args = (node.args[0], number, *node.args[2:])
         terms = [operand for operand in _linear_in(node, lambda _: True) if operand not in seen]
@@ -58,7 +58,7 @@ def average_terms(loss: fx.Node, sums: BatchSums) -> None:
         for user, term in places:
             if powers[term] != 0:
                 count = sums.num_micro_batches(term)
-                user.replace_input_with(term, new_node(user, OVER_MICRO_BATCHES, term, count))
+                user.replace_input_with(term, compute(user, OVER_MICRO_BATCHES, term, count))
 
 
 def _terms(node: fx.Node, is_free: IsFree) -> Iterator[_Place]:

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from autopar._torch.operators import aten
-from autopar.capture.nodes import arg, compute, operator_name, output_nodes, put, replace_node, rewrite
+from autopar.capture.nodes import arg, compute, operator_name, output_nodes, put, replace_node, rewrite, traced_info
 from autopar.capture.nodes import value as _value
 from autopar.capture.passes.aliases import one_name
 from autopar.capture.passes.autocast import write_casts
@@ -252,9 +252,7 @@ def cut_no_grad(graph: fx.Graph) -> None:
         for operand in node.all_input_nodes:
             info: TensorInfo | None = operand.meta.get("info")
             if info is not None and info.differentiable:
-                with graph.inserting_before(node):
-                    cut = graph.call_function(aten.detach.default, (operand,))
-                cut.meta = dict(operand.meta) | {"info": replace(info, differentiable=False)}
+                cut = compute(node, aten.detach.default, operand, like=operand)
                 cut.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
                 node.replace_input_with(operand, cut)
 
@@ -272,10 +270,5 @@ def add_info(graph: fx.Graph, root: fx.GraphModule, trainable: frozenset[str]) -
                     f"operator {node.target} returns a {kind}, not one tensor; use an operator that returns a tensor"
                 )
             continue
-        floating = value.dtype.is_floating_point or value.dtype.is_complex
-        if node.op == "placeholder":
-            flows = node.name in trainable
-        else:
-            flows = any("info" in n.meta and n.meta["info"].differentiable for n in node.all_input_nodes)
-            flows = flows and floating and not node.meta.get("no_grad") and node.target is not aten.detach.default
-        node.meta["info"] = TensorInfo(tuple(int(s) for s in value.shape), value.dtype, flows)
+        info = traced_info(node, value)
+        node.meta["info"] = replace(info, differentiable=True) if node.name in trainable else info
