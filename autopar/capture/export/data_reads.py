@@ -134,7 +134,8 @@ class DataReads(TorchFunctionMode):
             trace = self._trace(chosen)
             return self._known(last, on_rows(func, args, kwargs, trace), trace.refuse)
         if func in (torch.masked_select, Tensor.masked_select):
-            x, mask = torch.broadcast_tensors(*args, *kwargs.values())
+            sizes = torch.broadcast_shapes(*(t.shape for t in (*args, *kwargs.values())))
+            x, mask = (t.expand(sizes) for t in (*args, *kwargs.values()))
             func, args, kwargs = (Tensor.__getitem__, (x, mask), {}) if is_mask(mask) else (func, args, kwargs)
         if (rows := choose(func, args, kwargs, self._is_fixed)) is not NotImplemented:
             line, refuse = line_that_runs(self._model), partial(self._refused_rows, next(chosen_of(rows)))

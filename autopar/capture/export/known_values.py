@@ -67,22 +67,15 @@ class KnownValues:
     def __init__(self, leaves: Mapping[fx.Node, Known | Unknown]) -> None:
         self._found: dict[fx.Node, Known | Unknown] = dict(leaves)
         self._graph = next(iter(leaves)).graph
-        self._last: fx.Node | None = None
 
     def of(self, node: fx.Node) -> Known | Unknown:
         """The value of a node at this point of the trace."""
         if node.graph is not self._graph:
             return Unknown("a value inside of a control-flow operator")
-        for each in self._new_nodes():
+        for each in self._graph.nodes:
             if each not in self._found:
                 self._found[each] = self._value(each)
         return self._found[node]
-
-    def _new_nodes(self) -> Iterator[fx.Node]:
-        nodes = iter(self._graph.nodes) if self._last is None else _after(self._last)
-        for node in nodes:
-            self._last = node
-            yield node
 
     def _value(self, node: fx.Node) -> Known | Unknown:
         if node.op == "get_attr":
@@ -210,12 +203,6 @@ def _on_cpu(value: torch.Tensor) -> torch.Tensor:
     """A copy that operators may write to."""
     with exports.without_tracing():
         return value.detach().to("cpu", copy=True)
-
-
-def _after(node: fx.Node) -> Iterator[fx.Node]:
-    while node.next.op != "root":
-        node = node.next
-        yield node
 
 
 def written_by(node: fx.Node) -> Iterator[fx.Node]:
