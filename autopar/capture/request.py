@@ -94,8 +94,7 @@ class Request:
 
     def with_shapes(self, sizes: Mapping[str, tuple[int, ...]]) -> "Request":
         """The request with every tensor input in the shape given for its name."""
-        names = iter(self.named_inputs)  # in the order of the tensors
-        return replace(self, inputs=resize_inputs(self.inputs, lambda _: sizes[next(names)]))
+        return self.with_values({name: resized(tensor, sizes[name]) for name, tensor in self.named_inputs.items()})
 
     def with_values(self, values: Mapping[str, torch.Tensor]) -> "Request":
         """The request with every tensor input replaced by the value of its name."""
@@ -120,8 +119,8 @@ class Request:
     def at(self, sizes: tuple[int, int | None], batch: int, sequence: int | None) -> "Request":
         """The request with inputs of `sizes` resized."""
         given = self.inputs if self.reading.given is None else self.reading.given
-        inputs = resize_inputs(self.inputs, lambda t: shape_at(t, sizes, batch, sequence))
-        return replace(self, inputs=inputs, reading=replace(self.reading, given=given))
+        shapes = {name: shape_at(t, sizes, batch, sequence) for name, t in self.named_inputs.items()}
+        return replace(self.with_shapes(shapes), reading=replace(self.reading, given=given))
 
     def deciding_as(self, captured: Flat | Program, *, may_fail: bool = True, own_sizes: bool = False) -> "Request":
         """The request of a capture that takes the decisions of another capture again, with `own_sizes` of tensors."""
@@ -212,12 +211,6 @@ def split_inputs(example_inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any
     if isinstance(example_inputs, Mapping):
         return (), dict(example_inputs)
     return tuple(example_inputs), {}
-
-
-def resize_inputs(example_inputs: Inputs, resize: Callable[[torch.Tensor], tuple[int, ...]]) -> Inputs:
-    """The example inputs with every tensor in the shape `resize(tensor)`: its elements are cut, or repeat."""
-    inputs: Inputs = pytree.tree_map_only(torch.Tensor, lambda leaf: resized(leaf, resize(leaf)), example_inputs)
-    return inputs
 
 
 def resized(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
