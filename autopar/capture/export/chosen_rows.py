@@ -186,10 +186,13 @@ def choose(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_fixed
     name = getattr(func, "__name__", "")
     if func is Tensor.__getitem__:
         mask, *rest = args[1] if isinstance(args[1], tuple) else (args[1],)
-        if not is_mask(mask) or any(isinstance(leaf, Tensor) for leaf in rest) or is_fixed(mask):
+        if not _is_mask(mask) or any(isinstance(leaf, Tensor) for leaf in rest) or is_fixed(mask):
             return NotImplemented
         rows = args[0].flatten(0, mask.dim() - 1)
         return ChosenRows(mask).rows(rows[(slice(None), *rest)] if rest else rows)
+    if name == "masked_select" and _is_mask((given := (*args, *kwargs.values()))[1]) and not is_fixed(given[1]):
+        x, mask = torch.broadcast_tensors(*given)
+        return ChosenRows(mask).rows(x.flatten())
     finds = name in ("nonzero", "argwhere") or (func is torch.where and len(args) == 1 and not kwargs)
     if not finds or not args[0].dim() or exports.traced_node(args[0]) is None or is_fixed(mask := args[0] != 0):
         return NotImplemented
@@ -244,7 +247,7 @@ def _selected(name: str, args: Any, _: Any, chosen: ChosenRows, trace: Trace) ->
     x, items = args[0], args[1] if isinstance(args[1], tuple) else (args[1],)
     if hasattr(x, "chosen"):
         mask = items[0]
-        if len(items) > 1 or not is_mask(mask) or (mask.dim() > 1 and not hasattr(mask, "chosen")):
+        if len(items) > 1 or not _is_mask(mask) or (mask.dim() > 1 and not hasattr(mask, "chosen")):
             return NotImplemented
         here = chosen.flat.reshape(-1, *[1] * (mask.dim() - 1))
         return ChosenRows(here & mask).rows(x.flatten(0, mask.dim() - 1))
@@ -267,7 +270,7 @@ def _written(func: Any, name: str, args: Any, kwargs: Any, chosen: ChosenRows, t
     x, shape = args[0], chosen.mask.shape
     if hasattr(x, "chosen"):
         return NotImplemented
-    if name in ("__setitem__", "masked_scatter", "masked_scatter_") and is_mask(args[1]):
+    if name in ("__setitem__", "masked_scatter", "masked_scatter_") and _is_mask(args[1]):
         mask, rows = args[1], args[2]
         if hasattr(mask, "chosen") or not hasattr(rows, "chosen") or not chosen.is_same(ChosenRows(mask)):
             return NotImplemented
@@ -408,7 +411,6 @@ def same_value(first: Any, second: Any) -> bool:
     return len(first.args) == len(second.args) and all(map(same_value, first.args, second.args))
 
 
-def is_mask(value: Any) -> bool:
-    """Whether a value is a mask of the traced graph."""
-    is_bool = isinstance(value, Tensor) and value.dtype is torch.bool and value.dim() > 0
-    return is_bool and exports.traced_node(value) is not None
+def _is_mask(value: Any) -> bool:
+    is_mask = isinstance(value, Tensor) and value.dtype is torch.bool and value.dim() > 0
+    return is_mask and exports.traced_node(value) is not None

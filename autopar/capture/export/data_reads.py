@@ -30,7 +30,6 @@ from autopar.capture.export.chosen_rows import (
     Trace,
     choose,
     chosen_of,
-    is_mask,
     same_value,
 )
 from autopar.capture.export.chosen_rows import run_with_chosen as on_rows
@@ -133,10 +132,6 @@ class DataReads(TorchFunctionMode):
             last = exports.last_node(chosen.flat)
             trace = self._trace(chosen)
             return self._known(last, on_rows(func, args, kwargs, trace), trace.refuse)
-        if func in (torch.masked_select, Tensor.masked_select):
-            sizes = torch.broadcast_shapes(*(t.shape for t in (*args, *kwargs.values())))
-            x, mask = (t.expand(sizes) for t in (*args, *kwargs.values()))
-            func, args, kwargs = (Tensor.__getitem__, (x, mask), {}) if is_mask(mask) else (func, args, kwargs)
         if (rows := choose(func, args, kwargs, self._is_fixed)) is not NotImplemented:
             line, refuse = line_that_runs(self._model), partial(self._refused_rows, next(chosen_of(rows)))
             self.notes[f"{line}: `{line.code}` keeps all rows, and what it does not choose is computed too"] = None

@@ -20,6 +20,7 @@ _Number = Callable[[Tensor], int]  # the value of a traced integer
 _MASKS = (torch.bool, torch.uint8)
 _INTEGERS = (torch.int64, torch.int32, torch.int16)
 _FIND = (torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere)
+_SELECT = (torch.masked_select, Tensor.masked_select)
 _REPEAT = (torch.repeat_interleave, Tensor.repeat_interleave)
 _PLACES_AS_NUMBERS: Mapping[str, set[int | str]] = {"narrow": {2}}  # places of tensors whose value an operator reads
 
@@ -31,6 +32,11 @@ def known_sizes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], num
     if func in (Tensor.__getitem__, Tensor.__setitem__):
         index = _index(args[1], number) if func is Tensor.__getitem__ or _is_packed(*args) else args[1]
         return index is not args[1], func(args[0], index, *args[2:]) if index is not args[1] else None
+    if func in _SELECT:
+        x, mask = args[0], kwargs["mask"] if "mask" in kwargs else args[1]
+        sizes = torch.broadcast_shapes(x.shape, mask.shape)
+        is_known = _is_mask(mask) and len(sizes) > 0
+        return is_known, x.expand(sizes)[_positions(mask.expand(sizes), number)] if is_known else None
     finds = func in _FIND or (func is torch.where and len(args) == 1 and not kwargs)
     if finds and exports.traced_node(args[0]) is not None and args[0].dim():
         positions = _positions(args[0], number)

@@ -59,7 +59,7 @@ def labelled(model: Layers, y: Tensor, n: Tensor) -> Tensor:
 def roots(model: Layers, y: Tensor, n: Tensor) -> Tensor:
     positive = y > 0.1
     some = y[positive]
-    return some.log().sum() + some[some > 0.5].sqrt().sum() + torch.masked_select(y, n[..., None] > 0).sum()
+    return some.log().sum() + some[some > 0.5].sqrt().sum() + torch.masked_select(y, mask=n[..., None] > 0).sum()
 
 
 def points(model: Layers, y: Tensor, n: Tensor) -> Tensor:
