@@ -164,14 +164,10 @@ def _imported(path: Path) -> set[str]:
 
 def last_caught_by(fault: Fault, root: Path = ROOT) -> list[str]:
     """The test that docs/mutants.md names for a fault, if there is such a test."""
-    rows = re.findall(r"^\| (.*) \| (.*) \| caught \| `((.*)::(\w+))` \|$", PAGE.read_text(encoding="utf-8"), re.M)
-    return [
-        test
-        for area, what, test, file, name in rows
-        if (area, what) == (fault.area, fault.what)
-        and (root / file).is_file()
-        and re.search(rf"\bdef {name}\(", (root / file).read_text(encoding="utf-8"))
-    ]
+    row = re.escape(f"| {fault.area} | {fault.what} | caught | `")
+    found = re.search(rf"^{row}((.*)::(\w+))`", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    path = root / (found[2] if found else "")
+    return [found[1]] if found and path.is_file() and f"def {found[3]}(" in path.read_text(encoding="utf-8") else []
 
 
 # ---- running them ----
