@@ -21,6 +21,7 @@ from torch import nn
 import autopar
 from autopar.commands import tune_candidates
 from autopar.commands.trial import Trainer, TrialJob
+from autopar.commands.trial_world import World
 from autopar.cost_model.machine.fitted_constants import usable_bytes
 from autopar.errors import InputError, PlanError
 from autopar.ir.degrees import Degrees
@@ -262,6 +263,12 @@ def test_a_failed_trial_is_an_answer(
 def test_a_hanging_trial_ends_within_its_deadline(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     planted(monkeypatch, "hang", at)
     monkeypatch.setattr("autopar.search.measured.tuning.worth_measuring", lambda found, left: bool(left))
+    usual = World.__init__
+
+    def begin(world: World, job: TrialJob, num_ranks: int, *, within_s: float) -> None:
+        usual(world, job, num_ranks, within_s=TRIAL_S / 3 if job.origin == "planted_hang" else within_s)
+
+    monkeypatch.setattr(World, "__init__", begin)
     found = tuned(trial_s=TRIAL_S)
     (hung,) = [one for one in found.tried if one.outcome.state == "failed"]
     assert hung.outcome.reason == "timeout" and "did not answer" in hung.outcome.message
