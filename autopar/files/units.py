@@ -26,10 +26,10 @@ _WRITTEN: Mapping[str, tuple[str, float]] = {
     "reserve_bytes": ("reserve_gb", GB),
 }
 _READ = {key: (name, unit) for name, (key, unit) in _WRITTEN.items()}
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
-def value_of(kind: type[T], entry: Any, **others: Any) -> T:
+def from_entry(kind: type[_T], entry: Any, **others: Any) -> _T:
     """The value of a checked entry, whose fields have the keys of the file; `others` are fields with other values."""
     hints, problems = hints_of(kind), list[Problem]()  # type: ignore[arg-type]  # a class is hashable
     given = ((name, inner) for name, inner in in_si(entry).items() if name in hints and name not in others)

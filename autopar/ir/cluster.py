@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from autopar.errors import ClusterError, Problem
 from autopar.files.strict_yaml import read_yaml, write_yaml
-from autopar.files.units import in_file, value_of
+from autopar.files.units import from_entry, in_file
 from autopar.ir.device import Device, DeviceType, HostGroup, Link, Peaks, device_of_preset
 
 __all__ = ["ClusterSpec", "ClusterWarning", "Device", "HostGroup", "Link", "Peaks", "Tier"]
@@ -116,12 +116,12 @@ class ClusterSpec:
             num_hosts=num_hosts,
             devices_per_host=per_host,
             device=device_of_preset(preset),
-            in_host=value_of(Link, preset.in_host),
+            in_host=from_entry(Link, preset.in_host),
         )
         several = num_hosts > 1
         skipped = () if several else ("inter_host", "devices_per_host")
         assumptions = tuple(a for a in preset.assumptions() if not any(f": {key}" in a for key in skipped))
-        inter_host = value_of(Link, preset.inter_host) if several else None
+        inter_host = from_entry(Link, preset.inter_host) if several else None
         return cls(name=text.strip().lower(), groups=(group,), inter_host=inter_host, assumptions=assumptions)
 
     @classmethod

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import ClusterError, Problem
-from autopar.files.units import GB, US, si, value_of
+from autopar.files.units import GB, US, from_entry, si
 from autopar.ir.device import Device, HostGroup, Link, Peaks, device_of_preset
 from autopar.ir.device_presets import device_preset, device_preset_for_torch_name, known_range
 
@@ -82,7 +82,7 @@ def _gpu(torch_name: str, memory_bytes: int) -> tuple[Device, Link, Link, list[s
         )
         told = ("_host", "total_memory_gb")  # links are told of below, memory is the driver's
         assumed = [a for a in preset.assumptions() if not any(path in a.partition("=")[0] for path in told)]
-        return device, value_of(Link, preset.in_host), value_of(Link, preset.inter_host), assumed
+        return device, from_entry(Link, preset.in_host), from_entry(Link, preset.inter_host), assumed
     peaks = {dtype: _slowest(f"peak_tflops.{dtype}") for dtype in _UNKNOWN_DTYPES}
     device = Device(
         name=torch_name,
@@ -117,7 +117,7 @@ def _cpu(num_local: int) -> tuple[Device, Link, Link, list[str]]:
     if memory_bytes is not None:
         source = f"preset cpu; memory is this host's, divided by {num_local} ranks"
         device = replace(device, memory_bytes=max(1, memory_bytes // num_local), source=source)
-    return device, value_of(Link, preset.in_host), value_of(Link, preset.inter_host), assumed
+    return device, from_entry(Link, preset.in_host), from_entry(Link, preset.inter_host), assumed
 
 
 def _host_memory_bytes() -> int | None:

@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from autopar.errors import Problem, did_you_mean
 from autopar.files.strict_model import StrictModel, checked_model
-from autopar.files.units import GB, US, in_unit, value_of
+from autopar.files.units import GB, US, from_entry, in_unit
 from autopar.ir.device import Device, HostGroup, Link, device_of_preset
 from autopar.ir.device_presets import (
     DevicePreset,
@@ -188,16 +188,16 @@ def resolve(entry: ClusterEntry, name: str, folder: Path) -> dict[str, Any]:
         device = group.device
         in_host = _link(group.in_host)
         if in_host is None and isinstance(device, DevicePreset):
-            in_host = value_of(Link, device.in_host)
+            in_host = from_entry(Link, device.in_host)
             if group.devices_per_host > 1:
                 assumptions.append(_assumed_link(f"groups[{index}].in_host", device.name, in_host))
-        resolved = device_of_preset(device) if isinstance(device, DevicePreset) else value_of(Device, device)
-        groups.append(value_of(HostGroup, group, device=resolved, in_host=in_host))
+        resolved = device_of_preset(device) if isinstance(device, DevicePreset) else from_entry(Device, device)
+        groups.append(from_entry(HostGroup, group, device=resolved, in_host=in_host))
     inter_host = _link(entry.inter_host)
     presets = [group.device for group in entry.groups if isinstance(group.device, DevicePreset)]
     if inter_host is None and sum(group.num_hosts for group in groups) > 1:
         slowest = min(presets, key=lambda preset: preset.inter_host.bandwidth_gb_per_s.value)
-        inter_host = value_of(Link, slowest.inter_host)
+        inter_host = from_entry(Link, slowest.inter_host)
         assumptions.append(_assumed_link("inter_host", slowest.name, inter_host))
     for preset in presets:
         # links are covered above, given or listed; devices_per_host is always given
@@ -215,7 +215,7 @@ def resolve(entry: ClusterEntry, name: str, folder: Path) -> dict[str, Any]:
 
 
 def _link(entry: LinkEntry | None) -> Link | None:
-    return None if entry is None else value_of(Link, entry)
+    return None if entry is None else from_entry(Link, entry)
 
 
 def _assumed_link(path: str, preset: str, link: Link) -> str:

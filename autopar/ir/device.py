@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from autopar.errors import ClusterError, Problem, did_you_mean
-from autopar.files.units import GB, si, value_of
+from autopar.files.units import GB, from_entry, si
 
 if TYPE_CHECKING:
     from autopar.ir.device_presets import DevicePreset
@@ -128,7 +128,7 @@ def device_of_preset(preset: DevicePreset) -> Device:
     """The preset's device, with the memory that torch reports."""
     total = preset.total_memory_gb
     source = f"preset {preset.name}: {total.source}"
-    return value_of(Device, preset, memory_bytes=int(si(total.value, GB)), source=source)
+    return from_entry(Device, preset, memory_bytes=int(si(total.value, GB)), source=source)
 
 
 def _require_positive(what: str, figures: Mapping[str, float]) -> None:

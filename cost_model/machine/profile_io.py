@@ -18,7 +18,7 @@ from autopar.cost_model.machine.profile import CallCost, DeviceProfile, LinkProf
 from autopar.errors import ClusterError, Problem
 from autopar.files.strict_model import SourcedNumber, StrictModel, checked_model, figures_of
 from autopar.files.strict_yaml import read_yaml, write_yaml
-from autopar.files.units import in_file, value_of
+from autopar.files.units import from_entry, in_file
 from autopar.ir.cluster_file import DeviceEntry, LinkEntry
 from autopar.ir.device import DeviceType
 from autopar.ir.device_presets import DTYPES, ByDtype
@@ -137,9 +137,9 @@ def _profile(entry: ProfileEntry | None, problems: list[Problem], what: str) -> 
     problems += [] if entry is None else _check(entry)
     if problems or entry is None:
         raise ClusterError(f"{what} cannot be used", problems)
-    links = {at: value_of(LinkProfile, tier, usual=value_of(CallCost, tier)) for at, tier in entry.links if tier}
+    links = {at: from_entry(LinkProfile, tier, usual=from_entry(CallCost, tier)) for at, tier in entry.links if tier}
     sources = {path: figure.source for path, figure in figures_of(entry)}
-    return value_of(DeviceProfile, entry, links=links, sources=sources)
+    return from_entry(DeviceProfile, entry, links=links, sources=sources)
 
 
 def _check(entry: ProfileEntry) -> list[Problem]:

@@ -1,14 +1,12 @@
 """The machine and engine of a published row: device preset and profile, links, engine."""
 
-from dataclasses import replace
-
 from autopar.cost_model.machine.engine import NEUTRAL, Engine, engine_named
 from autopar.cost_model.machine.fitted_constants import Mechanisms
 from autopar.cost_model.machine.machine import Machine, links_of, speeds_of
 from autopar.cost_model.machine.presets import device_profile
 from autopar.cost_model.machine.profile import DeviceProfile
 from autopar.cost_model.published.row import ENGINE_COLUMNS, Row
-from autopar.files.units import value_of
+from autopar.files.units import from_entry
 from autopar.ir.device import Link, device_of_preset
 from autopar.ir.device_presets import DevicePreset, device_preset
 
@@ -50,8 +48,8 @@ def row_machine(row: Row, engine: Engine, mechanisms: Mechanisms, *, profile: De
         speeds=speeds,
         links=links_of(
             given,
-            in_host=value_of(Link, preset.in_host),
-            inter_host=replace(value_of(Link, preset.inter_host), bytes_per_s=between),
+            in_host=from_entry(Link, preset.in_host),
+            inter_host=from_entry(Link, preset.inter_host, bytes_per_s=between),
             devices_per_host=devices_per_host_of(row, preset),
         ),
         memory_bytes=memory_bytes_of(preset, row.gpu_mem_gb),

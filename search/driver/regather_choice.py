@@ -1,9 +1,9 @@
 """The choice of `Plan.regather`: values gathered for products are gathered again for the backward pass, or kept for it.
 
-Candidates are searched as if they gathered again. With kept values, the same labels send less and hold more. A gather
-that is made again took as long in the forward pass, so a step saves less than half of its time. Only candidates that
-can gain so much are screened with kept values, and priced from the smallest bound on, until no bound is below the best.
-Then no candidate is better under either setting.
+Candidates are searched as if they gathered again. With kept values, the same labels send less and hold more. A backward
+pass that gathers a value again also sums its gradient, which takes as long. So a step saves at most half of its time.
+Candidates that can gain so much are screened with kept values. They are priced from the smallest bound on. At the end
+no bound is below the best, so no candidate is better under either setting.
 """
 
 from collections.abc import Callable
