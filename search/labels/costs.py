@@ -12,7 +12,6 @@ Tiny terms break ties: fewer collectives first, then the order of variants and n
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from math import inf, prod
 
 import numpy as np
@@ -22,6 +21,7 @@ from autopar.cost_model.work.block_work import PASSES
 from autopar.cost_model.work.operator_cost import is_view, local_flops, parameter_state_bytes, saved_operands
 from autopar.ir.sharding import I, Kind, Type, chunk, moves_along, owned_by
 from autopar.lowering.conversions import Wire, wire
+from autopar.memo import Memo
 from autopar.rules.rule import Call, TensorInfo
 from autopar.rules.variants import WIDTH_OF_SUMS, Bound, Exchange, Variant, exchanges
 from autopar.search.labels.choices import BoundaryClass, Choice, NodeKey, share_of
@@ -58,7 +58,7 @@ class DimProblem:
         self.classes: dict[str, int] = {}
         self.costs: list[FloatArray] = []
         self.values: list[NetworkValue] = []
-        self.converted = cache(self._converted)  # values are of few sizes
+        self.converted = Memo()  # costs: values are of few sizes
         self.undoes = [self._undoes(i) for i in range(len(program.blocks))]
         self._classes()
         for index in range(len(program.blocks)):
@@ -231,7 +231,8 @@ class DimProblem:
                 kinds = start.kind, target.kind
                 if kinds not in costs and start != target:
                     size = whole / neighbours.get(kinds, 1)
-                    cost = self.converted(*kinds, info.differentiable, role, size, self.undoes[index])
+                    arguments = self, *kinds, info.differentiable, role, size, self.undoes[index]
+                    cost = self.converted(DimProblem._converted, *arguments)
                     cost -= SENT_TOGETHER * PER_COLLECTIVE * (kinds in neighbours)
                     cost += self._saved(whole, start) * (kinds == gather)
                     costs[kinds] = calls * cost
