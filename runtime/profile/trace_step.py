@@ -24,7 +24,7 @@ from autopar._torch import private
 from autopar.ir.degrees import Degrees
 from autopar.runtime.distributed.broadcast import broadcast_object, gather_objects, run_on_first_rank
 from autopar.runtime.distributed.collective_log import log_collectives
-from autopar.runtime.distributed.mesh import RankMesh
+from autopar.runtime.distributed.mesh import RankMesh, pipeline_messages
 from autopar.runtime.profile.chrome_trace import check_writable, chrome_trace, write_whole
 from autopar.runtime.profile.timeline import slices_of
 
@@ -92,7 +92,7 @@ def tracks_of(mesh: RankMesh, groups: Iterable[str]) -> dict[str, str]:
         tracks[mesh.experts.data.group_name] = mesh.experts.data.name
     tracks |= {dim.group_name: name for name, dim in mesh.dims.items()}
     if mesh.pipeline is not None:
-        tracks[mesh.pipeline.group_name] = "pp"
+        tracks |= {str(g.group_name): "pp" for g in (mesh.pipeline.group, pipeline_messages(mesh.pipeline))}
     for name in groups:
         every = private.size_of_group(name) == dist.get_world_size()
         tracks.setdefault(name, ALL_RANKS if every else "pp")
