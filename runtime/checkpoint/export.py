@@ -9,8 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,6 @@ from autopar.runtime.checkpoint.tensor_files import dtype_name, header_of, piece
 from autopar.runtime.parameters.transformers_names import is_pretrained, layout_on_disk, pieces_on_disk
 
 _INDEX = "model.safetensors.index.json"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorPlace:
-    """Where a tensor lies: its file, its first byte, and the number of its bytes."""
-
-    file: str
-    at: int
-    num_bytes: int
 
 
 class Export:
@@ -55,18 +45,19 @@ class Export:
         """Decide the header and the size of each file, and the place of every tensor."""
         names, sizes = list(tensors), [t.nbytes for t in tensors.values()]
         parts = list(parts_of_size(sizes, shard_bytes))
-        self._headers, self._sizes, self._places = dict[str, bytes](), dict[str, int](), dict[str, TensorPlace]()
+        self._headers, self._sizes = dict[str, bytes](), dict[str, int]()
+        self._places = dict[str, tuple[str, int, int]]()  # the file of a tensor, its first byte, number of bytes
         self._num_bytes = sum(sizes)
         for number, part in enumerate(parts, 1):
             file = f"model-{number:05d}-of-{len(parts):05d}.safetensors" if len(parts) > 1 else "model.safetensors"
             here = {names[index]: tensors[names[index]] for index in part}
             self._headers[file], begins = header_of({n: (t.dtype, t.shape) for n, t in here.items()}, {"format": "pt"})
-            self._places |= {n: TensorPlace(file=file, at=at, num_bytes=here[n].nbytes) for n, at in begins.items()}
+            self._places |= {name: (file, at, here[name].nbytes) for name, at in begins.items()}
             self._sizes[file] = len(self._headers[file]) + sum(t.nbytes for t in here.values())
 
     def begin(self) -> None:
         """Make all files without weights. The first rank calls it."""
-        try:
+        with self._writing():
             if self._root.exists() and (not self._root.is_dir() or any(self._root.iterdir())):
                 raise InputError(f"{self._root} is not empty; name a new folder")
             shutil.rmtree(self._partial, ignore_errors=True)
@@ -77,11 +68,15 @@ class Export:
                     file.write(header)
                     os.posix_fallocate(file.fileno(), 0, self._sizes[name])  # a full disk shows here
             if len(self._headers) > 1:
-                weight_map = {name: place.file for name, place in sorted(self._places.items())}
+                weight_map = {name: file for name, (file, *_) in sorted(self._places.items())}
                 content = {"metadata": {"total_size": self._num_bytes}, "weight_map": weight_map}
                 (self._partial / _INDEX).write_text(json.dumps(content, indent=2) + "\n")
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
-            self.discard()
             raise CheckpointError(f"{self._root} cannot be written: {error.strerror or error}") from None
 
     def _write_config(self) -> None:
@@ -94,23 +89,23 @@ class Export:
 
     def write(self, tensors: Iterator[tuple[str, torch.Tensor | None]]) -> None:
         """Write tensors to their places; None is written by another rank. Gathering goes on after an error."""
-        failure: OSError | None = None
+        failure: CheckpointError | None = None
         for name, value in tensors:
             if value is None or failure is not None:
                 continue
             try:
-                for piece_name, piece in pieces_on_disk(self._model, name, value).items():
-                    self._write_one(self._places[piece_name], piece)
-            except OSError as error:
+                with self._writing():
+                    for piece_name, piece in pieces_on_disk(self._model, name, value).items():
+                        self._write_one(*self._places[piece_name], piece)
+            except CheckpointError as error:
                 failure = error
         if failure is not None:
-            raise CheckpointError(f"{self._root} cannot be written: {failure.strerror or failure}")
+            raise failure
 
-    def _write_one(self, place: TensorPlace, value: torch.Tensor) -> None:
-        assert value.nbytes == place.num_bytes, (place, value.shape, value.dtype)
-        descriptor = os.open(self._partial / place.file, os.O_WRONLY)
+    def _write_one(self, file: str, at: int, num_bytes: int, value: torch.Tensor) -> None:
+        assert value.nbytes == num_bytes, (file, value.shape, value.dtype)
+        descriptor = os.open(self._partial / file, os.O_WRONLY)
         try:
-            at = place.at
             for piece in pieces_of(value):
                 write_at(descriptor, piece, at)
                 at += len(piece)
@@ -120,14 +115,12 @@ class Export:
 
     def end(self) -> None:
         """Name the folder, when all ranks have written."""
-        try:
+        with self._writing():
             sync_folder(self._partial)
             if self._root.is_dir():
                 self._root.rmdir()
             self._partial.rename(self._root)
             sync_folder(self._root.parent)
-        except OSError as error:
-            raise CheckpointError(f"{self._root} cannot be written: {error.strerror or error}") from None
 
     def discard(self) -> None:
         """Remove what an export that failed has written."""

@@ -16,12 +16,11 @@ from autopar.errors import CheckpointError, Problem
 from autopar.files.plain_data import read_plain
 from autopar.runtime.checkpoint import optimizers
 from autopar.runtime.checkpoint.folder import StepFolder, complete_steps, folder_of, listed
-from autopar.runtime.checkpoint.known_chunks import KnownChunks
-from autopar.runtime.checkpoint.manifest import ITEM_BYTES, Manifest, file_problems, read_manifest, shares
+from autopar.runtime.checkpoint.manifest import DTYPES, Manifest, file_problems, read_manifest
 from autopar.runtime.checkpoint.optimizers import NamedOptimizer, SavedOptimizer
 from autopar.runtime.checkpoint.plain import decode, tensors_named
 from autopar.runtime.checkpoint.saving import results_on_first
-from autopar.runtime.checkpoint.storage import read_chunks
+from autopar.runtime.checkpoint.storage import read_chunks, shares
 from autopar.runtime.checkpoint.tensor_files import dtype_name
 from autopar.runtime.distributed.broadcast import gather_objects, run_on_all_ranks, run_on_first_rank
 from autopar.runtime.parameters.flat_shards import FlatShards
@@ -30,44 +29,34 @@ Description = tuple[str, tuple[int, ...]]  # dtype and shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedDict:
+    """A dict with keys of text, as `encode` writes it."""
+
+    dict: tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainData:
+    """What a manifest holds beside tensors: the counters of the model, further state, and optimizers."""
+
+    model: EncodedDict
+    extra: EncodedDict
+    optimizers: tuple[SavedOptimizer, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
     """A checkpoint whose files are verified, and the ranks that load it."""
 
     folder: StepFolder
     manifest: Manifest
+    plain: PlainData
     group: dist.ProcessGroup
-
-    def section(self, name: str) -> Any:
-        """A part of the plain data."""
-        plain = self.manifest.plain
-        if not isinstance(plain, dict) or name not in plain:
-            raise CheckpointError(f"{self.folder.path} is no checkpoint of a model: it lacks {name!r}")
-        return plain[name]
-
-    def optimizers(self) -> tuple[SavedOptimizer, ...]:
-        """The saved optimizers."""
-        problems: list[Problem] = []
-        saved: tuple[SavedOptimizer, ...] | None = read_plain(
-            tuple[SavedOptimizer, ...], self.section("optimizers"), problems, path="optimizers"
-        )
-        if problems or saved is None:
-            raise CheckpointError(f"{self.folder.path} is no checkpoint of a model", problems)
-        return saved
-
-    def extra(self) -> dict[str, Any]:
-        """The extra data by name, as JSON has it."""
-        section = self.section("extra")
-        pairs = section.get("dict") if isinstance(section, dict) else None
-        if not isinstance(pairs, list) or not all(
-            isinstance(p, list) and len(p) == 2 and isinstance(p[0], str) for p in pairs
-        ):
-            raise CheckpointError(f"{self.folder.path} is no checkpoint of a model: its extra data has an unknown form")
-        return dict(pairs)
 
     def counters(self) -> tuple[int, int]:
         """The number of steps of the saved model, and the seed of its random numbers."""
-        model = decode(self.section("model"), {})
-        steps, seed = (model.get(key) for key in ("steps", "seed")) if isinstance(model, dict) else (None, None)
+        model = dict(self.plain.model.dict)
+        steps, seed = model.get("steps"), model.get("seed")
         if type(steps) is not int or type(seed) is not int:
             raise CheckpointError(f"{self.folder.path} is no checkpoint of a model: it lacks its steps and its seed")
         return steps, seed
@@ -81,7 +70,8 @@ def verified(root: Path, step: int | None, group: dist.ProcessGroup) -> Checkpoi
         return folder, read_manifest(folder)
 
     folder, manifest = run_on_first_rank(found, group)
-    mine = shares(manifest, dist.get_world_size())[dist.get_rank()]
+    largest_first = sorted(manifest.files.items(), key=lambda item: (-item[1].bytes, item[0]))
+    mine = shares([{name: file.bytes for name, file in largest_first}] * dist.get_world_size())[dist.get_rank()]
     problems = [p for each in gather_objects(file_problems(folder.path, manifest, mine), group) for p in each]
     if problems:
         others = {n: f for n, f in complete_steps(root).items() if n != folder.step}
@@ -89,7 +79,10 @@ def verified(root: Path, step: int | None, group: dist.ProcessGroup) -> Checkpoi
         raise CheckpointError(
             f"the checkpoint {folder.path} is damaged, and nothing of it was loaded; {remedy}", problems
         )
-    return Checkpoint(folder=folder, manifest=manifest, group=group)
+    plain: PlainData | None = read_plain(PlainData, manifest.plain, problems)
+    if plain is None or problems:
+        raise CheckpointError(f"{folder.path} is no checkpoint of a model", problems)
+    return Checkpoint(folder=folder, manifest=manifest, plain=plain, group=group)
 
 
 def refuse_differences(
@@ -105,7 +98,7 @@ def refuse_differences(
     ranks = gather_objects(own_state, checkpoint.group)
     expected = {name: d for held, _, _ in ranks for name, d in held.items()}
     problems = tensor_differences(checkpoint.manifest, expected, ("model", "buffers"))
-    saved = () if weights_only else checkpoint.optimizers()
+    saved = () if weights_only else checkpoint.plain.optimizers
     if len(saved) != len(given) and not weights_only:
         problems.append(
             Problem(
@@ -118,7 +111,7 @@ def refuse_differences(
     elif not weights_only:
         for index, entry in enumerate(saved):
             problems += optimizers.differences(entry, index, [kinds[index] for _, kinds, _ in ranks])
-    kept = checkpoint.extra()
+    kept = dict(checkpoint.plain.extra.dict)
     names_given = dict.fromkeys(name for _, _, names in ranks for name in names)
     problems += [
         Problem(path=f"extra[{name!r}]", rule="is not in the checkpoint") for name in names_given if name not in kept
@@ -155,7 +148,7 @@ def memory_of_plain(checkpoint: Checkpoint, plain: Any) -> dict[str, torch.Tenso
         entry = checkpoint.manifest.tensors.get(name)
         if entry is None:
             raise CheckpointError(f"{checkpoint.folder.path} lacks the tensor {name}, which its plain data names")
-        assert entry.dtype in ITEM_BYTES
+        assert entry.dtype in DTYPES
         tensors[name] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
     read_tensors(checkpoint, tensors)
     return tensors
@@ -169,13 +162,11 @@ def read_tensors(checkpoint: Checkpoint, tensors: Mapping[str, Any]) -> None:
     results_on_first(lambda: read_chunks(folder, manifest, wanted), checkpoint.group, failed)
 
 
-def load_optimizers(
-    checkpoint: Checkpoint, given: Sequence[NamedOptimizer], known: KnownChunks
-) -> dict[str, FlatShards]:
+def load_optimizers(checkpoint: Checkpoint, given: Sequence[NamedOptimizer]) -> dict[str, FlatShards]:
     """Prepare optimizers, and give their tensors by name, into which the checkpoint is read. Collective."""
     if not given:
         return {}
-    saved = checkpoint.optimizers()
+    saved = checkpoint.plain.optimizers
     options = [group.options for o in saved for group in o.groups]
     values = [value for o in saved for keys in o.state.values() for value in keys.values()]
     memory = memory_of_plain(checkpoint, [*options, *values])
@@ -185,7 +176,7 @@ def load_optimizers(
         for each, state in zip(given, saved, strict=True):
             optimizers.set_options(each.optimizer, state, memory)
             optimizers.prepare_state(each, state, memory)
-            tensors.update(optimizers.state_tensors(each, known, state.state))
+            tensors.update(optimizers.state_tensors(each, state.state))
         return descriptions(tensors)
 
     expected = {name: d for each in run_on_all_ranks(prepare, checkpoint.group) for name, d in each.items()}
@@ -203,7 +194,7 @@ def load_optimizers(
 
 def read_extra(checkpoint: Checkpoint, names: Sequence[str]) -> tuple[dict[str, Any], list[Any]]:
     """The extra data of a checkpoint, and the state of some objects, each of its own. Collective."""
-    encoded = checkpoint.extra()
+    encoded = dict(checkpoint.plain.extra.dict)
     memory = memory_of_plain(checkpoint, list(encoded.values()))
     values = {name: decode(value, memory) for name, value in encoded.items()}
     return values, [decode(encoded[name], memory) for name in names]

@@ -22,12 +22,24 @@ from autopar.runtime.checkpoint.folder import MANIFEST, StepFolder, write_durabl
 FORMAT = 1
 MAX_MANIFEST_BYTES = 1 << 30
 MAX_DEPTH = 100
-ITEM_BYTES = {
-    "complex128": 16,
-    **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
-    **dict.fromkeys(("float32", "int32", "uint32"), 4),
-    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
-    **dict.fromkeys(("int8", "uint8", "bool", "float8_e4m3fn", "float8_e5m2"), 1),
+DTYPES = {  # the bytes of an element, and the code in files of safetensors
+    "complex128": (16, "F64"),  # as pairs of real numbers: the format has no code for it
+    "float64": (8, "F64"),
+    "float32": (4, "F32"),
+    "float16": (2, "F16"),
+    "bfloat16": (2, "BF16"),
+    "float8_e4m3fn": (1, "F8_E4M3"),
+    "float8_e5m2": (1, "F8_E5M2"),
+    "complex64": (8, "C64"),
+    "int64": (8, "I64"),
+    "int32": (4, "I32"),
+    "int16": (2, "I16"),
+    "int8": (1, "I8"),
+    "uint64": (8, "U64"),
+    "uint32": (4, "U32"),
+    "uint16": (2, "U16"),
+    "uint8": (1, "U8"),
+    "bool": (1, "BOOL"),
 }
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,60}\.safetensors")
 _PIECE_BYTES = 1 << 22
@@ -133,7 +145,7 @@ def _problems(manifest: Manifest, folder: StepFolder) -> Iterable[Problem]:
         yield Problem(path="plain", rule=f"must have at most {MAX_DEPTH} levels")
     in_files = dict.fromkeys(manifest.files, 0)
     for name, tensor in manifest.tensors.items():
-        if tensor.dtype not in ITEM_BYTES:
+        if tensor.dtype not in DTYPES:
             yield Problem(path=f"tensors.{name}", rule="has an unknown dtype", value=tensor.dtype)
             continue
         if min(tensor.shape, default=0) < 0 or not all(_is_inside(chunk, tensor.shape) for chunk in tensor.chunks):
@@ -145,7 +157,7 @@ def _problems(manifest: Manifest, folder: StepFolder) -> Iterable[Problem]:
             if chunk.file not in in_files:
                 yield Problem(path=f"tensors.{name}", rule="names a file that is not listed", value=chunk.file)
             else:
-                in_files[chunk.file] += prod(chunk.sizes) * ITEM_BYTES[tensor.dtype]
+                in_files[chunk.file] += prod(chunk.sizes) * DTYPES[tensor.dtype][0]
     for name, size in in_files.items():
         if size > manifest.files[name].bytes:
             yield Problem(path=f"files.{name}", rule=f"is too small for its {size} bytes of tensors")
@@ -199,14 +211,3 @@ def _of_file(path: Path, entry: FileEntry, hashes: bool) -> list[Problem]:
     if digest.hexdigest() == entry.sha256:
         return []
     return [Problem(path=path.name, rule="is damaged: its content does not have the SHA-256 of the manifest")]
-
-
-def shares(manifest: Manifest, count: int) -> list[list[str]]:
-    """The files of a checkpoint in `count` parts of about equal bytes, the largest files first."""
-    parts: list[list[str]] = [[] for _ in range(count)]
-    loads = [0] * count
-    for name in sorted(manifest.files, key=lambda file: (-manifest.files[file].bytes, file)):
-        least = loads.index(min(loads))
-        parts[least].append(name)
-        loads[least] += manifest.files[name].bytes
-    return parts

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from autopar._torch import private
 from autopar.errors import CheckpointError, InputError, Problem
-from autopar.runtime.checkpoint.known_chunks import KnownChunks
 from autopar.runtime.checkpoint.plain import decode, encode
 from autopar.runtime.parameters.flat_shards import FlatShards
+from autopar.runtime.parameters.shown_tensor import as_shards
 
 Optimizer = torch.optim.Optimizer
 SPLIT: Any = {"split": True}  # in place of a tensor that lies among the tensors under its parameter's name and key
@@ -192,9 +192,7 @@ def _step_with_zeros(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -
             parameter.grad = grad
 
 
-def state_tensors(
-    given: NamedOptimizer, known: KnownChunks, saved: Mapping[str, Mapping[str, Any]] | None = None
-) -> dict[str, FlatShards]:
+def state_tensors(given: NamedOptimizer, saved: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, FlatShards]:
     """The tensors of this rank's optimizer state by their names in a checkpoint. Loading writes into them."""
     state: dict[str, FlatShards] = {}
     for name, key, value in given.state():
@@ -202,5 +200,5 @@ def state_tensors(
             at = given.path(name, key)
             if isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements):
                 raise InputError(f"{at} cannot be saved, because ranks hold parts of a sum; use another optimizer")
-            state[at] = known.of(at, value)
+            state[at] = as_shards(value.detach())
     return state

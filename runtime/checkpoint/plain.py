@@ -22,7 +22,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import CheckpointError, InputError
-from autopar.runtime.checkpoint.manifest import ITEM_BYTES
+from autopar.runtime.checkpoint.manifest import DTYPES
 
 _REMEDY = "keep numbers, text, lists, tuples, dicts and tensors, or pass an object with state_dict()"
 
@@ -101,7 +101,7 @@ def _is_pair(pair: Any) -> bool:
 
 
 def _is_empty(held: Any) -> bool:
-    if not (isinstance(held, list) and len(held) == 3 and held[1] in ITEM_BYTES and isinstance(held[2], list)):
+    if not (isinstance(held, list) and len(held) == 3 and held[1] in DTYPES and isinstance(held[2], list)):
         return False
     return all(type(size) is int and 0 <= size < 1 << 32 for size in held[2]) and 0 in held[2]
 

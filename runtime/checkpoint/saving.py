@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import chain
 from math import prod
@@ -22,20 +22,21 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from autopar._torch import private
 from autopar._version import __version__
 from autopar.errors import CheckpointError, InputError
 from autopar.files.lock import FolderLock, take_lock
 from autopar.runtime.checkpoint.folder import new_partial, parsed, publish, remove_old
-from autopar.runtime.checkpoint.known_chunks import ChunkCopies, KnownChunks
 from autopar.runtime.checkpoint.manifest import FORMAT, Manifest, write_manifest
 from autopar.runtime.checkpoint.optimizers import SavedOptimizer, merged
-from autopar.runtime.checkpoint.storage import Key, Written, chunks_to_write, entries_of, held_chunks, write_chunks
+from autopar.runtime.checkpoint.storage import Key, Written, entries_of, held_chunks, shares, write_chunks
 from autopar.runtime.checkpoint.tensor_files import pieces_of
 from autopar.runtime.distributed.broadcast import broadcast_object, gather_objects
 from autopar.runtime.distributed.mesh import named_ranks, ranks_by
 from autopar.runtime.parameters.flat_shards import FlatShards
 
 _T = TypeVar("_T")
+Chunks = Mapping[Key, torch.Tensor]
 GROUP_TIMEOUT = timedelta(hours=1)  # ranks write for different times
 MAX_SHOWN = 3
 _FAILED = "the checkpoint was not saved"
@@ -78,8 +79,7 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="autopar-save")  # starting a thread would wait for it
         self._pending: Future[None] | None = None
         self._failure: CheckpointError | None = None
-        self._copies = ChunkCopies()
-        self.known = KnownChunks()
+        self._copies: dict[Key, torch.Tensor] = {}  # host memory, which the next asynchronous save overwrites
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -104,30 +104,26 @@ class Saver:
 
     def save(self, snapshot: Snapshot, *, asynchronous: bool) -> None:
         """Save. An earlier save must have been finished. Collective."""
-        group = self.group
+        group, chunks = self.group, held_chunks({**snapshot.tensors, **snapshot.plain_tensors})
         if not asynchronous:
-            self._write(snapshot, group)
+            self._write(snapshot, chunks, group)
             return
-        copied = replace(
-            snapshot,
-            tensors=self._copies.of(snapshot.tensors),
-            plain_tensors={name: tensor.clone() for name, tensor in snapshot.plain_tensors.items()},
-        )
-        self._pending = self._thread.submit(self._write_in_thread, copied, group)
+        self._copies = {key: _memory_for(value, self._copies.get(key)) for key, value in chunks.items()}
+        with torch.no_grad():
+            private.copy_each(list(self._copies.values()), list(chunks.values()))
+        self._pending = self._thread.submit(self._write_in_thread, snapshot, self._copies, group)
 
-    def _write_in_thread(self, snapshot: Snapshot, group: dist.ProcessGroup) -> None:
+    def _write_in_thread(self, snapshot: Snapshot, chunks: Chunks, group: dist.ProcessGroup) -> None:
         try:
             with suppress(RuntimeError):  # of a rank that is gone, which the save meets too
                 dist.barrier(group)  # writing would take processors from ranks that still copy
-            self._write(snapshot, group)
+            self._write(snapshot, chunks, group)
         except CheckpointError as error:
             self._failure = error
             _logger.error("%s", error)
 
-    def _write(self, snapshot: Snapshot, group: dist.ProcessGroup) -> None:
+    def _write(self, snapshot: Snapshot, chunks: Chunks, group: dist.ProcessGroup) -> None:
         rank = dist.get_rank()
-        plain = {name: tensor for name, tensor in snapshot.plain_tensors.items() if tensor.numel()}
-        chunks = held_chunks({**snapshot.tensors, **plain})
 
         def on_first(action: Callable[[], _T]) -> _T:
             results = results_on_first(lambda: action() if rank == 0 else None, group, _FAILED)
@@ -138,8 +134,8 @@ class Saver:
             partial, final = on_first(lambda: _begin(self, snapshot, parts))
             try:
                 share: list[Any] = [None]
-                shares = chunks_to_write([part.chunk_bytes for part in parts]) if rank == 0 else None
-                dist.scatter_object_list(share, shares, src=0, group=group)
+                every_share = shares([part.chunk_bytes for part in parts]) if rank == 0 else None
+                dist.scatter_object_list(share, every_share, src=0, group=group)
                 mine = {key: value for key, value in chunks.items() if key in share[0]}
                 every = results_on_first(lambda: write_chunks(partial, mine, snapshot.finite, rank), group, _FAILED)
                 on_first(lambda: _end(self, snapshot, parts, partial, final, list(chain.from_iterable(every))))
@@ -161,6 +157,13 @@ class Saver:
         except InputError as error:
             raise CheckpointError(str(error)) from None
         return self._locks[root]
+
+
+def _memory_for(value: torch.Tensor, old: torch.Tensor | None) -> torch.Tensor:
+    """Host memory for a copy: that of an earlier copy if it fits."""
+    if old is not None and old.shape == value.shape and old.dtype == value.dtype:
+        return old
+    return torch.empty(value.shape, dtype=value.dtype, device="cpu")
 
 
 def _begin(saver: Saver, snapshot: Snapshot, parts: Sequence[_Part]) -> tuple[Path, Path]:
@@ -207,14 +210,14 @@ def _optimizers_of(parts: Sequence[_Part]) -> list[SavedOptimizer]:
     return [merged(every) for every in zip(*(part.optimizers for part in parts), strict=True)]
 
 
-def _part_of(snapshot: Snapshot, chunks: Mapping[Key, torch.Tensor]) -> _Part:
+def _part_of(snapshot: Snapshot, chunks: Chunks) -> _Part:
     texts = {key: json.dumps(value) for key, value in snapshot.common.items() if key != "extra"}
     extra: Mapping[str, Any] = dict(snapshot.common["extra"]["dict"])
     texts |= {f"extra[{key!r}]": json.dumps(value) for key, value in extra.items()}
     digests = {key: hashlib.sha256(text.encode()).hexdigest() for key, text in texts.items()}
     for name, tensor in snapshot.plain_tensors.items():
         digest = hashlib.sha256()
-        for piece in pieces_of(tensor):
+        for piece in pieces_of(chunks[name, (0,) * tensor.dim()]):
             digest.update(piece)
         digests[name.replace("/", ".")] = digest.hexdigest()
     shapes = {name: tuple(tensor.shape) for name, tensor in {**snapshot.tensors, **snapshot.plain_tensors}.items()}

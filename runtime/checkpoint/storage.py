@@ -6,7 +6,7 @@ torch.distributed.checkpoint pickles its metadata and unpickles it when it loads
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,6 +16,7 @@ from autopar.runtime.checkpoint.manifest import Chunk, FileEntry, Manifest, Tens
 from autopar.runtime.checkpoint.tensor_files import Part, dtype_name, parts_in_file, write_tensors
 from autopar.runtime.parameters.shown_tensor import as_shards
 
+_T = TypeVar("_T")
 FILE_BYTES = 2 << 30  # a rank begins another file; files are hashed by several ranks
 Key = tuple[str, tuple[int, ...]]  # of a chunk: its tensor and its offsets
 Written = tuple[str, str, Chunk, FileEntry]  # the tensor of a chunk, its dtype, its place and its file
@@ -26,18 +27,18 @@ def held_chunks(tensors: Mapping[str, Any]) -> dict[Key, torch.Tensor]:
     return {(name, at): values for name, tensor in tensors.items() for at, _, values in as_shards(tensor).chunks}
 
 
-def chunks_to_write(ranks: Sequence[Mapping[Key, int]]) -> list[set[Key]]:
-    """The chunks that each rank writes, by bytes of tensors: the holder with the least to write gets a chunk."""
-    holders: dict[Key, list[int]] = {}
-    for rank, chunks in enumerate(ranks):
-        for key in chunks:
+def shares(ranks: Sequence[Mapping[_T, int]]) -> list[set[_T]]:
+    """What each rank writes or reads, of the bytes of what it holds. The holder with the least so far gets a thing."""
+    holders: dict[_T, list[int]] = {}
+    for rank, sizes in enumerate(ranks):
+        for key in sizes:
             holders.setdefault(key, []).append(rank)
-    shares, loads = [set[Key]() for _ in ranks], [0] * len(ranks)
+    parts, loads = [set[_T]() for _ in ranks], [0] * len(ranks)
     for key, those in holders.items():
         least = min(those, key=loads.__getitem__)
-        shares[least].add(key)
+        parts[least].add(key)
         loads[least] += ranks[least][key]
-    return shares
+    return parts
 
 
 def write_chunks(folder: Path, chunks: Mapping[Key, torch.Tensor], finite: frozenset[str], rank: int) -> list[Written]:

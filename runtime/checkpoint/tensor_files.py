@@ -16,27 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from autopar.errors import CheckpointError
-from autopar.runtime.checkpoint.manifest import ITEM_BYTES, FileEntry
+from autopar.runtime.checkpoint.manifest import DTYPES, FileEntry
 
-_CODES = {
-    torch.complex128: "F64",  # as pairs of real numbers: the format has no code for it
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 _PIECE_BYTES = 1 << 22
 _ALIGNMENT = 8
 
@@ -44,7 +25,7 @@ _ALIGNMENT = 8
 def dtype_name(dtype: torch.dtype) -> str:
     """A dtype as manifests name it."""
     name = str(dtype).removeprefix("torch.")
-    if name not in ITEM_BYTES:
+    if name not in DTYPES:
         raise CheckpointError(f"checkpoints cannot hold {name}; convert such parameters and buffers to another dtype")
     return name
 
@@ -58,7 +39,8 @@ def header_of(
     for name, (dtype, shape) in sorted(entries.items(), key=lambda item: -item[1][0].itemsize):
         size = torch.Size(shape).numel() * dtype.itemsize
         pair = [2] if dtype is torch.complex128 else []
-        content[name] = {"dtype": _CODES[dtype], "shape": [*shape, *pair], "data_offsets": [at, at + size]}
+        code = DTYPES[dtype_name(dtype)][1]
+        content[name] = {"dtype": code, "shape": [*shape, *pair], "data_offsets": [at, at + size]}
         begins[name] = at
         at += size
     text = json.dumps(content, separators=(",", ":")).encode()

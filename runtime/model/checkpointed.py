@@ -89,7 +89,7 @@ class CheckpointedModel(RunningModel):
         given = self._listed(optimizer)
         parts = [optimizers.described(each, plain_tensors) for each in given]
         for each in given:
-            tensors |= optimizers.state_tensors(each, self._saver.known)
+            tensors |= optimizers.state_tensors(each)
         snapshot = Snapshot(
             root=Path(path),
             step=step,
@@ -147,7 +147,7 @@ class CheckpointedModel(RunningModel):
         refuse_differences(checkpoint, tensors, given, list(objects), weights_only=weights_only)
         values, states = read_extra(checkpoint, list(objects))
         counters = checkpoint.counters()
-        tensors |= load_optimizers(checkpoint, given, self._saver.known)
+        tensors |= load_optimizers(checkpoint, given)
         read_tensors(checkpoint, tensors)
         if not weights_only:
             self._step, seed = counters
@@ -214,13 +214,13 @@ class CheckpointedModel(RunningModel):
         names = {name_to_keep(aliases, tied_to): aliases[0] for aliases in names_of_state(self.program)}
         wholes = {name: self._on_meta(first) for name, first in names.items()}
         export = Export(model, wholes, root, max_shard_bytes)
-        run_on_first_rank(export.begin, group)
         try:
+            run_on_first_rank(export.begin, group)
             run_on_all_ranks(lambda: export.write(self._gathered(names)), group)
+            run_on_first_rank(export.end, group)
         except CheckpointError:
             run_on_first_rank(export.discard, group)
             raise
-        run_on_first_rank(export.end, group)
 
     def _on_meta(self, name: str) -> torch.Tensor:
         """A parameter or buffer of the model without values. It may be another stage's."""
@@ -242,9 +242,7 @@ class CheckpointedModel(RunningModel):
 
     def _saved_tensors(self) -> dict[str, FlatShards]:
         """This rank's chunks of parameters, persistent buffers, and the other buffers that the forward pass changes."""
-        tensors: dict[str, FlatShards] = {}
-        for name, parameter in self.named_parameters():
-            tensors[f"model/{name}"] = self._saver.known.of(f"model/{name}", parameter)
+        tensors = {f"model/{name}": as_shards(parameter.detach()) for name, parameter in self.named_parameters()}
         for name, buffer, persistent in self.own_buffers():
             tensors[f"{'model' if persistent else 'buffers'}/{name}"] = as_shards(buffer)
         return tensors

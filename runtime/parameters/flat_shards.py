@@ -5,7 +5,7 @@ of rows for ``(3, h, e)`` split on `h`. The parts of an unequal packing (`autopa
 chunks of the model's parameter. So a checkpoint does not depend on the plan.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 from math import prod
@@ -68,17 +68,10 @@ class FlatShards(torch.Tensor):
         shards.parts, shards.joint, shards.chunks = tuple(parts), joint, tuple(joint.chunks(parts))
         return shards
 
-    def copied(self, copy: Callable[[tuple[int, ...], torch.Tensor], torch.Tensor]) -> "FlatShards":
-        """The same chunks with values in host memory: what `copy` makes of the offsets and the values of each."""
-        shards = torch.empty(self.shape, dtype=self.dtype, device="meta").as_subclass(FlatShards)
-        shards.parts = ()
-        shards.chunks = tuple((offsets, sizes, copy(offsets, values)) for offsets, sizes, values in self.chunks)
-        return shards
-
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """Where the values are: loading replaces tensors that say they are on meta by new ones."""
-        return self.parts[0].device if self.parts else torch.device("cpu")
+        return self.parts[0].device
 
     def full_tensor(self) -> torch.Tensor:
         """The whole tensor in its flat shape. Collective."""
