@@ -2,9 +2,10 @@
 
     python tools/equivalence.py [--family NAME] [--meshes] [--pipelines] [--mixtures] ...
 
-A flag picks a table, and no flag picks all of them. Each cell is the worst error over loss, outputs, gradients, clip
-norm and weights after three AdamW steps. Each table is written into its section of docs/equivalence.md, unless families
-were picked. Worlds are reused; a rank that fails ends its world, and the next cell starts another.
+A flag picks a table, and no flag picks all of them; `--fifth` picks single cells, as CI does. Each cell is the worst
+error over loss, outputs, gradients, clip norm and weights after three AdamW steps. Each table is written into its
+section of docs/equivalence.md, unless families or cells were picked. Worlds are reused; a rank that fails ends its
+world, and the next cell starts another.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -41,11 +42,12 @@ from equivalence_plans import (
     ROUTING_PLANS,
     Wish,
 )
-from fifths import is_in_fifth
+from fifths import fifth_of
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "docs" / "equivalence.md"
 TOLERANCE = 1e-9
+SPARSE = 4  # of so many cells of a row, and of a column, CI compares one
 MADE_BY = "Written by `python tools/equivalence.py "
 Check = Callable[[Any, Sequence[Sequence[int]]], None]  # of a report, and of the rows of each expert in every product
 
@@ -277,15 +279,16 @@ def world_size(wish: Wish) -> int:
 class Worlds:
     """One world of ranks per size, started when first needed and again after a failure."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_checked: bool) -> None:
         self._open: dict[int, Any] = {}
+        self._is_checked = is_checked
 
     def of(self, size: int) -> Any:
         """The world of `size` ranks."""
         from autopar.runtime.distributed.launch import Ranks
 
         if size not in self._open or not self._open[size].is_open:
-            self._open[size] = Ranks(size)
+            self._open[size] = Ranks(size, checked=self._is_checked)
         return self._open[size]
 
     def close(self) -> None:
@@ -294,9 +297,9 @@ class Worlds:
 
 
 @contextlib.contextmanager
-def worlds() -> Iterator[Worlds]:
-    """Worlds that are gone afterwards."""
-    found = Worlds()
+def worlds(is_checked: bool = True) -> Iterator[Worlds]:
+    """Worlds that are gone afterwards. Checked ones compare collectives before they run, and take a third longer."""
+    found = Worlds(is_checked)
     try:
         yield found
     finally:
@@ -368,29 +371,41 @@ def _reason(message: str) -> str:
     return " ".join(message.split()).partition("; ")[0][:200].replace("|", "/")
 
 
-def rows_of(table: Table, say: Callable[[str], None]) -> tuple[list[str], int]:
-    """The rows of a table in Markdown, and how many cells failed."""
+def cells_of_fifth(table: Table, commit: str) -> set[tuple[str, str]]:
+    """Families and plans that CI compares for a commit: a fifth of a Latin square, which has each family and plan."""
+    square = ((f, p) for i, f in enumerate(table.families) for j, p in enumerate(table.plans) if (i + j) % SPARSE == 0)
+    return set(fifth_of(square, commit))
+
+
+def rows_of(
+    table: Table, say: Callable[[str], None], picked: Collection[tuple[str, str]] | None = None
+) -> tuple[list[str], int]:
+    """The rows of a table in Markdown, and how many cells failed. Cells that are not `picked` stay empty."""
     names = {family: family.partition(":")[2] for family in table.families}
     first, columns = ("plan", list(names.values())) if table.plans_are_rows else ("family", list(table.plans))
     rows = [f"| {first} | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     failures = 0
-    with worlds() as open_worlds:
+    with worlds(is_checked=picked is None) as open_worlds:
         for label, cells in _cells_by_row(table, names):
             started, texts = time.monotonic(), []
-            for family, wish in cells:
-                text, failed = cell(table.spec(family, wish), wish, open_worlds, table.check)
+            for family, plan in cells:
+                text, failed, wish = "", False, table.plans[plan]
+                if picked is None or (family, plan) in picked:
+                    text, failed = cell(table.spec(family, wish), wish, open_worlds, table.check)
                 failures += failed
                 texts.append(text)
+            if not any(texts):
+                continue
             rows.append(f"| {label} | {' | '.join(texts)} |")
             say(f"{rows[-1]} {time.monotonic() - started:.0f} s")
     return rows, failures
 
 
-def _cells_by_row(table: Table, names: Mapping[str, str]) -> Iterator[tuple[str, list[tuple[str, Wish]]]]:
+def _cells_by_row(table: Table, names: Mapping[str, str]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     if table.plans_are_rows:
-        yield from ((plan, [(family, wish) for family in names]) for plan, wish in table.plans.items())
+        yield from ((plan, [(family, plan) for family in names]) for plan in table.plans)
     else:
-        yield from ((name, [(family, wish) for wish in table.plans.values()]) for family, name in names.items())
+        yield from ((name, [(family, plan) for plan in table.plans]) for family, name in names.items())
 
 
 def with_table(page: str, heading: str, rows: Sequence[str], source: str) -> str:
@@ -409,30 +424,32 @@ def with_table(page: str, heading: str, rows: Sequence[str], source: str) -> str
 
 def main(arguments: Sequence[str] | None = None) -> int:
     sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "families")]
+    sys.path.append(str(ROOT / "tests" / "tiny"))
+    from kept_captures import FOLDER, keeping  # type: ignore[import-not-found]
+
     every = tables()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", action="append", help="only this one, printed and not written; may be repeated")
-    parser.add_argument("--fifth", metavar="COMMIT", help="the families that the hash of this commit chooses, printed")
+    parser.add_argument("--fifth", metavar="COMMIT", help="the cells that the hash of this commit chooses, printed")
     for flag, table in every.items():
         parser.add_argument(f"--{flag}", action="append_const", const=flag, dest="tables", help=table.about)
     options = parser.parse_args(arguments)
+    os.environ.setdefault(FOLDER, str(Path.home() / ".cache" / "autopar-tests"))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TORCH_LOGS", "-dtensor")
     import torch
 
-    def is_picked(family: str, flag: str) -> bool:
-        by_name = not options.family or family.partition(":")[2] in options.family
-        return by_name and (not options.fifth or is_in_fifth(f"{flag} {family}", options.fifth))
-
     count = failures = 0
     for flag in options.tables or every:
         table = every[flag]
-        if options.family or options.fifth:
-            picked = tuple(f for f in table.families if is_picked(f, flag))
-            table = replace(table, families=picked)
-        rows, failed = rows_of(table, partial(print, flush=True))
-        count, failures = count + len(table.families) * len(table.plans), failures + failed
+        if options.family:
+            table = replace(table, families=tuple(f for f in table.families if f.partition(":")[2] in options.family))
+        picked = cells_of_fifth(table, options.fifth) if options.fifth else None
+        with keeping() if options.fifth else contextlib.nullcontext():
+            rows, failed = rows_of(table, partial(print, flush=True), picked)
+        count += len(table.families) * len(table.plans) if picked is None else len(picked)
+        failures += failed
         if not options.family and not options.fifth:
             made = f"{MADE_BY}--{flag}`, torch {torch.__version__} on CPU, {time.strftime('%-d %B %Y')}."
             page = TARGET.read_text(encoding="utf-8")

@@ -5,7 +5,8 @@
 The faults are data in tools/mutants.toml. A fault is planted into a copy of the tree, never into the checkout. The
 short suite runs first, up to the first failure: the test that docs/mutants.md names, the test files nearest to the
 fault, the others. A fault that the short suite misses meets the long tests too. Results are kept in a JSON file.
-`--write` makes docs/mutants.md of them.
+`--write` makes docs/mutants.md of them. With `--fifth` a fault meets only the test that docs/mutants.md names, which
+takes seconds; a fault without such a test waits for a whole run.
 
 A failing test counts only if it passes on the tree without the fault.
 """
@@ -31,7 +32,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock
 
-from fifths import is_in_fifth
+from fifths import fifth_of
 
 ROOT = Path(__file__).resolve().parents[1]
 FAULTS = ROOT / "tools" / "mutants.toml"
@@ -197,18 +198,18 @@ class Bench:
             copy_tree(tree)
         self.sound: dict[str, bool] = {}
 
-    def result(self, fault: Fault) -> Result:
-        """Which tests catch a fault."""
+    def result(self, fault: Fault, is_brief: bool = False) -> Result:
+        """Which tests catch a fault. A brief run meets the named test alone."""
         path, started = self.mutant / fault.file, time.monotonic()
         text = path.read_text(encoding="utf-8")
         path.write_text(fault.planted(text), encoding="utf-8")
         try:
             files = nearest_tests(fault, self.pristine)
             edges = [0, *accumulate(RUNS), len(files)]
-            groups = (last_caught_by(fault, self.pristine), *(files[start:stop] for start, stop in pairwise(edges)))
-            runs = (self._first_failure(group, "short") for group in groups)
+            groups = [last_caught_by(fault, self.pristine), *(files[start:stop] for start, stop in pairwise(edges))]
+            runs = (self._first_failure(group, "short") for group in groups[: 1 if is_brief else None])
             short = next(filter(None, runs), "")
-            long = "" if short else self._first_failure(files, "long")
+            long = "" if short or is_brief else self._first_failure(files, "long")
         finally:
             path.write_text(text, encoding="utf-8")
         return Result(fault=fault, short=short, long=long, seconds=time.monotonic() - started)
@@ -315,7 +316,9 @@ Written by `python tools/mutants.py --write` on {machine}, {versions}, {day}.
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", help="the name of a fault; may be repeated")
-    parser.add_argument("--fifth", metavar="COMMIT", help="the faults that the hash of this commit chooses")
+    parser.add_argument(
+        "--fifth", metavar="COMMIT", help="the faults that the hash of this commit chooses, by their own tests"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="how many faults are tested at once")
     parser.add_argument(
         "--results", type=Path, default=ROOT / "build" / "mutants.json", help="a JSON file to go on with"
@@ -330,16 +333,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     kept = kept_results(options.results, faults)
     todo = [f for f in faults if (f.name in options.only if options.only else f.name not in kept)]
-    todo = [f for f in todo if not options.fifth or is_in_fifth(f.name, options.fifth)]
-    _run(todo, kept, options.results, options.jobs)
-    results = [kept[fault.name] for fault in faults if fault.name in kept]
+    todo = fifth_of(filter(last_caught_by, todo), options.fifth) if options.fifth else todo
+    _run(todo, kept, options.results, options.jobs, is_brief=bool(options.fifth))
+    results = [kept[fault.name] for fault in (todo if options.fifth else faults) if fault.name in kept]
     print(table([one for one in results if not options.only or one.fault.name in options.only]))
     if options.write:
         PAGE.write_text(page(results, len(faults)), encoding="utf-8")
     return int(not all(one.short for one in results))  # the short suite misses a fault
 
 
-def _run(todo: Sequence[Fault], kept: dict[str, Result], path: Path, jobs: int) -> None:
+def _run(todo: Sequence[Fault], kept: dict[str, Result], path: Path, jobs: int, is_brief: bool) -> None:
     """Test every fault; results are added to `kept` and to the file as they come."""
     lock, benches = Lock(), SimpleQueue[Bench]()
     with tempfile.TemporaryDirectory(prefix="autopar-mutants-") as folder, ThreadPoolExecutor(jobs) as pool:
@@ -349,7 +352,7 @@ def _run(todo: Sequence[Fault], kept: dict[str, Result], path: Path, jobs: int) 
         def run(fault: Fault) -> None:
             bench = benches.get()
             try:
-                found = bench.result(fault)
+                found = bench.result(fault, is_brief)
             finally:
                 benches.put(bench)
             with lock:

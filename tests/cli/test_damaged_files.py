@@ -14,6 +14,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from ruamel.yaml import YAML
 from run import autopar
+from suites import long
 from typer import Typer
 from typer.testing import CliRunner
 from written_runs import end, line, start, write
@@ -86,11 +87,12 @@ DOCUMENTS: dict[str, tuple[Callable[[], Any], int]] = {  # with the distance of 
 }
 
 
+@pytest.mark.parametrize("fewer", (3, long(1)))
 @pytest.mark.parametrize("kind", DOCUMENTS)
-def test_documents(kind: str, tmp_path: Path) -> None:
+def test_documents(kind: str, fewer: int, tmp_path: Path) -> None:
     make, distance = DOCUMENTS[kind]
     file = tmp_path / "it.json"
-    for name, text in list(damaged(make()))[::distance]:
+    for name, text in list(damaged(make()))[:: fewer * distance]:
         file.write_text(text)
         check(file, name, "report", str(file), "--out", str(tmp_path / "page.html"))
 
@@ -190,7 +192,7 @@ def gpt2_plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("change", ["short label", "short type", "number for a type", "unknown label"])
+@pytest.mark.parametrize("change", ["short label", long("short type"), "number for a type", long("unknown label")])
 def test_a_plan_file_is_named_where_it_is_used(change: str, gpt2_plan: Path, tmp_path: Path) -> None:
     data, file = json.loads(gpt2_plan.read_text()), tmp_path / "damaged.json"
     block = data["blocks"][-1]
@@ -273,13 +275,14 @@ def test_traces(tmp_path: Path) -> None:
         refused(read, file, name)
 
 
-def test_clusters_and_profiles(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fewer", (3, long(1)))
+def test_clusters_and_profiles(fewer: int, tmp_path: Path) -> None:
     target, writer = tmp_path / "it.yaml", YAML(typ="safe", pure=True)
     cluster = {"name": "mine", "groups": [{"num_hosts": 2, "devices_per_host": 8, "device": "a100-80gb"}]}
     profile = writer.load(next(ROOT.glob("**/profiles/cpu.yaml")).read_text())
     for data, read in ((cluster, lambda: ClusterSpec.parse(str(target))), (profile, lambda: load_profile(target))):
         plain = json.loads(json.dumps(data, default=str))
-        for name, text in list(damaged(plain, 2))[:: 1 if data is cluster else 17]:
+        for name, text in list(damaged(plain, 2))[:: fewer * (1 if data is cluster else 17)]:
             try:
                 out = io.StringIO()
                 writer.dump(json.loads(text), out)

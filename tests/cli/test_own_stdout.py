@@ -8,6 +8,7 @@ from typing import Annotated
 
 import pytest
 import typer
+from suites import long
 from typer.testing import CliRunner
 
 from autopar.cli.command import register
@@ -30,7 +31,7 @@ def factory():
 """
 
 
-@pytest.mark.parametrize("shape", [("--json",), ()], ids=["json", "text"])
+@pytest.mark.parametrize("shape", [("--json",), long(())], ids=["json", "text"])
 def test_a_printing_model(shape: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "printing.py").write_text(PRINTING)
     command = [sys.executable, "-m", "autopar", "estimate", "printing:factory", "-c", "2xcpu", "--tp", "2", *shape]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from run import autopar, json_of, refused
+from suites import long
 
 from autopar.cost_model.machine.fitted_constants import usable_bytes
 from autopar.ir.cluster import ClusterSpec
@@ -104,7 +105,7 @@ def test_the_least_memory_is_told_in_bytes() -> None:
     assert "no candidate is better" in shown.stdout
 
 
-@pytest.mark.parametrize("dispatch", ("exchange", "gather"))
+@pytest.mark.parametrize("dispatch", (long("exchange"), "gather"))
 def test_a_fixed_expert_degree_is_that_of_the_plan(dispatch: str) -> None:
     fixed = ("--ep", "2", "--dispatch", dispatch, "--global-batch", "8")
     shown = autopar("plan", "mixtral-8x7b", "-c", "4xh100", *fixed, *SMALL)

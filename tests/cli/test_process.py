@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from suites import long
 
 FINISHES = """
 import atexit, sys
@@ -74,7 +75,7 @@ cli.run()
 """
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize("name", ["SIGTERM", long("SIGHUP")])
 def test_a_command_that_is_ended_leaves_no_ranks_and_no_folders(name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:  # shorter than tmp_path: names of sockets have a limit
         environment = os.environ | {"TMPDIR": folder}

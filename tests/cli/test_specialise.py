@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from run import autopar, refused
+from suites import long
 
 MODEL = "cli_models:masked"
 COMMANDS = (
@@ -41,7 +42,7 @@ def test_verify_says_that_a_plan_file_does_not_hold_the_option(tmp_path: Path) -
     assert f"autopar verify {MODEL} --world-size 2 --specialise --plan {path}  #" in message
 
 
-@pytest.mark.parametrize("command", COMMANDS[:3], ids=lambda command: command[0])
+@pytest.mark.parametrize("command", [COMMANDS[0], *map(long, COMMANDS[1:3])], ids=lambda command: command[0])
 def test_the_option_takes_the_branch(command: tuple[str, ...]) -> None:
     result = autopar(*command, "--specialise")
     assert result.exit_code == 0, result.stderr

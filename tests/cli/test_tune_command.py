@@ -109,6 +109,7 @@ def test_sigint_ends_all_ranks_and_a_second_run_goes_on(tmp_path: Path) -> None:
     assert data["plan"]["degrees"]["dp_shard"] >= 1 and data["why"]
 
 
+@pytest.mark.long
 def test_two_runs_share_a_study_and_measure_nothing_twice(tmp_path: Path) -> None:
     path = tmp_path / "tune.log"
     both = [
@@ -159,6 +160,7 @@ if os.environ["RANK"] == "0":
 """
 
 
+@pytest.mark.long
 def test_a_training_script_is_tuned_and_then_trained(tmp_path: Path) -> None:
     """The script has an operator of its own, which the ranks of trials register too."""
     file = tmp_path / "train.py"

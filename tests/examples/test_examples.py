@@ -35,6 +35,7 @@ def test_demo(tmp_path: Path, plan: str, sizes: str) -> None:
     assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.long
 def test_demo_in_low_precision(tmp_path: Path) -> None:
     """The loss is within 2 % of float32 on one device."""
     sizes = ["--steps", "12", "--check-steps", "12", "--layers", "2", "--hidden", "64", "--seq-len", "32"]

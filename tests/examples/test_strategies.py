@@ -49,11 +49,15 @@ def test_hybrid_sharding(tmp_path: Path) -> None:
     assert 2 * int(held.replace(",", "")) == int(whole.replace(",", ""))
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, long(False)], ids=["sequence parallel", "not"])
-def test_tensor_parallel(tmp_path: Path, sequence_parallel: bool) -> None:
+@pytest.mark.parametrize(
+    ("sequence_parallel", "by"),
+    [(True, forked.run), long(True, forked.under_torchrun), long(False, forked.run)],
+    ids=["sequence parallel", "torchrun", "not"],
+)
+def test_tensor_parallel(tmp_path: Path, sequence_parallel: bool, by: Callable[..., str]) -> None:
     pytest.importorskip("transformers")
     option = "--sequence-parallel" if sequence_parallel else "--no-sequence-parallel"
-    shown = run("tensor_parallel", tmp_path, "--code", option, by=forked.under_torchrun)
+    shown = run("tensor_parallel", tmp_path, "--code", option, by=by)
     assert_learns(shown)
     layer = shown[shown.index("def forward") :]
     assert ("reduce_scatter(" in layer) == sequence_parallel
@@ -104,6 +108,7 @@ def test_recomputation(tmp_path: Path) -> None:
     assert "losses of the runs differ by at most 0.0e+00" in shown
 
 
+@pytest.mark.long
 def test_three_dimensional(tmp_path: Path) -> None:
     shown = run("three_dimensional", tmp_path, "--recompute", "full", steps=3)
     assert_learns(shown)

@@ -1,18 +1,39 @@
-"""Every family once over real ranks: tensor and sequence parallelism beside ZeRO 3, on one world that stays."""
+"""Cells of docs/equivalence.md over real ranks, one of each kind; `make rest` and `make verify-all` have the others."""
 
 from types import ModuleType
 
 import pytest
-from suites import thinned
 
 pytest.importorskip("transformers")
 
-import zoo
-
 MESH = "tp=2 × dp=2, ZeRO 3, sequence"
-DIFFERENT_IN_KIND = ("llama", "mixtral", "resnet")  # the others run in one process
+CELLS = (
+    ("meshes", "zoo:llama", MESH),
+    ("meshes", "zoo:mixtral", MESH),
+    ("meshes", "zoo:resnet", MESH),
+    ("recomputation", "zoo:gpt2", "stages of their own, pp=2 × dp=2, ZeRO 3"),
+    ("recomputation", "zoo:convnext", "selective, tp=2 × dp=2, ZeRO 1"),
+    ("recomputation", "zoo:llama", "selective, 4 chunks of the loss, tp=2"),
+    ("mixtures", "mixtures:mixtral", "dp=2, accumulate 2, ZeRO 3"),
+    ("empty-experts", "mixtures:mixtral", "tp=2 × dp=2"),
+    ("experts", "mixtures:mixtral", "dp=2 × ep=2, ZeRO 0, gather"),
+)
 
 
-@pytest.mark.parametrize("family", thinned(zoo.FAMILIES, keep=DIFFERENT_IN_KIND))
-def test_equal_over_gloo(tool: ModuleType, open_worlds: object, family: str) -> None:
-    assert tool.worst_error(family, tool.MESHES[MESH], open_worlds) <= tool.TOLERANCE
+@pytest.mark.parametrize(("flag", "family", "plan"), CELLS)
+def test_equal_over_gloo(tool: ModuleType, open_worlds: object, flag: str, family: str, plan: str) -> None:
+    table = tool.tables()[flag]
+    spec, wish = table.spec(family, table.plans[plan]), table.plans[plan]
+    assert tool.worst_error(spec, wish, open_worlds, table.check) <= tool.TOLERANCE
+
+
+def test_ci_compares_every_family_and_every_plan(tool: ModuleType) -> None:
+    """In five commits, each fifth about as large as the others."""
+    sizes = []
+    for commit in "01234":
+        sizes.append(sum(len(tool.cells_of_fifth(table, commit)) for table in tool.tables().values()))
+    assert max(sizes) < 1.3 * min(sizes)
+    for table in tool.tables().values():
+        cells = {cell for commit in "01234" for cell in tool.cells_of_fifth(table, commit)}
+        assert {family for family, _ in cells} == set(table.families)
+        assert {plan for _, plan in cells} == set(table.plans)

@@ -31,8 +31,8 @@ MESHES = {
     "tp=2 sequence": Degrees(tp=2, sequence_parallel=True),
 }
 SHORT = {
-    *product(("llama", "mixtral", "gpt2", "gemma2"), MESHES),
-    *product(("mistral", "t5", "vit"), ["tp=2 sequence"]),
+    *product(("llama",), MESHES),
+    *product(("mixtral", "gpt2", "gemma2", "t5"), ["tp=2 sequence"]),
 }
 
 
@@ -53,7 +53,7 @@ def test_equal_to_one_device(family: str, mesh: str) -> None:
     check(case, labelled(case, degrees.mesh, wanted), degrees.mesh)
 
 
-@pytest.mark.parametrize("family", thinned(FAMILIES, keep=("llama", "mixtral", "gpt2", "mistral", "gemma2")))
+@pytest.mark.parametrize("family", thinned(FAMILIES, keep=("llama", "mixtral", "gpt2")))
 def test_the_program_is_the_model_at_one_sequence(family: str) -> None:
     case, model = one_sequence(family)
     model.zero_grad()

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from integration_models import recorded_batch, seeded_recorded
+from suites import long
 
 from autopar.commands.verify import verify
 from autopar.errors import PlanError
@@ -13,7 +14,7 @@ from autopar.runtime.distributed.launch import Ranks
 RECORDED = "integration_models:recorded"
 
 
-@pytest.mark.parametrize("wish", [{"dp": 4, "zero": 3}, {"dp": 2, "tp": 2, "zero": 1}], ids=str)
+@pytest.mark.parametrize("wish", [long({"dp": 4, "zero": 3}), {"dp": 2, "tp": 2, "zero": 1}], ids=str)
 def test_batch_norm_over_ranks(wish: dict[str, int], four_ranks: Ranks) -> None:
     report = verify(RECORDED, world_size=4, degrees=wish, steps=3, ranks=four_ranks)
     assert report.passed, [(q.name, q.where, q.max_error) for q in report.quantities]

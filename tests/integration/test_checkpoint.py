@@ -51,7 +51,7 @@ def test_what_is_saved(trained: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "wish",
-    (long({"tp": 2, "dp": 2, "zero": 3}), {"tp": 4}, {"dp": 4, "zero": 1}, long({"tp": 2, "dp": 2, "zero": 0})),
+    (long({"tp": 2, "dp": 2, "zero": 3}), {"tp": 4}, long({"dp": 4, "zero": 1}), long({"tp": 2, "dp": 2, "zero": 0})),
     ids=str,
 )
 def test_loads_bit_equal_and_goes_on(wish: dict[str, int], trained: dict[str, Any], four_ranks: Ranks) -> None:

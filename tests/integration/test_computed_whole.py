@@ -6,6 +6,7 @@ from pathlib import Path
 import colour_models
 import pytest
 from equivalence import case_of, check, labelled
+from suites import long
 from tiny_models import randomise
 
 from autopar.capture.analysis import analyse
@@ -52,7 +53,7 @@ def test_a_plain_sequence_of_layers_is_split_along_its_widths() -> None:
     assert {"conv1:conv2d:0", "conv2:conv2d:0", "fc1:linear:0"} <= split
 
 
-@pytest.mark.parametrize("factory", ["colour_resnet", "colour_lenet", "text_classifier"])
+@pytest.mark.parametrize("factory", ["colour_resnet", long("colour_lenet"), long("text_classifier")])
 def test_on_gloo_ranks(factory: str, four_ranks: Ranks) -> None:
     report = verify(
         f"colour_models:{factory}", world_size=4, degrees={"tp": 2, "dp": 2, "zero": 2}, ranks=four_ranks, steps=2

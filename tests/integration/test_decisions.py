@@ -45,8 +45,8 @@ def run(
     ("wish", "method"),
     (
         ({"tp": 2}, "forward_backward"),
-        ({"tp": 1, "dp": 2, "zero": 2}, "forward_backward"),
-        ({"tp": 1, "pp": 2, "micro_batches": 1}, "forward_backward"),
+        long({"tp": 1, "dp": 2, "zero": 2}, "forward_backward"),
+        long({"tp": 1, "pp": 2, "micro_batches": 1}, "forward_backward"),
         ({"tp": 1, "pp": 2, "micro_batches": 2}, "forward_backward"),
         long({"tp": 1, "dp": 2, "zero": 3}, "evaluate"),
         ({"tp": 2}, "eval mode"),
@@ -69,7 +69,7 @@ def test_padding_on_one_rank_is_padding_of_the_batch(two_ranks: Ranks) -> None:
     "wish",
     (
         {"tp": 2},
-        {"tp": 1, "dp": 2, "zero": 2},
+        long({"tp": 1, "dp": 2, "zero": 2}),
         long({"tp": 1, "dp": 2, "zero": 3}),
         {"tp": 1, "pp": 2, "micro_batches": 1},
     ),
@@ -81,7 +81,7 @@ def test_sizes_of_masks_change(wish: dict[str, Any], two_ranks: Ranks) -> None:
     assert [bool(line) for line in lines] == [False, False, True, True, False, False]
 
 
-@pytest.mark.parametrize("wish", ({"tp": 2}, {"tp": 1, "dp": 2, "zero": 1}), ids=str)
+@pytest.mark.parametrize("wish", (long({"tp": 2}), {"tp": 1, "dp": 2, "zero": 1}), ids=str)
 def test_a_number_is_compared_with_the_whole_batch(wish: dict[str, Any], two_ranks: Ranks) -> None:
     """The longest sequence may be on any rank."""
     texts, lines = run(two_ranks, wish, "lengths", LENGTHS)
@@ -89,7 +89,7 @@ def test_a_number_is_compared_with_the_whole_batch(wish: dict[str, Any], two_ran
     assert "read 9 of input 'lengths' during capture, ranks 0, 1 now read 10" in lines[2]
 
 
-@pytest.mark.parametrize("wish", ({"tp": 2, "accumulate": 2}, {"tp": 1, "pp": 2, "micro_batches": 2}), ids=str)
+@pytest.mark.parametrize("wish", (long({"tp": 2, "accumulate": 2}), {"tp": 1, "pp": 2, "micro_batches": 2}), ids=str)
 @pytest.mark.parametrize("kind", ("padding", "lengths"))
 def test_micro_batches_decide_together(wish: dict[str, Any], kind: str, two_ranks: Ranks) -> None:
     """The second micro-batch alone is padded, or the shorter: both take the branch of the whole step."""

@@ -9,11 +9,12 @@ from autopar.runtime.distributed.launch import Ranks
 
 PLANS = (
     long({"tp": 2, "dp": 2, "zero": 3}),
-    {"pp": 2, "dp": 2, "micro_batches": 2},
+    long({"pp": 2, "dp": 2, "micro_batches": 2}),
     long({"tp": 4}),
     long({"tp": 2, "dp": 2, "sequence_parallel": True}),
     long({"dp": 4}),
-    {"dp": 4, "ep": 2, "dispatch": "exchange"},
+    long({"dp": 4, "ep": 2, "dispatch": "exchange"}),
+    {"pp": 2, "dp": 2, "ep": 2, "dispatch": "exchange", "micro_batches": 2},
     long({"dp": 2, "tp": 2, "ep": 2, "dispatch": "gather"}),
 )
 

@@ -98,6 +98,7 @@ def test_nccl_ends_ranks_that_waited(after_s: float, who: int, cause: str) -> No
     assert caught.value.rank == who and not any(is_running(pid) for pid in pids)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault, cause", (long("raise", "ValueError: a planted fault"), ("kill", "Signal 9 (SIGKILL)")))
 def test_a_failing_rank_ends_torchrun(fault: str, cause: str, tmp_path: Path) -> None:
     process = torchrun.start(2, "torchrun_fault.py", tmp_path, fault)

@@ -81,7 +81,7 @@ def test_weights_are_loaded_by_name(wish: dict[str, Any], name: str, four_ranks:
         assert all(one in message for one, message in zip(expected[1:], messages[1:], strict=True)), messages
 
 
-@pytest.mark.parametrize("name", ["plain", "grouped"])
+@pytest.mark.parametrize("name", [long("plain"), "grouped"])
 @pytest.mark.parametrize(
     "wish",
     [

@@ -21,7 +21,12 @@ def check(spec: str, ranks: Ranks, dtype: str = "float64", sizes: dict[str, Any]
 
 @pytest.mark.parametrize(
     "wish",
-    ({"tp": 3}, {"dp": 3, "zero": 0}, {"dp": 3, "zero": 1, "accumulate": 2}, {"dp": 3, "zero": 3, "accumulate": 3}),
+    (
+        {"tp": 3},
+        long({"dp": 3, "zero": 0}),
+        long({"dp": 3, "zero": 1, "accumulate": 2}),
+        {"dp": 3, "zero": 3, "accumulate": 3},
+    ),
     ids=str,
 )
 @pytest.mark.parametrize("spec", ("odd", long("summed")))

@@ -23,7 +23,7 @@ OVERFLOWS = (1, 4)
     ("degrees", "kind"),
     [
         ({"dp": 2, "tp": 2, "zero": 3}, "torch"),
-        ({"pp": 2, "dp": 2, "zero": 2, "micro_batches": 2}, "torch"),
+        long({"pp": 2, "dp": 2, "zero": 2, "micro_batches": 2}, "torch"),
         long({"dp": 4, "zero": 0}, "autopar"),
         long({"dp": 2, "tp": 2, "zero": 0, "accumulate": 2}, "autopar"),
         long({"dp": 2, "tp": 2, "zero": 1}, "loop"),
@@ -50,7 +50,7 @@ def test_an_overflow_on_one_rank(degrees: dict[str, Any], kind: str, worlds: Cal
 @pytest.mark.parametrize(
     "degrees",
     [
-        {"dp": 2, "tp": 2, "zero": 3},
+        long({"dp": 2, "tp": 2, "zero": 3}),
         {"pp": 2, "dp": 2, "zero": 2, "micro_batches": 2},
         long({"dp": 2, "tp": 2, "zero": 0}),
         long({"dp": 4, "zero": 1}),
@@ -67,11 +67,11 @@ def test_an_overflow_in_one_ranks_shard(degrees: dict[str, Any], worlds: Callabl
     [
         long("scale", "rank 1 passed a scaler with other settings than ranks 0, 2, 3; here init_scale"),
         ("missing", "rank 1 passed no scaler, or a disabled one, and ranks 0, 2, 3 passed a scaler"),
-        ("disabled", "rank 1 passed no scaler, or a disabled one, and ranks 0, 2, 3 passed a scaler"),
+        long("disabled", "rank 1 passed no scaler, or a disabled one, and ranks 0, 2, 3 passed a scaler"),
         long("interval", "rank 1 passed a scaler with other settings than ranks 0, 2, 3"),
         ("another class", "rank 1 passed a scaler with other settings than ranks 0, 2, 3; here "),
         long("loaded", "rank 1 passed a scaler with other settings than ranks 0, 2, 3"),
-        ("set", "rank 1 passed a scaler with other settings than ranks 0, 2, 3"),
+        long("set", "rank 1 passed a scaler with other settings than ranks 0, 2, 3"),
         ("loop", "ranks have scalers with other settings; rank "),
     ],
 )
@@ -183,7 +183,8 @@ def test_t5_in_float16_is_not_cut_into_micro_batches(worlds: Callable[[int], Ran
         verify("t5-large", world_size=2, degrees=degrees, **given)
 
 
-@pytest.mark.parametrize("degrees", [{"tp": 2}, long({"dp": 1})], ids=str)
+@pytest.mark.long
+@pytest.mark.parametrize("degrees", [{"tp": 2}, {"dp": 1}], ids=str)
 def test_t5_in_float16_does_not_overflow(degrees: dict[str, Any], worlds: Callable[[int], Ranks]) -> None:
     """20 steps from torch's first scale of 65,536, none of them skipped."""
     for skipped, scale, losses in worlds(degrees.get("tp", 1)).run("precision_ranks:steps_of_t5", degrees):

@@ -20,7 +20,11 @@ from autopar.runtime.distributed.launch import Ranks
 TOLERANCE = 0.01
 
 
-@pytest.mark.parametrize("one", thinned(CASES, keep=SHORT), ids=lambda one: one.name)
+# the dry run of all in SHORT is compared with prices, and that of these with a step
+RUN = (*SHORT[1:4:2], *SHORT[6:9:2], *SHORT[11:14:2], *SHORT[16:18], SHORT[20])
+
+
+@pytest.mark.parametrize("one", thinned(CASES, keep=RUN), ids=lambda one: one.name)
 def test_priced_is_run(one: Case, worlds: Callable[[int], Ranks]) -> None:
     program, plan = planned_case(one)
     analysis = analyse(program, plan.mesh)

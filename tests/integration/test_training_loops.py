@@ -27,7 +27,7 @@ PLANS = (
 )
 
 
-@pytest.mark.parametrize("options", [PLAIN, long(UNEVEN), GROUPED], ids=["packed", "uneven", "grouped"])
+@pytest.mark.parametrize("options", [long(PLAIN), long(UNEVEN), GROUPED], ids=["packed", "uneven", "grouped"])
 @pytest.mark.parametrize("wish", PLANS, ids=str)
 def test_users_see_the_models_parameters(wish: dict[str, Any], options: dict[str, Any], four_ranks: Ranks) -> None:
     assert four_ranks.run("loop_ranks:seen", wish, 4, options) == [[]] * 4

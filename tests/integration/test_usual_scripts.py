@@ -11,7 +11,6 @@ from autopar.runtime.distributed.launch import Ranks
 TOLERANCE = 1e-9
 KEPT = (
     "adapted",
-    "grouped optimizer muon",
     "grouped optimizer adafactor foreach",
     "grouped clip norm foreach",
     "reentrant",

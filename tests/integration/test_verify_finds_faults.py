@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from kept_captures import capturing
+from suites import long, thinned
 from torch import fx
 
 from autopar.capture import program as capture
@@ -66,7 +68,7 @@ def _instead(graph: fx.Graph, node: fx.Node, of_half: Callable[[fx.Node], fx.Nod
         user.replace_input_with(node, new)
 
 
-@pytest.mark.parametrize("spec", ("plain", "masked"))
+@pytest.mark.parametrize("spec", (long("plain"), "masked"))
 @pytest.mark.parametrize("plan", PLANS)
 def test_without_a_fault(spec: str, plan: str, two_ranks: Ranks) -> None:
     report = verified(spec, plan, two_ranks)
@@ -74,8 +76,13 @@ def test_without_a_fault(spec: str, plan: str, two_ranks: Ranks) -> None:
     assert {q.name for q in report.quantities} > ONE_DEVICE | CAPTURED
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("fault", (halved_gradient, scaled_loss))
+@pytest.mark.parametrize(
+    ("fault", "plan"),
+    thinned(
+        product((halved_gradient, scaled_loss), PLANS),
+        keep=((halved_gradient, "accumulate"), (scaled_loss, "pipeline")),
+    ),
+)
 def test_a_fault_of_the_captured_graph(fault: Callable[[fx.Graph], None], plan: str, two_ranks: Ranks) -> None:
     """Both sides of the split run the graph, so only the module differs."""
     plain = capture.capture_flat

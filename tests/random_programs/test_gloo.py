@@ -50,7 +50,7 @@ def planned(number: int) -> tuple[Source, Plan, Program] | None:
         return None
 
 
-@pytest.mark.parametrize("num_programs", (7, long(20)))
+@pytest.mark.parametrize("num_programs", (4, long(20)))
 def test_gloo_ranks_equal_the_unmodified_module(
     num_programs: int, four_ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:

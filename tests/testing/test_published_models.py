@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from suites import long
 from torch import nn
 
 from autopar.testing import check_equivalence
@@ -40,7 +41,7 @@ MODELS: dict[str, Callable[[], Example]] = {
 }
 
 
-@pytest.mark.parametrize("mesh", [{"tp": 2}, {"tp": 3}, {"tp": 2, "dp": 2}], ids=str)
+@pytest.mark.parametrize("mesh", [long({"tp": 2}), long({"tp": 3}), {"tp": 2, "dp": 2}], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_equal_to_one_device(name: str, mesh: dict[str, int]) -> None:
     torch.manual_seed(0)

@@ -56,7 +56,7 @@ def test_routing_to_experts_is_accepted(sequence_parallel: bool) -> None:
     assert report.counts()["expert_product: rows sorted by each rank"] == 2
 
 
-@pytest.mark.parametrize("mesh", [Mesh.of(tp=4), Mesh.of(dp=2, tp=2), Mesh.of(tp=2, tq=2)], ids=str)
+@pytest.mark.parametrize("mesh", [long(Mesh.of(tp=4)), Mesh.of(dp=2, tp=2), long(Mesh.of(tp=2, tq=2))], ids=str)
 @pytest.mark.parametrize("seed", (0, long(1)))
 @pytest.mark.parametrize("model", MODELS)
 def test_random_labels_are_accepted(model: str, mesh: Mesh, seed: int) -> None:

@@ -16,6 +16,7 @@ from deciding_models import (
 )
 from input_models import cases
 from one_layer import OneLayer, checked_program
+from suites import long
 from torch import nn
 
 from autopar.capture.any_size import capture
@@ -102,12 +103,12 @@ def test_activations_are_captured_without_overflow(look: Callable[[torch.Tensor]
     "made",
     [
         lambda y: y.log(),
-        lambda y: 1 / y,
+        long(lambda y: 1 / y),
         lambda y: y / y.sum(),
-        lambda y: y * torch.inf,
+        long(lambda y: y * torch.inf),
         lambda y: y.masked_fill(torch.eye(y.shape[0], y.shape[1]).bool(), -torch.inf) + y,
-        lambda y: y + torch.full((y.shape[1],), -torch.inf),
-        lambda y: y.clone().fill_diagonal_(torch.nan),
+        long(lambda y: y + torch.full((y.shape[1],), -torch.inf)),
+        long(lambda y: y.clone().fill_diagonal_(torch.nan)),
         lambda y: (y.view(-1).fill_(torch.inf), y)[1],
     ],
 )

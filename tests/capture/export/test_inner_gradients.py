@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from one_layer import OneLayer, checked_program
+from suites import long, thinned
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -51,7 +52,7 @@ CRITICS: dict[str, Callable[[], list[nn.Module]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CRITICS)
+@pytest.mark.parametrize("name", thinned(CRITICS, keep=list(CRITICS)[::2]))
 def test_penalties_have_the_second_derivatives_of_autograd(name: str) -> None:
     """Also through the mean of a normalisation, for which autograd has no derivative."""
     torch.manual_seed(0)
@@ -127,7 +128,9 @@ class Middle(nn.Module):
         return of_part.square().sum() + of_weight.square().mean() + again.sum() + energy
 
 
-@pytest.mark.parametrize("model", [Equation(), Meta(first_order=True), Meta(first_order=False), InPlace(), Middle()])
+@pytest.mark.parametrize(
+    "model", [Equation(), Meta(first_order=True), long(Meta(first_order=False)), long(InPlace()), Middle()]
+)
 def test_gradients_of_gradients_equal_autograds(model: nn.Module) -> None:
     torch.manual_seed(0)
     checked_program(model.double(), torch.randn(4, 2 if isinstance(model, Equation) else 8, dtype=torch.float64))

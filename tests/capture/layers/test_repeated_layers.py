@@ -7,7 +7,7 @@ import pytest
 import tiny_models
 import torch
 from same_program import differences
-from suites import thinned
+from suites import long, thinned
 from torch import nn
 
 from autopar.capture import program as tracing
@@ -107,7 +107,7 @@ def check(model: nn.Module, example: Any, monkeypatch: pytest.MonkeyPatch, batch
     assert differences(found.at(batch=batch), whole.at(batch=batch)) == []
 
 
-@pytest.mark.parametrize("device", ["meta", "cpu"])
+@pytest.mark.parametrize("device", [long("meta"), "cpu"])
 @pytest.mark.parametrize(
     "more, count, like",
     [
@@ -195,7 +195,7 @@ PRESETS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", thinned(PRESETS, keep=("llama3-8b", "gpt2")))
+@pytest.mark.parametrize("name", thinned(PRESETS, keep=("gpt2",)))
 def test_presets(name: str, monkeypatch: pytest.MonkeyPatch, written: list[bool]) -> None:
     found = resolve_model(name, layers=PRESETS[name], hidden=64, seq_len=40, batch=7)
     check(found.model, found.example_inputs, monkeypatch)

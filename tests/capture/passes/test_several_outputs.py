@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from one_layer import Body, checked_program, squared
+from suites import long
 from torch import nn
 
 from autopar.capture.program import capture_program
@@ -79,7 +80,7 @@ def test_a_process_that_captured_nothing_finds_every_output() -> None:
     assert not hasattr(torch.ops.autopar.linalg_qr, "default_2")
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("kind", [nn.LSTM, long(nn.GRU), long(nn.RNN)])
 def test_recurrent_networks(kind: Any) -> None:
     class Recurrent(nn.Module):
         def __init__(self, dropout: float) -> None:

@@ -40,7 +40,7 @@ ROWS += [("mixtral-8x7b", "tp")]
 
 FILES = thinned(
     product(sorted(tool().CAPTURES), (False, True)),
-    keep=[*product(("gpt2", "llama", "mixtral"), [False]), ("gpt2", True)],
+    keep=[("llama", False), ("mixtral", False), ("gpt2", True)],
 )
 
 
@@ -124,9 +124,7 @@ def works_of(name: str, tp: int, is_sequence_parallel: bool) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("tp", [long(2), 4])
-@pytest.mark.parametrize(
-    ("name", "variant"), thinned(ROWS, keep=[("gpt2", "tp"), ("llama3-8b", "sp"), ("mixtral-8x7b", "tp")])
-)
+@pytest.mark.parametrize(("name", "variant"), thinned(ROWS, keep=[("gpt2", "tp"), ("llama3-8b", "sp")]))
 def test_row_path_is_graph_path(name: str, variant: str, tp: int) -> None:
     """A family's expressions at a preset's sizes, against that preset captured at its own sizes and labelled there."""
     config = model_presets()[name].config

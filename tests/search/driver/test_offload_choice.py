@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from deep_models import Deep, machinery
 from search_cases import Case
+from suites import thinned
 
 from autopar.cost_model.pricing import layout_of, shape_of_works
 from autopar.cost_model.step.layouts import Layouts
@@ -203,10 +204,10 @@ PINNED = (
     {"recompute_blocks": (2, 0)},
     {"recompute_blocks": (1, 3), "most_level": 1},
 )
+ON_LINKS = [(pins, speed) for pins in PINNED for speed in (20e9, 1e8)]
 
 
-@pytest.mark.parametrize("link_bytes_per_s", [20e9, 1e8])
-@pytest.mark.parametrize("pins", PINNED, ids=str)
+@pytest.mark.parametrize(("pins", "link_bytes_per_s"), thinned(ON_LINKS, keep=ON_LINKS[::3]), ids=str)
 def test_bounds_hold_for_recomputed_blocks_with_activations_on_the_host(
     pins: dict[str, Any], link_bytes_per_s: float
 ) -> None:

@@ -86,7 +86,7 @@ def searched(case: Case, most: int = 10_000) -> SearchState:
 @pytest.mark.parametrize(
     "case",
     thinned(
-        (*CASES, *SELECTIVE, *CONTEXT, *EXPERTS), keep=(*CASES[::5], *SELECTIVE[1::5], *CONTEXT[::3], *EXPERTS[:3])
+        (*CASES, *SELECTIVE, *CONTEXT, *EXPERTS), keep=(*CASES[::9], *SELECTIVE[1::8], *CONTEXT[::5], *EXPERTS[:2])
     ),
     ids=str,
 )
