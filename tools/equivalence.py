@@ -13,6 +13,7 @@ import contextlib
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,7 +43,7 @@ from equivalence_plans import (
     ROUTING_PLANS,
     Wish,
 )
-from fifths import fifth_of
+from fifths import balanced, is_fifth
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "docs" / "equivalence.md"
@@ -371,10 +372,21 @@ def _reason(message: str) -> str:
     return " ".join(message.split()).partition("; ")[0][:200].replace("|", "/")
 
 
-def cells_of_fifth(table: Table, commit: str) -> set[tuple[str, str]]:
-    """Families and plans that CI compares for a commit: a fifth of a Latin square, which has each family and plan."""
-    square = ((f, p) for i, f in enumerate(table.families) for j, p in enumerate(table.plans) if (i + j) % SPARSE == 0)
-    return set(fifth_of(square, commit))
+def cells_of_fifth(every: Mapping[str, Table], commit: str) -> dict[str, set[tuple[str, str]]]:
+    """Families and plans of each table that CI compares for a commit.
+
+    The square of a table has each of its families and plans. A family is in one fifth, where it is captured once.
+    """
+    square = {
+        flag: [(f, p) for i, f in enumerate(one.families) for j, p in enumerate(one.plans) if (i + j) % SPARSE == 0]
+        for flag, one in every.items()
+    }
+    count = Counter(family for cells in square.values() for family, _ in cells)
+    fifths = balanced(count)
+    return {
+        flag: {(family, plan) for family, plan in cells if is_fifth(fifths[family], commit)}
+        for flag, cells in square.items()
+    }
 
 
 def rows_of(
@@ -445,7 +457,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         table = every[flag]
         if options.family:
             table = replace(table, families=tuple(f for f in table.families if f.partition(":")[2] in options.family))
-        picked = cells_of_fifth(table, options.fifth) if options.fifth else None
+        picked = cells_of_fifth(every, options.fifth)[flag] if options.fifth else None
         with keeping() if options.fifth else contextlib.nullcontext():
             rows, failed = rows_of(table, partial(print, flush=True), picked)
         count += len(table.families) * len(table.plans) if picked is None else len(picked)

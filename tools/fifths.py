@@ -1,18 +1,25 @@
 """The fifth of the long tests, of the planted faults and of the cells of equivalence that CI runs for a commit."""
 
 import zlib
-from collections.abc import Iterable
-from typing import TypeVar
+from collections.abc import Mapping
 
 FIFTHS = 5
-T = TypeVar("T")
+
+
+def is_fifth(number: int, commit: str) -> bool:
+    """Whether a commit's hash chooses the fifth of a number."""
+    return number % FIFTHS == int(commit, 16) % FIFTHS
 
 
 def is_in_fifth(name: str, commit: str) -> bool:
-    """Whether a test is in the fifth that a commit's hash chooses. A new test moves no other one."""
-    return zlib.crc32(name.encode()) % FIFTHS == int(commit, 16) % FIFTHS
+    """Whether a test or a fault is in the fifth that a commit's hash chooses. A new one moves no other."""
+    return is_fifth(zlib.crc32(name.encode()), commit)
 
 
-def fifth_of(every: Iterable[T], commit: str) -> list[T]:
-    """Each fifth one, beginning where a commit's hash says: neighbours, which cost alike, are in different fifths."""
-    return list(every)[int(commit, 16) % FIFTHS :: FIFTHS]
+def balanced(costs: Mapping[str, float]) -> dict[str, int]:
+    """The fifth of each name, so that all fifths cost about the same: the dearest first, into the cheapest fifth."""
+    found, sums = dict[str, int](), [0.0] * FIFTHS
+    for name in sorted(costs, key=lambda name: (-costs[name], name)):
+        found[name] = sums.index(min(sums))
+        sums[found[name]] += costs[name]
+    return found

@@ -32,7 +32,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock
 
-from fifths import fifth_of
+from fifths import is_in_fifth
 
 ROOT = Path(__file__).resolve().parents[1]
 FAULTS = ROOT / "tools" / "mutants.toml"
@@ -333,7 +333,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     kept = kept_results(options.results, faults)
     todo = [f for f in faults if (f.name in options.only if options.only else f.name not in kept)]
-    todo = fifth_of(filter(last_caught_by, todo), options.fifth) if options.fifth else todo
+    if options.fifth:
+        todo = [fault for fault in todo if is_in_fifth(fault.name, options.fifth) and last_caught_by(fault)]
     _run(todo, kept, options.results, options.jobs, is_brief=bool(options.fifth))
     results = [kept[fault.name] for fault in (todo if options.fifth else faults) if fault.name in kept]
     print(table([one for one in results if not options.only or one.fault.name in options.only]))
