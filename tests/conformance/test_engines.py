@@ -129,18 +129,23 @@ def runs_of_every_kind() -> list[Row]:
 def test_every_word_is_priced(field: str, first: Any, other: Any) -> None:
     """Some run, priced with some engine, is predicted otherwise with another word."""
     bases = ("megatron", "deepspeed-zero3", "internevo", "autopar")
-    assert any(len({predicted(base, field, json.dumps(word)) for word in (first, other)}) == 2 for base in bases)
+    tried = ((base, stride) for stride in (6, 1) for base in bases)  # few of the runs show most words
+    assert any(
+        len({predicted(base, field, json.dumps(word), stride) for word in (first, other)}) == 2
+        for base, stride in tried
+    )
 
 
 @cache
-def predicted(base: str, field: str, word: str) -> str:
-    """Figures of the runs with an engine whose field has another word, in JSON."""
+def predicted(base: str, field: str, word: str, stride: int) -> str:
+    """Figures of each so many runs with an engine whose field has another word, in JSON."""
+    rows = runs_of_every_kind()[::stride]
     engine = engine_named(base).model_copy(update={field: json.loads(word)})
     with mock.patch.object(published, "engine_of", lambda row: engine):
         if field == "offload":  # published runs do not state the figures of their hosts
-            groups, _ = published.prepare(runs_of_every_kind())
+            groups, _ = published.prepare(rows)
             return str([group.memory.peak_bytes.tolist() for group in groups])
-        made = published.estimate_rows(runs_of_every_kind())
+        made = published.estimate_rows(rows)
     return str([one.reason if isinstance(one, NoEstimate) else (one.seconds, one.peak_bytes) for one in made])
 
 

@@ -22,7 +22,7 @@ from autopar.search.labels.solve import label
 MODELS = {"resnet": colour_models.colour_resnet, "lenet": colour_models.colour_lenet}
 
 
-@pytest.mark.parametrize("mesh", [Mesh.of(dp=1, tp=2), Mesh.of(dp=1, tp=4), Mesh.of(dp=2, tp=2)], ids=str)
+@pytest.mark.parametrize("mesh", [long(Mesh.of(dp=1, tp=2)), Mesh.of(dp=1, tp=4), Mesh.of(dp=2, tp=2)], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_three_channels_are_equal_to_one_device(name: str, mesh: Mesh) -> None:
     model, inputs = MODELS[name]()

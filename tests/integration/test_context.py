@@ -53,7 +53,7 @@ PLANS: dict[str, dict[str, Any]] = {
 CASES = [(model, plan) for model in ("llama3-8b", "gpt2", "qwen3-30b-a3b") for plan in PLANS]
 
 
-@pytest.mark.parametrize(("model", "plan"), thinned(CASES, keep=(CASES[0], CASES[7], CASES[15])), ids=str)
+@pytest.mark.parametrize(("model", "plan"), thinned(CASES, keep=(CASES[7], CASES[15])), ids=str)
 def test_equal_to_one_device(model: str, plan: str, worlds: Worlds) -> None:
     degrees = PLANS[plan]
     cp = degrees.get("cp") or math.prod(degrees["cp_dims"])
@@ -67,7 +67,7 @@ def test_equal_to_one_device(model: str, plan: str, worlds: Worlds) -> None:
     assert report.plan.degrees.cp == cp
 
 
-@pytest.mark.parametrize("precision", ["bf16", long("fp16")])
+@pytest.mark.parametrize("precision", [long("bf16"), long("fp16")])
 def test_in_low_precision(precision: str, worlds: Worlds) -> None:
     degrees = {"cp": 2, "dp": 2, "zero": 3, "precision": precision}
     report = verify(

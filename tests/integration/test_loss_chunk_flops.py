@@ -34,7 +34,7 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("one", thinned(CASES, keep=CASES[:2]), ids=lambda one: one.name)
+@pytest.mark.parametrize("one", thinned(CASES, keep=CASES[:1]), ids=lambda one: one.name)
 def test_flops_and_logits(one: Case, worlds: Callable[[int], Ranks]) -> None:
     whole = replace(one, wish=tuple(item for item in one.wish if item[0] != "loss_chunks"))
     program, plan = planned_case(one)

@@ -80,7 +80,7 @@ def test_padding_by_name(two_ranks: Ranks) -> None:
 
 BUFFERS = [
     long("spectral_norm", {"tp": 2}),
-    ("spectral_norm", {"dp": 2, "zero": 3, "accumulate": 2}),
+    long("spectral_norm", {"dp": 2, "zero": 3, "accumulate": 2}),
     long("spectral_norm", {"pp": 2, "micro_batches": 2}),
     long("spectral_norm_by_a_hook", {"dp": 2, "zero": 1, "recompute": "full"}),
     ("a_scale_that_grows", {"tp": 2, "accumulate": 2, "recompute": "full"}),

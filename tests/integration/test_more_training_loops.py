@@ -14,7 +14,7 @@ ZERO_1: dict[str, Any] = {"tp": 2, "dp": 2, "zero": 1}
 PLANS = (ZERO_3, long(ZERO_1), long({"dp": 4, "zero": 0}), long({"tp": 4}))
 
 
-@pytest.mark.parametrize("name", ["compiled", "checkpointed", long("adapted"), long("grouped")])
+@pytest.mark.parametrize("name", [long("compiled"), "checkpointed", long("adapted"), long("grouped")])
 @pytest.mark.parametrize("wish", PLANS, ids=str)
 def test_models_with_their_authors_wrappers(wish: dict[str, Any], name: str, four_ranks: Ranks) -> None:
     assert max(four_ranks.run("more_loop_ranks:trained", wish, 4, name)) < TOLERANCE

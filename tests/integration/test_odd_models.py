@@ -34,12 +34,12 @@ def test_three_ranks(spec: str, wish: dict[str, int], worlds: Worlds) -> None:
     check(spec, worlds(3), **wish)
 
 
-@pytest.mark.parametrize("zero", (1, 3))
+@pytest.mark.parametrize("zero", (long(1), 3))
 def test_rows_that_the_ranks_do_not_divide(zero: int, worlds: Worlds) -> None:
     check("odd_width", worlds(3), dp=3, zero=zero)
 
 
-@pytest.mark.parametrize("wish", ({"zero": 0}, {"zero": 3}, {"zero": 2, "accumulate": 2}), ids=str)
+@pytest.mark.parametrize("wish", ({"zero": 0}, long({"zero": 3}), {"zero": 2, "accumulate": 2}), ids=str)
 @pytest.mark.parametrize("spec", (long("odd"), "summed"))
 def test_two_by_two(spec: str, wish: dict[str, int], four_ranks: Ranks) -> None:
     check(spec, four_ranks, tp=2, dp=2, **wish)
@@ -82,7 +82,7 @@ def test_weights_that_a_factory_draws_without_torch(two_ranks: Ranks) -> None:
     check("drawn_elsewhere", two_ranks, tp=2)
 
 
-@pytest.mark.parametrize("wish", ({"tp": 2}, {"dp": 2, "zero": 3}, {"pp": 2}), ids=str)
+@pytest.mark.parametrize("wish", ({"tp": 2}, long({"dp": 2, "zero": 3}), {"pp": 2}), ids=str)
 def test_a_new_value_of_a_buffer_that_later_blocks_read(wish: dict[str, int], two_ranks: Ranks) -> None:
     """It is drawn in torch's default dtype, which the check promotes."""
     check("redrawn", two_ranks, **wish)

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 from integration_models import Wanted, planned
-from suites import thinned
 
 from autopar.ir.plan import Plan
 from autopar.runtime.distributed.launch import Ranks
@@ -27,7 +26,8 @@ def with_plan(name: str) -> tuple[Wanted, Plan]:
     return wanted, planned(wanted, 4, wish)[1]
 
 
-@pytest.mark.parametrize("saving", thinned(PLANS, keep=("pp in a v",)))
+@pytest.mark.long
+@pytest.mark.parametrize("saving", PLANS)
 def test_loads_bit_equal_under_another_plan(saving: str, four_ranks: Ranks, tmp_path: Path) -> None:
     names = list(PLANS)
     at = names.index(saving)

@@ -128,7 +128,6 @@ GRID = [
 SHORT = [
     ("llama3-8b", "bf16", "tp 2 x dp 2, ZeRO 3"),
     ("gpt2", "fp16", "pp 2 x dp 2, ZeRO 2"),
-    ("mixtral-8x7b", "bf16", "dp 2, ZeRO 0"),
 ]
 
 

@@ -20,7 +20,7 @@ from autopar.runtime.verify.random_batches import random_batches
     (
         long("padded", {"tp": 4, "sequence_parallel": False}),
         ("padded", {"tp": 4, "sequence_parallel": True}),
-        ("padded_by_two", {"tp": 2, "dp": 2, "zero": 3, "sequence_parallel": True}),
+        long("padded_by_two", {"tp": 2, "dp": 2, "zero": 3, "sequence_parallel": True}),
         long("padded_by_two", {"tp": 2, "dp": 2, "zero": 1, "accumulate": 2}),
         long("padded_by_two", {"tp": 2, "dp_shard": 1, "dp_replicate": 2, "zero": 0}),
         long("grouped", {"tp": 4, "sequence_parallel": False}),

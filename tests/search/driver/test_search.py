@@ -86,7 +86,7 @@ def searched(case: Case, most: int = 10_000) -> SearchState:
 @pytest.mark.parametrize(
     "case",
     thinned(
-        (*CASES, *SELECTIVE, *CONTEXT, *EXPERTS), keep=(*CASES[::9], *SELECTIVE[1::8], *CONTEXT[::5], *EXPERTS[:2])
+        (*CASES, *SELECTIVE, *CONTEXT, *EXPERTS), keep=(*CASES[4::12], *SELECTIVE[1::13], CONTEXT[4], *EXPERTS[:1])
     ),
     ids=str,
 )

@@ -46,7 +46,7 @@ CLUSTERS = {
     ("name", "cluster", "degrees"),
     [
         ("llama3-8b", "8xh100", {"pp": 4, "tp": 2}),
-        ("llama3-8b", "homemade cpu", {"pp": 8}),
+        long("llama3-8b", "homemade cpu", {"pp": 8}),
         ("gpt2", "8xcpu", {"pp": 4, "dp_shard": 2, "zero": 1}),
         long("llama3-8b", "8xcpu", {"pp": 2, "tp": 2, "dp_shard": 2, "zero": 1}),
         long("gpt2", "8xv100", {"pp": 8}),
