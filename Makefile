@@ -37,7 +37,11 @@ verify-all: setup
 
 rest: setup
 	@$(BIN)/python -m pytest -m long $(if $(FIFTH),--fifth $(FIFTH)) $(WORKERS) $(PYTEST_ARGS)
-	@$(BIN)/python tools/equivalence.py $(if $(FIFTH),--fifth $(FIFTH))
+ifdef FIFTH
+	@printf '%s\n' 0 1 | xargs -P 2 -n 1 $(BIN)/python tools/equivalence.py --fifth $(FIFTH) --half
+else
+	@$(BIN)/python tools/equivalence.py
+endif
 	@$(BIN)/python tools/mutants.py --jobs 2 $(if $(FIFTH),--fifth $(FIFTH))
 
 lint: setup

@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -43,13 +43,14 @@ from equivalence_plans import (
     ROUTING_PLANS,
     Wish,
 )
-from fifths import balanced, is_fifth
+from fifths import FIFTHS, balanced, is_fifth
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "docs" / "equivalence.md"
 TOLERANCE = 1e-9
 SPARSE = 4  # of so many cells of a row, and of a column, CI compares one
 MADE_BY = "Written by `python tools/equivalence.py "
+Cells = dict[str, set[tuple[str, str]]]  # families and plans of each table
 Check = Callable[[Any, Sequence[Sequence[int]]], None]  # of a report, and of the rows of each expert in every product
 
 
@@ -372,8 +373,8 @@ def _reason(message: str) -> str:
     return " ".join(message.split()).partition("; ")[0][:200].replace("|", "/")
 
 
-def cells_of_fifth(every: Mapping[str, Table], commit: str) -> dict[str, set[tuple[str, str]]]:
-    """Families and plans of each table that CI compares for a commit.
+def cells_of_fifth(every: Mapping[str, Table], commit: str, halves: Container[int] = (0, 1)) -> Cells:
+    """Families and plans of each table that CI compares for a commit, in two processes.
 
     The square of a table has each of its families and plans. A family is in one fifth, where it is captured once.
     """
@@ -382,9 +383,9 @@ def cells_of_fifth(every: Mapping[str, Table], commit: str) -> dict[str, set[tup
         for flag, one in every.items()
     }
     count = Counter(family for cells in square.values() for family, _ in cells)
-    fifths = balanced(count)
+    tenths = balanced(count, 2 * FIFTHS)
     return {
-        flag: {(family, plan) for family, plan in cells if is_fifth(fifths[family], commit)}
+        flag: {(f, p) for f, p in cells if is_fifth(tenths[f], commit) and tenths[f] // FIFTHS in halves}
         for flag, cells in square.items()
     }
 
@@ -443,6 +444,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", action="append", help="only this one, printed and not written; may be repeated")
     parser.add_argument("--fifth", metavar="COMMIT", help="the cells that the hash of this commit chooses, printed")
+    parser.add_argument("--half", action="append", type=int, choices=(0, 1), help="one half of these cells")
     for flag, table in every.items():
         parser.add_argument(f"--{flag}", action="append_const", const=flag, dest="tables", help=table.about)
     options = parser.parse_args(arguments)
@@ -457,7 +459,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         table = every[flag]
         if options.family:
             table = replace(table, families=tuple(f for f in table.families if f.partition(":")[2] in options.family))
-        picked = cells_of_fifth(every, options.fifth)[flag] if options.fifth else None
+        picked = cells_of_fifth(every, options.fifth, options.half or (0, 1))[flag] if options.fifth else None
         with keeping() if options.fifth else contextlib.nullcontext():
             rows, failed = rows_of(table, partial(print, flush=True), picked)
         count += len(table.families) * len(table.plans) if picked is None else len(picked)

@@ -16,9 +16,9 @@ def is_in_fifth(name: str, commit: str) -> bool:
     return is_fifth(zlib.crc32(name.encode()), commit)
 
 
-def balanced(costs: Mapping[str, float]) -> dict[str, int]:
-    """The fifth of each name, so that all fifths cost about the same: the dearest first, into the cheapest fifth."""
-    found, sums = dict[str, int](), [0.0] * FIFTHS
+def balanced(costs: Mapping[str, float], num_parts: int) -> dict[str, int]:
+    """The part of each name, so that all parts cost about the same: the dearest first, into the cheapest part."""
+    found, sums = dict[str, int](), [0.0] * num_parts
     for name in sorted(costs, key=lambda name: (-costs[name], name)):
         found[name] = sums.index(min(sums))
         sums[found[name]] += costs[name]
