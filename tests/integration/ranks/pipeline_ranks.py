@@ -3,18 +3,16 @@
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from data_models import rows, tokens
 from data_ranks import LENGTH, made, own_rows
 from integration_models import Wanted, built
-from integration_ranks import model_of
 
 from autopar.api import parallelize
 from autopar.ir.degrees import degrees_from
@@ -23,8 +21,6 @@ from autopar.runtime.distributed.mesh import group_of_stages, training_mesh
 from autopar.runtime.model.module import ParallelModel
 from autopar.runtime.model.pipeline import _TorchStage
 from autopar.runtime.parameters.shown_tensor import whole_of
-from autopar.runtime.verify.random_batches import random_batches
-from autopar.runtime.verify.verify import this_ranks_part
 
 State = dict[str, dict[str, torch.Tensor]]
 
@@ -43,35 +39,6 @@ def whole_everywhere(state: Mapping[str, Mapping[str, Any]]) -> State:
         for part, values in one.items():
             for name, value in values.items():
                 assert torch.equal(found[part].setdefault(name, value), value), (part, name)
-    return found
-
-
-def trained(wanted: Wanted, plan: Plan, seed: int) -> tuple[ParallelModel, torch.optim.Optimizer]:
-    """A model and its optimizer after one step of AdamW."""
-    model, program = model_of(wanted, plan)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    batch = random_batches(program, plan.degrees, 1, seed)[0]
-    model.forward_backward(this_ranks_part(program, batch, plan.degrees, model.rank_mesh.sample_ranks.coordinate))
-    optimizer.step()
-    optimizer.zero_grad()
-    return model, optimizer
-
-
-def saved_and_loaded(
-    rank: int, saving: tuple[Wanted, Plan], loading: Sequence[tuple[Wanted, Plan]], folder: str
-) -> list[list[str]]:
-    """Save under one plan; under each of the others, what is not bit-equal after loading."""
-    state = state_of(*trained(*saving, seed=0))
-    saved = whole_everywhere(state)
-    dcp.save(state, checkpoint_id=folder)
-    found = []
-    for wanted, plan in loading:
-        state = state_of(*trained(wanted, plan, seed=1))  # other values, which loading must replace
-        dcp.load(state, checkpoint_id=folder)
-        loaded = whole_everywhere(state)
-        assert {part: values.keys() for part, values in loaded.items()} == {p: v.keys() for p, v in saved.items()}
-        differing = [n for p, values in saved.items() for n, v in values.items() if not torch.equal(loaded[p][n], v)]
-        found.append(differing)
     return found
 
 
