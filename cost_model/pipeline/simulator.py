@@ -3,7 +3,7 @@
 A rank runs its actions in their order. A pass begins when the pass before it has ended and its inputs are there. A
 forward pass needs the values of the stage before. A backward pass needs its own forward pass and the gradients of the
 stage after. The part for the weights needs the part for the inputs. Stages of one rank send nothing to each other. The
-order on every rank is fixed, so times are longest paths, which one sweep finds (`simulate`). If a closed form of
+order on every rank is fixed, so times are longest paths, which one sweep finds (`replayed`). If a closed form of
 `autopar.cost_model.pipeline.closed_forms` is exact, both agree to rounding.
 
 Messages are *overlapped* or *blocking*. With overlapped messages, as in torch.distributed.pipelining, the rank goes on
@@ -13,18 +13,17 @@ itself; an action list does not say so.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.errors import PlanError, Problem
-from autopar.ir.schedules.action import KINDS, Action, Pass
+from autopar.ir.schedules.action import KINDS, Action, Pass, action_of
 from autopar.ir.schedules.registry import numbered_actions, rank_of_stage
 
-Orders = Sequence[Sequence[Action]]
 _NEVER = -1.0  # times are not negative
 
 
@@ -64,15 +63,13 @@ class Message:
     micro_batch: int
     start_s: float
     end_s: float
-    num_bytes: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
     """A replayed run. `starts_s[rank][i]` and the like are of the i-th action of a rank."""
 
-    orders: Orders = ()  # the replayed lists, if the caller has them
-    rank_of_stage: Sequence[int]
+    replay: "Replay"
     step_s: float
     sending_s: NDArray[np.float64]  # of every rank, in sends that block
     starts_s: Sequence[Sequence[float]]
@@ -91,39 +88,24 @@ class Simulation:
 
     def timeline(self) -> Iterator[TimedPass]:
         """Every pass, rank by rank in the order of time."""
-        for rank, (order, starts, ends) in enumerate(zip(self.orders, self.starts_s, self.ends_s, strict=True)):
-            for action, start, end in zip(order, starts, ends, strict=True):
+        for rank, *each in zip(range(self.num_ranks), self.replay.orders, self.starts_s, self.ends_s, strict=True):
+            for number, start, end in zip(*each, strict=True):
+                action = action_of(number, self.replay.micro_batches)
                 yield TimedPass(rank=rank, action=action, start_s=start, end_s=end)
 
-    def messages(self, forward_bytes: Sequence[float], backward_bytes: Sequence[float]) -> Iterator[Message]:
-        """Every message, with the bytes that cross between each stage and the next, and back."""
-        for rank, (order, sent, arrived) in enumerate(zip(self.orders, self.sent_s, self.arrived_s, strict=True)):
-            for action, start, end in zip(order, sent, arrived, strict=True):
-                if start == _NEVER:
-                    continue
-                is_forward = action.kind == "F"
-                to = action.stage + 1 if is_forward else action.stage - 1
+    def messages(self) -> Iterator[Message]:
+        """Every message."""
+        for one, sent, arrived in zip(self.timeline(), chain(*self.sent_s), chain(*self.arrived_s), strict=True):
+            if sent != _NEVER:
+                stage, kind, micro_batch = one.action
                 yield Message(
-                    from_rank=rank,
-                    to_rank=self.rank_of_stage[to],
-                    from_stage=action.stage,
-                    micro_batch=action.micro_batch,
-                    start_s=start,
-                    end_s=end,
-                    num_bytes=forward_bytes[action.stage] if is_forward else backward_bytes[to],
+                    from_rank=one.rank,
+                    to_rank=self.replay.rank_of_stage[stage + 1 if kind == "F" else stage - 1],
+                    from_stage=stage,
+                    micro_batch=micro_batch,
+                    start_s=sent,
+                    end_s=arrived,
                 )
-
-
-def simulate(
-    orders: Orders, seconds: StageSeconds, *, messages: Literal["overlapped", "blocking"] = "overlapped"
-) -> Simulation:
-    """Replay the action lists of all ranks. Raises PlanError where ranks wait for each other, and says for what."""
-    ranks = _rank_of_stage(orders, seconds)
-    each = [(stage, _CODES[kind], micro_batch) for order in orders for stage, kind, micro_batch in order]
-    replay = _replay(np.array(each).reshape(-1, 3).T, [*map(len, orders)], ranks)
-    if not isinstance(replay, Replay):
-        raise _stuck(orders, replay, ranks)
-    return replace(replayed(replay, seconds, messages=messages), orders=orders)
 
 
 def shared_step_s(run: Simulation, ranks_per_core: float) -> float:
@@ -182,7 +164,8 @@ class Replay:
     6. the weights' pass that follows on the same rank. This pass waits for nothing, so it has no row of its own.
     """
 
-    num_ranks: int
+    orders: Sequence[Sequence[int]]  # the lists of all ranks, as numbers
+    micro_batches: int
     rank_of_stage: Sequence[int]
     rows: Sequence[tuple[int, ...]]
     num_cells: int
@@ -190,29 +173,22 @@ class Replay:
 
 @lru_cache(maxsize=64)
 def replay_of(schedule: str, pp: int, virtual_stages: int, micro_batches: int) -> Replay:
-    """A schedule's own action lists, to be replayed with any seconds."""
+    """A schedule's action lists, to be replayed with any seconds.
+
+    A rank runs until it has to wait, and goes on when the awaited value is there.
+    """
     ranks = tuple(rank_of_stage(schedule, pp, stage) for stage in range(pp * virtual_stages))
     orders = numbered_actions(schedule, pp, virtual_stages, micro_batches)
     each, micro_batch = np.divmod(np.array([number for order in orders for number in order]), micro_batches)
-    replay = _replay(np.array([each // len(KINDS), each % len(KINDS), micro_batch]), [*map(len, orders)], ranks)
-    assert isinstance(replay, Replay), (schedule, pp, virtual_stages, micro_batches)
-    return replay
-
-
-def _replay(actions: NDArray[np.intp], lengths: Sequence[int], ranks: Sequence[int]) -> Replay | list[int]:
-    """The replay of actions. If ranks wait for each other, the number of actions that each rank runs before it waits.
-
-    `actions` has rows of stage, pass and micro-batch; its columns are the actions, rank after rank. `ranks` has the
-    rank of each stage. A rank runs until it has to wait, and goes on when the awaited value is there.
-    """
-    rows, place, num_cells = _rows(actions, lengths, ranks)
-    counts = np.bincount(rows[0], minlength=len(lengths))
+    lengths = [*map(len, orders)]
+    rows, num_cells = _rows(np.array([each // len(KINDS), each % len(KINDS), micro_batch]), lengths, ranks)
+    counts = np.bincount(rows[0], minlength=pp)
     stops, num_inputs = np.cumsum(counts), num_cells // (3 * len(ranks))
     rows = np.insert(rows, stops, num_cells, axis=1)  # the last row of every rank waits for ever
-    stops += np.arange(len(lengths))
+    stops += np.arange(pp)
     needs, gives = rows[2].tolist(), rows[3].tolist()
     cells = [_IS_THERE] * num_inputs + [_NONE] * (num_cells - num_inputs + 1)  # or the rank that waits for it
-    done, order, ready = (stops - counts).tolist(), list[int](), list(range(len(lengths)))
+    done, order, ready = (stops - counts).tolist(), list[int](), list(range(pp))
     while ready:
         rank = ready.pop()
         position = done[rank]
@@ -225,19 +201,21 @@ def _replay(actions: NDArray[np.intp], lengths: Sequence[int], ranks: Sequence[i
             position += 1
         cells[needs[position]] = rank
         done[rank] = position
-    if len(order) < len(place):
-        ends = zip(done, stops.tolist(), lengths, range(len(lengths)), strict=True)
-        return [length if at == stop else int(place[at - rank]) for at, stop, length, rank in ends]
-    in_order = list(zip(*rows[:, order].tolist(), strict=True))
-    return Replay(num_ranks=len(lengths), rank_of_stage=ranks, rows=in_order, num_cells=num_cells)
+    assert done == stops.tolist(), f"ranks of {schedule} wait for each other: {pp, virtual_stages, micro_batches}"
+    return Replay(
+        orders=orders,
+        micro_batches=micro_batches,
+        rank_of_stage=ranks,
+        rows=list(zip(*rows[:, order].tolist(), strict=True)),
+        num_cells=num_cells,
+    )
 
 
-def _rows(
-    actions: NDArray[np.intp], lengths: Sequence[int], ranks: Sequence[int]
-) -> tuple[NDArray[np.intp], NDArray[np.intp], int]:
-    """The rows of all actions as columns, their places in the lists of their ranks, and the number of cells.
+def _rows(actions: NDArray[np.intp], lengths: Sequence[int], ranks: Sequence[int]) -> tuple[NDArray[np.intp], int]:
+    """The rows of all actions as columns, and the number of cells.
 
-    A backward pass waits for its gradient only. The gradient comes after the stage's own forward pass.
+    `actions` has rows of stage, pass and micro-batch; its columns are the actions, rank after rank. A backward pass
+    waits for its gradient only. The gradient comes after the stage's own forward pass.
     """
     stage, code, micro_batch = actions
     stages, count = len(ranks), 1 + int(micro_batch.max(initial=0))
@@ -260,17 +238,16 @@ def _rows(
     passes = code * stages + stage
     joins = follows & np.append(False, (rank[1:] == rank[:-1]) & ~is_weight[:-1])
     then = np.where(np.append(joins[1:], False), np.append(passes[1:], 0), _NONE)
-    place = at - np.cumsum([0, *lengths])[rank]
-    return np.array([rank, passes, needs, gives, message, then])[:, ~joins], place[~joins], last + 1
+    return np.array([rank, passes, needs, gives, message, then])[:, ~joins], last + 1
 
 
 def replayed(
     replay: Replay, seconds: StageSeconds, *, messages: Literal["overlapped", "blocking"] = "overlapped"
 ) -> Simulation:
     """Replay action lists with the seconds of their passes."""
-    blocks, ranks = messages == "blocking", range(replay.num_ranks)
+    blocks, ranks = messages == "blocking", range(len(replay.orders))
     lasting, lasts = _lasting(seconds)
-    there, free, port, sending = [0.0] * replay.num_cells, *([0.0] * replay.num_ranks for _ in range(3))
+    there, free, port, sending = [0.0] * replay.num_cells, *([0.0] * len(replay.orders) for _ in range(3))
     starts, ends, sent, arrived = ([list[float]() for _ in ranks] for _ in range(4))
 
     def write(rank: int, start: float, end: float, begin: float, arrives: float) -> None:
@@ -294,7 +271,7 @@ def replayed(
         if then >= 0:
             write(rank, now, free[rank], _NEVER, _NEVER)
     return Simulation(
-        rank_of_stage=replay.rank_of_stage,
+        replay=replay,
         step_s=max(free, default=0.0),
         sending_s=np.array(sending),
         starts_s=starts,
@@ -310,7 +287,7 @@ def run_seconds(
     """Seconds of a replay, and the seconds of every rank in blocking sends. `replayed` also keeps all times."""
     blocks = messages == "blocking"
     lasting, lasts = _lasting(seconds)
-    there, free, port, sending = [0.0] * replay.num_cells, *([0.0] * replay.num_ranks for _ in range(3))
+    there, free, port, sending = [0.0] * replay.num_cells, *([0.0] * len(replay.orders) for _ in range(3))
     for rank, which, needs, gives, message, then in replay.rows:
         start, arrived = free[rank], there[needs]
         end = (arrived if arrived > start else start) + lasting[which]
@@ -330,64 +307,3 @@ def _lasting(seconds: StageSeconds) -> tuple[list[float], list[float]]:
     """Seconds of passes and of messages as rows count them; the last pass is none."""
     passes = [*seconds.forward_s, *seconds.backward_s, *seconds.input_s, *seconds.weight_s, 0.0]
     return passes, [*seconds.forward_message_s, 0.0, *seconds.backward_message_s]
-
-
-# ---- what cannot run ----
-
-
-def _rank_of_stage(orders: Orders, seconds: StageSeconds) -> tuple[int, ...]:
-    stages, owners, problems = seconds.num_stages, dict[int, int](), []
-    for rank, order in enumerate(orders):
-        for action in order:
-            if owners.setdefault(action.stage, rank) != rank:
-                rule = f"stage {action.stage} is also on rank {owners[action.stage]}"
-                problems.append(Problem(path=f"rank {rank}", value=str(action), rule=rule))
-    lengths = {"passes": {len(seconds.backward_s), len(seconds.input_s), len(seconds.weight_s), stages}}
-    lengths["messages"] = {len(seconds.forward_message_s) + 1, len(seconds.backward_message_s) + 1, stages}
-    for name, length in lengths.items():
-        if length != {stages}:
-            problems.append(Problem(path=f"seconds of {name}", rule=f"must be given for {stages} stages"))
-    if sorted(owners) != list(range(stages)):
-        rule = f"must hold the stages 0 to {stages - 1}, one for each entry of the seconds"
-        problems.append(Problem(path="action lists", value=sorted(owners), rule=rule))
-    if problems:
-        raise PlanError("the pipeline's action lists cannot be replayed", problems)
-    return tuple(owners[stage] for stage in range(stages))
-
-
-def _stuck(orders: Orders, positions: Sequence[int], rank_of_stage: Sequence[int]) -> PlanError:
-    """What every rank that is left waits for, and a circle of them where there is one."""
-    problems, waits = [], dict[int, int]()
-    for rank, (order, position) in enumerate(zip(orders, positions, strict=True)):
-        if position == len(order):
-            continue
-        action = order[position]
-        needed, owner = _needed(orders, action, rank_of_stage)
-        left = orders[owner][positions[owner] :]
-        if needed in left:
-            waits[rank] = owner
-            first = "" if left[0] == needed else f" after {left[0]}"
-            rule = f"waits for {needed}, which rank {owner} would run{first}"
-        else:
-            rule = f"waits for {needed}, which is not in the list of rank {owner}"
-        problems.append(Problem(path=f"rank {rank}", value=str(action), rule=rule))
-    path = [next(iter(waits), -1)]
-    while path[-1] in waits and path[-1] not in path[:-1]:
-        path.append(waits[path[-1]])
-    circle = " → ".join(f"rank {rank}" for rank in path[path.index(path[-1]) :]) if path[-1] in waits else ""
-    message = f"deadlock in the pipeline: {circle}" if circle else "the pipeline's action lists miss passes"
-    return PlanError(f"{message}; reorder the passes of these ranks or use a schedule's own order", problems)
-
-
-def _needed(orders: Orders, action: Action, rank_of_stage: Sequence[int]) -> tuple[Action, int]:
-    """The action that one waits for, and its rank."""
-    stage, micro_batch = action.stage, action.micro_batch
-    if action.kind == "W":
-        return Action(stage, "I", micro_batch), rank_of_stage[stage]
-    if action.kind == "F":
-        return Action(stage - 1, "F", micro_batch), rank_of_stage[stage - 1]
-    if stage == len(rank_of_stage) - 1:
-        return Action(stage, "F", micro_batch), rank_of_stage[stage]
-    owner = rank_of_stage[stage + 1]
-    split = Action(stage + 1, "I", micro_batch)
-    return (split if split in orders[owner] else Action(stage + 1, "B", micro_batch)), owner

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost_model.parts import MEMORY
-from autopar.cost_model.pipeline.simulator import simulate
+from autopar.cost_model.pipeline.simulator import replay_of, replayed
 from autopar.cost_model.pipeline.stages import (
     ENDS,
     MOST_ACTIONS,
@@ -22,7 +22,7 @@ from autopar.cost_model.pipeline.stages import (
 from autopar.cost_model.pricing import Pricing, layout_of
 from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.schedules.registry import SCHEDULE_NAMES, actions
+from autopar.ir.schedules.registry import SCHEDULE_NAMES
 from autopar.search.bounds.lower_bounds import Machinery
 from autopar.search.bounds.memory import MOST_LEVEL
 from autopar.search.driver.alternatives import raised_seconds
@@ -95,11 +95,11 @@ def timeline_of(pricing: Pricing, stages: Stages, most: int = MOST_PASSES) -> Ti
     """One run of the schedule, replayed with the seconds of the plan's blocks."""
     of_roles, message = pricing.mean_passes_and_message()
     forward, backward, weight, _ = seconds_of_stages(stages, seconds_of_roles(of_roles))
-    orders = actions(stages.schedule, stages.pp, stages.virtual, stages.micro_batches)
+    replay = replay_of(stages.schedule, stages.pp, stages.virtual, stages.micro_batches)
     seconds = stage_seconds(forward, backward, weight, message)
-    run = simulate(orders, seconds, messages=pricing.question.engine.messages)
+    run = replayed(replay, seconds, messages=pricing.question.engine.messages)
     passes = sorted(run.timeline(), key=lambda event: (event.start_s, event.rank))
-    messages = list(run.messages([0.0] * len(stages.roles), [0.0] * len(stages.roles)))
+    messages = list(run.messages())
     gap = None
     if len(passes) > most:
         gap = (passes[most // 2].start_s, passes[len(passes) - most // 2].start_s)
@@ -118,7 +118,7 @@ def timeline_of(pricing: Pricing, stages: Stages, most: int = MOST_PASSES) -> Ti
         messages=tuple(
             (m.from_rank, m.to_rank, m.from_stage, m.micro_batch, _short(m.start_s), _short(m.end_s)) for m in messages
         ),
-        left_out=sum(map(len, run.orders)) - len(passes),
+        left_out=sum(map(len, run.starts_s)) - len(passes),
         gap=gap,
     )
 

@@ -16,7 +16,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from autopar._torch import private
 from autopar.cost_model.pipeline.closed_forms import bubble_s, pass_seconds, unequal_step_s
-from autopar.cost_model.pipeline.simulator import StageSeconds, simulate
+from autopar.cost_model.pipeline.simulator import StageSeconds, replay_of, replayed
 from autopar.cost_model.step.context import Passes
 from autopar.ir.degrees import Degrees, degrees_from
 from autopar.ir.schedules.action import Action, action_of, peak_in_flight
@@ -199,12 +199,12 @@ def test_idle_time_is_what_the_replay_shows(schedule: str) -> None:
     """Exactly if the schedule says so, else a lower bound."""
     known, exact = SCHEDULES[schedule], 0
     for p, v, n in sizes(schedule):
-        orders = actions(schedule, p, v, n)
+        replay = replay_of(schedule, p, v, n)
         for forward, inputs, weights in SECONDS:
             whole = {"forward_s": v * forward, "backward_s": v * (inputs + weights), "weight_s": v * weights}
             idle = bubble_s(schedule, pp=p, virtual_stages=v, micro_batches=n, **whole)
             stages = equal_stages(p * v, forward_s=forward, backward_s=inputs + weights, weight_s=weights)
-            found, busy = simulate(orders, stages), n * v * (forward + inputs + weights)
+            found, busy = replayed(replay, stages), n * v * (forward + inputs + weights)
             assert found.busy_s == pytest.approx(np.full(p, busy))
             if known.is_exact(p, v, n, forward == inputs == weights):
                 assert found.step_s == pytest.approx(busy + idle, rel=1e-12), (p, v, n, forward, inputs, weights)
@@ -251,7 +251,7 @@ def test_its_own_bound_is_never_above_the_replay(schedule: str) -> None:
         assert v == 1
         forward, backward = (np.array([some.uniform(0.5, 2.0) for _ in range(p)]) for _ in range(2))
         for message in (0.0, 0.1):
-            whole = simulate(actions(schedule, p, v, n), unequal(forward, backward, message)).step_s
+            whole = replayed(replay_of(schedule, p, v, n), unequal(forward, backward, message)).step_s
             bound = known.step_bound(replace(pass_seconds(n, forward, backward), messages=2 * (p - 1) * message))
             assert bound <= whole * (1 + 1e-12), (p, n, message)
             if known.step_bound_is_exact and message == 0:
@@ -290,7 +290,7 @@ def test_the_bound_of_searches_is_never_above_the_replay(schedule: str, waits: f
                 stages = equal_stages(p * v, forward_s=0.0, backward_s=0.0, message_s=message)
                 backward = [a + b for a, b in zip(i, w, strict=True)]
                 stages = replace(stages, forward_s=f, backward_s=backward, input_s=i, weight_s=w)
-                found = simulate(actions(schedule, p, v, n), stages, messages="blocking" if waits else "overlapped")
+                found = replayed(replay_of(schedule, p, v, n), stages, messages="blocking" if waits else "overlapped")
                 least = float(np.asarray(n * bound.busy + bound.idle + bound.messages).max())
                 assert least <= found.step_s * (1 + 1e-9), (p, v, n, blocks, message, counts)
 

@@ -16,7 +16,7 @@ from autopar.cost_model.machine.links import Links
 from autopar.cost_model.machine.machine import Speeds
 from autopar.cost_model.machine.presets import device_profile
 from autopar.cost_model.machine.profile import CallCost, LinkProfile, Measurement
-from autopar.cost_model.pipeline.simulator import shared_step_s, simulate
+from autopar.cost_model.pipeline.simulator import replay_of, replayed, shared_step_s
 from autopar.cost_model.pipeline.stages import pipelines_of, stages_at
 from autopar.cost_model.step.assembly import PipelineTimes
 from autopar.cost_model.step.block_time import computing_seconds
@@ -25,7 +25,6 @@ from autopar.cost_model.work.block_work import BlockWork, Operator
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.device import Link
-from autopar.ir.schedules.registry import actions
 
 ENGINE = engine_named("autopar")
 
@@ -55,8 +54,7 @@ def test_stages_that_wait_leave_their_cores_to_others(micro_batches: int) -> Non
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_no_rank_has_more_than_a_core(schedule: str) -> None:
     """Four ranks on two cores, one micro-batch: one computes at a time, and the other core is idle."""
-    orders = actions(schedule, 4, 1, 1)
-    run = simulate(orders, equal_stages(4, forward_s=1.0, backward_s=2.0))
+    run = replayed(replay_of(schedule, 4, 1, 1), equal_stages(4, forward_s=1.0, backward_s=2.0))
     assert [shared_step_s(run, sharing) for sharing in (1.0, 2.0, 4.0)] == pytest.approx([12.0, 6.0, 3.0])
 
 
@@ -65,7 +63,9 @@ def test_no_rank_has_more_than_a_core(schedule: str) -> None:
 def test_shared_cores_are_between_whole_cores_and_no_sharing(
     micro_batches: int, num_ranks: int, sharing: float
 ) -> None:
-    run = simulate(actions("1f1b", num_ranks, 1, micro_batches), equal_stages(num_ranks, forward_s=1.0, backward_s=2.0))
+    run = replayed(
+        replay_of("1f1b", num_ranks, 1, micro_batches), equal_stages(num_ranks, forward_s=1.0, backward_s=2.0)
+    )
     shared, work = shared_step_s(run, sharing), 3.0 * micro_batches
     assert max(run.step_s / sharing, work) - 1e-9 <= shared <= run.step_s + 1e-9
     assert shared_step_s(run, 1.0) == pytest.approx(run.step_s)
