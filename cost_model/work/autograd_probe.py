@@ -22,7 +22,8 @@ from autopar._torch.private import takes_device, watch_operators
 from autopar.capture.analysis import Analysis
 from autopar.cost_model.work.operator_cost import saved_operands, target_name
 from autopar.ir.program import Block
-from autopar.rules.rule import Rule
+from autopar.rules.rule import Call, Rule
+from autopar.rules.variants import Bound
 
 _META = torch.device("meta")
 ATTENTION_NAME = "scaled_dot_product_attention"
@@ -59,25 +60,10 @@ class NodeRun:
     owner: str  # of the output's memory: the operator's own name, or the base of a view
 
 
-@dataclass(frozen=True, slots=True)
-class _Like:
-    """A run that equal operators reuse, with the layout of its output."""
-
-    run: NodeRun
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: Any
-    offset: int
-    operand: int | None  # None if the output has its own memory
-
-
-ProbedRuns = dict[object, _Like]
-
-
-def run_block(block: Block, index: int, analysis: Analysis, known: ProbedRuns) -> Mapping[str, NodeRun]:
-    """The runs of a block's operators by name. An operator equal to one in `known` is not run again."""
+def run_block(block: Block, index: int, analysis: Analysis) -> Mapping[str, NodeRun]:
+    """The runs of a block's operators by name."""
     runs: dict[str, NodeRun] = {}
-    run = _Run(analysis, index, known)
+    run = _Run(analysis.operands[index], analysis.calls[index], analysis.bounds[index])
     for node in block.graph.nodes:
         if node.op == "placeholder" and "info" in node.meta:
             run.port(node)
@@ -89,16 +75,14 @@ def run_block(block: Block, index: int, analysis: Analysis, known: ProbedRuns) -
 
 
 class _Run:
-    """Values of one run, and the value that owns each storage.
+    """Values of one run, which live until its end, and the value that owns each storage."""
 
-    `alive` holds the tensors, so that no storage's number is used twice.
-    """
-
-    def __init__(self, analysis: Analysis, index: int, known: ProbedRuns) -> None:
-        self.analysis, self.index, self.known = analysis, index, known
+    def __init__(
+        self, operands: Mapping[str, tuple[str, ...]], calls: Mapping[str, Call], bounds: Mapping[str, Bound]
+    ) -> None:
+        self.operands, self.calls, self.bounds = operands, calls, bounds
         self.values: dict[str, Any] = {}
         self.owner: dict[int, str] = {}
-        self.alive: list[Any] = []
 
     def port(self, node: fx.Node) -> None:
         info = node.meta["info"]
@@ -106,49 +90,8 @@ class _Run:
         self.owner[_storage(self.values[node.name])] = node.name
 
     def node(self, node: fx.Node) -> NodeRun:
-        names = self.analysis.operands[self.index][node.name]
-        storages = [_storage(self.values[name]) for name in names]
-        key = self._key(node, storages)
-        if key not in self.known:
-            run, out = self._run(node)
-            storage = _storage(out)
-            operand = storages.index(storage) if storage in storages else None
-            self.known[key] = _Like(run, tuple(out.shape), out.stride(), out.dtype, out.storage_offset(), operand)
-        else:
-            out = self._out(self.known[key], names)
-        self.owner.setdefault(_storage(out), node.name)
-        self.values[node.name] = out
-        self.alive.append(out)
-        return self._named(self.known[key].run, node.name, names, self.owner[_storage(out)])
-
-    def _key(self, node: fx.Node, storages: Sequence[int]) -> object:
-        """All inputs of a run: the call, the memory layout of its operands, and the operands that share memory."""
-        call = self.analysis.calls[self.index][node.name]
-        tensors = [self.values[name] for name in self.analysis.operands[self.index][node.name]]
-        lie = tuple((tuple(t.shape), t.stride(), t.dtype) for t in tensors)
-        shared = tuple(storages.index(storage) for storage in storages)
-        return call.key, lie, shared, self.analysis.bounds[self.index][node.name].rule.known
-
-    def _out(self, like: _Like, names: Sequence[str]) -> Any:
-        if like.operand is None:
-            return torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=_META)
-        return self.values[names[like.operand]].as_strided(like.shape, like.stride, like.offset)
-
-    def _named(self, run: NodeRun, name: str, names: Sequence[str], owner: str) -> NodeRun:
-        """A run with the names of this block's values."""
-
-        def of(kept: Kept) -> str | None:
-            if kept.operand >= 0:
-                return self._owner(names[kept.operand])
-            return None if kept.value is None else name
-
-        return replace(run, kept=tuple(replace(kept, value=of(kept)) for kept in run.kept), owner=owner)
-
-    def _run(self, node: fx.Node) -> tuple[NodeRun, Any]:
-        """The kernels and saved tensors of an operator, and its output."""
-        call = self.analysis.calls[self.index][node.name]
-        names = self.analysis.operands[self.index][node.name]
-        rule = self.analysis.bounds[self.index][node.name].rule
+        """The kernels and saved tensors of an operator. Its output becomes a value."""
+        call, names, rule = self.calls[node.name], self.operands[node.name], self.bounds[node.name].rule
         leaves = {
             name: self.values[name].detach().requires_grad_(info.differentiable and info.dtype.is_floating_point)
             for name, info in zip(names, call.operands, strict=True)
@@ -173,7 +116,9 @@ class _Run:
             backward = _backward(out, wanted)
         if target_name(node.target) in _STATISTICS and len({info.dtype for info in call.operands}) == 1:
             kernels, backward = (_with_narrow_statistics(each, out.dtype.itemsize) for each in (kernels, backward))
-        return NodeRun(tuple(kernels), tuple(backward), tuple(kept), node.name), out.detach()
+        self.values[node.name] = out.detach()
+        owner = self.owner.setdefault(_storage(out), node.name)
+        return NodeRun(tuple(kernels), tuple(backward), tuple(kept), owner)
 
     def _kept(self, node: fx.Node, names: Sequence[str], out: Any, saved: Sequence[Any]) -> list[Kept]:
         by_storage = {_storage(self.values[name]): k for k, name in reversed(list(enumerate(names)))}
@@ -191,13 +136,11 @@ class _Run:
         return list(by_storage_of.values())
 
     def _kept_by_rule(self, node: fx.Node, rule: Rule) -> list[Kept]:
-        names = self.analysis.operands[self.index][node.name]
-        kept = saved_operands(self.analysis.calls[self.index][node.name], rule)
+        names, kept = self.operands[node.name], saved_operands(self.calls[node.name], rule)
         return [Kept(self._owner(names[k]), k, _piece(self.values[names[k]])) for k in kept]
 
     def _kept_by_attention(self, node: fx.Node) -> list[Kept]:
-        names = self.analysis.operands[self.index][node.name]
-        infos = self.analysis.calls[self.index][node.name].operands
+        names, infos = self.operands[node.name], self.calls[node.name].operands
         if not node.meta["info"].differentiable:
             return []
         floats = [(k, n) for k, (n, i) in enumerate(zip(names, infos, strict=True)) if i.dtype.is_floating_point]

@@ -13,7 +13,7 @@ from fractions import Fraction
 from math import prod
 
 from autopar.capture.analysis import Analysis
-from autopar.cost_model.work.autograd_probe import NodeRun, ProbedRuns, run_block
+from autopar.cost_model.work.autograd_probe import NodeRun, run_block
 from autopar.cost_model.work.block_work import BlockWork, Operator, SelectiveWork, memory_operator
 from autopar.cost_model.work.conversion_steps import conversion_steps
 from autopar.cost_model.work.fusion import Flow, Need, needs_of_product
@@ -57,8 +57,7 @@ def naming_of(analysis: Analysis, mesh: Mesh, by_size: Mapping[int, Expr] | None
 
 def block_runs(program: Program, analysis: Analysis) -> tuple[Mapping[str, NodeRun], ...]:
     """The operators of every distinct block as torch's autograd runs them, equal under all labels."""
-    known: ProbedRuns = {}
-    return tuple(run_block(block, i, analysis, known) for i, block in enumerate(program.blocks))
+    return tuple(run_block(block, i, analysis) for i, block in enumerate(program.blocks))
 
 
 def flow_of(
