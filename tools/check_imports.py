@@ -16,7 +16,7 @@ import grimp
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("autopar", "cost_model", "search", "runtime")
-PRIVATE_FILES = ("autopar/_torch/private.py", "autopar/_torch/exports.py", "autopar/_torch/ranks.py")
+PRIVATE_FILES = ("autopar/_torch/private.py", "autopar/_torch/exports.py")
 ALLOWED = {"torch.distributed._functional_collectives": "runtime/"}  # name -> where it may be used
 PRIVATE = re.compile(r"torch(\.\w+)*\._(?!_)\w+")
 

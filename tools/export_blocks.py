@@ -13,6 +13,7 @@ data-parallel ranks share only the sums of gradients. The tests compare the file
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -25,7 +26,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from autopar.capture.request import Request
-from autopar.cost_model.work.block_work import ROLES, VARIANTS, BlockWork, Family, to_json
+from autopar.cost_model.work.block_work import ROLES, VARIANTS, BlockWork, Family, to_plain
 from autopar.cost_model.work.export import block_works
 from autopar.cost_model.work.operator_cost import EXPERT_PRODUCTS
 from autopar.cost_model.work.polynomials import Expr, Polynomial, symbol
@@ -413,9 +414,24 @@ def main() -> None:
     logging.disable(logging.WARNING)
     for name in parser.parse_args().families:
         for over_data in (False, True):
-            text = to_json(exported(name, over_data=over_data))
+            text = lines(to_plain(exported(name, over_data=over_data)), "") + "\n"
             file_of(name, over_data=over_data).write_text(text, encoding="utf-8")
             print(f"{name}{' over data' if over_data else ''}: {len(text) / 1024:.0f} KiB", flush=True)
+
+
+def lines(value: Any, indent: str) -> str:
+    """JSON with one line per operator, so that a change of a family can be read."""
+    records = {"kernels_forward", "is_forward"}  # keys of the objects that stand in one line
+    text = json.dumps(value, ensure_ascii=False)
+    deep = isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+    deep = deep or (isinstance(value, dict) and not records & set(value))
+    if len(text) + len(indent) <= 118 or not deep:
+        return text
+    inner = indent + "  "
+    if isinstance(value, dict):
+        parts = [f"{inner}{json.dumps(k)}: {lines(v, inner)}" for k, v in value.items()]
+        return "{\n" + ",\n".join(parts) + f"\n{indent}}}"
+    return "[\n" + ",\n".join(inner + lines(v, inner) for v in value) + f"\n{indent}]"
 
 
 def file_of(name: str, *, over_data: bool) -> Path:

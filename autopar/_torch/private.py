@@ -1,4 +1,4 @@
-"""All other uses of PyTorch's private (underscore) modules: `autopar._torch.exports` and `ranks` have theirs.
+"""All other uses of PyTorch's private (underscore) modules: `autopar._torch.exports` has its own.
 
 Functions import slow modules that planning does not need: `torch.distributed.tensor`, its one-process ranks, FSDP and
 pipelining. These modules load symbolic shapes and the compiler. Their import takes as long as the import of torch.
@@ -66,9 +66,9 @@ def fake_world(world_size: int) -> Iterator[None]:
 @contextmanager
 def one_process_ranks(world_size: int) -> Iterator[None]:
     """Run all ranks in this process. Each tensor is a `LocalTensor`, which holds one tensor per rank."""
-    from autopar._torch.ranks import LocalRanks
+    from torch.distributed._local_tensor import LocalTensorMode
 
-    with fake_world(world_size), LocalRanks(world_size):
+    with fake_world(world_size), LocalTensorMode(world_size):
         yield
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.cache.store import SEARCHING, KeptFile, kept_file, versions
-from autopar.cost_model.work.block_work import Family, from_plain, to_json
+from autopar.cost_model.work.block_work import Family, from_plain, to_plain
 from autopar.cost_model.work.polynomials import Polynomial
 from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.errors import InputError, Problem
@@ -53,6 +53,6 @@ def read_labels(path: Path) -> LabelledWorks:
 
 def labels_text(chosen: LabelledWorks) -> str:
     """The content of a file of labels."""
-    writers: dict[type, Reader] = {Type: str, Family: lambda family: json.loads(to_json(family))}
+    writers: dict[type, Reader] = {Type: str, Family: to_plain}
     data = {type(value).__name__: plain_of(value, writers) for value in chosen}
     return json.dumps(data, separators=(",", ":"))  # blocks in their order

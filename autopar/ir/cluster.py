@@ -21,9 +21,9 @@ from typing import Any, Literal
 from autopar.errors import ClusterError, Problem
 from autopar.files.strict_yaml import read_yaml, write_yaml
 from autopar.files.units import from_entry, in_file
-from autopar.ir.device import Device, DeviceType, HostGroup, Link, Peaks, device_of_preset
+from autopar.ir.device import Device, DeviceType, HostGroup, Link, device_of_preset
 
-__all__ = ["ClusterSpec", "ClusterWarning", "Device", "HostGroup", "Link", "Peaks", "Tier"]
+__all__ = ["ClusterSpec", "ClusterWarning", "Device", "HostGroup", "Link", "Tier"]
 
 Tier = Literal["in_host", "inter_host", "spine"]
 _MAX_DEVICES = 10_000_000

@@ -11,7 +11,7 @@ from typing import Any
 
 from autopar.errors import ClusterError, Problem
 from autopar.files.units import GB, US, from_entry, si
-from autopar.ir.device import Device, HostGroup, Link, Peaks, device_of_preset
+from autopar.ir.device import Device, HostGroup, Link, device_of_preset
 from autopar.ir.device_presets import device_preset, device_preset_for_torch_name, known_range
 
 # tf32, float8 and float4 are left out: not every device has such units
@@ -87,7 +87,7 @@ def _gpu(torch_name: str, memory_bytes: int) -> tuple[Device, Link, Link, list[s
     device = Device(
         name=torch_name,
         device_type="cuda",
-        peak_flops_per_s=Peaks({dtype: si(peak, 1e12) for dtype, peak in peaks.items()}),
+        peak_flops_per_s={dtype: si(peak, 1e12) for dtype, peak in peaks.items()},
         memory_bytes=memory_bytes,
         memory_bandwidth_bytes_per_s=si(_slowest("memory_bandwidth_gb_per_s"), GB),
         source="assumed: the slowest figures of any GPU preset; memory from the driver",

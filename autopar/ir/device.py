@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from autopar.errors import ClusterError, Problem, did_you_mean
@@ -14,33 +14,6 @@ if TYPE_CHECKING:
     from autopar.ir.device_presets import DevicePreset
 
 DeviceType = Literal["cuda", "cpu"]
-
-
-class Peaks(Mapping[str, float]):
-    """Dense peak FLOP/s per dtype name; immutable and hashable. A dtype that is absent has no unit of its own."""
-
-    __slots__ = ("_items",)
-
-    def __init__(self, peaks: Mapping[str, float]) -> None:
-        self._items = tuple(sorted((dtype, float(peak)) for dtype, peak in peaks.items()))
-
-    def __getitem__(self, dtype: str) -> float:
-        for known, peak in self._items:
-            if known == dtype:
-                return peak
-        raise KeyError(dtype)
-
-    def __iter__(self) -> Iterator[str]:
-        return (dtype for dtype, _ in self._items)
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __hash__(self) -> int:
-        return hash(self._items)
-
-    def __repr__(self) -> str:
-        return "Peaks({" + ", ".join(f"{dtype!r}: {peak:g}" for dtype, peak in self._items) + "})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +31,7 @@ class Device:
 
     name: str
     device_type: DeviceType
-    peak_flops_per_s: Mapping[str, float]  # dense, per dtype of `autopar.ir.device_presets.DTYPES`
+    peak_flops_per_s: Mapping[str, float] = field(hash=False)  # dense, per dtype of `autopar.ir.device_presets.DTYPES`
     memory_bytes: int
     memory_bandwidth_bytes_per_s: float
     power_w: float | None = None
@@ -66,8 +39,7 @@ class Device:
     host: HostShare | None = None  # None if unknown
 
     def __post_init__(self) -> None:
-        if not isinstance(self.peak_flops_per_s, Peaks):
-            object.__setattr__(self, "peak_flops_per_s", Peaks(self.peak_flops_per_s))  # a dict cannot be hashed
+        object.__setattr__(self, "peak_flops_per_s", dict(sorted(self.peak_flops_per_s.items())))
         figures = {f"peak_flops_per_s[{dtype!r}]": peak for dtype, peak in self.peak_flops_per_s.items()}
         figures["memory_bytes"] = self.memory_bytes
         figures["memory_bandwidth_bytes_per_s"] = self.memory_bandwidth_bytes_per_s

@@ -36,10 +36,6 @@ class Storage:
         return self.expert_ranks > 1
 
     @property
-    def is_factored(self) -> bool:
-        return self.shape != self.dims.shape
-
-    @property
     def padded_shape(self) -> tuple[int, ...]:
         """The factored shape of one rank's part, padding included."""
         shape = list(self.shape)

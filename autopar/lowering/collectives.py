@@ -1,7 +1,8 @@
 """The collectives of a block's local graph, with the bytes of the tensors that they work on."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
+from typing import Any
 
 from torch import fx
 
@@ -20,6 +21,9 @@ from autopar.lowering.ring_attention import ring_attention
 from autopar.lowering.vocabulary import vocab_parallel_cross_entropy_sum
 from autopar.rules.variants import WIDTH_OF_SUMS, by_label, exchanges, variants
 
+# bytes of a value with these types over the ranks of a mesh dimension, with as many bytes per element if given
+_Whole = Callable[[str, Sequence[Type], str, int], float]
+
 
 def collectives_of(
     analysis: Analysis,
@@ -33,29 +37,46 @@ def collectives_of(
     loss_chunks: int = 1,
 ) -> Iterator[tuple[str, str, Collective, float]]:
     """Every collective of a block: mesh dimension, "forward" or "backward", kind, and bytes of the whole tensor."""
+    infos = {node.name: node.meta["info"] for node in block.graph.nodes if "info" in node.meta}
     generated = local_graph(
         analysis, block, index, labels, mesh, keep=keep, regather=regather, fuse=True, loss_chunks=loss_chunks
     )
+
+    def whole(value: str, types: Sequence[Type], dim: str, width: int) -> float:
+        """The splits of other mesh dimensions do not change in the collective."""
+        here, pairs = mesh.indices(dim), enumerate(zip(types, mesh.degrees, strict=True))
+        others = prod(degree for i, (t, degree) in pairs if i not in here and t.kind == "S")
+        return prod(infos[value].shape) * (width or infos[value].dtype.itemsize) / others
+
     for node in generated.graph.nodes:
-        conversion = conversion_of(node.target)
-        wires: tuple[tuple[str, Collective | None], ...] = ()
-        if conversion is not None:
-            forward, backward = conversion.wire
-            wires = (("forward", forward), ("backward", backward if _source(node).meta["differentiable"] else None))
-        elif node.target in (gather_linear, kept_gather_linear):
-            wires = (("forward", "all_gather"), ("backward", "reduce_scatter"))
-            wires += (("backward", "all_gather"),) if node.target is gather_linear else ()
+        conversion, value = conversion_of(node.target), node.meta.get("value", node.name)
+        names = analysis.operands[index].get(value, ())
+        if conversion is not None or node.target in (gather_linear, kept_gather_linear):
+            yield from _of_conversion(node, whole)
         elif node.target is vocab_parallel_cross_entropy_sum:
-            yield from _of_loss(node, analysis, index, mesh)
+            first: Any = node if node.meta["operand_types"] else node.args[0]  # classes may be moved behind the tokens
+            dim, item = str(node.args[-1].target), infos[names[0]].dtype.itemsize
+            size = whole(names[1], first.meta["operand_types"][1], dim, item)
+            yield from ((dim, "forward", "all_reduce", count * size) for count in (1, 2))  # a maximum, and two sums
         elif node.target in (causal_attention, ring_attention):
-            yield from _of_attention(node, analysis, index, mesh, labels)
+            dim = str(node.args[-1].target)
+            label = labels.labels[node.meta["key"]][mesh.indices(dim)[0]]
+            bound, degree, values = analysis.bounds[index][value], mesh.degree_of(dim), (*names, value)
+            types = (*node.meta["operand_types"], node.meta["types"])
+            for sent in exchanges(bound.rule, by_label(variants(bound, degree), label)):
+                least = WIDTH_OF_SUMS if sent.sums else 0
+                widths = [max(infos[values[k]].dtype.itemsize, least) for k in sent.operands]
+                each = (whole(values[k], types[k], dim, n) for k, n in zip(sent.operands, widths, strict=True))
+                size = sum(each, start=0.0) / (2 if sent.is_half else 1)
+                when = "forward" if sent.is_forward else "backward"
+                yield from [(dim, when, sent.collective, size)] * (sent.per_rank * degree + sent.more)
         elif node.target is route_to_experts:
-            yield from _of_route(node, analysis, index, mesh)
+            order, chosen, _, mesh_dim = node.args
+            dim, item = str(mesh_dim.target), infos[_source(chosen).meta["value"]].dtype.itemsize
+            yield dim, "forward", "all_to_all", COUNT_BYTES * mesh.degree_of(dim) ** 2
+            yield dim, "forward", "all_to_all", whole(order.meta["value"], order.meta["types"], dim, item)
         elif node.target is loss_in_chunks:
-            yield from _of_loss_in_chunks(node, analysis, index, mesh)
-        for when, collective in wires:
-            if collective is not None:
-                yield str(node.args[1].target), when, collective, _whole_bytes(node, analysis, index, mesh)
+            yield from _of_loss_in_chunks(node, names[1], max(infos[names[0]].dtype.itemsize, 4), whole)
 
 
 def _source(node: fx.Node) -> fx.Node:
@@ -67,104 +88,36 @@ def _source(node: fx.Node) -> fx.Node:
     return node
 
 
-def _whole_bytes(node: fx.Node, analysis: Analysis, index: int, mesh: Mesh) -> float:
-    """Bytes of a converted value before it is scattered or after it is gathered."""
-    mesh_dim = node.args[1]
-    assert isinstance(mesh_dim, fx.Node)
-    source, here = _source(node), mesh.indices(str(mesh_dim.target))
-    # the splits of other mesh dimensions do not change here; "types" of a fused gather are the types of its input
-    held = node.meta.get("types") or _typed(node)
-    dims = analysis.dims[index][source.meta["value"]]
-    return prod(dims.shape) * _item_bytes(source, analysis, index) / _split_by_others(held, mesh, here)
-
-
-def _split_by_others(types: Sequence[Type], mesh: Mesh, here: Sequence[int]) -> int:
-    """The factor by which the other mesh dimensions, outside a collective, divide a value."""
-    pairs = enumerate(zip(types, mesh.degrees, strict=True))
-    return prod(degree for i, (t, degree) in pairs if i not in here and t.kind == "S")
-
-
-def _typed(node: fx.Node) -> tuple[Type, ...]:
-    source = node.args[0]
-    assert isinstance(source, fx.Node), node
-    types: tuple[Type, ...] = source.meta["types"]
-    return types
-
-
-def _item_bytes(source: fx.Node, analysis: Analysis, index: int) -> int:
-    value: str = source.meta["value"]
-    for call, names in zip(analysis.calls[index].values(), analysis.operands[index].values(), strict=True):
-        if value in names:
-            return int(call.operands[names.index(value)].dtype.itemsize)
-    made_by = analysis.calls[index].get(value)
-    return int(made_by.output.dtype.itemsize) if made_by is not None else 4
-
-
-def _of_loss(node: fx.Node, analysis: Analysis, index: int, mesh: Mesh) -> Iterator[tuple[str, str, Collective, float]]:
-    """The vocabulary-parallel loss: a maximum, and a sum of two numbers per token (`autopar.lowering.vocabulary`)."""
-    dim = str(node.args[-1].target) if isinstance(node.args[-1], fx.Node) else ""
-    first = node if node.meta["operand_types"] else node.args[0]  # before it, classes may be moved behind the tokens
-    assert isinstance(first, fx.Node)
-    logits, target = analysis.calls[index][node.name].operands[:2]
-    types: tuple[Type, ...] = first.meta["operand_types"][1]
-    tokens = prod(target.shape) * logits.dtype.itemsize / _split_by_others(types, mesh, mesh.indices(dim))
-    for count in (1, 2):
-        yield dim, "forward", "all_reduce", count * tokens
-
-
-def _of_attention(
-    node: fx.Node, analysis: Analysis, index: int, mesh: Mesh, labels: BlockLabels
-) -> Iterator[tuple[str, str, Collective, float]]:
-    """The messages between ranks that share a sequence (`autopar.rules.variants.exchanges`)."""
-    assert isinstance(node.args[-1], fx.Node)
-    dim, value = str(node.args[-1].target), node.meta["value"]
-    call, bound, here = analysis.calls[index][value], analysis.bounds[index][value], mesh.indices(dim)
-    degree, label = mesh.degree_of(dim), labels.labels[node.meta["key"]][here[0]]
-    infos, types = (*call.operands, call.output), (*node.meta["operand_types"], node.meta["types"])
-    for sent in exchanges(bound.rule, by_label(variants(bound, degree), label)):
-        whole = 0.0
-        for k in sent.operands:
-            item = max(infos[k].dtype.itemsize, WIDTH_OF_SUMS if sent.sums else 0)
-            whole += prod(infos[k].shape) * item / _split_by_others(types[k], mesh, here)
-        for _ in range(sent.per_rank * degree + sent.more):
-            yield dim, "forward" if sent.is_forward else "backward", sent.collective, whole / (2 if sent.is_half else 1)
-
-
-def _of_route(
-    node: fx.Node, analysis: Analysis, index: int, mesh: Mesh
-) -> Iterator[tuple[str, str, Collective, float]]:
-    """The counts of rows for every rank, and the experts of rows (`autopar.lowering.experts`)."""
-    order, chosen, _, mesh_dim = node.args
-    assert isinstance(order, fx.Node) and isinstance(chosen, fx.Node) and isinstance(mesh_dim, fx.Node)
-    dim = str(mesh_dim.target)
-    degree, item = mesh.degree_of(dim), _item_bytes(_source(chosen), analysis, index)
-    rows = prod(analysis.dims[index][order.meta["value"]].shape)
-    yield dim, "forward", "all_to_all", COUNT_BYTES * degree**2
-    yield dim, "forward", "all_to_all", rows * item / _split_by_others(order.meta["types"], mesh, mesh.indices(dim))
+def _of_conversion(node: fx.Node, whole: _Whole) -> Iterator[tuple[str, str, Collective, float]]:
+    """A conversion, or a gather that is fused with products."""
+    before: Any = node.args[0]
+    mesh_dim: Any = node.args[1]
+    conversion, source, dim = conversion_of(node.target), _source(node), str(mesh_dim.target)
+    if conversion is None:
+        passes: list[tuple[str, Collective | None]] = [("forward", "all_gather"), ("backward", "reduce_scatter")]
+        passes += [("backward", "all_gather")] * (node.target is gather_linear)
+    else:
+        forward, backward = conversion.wire
+        passes = [("forward", forward), ("backward", backward if source.meta["differentiable"] else None)]
+    held = node.meta.get("types") or before.meta["types"]  # a fused gather has none, its input has
+    size = whole(source.meta["value"], held, dim, 0)
+    yield from ((dim, when, collective, size) for when, collective in passes if collective is not None)
 
 
 def _of_loss_in_chunks(
-    node: fx.Node, analysis: Analysis, index: int, mesh: Mesh
+    node: fx.Node, target: str, item: int, whole: _Whole
 ) -> Iterator[tuple[str, str, Collective, float]]:
-    """The loss in chunks: of every chunk what `_of_loss` sends, and the gathers of its hidden states."""
-    _, target, _, _, chunks, _, _, _, vocabulary, gathered, _ = node.args
-    assert isinstance(target, fx.Node) and isinstance(chunks, int)
-    types: tuple[Type, ...] = node.meta["operand_types"][1]
-    call = analysis.calls[index][node.meta["value"]]
+    """The loss in chunks: of every chunk a maximum and two sums, and the gathers of its hidden states."""
+    hidden: Any = node.args[0]
+    chunks, vocabulary, gathered = (node.args[k] for k in (4, 8, 9))
+    assert isinstance(chunks, int)
     if isinstance(vocabulary, fx.Node):
         dim = str(vocabulary.target)
-        others = _split_by_others(types, mesh, mesh.indices(dim))
-        size = prod(call.operands[1].shape) * max(call.operands[0].dtype.itemsize, 4) / others
-        for count in (1, 2) * chunks:
-            yield dim, "forward", "all_reduce", count * size / chunks
+        size = whole(target, node.meta["operand_types"][1], dim, item)
+        yield from ((dim, "forward", "all_reduce", count * size / chunks) for count in (1, 2) * chunks)
     if isinstance(gathered, fx.Node):
-        hidden = node.args[0]
-        assert isinstance(hidden, fx.Node)
-        held: tuple[Type, ...] = hidden.meta["types"]
-        source, others = _source(hidden), _split_by_others(held, mesh, mesh.indices(str(gathered.target)))
-        elements = prod(analysis.dims[index][source.meta["value"]].shape)
-        whole = elements * _item_bytes(source, analysis, index) / others
-        for _ in range(chunks):
-            yield str(gathered.target), "forward", "all_gather", whole / chunks
-            yield str(gathered.target), "backward", "all_gather", whole / chunks
-            yield str(gathered.target), "backward", "reduce_scatter", whole / chunks
+        dim = str(gathered.target)
+        part = whole(_source(hidden).meta["value"], hidden.meta["types"], dim, 0) / chunks
+        kinds: list[tuple[str, Collective]] = [("forward", "all_gather"), ("backward", "all_gather")]
+        kinds += [("backward", "reduce_scatter")]
+        yield from ((dim, when, collective, part) for when, collective in kinds * chunks)

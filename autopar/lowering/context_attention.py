@@ -6,8 +6,6 @@ chunks. Then each rank has an early and a late chunk, and all ranks have the sam
 Llama 3 herd of models", section 3.3.2, whose ranks hold such chunks all the time). The results are swapped back.
 """
 
-from collections.abc import Callable, Mapping
-
 import torch
 
 from autopar._torch import private
@@ -79,6 +77,3 @@ def of_all_ranks(
     options = {"attn_mask": sees, "scale": scale, "enable_gqa": grouped}
     out: torch.Tensor = aten.scaled_dot_product_attention.default(query, key, value, **options)
     return out
-
-
-REWRITES: Mapping[str, Callable[..., torch.Tensor]] = {"causal_attention": causal_attention}

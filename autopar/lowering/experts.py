@@ -10,7 +10,7 @@ Ranks count on each other's rows, so a token must choose the same experts when i
 computed again may differ in the last bit. Therefore a recomputed block keeps its choices (`KeptChoices`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextvars import ContextVar, Token
 from typing import Any
 
@@ -126,6 +126,3 @@ def product_of_experts(
     """The sorted rows of this rank's experts times their matrices (own experts, in, out)."""
     out: torch.Tensor = PRODUCT(rows, weight, expert - mesh.index() * weight.shape[0], k)
     return out
-
-
-REWRITES: Mapping[str, Callable[..., torch.Tensor]] = {"product_of_experts": product_of_experts}

@@ -5,7 +5,7 @@ destination type. It is emitted once and shared by all uses.
 """
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -18,18 +18,20 @@ from autopar.capture.analysis import Analysis
 from autopar.errors import PlanError
 from autopar.ir.program import Block
 from autopar.ir.sharding import Dims, Mesh, S, Type, chunk, moves_along, same, steps
-from autopar.lowering import context_attention, experts, ring_attention, vocabulary
+from autopar.lowering import experts
+from autopar.lowering.context_attention import causal_attention
 from autopar.lowering.functions import CONVERT
+from autopar.lowering.ring_attention import ring_attention
+from autopar.lowering.vocabulary import vocab_parallel_cross_entropy_sum, vocab_parallel_embedding
 from autopar.rules.routed import PRODUCT, TAKE
 from autopar.rules.rule import Call, MeshDimRef, Slot
 from autopar.rules.variants import Bound, Variant
 
-REWRITES = {
-    **vocabulary.REWRITES,
-    **context_attention.REWRITES,
-    **ring_attention.REWRITES,
-    **experts.REWRITES,
-}
+_REWRITES = (
+    vocab_parallel_embedding, vocab_parallel_cross_entropy_sum, causal_attention, ring_attention,
+    experts.product_of_experts,
+)  # fmt: skip
+REWRITES: Mapping[str, Callable[..., torch.Tensor]] = {f.__name__: f for f in _REWRITES}  # the names that rules emit
 _SAME_ELEMENTS = (torch.ops.aten.reshape.default, torch.ops.aten.view.default, torch.ops.aten.flatten.using_ints)
 _RESULT = {  # the end of a converted value's name, by its old and new kind of type
     ("P", "I"): "summed", ("P", "R"): "summed", ("P", "S"): "scattered", ("S", "I"): "gathered", ("S", "R"): "gathered",

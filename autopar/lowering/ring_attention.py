@@ -16,7 +16,7 @@ step is one of:
 Each step has the same work on every rank. An odd number of tokens is not swapped: later ranks have more work.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -177,6 +177,3 @@ def _flat(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 def _parts(flat: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The keys and values of a message, in the shapes of `key` and `value`."""
     return flat[: key.numel()].view(key.shape), flat[key.numel() :].view(value.shape)
-
-
-REWRITES: Mapping[str, Callable[..., torch.Tensor]] = {"ring_attention": ring_attention}

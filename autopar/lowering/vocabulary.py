@@ -4,7 +4,6 @@ Both follow Megatron-LM (Shoeybi et al. 2019, section 3): each rank looks up, or
 rank ever holds the logits of the whole vocabulary.
 """
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -83,9 +82,3 @@ def vocab_parallel_cross_entropy_sum(
     assert label_smoothing == 0.0, "label smoothing keeps the vocabulary whole"
     out: torch.Tensor = _CrossEntropySum.apply(logits, target, ignore_index, classes, mesh)
     return out
-
-
-REWRITES: Mapping[str, Callable[..., torch.Tensor]] = {  # by the name that an operator's rule emits
-    "vocab_parallel_embedding": vocab_parallel_embedding,
-    "vocab_parallel_cross_entropy_sum": vocab_parallel_cross_entropy_sum,
-}

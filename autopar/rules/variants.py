@@ -1,6 +1,6 @@
 """Variants: the ways in which one operator can run on one mesh dimension, as types of its operands and output."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -101,13 +101,11 @@ class Bound:
         return None
 
 
-def split_variants(bound: Bound, degree: int) -> list[Variant]:
-    """Every variant that splits one axis of one factor over `degree` ranks."""
-    return list(_splits(bound, degree))
+def split_variants(bound: Bound, degree: int) -> Iterator[Variant]:
+    """Every variant that splits one axis of one factor over `degree` ranks.
 
-
-def _splits(bound: Bound, degree: int) -> Iterator[Variant]:
-    """Variants differ between degrees in their share, and in whether they are legal; all are for one rank."""
+    Variants differ between degrees in their share, and in whether they are legal; all are for one rank.
+    """
     for v in variants(bound, 1) if degree != 1 else _splits_of_axes(bound):
         if v.factor:
             size = bound.factors[v.factor][v.axis][1]
@@ -222,7 +220,7 @@ def whole_variants(bound: Bound) -> list[Variant]:
 def variants(bound: Bound, degree: int) -> tuple[Variant, ...]:
     """All variants of a bound rule on a mesh dimension of the given degree, made when they are first asked for."""
     if degree not in bound.known:
-        bound.known[degree] = (*whole_variants(bound), *_splits(bound, degree))
+        bound.known[degree] = (*whole_variants(bound), *split_variants(bound, degree))
     return bound.known[degree]
 
 
@@ -231,11 +229,9 @@ def chosen_variants(bound: Bound, labels: Sequence[str], degrees: Sequence[int])
     return tuple(by_label(variants(bound, n), label) for label, n in zip(labels, degrees, strict=True))
 
 
-def by_label(options: Iterable[Variant], label: str) -> Variant:
+def by_label(options: Sequence[Variant], label: str) -> Variant:
     """The variant with a label. Raises `KeyError` naming the legal ones."""
-    others = []
-    for variant in options:
-        if variant.label == label:
-            return variant
-        others.append(variant.label)
-    raise KeyError(f"no variant {label!r}; there are {others}")
+    variant = next((option for option in options if option.label == label), None)
+    if variant is None:
+        raise KeyError(f"no variant {label!r}; there are {[option.label for option in options]}")
+    return variant

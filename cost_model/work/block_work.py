@@ -1,6 +1,6 @@
 """The cost of one call of a block on one rank, as expressions in named sizes, and the values of these expressions.
 
-An expression is a `Polynomial` in the symbols below, so that it can be stored and compared (`to_json`, `from_json`).
+An expression is a `Polynomial` in the symbols below, so that it can be stored and compared (`to_plain`, `from_plain`).
 Nothing read from a file is ever evaluated as code. `evaluate` replaces all expressions of a block or family by numbers
 or NumPy arrays at once. The steps of this evaluation are found once per block or family and cached.
 
@@ -222,8 +222,8 @@ def free_symbols(works: Any) -> tuple[str, ...]:
 # ---- files ----
 
 
-def to_json(family: Family[Polynomial]) -> str:
-    """One line per operator, so that a change of a family can be read."""
+def to_plain(family: Family[Polynomial]) -> dict[str, Any]:
+    """A family as plain data for JSON."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, Polynomial):
@@ -235,35 +235,12 @@ def to_json(family: Family[Polynomial]) -> str:
             return {name: plain(v) for name, v in every.items() if v is not None}
         return [plain(item) for item in value] if isinstance(value, tuple) else value
 
-    records = {"kernels_forward", "is_forward"}  # keys of the objects that stand in one line
-
-    def lines(value: Any, indent: str) -> str:
-        text = json.dumps(value, ensure_ascii=False)
-        deep = isinstance(value, list) and bool(value) and isinstance(value[0], dict)
-        deep = deep or (isinstance(value, dict) and not records & set(value))
-        if len(text) + len(indent) <= 118 or not deep:
-            return text
-        inner = indent + "  "
-        if isinstance(value, dict):
-            parts = [f"{inner}{json.dumps(k)}: {lines(v, inner)}" for k, v in value.items()]
-            return "{\n" + ",\n".join(parts) + f"\n{indent}}}"
-        return "[\n" + ",\n".join(inner + lines(v, inner) for v in value) + f"\n{indent}]"
-
     blocks = {role: {name: plain(work) for name, work in works} for role, works in family.blocks}
-    return lines({"name": family.name, "source": family.source, "blocks": blocks}, "") + "\n"
-
-
-def from_json(text: str) -> Family[Polynomial]:
-    """The family in a text written by `to_json`. Raises `InputError` with every problem of its content."""
-    try:
-        data = json.loads(text)
-    except ValueError as error:
-        raise InputError(f"the blocks of a family are not valid JSON: {error}") from None
-    return from_plain(data)
+    return {"name": family.name, "source": family.source, "blocks": blocks}
 
 
 def from_plain(data: Any) -> Family[Polynomial]:
-    """The family in parsed JSON. Raises like `from_json`."""
+    """The family in the result of `to_plain`. Raises `InputError` with every problem of its content."""
     problems: list[Problem] = []
     if not isinstance(data, dict) or not isinstance(data.get("blocks"), dict):
         problems.append(Problem(path="", rule="must be an object with name, source and blocks"))
@@ -321,7 +298,8 @@ def family(name: str, *, over_data: bool = False) -> Family[Polynomial]:
     if name not in family_names():
         raise InputError(f"no blocks of a family {name!r}; {did_you_mean(name, family_names())}")
     folder = resources.files("autopar.cost_model.work") / "families"
-    return from_json(((folder / "over_data" if over_data else folder) / f"{name}.json").read_text(encoding="utf-8"))
+    file = (folder / "over_data" if over_data else folder) / f"{name}.json"
+    return from_plain(json.loads(file.read_text(encoding="utf-8")))
 
 
 @functools.cache

@@ -18,7 +18,7 @@ device's peak and memory bandwidth. The second is the bytes of the operands that
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any
 
@@ -32,57 +32,35 @@ from autopar.ir.program import Program
 from autopar.rules.rule import Call, Rule, TensorInfo
 from autopar.rules.variants import Variant, chosen_variants
 
+_SUMS = ("num_calls", "num_without_rule", "flops", "num_bytes", "split_flops", "split_bytes", "seconds", "kept_bytes")
 _NOTABLE = 1e-3  # a whole operator is listed from this share of a rank's seconds on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorWork:
-    """One operator of the distinct block number `block`: its whole work in one micro-batch, and one rank's part.
+    """One operator, or several that are alike: the whole work in one micro-batch, and one rank's part.
 
     The mesh dimensions in `split` split the operator. `split_flops` and `split_bytes` are the split parts of its FLOP
     and bytes, per name of `grouped_dims`. `seconds` count one rank and step, `kept_bytes` one rank and micro-batch.
-    Both sum over all calls of the block.
+    All count every call of the operator's block.
     """
 
-    block: int
     operator: str
     where: str
     num_calls: int
-    has_rule: bool
+    num_without_rule: int  # of the calls
     flops: float
     num_bytes: float
-    split: frozenset[str]
+    split: tuple[str, ...]
     split_flops: Mapping[str, float]
     split_bytes: Mapping[str, float]
     seconds: float
     kept_bytes: float
+    mesh_dim: str = ""  # which an entry of `Coverage.whole` is about
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OperatorCoverage:
-    """All calls of one operator in one micro-batch; `split_flops` and `split_bytes` are per name of `grouped_dims`."""
-
-    operator: str
-    num_calls: int
-    num_without_rule: int
-    flops: float
-    num_bytes: float
-    split_flops: Mapping[str, float]
-    split_bytes: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WholeOperator:
-    """An operator at one place that is whole on a mesh dimension, and its price on one rank."""
-
-    mesh_dim: str
-    operator: str
-    where: str
-    num_calls: int
-    has_rule: bool
-    flops: float
-    seconds: float
-    kept_bytes: float
+    @property
+    def has_rule(self) -> bool:
+        return not self.num_without_rule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +68,8 @@ class Coverage:
     """The split and whole operators of a labelling."""
 
     mesh: Mapping[str, int]  # mesh dimensions of size > 1
-    operators: tuple[OperatorCoverage, ...]
-    whole: tuple[WholeOperator, ...]
+    operators: tuple[OperatorWork, ...]  # by name, wherever they are
+    whole: tuple[OperatorWork, ...]  # by mesh dimension and place
     seconds: float  # one rank's work in a step
 
     def split_flops(self, mesh_dim: str) -> float:
@@ -121,12 +99,10 @@ def coverage(
     """The coverage of `labels` on the mesh of `degrees`. `analysis` must be made for that mesh."""
     mesh = {name: degree for name, degree in degrees.mesh.as_dict().items() if degree > 1}
     works = list(works_of(program, analysis, labels, degrees, cluster))
-    names = tuple(grouped_dims(mesh))
     total = sum(work.seconds for work in works)
-    groups = _grouped(works, lambda work: (work.operator,)).items()
     return Coverage(
         mesh=mesh,
-        operators=tuple(_operator(name, group, names) for (name,), group in groups),
+        operators=_merged(works, lambda work: work.operator),
         whole=tuple(whole for name in mesh for whole in _whole(name, works, total)),
         seconds=total,
     )
@@ -155,14 +131,13 @@ def works_of(
             extents = dict(_extents(bound.rule, call, chosen, mesh.as_dict()))
             path = node.meta["key"].partition(":")[0] if node.meta["key"].count(":") > 1 else ""
             yield OperatorWork(
-                block=index,
                 operator=target_name(call.target),
                 where=".".join(part for part in (block.name, path) if part),
                 num_calls=times,
-                has_rule=bound.rule.known,
+                num_without_rule=0 if bound.rule.known else times,
                 flops=times * flops,
                 num_bytes=times * num_bytes,
-                split=frozenset(name for name, v in chosen.items() if v.factor),
+                split=tuple(name for name, v in chosen.items() if v.factor),
                 split_flops={name: times * flops * extent for name, extent in extents.items()},
                 split_bytes={name: times * num_bytes * extent for name, extent in extents.items()},
                 seconds=times * degrees.num_micro_batches * passes * seconds,
@@ -188,53 +163,37 @@ def _flops(rule: Rule, call: Call, chosen: Iterable[Variant]) -> float:
     return float(forward_flops(rule, call, local_sizes(rule, _degrees(chosen))))
 
 
-def whole_on_every_rank(works: Sequence[OperatorWork]) -> tuple[WholeOperator, ...]:
+def whole_on_every_rank(works: Sequence[OperatorWork]) -> tuple[OperatorWork, ...]:
     """Operators without a rule by place: no mesh dimension splits them."""
-    return tuple(_merged("", group) for group in _grouped([w for w in works if not w.has_rule], _place).values())
+    return _merged([w for w in works if not w.has_rule], _place)
 
 
-def _operator(name: str, works: Sequence[OperatorWork], dims: Sequence[str]) -> OperatorCoverage:
-    return OperatorCoverage(
-        operator=name,
-        num_calls=sum(w.num_calls for w in works),
-        num_without_rule=sum(w.num_calls for w in works if not w.has_rule),
-        flops=sum(w.flops for w in works),
-        num_bytes=sum(w.num_bytes for w in works),
-        split_flops={d: sum(w.split_flops[d] for w in works) for d in dims},
-        split_bytes={d: sum(w.split_bytes[d] for w in works) for d in dims},
-    )
-
-
-def _whole(mesh_dim: str, works: Sequence[OperatorWork], total_s: float) -> Iterator[WholeOperator]:
+def _whole(mesh_dim: str, works: Sequence[OperatorWork], total_s: float) -> Iterator[OperatorWork]:
     """Operators whole on a mesh dimension that do products, have no rule or take notable time; slowest first."""
-    groups = _grouped([w for w in works if mesh_dim not in w.split], _place).values()
-    merged = sorted((_merged(mesh_dim, group) for group in groups), key=lambda w: -w.seconds)
-    yield from (w for w in merged if w.flops or not w.has_rule or w.seconds >= _NOTABLE * total_s)
-
-
-def _merged(mesh_dim: str, works: Sequence[OperatorWork]) -> WholeOperator:
-    first = works[0]
-    return WholeOperator(
-        mesh_dim=mesh_dim,
-        operator=first.operator,
-        where=first.where,
-        num_calls=sum(w.num_calls for w in works),
-        has_rule=first.has_rule,
-        flops=sum(w.flops for w in works),
-        seconds=sum(w.seconds for w in works),
-        kept_bytes=sum(w.kept_bytes for w in works),
-    )
+    merged = _merged([w for w in works if mesh_dim not in w.split], _place)
+    for w in sorted(merged, key=lambda w: -w.seconds):
+        if w.flops or not w.has_rule or w.seconds >= _NOTABLE * total_s:
+            yield replace(w, mesh_dim=mesh_dim)
 
 
 def _place(work: OperatorWork) -> tuple[str, str, bool]:
     return work.operator, work.where, work.has_rule
 
 
-def _grouped(works: Sequence[OperatorWork], key: Callable[[OperatorWork], Any]) -> dict[Any, list[OperatorWork]]:
+def _merged(works: Sequence[OperatorWork], key: Callable[[OperatorWork], Any]) -> tuple[OperatorWork, ...]:
+    """One entry for the operators of each key, with the sums of their numbers."""
     groups: dict[Any, list[OperatorWork]] = {}
     for work in works:
         groups.setdefault(key(work), []).append(work)
-    return groups
+    return tuple(
+        replace(group[0], **{name: _sum([getattr(w, name) for w in group]) for name in _SUMS})
+        for group in groups.values()
+    )
+
+
+def _sum(values: Sequence[Any]) -> Any:
+    """The sum of numbers, or of mappings name by name."""
+    return {name: sum(v[name] for v in values) for name in values[0]} if isinstance(values[0], dict) else sum(values)
 
 
 def _degrees(chosen: Iterable[Variant]) -> dict[str, float]:

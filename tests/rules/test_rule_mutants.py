@@ -70,7 +70,7 @@ def _same_variants(rule: Rule, mutant: Rule) -> bool:
     if rule.emit is not mutant.emit or rule.linear != mutant.linear:
         return False
     first, second = (bind_factors(r, random.Random(0)) for r in (rule, mutant))
-    return all(split_variants(first, degree) == split_variants(second, degree) for degree in (2, 3))
+    return all([*split_variants(first, degree)] == [*split_variants(second, degree)] for degree in (2, 3))
 
 
 def caught(sample: OperatorSample, mutant: Rule) -> bool:

@@ -1,6 +1,5 @@
 """Expressions of blocks: stored and exported ones are equal; their values over numbers and arrays."""
 
-import json
 import subprocess
 import sys
 
@@ -14,8 +13,8 @@ from autopar.cost_model.work.block_work import (
     family,
     family_names,
     free_symbols,
-    from_json,
-    to_json,
+    from_plain,
+    to_plain,
 )
 from autopar.cost_model.work.polynomials import symbol
 from autopar.errors import InputError
@@ -26,7 +25,7 @@ PAIRS = {symbol(name): value for name, value in NUMBERS.items()}
 
 @pytest.mark.parametrize("name", family_names())
 def test_files_are_read_as_written(name: str) -> None:
-    assert from_json(to_json(family(name))) == family(name)
+    assert from_plain(to_plain(family(name))) == family(name)
     assert set(free_symbols(family(name))) <= set(SYMBOLS)
 
 
@@ -60,14 +59,14 @@ def test_an_unknown_family_names_the_known() -> None:
 
 
 def test_every_problem_of_a_file_is_reported() -> None:
-    data = json.loads(to_json(family("llama")))
+    data = to_plain(family("llama"))
     block = data["blocks"]["layer"]["tp"]
     block["products"][0]["flops"] = [[1.5, {"b": 1}]]
     block["input_bytes"] = [[2, {"k": 1}]]
     del block["sent"][0]["of"]
     data["blocks"]["middle"] = {}
     with pytest.raises(InputError) as caught:
-        from_json(json.dumps(data))
+        from_plain(data)
     paths = {problem.path for problem in caught.value.problems}
     layer = "blocks.layer.tp"
     assert paths == {f"{layer}.products[0].flops", f"{layer}.input_bytes", f"{layer}.sent[0].of", "blocks.middle"}
@@ -75,18 +74,18 @@ def test_every_problem_of_a_file_is_reported() -> None:
 
 @pytest.mark.parametrize("power", [0, 17, -(10**12), 1.5, True])
 def test_powers_that_nobody_writes_are_refused(power: float) -> None:
-    data = json.loads(to_json(family("llama")))
+    data = to_plain(family("llama"))
     data["blocks"]["layer"]["tp"]["input_bytes"] = [[2, {"b": power}]]
     with pytest.raises(InputError, match="a power must be a whole number from -16 to 16") as caught:
-        from_json(json.dumps(data))
+        from_plain(data)
     assert [problem.path for problem in caught.value.problems] == ["blocks.layer.tp.input_bytes"]
 
 
 def test_nothing_in_a_file_is_evaluated() -> None:
-    data = json.loads(to_json(family("llama")))
+    data = to_plain(family("llama"))
     data["blocks"]["layer"]["tp"]["input_bytes"] = "__import__('os').getpid()"
     with pytest.raises(InputError, match="input_bytes"):
-        from_json(json.dumps(data))
+        from_plain(data)
 
 
 def test_values_need_neither_torch_nor_sympy() -> None:
