@@ -27,18 +27,16 @@ def sized(call: Call, position: int) -> Rule:
     return rule_from(call, inputs, output, whole=whole, emit=emit)
 
 
-@rule(aten.full.default, aten.zeros.default, aten.ones.default)
+_OPERANDS = dict.fromkeys((aten.full.default, aten.zeros.default, aten.ones.default), 0)
+_OPERANDS |= dict.fromkeys((aten.new_full.default, aten.new_zeros.default, aten.new_ones.default), 1)
+
+
+@rule(*_OPERANDS)
 def full(call: Call) -> Rule:
-    if call.operands:
+    """The shape comes behind the operands."""
+    if len(call.operands) > _OPERANDS[call.target]:
         raise RuleError("filled with a tensor")
-    return sized(call, 0)
-
-
-@rule(aten.new_full.default, aten.new_zeros.default, aten.new_ones.default)
-def new_full(call: Call) -> Rule:
-    if len(call.operands) > 1:
-        raise RuleError("filled with a tensor")
-    return sized(call, 1)
+    return sized(call, _OPERANDS[call.target])
 
 
 @rule(aten.full_like.default, aten.zeros_like.default, aten.ones_like.default)

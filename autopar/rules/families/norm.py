@@ -5,6 +5,7 @@ from math import prod
 from autopar._torch.operators import aten
 from autopar.errors import RuleError
 from autopar.rules.families._notation import broadcast, dims, rule_from, slot_of
+from autopar.rules.families.pointwise import pointwise
 from autopar.rules.operators import BATCH_STATISTIC
 from autopar.rules.registry import rule
 from autopar.rules.rule import Call, Dim, Rule, Slot, Step
@@ -39,11 +40,7 @@ def group_norm(call: Call) -> Rule:
     return rule_from(call, specs, spec, sizes=sizes, whole=whole, emit=emit)
 
 
-@rule(BATCH_STATISTIC)
-def batch_statistic(call: Call) -> Rule:
-    """A statistic of the batch and the running one, of the same shape."""
-    spec = dims(call.output.shape)
-    return rule_from(call, [spec, spec], spec)
+rule(BATCH_STATISTIC)(pointwise)  # a statistic of the batch and the running one, of the same shape
 
 
 @rule(aten.batch_norm.default)

@@ -1,8 +1,9 @@
 """Random operators draw element by element. The choice of each rank's generator is not made here."""
 
 from autopar._torch.operators import aten
-from autopar.rules.families._notation import broadcast, dims, rule_from
+from autopar.rules.families._notation import dims, rule_from
 from autopar.rules.families.create import sized
+from autopar.rules.families.pointwise import pointwise
 from autopar.rules.registry import pattern, rule
 from autopar.rules.rule import Call, Rule
 
@@ -28,10 +29,7 @@ def draws_numbers(call: Call) -> bool:
     return bool(call.named("train", True) and call.named("dropout_p", call.named("p")) != 0)
 
 
-@rule(aten.dropout.default, aten.alpha_dropout.default, *PER_ELEMENT)
-def drawn_per_element(call: Call) -> Rule:
-    spec = dims(call.output.shape)
-    return rule_from(call, broadcast(call, spec), spec)
+rule(aten.dropout.default, aten.alpha_dropout.default, *PER_ELEMENT)(pointwise)
 
 
 @rule(*OF_SHAPE)
