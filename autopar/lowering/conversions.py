@@ -24,8 +24,7 @@ Generated code, its types, the prices of labels and the reports all read `CONVER
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from autopar.ir.sharding import Kind
 
@@ -36,8 +35,7 @@ _COLLECTIVES: Mapping[str, Collective] = {name: name for name in get_args(Collec
 Wire = tuple[Collective | None, Collective | None]  # the collectives of the forward and of the backward pass
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Conversion:
+class Conversion(NamedTuple):
     """One row of the table: `forward` and `backward` are primitives of `autopar.lowering.functions`."""
 
     source: Kind
@@ -57,29 +55,25 @@ class Conversion:
         return _COLLECTIVES.get(self.forward), _COLLECTIVES.get(self.backward)
 
 
-def _row(source: Kind, target: Kind, function: str, forward: Primitive, backward: Primitive) -> Conversion:
-    return Conversion(source=source, target=target, function=function, forward=forward, backward=backward)
-
-
 _ROWS = (
-    _row("I", "R", "invariant_to_replicate", "nothing", "all_reduce"),
-    _row("P", "I", "all_reduce_to_invariant", "all_reduce", "nothing"),
-    _row("P", "R", "all_reduce_to_replicate", "all_reduce", "all_reduce"),
-    _row("P", "S", "reduce_scatter", "reduce_scatter", "all_gather"),
-    _row("S", "R", "all_gather_to_replicate", "all_gather", "reduce_scatter"),
-    _row("S", "I", "all_gather_to_invariant", "all_gather", "slice"),
-    _row("I", "S", "shard_of_invariant", "slice", "all_gather"),
-    _row("S", "S", "all_to_all", "all_to_all", "all_to_all"),
-    _row("I", "P", "partial_of_invariant", "first_rank_keeps", "nothing"),
-    _row("S", "P", "partial_of_shard", "place_in_zeros", "slice"),
-    _row("R", "I", "replicate_to_invariant", "nothing", "first_rank_keeps"),
-    _row("R", "S", "shard_of_replicate", "slice", "place_in_zeros"),
-    _row("R", "P", "partial_of_replicate", "first_rank_keeps", "first_rank_keeps"),
+    Conversion("I", "R", "invariant_to_replicate", "nothing", "all_reduce"),
+    Conversion("P", "I", "all_reduce_to_invariant", "all_reduce", "nothing"),
+    Conversion("P", "R", "all_reduce_to_replicate", "all_reduce", "all_reduce"),
+    Conversion("P", "S", "reduce_scatter", "reduce_scatter", "all_gather"),
+    Conversion("S", "R", "all_gather_to_replicate", "all_gather", "reduce_scatter"),
+    Conversion("S", "I", "all_gather_to_invariant", "all_gather", "slice"),
+    Conversion("I", "S", "shard_of_invariant", "slice", "all_gather"),
+    Conversion("S", "S", "all_to_all", "all_to_all", "all_to_all"),
+    Conversion("I", "P", "partial_of_invariant", "first_rank_keeps", "nothing"),
+    Conversion("S", "P", "partial_of_shard", "place_in_zeros", "slice"),
+    Conversion("R", "I", "replicate_to_invariant", "nothing", "first_rank_keeps"),
+    Conversion("R", "S", "shard_of_replicate", "slice", "place_in_zeros"),
+    Conversion("R", "P", "partial_of_replicate", "first_rank_keeps", "first_rank_keeps"),
 )
 CONVERSIONS: Mapping[tuple[Kind, Kind], Conversion] = {(row.source, row.target): row for row in _ROWS}
 _OF_SORTED_ROWS = (
-    _row("S", "S", "rows_to_experts", "all_to_all", "all_to_all"),
-    _row("S", "S", "rows_to_tokens", "all_to_all", "all_to_all"),
+    Conversion("S", "S", "rows_to_experts", "all_to_all", "all_to_all"),
+    Conversion("S", "S", "rows_to_tokens", "all_to_all", "all_to_all"),
 )
 BY_FUNCTION: Mapping[str, Conversion] = {row.function: row for row in (*_ROWS, *_OF_SORTED_ROWS)}
 

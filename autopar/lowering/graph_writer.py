@@ -91,8 +91,6 @@ class GraphWriter:
         self.rows = rows
         self.routes: dict[str, fx.Node] = {}
         self.values: dict[str, fx.Node] = {}
-        self.types: dict[str, Types] = {}
-        self.differentiable: dict[str, bool] = {}
         self.converted: dict[tuple[str, Types], fx.Node] = {}
         self.attributes: dict[str, fx.Node] = {}
         self.operands: dict[tuple[str, str], fx.Node] = {}
@@ -106,8 +104,7 @@ class GraphWriter:
 
     def use(self, name: str, target: Types) -> fx.Node:
         """The value `name` in the wanted types."""
-        source = self.types[name]
-        flows = self.differentiable[name]
+        source, flows = self.values[name].meta["types"], self.values[name].meta["differentiable"]
         target = tuple(s if same(s, t, flows) else t for s, t in zip(source, target, strict=True))
         if target == source:
             return self.values[name]
@@ -266,7 +263,7 @@ class GraphWriter:
         if name in self.rows.choices and self.mesh.owning("experts"):
             chosen, node = node, self.graph.call_function(experts.kept_choice, (node,), name=f"{name}_kept")
             chosen.meta |= {"value": name, "types": types, "differentiable": differentiable}
-        self.values[name], self.types[name], self.differentiable[name] = node, types, differentiable
+        self.values[name] = node
         node.meta |= {"value": name, "types": types, "differentiable": differentiable}
 
 

@@ -1,6 +1,6 @@
 """The registry of operator rules: one entry per operator, duplicates refused.
 
-Ours are written at import, by `rule` and `pattern`; a user's own by `register_rule`.
+Ours are written at import, by `rule`; a user's own by `register_rule`.
 """
 
 import importlib
@@ -46,19 +46,6 @@ def rule(*targets: Any) -> Callable[[RuleFunction], RuleFunction]:
         return function
 
     return register
-
-
-def pattern(
-    target: Any,
-    text: str,
-    *,
-    whole: str = "",
-    additive: Sequence[int] = (),
-    linear: Sequence[Sequence[int]] = (),
-    flops: Callable[..., float] | None = None,
-) -> None:
-    """Register a rule that one line of factor notation states, for example ``"... i, o i[, o] -> ... o"``."""
-    rule(target)(Pattern(text, whole, tuple(additive), tuple(tuple(group) for group in linear), flops))
 
 
 def register_rule(

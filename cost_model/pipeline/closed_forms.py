@@ -103,15 +103,6 @@ def pass_seconds(micro_batches: _Number, forward_s: NDArray[Any], backward_s: ND
     )
 
 
-def blocking_message_s(
-    *, pp: _Number, virtual_stages: _Number = 1, micro_batches: _Number, message_s: _Number
-) -> _Number:
-    """Seconds that an inner rank spends in sends that it waits for: v forward and v backward per micro-batch."""
-    p, v, n = np.broadcast_arrays(pp, virtual_stages, micro_batches)
-    waited: _Number = np.where(p > 1, 2 * v * n * np.asarray(message_s), 0.0)[()]
-    return waited
-
-
 def _known(schedule: str) -> Schedule:
     if schedule not in SCHEDULES:
         raise InputError(f"no closed form of schedule {schedule!r}; {did_you_mean(schedule, SCHEDULE_NAMES)}")

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost_model.machine.engine import Engine
-from autopar.cost_model.pipeline.closed_forms import blocking_message_s, unequal_step_s
+from autopar.cost_model.pipeline.closed_forms import unequal_step_s
 from autopar.cost_model.pipeline.simulator import StageSeconds, replay_of, replayed, run_seconds, shared_step_s
 from autopar.cost_model.step.assembly import Pipeline, PipelineTimes
 from autopar.cost_model.step.context import Passes
@@ -237,7 +237,9 @@ def _seconds(
         run: dict[str, Any] = {"virtual_stages": stages.virtual, "micro_batches": stages.micro_batches}
         passes = dict(zip(("forward_s", "backward_s", "weight_s"), ranks, strict=True))
         whole = unequal_step_s(stages.schedule, **run, **passes)
-        waited = 0.0 if is_overlapped else float(blocking_message_s(pp=stages.pp, **run, message_s=message))
+        # an inner rank waits for v messages each way in every micro-batch
+        is_waiting = not is_overlapped and stages.pp > 1
+        waited = 2 * stages.virtual * stages.micro_batches * message if is_waiting else 0.0
         mean = stages.micro_batches * float(np.mean(ranks[0] + ranks[1]))
         shared = float(whole) if ranks_per_core == 1 else max(float(whole) / ranks_per_core, mean)
         return shared + waited, np.full(stages.pp, waited)

@@ -111,25 +111,19 @@ class Flow:
         """Types in which an operand is saved for the backward pass."""
         return self.regathered.get(edge) or self.use_types(edge)
 
-    def divisor(self, types: Types) -> Expr:
-        return self.naming.divisor(types)
-
     def is_product(self, name: str) -> bool:
         return name in self.sizes and (self.is_attention(name) or self.sizes[name].bound.rule.flops is not None)
 
     def is_attention(self, name: str) -> bool:
         return self.operators.get(name) == ATTENTION_NAME
 
-    def is_layout(self, name: str) -> bool:
-        return name in self.layouts
-
     def is_eager(self, name: str) -> bool:
-        return name in self.runs and not self.is_product(name) and not self.is_layout(name)
+        return name in self.runs and not self.is_product(name) and name not in self.layouts
 
     def base(self, name: str) -> tuple[str, str]:
         """The value whose numbers a value shows, and the smallest value on the path to it, nearest to it."""
         smallest = name
-        while self.is_layout(name):
+        while name in self.layouts:
             name = self.operands[name][0]
             if prod(self.info(name).shape) <= prod(self.info(smallest).shape):
                 smallest = name
@@ -143,7 +137,7 @@ class Flow:
         """Every value that is not a layout of another, and the edges that read it."""
         readers: dict[str, list[Edge]] = {}
         for name in self.runs:
-            if not self.is_layout(name):
+            if name not in self.layouts:
                 for k, operand in enumerate(self.operands[name]):
                     readers.setdefault(self.base(operand)[0], []).append((name, k))
         for name in self.outputs:
@@ -210,13 +204,13 @@ def needs_of_product(flow: Flow, name: str) -> Iterator[Need]:
     """The tensors that a product or attention saves."""
     for position, kept in enumerate(flow.runs[name].kept):
         if kept.value is None:
-            yield Need(name, flow.divisor(flow.types(name)), position)
+            yield Need(name, flow.naming.divisor(flow.types(name)), position)
         elif kept.operand < 0:
-            yield Need(name, flow.divisor(flow.types(name)))
+            yield Need(name, flow.naming.divisor(flow.types(name)))
         else:
             base, smallest = flow.base(flow.operands[name][kept.operand])
             if not flow.is_given(base):
-                yield Need(smallest, flow.divisor(flow.kept_types((name, kept.operand))))
+                yield Need(smallest, flow.naming.divisor(flow.kept_types((name, kept.operand))))
 
 
 def _needs_of_group(flow: Flow, members: tuple[str, ...], written: frozenset[str]) -> set[Need]:
@@ -233,7 +227,7 @@ def _needs_of_group(flow: Flow, members: tuple[str, ...], written: frozenset[str
         if base in inside and base not in written:
             compute(base)
         elif not flow.is_given(base):
-            needs.add(Need(smallest, flow.divisor(flow.use_types(edge))))
+            needs.add(Need(smallest, flow.naming.divisor(flow.use_types(edge))))
 
     def compute(name: str) -> None:
         if name in masked:
@@ -246,7 +240,7 @@ def _needs_of_group(flow: Flow, members: tuple[str, ...], written: frozenset[str
     def mask(name: str) -> None:
         if flow.operators[name] in RANDOM:
             nth = (i for i, kept in enumerate(flow.runs[name].kept) if kept.value is None)
-            needs.update(Need(name, flow.divisor(flow.types(name)), i) for i in nth)
+            needs.update(Need(name, flow.naming.divisor(flow.types(name)), i) for i in nth)
 
     for name in members:
         mask(name)
@@ -254,7 +248,7 @@ def _needs_of_group(flow: Flow, members: tuple[str, ...], written: frozenset[str
             if kept.operand >= 0:
                 need((name, kept.operand))
             elif kept.value is not None and name in written:
-                needs.add(Need(name, flow.divisor(flow.types(name))))
+                needs.add(Need(name, flow.naming.divisor(flow.types(name))))
             elif flow.operators[name] not in RANDOM:
                 compute(name)
     return needs

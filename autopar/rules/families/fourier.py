@@ -2,7 +2,7 @@
 
 from autopar._torch.operators import aten
 from autopar.rules.families._notation import dim_indices, places_whole
-from autopar.rules.registry import pattern, rule
+from autopar.rules.registry import Pattern, rule
 from autopar.rules.rule import Call, Rule
 
 ONE_DIM = (aten.fft_fft, aten.fft_ifft, aten.fft_rfft, aten.fft_irfft, aten.fft_hfft, aten.fft_ihfft)
@@ -20,6 +20,6 @@ def transformed(call: Call) -> Rule:
     return places_whole(call, dim_indices(over, len(call.operands[0].shape)), True)
 
 
-pattern(aten.stft.default, "... t[, w] -> ... f m", whole="t w f m", linear=[[0]])
-pattern(aten.view_as_real.default, "... -> ... p", whole="p", linear=[[0]])
-pattern(aten.view_as_complex.default, "... p -> ...", whole="p", linear=[[0]])
+rule(aten.stft.default)(Pattern("... t[, w] -> ... f m", whole="t w f m", linear=((0,),)))
+rule(aten.view_as_real.default)(Pattern("... -> ... p", whole="p", linear=((0,),)))
+rule(aten.view_as_complex.default)(Pattern("... p -> ...", whole="p", linear=((0,),)))

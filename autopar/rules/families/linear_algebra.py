@@ -3,7 +3,7 @@
 from autopar._torch.operators import aten
 from autopar.rules.families._notation import aligned, broadcast, dim_index, dims, multiply_adds, rule_from
 from autopar.rules.operators import output_of
-from autopar.rules.registry import pattern, rule
+from autopar.rules.registry import Pattern, rule
 from autopar.rules.rule import Call, Dim, Rule
 
 for _target in (
@@ -12,13 +12,13 @@ for _target in (
     aten.linalg_cholesky.default,
     aten.linalg_matrix_exp.default,
 ):
-    pattern(_target, "... m n -> ... m n", whole="m n")
-pattern(aten.linalg_det.default, "... m n -> ...", whole="m n")
-pattern(output_of(aten.linalg_inv_ex.default, 0), "... m n -> ... m n", whole="m n")
-pattern(aten.cdist.default, "... m k, ... n k -> ... m n", whole="k")
-pattern(aten.bilinear.default, "... i, ... j, o i j[, o] -> ... o", additive=[3], flops=multiply_adds)
-pattern(aten.bucketize.Tensor, "..., k -> ...", whole="k")
-pattern(aten.searchsorted.Tensor, "... k, ... m -> ... m", whole="k")
+    rule(_target)(Pattern("... m n -> ... m n", whole="m n"))
+rule(aten.linalg_det.default)(Pattern("... m n -> ...", whole="m n"))
+rule(output_of(aten.linalg_inv_ex.default, 0))(Pattern("... m n -> ... m n", whole="m n"))
+rule(aten.cdist.default)(Pattern("... m k, ... n k -> ... m n", whole="k"))
+rule(aten.bilinear.default)(Pattern("... i, ... j, o i j[, o] -> ... o", additive=(3,), flops=multiply_adds))
+rule(aten.bucketize.Tensor)(Pattern("..., k -> ...", whole="k"))
+rule(aten.searchsorted.Tensor)(Pattern("... k, ... m -> ... m", whole="k"))
 
 
 @rule(aten.cosine_similarity.default)

@@ -6,7 +6,7 @@ from typing import Any
 from autopar._torch.operators import aten
 from autopar.rules.families._notation import dim_indices, dims, is_zero, places_whole, rule_from, slot_of
 from autopar.rules.operators import output_of
-from autopar.rules.registry import pattern, rule
+from autopar.rules.registry import Pattern, rule
 from autopar.rules.rule import Call, Dim, Rule, Step
 
 
@@ -50,9 +50,9 @@ _register(2, aten.max_pool2d.default, aten.reflection_pad2d.default, aten.replic
 _register(3, aten.max_pool3d.default, aten.reflection_pad3d.default, aten.replication_pad3d.default)
 _register(3, aten.channel_shuffle.default, linear=True)
 
-pattern(aten.max_unpool2d.default, "... h w, ... h w -> ... y x", whole="h w y x", linear=[[0]])
-pattern(aten.max_unpool3d.default, "... t h w, ... t h w -> ... z y x", whole="t h w z y x", linear=[[0]])
-pattern(aten.im2col.default, "... c h w -> ... (c k) l", whole="h w k l", linear=[[0]])
+rule(aten.max_unpool2d.default)(Pattern("... h w, ... h w -> ... y x", whole="h w y x", linear=((0,),)))
+rule(aten.max_unpool3d.default)(Pattern("... t h w, ... t h w -> ... z y x", whole="t h w z y x", linear=((0,),)))
+rule(aten.im2col.default)(Pattern("... c h w -> ... (c k) l", whole="h w k l", linear=((0,),)))
 
 
 @rule(aten.pixel_shuffle.default, aten.pixel_unshuffle.default)

@@ -4,7 +4,7 @@ from autopar._torch.operators import aten
 from autopar.rules.families._notation import dims, rule_from
 from autopar.rules.families.create import sized
 from autopar.rules.families.pointwise import pointwise
-from autopar.rules.registry import pattern, rule
+from autopar.rules.registry import Pattern, rule
 from autopar.rules.rule import Call, Rule
 
 PER_ELEMENT = (
@@ -45,4 +45,4 @@ def feature_dropout(call: Call) -> Rule:
     return rule_from(call, [spec], spec, whole={f for dim in spec[2:] for f in dim})
 
 
-pattern(aten.multinomial.default, "... k -> ... s", whole="k s")
+rule(aten.multinomial.default)(Pattern("... k -> ... s", whole="k s"))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from pipeline_step import step_s
 
-from autopar.cost_model.pipeline.closed_forms import blocking_message_s, bubble_s, unequal_step_s
+from autopar.cost_model.pipeline.closed_forms import bubble_s, unequal_step_s
 from autopar.errors import InputError
 from autopar.ir.schedules.registry import SCHEDULES
 
@@ -129,11 +129,6 @@ def test_activations_in_flight() -> None:
     assert of_ranks.tolist() == ((v - 1) * p + 2 * (p - 1 - rank) + 1).tolist()
     assert in_flight("interleaved-zero-bubble", pp=p, micro_batches=n, rank=rank).tolist() == [p] * p
     assert in_flight("dualpipev", pp=p, virtual_stages=2, micro_batches=n) == 2 * p + 1
-
-
-def test_blocking_sends_are_paid_by_every_micro_batch() -> None:
-    assert blocking_message_s(pp=4, virtual_stages=2, micro_batches=8, message_s=0.5) == 16.0
-    assert blocking_message_s(pp=1, micro_batches=8, message_s=0.5) == 0.0
 
 
 def test_an_unknown_schedule_is_named() -> None:
