@@ -232,46 +232,14 @@ def _check_recomputed(program: Program, recomputed: Sequence[str], by: Mapping[s
             )
 
 
-def check_stages(program: Program, stages: Sequence[Stage]) -> None:
-    """Check that stages hold every call once, in order, and what each takes. Tied parameters are in several stages."""
-    placed = [i for stage in stages for i in stage.calls]
-    if placed != main_calls(program):
-        lost = sorted(set(main_calls(program)) - set(placed))
-        twice = sorted({i for i in placed if placed.count(i) > 1})
-        named = ", ".join(program.calls[i].path for i in (*lost, *twice))
-        raise PlanError(f"the stages do not hold every call exactly once, in order: {named or 'order'}")
-    everywhere = {info.name for info in program.inputs} | set(program.constants.results) | set(program.updates)
-    everywhere |= set(program.denominators)
-    for stage in stages:
-        known = everywhere | set(stage.parameters) | set(stage.receives)
-        for i in sorted((*stage.again, *stage.calls)):
-            call = program.calls[i]
-            wanted = call.arguments if i in stage.calls else sources_of(program, call, stage.again[i])
-            missing = [a for a in wanted if isinstance(a, str) and a not in known]
-            if missing:
-                raise PlanError(f"stage {stage.index} runs {call.path!r}, but does not have {missing[0]!r}")
-            known |= set(call.results if i in stage.calls else stage.again[i])
-        absent = [value for value in stage.sends if value not in known]
-        if absent:
-            raise PlanError(f"stage {stage.index} must send {absent[0]!r}, but does not have it")
-    for before, after in pairwise(stages):
-        if before.sends != after.receives:
-            raise PlanError(f"stage {before.index} sends {before.sends}, stage {after.index} expects {after.receives}")
-    _check_buffers(program, stages)
-    held = {name for stage in stages for name in stage.parameters}
-    lost_parameters = [name for name in program.parameters if name not in held]
-    if lost_parameters:
-        raise PlanError(f"parameter {lost_parameters[0]!r} is in no stage")
-
-
 def stage_of_buffers(program: Program, stages: Sequence[Stage]) -> dict[str, int]:
     """The stage that gives each buffer that forward changes its new value."""
     by = {result: stage.index for stage in stages for i in stage.calls for result in program.calls[i].results}
     return {name: by[update] for name, update in program.updates.items() if update in by}
 
 
-def _check_buffers(program: Program, stages: Sequence[Stage]) -> None:
-    """A buffer that forward changes is read where it is changed: no other stage has its new value."""
+def check_buffers(program: Program, stages: Sequence[Stage]) -> None:
+    """Check that a buffer that forward changes is read where it is changed: no other stage has its new value."""
     written = stage_of_buffers(program, stages)
     for stage in stages:
         for i in stage.calls:

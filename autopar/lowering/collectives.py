@@ -46,7 +46,7 @@ def collectives_of(
         """The splits of other mesh dimensions do not change in the collective."""
         here, pairs = mesh.indices(dim), enumerate(zip(types, mesh.degrees, strict=True))
         others = prod(degree for i, (t, degree) in pairs if i not in here and t.kind == "S")
-        return prod(infos[value].shape) * (width or infos[value].dtype.itemsize) / others
+        return float(prod(infos[value].shape) * (width or infos[value].dtype.itemsize) / others)
 
     for node in generated.graph.nodes:
         conversion, value = conversion_of(node.target), node.meta.get("value", node.name)

@@ -26,7 +26,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.schedules.registry import schedule_problems
 from autopar.ir.sharding import Dims, I, Type
-from autopar.ir.stages import check_stages, stages_of
+from autopar.ir.stages import check_buffers, stages_of
 from autopar.ir.storage import Storage
 from autopar.lowering.loss_region import why_whole
 from autopar.memo import Memo
@@ -209,7 +209,7 @@ def _stages(
         call_s = call_seconds(works, degrees, on)
         cuts = choose_cuts(program, works, degrees, call_s) if searched is None else searched.cuts
     recomputed = values_to_recompute(program, analysis, cuts, degrees, on.machine)
-    check_stages(program, stages_of(program, cuts, recomputed))
+    check_buffers(program, stages_of(program, cuts, recomputed))
     return _Stages(cuts=cuts, recomputed=recomputed, call_s=call_s)
 
 
@@ -420,4 +420,4 @@ def check_plan(plan: Plan, program: Program, world_size: int, local_batch: int |
                 f"{did_you_mean(unknown[0], sorted(known))}"
             )
     check(program, analyse(program, plan.mesh), plan.blocks, plan.mesh)
-    check_stages(program, stages_of(program, plan.cuts, plan.recomputed))
+    check_buffers(program, stages_of(program, plan.cuts, plan.recomputed))
