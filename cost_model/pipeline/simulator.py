@@ -95,11 +95,11 @@ class Simulation:
 
     def messages(self) -> Iterator[Message]:
         """Every message."""
-        for one, sent, arrived in zip(self.timeline(), chain(*self.sent_s), chain(*self.arrived_s), strict=True):
+        for timed, sent, arrived in zip(self.timeline(), chain(*self.sent_s), chain(*self.arrived_s), strict=True):
             if sent != _NEVER:
-                stage, kind, micro_batch = one.action
+                stage, kind, micro_batch = timed.action
                 yield Message(
-                    from_rank=one.rank,
+                    from_rank=timed.rank,
                     to_rank=self.replay.rank_of_stage[stage + 1 if kind == "F" else stage - 1],
                     from_stage=stage,
                     micro_batch=micro_batch,

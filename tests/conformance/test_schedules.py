@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from equal_stages import equal_stages
-from pipeline_step import peak_in_flight
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from autopar._torch import private
@@ -20,7 +19,7 @@ from autopar.cost_model.pipeline.closed_forms import bubble_s, pass_seconds, une
 from autopar.cost_model.pipeline.simulator import StageSeconds, replay_of, replayed
 from autopar.cost_model.step.context import Passes
 from autopar.ir.degrees import Degrees, degrees_from
-from autopar.ir.schedules.action import Action, action_of
+from autopar.ir.schedules.action import Action, action_of, peak_in_flight
 from autopar.ir.schedules.registry import (
     SCHEDULE_NAMES,
     SCHEDULES,

@@ -7,10 +7,10 @@ import pytest
 import torch
 from data_models import tokens
 from integration_models import Wanted, planned
-from pipeline_step import peak_in_flight
 from suites import long
 
 from autopar.commands.verify import Report, verify
+from autopar.ir.schedules.action import peak_in_flight
 from autopar.ir.schedules.registry import actions
 from autopar.runtime.distributed.launch import Ranks
 

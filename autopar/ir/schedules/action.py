@@ -42,3 +42,12 @@ def in_turns(*passes: tuple[int, Sequence[int]]) -> list[int]:
         running = [ids[start - begin : stop - begin] for begin, ids in passes if begin <= start < begin + len(ids)]
         order.extend(chain.from_iterable(zip(*running, strict=True)))
     return order
+
+
+def peak_in_flight(order: Sequence[Action]) -> int:
+    """The most (stage, micro-batch) pairs of one rank whose activations are held at once: from F to B or W."""
+    live = most = 0
+    for action in order:
+        live += {"F": 1, "B": -1, "W": -1, "I": 0}[action.kind]
+        most = max(most, live)
+    return most
