@@ -44,16 +44,15 @@ def row_of(one: Any, world: Any) -> tuple[list[str], bool]:
     """Cells of one plan, and whether every rank sent the priced bytes."""
     sends_of = import_module("step_traffic").sends_of
 
-    from autopar.capture.analysis import analyse
-    from autopar.cost_model.dry_run.memory import memory_of
-    from autopar.cost_model.dry_run.rank_view import RankView
+    from autopar.runtime.dry_run.memory import memory_of
+    from autopar.runtime.dry_run.rank_view import rank_view
 
     tests = import_module("test_priced_is_run")
     program, plan = import_module("priced_models").planned_case(one)
-    analysis, known = analyse(program, plan.mesh), dict[object, object]()
+    known = dict[object, object]()
     equal, worst, calls, size, saved = True, 0.0, 0, 0, (0, 0)
     for rank, (counts, memory) in enumerate(world.run("priced_ranks:measured_step", one, plan)):
-        setting = RankView(program, analysis, plan, rank)
+        setting = rank_view(program, plan, rank)
         runs = tests.runs_of(setting, known)
         equal &= counts == tests.as_operators(sends_of(setting, runs))
         held = memory_of(setting, runs)

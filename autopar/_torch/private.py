@@ -226,7 +226,7 @@ def saved_tensor_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any],
 
 
 class LiveStorages(TorchDispatchMode):
-    """Counts bytes of live storages made in this context, and their peak; the caller may add to `more_bytes`."""
+    """Counts bytes of live storages made in this context but on meta, and their peak; add to `more_bytes` at will."""
 
     def __init__(self, outside: Sequence[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -242,11 +242,10 @@ class LiveStorages(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         grows = False
-        for value in pytree.tree_leaves(out):
-            if isinstance(value, torch.Tensor) and storage_id(value) not in self._outside:
-                at, storage = storage_id(value), value.untyped_storage()
-                if at not in self._live or self._live[at][0].expired():
-                    self._live[at], grows = (StorageWeakRef(storage), storage.nbytes()), True
+        for value in (v for v in pytree.tree_leaves(out) if isinstance(v, torch.Tensor) and v.device.type != "meta"):
+            at, storage = storage_id(value), value.untyped_storage()
+            if at not in self._outside and (at not in self._live or self._live[at][0].expired()):
+                self._live[at], grows = (StorageWeakRef(storage), storage.nbytes()), True
         if grows:
             live_bytes = self.bytes()
             self.peak_bytes = max(self.peak_bytes, live_bytes)

@@ -1,7 +1,6 @@
 """What generated code asks of a mesh dimension and of a random stream.
 
-Two packages implement both protocols. `autopar.runtime` sends real tensors between ranks. `autopar.cost_model.dry_run`
-writes each collective down and returns tensors that have a shape and no data.
+`autopar.runtime` implements both. Its dry run (`autopar.runtime.dry_run`) has mesh dimensions without other ranks.
 """
 
 from collections.abc import Callable

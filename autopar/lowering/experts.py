@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from autopar._torch import private
 from autopar.lowering.communicator import Communicator
 from autopar.lowering.functions import Linear
 from autopar.rules.routed import PRODUCT
@@ -27,14 +28,12 @@ Route = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class KeptChoices:
-    """The experts that tokens chose in one call, for the calls that run it again. `pack` and `unpack` keep tensors."""
+    """The experts that tokens chose in one call, for the calls that run it again: kept as autograd keeps tensors."""
 
-    def __init__(
-        self,
-        pack: Callable[[torch.Tensor], Any] = lambda chosen: chosen,
-        unpack: Callable[[Any], torch.Tensor] = lambda kept: kept,
-    ) -> None:
-        self._pack, self._unpack = pack, unpack
+    def __init__(self) -> None:
+        self._pack: Callable[[torch.Tensor], Any]
+        self._unpack: Callable[[Any], torch.Tensor]
+        self._pack, self._unpack = private.saved_tensor_hooks() or (lambda chosen: chosen, lambda kept: kept)
         self._kept: list[Any] = []
         self._is_known, self._place = False, 0
         self._outer: Token[KeptChoices | None] | None = None

@@ -17,7 +17,6 @@ from autopar.capture.analysis import analyse
 from autopar.capture.any_size import capture
 from autopar.capture.request import Inputs, LossFunction, Request
 from autopar.cost_model.estimate import Estimate, estimate_works
-from autopar.cost_model.exact_memory import fullest_rank, with_exact_memory
 from autopar.cost_model.fit.profile_parts import WRITTEN_BY, measured_parts, read_trace
 from autopar.cost_model.machine.cluster import cluster_machine, precision_of
 from autopar.cost_model.machine.engine import Engine, engine_named, with_sums_in
@@ -32,6 +31,7 @@ from autopar.ir.degrees import Degrees
 from autopar.ir.plan import BlockLabels, Plan
 from autopar.ir.program import Program
 from autopar.planning.degrees import resolve_degrees
+from autopar.planning.exact_memory import fullest_rank, with_exact_memory
 from autopar.planning.fixed import PlanLike, capture_for, check_plan, choose_labels, program_for, wished_program
 from autopar.planning.machine import machine_of, machinery_of, own_machinery
 from autopar.planning.measured import corrected_by_trace, is_trace, profile_for, traced_plan
@@ -131,7 +131,7 @@ def estimate(
     if exact_memory:
         report("counting the tensors of a rank")
         whole = own_plan or _whole_plan(program, priceable, question)
-        result = with_exact_memory(result, fullest_rank(program, analyse(program, whole.mesh), whole))
+        result = with_exact_memory(result, fullest_rank(program, whole))
     return replace(result, assumptions=(*result.assumptions, *notes), run=result.run if result.fits else None)
 
 

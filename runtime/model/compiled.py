@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from autopar.capture.analysis import Analysis, analyse
+from autopar.capture.nodes import value_infos
 from autopar.ir.plan import Plan
 from autopar.ir.program import CallSite, Constants, Program
 from autopar.ir.sharding import Type
@@ -32,7 +33,7 @@ from autopar.runtime.distributed.mesh import RankMesh
 from autopar.runtime.model.decision_check import DecisionCheck
 from autopar.runtime.model.index_check import IndexCheck
 from autopar.runtime.model.known_code import KnownCode
-from autopar.runtime.parameters.placement import same_layout
+from autopar.runtime.parameters.placement import same_layout, whole_placement
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -61,11 +62,17 @@ class CompiledProgram:
         return boundary_types(self.program, self.plan.blocks)
 
     @cached_property
+    def placements(self) -> dict[str, Storage]:
+        """How the plan stores every parameter."""
+        outer, mesh = self.analysis.outer, self.plan.mesh
+        taken = {name: storage_of(outer[name], self.types[name], mesh) for name in self.program.parameters}
+        return taken | {name: whole_placement(info, mesh) for name, info in self.program.unused.items()}
+
+    @cached_property
     def used(self) -> dict[str, Storage]:
         """The placement of parameters that this program takes in another placement than they are stored in."""
         names = [name for name in self.program.parameters if name in self.stored]
-        taken = {n: storage_of(self.analysis.outer[n], self.types[n], self.plan.mesh) for n in names}
-        return {n: storage for n, storage in taken.items() if not same_layout(storage, self.stored[n])}
+        return {n: self.placements[n] for n in names if not same_layout(self.placements[n], self.stored[n])}
 
     @cached_property
     def _known_code(self) -> KnownCode:
@@ -99,6 +106,15 @@ class CompiledProgram:
     def stays(self) -> frozenset[str]:
         """The values that stay on the device although offloaded calls save them."""
         return values_that_stay(self.program, self.offloaded)
+
+    def empty_values(self, names: Sequence[str], device: str) -> tuple[torch.Tensor, ...]:
+        """Tensors without values, of this rank's shapes and the dtypes of named values."""
+        infos, degrees, values = value_infos(self.program), self.plan.mesh.degrees, []
+        for name in names:
+            shape = self.analysis.outer[name].local_shape(self.types[name], degrees)
+            value = torch.empty(shape, dtype=infos[name].dtype, device=device)
+            values.append(value.requires_grad_(infos[name].differentiable))
+        return tuple(values)
 
     @property
     def micro_batch(self) -> int:

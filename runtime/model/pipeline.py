@@ -175,13 +175,13 @@ class Pipeline:
             stage = stages[number]
             is_last, detaches = number == len(stages) - 1, degrees.splits_backward
             submodule = _Submodule(modules[number], stage, loss, is_last, detaches)
-            sent = _loss_meta(compiled) if is_last else _metas(compiled, stage.sends)
+            sent = _loss_meta(compiled) if is_last else compiled.empty_values(stage.sends, "meta")
             torch_stage = _TorchStage(
                 submodule,
                 number,
                 len(stages),
                 device,
-                input_args=_metas(compiled, stage.receives),
+                input_args=compiled.empty_values(stage.receives, "meta"),
                 output_args=sent,
                 group=pipeline_messages(pipeline),
                 degrees=degrees,
@@ -244,19 +244,8 @@ def _there_and_back(degrees: Degrees) -> tuple[tuple[Action, ...], ...]:
     return tuple(tuple(a for a in every if degrees.rank_of_stage(a.stage) == rank) for rank in range(degrees.pp))
 
 
-def _metas(compiled: CompiledProgram, names: Sequence[str]) -> tuple[torch.Tensor, ...]:
-    """Local shapes and dtypes of values that cross stages, on meta."""
-    infos, metas = value_infos(compiled.program), []
-    for name in names:
-        info = infos[name]
-        shape = compiled.analysis.outer[name].local_shape(compiled.types[name], compiled.plan.mesh.degrees)
-        meta = torch.empty(shape, dtype=info.dtype, device="meta")
-        metas.append(meta.requires_grad_(info.differentiable))
-    return tuple(metas)
-
-
 def _loss_meta(compiled: CompiledProgram) -> tuple[torch.Tensor]:
-    (meta,) = _metas(compiled, (compiled.program.loss,))
+    (meta,) = compiled.empty_values((compiled.program.loss,), "meta")
     return (at_least_float32(meta.detach()).requires_grad_(meta.requires_grad),)
 
 

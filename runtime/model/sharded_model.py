@@ -16,7 +16,7 @@ from autopar.ir.precision import summed_dtype
 from autopar.ir.program import Program, StateInfo
 from autopar.ir.sharding import owned_by
 from autopar.ir.stages import Stage, stage_of_buffers, stages_by_parameter
-from autopar.ir.storage import Storage, storage_of, zero_dim_of
+from autopar.ir.storage import Storage, zero_dim_of
 from autopar.runtime.codegen.randomness import Streams
 from autopar.runtime.distributed.hang_report import reports_position
 from autopar.runtime.distributed.mesh import MeshDim, RankMesh, precision_problems
@@ -29,7 +29,7 @@ from autopar.runtime.offload.host_memory import HostCopies, HostParameters
 from autopar.runtime.parameters.gradients import gradient_norm, local_gradient, nonfinite_error, sum_over
 from autopar.runtime.parameters.initial import InitialParts
 from autopar.runtime.parameters.packed import complete_gradients, names_of_state
-from autopar.runtime.parameters.placement import make_parameter, whole_placement
+from autopar.runtime.parameters.placement import make_parameter
 from autopar.runtime.parameters.shown_tensor import as_shards, flat_state, parts_of, whole_of
 from autopar.runtime.parameters.user_view import (
     has_hooks,
@@ -71,9 +71,7 @@ class ShardedModel(nn.Module):
             program=program, plan=plan, buffers=self.buffer, mesh=mesh, streams=streams, device=device
         )
         self.analysis, self.types = self.base.analysis, self.base.types
-        self.placements = {
-            name: storage_of(self.analysis.outer[name], self.types[name], plan.mesh) for name in program.parameters
-        } | {name: whole_placement(info, plan.mesh) for name, info in program.unused.items()}
+        self.placements = self.base.placements
         stages = self.base.stages
         self.ties = TiedParameters(stages_by_parameter(program, stages), plan.degrees, mesh)
         self._by_stage = dict[int, StageModule]()

@@ -19,15 +19,18 @@ from autopar.runtime.model.stage import StageModule, attribute
 from autopar.runtime.parameters.gradients import local_gradient, sum_over
 
 
+def ranks_of_stages(stages_of: Mapping[str, Sequence[int]], degrees: Degrees) -> dict[str, tuple[int, ...]]:
+    """The pipeline ranks of the stages that hold each parameter."""
+    return {name: tuple(sorted({degrees.rank_of_stage(s) for s in stages})) for name, stages in stages_of.items()}
+
+
 class TiedParameters:
     """The parameters that several stages hold. Made collectively: sums over some ranks of a pipeline need a group."""
 
     def __init__(self, stages_of: Mapping[str, Sequence[int]], degrees: Degrees, mesh: RankMesh) -> None:
         self._stages_of = stages_of
         self._degrees = degrees
-        self._ranks_of = {
-            name: tuple(sorted({degrees.rank_of_stage(s) for s in stages})) for name, stages in stages_of.items()
-        }
+        self._ranks_of = ranks_of_stages(stages_of, degrees)
         self.names = tuple(name for name, stages in stages_of.items() if len(stages) > 1)
         shared = dict.fromkeys(ranks for ranks in self._ranks_of.values() if len(ranks) > 1)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {r: group_of_stages(mesh, r) for r in sorted(shared)}

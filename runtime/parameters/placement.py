@@ -63,8 +63,8 @@ def local_value(parameter: torch.Tensor, storage: Storage) -> torch.Tensor:
     """A parameter's flat local tensor in a block. The sum of a replicated parameter's gradient waits."""
     if isinstance(parameter, DTensor):
         parameter = parameter.to_local(grad_placements=placements(storage, parameter.device_mesh.ndim))
-        for _, dim, size in storage.uneven():
-            parameter = pad_axis(parameter, dim, size)
+    for _, dim, size in storage.uneven():
+        parameter = pad_axis(parameter, dim, size)
     return parameter if parameter.shape == storage.local_shape else parameter.reshape(storage.local_shape)
 
 

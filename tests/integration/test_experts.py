@@ -11,10 +11,9 @@ from step_traffic import StageTraffic, sends_of
 from suites import thinned
 from test_priced_is_run import TOLERANCE, as_operators, runs_of
 
-from autopar.capture.analysis import analyse
-from autopar.cost_model.dry_run.memory import memory_of
-from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.runtime.distributed.launch import Ranks
+from autopar.runtime.dry_run.memory import memory_of
+from autopar.runtime.dry_run.rank_view import rank_view
 
 PRICED = (
     case(MIXTRAL, dp=4, ep=2, zero=3, dispatch="exchange"),
@@ -39,11 +38,10 @@ def test_priced_is_run(one: Case, worlds: Callable[[int], Ranks]) -> None:
     All ranks together send and keep as many rows as priced.
     """
     program, plan = planned_case(one)
-    analysis = analyse(program, plan.mesh)
     known: dict[object, StageTraffic] = {}
     rows, saved = [0, 0], [0, 0]
     for rank, (counts, memory) in enumerate(worlds(RANKS).run("priced_ranks:measured_step", one, plan)):
-        setting = RankView(program, analysis, plan, rank)
+        setting = rank_view(program, plan, rank)
         runs = runs_of(setting, known)
         priced = as_operators(sends_of(setting, runs))
         if ROWS in priced:

@@ -9,11 +9,10 @@ from priced_models import GPT2, LLAMA, RANKS, Case, case, planned_case
 from step_traffic import HostMoves, host_moves, run_stages
 from suites import thinned
 
-from autopar.capture.analysis import analyse
-from autopar.cost_model.dry_run.memory import memory_of
-from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.ir.offload import OFFLOADS
 from autopar.runtime.distributed.launch import Ranks
+from autopar.runtime.dry_run.memory import memory_of
+from autopar.runtime.dry_run.rank_view import rank_view
 
 PLANS = (
     case(LLAMA, tp=4, sequence_parallel=True),
@@ -56,9 +55,8 @@ def test_training_has_equal_bits(one: Case, worlds: Callable[[int], Ranks]) -> N
 def test_moved_bytes_are_the_priced_ones(one: Case, offload: str, worlds: Callable[[int], Ranks]) -> None:
     program, plan = planned_case(one)
     plan = replace(plan, degrees=replace(plan.degrees, offload=offload))
-    analysis = analyse(program, plan.mesh)
     for rank, counted in enumerate(worlds(RANKS).run("offload_ranks:moved", one, plan)):
-        setting = RankView(program, analysis, plan, rank)
+        setting = rank_view(program, plan, rank)
         assert HostMoves(**counted) == host_moves(setting, run_stages(setting)), f"rank {rank}"
 
 
@@ -70,9 +68,8 @@ def test_bytes_on_the_host_are_the_priced_ones(one: Case, offload: str, worlds: 
     """A buffer of gradients that FSDP2 sums at once has its padding; so the count is within one percent."""
     program, plan = planned_case(one)
     plan = replace(plan, degrees=replace(plan.degrees, offload=offload))
-    analysis = analyse(program, plan.mesh)
     for rank, counted in enumerate(worlds(RANKS).run("offload_ranks:held_on_host", one, plan)):
-        setting = RankView(program, analysis, plan, rank)
+        setting = rank_view(program, plan, rank)
         runs = run_stages(setting)
         held = memory_of(setting, runs)
         assert counted == pytest.approx(held.host_bytes, rel=0.01), f"rank {rank}"
@@ -85,9 +82,8 @@ def test_bytes_on_the_host_are_the_priced_ones(one: Case, offload: str, worlds: 
 def test_saved_activations_leave_the_device(one: Case) -> None:
     """The block that computes keeps its own tensors. All others are on the host."""
     program, plan = planned_case(one)
-    analysis = analyse(program, plan.mesh)
     here, there = (
-        RankView(program, analysis, replace(plan, degrees=replace(plan.degrees, offload=offload)), 0)
+        rank_view(program, replace(plan, degrees=replace(plan.degrees, offload=offload)), 0)
         for offload in ("none", "activations")
     )
     before, after = (memory_of(setting, run_stages(setting)) for setting in (here, there))

@@ -15,12 +15,11 @@ from state_ranks import num_bytes
 from step_traffic import run_stages
 from suites import long, thinned
 
-from autopar.capture.analysis import analyse
-from autopar.cost_model.dry_run.memory import optimizer_bytes
-from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.errors import InputError, RuntimeInputError
 from autopar.ir.optimizers import OPTIMIZERS, OwnPart
 from autopar.runtime.distributed.launch import Ranks
+from autopar.runtime.dry_run.memory import optimizer_bytes
+from autopar.runtime.dry_run.rank_view import rank_view
 from autopar.runtime.offload.state_files import keep_state_in_files, mapped_file, needed_bytes
 
 SPLIT = case(LLAMA, tp=2, dp=2, zero=3, accumulate=2)
@@ -37,9 +36,8 @@ COUNTED = [(one, name) for one in PLANS for name in RUN_SPLIT]
 def test_counted_state_is_the_predicted_state(one: Any, name: str, worlds: Callable[[int], Ranks]) -> None:
     program, plan = planned_case(one)
     plan = replace(plan, degrees=replace(plan.degrees, optimizer=name))
-    analysis = analyse(program, plan.mesh)
     for rank, counted in enumerate(worlds(RANKS).run("state_ranks:held_state", one, plan, name)):
-        setting = RankView(program, analysis, plan, rank)
+        setting = rank_view(program, plan, rank)
         assert counted == sum(optimizer_bytes(setting, run_stages(setting)).values()), f"rank {rank}"
 
 

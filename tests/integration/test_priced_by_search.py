@@ -19,9 +19,9 @@ from step_traffic import Key as LedgerKey
 from suites import thinned
 
 from autopar.capture.analysis import analyse
-from autopar.cost_model.dry_run.rank_view import RankView
-from autopar.cost_model.dry_run.zero import ROOT, ParameterGroup, groups_of, stage_passes
 from autopar.ir.stages import Stage
+from autopar.runtime.dry_run.rank_view import RankView, rank_view
+from autopar.runtime.dry_run.zero import ROOT, ParameterGroup, groups_of, stage_passes
 
 DATA_DIMS = ("dp", "dp_cp", "dp_shard", "dp_replicate")
 BOTH_ENDS_ON_A_RANK = ("zbv-zero-bubble",)  # the time model has the first and the last stage on two ranks
@@ -104,7 +104,7 @@ class Rank:
         setting = self.setting
         if setting.plan.degrees.pp > 1:  # priced as ZeRO 1, gathered and summed once a step, whatever stage of ZeRO
             degrees = replace(setting.plan.degrees, zero=1)
-            setting = RankView(setting.program, setting.analysis, replace(setting.plan, degrees=degrees), setting.rank)
+            setting = replace(setting, plan=replace(setting.plan, degrees=degrees))
         groups = [
             (stage, group)
             for stage in setting.own_stages
@@ -120,7 +120,7 @@ class Rank:
 def priced_bytes(setting: RankView, stage: Stage, group: ParameterGroup) -> float:
     """What is priced of ZeRO's collectives for a group of parameters."""
     ledger, degrees = Ledger(), setting.plan.degrees
-    zero_step(setting, stage, [group], ledger)
+    zero_step(degrees, stage.index, [group], ledger)
     sent = {key: traffic.sent_bytes for key, traffic in ledger.take().items()}
     gathers = sum(size for (_, kind), size in sent.items() if kind == "all_gather")
     scatters = sum(size for (_, kind), size in sent.items() if kind == "reduce_scatter")
@@ -145,7 +145,7 @@ def without_padding(setting: RankView, group: ParameterGroup) -> float:
     """The part of a group's elements that is no padding: expressions divide by degrees."""
     even = 0.0
     for name in group.names:
-        storage = setting.storages[name]
+        storage = setting.placements[name]
         split = prod(n for at, n in zip(storage.splits, storage.degrees, strict=True) if at is not None)
         even += setting.program.parameters[name].num_elements / split
     return even / sum(setting.shard_elements(name, padded=True) * group.ranks for name in group.names)
@@ -185,7 +185,7 @@ def split(priced: Mapping[Key, tuple[float, float]], names: Mapping[tuple[int, i
 def test_priced_collectives_are_those_of_the_dry_run(one: Case) -> None:
     program, plan = planned_case(one)
     analysis, degrees = analyse(program, plan.mesh), plan.degrees
-    ranks = [Rank(RankView(program, analysis, plan, r * degrees.strides["pp"])) for r in range(degrees.pp)]
+    ranks = [Rank(rank_view(program, plan, r * degrees.strides["pp"])) for r in range(degrees.pp)]
     # every pipeline rank is priced as the one with the largest end
     gradients = max(rank.gradient_bytes() for rank in ranks) if degrees.pp > 1 else 0.0
     for r, rank in enumerate(ranks):

@@ -12,10 +12,9 @@ from priced_models import CASES, RANKS, SHORT, Case, planned_case
 from step_traffic import Ledger, Sends, StageTraffic, run_stage, sends_of
 from suites import thinned
 
-from autopar.capture.analysis import analyse
-from autopar.cost_model.dry_run.memory import memory_of
-from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.runtime.distributed.launch import Ranks
+from autopar.runtime.dry_run.memory import memory_of
+from autopar.runtime.dry_run.rank_view import RankView, rank_view
 
 TOLERANCE = 0.01
 
@@ -27,10 +26,9 @@ RUN = (*SHORT[1:4:2], *SHORT[6:9:2], *SHORT[11:14:2], *SHORT[16:18], SHORT[20])
 @pytest.mark.parametrize("one", thinned(CASES, keep=RUN), ids=lambda one: one.name)
 def test_priced_is_run(one: Case, worlds: Callable[[int], Ranks]) -> None:
     program, plan = planned_case(one)
-    analysis = analyse(program, plan.mesh)
     known: dict[object, StageTraffic] = {}
     for rank, (counts, memory) in enumerate(worlds(RANKS).run("priced_ranks:measured_step", one, plan)):
-        setting = RankView(program, analysis, plan, rank)
+        setting = rank_view(program, plan, rank)
         runs = runs_of(setting, known)
         assert counts == as_operators(sends_of(setting, runs)), f"rank {rank}"
         held = memory_of(setting, runs)

@@ -63,7 +63,8 @@ def test_what_stays_is_not_copied() -> None:
     assert copies.there == []
     kept: list[torch.Tensor] = []
     leaf = x.clone().requires_grad_()
-    with saved_on_host(copies, [leaf], keep=lambda one: kept.append(one) or one.detach()):  # type: ignore[func-returns-value]
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one.detach(), lambda one: one)  # type: ignore[func-returns-value]
+    with hooks, saved_on_host(copies, [leaf]):
         (leaf * leaf).sum().backward()
     assert [one.data_ptr() for one in kept] == [leaf.data_ptr()] * 2
 

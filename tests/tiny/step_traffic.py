@@ -20,18 +20,13 @@ operand (`CollectiveTotal`). The bytes of a message are the bytes of its tensor.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from math import prod
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 
 from autopar._torch import private
 from autopar.capture.nodes import value_infos
-from autopar.cost_model.dry_run.memory import tied_ranks, trainable_bytes, trained
-from autopar.cost_model.dry_run.rank_view import RankView
-from autopar.cost_model.dry_run.stage_run import SilentDim, StageRun, StageRunner
-from autopar.cost_model.dry_run.zero import Hooks, ParameterGroup, groups_of, stage_passes
 from autopar.cost_model.machine.collectives import sent_bytes
 from autopar.ir.degrees import Degrees
 from autopar.ir.offload import OPTIMIZER, PARAMETERS
@@ -40,6 +35,10 @@ from autopar.ir.sharding import owned_by
 from autopar.ir.stages import Stage, needs_denominator
 from autopar.ir.storage import buckets
 from autopar.lowering.conversions import Collective
+from autopar.runtime.dry_run.memory import holders, trainable_bytes, trained
+from autopar.runtime.dry_run.rank_view import RankView, SilentDim
+from autopar.runtime.dry_run.stage_run import StageRun, StageRunner
+from autopar.runtime.dry_run.zero import ROOT, ParameterGroup, groups_of, stage_passes
 
 EXPERTS_NAME = "dp_of_experts"  # of the group of all ranks that hold the same experts
 ALL_RANKS, PIPELINE = "all ranks", "pp"
@@ -121,14 +120,12 @@ class StageTraffic(StageRun):
 
 class _CountedRun(StageRunner):
     def __init__(self, setting: RankView) -> None:
-        super().__init__(setting)
-        self.ledger, self.sends = Ledger(), list[Sends]()
+        self.ledger, self.sends, mesh = Ledger(), list[Sends](), setting.mesh
+        dims = {n: PricedDim(n, d.degree, d.group, d.coordinate, d.stride, self.ledger) for n, d in mesh.dims.items()}
+        super().__init__(replace(setting, mesh=replace(mesh, dims=dims)))
 
-    def mesh_dim(self, name: str, degree: int, coordinate: int) -> SilentDim:
-        return PricedDim(name, degree, coordinate, self.ledger)
-
-    def forward(self, stage: Stage, scope: dict[str, Any]) -> dict[str, Any]:
-        found = super().forward(stage, scope)
+    def forward(self, *given: Any) -> list[torch.Tensor]:
+        found = super().forward(*given)
         self.sends.append(self.ledger.take())
         return found
 
@@ -158,12 +155,17 @@ def data_name(degrees: Degrees) -> str:
 
 
 @dataclass
-class ZeroTraffic(Hooks):
-    """What ZeRO sends for a stage: `sums` counts the sums of each group."""
+class ZeroTraffic:
+    """What ZeRO sends for a stage, by the state of FSDP2: `sums` counts the sums of each group."""
 
+    groups: Sequence[ParameterGroup]
+    degrees: Degrees
     ledger: Ledger = field(default_factory=Ledger)
     sums: Counter[int] = field(default_factory=Counter)
     to_device_bytes: int = 0
+    gathered: set[int] = field(default_factory=set)
+    ahead: set[int] = field(default_factory=set)  # gathered ahead of time, not yet used
+    passes: int = 0  # forward, since the last backward pass
 
     def _send(self, kind: Collective, operand_bytes: int, at: int) -> None:
         name = data_name(self.degrees) if self.degrees.dp_replicate == 1 else "dp_shard"
@@ -179,7 +181,31 @@ class ZeroTraffic(Hooks):
         # one rank gathers nothing, and copies when the values are used
         copies = is_new if group.ranks > 1 else not ahead and (is_new or at in self.ahead)
         self.to_device_bytes += group.stored_bytes * copies
-        super().gather(at, ahead=ahead)
+        if not ahead:
+            self.ahead.discard(at)
+            self.gathered.add(at)
+        elif is_new:
+            self.ahead.add(at)
+
+    def forward(self, root: list[int], *, keeps: bool) -> None:
+        for at in (*root, *(k for k in range(len(self.groups)) if k not in root)):
+            self.gather(at)
+            if not keeps and at not in root:
+                self.gathered.discard(at)
+        self.passes += 1
+
+    def backward(self, root: list[int], *, is_last: bool) -> None:
+        calls = [at for at, group in enumerate(self.groups) if at not in root and group.flows]
+        for at in (*root, *reversed(calls)):
+            self.gather(at)
+            if at or self.passes > 1:
+                self.gather((at - 1) % len(self.groups), ahead=True)
+            if at not in root:
+                self.after_backward(at, is_last=is_last)
+        for at in {*root, *range(len(self.groups))} - set(calls):
+            self.after_backward(at, is_last=is_last)
+        self.passes = 0
+        self.ahead.clear()
 
     def reduce(self, at: int) -> None:
         operand, copies = self.groups[at].gradient_bytes, self.degrees.dp_replicate
@@ -191,17 +217,27 @@ class ZeroTraffic(Hooks):
                 self.ledger.add("dp_replicate", "all_reduce", collective("all_reduce", copies, part))
 
     def after_backward(self, at: int, *, is_last: bool) -> None:
-        super().after_backward(at, is_last=is_last)
+        if self.degrees.fsdp_stage == 3 or is_last:
+            self.gathered.discard(at)
         if self.degrees.fsdp_stage >= 2 or is_last:
             self.reduce(at)
 
+    def step(self, stage: int) -> None:
+        """All passes of a stage in one step."""
+        splits, root = self.degrees.splits_backward, [k for k, g in enumerate(self.groups) if g.call == ROOT]
+        runs = list(stage_passes(self.degrees, stage))
+        for number, order in enumerate(runs, 1):
+            for k, action in enumerate(order, 1):
+                if action.kind == "F":
+                    self.forward(root, keeps=self.degrees.fsdp_stage < 3 or splits)
+                elif not splits:  # gradients stay whole until the step's end
+                    self.backward(root, is_last=k == len(order) and number == len(runs))
 
-def zero_step(setting: RankView, stage: Stage, groups: Sequence[ParameterGroup], ledger: Ledger) -> ZeroTraffic:
+
+def zero_step(degrees: Degrees, stage: int, groups: Sequence[ParameterGroup], ledger: Ledger) -> ZeroTraffic:
     """Write down what ZeRO sends for a stage in one step."""
-    degrees = setting.plan.degrees
     hooks = ZeroTraffic(groups, degrees, ledger=ledger)
-    if groups:
-        hooks.step(stage.index)
+    hooks.step(stage)
     for at in range(len(groups)) if degrees.splits_backward else ():  # gradients stay whole until the step's end
         hooks.reduce(at)
     return hooks
@@ -249,11 +285,8 @@ def _comparison(setting: RankView, ledger: Ledger) -> None:
 def _denominator(setting: RankView, ledger: Ledger) -> None:
     if needs_denominator(setting.program, setting.own_stages):
         run = _CountedRun(setting)
-        with private.fake_tensors(), torch.no_grad():
-            given = run.given()
-            for call in (call for call in setting.program.calls if call.phase == "denominator"):
-                arguments = (given[a] if isinstance(a, str) else a for a in call.arguments)
-                run.module(call.block, run.kept[call.block])(*arguments)
+        with private.fake_tensors():
+            run.setting.denominators([run.given()], per_micro_batch=True)
         ledger.add_all(_on_wire(setting, run.ledger.take()), setting.plan.degrees.num_micro_batches)
 
 
@@ -270,7 +303,8 @@ def _blocks(setting: RankView, runs: Mapping[int, StageTraffic], ledger: Ledger)
 
 def _zero(setting: RankView, runs: Mapping[int, StageTraffic], ledger: Ledger) -> None:
     for stage in setting.own_stages:
-        zero_step(setting, stage, groups_of(setting, stage, runs[stage.index]), ledger)
+        groups = groups_of(setting, stage, runs[stage.index])
+        zero_step(setting.plan.degrees, stage.index, groups, ledger)
 
 
 def _all_messages(setting: RankView, ledger: Ledger) -> None:
@@ -297,8 +331,8 @@ def _messages(setting: RankView, stage: Stage) -> dict[Key, CollectiveTotal]:
     infos, found = value_infos(setting.program), Ledger()
 
     def add(kind: str, names: Iterable[str]) -> None:
-        for name in names:
-            size = prod(setting.local_shape(name)) * infos[name].dtype.itemsize
+        for value in setting.empty_values(list(names), "meta"):
+            size = value.numel() * value.element_size()
             found.add(PIPELINE, kind, CollectiveTotal(1, size, size if kind == "send" else 0))
 
     own, rank_of = setting.coordinates["pp"], setting.plan.degrees.rank_of_stage
@@ -322,7 +356,7 @@ def _summed(setting: RankView, names: Iterable[str], mesh_dim: str, ranks: int, 
 
 
 def _ties(setting: RankView, ledger: Ledger) -> None:
-    infos, ties = setting.program.parameters, tied_ranks(setting)
+    infos, ties = setting.program.every_parameter, holders(setting)
     for ranks in sorted({ranks for ranks in ties.values() if len(ranks) > 1}):
         if setting.coordinates["pp"] in ranks:
             names = [name for name, held in ties.items() if held == ranks and infos[name].requires_grad]
@@ -333,7 +367,7 @@ def _deferred(setting: RankView, runs: Mapping[int, StageTraffic], ledger: Ledge
     """Gradients of parameters that are replicated where their values differ, once a step."""
     own, degrees = trained(setting, runs), setting.plan.degrees
     whole = [n for n in own if not setting.is_sharded(n)]
-    experts = [n for n in whole if setting.storages[n].is_of_experts]
+    experts = [n for n in whole if setting.placements[n].is_of_experts]
     for names, over, ranks in (
         ([n for n in whole if n not in experts], data_name(degrees), degrees.data_ranks),
         (experts, EXPERTS_NAME, degrees.data_ranks // degrees.ep),
@@ -342,7 +376,7 @@ def _deferred(setting: RankView, runs: Mapping[int, StageTraffic], ledger: Ledge
             _summed(setting, names, over, ranks, ledger)
     for name, degree in setting.plan.mesh.as_dict().items():
         if degree > 1 and owned_by(name) == "parameters":
-            late = [n for n in own if name in setting.storages[n].deferred]
+            late = [n for n in own if name in setting.placements[n].deferred]
             _summed(setting, late, name, degree, ledger)
 
 
@@ -374,7 +408,7 @@ def host_moves(setting: RankView, runs: Mapping[int, StageRun]) -> HostMoves:
     fsdp_up = fsdp_down = 0
     for stage in setting.own_stages:
         groups, reached = groups_of(setting, stage, runs[stage.index]), runs[stage.index].gradients
-        step = zero_step(setting, stage, groups, Ledger())
+        step = zero_step(degrees, stage.index, groups, Ledger())
         fsdp_up += step.to_device_bytes
         for at, times in step.sums.items():
             own = (name for name in groups[at].names if name in reached)

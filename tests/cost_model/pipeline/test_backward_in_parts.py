@@ -10,14 +10,13 @@ pytest.importorskip("transformers")
 
 from step_traffic import run_stage
 
-from autopar.capture.analysis import analyse
 from autopar.capture.request import Request
-from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.plan import Plan
 from autopar.models.load import resolve_model
 from autopar.planning.fixed import capture_for, label_plan
+from autopar.runtime.dry_run.rank_view import rank_view
 
 CLUSTER = ClusterSpec.preset("4xh100")
 
@@ -40,11 +39,11 @@ def test_sends_once(model: str, wish: dict[str, Any], regather: bool) -> None:
     resolved = resolve_model(model, layers=6, hidden=64, seq_len=16, batch=2, dtype="float32")
     program = capture_for(Request.of(resolved.model, resolved.example_inputs), degrees)
     plan = replace(label_plan(program, CLUSTER, degrees, model), regather=regather)
-    setting = RankView(program, analyse(program, plan.mesh), plan, 2)  # of the last pipeline rank
+    setting = rank_view(program, plan, 2)  # of the last pipeline rank
     in_parts = [stage for stage in setting.own_stages if setting.splits_backward(stage)]
     assert in_parts
     for stage in in_parts:
-        assert not RankView(program, setting.analysis, recomputing(plan), 2).splits_backward(stage)
+        assert not rank_view(program, recomputing(plan), 2).splits_backward(stage)
         run = run_stage(setting, stage)
         assert run.backward
         assert run.backward_in_parts == run.backward

@@ -16,8 +16,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from autopar.capture.analysis import analyse
 from autopar.capture.program import capture_program
-from autopar.cost_model.dry_run.rank_view import RankView
-from autopar.cost_model.dry_run.stage_run import StageRun, run_stage
 from autopar.cost_model.work.block_work import BlockWork, evaluate, sizes_on
 from autopar.cost_model.work.export import block_runs, flow_of, naming_of, work_of
 from autopar.cost_model.work.polynomials import Polynomial
@@ -29,6 +27,8 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.stages import recomputed_calls, stages_of
 from autopar.planning.fixed import label_plan
+from autopar.runtime.dry_run.rank_view import rank_view
+from autopar.runtime.dry_run.stage_run import StageRun, run_stage
 
 BATCH, TOKENS = 2, 4096
 CLUSTER = ClusterSpec.preset("8xh100")
@@ -71,7 +71,7 @@ def planned(name: str, layers: int, **wish: Any) -> Plan:
 
 def run(name: str, plan: Plan, layers: int) -> StageRun:
     captured = program(name, layers)
-    setting = RankView(captured, analyse(captured, plan.mesh), plan, 0)
+    setting = rank_view(captured, plan, 0)
     return run_stage(setting, setting.stages[0])
 
 

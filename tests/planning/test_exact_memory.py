@@ -9,19 +9,18 @@ from suites import thinned
 from torch import nn
 
 import autopar
-from autopar.capture.analysis import analyse
 from autopar.capture.request import Request
-from autopar.cost_model.dry_run.memory import memory_of
-from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.cost_model.estimate import Estimate
-from autopar.cost_model.exact_memory import WAITING
 from autopar.cost_model.parts import MEMORY
 from autopar.errors import InputError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.program import Program
 from autopar.ir.schedules.registry import actions
 from autopar.planning.degrees import resolve_degrees
+from autopar.planning.exact_memory import WAITING
 from autopar.planning.fixed import capture_for, label_plan
+from autopar.runtime.dry_run.memory import memory_of
+from autopar.runtime.dry_run.rank_view import rank_view
 
 BATCH, STATE = 4, ("parameters", "gradients", "optimizer state")
 
@@ -67,8 +66,7 @@ PLANS = (
 def test_memory_is_that_of_the_fullest_rank(program: Program, wish: dict[str, Any]) -> None:
     found = _exact(program, wish)
     plan = label_plan(program, ClusterSpec.preset("4xcpu"), resolve_degrees(wish, 4), "")
-    analysis = analyse(program, plan.mesh)
-    ranks = [RankView(program, analysis, plan, rank) for rank in range(4)]
+    ranks = [rank_view(program, plan, rank) for rank in range(4)]
     held = max((memory_of(rank, run_stages(rank)) for rank in ranks), key=lambda one: one.total_bytes)
     counted = {
         "parameters": held.parameter_bytes,
@@ -138,7 +136,7 @@ def test_tensors_wait_for_the_part_of_the_backward_pass_that_reads_them(program:
     """Tensors that the weights' part reads live until then, and the others until the inputs' part."""
     wish = _wish(pp=2, tp=2, micro_batches=6, schedule="interleaved-zero-bubble", virtual_stages=1)
     plan = label_plan(program, ClusterSpec.preset("4xcpu"), resolve_degrees(wish, 4), "")
-    view = RankView(program=program, analysis=analyse(program, plan.mesh), plan=plan, rank=2)
+    view = rank_view(program, plan, 2)
     runs, (_, order) = run_stages(view), actions("interleaved-zero-bubble", 2, 1, 6)
     at = {(kind, stage, batch): place for place, (stage, kind, batch) in enumerate(order)}
     live = [0] * len(order)

@@ -5,17 +5,17 @@ docs/estimate.md compares both.
 """
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from autopar.capture.analysis import Analysis
-from autopar.cost_model.dry_run.memory import RankMemory, memory_of
-from autopar.cost_model.dry_run.rank_view import RankView
-from autopar.cost_model.dry_run.stage_run import run_stage
 from autopar.cost_model.estimate import Estimate
 from autopar.cost_model.machine.fitted_constants import mechanisms, usable_bytes
 from autopar.cost_model.parts import MEMORY
 from autopar.errors import InputError
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
+
+if TYPE_CHECKING:
+    from autopar.runtime.dry_run.memory import RankMemory
 
 WAITING, BUFFERS, WORKSPACE = (
     "gradients that wait for their sum",
@@ -25,8 +25,12 @@ WAITING, BUFFERS, WORKSPACE = (
 KERNELS = "exact memory: attention saves its output and one sum per query, as torch's CPU kernel does"
 
 
-def fullest_rank(program: Program, analysis: Analysis, plan: Plan) -> RankMemory:
+def fullest_rank(program: Program, plan: Plan) -> "RankMemory":
     """The fullest pipeline rank, of those that are first elsewhere: uneven parts are largest there."""
+    from autopar.runtime.dry_run.memory import memory_of  # the runtime's imports take long
+    from autopar.runtime.dry_run.rank_view import rank_view
+    from autopar.runtime.dry_run.stage_run import run_stage
+
     degrees = plan.degrees
     wanted = None if degrees.micro_batch is None else degrees.micro_batch * degrees.dp
     if wanted is not None and program.batch is not None and program.batch != wanted:
@@ -34,12 +38,12 @@ def fullest_rank(program: Program, analysis: Analysis, plan: Plan) -> RankMemory
             f"exact memory needs the model captured at the plan's micro-batch, {wanted} sequences over all "
             f"data-parallel ranks; it was captured at {program.batch}"
         )
-    ranks = [RankView(program, analysis, plan, index * degrees.strides["pp"]) for index in range(degrees.pp)]
+    ranks = [rank_view(program, plan, index * degrees.strides["pp"]) for index in range(degrees.pp)]
     memories = [memory_of(rank, {stage.index: run_stage(rank, stage) for stage in rank.own_stages}) for rank in ranks]
     return max(memories, key=lambda memory: memory.total_bytes)
 
 
-def with_exact_memory(estimate: Estimate, held: RankMemory) -> Estimate:
+def with_exact_memory(estimate: Estimate, held: "RankMemory") -> Estimate:
     """The estimate with counted bytes. The reserve and the allocator's cache keep their assumed values."""
     parts = dict.fromkeys(MEMORY.values(), 0.0) | {
         MEMORY["parameters"]: float(held.parameter_bytes),

@@ -14,11 +14,11 @@ from tiny_models import Megatron
 
 from autopar.capture.analysis import analyse
 from autopar.capture.program import capture_program
-from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
+from autopar.runtime.dry_run.rank_view import RankView, rank_view
 from autopar.search.labels.solve import label
 
 SEQUENCE, BATCH, HIDDEN, HEADS = 2048, 4, 6144, 64
@@ -34,31 +34,35 @@ def program(layers: int) -> Program:
     return capture_program(model, {"input_ids": ids, "labels": ids.clone()})
 
 
-def setting(layers: int, degrees: Degrees) -> RankView:
+def setting(layers: int, degrees: Degrees, *, regather: bool = True) -> RankView:
     captured = program(layers)
     analysis = analyse(captured, degrees.mesh)
     labels = label(captured, analysis, degrees, ClusterSpec.preset("8xh100")).blocks
-    plan = Plan(fingerprint=captured.fingerprint, model="", degrees=degrees, blocks=labels)
-    return RankView(captured, analysis, plan, 0)
+    plan = Plan(fingerprint=captured.fingerprint, model="", degrees=degrees, blocks=labels, regather=regather)
+    return rank_view(captured, plan, 0)
 
 
-def run(layers: int, degrees: Degrees) -> StageTraffic:
-    made = setting(layers, degrees)
+def run(layers: int, degrees: Degrees, *, regather: bool = True) -> StageTraffic:
+    made = setting(layers, degrees, regather=regather)
     return run_stage(made, made.stages[0])
 
 
-def saved_of_a_layer(degrees: Degrees) -> int:
+def saved_of_a_layer(degrees: Degrees, *, regather: bool = True) -> int:
     """What one more layer keeps."""
-    return run(3, degrees).saved_bytes - run(2, degrees).saved_bytes
+    more, few = (run(layers, degrees, regather=regather).saved_bytes for layers in (3, 2))
+    return more - few
 
 
-@pytest.mark.parametrize("tp", (1, 8))
+@pytest.mark.parametrize("tp", (1, 2, 4, 8))
 def test_saved_bytes_of_a_layer(tp: int) -> None:
     split = SBH * (10 + 24 / tp + SCORES / tp)
     assert saved_of_a_layer(Degrees(tp=tp, sequence_parallel=False)) == pytest.approx(split, rel=0.01)
     if tp > 1:
         whole = SBH * (34 + SCORES) / tp
-        assert saved_of_a_layer(Degrees(tp=tp, sequence_parallel=True)) == pytest.approx(whole, rel=0.01)
+        parallel = Degrees(tp=tp, sequence_parallel=True)
+        assert saved_of_a_layer(parallel) == pytest.approx(whole, rel=0.01)
+        gathered = 2 * SBH * 2 * (1 - 1 / tp)  # the inputs of both products, if they are not gathered again
+        assert saved_of_a_layer(parallel, regather=False) == pytest.approx(whole + gathered, rel=0.01)
 
 
 def test_full_recomputation_keeps_a_layers_input() -> None:

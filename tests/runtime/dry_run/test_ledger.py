@@ -4,6 +4,7 @@ import pytest
 import torch
 from step_traffic import CollectiveTotal, Ledger, PricedDim, collective
 
+from autopar._torch import private
 from autopar.ir.sharding import Kind
 from autopar.lowering.conversions import CONVERSIONS
 from autopar.lowering.functions import CONVERT
@@ -12,10 +13,11 @@ from autopar.lowering.functions import CONVERT
 @pytest.mark.parametrize("pair", list(CONVERSIONS), ids=str)
 def test_conversions_send_what_the_table_says(pair: tuple[Kind, Kind]) -> None:
     ledger = Ledger()
-    mesh = PricedDim("tp", 2, 0, ledger)
-    x = torch.zeros(4, 6, requires_grad=True)
+    mesh = PricedDim("tp", 2, None, 0, 1, ledger)  # type: ignore[arg-type]
     dims = {"S": (1,)}.get(pair[0], {"S": (1,)}.get(pair[1], ()))
-    out = CONVERT[pair](x, mesh, *((0, 1) if pair == ("S", "S") else dims))
+    with private.fake_tensors():
+        x = torch.zeros(4, 6, requires_grad=True)
+        out = CONVERT[pair](x, mesh, *((0, 1) if pair == ("S", "S") else dims))
     wide = {("S", "R"): (4, 12), ("S", "I"): (4, 12), ("S", "P"): (4, 12), ("S", "S"): (8, 3)}
     wide |= {(a, "S"): (4, 3) for a in "PIR"}
     assert tuple(out.shape) == wide.get(pair, (4, 6))

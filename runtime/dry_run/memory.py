@@ -20,18 +20,20 @@ either. "Live at once" follows the action list: a micro-batch from its forward p
 pass (`autopar.ir.schedules.registry`).
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from autopar.cost_model.dry_run.rank_view import RankView
-from autopar.cost_model.dry_run.stage_run import StageRun
-from autopar.cost_model.dry_run.zero import groups_of, most_gathered_bytes
 from autopar.ir.offload import OPTIMIZER, PARAMETERS
 from autopar.ir.optimizers import OwnPart, optimizer_named
 from autopar.ir.program import hidden_parameters
 from autopar.ir.schedules.registry import actions
 from autopar.ir.stages import stages_by_parameter
+from autopar.runtime.dry_run.rank_view import RankView
+from autopar.runtime.dry_run.stage_run import StageRun
+from autopar.runtime.dry_run.zero import groups_of, most_gathered_bytes
+from autopar.runtime.model.tied_parameters import ranks_of_stages
+from autopar.runtime.parameters.packed import by_model_parameter, joint_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +65,7 @@ def memory_of(setting: RankView, runs: Mapping[int, StageRun]) -> RankMemory:
     gathered, whole, largest = _copied_bytes(setting), 0, 0
     for stage in setting.own_stages:
         groups = groups_of(setting, stage, runs[stage.index])
-        gathered += most_gathered_bytes(setting, stage, groups)
+        gathered += most_gathered_bytes(degrees, stage.index, groups)
         waits = [group.gradient_bytes for group in groups] or [0]
         splits = degrees.splits_backward
         accumulates = degrees.fsdp_stage == 1 and degrees.num_micro_batches > 1
@@ -72,21 +74,17 @@ def memory_of(setting: RankView, runs: Mapping[int, StageRun]) -> RankMemory:
         if degrees.offloads(PARAMETERS):  # a shard on its way to the host or from it
             whole += max([group.stored_bytes for group in groups] or [0])
     state = optimizer_bytes(setting, runs)
-    own = [name for name in trained(setting, runs) if name in setting.program.parameters]
-    in_shards = [name for name in own if setting.is_sharded(name)]
+    own, optimizer = trained(setting, runs), sum(state.values())
     parameters, gradients, host = _parameter_bytes(setting), gradient_bytes(setting, runs), 0
     if degrees.offloads(PARAMETERS):
-        every = [name for stage in setting.own_stages for name in stage.parameters]
-        held = sum(setting.stored_bytes(name) for name in every if setting.is_sharded(name))
-        summed = gradients - sum(map(setting.stored_bytes, set(own) - set(in_shards)))
-        parameters, gradients = parameters - held, gradients - summed
-        in_place = sum(state[name] for name in _of_model(setting, set(own) - set(in_shards)))
-        host, optimizer = held + summed + sum(state.values()) - in_place, in_place
+        in_place = [name for name in own if not setting.is_sharded(name)]
+        held = sum(setting.stored_bytes(name) for name in setting.held if setting.is_sharded(name))
+        stays = sum(map(setting.stored_bytes, in_place))
+        stepped = sum(state[name] for name in {setting.program.parameters[n].whole_name for n in in_place})
+        host = held + gradients - stays + optimizer - stepped
+        parameters, gradients, optimizer = parameters - held, stays, stepped
     elif degrees.offloads(OPTIMIZER):
-        elements = trainable_bytes(setting)
-        host, optimizer = elements + sum(map(setting.gradient_bytes, own)) + sum(state.values()), 0
-    else:
-        optimizer = sum(state.values())
+        host, optimizer = trainable_bytes(setting) + sum(map(setting.gradient_bytes, own)) + optimizer, 0
     beside = gradients
     if degrees.pp == 1 and degrees.num_micro_batches == 1:
         beside = min(gradients, sum(run.gradient_peak_bytes - run.peak_bytes for run in runs.values()))
@@ -106,34 +104,25 @@ def memory_of(setting: RankView, runs: Mapping[int, StageRun]) -> RankMemory:
 
 def optimizer_bytes(setting: RankView, runs: Mapping[int, StageRun]) -> dict[str, int]:
     """Bytes of the optimizer's state on a rank, by parameter of the model."""
-    infos, kind = setting.program.parameters, optimizer_named(setting.plan.degrees.optimizer)
-    hidden = hidden_parameters(setting.program)
-    found: dict[str, int] = {}
-    for whole, names in _of_model(setting, trained(setting, runs)).items():
-        first = infos[names[0]]
-        part = OwnPart(
-            shape=first.shape if first.part is None else tuple(first.part.shape),
-            num_elements=sum(map(setting.gradient_elements, names)),
-            element_bytes=setting.stored_itemsize(first.name),
-            is_hidden=names[0] in hidden,
-        )
-        found[whole] = kind.held_bytes(part)
-    return found
-
-
-def _of_model(setting: RankView, names: Iterable[str]) -> dict[str, list[str]]:
-    """Parameters of the program by the model's names: the pieces of an unequal packing are one parameter."""
-    found: dict[str, list[str]] = {}
-    for name in names:
-        found.setdefault(setting.program.parameters[name].whole_name, []).append(name)
+    kind, hidden = optimizer_named(setting.plan.degrees.optimizer), hidden_parameters(setting.program)
+    own, found = set(trained(setting, runs)), dict[str, int]()
+    for whole, infos in by_model_parameter(setting.program):
+        names = [info.name for info in infos if info.name in own]
+        if names:
+            part = OwnPart(
+                shape=tuple(joint_of(infos).shape),
+                num_elements=sum(map(setting.gradient_elements, names)),
+                element_bytes=setting.stored_itemsize(names[0]),
+                is_hidden=names[0] in hidden,
+            )
+            found[whole] = kind.held_bytes(part)
     return found
 
 
 def trainable_bytes(setting: RankView) -> int:
     """Bytes of the parameters that an optimizer on the host updates: this rank's parts, without padding."""
     infos = setting.program.parameters
-    held = dict.fromkeys(name for stage in setting.own_stages for name in stage.parameters)
-    return sum(setting.gradient_bytes(name) for name in held if infos[name].requires_grad)
+    return sum(setting.gradient_bytes(name) for name in set(setting.held) if infos[name].requires_grad)
 
 
 def gradient_bytes(setting: RankView, runs: Mapping[int, StageRun]) -> int:
@@ -149,15 +138,14 @@ def gradient_bytes(setting: RankView, runs: Mapping[int, StageRun]) -> int:
 
 
 def _parameter_bytes(setting: RankView) -> int:
-    stored = sum(setting.stored_bytes(name) for stage in setting.own_stages for name in stage.parameters)
-    unused = setting.program.unused.values() if any(stage.index == 0 for stage in setting.own_stages) else ()
-    return stored + sum(info.num_elements * setting.stored_itemsize(info.name) for info in unused)
+    unused = setting.program.unused if any(stage.index == 0 for stage in setting.own_stages) else ()
+    return sum(map(setting.stored_bytes, [*setting.held, *unused]))
 
 
 def _copied_bytes(setting: RankView) -> int:
     """Bytes of the copies of float32 weights in the dtype of computing, of parameters that FSDP2 does not gather."""
     infos, total = setting.program.parameters, 0
-    for name in (name for stage in setting.own_stages for name in stage.parameters):
+    for name in setting.held:
         if not setting.is_sharded(name) and infos[name].dtype.itemsize != setting.stored_itemsize(name):
             total += prod(setting.own_shape(name)) * infos[name].dtype.itemsize
     return total
@@ -187,17 +175,11 @@ def _saved_peak(setting: RankView, runs: Mapping[int, StageRun], sizes: Callable
 def trained(setting: RankView, runs: Mapping[int, StageRun]) -> list[str]:
     """The parameters of this rank that have a gradient after the step, in the model's order."""
     reached = {name for run in runs.values() for name in run.gradients}
-    held = {name for stage in setting.own_stages for name in stage.parameters}
-    ties = {name for name, ranks in tied_ranks(setting).items() if len(ranks) > 1}
+    ranks, held = holders(setting), set(setting.held)
     infos = setting.program.parameters
-    return [n for n in infos if n in held and infos[n].requires_grad and (n in reached or n in ties)]
+    return [n for n in infos if n in held and infos[n].requires_grad and (n in reached or len(ranks[n]) > 1)]
 
 
-def tied_ranks(setting: RankView) -> dict[str, tuple[int, ...]]:
-    """The pipeline ranks that hold a copy of each parameter that several stages take."""
-    placed = stages_by_parameter(setting.program, setting.stages)
-    return {
-        name: tuple(sorted({setting.plan.degrees.rank_of_stage(s) for s in held}))
-        for name, held in placed.items()
-        if len(held) > 1
-    }
+def holders(setting: RankView) -> dict[str, tuple[int, ...]]:
+    """The pipeline ranks that hold each parameter."""
+    return ranks_of_stages(stages_by_parameter(setting.program, setting.stages), setting.plan.degrees)

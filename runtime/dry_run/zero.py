@@ -8,15 +8,15 @@ there is thrown away: one group in the first backward pass of every run of a sch
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from autopar.cost_model.dry_run.rank_view import RankView
-from autopar.cost_model.dry_run.stage_run import StageRun
 from autopar.ir.degrees import Degrees
 from autopar.ir.schedules.action import Action
 from autopar.ir.schedules.registry import actions
 from autopar.ir.stages import Stage, owners
 from autopar.ir.storage import by_dtype
+from autopar.runtime.dry_run.rank_view import RankView
+from autopar.runtime.dry_run.stage_run import StageRun
 
 ROOT = -1
 
@@ -45,7 +45,7 @@ def groups_of(setting: RankView, stage: Stage, run: StageRun) -> list[ParameterG
     by_call: dict[tuple[int, bool], list[str]] = {}
     for name, at in owners(setting.program, stage.calls).items():
         if setting.is_sharded(name):
-            of_experts = at is not None and setting.storages[name].is_of_experts
+            of_experts = at is not None and setting.placements[name].is_of_experts
             by_call.setdefault((ROOT if at is None else at, of_experts), []).append(name)
     order = [*sorted(key for key in by_call if key[0] != ROOT), *(key for key in by_call if key[0] == ROOT)]
     infos, degrees, groups = setting.program.parameters, setting.plan.degrees, list[ParameterGroup]()
@@ -60,7 +60,7 @@ def groups_of(setting: RankView, stage: Stage, run: StageRun) -> list[ParameterG
                 shard_bytes=sum(elements[n] * infos[n].dtype.itemsize for n in names),
                 stored_bytes=sum(map(setting.stored_bytes, names)),
                 gradient_bytes=summed * ranks,
-                flows=at == ROOT or stage.calls[at] in run.flows,
+                flows=at == ROOT or names[0] in run.flows,
                 ranks=ranks,
                 of_experts=of_experts,
             )
@@ -80,70 +80,19 @@ def stage_passes(degrees: Degrees, stage: int) -> Iterator[list[Action]]:
         yield own
 
 
-@dataclass(slots=True)
-class Hooks:
-    """State of FSDP2 in one stage."""
-
-    groups: Sequence[ParameterGroup]
-    degrees: Degrees
-    gathered: set[int] = field(default_factory=set)
-    ahead: set[int] = field(default_factory=set)  # gathered ahead of time, not yet used
-    order: list[int] = field(default_factory=list)
-    most_bytes: int = 0
-
-    def gather(self, at: int, *, ahead: bool = False) -> None:
-        if at not in self.gathered and at not in self.ahead:
-            self.ahead.add(at)
-        if not ahead and at in self.ahead:
-            self.ahead.remove(at)
-            self.gathered.add(at)
-        held = sum(self.groups[g].whole_bytes for g in self.gathered | self.ahead)
-        self.most_bytes = max(self.most_bytes, held)
-
-    def forward(self, *, keeps: bool) -> None:
-        root = [at for at, group in enumerate(self.groups) if group.call == ROOT]
-        calls = [at for at, group in enumerate(self.groups) if group.call != ROOT]
-        for at in (*root, *calls):
-            self.gather(at)
-            if not keeps and at not in root:
-                self.gathered.discard(at)
-        self.order += [*calls, *root]
-
-    def backward(self, *, is_last: bool) -> None:
-        root = [at for at, group in enumerate(self.groups) if group.call == ROOT]
-        calls = [at for at, group in enumerate(self.groups) if group.call != ROOT and group.flows]
-        for at in (*root, *reversed(calls)):
-            self.gather(at)
-            uses = [k for k, one in enumerate(self.order) if one == at]
-            if uses and uses[-1]:
-                self.gather(self.order[uses[-1] - 1], ahead=True)
-            if at not in root:
-                self.after_backward(at, is_last=is_last)
-        for at in {*root, *range(len(self.groups))} - set(calls):
-            self.after_backward(at, is_last=is_last)
-        self.order.clear()
-        self.ahead.clear()
-
-    def after_backward(self, at: int, *, is_last: bool) -> None:
-        if self.degrees.fsdp_stage == 3 or is_last:
-            self.gathered.discard(at)
-
-    def step(self, stage: int) -> None:
-        """All passes of a stage in one step."""
-        splits, stage_of_zero = self.degrees.splits_backward, self.degrees.fsdp_stage
-        runs = list(stage_passes(self.degrees, stage))
-        for number, order in enumerate(runs):
-            last = max(k for k, action in enumerate(order) if action.kind != "F")
-            for k, action in enumerate(order):
-                if action.kind == "F":
-                    self.forward(keeps=stage_of_zero < 3 or splits)
-                elif not splits:  # gradients stay whole until the step's end
-                    self.backward(is_last=k == last and number == len(runs) - 1)
-
-
-def most_gathered_bytes(setting: RankView, stage: Stage, groups: Sequence[ParameterGroup]) -> int:
-    """Bytes of the most parameters of a stage that are gathered at once."""
-    hooks = Hooks(groups, setting.plan.degrees)
-    if groups:
-        hooks.step(stage.index)
-    return hooks.most_bytes
+def most_gathered_bytes(degrees: Degrees, stage: int, groups: Sequence[ParameterGroup]) -> int:
+    """Bytes of the most parameters of a stage that are gathered at once: all, but under ZeRO 3 calls in turn."""
+    shared = {at for at, group in enumerate(groups) if group.call == ROOT}
+    if degrees.fsdp_stage < 3 or degrees.splits_backward or len(shared) == len(groups):
+        return sum(group.whole_bytes for group in groups)
+    passes = "".join(action.kind for action in next(stage_passes(degrees, stage)))
+    flowing = [at for at, group in enumerate(groups) if at not in shared and group.flows]
+    held, most = set(shared), max(group.whole_bytes for group in groups if group.call != ROOT)
+    most += sum(groups[at].whole_bytes for at in shared)
+    for at in (*sorted(shared), *reversed(flowing)):
+        held.add(at)
+        if at or "FF" in passes:
+            held.add((at - 1) % len(groups))  # ahead of time
+        most = max(most, sum(groups[k].whole_bytes for k in held))
+        held -= {at} - shared
+    return most

@@ -12,7 +12,6 @@ pytest.importorskip("transformers")
 from step_traffic import StageTraffic, run_stage
 
 from autopar.capture.request import Request
-from autopar.cost_model.dry_run.rank_view import RankView
 from autopar.cost_model.work.block_work import evaluate
 from autopar.cost_model.work.program_costs import program_works
 from autopar.ir.cluster import ClusterSpec
@@ -20,6 +19,7 @@ from autopar.ir.degrees import Degrees
 from autopar.ir.plan import Plan
 from autopar.models.load import resolve_model
 from autopar.planning.fixed import capture_for, choose_labels, label_plan
+from autopar.runtime.dry_run.rank_view import rank_view
 
 CLUSTER = ClusterSpec.preset("4xh100")
 PLANS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -38,8 +38,8 @@ def labelled(model: str, wish: tuple[tuple[str, Any], ...]) -> tuple[Any, ...]:
     return program, choose_labels(program, CLUSTER, degrees)
 
 
-def run(program: Any, plan: Plan, analysis: Any) -> StageTraffic:
-    setting = RankView(program, analysis, plan, 0)
+def run(program: Any, plan: Plan) -> StageTraffic:
+    setting = rank_view(program, plan, 0)
     return run_stage(setting, setting.own_stages[0])
 
 
@@ -55,7 +55,7 @@ def test_what_it_changes_is_what_runs(model: str, wish: dict[str, Any]) -> None:
     plan = label_plan(program, CLUSTER, degrees, model, labelled=(degrees, analysis, labels))
     kept_plan = label_plan(program, CLUSTER, degrees, model, labelled=(degrees, analysis, labels), regather=False)
     assert kept_plan == replace(plan, regather=False, summary=kept_plan.summary)
-    again, kept = run(program, plan, analysis), run(program, kept_plan, analysis)
+    again, kept = run(program, plan), run(program, kept_plan)
     priced = {how: priced_of(program, analysis, labels, degrees, how) for how in (True, False)}
     more = kept.saved_bytes - again.saved_bytes
     assert more == priced[False][0] - priced[True][0] > 0

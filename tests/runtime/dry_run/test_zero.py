@@ -1,30 +1,13 @@
 """The collectives of ZeRO in a step, against the table of docs/semantics.md (S12) and FSDP2's hooks under schedules."""
 
-from dataclasses import dataclass
-
 import pytest
 from step_traffic import CollectiveTotal, Ledger, zero_step
 
-from autopar.cost_model.dry_run.zero import ROOT, ParameterGroup
 from autopar.ir.degrees import Degrees
+from autopar.runtime.dry_run.zero import ROOT, ParameterGroup, most_gathered_bytes
 
 CALLS = (100, 200, 300)  # elements of the groups of three calls
 SHARED, ITEM = 50, 8
-
-
-@dataclass(frozen=True)
-class _Plan:
-    degrees: Degrees
-
-
-@dataclass(frozen=True)
-class _Setting:
-    plan: _Plan
-
-
-@dataclass(frozen=True)
-class _Stage:
-    index: int = 0
 
 
 def groups(degrees: Degrees, shared: int = 0) -> list[ParameterGroup]:
@@ -45,9 +28,8 @@ def groups(degrees: Degrees, shared: int = 0) -> list[ParameterGroup]:
 
 def sent(degrees: Degrees, shared: int = 0) -> tuple[dict[tuple[str, str], CollectiveTotal], int]:
     ledger = Ledger()
-    setting: object = _Setting(_Plan(degrees))
-    most = zero_step(setting, _Stage(), groups(degrees, shared), ledger).most_bytes  # type: ignore[arg-type]
-    return ledger.take(), most
+    zero_step(degrees, 0, groups(degrees, shared), ledger)
+    return ledger.take(), most_gathered_bytes(degrees, 0, groups(degrees, shared))
 
 
 @pytest.mark.parametrize("n", (1, 3))
