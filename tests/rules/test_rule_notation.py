@@ -9,7 +9,7 @@ from autopar.errors import RuleError
 from autopar.rules.families._notation import rule_from
 from autopar.rules.families.random import draws_numbers
 from autopar.rules.families.views import spans
-from autopar.rules.registry import pattern, registered, rule, rule_of
+from autopar.rules.registry import Pattern, registered, rule, rule_of
 from autopar.rules.rule import Call, MeshDimRef, Rule, Step, TensorInfo, parse
 from autopar.testing.rule_proof import sample_of
 
@@ -120,7 +120,7 @@ def test_second_rule_for_an_operator_is_refused() -> None:
     with pytest.raises(RuleError, match="already has a rule"):
         rule(aten.linear.default)(lambda call: parse("a -> a", call))
     with pytest.raises(RuleError, match="already has a rule"):
-        pattern(aten.mm.default, "m k, k n -> m n")
+        rule(aten.mm.default)(Pattern("m k, k n -> m n"))
 
 
 def test_operator_without_a_rule_is_whole() -> None:
