@@ -16,7 +16,7 @@ from autopar.capture.forms import Sizes
 from autopar.capture.layers import blocks as folding
 from autopar.capture.layers.repeated_layers import Stack, with_all_layers
 from autopar.capture.layers.watched_layers import watched_stacks, without_layers
-from autopar.capture.nodes import closure, output_nodes
+from autopar.capture.nodes import closure, operator_name, output_nodes
 from autopar.capture.passes.batch_sums import batch_sums
 from autopar.capture.passes.constants import (
     attention_mask,
@@ -95,7 +95,7 @@ class Twice:
     small: Program | None
     sizes: Sizes  # without a sequence if the length does not vary
     small_sizes: Sizes
-    causal: frozenset[str]  # the attention nodes with a causal mask
+    causal: frozenset[int]  # the places of attention nodes with a causal mask among all nodes
     masks_remain: bool  # whether attention has any other mask
     notes: tuple[str, ...]  # of `program`, which do not depend on sizes
 
@@ -118,7 +118,7 @@ def capture_twice(request: Request, batch: int | None = None) -> Twice:
     sequence_varies = length is not None
     which = Sizes(batch=first[0], sequence=first[1] if sequence_varies else None)
     others = Sizes(batch=wanted[0], sequence=length)
-    causal: frozenset[str] = frozenset()
+    causal: frozenset[int] = frozenset()
     if small is None:
         mark_without_twin(flat, first[0])
     else:
@@ -345,7 +345,9 @@ def constants_graph(flat: Flat, leaves: list[fx.Node], names: list[str]) -> Cons
     buffers: list[str] = []
     for node in closure(leaves):
         if node.op == "call_function":
-            values[node] = graph.node_copy(node, lambda n: values[n])
+            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = graph.create_node(node.op, node.target, args, kwargs, operator_name(node))
+            values[node].meta = dict(node.meta)
             continue
         name = flat.placeholders[node.name][1] if node.op == "placeholder" else str(node.target)
         lifted = node.op == "get_attr" or flat.placeholders[node.name][0] == "lifted"

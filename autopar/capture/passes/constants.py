@@ -68,12 +68,12 @@ def is_causal_mask(mask: torch.Tensor) -> bool:
     return bool((allowed == triangle).all())
 
 
-def recognise_causal(graph: fx.Graph, small: fx.Graph, leaf: Leaf, small_leaf: Leaf) -> frozenset[str]:
-    """Replace constant causal masks of attention by ``is_causal=True`` in both graphs; the changed nodes' names."""
+def recognise_causal(graph: fx.Graph, small: fx.Graph, leaf: Leaf, small_leaf: Leaf) -> frozenset[int]:
+    """Replace constant causal masks of attention by ``is_causal=True`` in both graphs; the changed nodes' places."""
     twins = dict(zip(graph.nodes, small.nodes, strict=True))
     known: dict[fx.Node, bool] = {}
-    causal: set[str] = set()
-    for node in graph.nodes:
+    causal: set[int] = set()
+    for place, node in enumerate(graph.nodes):
         mask = attention_mask(node)
         if mask is None or any(n.op == "placeholder" for n in closure([mask])):
             continue
@@ -82,16 +82,16 @@ def recognise_causal(graph: fx.Graph, small: fx.Graph, leaf: Leaf, small_leaf: L
                 not hides_a_threshold(mask, twins[mask]) or is_causal_at_full_size(mask, leaf)
             )
         if known[mask]:
-            causal.add(node.name)
+            causal.add(place)
     for each in (graph, small):
         make_causal(each, causal)
     return frozenset(causal)
 
 
-def make_causal(graph: fx.Graph, names: Container[str]) -> None:
-    """Give the attention nodes with these names ``is_causal=True`` in place of a mask."""
-    for node in graph.nodes:
-        if node.name in names:
+def make_causal(graph: fx.Graph, places: Container[int]) -> None:
+    """Give the attention nodes at these places ``is_causal=True`` instead of a mask."""
+    for place, node in enumerate(graph.nodes):
+        if place in places:
             dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
             rest = {k: v for k, v in node.kwargs.items() if k in ("scale", "enable_gqa")}
             node.args, node.kwargs = (*node.args[:3], None, dropout, True), rest
