@@ -9,10 +9,11 @@ their bounds.
 They are not needed in full, because a mask or a slice may hide an element from every lookup.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import ceil, floor, inf
+from math import inf
+from operator import mul
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import fx
 from autopar.capture.known_range import Ends, KnownRange, chosen_from, num_summed
 from autopar.capture.lookups import Lookup, bounded, indices, mask_among_indices
 from autopar.capture.nodes import before_copies, copies, operator_name, positional
-from autopar.capture.value_range import ValueRange
+from autopar.capture.value_range import Rising, ValueRange
 from autopar.errors import InputError
 from autopar.ir.program import Block, Program
 
@@ -139,93 +140,53 @@ def _bounds_before(
             if isinstance(each, fx.Node)
         ]
         return bounds, are_allowed
-    is_integer = not node.meta["info"].dtype.is_floating_point  # fractions may pass an end that integers do not
-    if name == "mul":
-        bounds, are_enough = _bounds_of_factors(node, allowed)
-        return bounds, are_enough and is_integer
-    shifted = _bounds_of_terms(node, name, allowed, known)
-    if shifted:
-        return shifted, is_integer
-    operand = positional(node, 0)
-    before = _bounds_before_arithmetic(node, name, allowed) if isinstance(operand, fx.Node) else None
-    return ([], False) if before is None else ([(operand, before)], is_integer)
-
-
-def _bounds_before_arithmetic(node: fx.Node, name: str, r: ValueRange) -> ValueRange | None:
-    """The bounds of the first operand of an arithmetic operator whose other operands are numbers."""
-    if name in ("clamp", "clamp_min", "clamp_max", "relu"):
-        low = 0 if name == "relu" else None if name == "clamp_max" else positional(node, 1)
-        high = positional(node, 1 if name == "clamp_max" else 2) if name in ("clamp", "clamp_max") else None
-        is_number = not isinstance(low, fx.Node) and not isinstance(high, fx.Node)
-        return _before_clamp(r, low, high) if is_number else None
-    if name == "cumsum":
-        return _before_sums(r, num_summed(node))
-    number = positional(node, 1)
-    if not isinstance(number, int) or isinstance(number, bool):
-        return None
-    if name in ("add", "sub"):
-        step = number * int(node.kwargs.get("alpha", 1)) * (1 if name == "add" else -1)  # type: ignore[arg-type]
-        return r.shifted(-step)
-    if number <= 0:
-        return None
-    if name == "remainder":  # the operand is its own remainder
-        return r.both(ValueRange(low=0, high=number))
-    if name == "floor_divide" or (name == "div" and node.kwargs.get("rounding_mode") in ("floor", "trunc")):
-        return r.before(lambda x: x // number, r.low * number, r.high * number) if r.high > 0 else None
-    return None
-
-
-def _bounds_of_terms(
-    node: fx.Node, name: str, allowed: ValueRange, known: KnownRange
-) -> list[tuple[fx.Node, ValueRange]]:
-    """The bounds of the operand of a sum or difference whose other operand is a tensor with two known ends."""
-    operand, other = positional(node, 0), positional(node, 1)
-    if name not in ("add", "sub") or not isinstance(other, fx.Node) or node.kwargs.get("alpha", 1) != 1:
-        return []
-    if name == "add" and isinstance(operand, fx.Node) and _is_finite(known.of(operand)):
-        operand, other = other, operand
-    least, most = known.of(other)
-    if not isinstance(operand, fx.Node) or not _is_finite((least, most)):
-        return []
-    least, most = (least, most) if name == "add" else (-most, -least)
-    before = ValueRange(low=allowed.low - least, high=allowed.high - most, bounded_by=allowed.bounded_by)
-    return [] if before.is_empty else [(operand, before)]
-
-
-def _is_finite(ends: Ends) -> bool:
-    return -inf < ends[0] and ends[1] < inf
-
-
-def _bounds_of_factors(node: fx.Node, allowed: ValueRange) -> tuple[list[tuple[fx.Node, ValueRange]], bool]:
-    """The bounds of a factor whose other factor is a positive number, or a mask of zeros and ones."""
-    factors = node.args[:2]
-    bounds, are_enough = [], False
-    for operand, other in (factors, factors[::-1]):
-        if not isinstance(operand, fx.Node):
-            continue
-        if isinstance(other, int) and other > 0:
-            last = floor((allowed.high - 1) / other) + 1 if allowed.high != inf else inf
-            first = ceil(allowed.low / other) if allowed.low != -inf else -inf
-            bounds.append((operand, allowed.before(other.__mul__, first, last)))
-            are_enough = True
-        elif isinstance(other, fx.Node) and (mask := _mask_of(other)) is not None:
+    bounds = [(operand, allowed.before(*functions)) for operand, *functions in _functions(node, name, allowed, known)]
+    bounds = [(operand, before) for operand, before in bounds if not before.is_empty]
+    are_enough = bool(bounds)
+    for operand, other in (node.args[:2], node.args[1::-1]) if name == "mul" else ():
+        mask = _mask_of(other) if isinstance(other, fx.Node) else None
+        if mask is not None and isinstance(operand, fx.Node):
             bounds.append((operand, _unless_replaced(operand, mask, allowed, kept_if=True)))
             are_enough |= allowed.allows(0)
-    return bounds, are_enough
+    if name == "remainder" and isinstance(number := positional(node, 1), int) and number > 0:
+        bounds.append((positional(node, 0), allowed.both(ValueRange(low=0, high=number))))  # it is its own remainder
+        are_enough = True
+    is_integer = not node.meta["info"].dtype.is_floating_point  # fractions may pass an end that integers do not
+    return bounds, are_enough and is_integer
 
 
-def _before_clamp(allowed: ValueRange, low: Any, high: Any) -> ValueRange:
-    lower = -inf if isinstance(low, int) and allowed.low <= low < allowed.high else allowed.low
-    upper = inf if isinstance(high, int) and allowed.low <= high < allowed.high else allowed.high
-    least, most = (-inf if low is None else low), (inf if high is None else high)
-    return allowed.before(lambda x: min(max(x, least), most), lower, upper)
+def _functions(
+    node: fx.Node, name: str, allowed: ValueRange, known: KnownRange
+) -> Iterator[tuple[Any, *tuple[Rising, ...]]]:
+    """The operands of arithmetic with known numbers, and the result, or its ends, for an operand's value."""
+    x, other = positional(node, 0), positional(node, 1)
+    rounds = name == "floor_divide" or (name == "div" and node.kwargs.get("rounding_mode") in ("floor", "trunc"))
+    if name in ("clamp", "clamp_min", "clamp_max", "relu"):
+        low = 0 if name == "relu" else None if name == "clamp_max" else other
+        high = other if name == "clamp_max" else positional(node, 2) if name == "clamp" else None
+        least, most = (-inf if low is None else low), (inf if high is None else high)
+        if not isinstance(least, fx.Node) and not isinstance(most, fx.Node):
+            yield x, lambda v: min(max(v, least), most)
+    elif name == "cumsum":
+        count = num_summed(node)
+        yield x, lambda v: min(v, v * count), lambda v: max(v, v * count)
+    elif name in ("add", "sub"):
+        alpha: Any = node.kwargs.get("alpha", 1)
+        if name == "add" and alpha == 1 and isinstance(other, fx.Node) and _is_finite(known.of(x)):
+            x, other = other, x
+        ends = sorted(end * alpha * (1 if name == "add" else -1) for end in known.of(other))
+        if isinstance(x, fx.Node) and _is_finite(ends):
+            yield x, lambda v: v + ends[0], lambda v: v + ends[1]
+    elif name == "mul":
+        for operand, number in ((x, other), (other, x)):
+            if isinstance(operand, fx.Node) and isinstance(number, int) and number > 0:
+                yield operand, partial(mul, number)
+    elif rounds and isinstance(other, int) and other > 0 and allowed.high > 0:  # else they round to different numbers
+        yield x, lambda v: v // other
 
 
-def _before_sums(allowed: ValueRange, count: int) -> ValueRange:
-    """The bounds of up to `count` elements whose every sum must stay in a range."""
-    low = ceil(allowed.low / count) if -inf < allowed.low < 0 else allowed.low
-    high = floor((allowed.high - 1) / count) + 1 if 0 < allowed.high < inf else allowed.high
-    return allowed.before(lambda _: inf, low, high)
+def _is_finite(ends: Sequence[float]) -> bool:
+    return -inf < ends[0] and ends[1] < inf
 
 
 def _chooser(node: fx.Node, name: str) -> tuple[Any, bool]:

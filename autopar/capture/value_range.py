@@ -1,8 +1,12 @@
 """The range of integers that a value may hold."""
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf
+
+Rising = Callable[[float], float]  # a function that never falls
+_INTEGERS = range(-(2**61), 2**61)  # more than any operator meets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +44,19 @@ class ValueRange:
             bounded_by=tuple(dict.fromkeys(self.bounded_by + other.bounded_by)),
         )
 
-    def shifted(self, step: int) -> "ValueRange":
-        """Every value plus `step`."""
-        extra, ignored = (frozenset(value + step for value in values) for values in (self.extra, self.ignored))
-        return replace(self, low=self.low + step, high=self.high + step, extra=extra, ignored=ignored)
+    def before(self, *ends: Rising) -> "ValueRange":
+        """The range of x such that a result is in this range. `ends` is the result, or the least and the largest."""
+        least, largest = ends[0], ends[-1]
 
-    def before(self, function: Callable[[int], float], low: float, high: float) -> "ValueRange":
-        """The range with other ends of the operand of a `function`. A single value stays if its result is allowed."""
-        return replace(self, low=low, high=high, extra=frozenset(v for v in self.extra if self.allows(function(v))))
+        def single(values: frozenset[int]) -> frozenset[int]:
+            pairs = ((v, _first(least, v)) for v in values)
+            return frozenset(int(x) for v, x in pairs if least(x) == largest(x) == v)
+
+        low, high = _first(least, self.low), _first(largest, self.high)
+        return replace(self, low=low, high=high, extra=single(self.extra), ignored=single(self.ignored))
+
+
+def _first(function: Rising, bound: float) -> float:
+    """The first integer whose result is not below a bound. -inf if all are such integers, and inf if none is."""
+    at = bisect_left(_INTEGERS, bound, key=function)
+    return -inf if at == 0 else inf if at == len(_INTEGERS) else _INTEGERS[at]
