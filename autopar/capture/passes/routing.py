@@ -12,10 +12,10 @@ the region looks at the place of a row. The rules of the operators show it: the 
 reduced by a sum, and no operand may have it in another order. Otherwise the region stays as it is.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -30,6 +30,7 @@ from autopar.capture.nodes import (
     operator_name,
     positional,
     replace_node,
+    traced_info,
     value,
 )
 from autopar.capture.passes.constants import constant_of
@@ -42,6 +43,12 @@ from autopar.rules.rule import Call, TensorInfo
 
 SORTS = frozenset([output_of(aten.sort.default, 1), output_of(aten.sort.stable, 1)])
 ARGSORTS = frozenset([aten.argsort.default, aten.argsort.stable])
+# sorted rows read from all rows or from the tokens, put back in the order of tokens, or added for each token
+_Use = Literal["take", "rows", "untake", "sum"]
+_Index = Literal["order", "token", "inverse"]  # the order of rows, their tokens in it, or their places in it
+_READS: Mapping[str, _Use] = {"order": "take", "token": "rows", "inverse": "untake"}
+_WRITES: Mapping[str, _Use] = {"order": "untake", "token": "sum"}
+_TARGETS = {"take": TAKE, "rows": ROWS, "untake": UNTAKE}
 
 
 def tokens_are_parallel(graph: fx.Graph) -> None:
@@ -61,9 +68,6 @@ def is_order(node: fx.Node) -> bool:
     return not argument(node, "descending") and not keys.is_floating_point and keys is not torch.bool
 
 
-_Found = dict[fx.Node, int]  # a node, and the position of the operand that it reads or puts back
-
-
 @dataclass(frozen=True, eq=False)
 class Region:
     """What a graph does with the rows of one sort of `keys`. `k` rows belong to each token."""
@@ -71,10 +75,8 @@ class Region:
     order: fx.Node
     keys: fx.Node
     k: int
-    takes: _Found = field(default_factory=dict)  # read from the rows in the order of tokens
-    rows: _Found = field(default_factory=dict)  # read from the tokens
-    untakes: _Found = field(default_factory=dict)  # sorted rows put back in the order of tokens
-    sums: _Found = field(default_factory=dict)  # the same, and the rows of each token added
+    # uses of rows by operators, and the position of the operand that is read or put back
+    uses: dict[fx.Node, tuple[_Use, int]] = field(default_factory=dict)
     products: list[fx.Node] = field(default_factory=list)
 
     @staticmethod
@@ -84,7 +86,7 @@ class Region:
         tokens = {k for user in order.users for k in [_rows_of_a_token(user, order)] if k}
         k = tokens.pop() if tokens else _last_size(keys)
         region = Region(order, keys, k)
-        fits = not tokens and region.num_rows % k == 0 and region._finds_uses() and region._is_closed()
+        fits = not tokens and region.num_rows % k == 0 and region._finds_uses("order", order) and region._is_closed()
         return region if fits else None
 
     @property
@@ -93,48 +95,34 @@ class Region:
 
     # ---- what is done with the order ----
 
-    def _finds_uses(self) -> bool:
-        """Find the uses of the order. False if there is one of another kind."""
-        return all(self._order_use(index, user) for index, user in _uses(self.order))
+    def _finds_uses(self, kind: _Index, index: fx.Node) -> bool:
+        """Find the uses of an index. False if there is one of another kind."""
+        return all(self._is_use(kind, at, user) for at, user in _uses(index))
 
-    def _order_use(self, index: fx.Node, user: fx.Node) -> bool:
+    def _is_use(self, kind: _Index, index: fx.Node, user: fx.Node) -> bool:
         if operator_name(user) in _SHAPED:
             return True
         reads, written = _reads(user, index), _written_by(user, index)
-        if _rows_of_a_token(user, index) == self.k or (reads and _numbers_tokens(arg(user, 0), self.k)):
-            return all(self._token_use(at, u) for at, u in _uses(user))
-        if _inverts(user, index):
-            return all(self._inverse_use(at, u) for at, u in _uses(user))
-        if reads and len(value(user.args[0])) == self.num_rows:
-            self.takes[user] = 0
+        if kind == "order":
+            if _rows_of_a_token(user, index) == self.k or (reads and _numbers_tokens(arg(user, 0), self.k)):
+                return self._finds_uses("token", user)
+            if _inverts(user, index):
+                return self._finds_uses("inverse", user)
+        count = self.num_rows // self.k if kind == "token" else self.num_rows
+        if reads and len(value(user.args[0])) == count:
+            self.uses[user] = _READS[kind], 0
             return True
-        if written is not None and not _adds(user) and value(user).shape == value(user.args[written]).shape:
-            self.untakes[user] = written
-            return True
-        return False
-
-    def _token_use(self, index: fx.Node, user: fx.Node) -> bool:
-        written = _written_by(user, index)
-        if _reads(user, index) and len(value(user.args[0])) * self.k == self.num_rows:
-            self.rows[user] = 0
-            return True
-        if written is not None and _adds(user) and len(value(user)) * self.k == self.num_rows:
-            self.sums[user] = written
-            return True
-        return False
-
-    def _inverse_use(self, index: fx.Node, user: fx.Node) -> bool:
-        if not _reads(user, index) or len(value(user.args[0])) != self.num_rows:
+        if written is None or kind not in _WRITES or len(value(user)) != count or _adds(user) != (kind == "token"):
             return False
-        self.untakes[user] = 0
+        self.uses[user] = _WRITES[kind], written
         return True
 
     # ---- what is done with the rows ----
 
     def _is_closed(self) -> bool:
         """Whether each operator between takes and untakes works on every row alone."""
-        of_rows = dict.fromkeys([*self.takes, *self.rows], 0)  # sorted values, and their dimension of rows
-        given_back = {**self.untakes, **self.sums}
+        of_rows = {n: 0 for n, (use, _) in self.uses.items() if use in ("take", "rows")}  # and their dimension of rows
+        given_back = {n: position for n, (_, position) in self.uses.items() if n not in of_rows}
         seen: set[fx.Node] = set()
         waiting: list[fx.Node] = []
         for node in of_rows:
@@ -146,10 +134,10 @@ class Region:
             seen.add(user)
             if user in given_back:
                 others = [a for k, a in enumerate(user.args) if k != given_back[user]]
-                if user in self.sums and any(a in of_rows for a in others if isinstance(a, fx.Node)):
+                if self.uses[user][0] == "sum" and any(a in of_rows for a in others if isinstance(a, fx.Node)):
                     return False
                 continue  # what rows are put into is overwritten
-            if user.op != "call_function" or user in self.takes or user in self.rows or is_random(user):
+            if user.op != "call_function" or user in self.uses or is_random(user):
                 return False
             dim = self._dim_of_result(user, of_rows)
             if dim is None:
@@ -183,7 +171,7 @@ class Region:
 
     def _is_sorted_keys(self, node: fx.Node) -> bool:
         source = before(node, _SAME)
-        return source in self.takes and self._is_keys(arg(source, self.takes[source]))
+        return self.uses.get(source) == ("take", 0) and self._is_keys(arg(source, 0))
 
     # ---- rewriting ----
 
@@ -197,11 +185,11 @@ class Region:
         expert = compute(self.order, TAKE, self.keys, order, k)
         for node in self.products:
             self._replace(node, PRODUCT, arg(node, 0), arg(node, 1), expert, k)
-        for target, places in ((TAKE, self.takes), (ROWS, self.rows), (UNTAKE, self.untakes)):
-            for node, position in places.items():
-                self._replace(node, target, arg(node, position), order, k)
-        for node, position in self.sums.items():
-            self._add(node, arg(node, position), order)
+        for node, (use, position) in self.uses.items():
+            if use == "sum":
+                self._add(node, arg(node, position), order)
+            else:
+                self._replace(node, _TARGETS[use], arg(node, position), order, k)
 
     @staticmethod
     def _replace(node: fx.Node, target: Any, *args: Any) -> None:
@@ -230,7 +218,7 @@ def _dim_of_rows(node: fx.Node, of_rows: dict[fx.Node, int]) -> int | None:
     out = value(node)
     if not isinstance(out, torch.Tensor):
         return None
-    call, operands = Call.of(node.target, node.args, node.kwargs, _info(out), _info_of)
+    call, operands = Call.of(node.target, node.args, node.kwargs, traced_info(node, out), _info_of)
     rule = rule_of(call)
     having = {(k, of_rows[operand]) for k, operand in enumerate(operands) if operand in of_rows}
     fs = {rule.inputs[k][dim] for k, dim in having}
@@ -250,12 +238,9 @@ def _dim_of_rows(node: fx.Node, of_rows: dict[fx.Node, int]) -> int | None:
     return places[0] if len(places) == 1 and rule.output[places[0]] == factors else None
 
 
-def _info(tensor: torch.Tensor) -> TensorInfo:
-    return TensorInfo(tuple(tensor.shape), tensor.dtype)
-
-
 def _info_of(node: Any) -> TensorInfo | None:
-    return _info(value(node)) if isinstance(node, fx.Node) and isinstance(value(node), torch.Tensor) else None
+    is_tensor = isinstance(node, fx.Node) and isinstance(value(node), torch.Tensor)
+    return traced_info(node, value(node)) if is_tensor else None
 
 
 # ---- indices ----
