@@ -16,7 +16,7 @@ from torch import fx
 
 from autopar._torch.operators import aten
 from autopar.capture.flat_graph import Flat
-from autopar.capture.nodes import arg, is_random
+from autopar.capture.nodes import arg, compute, is_random, put, value
 from autopar.ir.program import PartOf
 from autopar.rules.rule import TensorInfo
 
@@ -209,50 +209,39 @@ def _cut(flat: Flat, packing: _Packing) -> None:
         done: dict[tuple[fx.Node, _Interval], fx.Node] = {}
         for piece in packing.pieces:
             weight = weights[piece]
-            with flat.graph.inserting_before(linear):
-                if packing.dim == 1:
-                    weight = flat.graph.call_function(aten.t.default, (weight,))
-                    weight.meta = _meta(arg(linear, 1), 0, piece[1] - piece[0])
-                bias = tuple(biases[arg(linear, 2)][piece] for _ in linear.args[2:] if linear.args[2] is not None)
-                done[linear, piece] = flat.graph.call_function(aten.linear.default, (linear.args[0], weight, *bias))
-            done[linear, piece].meta = _meta(linear, len(_info(linear).shape) - 1, piece[1] - piece[0])
+            if packing.dim == 1:
+                weight = compute(linear, aten.t.default, weight, like=arg(linear, 1))
+            bias = tuple(biases[arg(linear, 2)][piece] for _ in linear.args[2:] if linear.args[2] is not None)
+            result = value(linear).narrow(-1, *_from(piece))
+            done[linear, piece] = put(linear, aten.linear.default, (linear.args[0], weight, *bias), result)
         for take in takes:
-            _replace(flat.graph, linear, take, _piece_with(packing.pieces, take), done)
+            _replace(linear, take, _piece_with(packing.pieces, take), done)
 
 
-def _replace(
-    graph: fx.Graph, linear: fx.Node, take: _Take, piece: _Interval, done: dict[tuple[fx.Node, _Interval], fx.Node]
-) -> None:
+def _replace(linear: fx.Node, take: _Take, piece: _Interval, done: dict[tuple[fx.Node, _Interval], fx.Node]) -> None:
     """Make a slice read its piece. `done` holds the operators that already exist for pieces."""
-    value = done[linear, piece]
+    source = done[linear, piece]
     for node, at in take.path:
         if (node, piece) not in done:
-            units = (piece[1] - piece[0]) // at.rows
-            with graph.inserting_before(node):
-                new = graph.node_copy(node, {node.all_input_nodes[0]: value}.__getitem__)
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _, source=source: source)
             if node.target is aten.reshape.default:
-                new.args = (value, [*_info(node).shape[: at.dim], units, *_info(node).shape[at.dim + 1 :]])
-            new.meta = _meta(node, at.dim, units)
-            done[node, piece] = new
-        value = done[node, piece]
+                units = (piece[1] - piece[0]) // at.rows
+                args = (source, [*_info(node).shape[: at.dim], units, *_info(node).shape[at.dim + 1 :]])
+            done[node, piece] = compute(node, node.target, *args, **kwargs)
+        source = done[node, piece]
     dim, start = take.at.dim, (take.rows[0] - piece[0]) // take.at.rows
     if take.node.target is aten.select.int:
-        take.node.args = (value, dim, start)
+        take.node.args = (source, dim, start)
     elif take.rows != piece:
-        take.node.target, take.node.args = (
-            aten.slice.Tensor,
-            (value, dim, start, start + _info(take.node).shape[dim]),
-        )
+        end = start + _info(take.node).shape[dim]
+        take.node.target, take.node.args = aten.slice.Tensor, (source, dim, start, end)
     else:
-        take.node.replace_all_uses_with(value)
+        take.node.replace_all_uses_with(source)
 
 
-def _meta(node: fx.Node, dim: int, size: int) -> dict[str, object]:
-    """The metadata of a node for a piece of its value, which has another size in one dimension."""
-    shape = list(_info(node).shape)
-    shape[dim] = size
-    meta = {key: value for key, value in node.meta.items() if key != "val"}
-    return meta | {"info": replace(_info(node), shape=tuple(shape))}
+def _from(piece: _Interval) -> tuple[int, int]:
+    """The first row of a piece, and the number of its rows."""
+    return piece[0], piece[1] - piece[0]
 
 
 def _pieces(flat: Flat, whole: fx.Node, dim: int, pieces: Sequence[_Interval]) -> Iterator[fx.Node]:
@@ -262,7 +251,8 @@ def _pieces(flat: Flat, whole: fx.Node, dim: int, pieces: Sequence[_Interval]) -
         part = PartOf(name=name, dim=dim, start=start, stop=stop, shape=shape)
         with flat.graph.inserting_after(whole):
             node = flat.graph.placeholder(f"{whole.name}_{start}_{stop}")
-        node.meta = _meta(whole, dim, stop - start)
+        rows = value(whole).narrow(dim, *_from((start, stop)))
+        node.meta = whole.meta | {"val": rows, "info": replace(_info(whole), shape=part.piece_shape)}
         flat.placeholders[node.name] = ("parameter", part.piece_name)
         flat.parts[part.piece_name] = part
     inserted = whole
