@@ -138,11 +138,8 @@ class _Unifier:
         if not self.bind(rule, factors, values, self.values[i][node.name]):
             rule = whole_rule(call)
             factors = {f: self.axes.new(size) for f, size in rule.sizes.items()}
-            self.values[i][node.name] = (
-                self.variables(node.meta["info"].shape)
-                if node.name not in self.program.blocks[i].outputs
-                else self.values[i][node.name]
-            )
+            if node.name not in self.program.blocks[i].outputs:
+                self.values[i][node.name] = self.variables(node.meta["info"].shape)
             assert self.bind(rule, factors, values, self.values[i][node.name]), (node, call)
         self.rules[i][node.name] = (rule, factors)
         self.calls[i][node.name] = call

@@ -47,14 +47,9 @@ def exported_constants(exported: Any) -> dict[str, torch.Tensor]:
     return constants | {name: value for name, value in exported.state_dict.items() if name.startswith("loss_fn.")}
 
 
-def output_names(exported: Any) -> tuple[str, ...]:
-    """The names of the outputs of an exported program."""
-    return tuple(str(key) for key in (exported.call_spec.out_spec.context or ()))
-
-
 def all_outputs(exported: Any, placeholders: Mapping[str, tuple[str, str]]) -> Iterator[str]:
     """The names of a graph's outputs, in order. Changed buffers have a prefix."""
-    names = iter(output_names(exported))
+    names = map(str, exported.call_spec.out_spec.context or ())
     for spec in exported.graph_signature.output_specs:
         if spec.kind.name == "BUFFER_MUTATION" and not str(spec.target).startswith("loss_fn."):
             specs = exported.graph_signature.input_specs
@@ -86,18 +81,20 @@ def placeholders_of(model: nn.Module, exported: Any, inputs: Sequence[str]) -> d
     return placeholders
 
 
-def order_outputs(exported: Any, placeholders: Mapping[str, tuple[str, str]], dropped: str) -> tuple[str, ...]:
-    """Order a graph's outputs: the model's, then new values of buffers, whose names it returns; `dropped` are out."""
+def order_outputs(
+    exported: Any, placeholders: Mapping[str, tuple[str, str]], dropped: str
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Order a graph's outputs: the model's, then new values of buffers. Returns both names; `dropped` are out."""
     graph: fx.Graph = exported.graph_module.graph
     values: Any = graph.output_node().args[0]
-    outputs, updates = [], {}
+    outputs, updates = {}, {}
     for name, spec, node in zip(
         all_outputs(exported, placeholders), exported.graph_signature.output_specs, values, strict=True
     ):
         if name.startswith(dropped):
             continue
         if spec.kind.name in ("USER_OUTPUT", "LOSS_OUTPUT"):
-            outputs.append(node)
+            outputs[name] = node
         elif name.startswith(CHANGED):
             updates[name.removeprefix(CHANGED)] = node
         elif spec.kind.name != "USER_INPUT_MUTATION":
@@ -105,5 +102,5 @@ def order_outputs(exported: Any, placeholders: Mapping[str, tuple[str, str]], dr
                 f"the model changes {str(spec.target).removeprefix('model.')} in its forward pass; only buffers of the "
                 "model may change there, so make it a buffer or change it outside"
             )
-    graph.output_node().args = ((*outputs, *updates.values()),)
-    return tuple(updates)
+    graph.output_node().args = ((*outputs.values(), *updates.values()),)
+    return tuple(outputs), tuple(updates)

@@ -51,7 +51,8 @@ def lookups(program: Program) -> tuple[Lookup, ...]:
     for index, call in enumerate(program.calls):
         block = program.blocks[call.block]
         arguments = dict(zip(block.ports, call.arguments, strict=True))
-        known = _known_values(block.graph, {port: _source(a, sources) for port, a in arguments.items()})
+        ports = {p: sources.get(a) if isinstance(a, str) else _Source() for p, a in arguments.items()}
+        known = _known_values(block.graph, ports)
         for node in block.graph.nodes:
             for operand, allowed in indices(node, _table(program, call, node)):
                 if operand in known:
@@ -71,10 +72,6 @@ def lookups(program: Program) -> tuple[Lookup, ...]:
         results = zip(call.results, output_nodes(block.graph), strict=True)
         sources |= {result: known[node] for result, node in results if node in known}
     return tuple(by_key.values())
-
-
-def _source(argument: str | float | int, sources: Mapping[str, _Source]) -> _Source | None:
-    return sources.get(argument) if isinstance(argument, str) else _Source()
 
 
 def _known_values(graph: fx.Graph, ports: Mapping[str, _Source | None]) -> dict[fx.Node, _Source]:

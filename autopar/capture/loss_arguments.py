@@ -35,25 +35,23 @@ def outputs_with_loss(
 ) -> dict[str, torch.Tensor]:
     """The outputs of the model and the loss. The inputs of a batch are the model's, and the loss function's others."""
 
-    def outputs(
-        args: Sequence[Any], kwargs: Mapping[str, Any], /, *others: Any, **named: Any
-    ) -> dict[str, torch.Tensor]:
-        out = model(*args, **kwargs)
-        return _with_loss(out, loss_fn(out, *others, **named))
-
+    others: tuple[Any, ...] = ()
+    more: Mapping[str, Any] = {}
+    own = inspect.signature(model.forward).parameters
     if args:
         count = len(args) - len(names_of_loss(loss_fn))
-        return outputs(args[:count], kwargs, *args[count:])
-    own = inspect.signature(model.forward).parameters
-    if _takes_batch(loss_fn):
+        args, others = args[:count], tuple(args[count:])
+    elif _takes_batch(loss_fn):
         takes_all = any(p.kind is p.VAR_KEYWORD for p in own.values())
-        given = {name: value for name, value in kwargs.items() if takes_all or name in own}
-        return outputs((), given, dict(kwargs))
-    others = [p for p in _parameters(loss_fn)[2:] if p.name in kwargs]
-    more = {p.name: kwargs[p.name] for p in others if p.name not in own or p.default is p.empty}
-    given = {name: value for name, value in kwargs.items() if name != TARGET and (name not in more or name in own)}
-    target = (kwargs[TARGET],) if names_of_loss(loss_fn) else ()
-    return outputs((), given, *target, **more)
+        others = (dict(kwargs),)
+        kwargs = {name: value for name, value in kwargs.items() if takes_all or name in own}
+    else:
+        wanted = [p for p in _parameters(loss_fn)[2:] if p.name in kwargs]
+        more = {p.name: kwargs[p.name] for p in wanted if p.name not in own or p.default is p.empty}
+        others = (kwargs[TARGET],) if names_of_loss(loss_fn) else ()
+        kwargs = {name: value for name, value in kwargs.items() if name != TARGET and (name not in more or name in own)}
+    out = model(*args, **kwargs)
+    return _with_loss(out, loss_fn(out, *others, **more))
 
 
 def check_loss_fn(model: nn.Module, loss_fn: _Loss, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -5,7 +5,6 @@ such as a norm in float32, stay in the captured graph. Buffers keep their dtype,
 precision.
 """
 
-import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,7 @@ from autopar._torch.private import pytree
 from autopar.capture.flat_graph import Flat
 from autopar.capture.input_leaves import named_leaves
 from autopar.capture.loss_arguments import names_of_loss
-from autopar.capture.weightless import plain_tensors
+from autopar.capture.weightless import with_tensors
 from autopar.errors import CaptureError, InputError
 from autopar.ir.precision import EIGHT_BITS, PRECISIONS, compute_dtype
 from autopar.ir.program import Decision, Program
@@ -155,17 +154,11 @@ def in_precision(model: nn.Module, precision: str | None) -> nn.Module:
             f"parameter {odd!r} is complex, and precision {precision!r} would drop its imaginary part; leave the "
             "precision out, or store the parameter as real numbers"
         )
-    others = [p for p in model.parameters() if p.is_floating_point() and p.dtype != dtype]
+    others = {p for p in model.parameters() if p.is_floating_point() and p.dtype != dtype}
     if not others:
         return model
-    computed = (tensor for tensor in plain_tensors(model) if not tensor.is_leaf)  # such as the weight of a weight norm
-    memo: dict[int, object] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers(), *computed)}
-    for parameter in others:  # deepcopy takes the entry of an object's id instead of a copy
-        value = nn.Parameter(torch.empty_like(parameter, dtype=dtype), requires_grad=parameter.requires_grad)
-        vars(value).update(vars(parameter))
-        memo[id(parameter)] = value
     try:
-        return copy.deepcopy(model, memo)
+        return with_tensors(model, lambda t: torch.empty_like(t, dtype=dtype) if t in others else t)
     except Exception as error:  # a user's attribute may raise anything
         raise InputError(
             f"precision {precision!r} needs a copy of the model with {dtype} parameters, and the copy fails: "

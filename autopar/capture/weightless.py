@@ -73,6 +73,9 @@ def with_tensors(model: nn.Module, twin: Callable[[torch.Tensor], torch.Tensor])
     """A copy of a model with the twin of each of its tensors."""
     memo: dict[int, Any] = {}  # deepcopy takes the entry of an object's id instead of a copy
     for tensor in (*plain_tensors(model), *model.parameters(), *model.buffers()):
-        empty, is_parameter = twin(tensor), isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+        new = twin(tensor)
+        if isinstance(tensor, nn.Parameter):
+            new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+            vars(new).update(vars(tensor))
+        memo[id(tensor)] = new
     return copy.deepcopy(model, memo)

@@ -61,10 +61,8 @@ _AS_ARRAYS: Mapping[Any, Callable[[Tensor], Any]] = {
 }
 # functions of tensors that return a number: the tensor whose truth they return
 _AS_TRUTH: Mapping[Any, Callable[..., Tensor | bool]] = {
-    torch.equal: lambda a, b: _is_one(a, b) or (a.shape == b.shape and (a == b).all()),
-    Tensor.equal: lambda a, b: _is_one(a, b) or (a.shape == b.shape and (a == b).all()),
-    torch.allclose: lambda *given, **options: torch.isclose(*given, **options).all(),
-    Tensor.allclose: lambda *given, **options: torch.isclose(*given, **options).all(),
+    **dict.fromkeys((torch.equal, Tensor.equal), lambda a, b: _is_one(a, b) or (a.shape == b.shape and (a == b).all())),
+    **dict.fromkeys((torch.allclose, Tensor.allclose), lambda *given, **how: torch.isclose(*given, **how).all()),
     Tensor.__contains__: lambda a, element: (a == element).any(),
 }
 # a function in Python asks whether a mode takes it over, and would then hide its reads from the mode
@@ -155,7 +153,7 @@ class DataReads(TorchFunctionMode):
             return args[0].detach()
         if func == Tensor.data.__set__:  # type: ignore[attr-defined]
             return self._set_data(*args)
-        if func in _OF_DATA and _has_traced(args[0]):
+        if func in _OF_DATA and any(map(exports.traced_node, filter(torch.is_tensor, pytree.tree_leaves(args[0])))):
             is_kept = func is not torch.tensor and isinstance(args[0], Tensor)  # its gradient flows
             stacked = args[0] if is_kept else _stacked(args[0])
             return stacked.to(device=kwargs.get("device"), dtype=kwargs.get("dtype"))
@@ -409,13 +407,6 @@ def _is_one(a: Tensor, b: Tensor) -> bool:
     return a is b or (exports.traced_node(a) is not None and exports.traced_node(a) is exports.traced_node(b))
 
 
-def _has_traced(data: Any) -> bool:
-    """Whether a list has a tensor of the traced graph."""
-    if isinstance(data, (list, tuple)):
-        return any(map(_has_traced, data))
-    return isinstance(data, Tensor) and exports.traced_node(data) is not None
-
-
 def _stacked(data: Any) -> Tensor:
     """The tensor of a list that has traced tensors. No gradient flows through it."""
     if isinstance(data, (list, tuple)):
@@ -425,13 +416,8 @@ def _stacked(data: Any) -> Tensor:
 
 def _type_of(device: Any) -> str | None:
     """The type of a device, such as "cuda". None for a value that names no device."""
-    if isinstance(device, torch.device):
-        return device.type
-    if isinstance(device, str):
-        return device.partition(":")[0]
-    if isinstance(device, Tensor):
-        return device.device.type
-    return None
+    device = device.device if isinstance(device, Tensor) else device
+    return str(device).partition(":")[0] if isinstance(device, (str, torch.device)) else None
 
 
 def refuse_changing(decisions: Iterable[Decision], updates: Iterable[str]) -> None:

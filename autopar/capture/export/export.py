@@ -34,13 +34,11 @@ from autopar.capture.export.own_changes import (
     converted_alike,
     without_caches,
 )
-from autopar.capture.export.row_tests import TEST, Graph, difference
+from autopar.capture.export.row_tests import TEST, difference
 from autopar.capture.flat_graph import (
     Flat,
-    all_outputs,
     exported_constants,
     order_outputs,
-    output_names,
     placeholders_of,
 )
 from autopar.capture.loss_arguments import check_loss_fn, is_loss, named_outputs, outputs_with_loss
@@ -183,8 +181,7 @@ def capture_flat(request: Request) -> Flat:
     for name, value in exported_constants(exported).items():
         if not hasattr(module, name.replace(".", "_")):
             module.register_buffer(name.replace(".", "_"), value, persistent=False)
-    updates = order_outputs(exported, placeholders, TEST)
-    names = tuple(name for name in output_names(exported) if not name.startswith(TEST))
+    names, updates = order_outputs(exported, placeholders, TEST)
     if "loss" not in names:
         raise CaptureError(
             f"the model returns no loss: its outputs are {list(names)}. Return a scalar, name one output 'loss' "
@@ -222,13 +219,7 @@ def _difference(request: Request, exported: Any) -> str | None:
             warnings.simplefilter("ignore")
             return outputs_of(copied, given, request.loss_fn)
 
-    graph = Graph(
-        module=exported.graph_module,
-        placeholders=(placeholders := placeholders_of(model, exported, inputs)),
-        constants=exported_constants(exported),
-        outputs=tuple(all_outputs(exported, placeholders)),
-    )
-    return difference(model, request.inputs, inputs, graph, run)
+    return difference(model, request.inputs, inputs, exported, run)
 
 
 def _exported(request: Request, *, lines: bool = False, tests: list[str] | None = None) -> tuple[Any, _Reads]:
@@ -237,24 +228,18 @@ def _exported(request: Request, *, lines: bool = False, tests: list[str] | None 
     if request.loss_fn is not None:
         check_loss_fn(model, request.loss_fn, *split_inputs(inputs))
     tests = [] if tests is None else tests
-    try:
-        return _export(request, model, inputs, lines, tests)
+    parameters = list(model.parameters())
+    on_meta = bool(parameters) and all(parameter.is_meta for parameter in parameters)
+    try:  # meta activations cannot meet inputs on a device
+        exported = _export(request, model, _on_meta(inputs) if on_meta else inputs, lines, tests)
+        device_type = device_of_regions(exported[0].graph_module) if on_meta else None
+        if device_type is None:
+            return exported
+        return _export(request, *on_device_without_data(model, inputs, device_type), lines, tests)
     except CaptureError:
         raise
     except Exception as error:
         failed = error
-    on_meta = all(parameter.is_meta for parameter in model.parameters())
-    if on_meta:  # meta activations cannot meet inputs on a device
-        try:
-            exported = _export(request, model, _on_meta(inputs), lines, tests)
-            device_type = device_of_regions(exported[0].graph_module)
-            if device_type is None:
-                return exported
-            return _export(request, *on_device_without_data(model, inputs, device_type), lines, tests)
-        except CaptureError:
-            raise
-        except Exception as error:
-            failed = error
     if not request.reading.explains:
         raise CaptureError("the model cannot be captured at other sizes") from failed
     given = request if request.reading.given is None else replace(request, inputs=request.reading.given)

@@ -51,8 +51,13 @@ def capture_error(
     """The error of a capture that `failed`, if calls on one device show no other. `resized` says how inputs differ."""
 
     def error_of(run: Callable[[], object]) -> Exception | None:
-        error = _error_of(model, run)
-        return None if error is None or (on_meta and "meta" in str(error)) else error
+        with _as_it_was(model), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                run()
+            except Exception as error:
+                return None if on_meta and "meta" in str(error) else error
+        return None
 
     failure = error_of(run)
     if failure is not None:
@@ -138,17 +143,6 @@ def _advice(failed: Exception, model: nn.Module) -> str:
     )
 
 
-def _error_of(model: nn.Module, run: Callable[[], object]) -> Exception | None:
-    """The error of the model on one device. Its buffers and the random state stay as they are."""
-    with _as_it_was(model), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            run()
-        except Exception as error:
-            return error
-    return None
-
-
 @contextlib.contextmanager
 def _as_it_was(model: nn.Module) -> Iterator[None]:
     """A context that restores the values of buffers and the random state at its end."""
@@ -185,13 +179,10 @@ def _unusable(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, str]]:
         if not isinstance(value, torch.Tensor) or not (node.users or node.op == "call_function"):
             continue
         if value.layout is not torch.strided:
-            yield node, f"{'is' if node.op != 'call_function' else 'returns'} a {_name(value.layout)} tensor", _DENSE
+            layout = str(value.layout).removeprefix("torch.").removeprefix("_")
+            yield node, f"{'is' if node.op != 'call_function' else 'returns'} a {layout} tensor", _DENSE
         elif any(not isinstance(size, int) for size in value.shape):
             yield node, "returns a tensor whose size depends on the values of its operands", _FIXED
-
-
-def _name(layout: torch.layout) -> str:
-    return str(layout).removeprefix("torch.").removeprefix("_")
 
 
 def _line_of(node: fx.Node) -> str:

@@ -24,20 +24,14 @@ _ABOUT_FINITE = {"isfinite": True, "isinf": False, "isnan": False, "isposinf": F
 # operators whose result is finite if no product or sum overflows, whatever their operands are
 _NORMS = frozenset(["layer_norm", "group_norm", "batch_norm", "instance_norm", "rms_norm", "sigmoid", "tanh"])
 # operators whose result is finite if their operands are finite and no product or sum overflows
-_POINTWISE = {
-    "add", "sub", "mul", "neg", "abs", "relu", "gelu", "silu", "leaky_relu", "elu", "softplus", "clamp",
-    "hardtanh", "dropout", "feature_dropout",
-}  # fmt: skip
-_SUMS = {
-    "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv1d", "conv2d", "conv3d", "embedding",
-    "softmax", "mean", "sum", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "scaled_dot_product_attention",
-}  # fmt: skip
-_PLACES = {
-    "cat", "stack", "view", "reshape", "flatten", "unflatten", "transpose", "permute", "t", "unsqueeze",
-    "squeeze", "expand", "slice", "select", "narrow", "split", "chunk", "unbind", "getitem", "index", "gather",
-    "roll", "alias", "clone", "contiguous", "detach", "to", "_to_copy",
-}  # fmt: skip
-_STAY_FINITE = frozenset(_POINTWISE | _SUMS | _PLACES)
+_OPERATORS = """
+    add sub mul neg abs relu gelu silu leaky_relu elu softplus clamp hardtanh dropout feature_dropout
+    linear matmul mm bmm addmm baddbmm einsum conv1d conv2d conv3d embedding softmax mean sum
+    max_pool2d avg_pool2d adaptive_avg_pool2d scaled_dot_product_attention
+    cat stack view reshape flatten unflatten transpose permute t unsqueeze squeeze expand slice select narrow split
+    chunk unbind getitem index gather roll alias clone contiguous detach to _to_copy
+"""
+_STAY_FINITE = frozenset(_OPERATORS.split())
 
 _PYTHON = ("_operator", "operator", "math")  # modules of plain functions, such as `getitem`
 RANDOM_NUMBERS = "random numbers"  # the reason of a value that random numbers decide

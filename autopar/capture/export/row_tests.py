@@ -9,7 +9,7 @@ parameter must have a gradient in both or in none, because an optimizer moves a 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar._torch.private import pytree
 from autopar.capture.export.chosen_rows import answer_if_some
-from autopar.capture.flat_graph import CHANGED
+from autopar.capture.flat_graph import CHANGED, all_outputs, exported_constants, placeholders_of
 from autopar.capture.nodes import SAME_ELEMENTS, before, operator_name
 from autopar.capture.state import named_state
 from autopar.capture.weightless import with_tensors
@@ -75,30 +75,20 @@ def before_views(node: fx.Node) -> fx.Node:
     return before(node, _SAME)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Graph:
-    """A traced graph: the kind and the name of each placeholder, constants by name, and the outputs by name."""
-
-    module: fx.GraphModule
-    placeholders: Mapping[str, tuple[str, str]]
-    constants: Mapping[str, Tensor]
-    outputs: Sequence[str]  # in order; changed buffers have a prefix
-
-
-def difference(model: nn.Module, inputs: Any, names: Sequence[str], graph: Graph, run: _Run) -> str | None:
-    """What differs from the model if the tests of a graph find no row. None if nothing does. `names` are of inputs."""
+def difference(model: nn.Module, inputs: Any, names: Sequence[str], exported: Any, run: _Run) -> str | None:
+    """What differs from a model if the tests of its export find no row. None if nothing does. `names` are of inputs."""
     if sum(parameter.numel() for parameter in model.parameters()) > _MAX_ELEMENTS:
         return "the model is too large to try it without any"
     reason: str | None = _NOT_FOUND
     before = torch.get_default_dtype()
     for is_wide in (True, False):  # some code needs its own dtype
         widened = _wide if is_wide else lambda value: value
-        constants = {name: widened(value) for name, value in graph.constants.items()}
+        constants = {("lifted", name): widened(value) for name, value in exported_constants(exported).items()}
         try:
             torch.set_default_dtype(torch.float64 if is_wide else before)
             copied = _copied(model).double() if is_wide else _copied(model)
-            new_graph = replace(graph, constants=constants)
-            reason = _difference(copied, pytree.tree_map(widened, inputs), names, new_graph, run, is_wide)
+            traced = partial(_traced, copied, names, exported, constants)
+            reason = _difference(copied, pytree.tree_map(widened, inputs), traced, run, is_wide)
         except Exception as error:  # a user's attribute may raise anything
             reason = f"a copy of the model fails with {type(error).__name__}"
         finally:
@@ -116,9 +106,8 @@ def _wide(value: Any) -> Any:
 
 
 def _difference(
-    copied: nn.Module, inputs: Any, names: Sequence[str], graph: Graph, run: _Run, is_wide: bool
+    copied: nn.Module, inputs: Any, traced: Callable[[Any, int], Mapping[str, Tensor]], run: _Run, is_wide: bool
 ) -> str | None:
-    tests = [name for name in graph.outputs if name.startswith(TEST)]
     seen = Counter[tuple[bool, ...]]()  # batches by the answers of all tests: they may depend on each other
     state = {name: tensor.detach().clone() for name, tensor in _state(copied)}
     with torch.random.fork_rng(devices=()), _NoDropout(is_wide), torch.enable_grad():
@@ -127,28 +116,36 @@ def _difference(
             _draw(copied, state, trial)
             given = _drawn(inputs, trial)
             with suppress(Exception):  # a batch that the model does not take
-                traced = _traced(copied, given, names, graph, trial)
-                answers = tuple(bool(traced[name].any()) for name in tests)
-                if seen[answers] < _SEEN and (why := _differs(copied, given, traced, run, trial)):
+                results = traced(given, trial)
+                answers = tuple(bool(value.any()) for name, value in results.items() if name.startswith(TEST))
+                if seen[answers] < _SEEN and (why := _differs(copied, given, results, run, trial)):
                     return f"without any, {why}"
-                if traced["loss"].isfinite():  # else any branch is equal
+                if results["loss"].isfinite():  # else any branch is equal
                     seen[answers] += 1
-    without = [any(not answers[k] for answers in seen) for k in range(len(tests))]  # with some, the graph is the branch
-    return None if all(without) else _NOT_FOUND
+    without = (not all(answers) for answers in zip(*seen, strict=True))  # with some, the graph is the branch
+    return None if seen and all(without) else _NOT_FOUND
 
 
-def _traced(model: nn.Module, inputs: Any, names: Sequence[str], graph: Graph, seed: int) -> dict[str, Tensor]:
-    """The outputs of the graph by name."""
+def _traced(
+    model: nn.Module,
+    names: Sequence[str],
+    exported: Any,
+    constants: Mapping[tuple[str, str], Tensor],
+    inputs: Any,
+    seed: int,
+) -> dict[str, Tensor]:
+    """The outputs of an export by name. Changed buffers have a prefix."""
     leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
     values: dict[tuple[str, str], Tensor] = {("input", name): x for name, x in zip(names, leaves, strict=True)}
-    values |= {(kind, name): tensor for kind, name, tensor in named_state(model)}
-    values |= {("lifted", name): constant for name, constant in graph.constants.items()}
+    values |= {(kind, name): tensor for kind, name, tensor in named_state(model)} | dict(constants)
+    placeholders = placeholders_of(model, exported, names)
     given = [
-        values[graph.placeholders[node.name]].clone() if node.name in graph.placeholders else None
-        for node in graph.module.graph.find_nodes(op="placeholder")
+        values[placeholders[node.name]].clone() if node.name in placeholders else None
+        for node in exported.graph_module.graph.find_nodes(op="placeholder")
     ]
     torch.manual_seed(seed)
-    return dict(zip(graph.outputs, fx.Interpreter(graph.module).run(*given), strict=True))
+    results = fx.Interpreter(exported.graph_module).run(*given)
+    return dict(zip(all_outputs(exported, placeholders), results, strict=True))
 
 
 def _differs(model: nn.Module, inputs: Any, traced: Mapping[str, Tensor], run: _Run, seed: int) -> str:

@@ -216,11 +216,7 @@ def _node_name(path: str, operator: str) -> str:
 def _port_name(name: str, role: Role, path: str, taken: Counter[str]) -> str:
     if role in ("parameter", "buffer"):
         name = name.removeprefix(path + ".") if path else name
-    elif role == "value":
-        name = "x"
-    elif role == "constant":
-        name = "constant"
-    name = re.sub(r"\W", "_", name)
+    name = re.sub(r"\W", "_", {"value": "x", "constant": "constant"}.get(role, name))
     if name[:1].isdigit() or keyword.iskeyword(name):
         name = "_" + name
     taken[name] += 1
@@ -240,10 +236,8 @@ def fold(
     calls: list[CallSite] = []
     seen: Counter[str] = Counter()
     for number, segment in enumerate(segments):
-        path = segment.path or segment.name
-        path = path or (
-            "prologue" if number == 0 else "epilogue" if number == len(segments) - 1 else f"between_{number}"
-        )
+        at_ends = {len(segments) - 1: "epilogue", 0: "prologue"}
+        path = segment.path or segment.name or at_ends.get(number, f"between_{number}")
         seen[path] += 1
         if seen[path] > 1:  # a module that is called again, with other modules between; paths name the results
             path = f"{path}#{seen[path]}"

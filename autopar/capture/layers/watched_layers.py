@@ -10,14 +10,15 @@ without the other layers. These calls, with the last period repeated, must equal
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from autopar._torch.private import pytree
@@ -42,7 +43,8 @@ def watched_stacks(request: Request) -> tuple[Stack, ...]:
         return ()
 
     def calls() -> Calls:
-        watch = _Watch(model, on_meta.named_inputs, _stacks(model, lengths))
+        now = {path: len(model.get_submodule(path)._modules) for path in lengths}
+        watch = _Watch(model, on_meta.named_inputs, now)
         with torch.random.fork_rng(devices=()), watch.layers(), watch:
             run_on_meta(on_meta)
         return watch.calls
@@ -81,14 +83,14 @@ def without_layers(model: nn.Module, stacks: Sequence[Stack]) -> Iterator[None]:
             model.get_submodule(path)._modules.update(modules)
 
 
-def _stacks(model: nn.Module, among: Mapping[str, int] | None = None) -> dict[str, int]:
+def _stacks(model: nn.Module) -> dict[str, int]:
     """The number of layers of each stack that is in no other stack."""
     lengths: dict[str, int] = {}
     for path, module in model.named_modules():
         names = list(module._modules)
         numbered = bool(names) and names == [str(n) for n in range(len(names))]
         inside = any(name.isdigit() for name in path.split("."))
-        if numbered and path and not inside and (among is None or path in among):
+        if numbered and path and not inside:
             lengths[path] = len(names)
     return lengths
 
@@ -171,29 +173,21 @@ class _Watch(TorchFunctionMode):
     @contextmanager
     def layers(self) -> Iterator[None]:
         """A context whose hooks report the current layer. Each layer must be called once, in order."""
-        with ExitStack() as hooks:
-            for path, length in self.stacks.items():
-                for n in range(length):
-                    layer = self.model.get_submodule(f"{path}.{n}")
-                    for handle in (
-                        layer.register_forward_pre_hook(self.entered((path, n))),
-                        layer.register_forward_hook(self.left),
-                    ):
-                        hooks.callback(handle.remove)
+        every = ((path, n) for path, length in self.stacks.items() for n in range(length))
+        layers = {self.model.get_submodule(f"{path}.{n}"): (path, n) for path, n in every}
+
+        def enter(module: nn.Module, _: Any) -> None:
+            if module in layers:
+                path, n = layer = layers[module]
+                if self.layer is not None or layer in self.calls or (n and (path, n - 1) not in self.calls):
+                    raise _Unknown(layer)
+                self.layer, self.calls[layer] = layer, []
+
+        def leave(module: nn.Module, *_: Any) -> None:
+            self.layer = None if module in layers else self.layer
+
+        with register_module_forward_pre_hook(enter), register_module_forward_hook(leave):
             yield
-
-    def entered(self, layer: Layer) -> Callable[..., None]:
-        def enter(*_: Any) -> None:
-            path, n = layer
-            if self.layer is not None or layer in self.calls or (n and (path, n - 1) not in self.calls):
-                raise _Unknown(layer)
-            self.layer = layer
-            self.calls[layer] = []
-
-        return enter
-
-    def left(self, *_: Any) -> None:
-        self.layer = None
 
     def result(self, value: Any, place: str) -> str:
         """The result of a call as text. From now on, its tensors have the name of this call."""

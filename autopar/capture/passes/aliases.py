@@ -28,14 +28,11 @@ def _overloads() -> Iterator[tuple[Any, Any]]:
 
 
 ALIASES = {aten.max.other: aten.maximum.default, aten.min.other: aten.minimum.default} | dict(_overloads())
-_FILLS = {aten.zero.default: 0, aten.fill.Scalar: None}  # the value, or None for the second operand
+_FILLS = {aten.zero.default: aten.zeros_like.default, aten.fill.Scalar: aten.full_like.default}
 
 
 def one_name(graph: fx.Graph) -> None:
-    """Replace second names by torch's own operators, and values that are overwritten by `full_like`."""
+    """Replace second names by torch's own operators, and values that are overwritten by new ones."""
+    plain = ALIASES | _FILLS
     for node in graph.nodes:
-        if node.target in ALIASES:
-            node.target = ALIASES[node.target]
-        elif node.target in _FILLS:
-            fill = _FILLS[node.target]
-            node.target, node.args = aten.full_like.default, (node.args[0], node.args[1] if fill is None else fill)
+        node.target = plain.get(node.target, node.target)

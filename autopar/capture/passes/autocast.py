@@ -10,7 +10,7 @@ same inner operators and give the same dtypes. An operator that casts values ins
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -87,21 +87,15 @@ def _write_casts_of(node: fx.Node, region: Autocast) -> None:
         node.kwargs = {**node.kwargs, "dtype": dtype}
 
 
-@dataclass(slots=True)
-class _OperatorRun:
-    """A run of an operator: its result, the casts of its operands by storage, and the inner operators it called."""
-
-    result: Any = None
-    casts: dict[int, torch.dtype] = field(default_factory=dict)
-    inner: list[str] = field(default_factory=list)
-
-
-class _Watch(TorchDispatchMode):
-    """Notes casts of operands, or of views of them, and all other operators that compute something."""
+class _OperatorRun(TorchDispatchMode):
+    """A run of an operator: its result, casts of its operands or of views of them, and other inner operators."""
 
     def __init__(self, operands: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.operands, self.ran = operands, _OperatorRun()
+        self.operands = operands
+        self.result: Any = None
+        self.casts: dict[int, torch.dtype] = {}  # by storage
+        self.inner: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -109,9 +103,9 @@ class _Watch(TorchDispatchMode):
         at = private.storage_id(first) if isinstance(first, torch.Tensor) else None
         if func is aten._to_copy.default and at in self.operands:
             assert at is not None
-            self.ran.casts[at] = result.dtype
+            self.casts[at] = result.dtype
         elif not func.is_view and func.namespace == "aten" and func is not aten.detach.default:
-            self.ran.inner.append(str(func))
+            self.inner.append(str(func))
         return result
 
 
@@ -126,14 +120,14 @@ def _run(
     given = lambda n: tensors[n] if n in tensors else value(n)  # noqa: E731
     args, kwargs = fx.map_arg(node.args, given), fx.map_arg(node.kwargs, given)
     kwargs = kwargs if dtype is None else {**kwargs, "dtype": dtype}
-    watch = _Watch({private.storage_id(t) for t in tensors.values()})
+    ran = _OperatorRun({private.storage_id(t) for t in tensors.values()})
     kind = region.device_type if region is not None else "cpu"
     low = region.dtype if region is not None else None
-    with torch.no_grad(), torch.autocast(kind, dtype=low, enabled=region is not None, cache_enabled=False), watch:
-        watch.ran.result = node.target(*args, **kwargs)  # type: ignore[operator]
+    with torch.no_grad(), torch.autocast(kind, dtype=low, enabled=region is not None, cache_enabled=False), ran:
+        ran.result = node.target(*args, **kwargs)  # type: ignore[operator]
     if node.target is aten._to_copy.default or str(node.target).startswith("aten.to."):
-        watch.ran.casts.clear()  # the cast that the model writes
-    return watch.ran
+        ran.casts.clear()  # the cast that the model writes
+    return ran
 
 
 def _given_dtype(node: fx.Node, under: _OperatorRun, given: dict[fx.Node, torch.Tensor]) -> torch.dtype | None:

@@ -12,8 +12,6 @@ from autopar.capture.nodes import Compute, Rewrite, compute, replace_node, value
 from autopar.capture.passes.batch_norm import replace_batch_norm
 from autopar.errors import CaptureError
 
-_FILLS = {aten.zero_.default: aten.zeros_like.default, aten.fill_.Scalar: aten.full_like.default}
-
 
 def needs_decomposition(module: fx.GraphModule, changeable: Mapping[str, str]) -> bool:
     """Whether a graph holds in-place operators that only export's own decomposition makes functional."""
@@ -69,8 +67,6 @@ def _first(node: fx.Node) -> Any:
 
 def _functional_twin(node: fx.Node) -> Any:
     """The functional form of an in-place operator. None if there is none."""
-    if node.target in _FILLS:
-        return _FILLS[node.target]
     schema = node.target._schema  # type: ignore[union-attr]
     name = schema.name.split("::")[1]
     packet = getattr(aten, name.removesuffix("_"), None) if name.endswith("_") else None
