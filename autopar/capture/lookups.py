@@ -55,20 +55,12 @@ def lookups(program: Program) -> tuple[Lookup, ...]:
         known = _known_values(block.graph, ports)
         for node in block.graph.nodes:
             for operand, allowed in indices(node, _table(program, call, node)):
-                if operand in known:
-                    leaves = tuple(arguments[leaf.name] for leaf in closure([operand]) if leaf.op == "placeholder")
-                    source = known[operand]
-                    by_key.setdefault(
-                        (call.block, node, operand, leaves),
-                        Lookup(
-                            call=index,
-                            node=node,
-                            index=operand,
-                            allowed=allowed,
-                            inputs=tuple(sorted(source.inputs)),
-                            depth=source.depth,
-                        ),
-                    )
+                if operand not in known:
+                    continue
+                leaves = tuple(arguments[leaf.name] for leaf in closure([operand]) if leaf.op == "placeholder")
+                names, depth = tuple(sorted(known[operand].inputs)), known[operand].depth
+                lookup = Lookup(call=index, node=node, index=operand, allowed=allowed, inputs=names, depth=depth)
+                by_key.setdefault((call.block, node, operand, leaves), lookup)
         results = zip(call.results, output_nodes(block.graph), strict=True)
         sources |= {result: known[node] for result, node in results if node in known}
     return tuple(by_key.values())

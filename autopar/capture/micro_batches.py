@@ -88,10 +88,8 @@ def loss_over_micro_batches(program: Program, analysis: Analysis) -> tuple[Liter
         if statuses.get(update, FREE).kind not in ("free", "constant", "table", "added"):
             return "sum", f"buffer {buffer} is updated from the samples of the batch"
     status = statuses[program.loss]
-    if status == SUM:
-        return "sum", None
-    if status == MEAN:
-        return "mean", None
+    if status in (SUM, MEAN):
+        return "sum" if status == SUM else "mean", None
     scale = f", times the batch size to the power {status.power}" if status.power else ""
     return "sum", f"the loss is neither a sum nor a mean over the batch (for the batch it is {status.kind!r}{scale})"
 

@@ -27,13 +27,6 @@ def arg(node: fx.Node, index: int) -> fx.Node:
     return value
 
 
-def int_arg(node: fx.Node, index: int) -> int:
-    """The positional argument at `index`, which must be an integer."""
-    value = node.args[index]
-    assert isinstance(value, int), (node, index, value)
-    return value
-
-
 def positional(node: fx.Node, index: int, default: Any = None) -> Any:
     """The positional argument at `index`, or `default` if the call has fewer."""
     return node.args[index] if index < len(node.args) else default
@@ -73,7 +66,7 @@ def replace_node(node: fx.Node, new: fx.Node | Sequence[fx.Node]) -> None:
         for user in list(node.users):
             assert user.target is operator.getitem, user
             if user.users:
-                user.replace_all_uses_with(new[int_arg(user, 1)])
+                user.replace_all_uses_with(new[positional(user, 1)])
             node.graph.erase_node(user)
     node.graph.erase_node(node)
 

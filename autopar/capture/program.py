@@ -11,7 +11,7 @@ from autopar.capture.axes import axes_of, with_note_on_axes
 from autopar.capture.batch_powers import mark_batch_powers, mark_without_twin
 from autopar.capture.export.data_reads import refuse_changing
 from autopar.capture.export.export import DECISION, capture_flat
-from autopar.capture.flat_graph import Flat
+from autopar.capture.flat_graph import Flat, literal_of
 from autopar.capture.forms import Sizes
 from autopar.capture.layers import blocks as folding
 from autopar.capture.layers.repeated_layers import Stack, with_all_layers
@@ -123,9 +123,7 @@ def capture_twice(request: Request, batch: int | None = None) -> Twice:
         mark_without_twin(flat, first[0])
     else:
         mark_batch_powers(flat, small, which, others)
-        roots = flat.root, small.root
-        leaf, small_leaf = (lambda node, root=root: getattr(root, str(node.target)) for root in roots)
-        causal = recognise_causal(flat.graph, small.graph, leaf, small_leaf)
+        causal = recognise_causal(flat, small)
         for graph in (flat.graph, small.graph):
             remove_dead(graph)
     masks_remain = any(attention_mask(node) is not None for node in flat.graph.nodes)
@@ -199,13 +197,10 @@ def _small_sizes(
 def _captured(request: Request, stacks: tuple[Stack, ...]) -> tuple[Flat, tuple[Stack, ...]]:
     """A capture of the whole model, and the `stacks` if only some of their layers were exported for it."""
     model = request.model
-    if stacks:
-        flat = None
-        with contextlib.suppress(CaptureError), without_layers(model, stacks):
-            flat = with_all_layers(capture_flat(request), stacks)
-        if flat is not None:
-            return _normalised(model, flat), stacks
-    return _normalised(model, capture_flat(request)), ()
+    flat = None
+    with contextlib.suppress(CaptureError), without_layers(model, stacks):
+        flat = with_all_layers(capture_flat(request), stacks) if stacks else None
+    return _normalised(model, flat or capture_flat(request)), stacks if flat else ()
 
 
 def _normalised(model: nn.Module, flat: Flat) -> Flat:
@@ -349,12 +344,10 @@ def constants_graph(flat: Flat, leaves: list[fx.Node], names: list[str]) -> Cons
             values[node] = graph.create_node(node.op, node.target, args, kwargs, operator_name(node))
             values[node].meta = dict(node.meta)
             continue
-        name = flat.placeholders[node.name][1] if node.op == "placeholder" else str(node.target)
-        lifted = node.op == "get_attr" or flat.placeholders[node.name][0] == "lifted"
         values[node] = graph.placeholder(f"buffer_{len(buffers)}")
         values[node].meta["info"] = node.meta["info"]
-        if lifted:
-            values[node].meta["literal"] = getattr(flat.root, name.replace(".", "_"), None)
-        buffers.append(name)
+        if (literal := literal_of(flat, node)) is not None:
+            values[node].meta["literal"] = literal
+        buffers.append(flat.placeholders[node.name][1] if node.op == "placeholder" else str(node.target))
     graph.output(tuple(values[n] for n in leaves))
     return Constants(graph=graph, buffers=tuple(buffers), results=tuple(names))

@@ -18,9 +18,7 @@ _logger = logging.getLogger("autopar")
 def weightless(model: nn.Module) -> nn.Module:
     """A copy of a model on meta. The model itself if it cannot be copied, or has plain tensors beside its state."""
     tensors = [*model.parameters(), *model.buffers()]
-    if all(tensor.is_meta for tensor in tensors):
-        return model
-    if any(True for _ in plain_tensors(model)):
+    if all(tensor.is_meta for tensor in tensors) or any(True for _ in plain_tensors(model)):
         return model
     try:
         return with_tensors(model, lambda tensor: torch.empty_like(tensor, device="meta"))

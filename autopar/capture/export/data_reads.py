@@ -38,7 +38,7 @@ from autopar.capture.export.index_lists import as_slices
 from autopar.capture.export.inner_gradients import NotRecorded, gradient
 from autopar.capture.export.known_values import RANDOM_NUMBERS, Known, KnownValues, Unknown, leaf, written_by
 from autopar.capture.export.row_tests import answer_of, before_views, counted_mask, tested_mask
-from autopar.capture.export.source_lines import SourceLine, line_that_runs, refusal
+from autopar.capture.export.source_lines import line_that_runs, refusal
 from autopar.capture.nodes import operator_name
 from autopar.capture.request import Reading
 from autopar.errors import CaptureError, short_repr
@@ -55,14 +55,13 @@ _AS_NUMBERS: Mapping[Any, Callable[[Tensor], Any]] = {
     Tensor.item: Tensor.item,
     Tensor.tolist: Tensor.tolist,
 }
-_AS_ARRAYS: Mapping[Any, Callable[[Tensor], Any]] = {
-    Tensor.numpy: lambda value: value.numpy(),
-    Tensor.__array__: lambda value: value.numpy(),
-}
+_AS_ARRAYS = (Tensor.numpy, Tensor.__array__)
 # functions of tensors that return a number: the tensor whose truth they return
 _AS_TRUTH: Mapping[Any, Callable[..., Tensor | bool]] = {
     **dict.fromkeys((torch.equal, Tensor.equal), lambda a, b: _is_one(a, b) or (a.shape == b.shape and (a == b).all())),
-    **dict.fromkeys((torch.allclose, Tensor.allclose), lambda *given, **how: torch.isclose(*given, **how).all()),
+    **dict.fromkeys(
+        (torch.allclose, Tensor.allclose), lambda *given, **options: torch.isclose(*given, **options).all()
+    ),
     Tensor.__contains__: lambda a, element: (a == element).any(),
 }
 # a function in Python asks whether a mode takes it over, and would then hide its reads from the mode
@@ -137,16 +136,14 @@ class DataReads(TorchFunctionMode):
         if func in _AS_NUMBERS:
             return self._read(args[0], _AS_NUMBERS[func], lambda: func(*args, **kwargs))
         if func in _AS_ARRAYS:
-            return self._array(args[0], _AS_ARRAYS[func], getattr(func, "__name__", "numpy"))
+            return self._array(args[0], func.__name__)
         if func in _AS_TRUTH:
             truth = _AS_TRUTH[func](*args, **kwargs)
             return self._read(truth, bool, lambda: bool(truth)) if isinstance(truth, Tensor) else truth
         if func is Tensor.__format__ or func is Tensor.__repr__:
             return f"<tensor of shape {tuple(args[0].shape)}>"
-        if func in _REQUIRES and all(args[1:]):
-            node = exports.traced_node(args[0])
-            if node is not None:
-                self._leaves[node] = next(reversed(node.graph.nodes))
+        if func in _REQUIRES and all(args[1:]) and (node := exports.traced_node(args[0])) is not None:
+            self._leaves[node] = next(reversed(node.graph.nodes))
         if func is Tensor.detach_ or (func in _REQUIRES and not all(args[1:])):
             self._check_trained(args[0])
         if func == Tensor.data.__get__:  # type: ignore[attr-defined]
@@ -178,7 +175,7 @@ class DataReads(TorchFunctionMode):
             result = self._inside(func)(*args, **kwargs)
         results = result if isinstance(result, (tuple, list)) else (result,)
         if not all(isinstance(size, int) for r in results if isinstance(r, Tensor) for size in r.shape):
-            raise self._refusal(line_that_runs(self._model), _SHAPE, _ROWS)
+            raise self._refusal(_SHAPE, _ROWS)
         return result
 
     def _inside(self, func: Any) -> Any:
@@ -228,7 +225,7 @@ class DataReads(TorchFunctionMode):
         """The error of code that needs the number of rows that data chooses."""
         is_known = isinstance(self._of_traced(chosen.mask), Known)
         more, option = (_SPECIALISED, "specialise") if is_known else ("", "")
-        return self._refusal(line_that_runs(self._model), _NUMBER_OF_ROWS, more, option)
+        return self._refusal(_NUMBER_OF_ROWS, more, option)
 
     def _size(self, tensor: Tensor) -> int:
         """A size of a tensor that the model makes."""
@@ -258,7 +255,7 @@ class DataReads(TorchFunctionMode):
                 self.notes[f"{line}: `{line.code}` is captured for values without overflow"] = None
             if inputs and self._reading.answers is not None and not (is_size and self._reading.own_sizes):
                 if key not in answers:
-                    raise self._refusal(line, "reads a value that was not read at the sizes of the plan")
+                    raise self._refusal("reads a value that was not read at the sizes of the plan")
                 value = answers[key].value
         elif key in answers:
             value = answers[key].value
@@ -269,11 +266,11 @@ class DataReads(TorchFunctionMode):
         else:
             reads = f"{_SHAPE}, and the data depends on" if is_size else "reads a value that depends on"
             more = f", {_CHANCE}" if known.reason == RANDOM_NUMBERS else _ROWS * is_size
-            raise self._refusal(line, f"{reads} {known.reason}", more)
+            raise self._refusal(f"{reads} {known.reason}", more)
         if inputs and not self._reading.specialise and (check is None or not isinstance(value, bool)):
             names = " and ".join(map(repr, sorted(inputs)))
             reads = f"{_SHAPE}: the size {value}" if is_size else f"reads {short_repr(value)}"
-            raise self._refusal(line, f"{reads}, which is computed of input {names}", _SPECIALISED, option="specialise")
+            raise self._refusal(f"{reads}, which is computed of input {names}", _SPECIALISED, option="specialise")
         if inputs or buffers:
             self._occurrences[str(line)] += 1
             decision = Decision(
@@ -333,7 +330,7 @@ class DataReads(TorchFunctionMode):
         self.tests.append(some.detach().clone().reshape(1))
         return answer
 
-    def _array(self, tensor: Tensor, read: Callable[[Tensor], Any], name: str) -> Any:
+    def _array(self, tensor: Tensor, name: str) -> Any:
         """The array of a constant."""
         known = self._of_traced(tensor)
         if known is None or isinstance(known, Unknown) or known.inputs:
@@ -342,7 +339,7 @@ class DataReads(TorchFunctionMode):
                 "and no other rank can follow; use operators of torch at this line"
             )
         with exports.without_tracing():
-            return read(known.value.clone())
+            return known.value.clone().numpy()
 
     def _set_data(self, tensor: Tensor, value: Tensor) -> None:
         """Refuse other values for a tensor. A tensor may get its own, such as after a conversion to its own dtype."""
@@ -379,21 +376,14 @@ class DataReads(TorchFunctionMode):
             self._values = KnownValues(leaves)
         return self._values.of(node)
 
-    def _refusal(self, line: SourceLine, what: str, more: str = "", option: str = "") -> CaptureError:
+    def _refusal(self, what: str, more: str = "", option: str = "") -> CaptureError:
         """The error of a read. `more` are other remedies. `option` is the argument of a call that permits it."""
-        return CaptureError(
-            f"the model cannot be captured: {line}: `{line.code}` {what}; {REMEDY}{more}", option=option
-        )
+        return refusal(self._model, f"{what}; {REMEDY}{more}", option)
 
     def _check_device(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
         """Refuse a tensor on a device that the model is not on. Torch may end the process for such a tensor."""
-        device: str | None
-        if func is Tensor.cuda:
-            device = "cuda"
-        elif func is Tensor.to:
-            device = next((_type_of(given) for given in (*args[1:], *kwargs.values()) if _type_of(given)), None)
-        else:
-            device = _type_of(kwargs.get("device"))
+        given = (*args[1:], *kwargs.values()) if func is Tensor.to else (kwargs.get("device"),)
+        device = "cuda" if func is Tensor.cuda else next(filter(None, map(_type_of, given)), None)
         if device is not None and device not in self._devices | {"cpu", "meta"}:
             raise CaptureError(
                 f"the model cannot be captured: {line_that_runs(self._model)}: a tensor is put on {device!r}, but the "

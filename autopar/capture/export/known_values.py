@@ -122,17 +122,13 @@ class KnownValues:
         numbers = [leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, float)]
         if not all(isfinite(number) for number in numbers):
             return False
-        for operand in node.all_input_nodes:
-            known = self._found[operand]
-            if isinstance(known, Unknown):
-                if not known.is_finite:
-                    return False
-                continue
-            with exports.without_tracing():
-                leaves = [leaf for leaf in pytree.tree_leaves(known.value) if isinstance(leaf, torch.Tensor)]
-                if not all(bool(torch.isfinite(leaf).all()) for leaf in leaves if leaf.is_floating_point()):
-                    return False
-        return True
+        operands = [self._found[operand] for operand in node.all_input_nodes]
+        if any(isinstance(operand, Unknown) and not operand.is_finite for operand in operands):
+            return False
+        with exports.without_tracing():
+            leaves = pytree.tree_leaves([operand.value for operand in operands if isinstance(operand, Known)])
+            tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point())
+            return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
 
     def _computed(self, node: fx.Node, about: Known) -> Known | Unknown:
         given = fx.map_arg(

@@ -29,12 +29,7 @@ class SourceLine:
     number: int
 
     def __str__(self) -> str:
-        return f"{self.module}, {self.place}" if self.file else self.module
-
-    @property
-    def place(self) -> str:
-        """The file and the line number."""
-        return f"{self.file}:{self.number}"
+        return f"{self.module}, {self.file}:{self.number}" if self.file else self.module
 
     @property
     def code(self) -> str:
@@ -55,10 +50,10 @@ def line_that_runs(model: nn.Module) -> SourceLine:
     return SourceLine(module=module or f"module {type(model).__name__}", file=place[0], number=place[1])
 
 
-def refusal(model: nn.Module, what: str) -> CaptureError:
-    """The error of the line that runs now. `what` says what it does, and the remedy."""
+def refusal(model: nn.Module, what: str, option: str = "") -> CaptureError:
+    """The error of the line that runs now. `what` says what it does, and the remedy; an `option` would permit it."""
     line = line_that_runs(model)
-    return CaptureError(f"the model cannot be captured: {line}: `{line.code}` {what}")
+    return CaptureError(f"the model cannot be captured: {line}: `{line.code}` {what}", option=option)
 
 
 def line_that_failed(error: BaseException, model: nn.Module) -> SourceLine:

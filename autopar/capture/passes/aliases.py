@@ -35,4 +35,5 @@ def one_name(graph: fx.Graph) -> None:
     """Replace second names by torch's own operators, and values that are overwritten by new ones."""
     plain = ALIASES | _FILLS
     for node in graph.nodes:
-        node.target = plain.get(node.target, node.target)
+        if node.target in plain:
+            node.target = plain[node.target]

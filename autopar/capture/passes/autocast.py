@@ -121,8 +121,7 @@ def _run(
     args, kwargs = fx.map_arg(node.args, given), fx.map_arg(node.kwargs, given)
     kwargs = kwargs if dtype is None else {**kwargs, "dtype": dtype}
     ran = _OperatorRun({private.storage_id(t) for t in tensors.values()})
-    kind = region.device_type if region is not None else "cpu"
-    low = region.dtype if region is not None else None
+    kind, low = ("cpu", None) if region is None else (region.device_type, region.dtype)
     with torch.no_grad(), torch.autocast(kind, dtype=low, enabled=region is not None, cache_enabled=False), ran:
         ran.result = node.target(*args, **kwargs)  # type: ignore[operator]
     if node.target is aten._to_copy.default or str(node.target).startswith("aten.to."):
@@ -134,12 +133,10 @@ def _given_dtype(node: fx.Node, under: _OperatorRun, given: dict[fx.Node, torch.
     """The dtype argument that autocast sets instead of casting the operand, as of a softmax on CUDA."""
     schema = node.target._schema  # type: ignore[union-attr]
     place = next((i for i, a in enumerate(schema.arguments) if a.name == "dtype"), None)
-    results = list(_dtypes(under.result))
-    if place is None or len(results) != 1 or node.kwargs.get("dtype") is not None:
+    results = _dtypes(under.result)
+    if place is None or len(results) != 1 or len(node.args) > place or node.kwargs.get("dtype") is not None:
         return None
-    if len(node.args) > place or tuple(_dtypes(_run(node, given).result)) == tuple(results):
-        return None
-    return results[0]
+    return None if _dtypes(_run(node, given).result) == results else results[0]
 
 
 def _dtypes(result: Any) -> tuple[torch.dtype, ...]:

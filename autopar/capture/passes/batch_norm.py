@@ -4,6 +4,7 @@ Mean and variance over the batch become ordinary reductions. So a batch that is 
 the whole batch, forward and backward.
 """
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -18,22 +19,17 @@ _HALVES = (torch.bfloat16, torch.float16)
 FUNCTIONAL = aten._native_batch_norm_legit_functional.default
 NO_TRAINING = aten._native_batch_norm_legit_no_training.default
 NO_STATS = aten._native_batch_norm_legit.no_stats
+_TRAINS: Mapping[Any, str] = {aten.batch_norm.default: "training", aten.instance_norm.default: "use_input_stats"}
 Changed = list[tuple[fx.Node, fx.Node]]
 
 
 def replace_batch_norm(node: fx.Node) -> Changed:
     """Rewrite a batch norm (or instance norm) in training. Returns the changed buffers with their new values."""
-    if node.target is aten.batch_norm.default and argument(node, "training"):
-        return _replace(node, over_batch=True)
-    if node.target is aten.instance_norm.default and argument(node, "use_input_stats"):
-        return _replace(node, over_batch=False)
     if node.target in (FUNCTIONAL, NO_TRAINING, NO_STATS):
         _spell(node)
-    return []
-
-
-def _replace(node: fx.Node, *, over_batch: bool) -> Changed:
-    out, statistics = normalised(node, over_batch=over_batch)
+    if node.target not in _TRAINS or not argument(node, _TRAINS[node.target]):
+        return []
+    out, statistics = normalised(node, over_batch=node.target is aten.batch_norm.default)
     running = [argument(node, name) for name in ("running_mean", "running_var")]
     replace_node(node, out)
     return [(old, new) for old, new in zip(running, statistics, strict=False) if isinstance(old, fx.Node)]

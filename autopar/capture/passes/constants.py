@@ -8,16 +8,18 @@ mask is also evaluated at its real size. If it is too large to evaluate, the mas
 """
 
 from collections.abc import Callable, Container, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
 from autopar._torch.operators import aten
+from autopar.capture.flat_graph import Flat, literal_of
 from autopar.capture.nodes import closure, computed_from, function, is_random, numbers_of, replace_node, value
 
 _SDPA = aten.scaled_dot_product_attention.default
-Leaf = Callable[[fx.Node], torch.Tensor]
+Leaf = Callable[[fx.Node], Any]  # from a node to its tensor
 _MAX_INDEX = 2**22  # elements of an index that is evaluated
 MAX_EVALUATED = 8192**2  # elements of a mask that is evaluated at its real size
 
@@ -68,22 +70,22 @@ def is_causal_mask(mask: torch.Tensor) -> bool:
     return bool((allowed == triangle).all())
 
 
-def recognise_causal(graph: fx.Graph, small: fx.Graph, leaf: Leaf, small_leaf: Leaf) -> frozenset[int]:
+def recognise_causal(flat: Flat, small: Flat) -> frozenset[int]:
     """Replace constant causal masks of attention by ``is_causal=True`` in both graphs; the changed nodes' places."""
-    twins = dict(zip(graph.nodes, small.nodes, strict=True))
+    twins = dict(zip(flat.graph.nodes, small.graph.nodes, strict=True))
     known: dict[fx.Node, bool] = {}
     causal: set[int] = set()
-    for place, node in enumerate(graph.nodes):
+    for place, node in enumerate(flat.graph.nodes):
         mask = attention_mask(node)
         if mask is None or any(n.op == "placeholder" for n in closure([mask])):
             continue
         if mask not in known:
-            known[mask] = is_causal_mask(constant_value(twins[mask], small_leaf)) and (
-                not hides_a_threshold(mask, twins[mask]) or is_causal_at_full_size(mask, leaf)
+            known[mask] = is_causal_mask(constant_value(twins[mask], partial(literal_of, small))) and (
+                not hides_a_threshold(mask, twins[mask]) or is_causal_at_full_size(mask, partial(literal_of, flat))
             )
         if known[mask]:
             causal.add(place)
-    for each in (graph, small):
+    for each in (flat.graph, small.graph):
         make_causal(each, causal)
     return frozenset(causal)
 

@@ -15,13 +15,13 @@ from autopar.errors import CaptureError
 
 def needs_decomposition(module: fx.GraphModule, changeable: Mapping[str, str]) -> bool:
     """Whether a graph holds in-place operators that only export's own decomposition makes functional."""
-    if any(_is_aliased(node) for node in module.graph.nodes if _in_place(node)):
+    changes = [node for node in module.graph.nodes if _in_place(node)]
+    if any(map(_is_aliased, changes)):
         return True
     # `torch.vmap`, whose operators act on tensors with a hidden dimension
     if any(getattr(node.target, "__name__", "") == "_vmap_increment_nesting" for node in module.graph.nodes):
         return True
-    changed = [_first(node) for node in module.graph.nodes if _in_place(node)]
-    if any(value.op == "placeholder" and value.name not in changeable for value in changed):
+    if any(value.op == "placeholder" and value.name not in changeable for value in map(_first, changes)):
         return True
     regions = [m for m in module.modules() if isinstance(m, fx.GraphModule) and m is not module]
     return any(_in_place(node) for region in regions for node in region.graph.nodes)
@@ -41,13 +41,7 @@ def functionalise(graph: fx.Graph, buffers: Mapping[str, str]) -> dict[str, fx.N
     last: dict[str, fx.Node] = {}
     holds: dict[fx.Node, str] = {n: buffers[n.name] for n in graph.nodes if n.op == "placeholder" and n.name in buffers}
     for node in list(graph.nodes):
-        changed: list[tuple[fx.Node, fx.Node]] = []
-        if _in_place(node):
-            target = _first(node)
-            changed.append((target, _functional(node)))
-        else:
-            changed = replace_batch_norm(node)
-        for old, new in changed:
+        for old, new in [(_first(node), _functional(node))] if _in_place(node) else replace_batch_norm(node):
             for user in [u for u in old.users if u > new and u is not new]:
                 user.replace_input_with(old, new)
             if old in holds:
@@ -104,11 +98,9 @@ def _functional(node: fx.Node) -> fx.Node:
             f"in-place operator {node.target} in {where} changes a value that other code reads; write it out of place "
             "(x = x.op(...) instead of x.op_(...))"
         )
-    if twin is aten.copy.default:
-        new = _fitted(node, node.args[1])
-    else:
-        named: Mapping[str, Any] = node.kwargs
-        new = _fitted(node, compute(node, twin, *_arguments(node, twin), **named))
+    named: Mapping[str, Any] = node.kwargs
+    is_copy = twin is aten.copy.default
+    new = _fitted(node, node.args[1] if is_copy else compute(node, twin, *_arguments(node, twin), **named))
     replace_node(node, new)
     assert target is not new
     return new

@@ -136,8 +136,7 @@ def flat_addmm_to_linear(graph: fx.Graph) -> None:
         turned = put(node, aten.t.default, (weight,), _value(weight).t())
         linear = put(node, aten.linear.default, (flat.args[0], turned, bias), _value(node).new_empty(outer))
         for user in list(node.users):
-            user.replace_all_uses_with(linear)
-            graph.erase_node(user)
+            replace_node(user, linear)
         graph.erase_node(node)
 
 
@@ -263,12 +262,12 @@ def add_info(graph: fx.Graph, root: fx.GraphModule, trainable: frozenset[str]) -
         value = _value(node)
         if node.op == "get_attr" and value is None:
             value = getattr(root, str(node.target))
-        if node.op == "output" or not isinstance(value, torch.Tensor):
-            if node.op != "output" and value is not None:
-                kind = type(value).__name__
-                raise CaptureError(
-                    f"operator {node.target} returns a {kind}, not one tensor; use an operator that returns a tensor"
-                )
+        if node.op == "output" or value is None:
             continue
+        if not isinstance(value, torch.Tensor):
+            kind = type(value).__name__
+            raise CaptureError(
+                f"operator {node.target} returns a {kind}, not one tensor; use an operator that returns a tensor"
+            )
         info = traced_info(node, value)
         node.meta["info"] = replace(info, differentiable=True) if node.name in trainable else info

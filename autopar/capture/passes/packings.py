@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
+from typing import Any
 
 import torch
 from torch import fx
@@ -223,7 +224,8 @@ def _replace(linear: fx.Node, take: _Take, piece: _Interval, done: dict[tuple[fx
     source = done[linear, piece]
     for node, at in take.path:
         if (node, piece) not in done:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _, source=source: source)
+            copied: Any = fx.map_arg((node.args, node.kwargs), {node.all_input_nodes[0]: source}.__getitem__)
+            args, kwargs = copied
             if node.target is aten.reshape.default:
                 units = (piece[1] - piece[0]) // at.rows
                 args = (source, [*_info(node).shape[: at.dim], units, *_info(node).shape[at.dim + 1 :]])

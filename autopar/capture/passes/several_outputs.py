@@ -3,11 +3,10 @@
 import operator
 from typing import cast
 
-import torch
 from torch import fx
 
 from autopar._torch.operators import aten
-from autopar.capture.nodes import argument, int_arg, operator_name, put, value
+from autopar.capture.nodes import argument, is_random, operator_name, positional, put, value
 from autopar.capture.passes.recurrent import RECURRENT
 from autopar.errors import CaptureError
 from autopar.rules.operators import output_of
@@ -37,16 +36,14 @@ def one_output_each(graph: fx.Graph) -> None:
                 raise CaptureError(
                     f"operator {node.target} has several outputs, and the model uses them as one value; unpack them"
                 )
-            if not user.users:
-                graph.erase_node(user)
-                continue
-            user.replace_all_uses_with(_output(node, user, outputs))
+            if user.users:
+                user.replace_all_uses_with(_output(node, user, outputs))
             graph.erase_node(user)
         graph.erase_node(node)
 
 
 def _output(node: fx.Node, user: fx.Node, outputs: Outputs) -> fx.Node:
-    name, index, result = operator_name(node), int_arg(user, 1), value(user)
+    name, index, result = operator_name(node), positional(user, 1), value(user)
     if name == "unbind":
         dim = argument(node, "dim")
         return put(user, aten.select.int, (node.args[0], dim, index), result)
@@ -67,7 +64,7 @@ def _output(node: fx.Node, user: fx.Node, outputs: Outputs) -> fx.Node:
 
 
 def _piece(node: fx.Node, user: fx.Node) -> fx.Node:
-    index = int_arg(user, 1)
+    index = positional(user, 1)
     whole, parts = value(node.args[0]), value(node)
     dim = next((d for d in range(whole.dim()) if parts[0].shape[d] != whole.shape[d]), 0)
     if operator_name(node) in ("split", "chunk", "split_with_sizes", "tensor_split"):
@@ -82,7 +79,7 @@ def _picked(node: fx.Node, user: fx.Node, outputs: Outputs) -> fx.Node:
     indices = value(node)[1]
     if 1 not in outputs:
         outputs[1] = put(node, output_of(node.target, 1), node.args, indices, user, **node.kwargs)
-    if int_arg(user, 1) == 1:
+    if positional(user, 1) == 1:
         return outputs[1]
     source, dim = node.args[0], argument(node, "dim")
     if operator_name(node) in PICKS_MANY or argument(node, "keepdim") or not value(source).dim():
@@ -95,7 +92,7 @@ def _picked(node: fx.Node, user: fx.Node, outputs: Outputs) -> fx.Node:
 def _moment(node: fx.Node, user: fx.Node) -> fx.Node:
     """One output of `var_mean` or `std_mean`: a variance or standard deviation, or a mean."""
     overload = node.target._overloadname  # type: ignore[union-attr]
-    if int_arg(user, 1) == 0:
+    if positional(user, 1) == 0:
         packet = aten.var if operator_name(node) == "var_mean" else aten.std
         spread = getattr(packet, overload)
         return put(user, spread, node.args, value(user), **node.kwargs)
@@ -108,8 +105,7 @@ def _moment(node: fx.Node, user: fx.Node) -> fx.Node:
 def refuse_random(node: fx.Node) -> None:
     """Raise `CaptureError` for an operator that draws random numbers, because each output would draw new ones."""
     name = operator_name(node)
-    tags = getattr(node.target, "tags", ())
-    draws = torch.Tag.nondeterministic_seeded in tags
+    draws = is_random(node)
     if name in RECURRENT:  # dropout is only between layers
         draws = bool(argument(node, "dropout") and argument(node, "train") and argument(node, "num_layers") > 1)
     if draws:

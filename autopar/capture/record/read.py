@@ -171,16 +171,12 @@ class _Reader:
             return nodes[inner]
         if tag == "tuple" and isinstance(inner, list):
             return tuple(self.value(v, nodes) for v in inner)
-        if tag == "size":
-            return self.whole(inner)
-        if tag in ("float", "float_size", "one_over_size"):
-            return self.floating(tag, inner)
-        return _named(tag, inner)
-
-    def floating(self, tag: str, inner: Any) -> float:
         if tag == "float":
             return _hexadecimal(inner)
-        return float(self.whole(inner)) if tag == "float_size" else 1.0 / self.whole(inner)
+        if tag in ("size", "float_size", "one_over_size"):
+            whole = self.whole(inner)
+            return whole if tag == "size" else float(whole) if tag == "float_size" else 1.0 / whole
+        return _named(tag, inner)
 
     def describe(self, node: fx.Node, info: InfoRecord) -> None:
         self.forms[node] = info.shape

@@ -6,7 +6,7 @@ A program alone is a record at its own sizes.
 import base64
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 import torch
@@ -50,7 +50,7 @@ def record_of(twice: Twice) -> ProgramRecord:
         raise Unexplained("the graphs of two captures differ between other sizes")
     write = _Writer(sizes, others)
     _same("blocks", len(program.blocks), len(small.blocks))
-    _same("calls", [_of_call(c) for c in program.calls], [_of_call(c) for c in small.calls])
+    _same("calls", *([replace(c, arguments=()) for c in each.calls] for each in (program, small)))
     for name in ("loss", "denominators", "outputs", "updates", "parameters", "unused", "buffers", "decisions", "fixed"):
         _same(name, getattr(program, name), getattr(small, name))
     return ProgramRecord(
@@ -165,13 +165,15 @@ class _Writer:
 
     def leaf(self, node: fx.Node, twin: fx.Node, role: Role) -> LeafRecord:
         info = self.info(node, twin) if "info" in node.meta else None
+        literal, other = map(_literal, (node, twin))
+        _same(f"the tensor {node.name} that the model's code makes", literal, other)
         return LeafRecord(
             name=node.name,
             target=str(node.target),
             role=role,
             differentiable=info is not None and info.differentiable,
             info=info,
-            literal=_literal(node.name, node.meta.get("literal"), twin.meta.get("literal")),
+            literal=literal,
         )
 
     def block(self, block: Block, small: Block) -> BlockRecord:
@@ -207,11 +209,6 @@ def _plain(terms: Sequence[SizeTerm]) -> list[list[int]]:
     return [list(term) for term in terms]
 
 
-def _of_call(call: CallSite) -> Any:
-    names = tuple(a if isinstance(a, str) else None for a in call.arguments)
-    return (call.block, call.path, names, call.results, call.phase)
-
-
 def _same(what: str, a: Any, b: Any) -> None:
     if a != b:
         raise Unexplained(f"{what} differ between two captures at other sizes")
@@ -237,24 +234,17 @@ def _tagged(where: str, value: Any) -> dict[str, str]:
     return {named[type(value)]: str(value).removeprefix("torch.")}
 
 
-def _literal(name: str, literal: Any, other: Any) -> LiteralRecord | None:
-    if literal is None and other is None:
+def _literal(node: fx.Node) -> LiteralRecord | None:
+    literal = node.meta.get("literal")
+    values: str | None = None
+    if literal is None:
         return None
-    if not isinstance(literal, torch.Tensor) or not isinstance(other, torch.Tensor):
-        raise Unexplained(f"a file cannot hold the tensor {name}, which the model's code makes")
-    what = f"the tensor {name} that the model's code makes"
-    _same(what, (literal.shape, literal.dtype, literal.is_meta), (other.shape, other.dtype, other.is_meta))
-    shape, dtype = tuple(literal.shape), _dtype(literal.dtype)
-    if literal.is_meta:
-        return LiteralRecord(shape=shape, dtype=dtype, values=None)
-    values, others = map(_in_base64, (literal, other))
-    _same(what, values, others)
-    return LiteralRecord(shape=shape, dtype=dtype, values=values)
-
-
-def _in_base64(tensor: torch.Tensor) -> str:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return base64.b64encode(flat.view(torch.uint8).numpy().tobytes()).decode()
+    if not isinstance(literal, torch.Tensor):
+        raise Unexplained(f"a file cannot hold the tensor {node.name}, which the model's code makes")
+    if not literal.is_meta:
+        flat = literal.detach().cpu().contiguous().reshape(-1)
+        values = base64.b64encode(flat.view(torch.uint8).numpy().tobytes()).decode()
+    return LiteralRecord(shape=tuple(literal.shape), dtype=_dtype(literal.dtype), values=values)
 
 
 def _described(kind: type[_R], info: StateInfo | InputInfo, **other: object) -> _R:
