@@ -25,12 +25,8 @@ from autopar.ir.program import Program
 from autopar.ir.stages import stages_by_parameter, stages_of
 from autopar.ir.storage import Storage
 from autopar.models.example_inputs import derived_inputs
-from autopar.planning.decide import TrainingJob, job_options, plan_of_job
-from autopar.planning.fixed import (
-    PlanLike,
-    capture_for,
-    label_plan,
-)
+from autopar.planning.decide import job_options, plan_of_job
+from autopar.planning.fixed import PlanLike, capture_for, label_plan
 from autopar.runtime.distributed.broadcast import broadcast_object, on_all_ranks, run_on_first_rank
 from autopar.runtime.distributed.start import TIMEOUT_S, check_world, refuse_hooks, start_process_group
 from autopar.runtime.model.compiled import CompiledProgram
@@ -109,17 +105,17 @@ def parallelize(
     sent = first_rank_sends(model, on_all_ranks(lambda: request.named_inputs), has_state=state is not None)
     on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     without_weights = weightless(model)
-    job = TrainingJob(request=replace(request, model=without_weights) if on_meta else request, cluster=cluster)
-    options = job_options(job, precision, global_batch, fix or {}, forbid or {}, objective, TIMEOUT_S / 2)
-    decide = partial(plan_of_job, job, plan, options, derived=example_inputs is None)
-    program, ours = _from_first_rank(decide, job.capture_for)
+    request = replace(request, model=without_weights) if on_meta else request
+    options = job_options(request, precision, global_batch, fix or {}, forbid or {}, objective, TIMEOUT_S / 2)
+    decide = partial(plan_of_job, request, cluster, plan, options, derived=example_inputs is None)
+    program, ours = _from_first_rank(decide, lambda plan: capture_for(request, plan.degrees))
     origin = _same_settings(OriginalModel(model, without_weights, loss_fn, program.reads))
     source = on_all_ranks(lambda: parameter_source(model, state=state, seed=seed, dtype=None))
     held = sent_buffers(program, source) if sent else own_buffers(program, source, on_meta=on_meta)
     buffers = _first_of(held, parameter_source(without_weights, seed=seed))
     parallel = ParallelModel(
         program, ours, source, device,
-        seed=seed, replan=_replan(origin, job, program, ours), buffers=buffers, origin=origin, sent=sent,
+        seed=seed, replan=_replan(origin, request, cluster, program, ours), buffers=buffers, origin=origin, sent=sent,
     )  # fmt: skip
     return origin.attached(parallel, optimizer)
 
@@ -175,9 +171,9 @@ def _same_as(plan: Plan, program: Program) -> Program:
     return program
 
 
-def _replan(origin: OriginalModel, job: TrainingJob, program: Program, plan: Plan) -> Replan:
+def _replan(origin: OriginalModel, planned: Request, cluster: ClusterSpec, program: Program, plan: Plan) -> Replan:
     """Captures the model, of which it holds no weights, for another batch or in eval mode, cut into the same stages."""
-    model, planned, around = origin.weightless, job.request, ambient_autocast()
+    model, around = origin.weightless, ambient_autocast()
     placed = stages_by_parameter(program, stages_of(program, plan.cuts, plan.recomputed))
     names = [info.name for info in program.inputs]
     decides = planned.reading.specialise or any(decision.inputs for decision in program.decisions)
@@ -203,9 +199,7 @@ def _replan(origin: OriginalModel, job: TrainingJob, program: Program, plan: Pla
 
         def decide() -> tuple[Program, Plan]:
             captured = capture()
-            return captured, label_plan(
-                captured, job.cluster, degrees, type(model).__name__, held=held, stage_of=placed
-            )
+            return captured, label_plan(captured, cluster, degrees, type(model).__name__, held=held, stage_of=placed)
 
         captured, decided = _from_first_rank(decide, lambda _: capture())
         origin.watch(captured.reads)

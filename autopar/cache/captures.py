@@ -67,21 +67,22 @@ def captured_model(
 
     sizes: dict[str, Any] = {"layers": layers, "hidden": hidden, "seq_len": seq_len}
     if is_factory(spec):
-        source = resolve_model(spec, **sizes, dtype=dtype)
-
-        request = replace(asked_of(source), staged=staged, folder=folder)
-
-        def capture(precision: str | None) -> CapturedModel:
-            return _captured_now(source, request.computing_in(precision), None)
-
+        from autopar.cache.programs import kept_capture
         from autopar.planning.fixed import program_for
         from autopar.planning.labels import LABELLED
         from autopar.planning.precision import in_precision_of
 
-        result, usual, why = in_precision_of(
-            precision, source.model, cluster, capture, lambda m: program_for(m.capture, LABELLED)
-        )
-        return replace(result, precision=usual, notes=(*result.notes, *why))
+        source = resolve_model(spec, **sizes, dtype=dtype)
+        request = replace(asked_of(source), staged=staged, folder=folder)
+        once, usual, why = in_precision_of(
+            precision, source.model, cluster,
+            lambda named: kept_capture(request.computing_in(named), None),
+            lambda captured: program_for(captured, LABELLED),
+        )  # fmt: skip
+        return CapturedModel(
+            name=source.name, digest=None, read=lambda: once, local_batch=request.sizes[0],
+            notes=(*source.notes, *why), precision=usual,
+        )  # fmt: skip
 
     def build(batch: int) -> ResolvedModel:
         return resolve_model(spec, **sizes, batch=batch, dtype=dtype)
@@ -113,22 +114,20 @@ def captured_model(
 
             return CapturedModel(name=name, digest=header.sha256, read=kept, local_batch=None, notes=header.notes)
     built = build(CAPTURED_BATCH)
-    result = _captured_now(built, asked_of(built).computing_in(precision), CAPTURED_BATCH)
-    if file is not None and result.capture.record is not None:
+    result = _captured_now(built, asked_of(built).computing_in(precision))
+    if file is not None and result.digest is not None:
         about = {"model": name, **{k: str(v) for k, v in options.items() if v is not None}}
         _keep(result, file, about, notes.append)
     return replace(result, notes=(*result.notes, *notes))
 
 
-def _captured_now(model: ResolvedModel, request: Request, batch: int | None) -> CapturedModel:
-    from autopar.cache.programs import kept_capture
+def _captured_now(model: ResolvedModel, request: Request) -> CapturedModel:
+    from autopar.capture.any_size import capture
     from autopar.capture.record.file import digest_of
 
-    once = kept_capture(request, batch)
-    from_factory = model.kind == "factory"
-    digest = None if from_factory or once.record is None else digest_of(once.record)
-    local = request.sizes[0] if from_factory else None
-    return CapturedModel(name=model.name, digest=digest, read=lambda: once, local_batch=local, notes=model.notes)
+    once = capture(request, CAPTURED_BATCH)
+    digest = None if once.record is None else digest_of(once.record)
+    return CapturedModel(name=model.name, digest=digest, read=lambda: once, local_batch=None, notes=model.notes)
 
 
 def _keep(captured: CapturedModel, file: KeptFile, about: dict[str, str], on_note: Callable[[str], None]) -> None:

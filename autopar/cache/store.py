@@ -76,8 +76,8 @@ class KeptFile:
 
 
 def kept_file(folder: Path, what: str, *inputs: Any) -> KeptFile:
-    """The file of a content that depends on `inputs`, plain data for JSON, versions included."""
-    digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode())
+    """The file of `what` that depends on `inputs`, plain data for JSON, versions included."""
+    digest = hashlib.sha256(json.dumps([what, *inputs], sort_keys=True).encode())
     return KeptFile(path=folder / f"{digest.hexdigest()[:40]}.json", what=what)
 
 

@@ -19,7 +19,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.planning.fixed import PricedStages, label_plan, program_for
 from autopar.planning.labels import LABELLED, SearchLabels
-from autopar.planning.machine import machinery_of
+from autopar.planning.machine import machine_of
 from autopar.planning.options import PlanOptions
 from autopar.planning.study_question import question_of
 from autopar.rules.registry import has_rules_of_users
@@ -83,14 +83,16 @@ def search_captured(
 
     def machinery(part: ClusterSpec) -> Machinery:
         precision = options.precision or precision_of(works_of(1).dtype, cluster)
-        return machinery_of(
-            part, options.profile, precision, sums, works_of(1).stored_bytes,
-            recompute_blocks=recompute_blocks_of(fix), most_level=most_level_of(fix), cuts=cuts,
-        )  # fmt: skip
+        machine = machine_of(part, options.profile, precision, sums, works_of(1).stored_bytes)
+        blocks, most_level = recompute_blocks_of(fix), most_level_of(fix)
+        return Machinery(machine=machine, recompute_blocks=blocks, most_level=most_level, cuts=cuts)
 
     goal = goal_of(options.objective, cluster, machinery, per_sequence=options.local_batch is not None)
     on = goal.parts[cluster.num_devices].on
-    place = _checked_study(options, question_of(options, program, cluster, on, name))
+    question = question_of(options, program, cluster, on, name)
+    place = None if options.study is None else study_place(options.study, question)
+    if place is not None:
+        place.check()
     deadline = np.inf if options.timeout_s is None else started + options.timeout_s
     constraints = _constraints(labels, goal, options, (fix, forbid, cuts), singly=captured.has_one_sequence)
     limits: Any = {"most_exact": _MOST_PRICED, "should_continue": lambda: time.monotonic() < deadline}
@@ -112,7 +114,7 @@ def search_captured(
         check_result(search, decided, works, constraints)
     result = replace(
         result_of(
-            search, program, works_of, works_of_best, labels.hold,
+            search, program, works_of, works_of_best,
             top=options.top, alike=alike, global_batch=options.global_batch,
         ),
         model=name, plan=decided, closest=nearest, seconds=time.monotonic() - started,
@@ -214,15 +216,6 @@ def _works_of(best: PricedPlan | None, labels: SearchLabels) -> Works:
     if best.degrees.loss_chunks == 1:
         return labels.works_kept
     return partial(labels.works_in_chunks, chunks=best.degrees.loss_chunks)
-
-
-def _checked_study(options: PlanOptions, question: Mapping[str, Any]) -> StudyPlace | None:
-    """The study that the request names. Raises `InputError` if it cannot be used for the question."""
-    if options.study is None:
-        return None
-    place = study_place(options.study, question)
-    place.check()
-    return place
 
 
 def _closest(space: _Space, machinery: Callable[[ClusterSpec], Machinery], deadline: float) -> Closest | None:

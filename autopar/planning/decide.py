@@ -3,7 +3,7 @@
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,27 +36,8 @@ from autopar.search.result.format import nothing_fits
 _logger = logging.getLogger("autopar")
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class TrainingJob:
-    """What a plan is for: inputs are of one rank in one step, or give the shapes."""
-
-    request: Request
-    cluster: ClusterSpec
-
-    @property
-    def name(self) -> str:
-        return type(self.request.model).__name__
-
-    @property
-    def local_batch(self) -> int:
-        return self.request.sizes[0]
-
-    def capture_for(self, plan: Plan) -> Program:
-        return capture_for(self.request, plan.degrees)
-
-
 def job_options(
-    job: TrainingJob,
+    request: Request,
     precision: str | None,
     global_batch: int | None,
     fix: Mapping[str, Any],
@@ -67,37 +48,41 @@ def job_options(
     """What a search is asked for. It ends after `timeout_s`, because the other ranks wait in a collective."""
     return PlanOptions(
         precision=checked_precision(precision), fix=fix, forbid=forbid, objective=objective, global_batch=global_batch,
-        local_batch=job.local_batch if global_batch is None else None,
-        timeout_s=timeout_s,
+        local_batch=request.sizes[0] if global_batch is None else None, timeout_s=timeout_s,
     )  # fmt: skip
 
 
-def plan_of_job(job: TrainingJob, plan: PlanLike, options: PlanOptions, *, derived: bool) -> tuple[Program, Plan]:
-    """The program and the plan of a job, from a plan, a path, degrees, a tuned plan, or a search."""
+def plan_of_job(
+    request: Request, cluster: ClusterSpec, plan: PlanLike, options: PlanOptions, *, derived: bool
+) -> tuple[Program, Plan]:
+    """The program and the plan of a job, from a plan, a path, degrees, a tuned plan, or a search.
+
+    The inputs of the request are of one rank in one step. If they are `derived`, only their shapes count.
+    """
     loaded = Plan.load(plan) if isinstance(plan, (str, Path)) and plan != TUNED else plan
     if isinstance(loaded, (Plan, str)):
         _refuse_beside(options, "the plan decides this", ("precision", "global_batch", "fix", "forbid", "objective"))
     if isinstance(loaded, str):
-        return _tuned(job, options)
+        return _tuned(request, cluster, options)
     if isinstance(loaded, Plan):
-        program = job.capture_for(loaded)
-        check_plan(loaded, program, job.cluster.num_devices, None if derived else job.local_batch)
+        program = capture_for(request, loaded.degrees)
+        check_plan(loaded, program, cluster.num_devices, None if derived else request.sizes[0])
         _warn_torch_version(loaded)
         return program, loaded
     options, wish = options.joined_with(loaded or {})
     if not wish:
-        return _searched(job, options)
+        return _searched(request, cluster, options)
     _refuse_beside(options, "they are about a search, and the plan has degrees", ("fix", "forbid", "objective"))
 
     def captured(precision: str | None) -> tuple[Degrees, Program]:
         words = {**options.wish(), **wish, "precision": precision}
-        return wished_program(job.request, words, job.cluster.num_devices, options.local_batch, options.global_batch)
+        return wished_program(request, words, cluster.num_devices, options.local_batch, options.global_batch)
 
     (degrees, program), _, notes = in_precision_of(
-        options.precision, job.request.model, job.cluster, captured, lambda pair: pair[1]
+        options.precision, request.model, cluster, captured, lambda pair: pair[1]
     )
     _say((*notes, *(note for note in program.notes if note.startswith(ONE_MICRO_BATCH))))
-    decided = label_plan(program, job.cluster, degrees, job.name)
+    decided = label_plan(program, cluster, degrees, type(request.model).__name__)
     return program, replace(decided, notes=(*decided.notes, *notes))
 
 
@@ -113,33 +98,33 @@ def _say(notes: Sequence[str]) -> None:
         _logger.warning(note)
 
 
-def _searched(job: TrainingJob, options: PlanOptions) -> tuple[Program, Plan]:
+def _searched(request: Request, cluster: ClusterSpec, options: PlanOptions) -> tuple[Program, Plan]:
     """The best plan and its program."""
-    captured, used, notes = captured_as_asked(job.request, job.cluster, options)
+    captured, used, notes = captured_as_asked(request, cluster, options)
     _say(notes)
-    report, folder = (lambda _: None), job.request.folder and job.request.folder / "labels"
-    labels = labels_for(captured, job.cluster, used, report, folder)
-    result = search_captured(captured, job.cluster, used, name=job.name, on_progress=report, labels=labels)
+    name, report = type(request.model).__name__, (lambda _: None)
+    labels = labels_for(captured, cluster, used, report, request.folder and request.folder / "labels")
+    result = search_captured(captured, cluster, used, name=name, on_progress=report, labels=labels)
     if result.plan is None:
         raise PlanError(nothing_fits(result))
-    if result.plan.degrees.world_size != job.cluster.num_devices:
+    if result.plan.degrees.world_size != cluster.num_devices:
         raise PlanError(
             f"the plan of least {options.objective} uses {result.plan.degrees.world_size} of the "
-            f"{job.cluster.num_devices} devices; start that many ranks, or leave out objective"
+            f"{cluster.num_devices} devices; start that many ranks, or leave out objective"
         )
     return program_for(captured, result.plan.degrees), replace(result.plan, notes=(*result.plan.notes, *notes))
 
 
-def _tuned(job: TrainingJob, options: PlanOptions) -> tuple[Program, Plan]:
+def _tuned(request: Request, cluster: ClusterSpec, options: PlanOptions) -> tuple[Program, Plan]:
     """The plan that `autopar.tune` measured to be the best for this model, batch and cluster, and its program.
 
     The batch is of one data-parallel rank, or of all of them.
     """
-    cluster, kind, batch = job.cluster, job.name, options.local_batch
+    kind, batch = type(request.model).__name__, options.local_batch
     kept = tuned_plans(cache_folder(), cluster, kind)
     for plan in (*(p for p in kept if p.degrees.local_batch == batch),
                  *(p for p in kept if p.degrees.global_batch == batch)):  # fmt: skip
-        program = job.capture_for(plan)
+        program = capture_for(request, plan.degrees)
         if program.fingerprint == plan.fingerprint:
             return program, plan
     batches = [f"{n} sequences" for n in sorted({p.degrees.global_batch for p in kept})]

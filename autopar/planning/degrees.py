@@ -46,16 +46,8 @@ def world_size_problems(degrees: Degrees, world_size: int) -> list[Problem]:
     """The reasons why the product of the degrees is not the world size, degree by degree."""
     if degrees.world_size == world_size:
         return []
-    problems = []
-    for name in ("pp", "tp", "cp", "dp_shard", "dp_replicate"):
-        value = getattr(degrees, name)
-        if world_size % value:
-            near = _or(nearest_divisors(world_size, value))
-            problems.append(
-                Problem(
-                    path=name, value=value, rule=f"must divide the {world_size} ranks", suggestion=f"nearest: {near}"
-                )
-            )
+    values = {name: getattr(degrees, name) for name in ("pp", "tp", "cp", "dp_shard", "dp_replicate")}
+    problems = [_no_divisor(name, n, world_size, "ranks") for name, n in values.items() if world_size % n]
     if not problems:
         others = degrees.pp * degrees.tp * degrees.cp * degrees.dp_replicate
         fits = world_size // others if world_size % others == 0 else None
@@ -80,9 +72,7 @@ def _inner_problems(wish: Degrees) -> list[Problem]:
     ]
     if wish.dp_shard % wish.ep == 0:
         return problems
-    near = _or(nearest_divisors(wish.dp_shard, wish.ep))
-    rule = f"must divide the {wish.dp_shard} ranks of dp_shard"
-    return [*problems, Problem(path="ep", value=wish.ep, rule=rule, suggestion=f"nearest: {near}")]
+    return [*problems, _no_divisor("ep", wish.ep, wish.dp_shard, "ranks of dp_shard")]
 
 
 def _local_of_global(global_batch: int, dp: int, local_batch: int | None) -> tuple[list[Problem], int | None]:
@@ -141,27 +131,24 @@ def _split_in_time(wish: Degrees, local_batch: int | None, given: Mapping[str, A
     open_ = "micro_batches" if wish.pp > 1 else "accumulate"
     other = "accumulate" if wish.pp > 1 else "micro_batches"
     if local_batch % getattr(wish, other):
-        return wish, [_indivisible(other, getattr(wish, other), local_batch)]
+        return wish, [_no_divisor(other, getattr(wish, other), local_batch)]
     each = local_batch // getattr(wish, other)
     if wish.micro_batch is not None and open_ not in given:
         if each % wish.micro_batch == 0:
-            return _with(wish, open_, each // wish.micro_batch), []
-        return wish, [_indivisible("micro_batch", wish.micro_batch, each)]
+            missing: dict[str, Any] = {open_: each // wish.micro_batch}
+            return replace(wish, **missing), []
+        return wish, [_no_divisor("micro_batch", wish.micro_batch, each)]
     if wish.pp > 1 and open_ not in given:
         return _default_micro_batches(wish, each), []
     count = getattr(wish, open_)
     if each % count:
-        return wish, [_indivisible(open_, count, each)]
+        return wish, [_no_divisor(open_, count, each)]
     micro_batch = each // count
     if wish.micro_batch not in (None, micro_batch):
         rule = f"times {open_} {count} must be {each}, the sequences of one rank's batch"
         hint = f"use micro_batch {micro_batch}, or leave one of the two out"
         return wish, [Problem(path="micro_batch", value=wish.micro_batch, rule=rule, suggestion=hint)]
     return replace(wish, micro_batch=micro_batch), []
-
-
-def _with(degrees: Degrees, name: str, value: int) -> Degrees:
-    return replace(degrees, micro_batches=value) if name == "micro_batches" else replace(degrees, accumulate=value)
 
 
 def _default_micro_batches(wish: Degrees, batch: int) -> Degrees:
@@ -176,10 +163,11 @@ def _default_micro_batches(wish: Degrees, batch: int) -> Degrees:
     return replace(wish, micro_batches=count, micro_batch=batch // count)
 
 
-def _indivisible(name: str, value: int, local_batch: int) -> Problem:
-    near = _or(nearest_divisors(local_batch, value))
-    rule = f"must divide the {local_batch} sequences of one data-parallel rank's batch"
-    return Problem(path=name, value=value, rule=rule, suggestion=f"nearest: {near}")
+def _no_divisor(
+    name: str, value: int, number: int, what: str = "sequences of one data-parallel rank's batch"
+) -> Problem:
+    near = _or(nearest_divisors(number, value))
+    return Problem(path=name, value=value, rule=f"must divide the {number} {what}", suggestion=f"nearest: {near}")
 
 
 def nearest_divisors(number: int, value: int) -> list[int]:

@@ -5,15 +5,14 @@ expressions with the program. Other micro-batches, engines and devices of the sa
 """
 
 import functools
-import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from autopar.capture.analysis import analyse
+from autopar.capture.analysis import Analysis, analyse
 from autopar.capture.any_size import capture
 from autopar.capture.request import Inputs, LossFunction, Request
 from autopar.cost_model.estimate import Estimate, estimate_works
@@ -23,7 +22,7 @@ from autopar.cost_model.machine.engine import Engine, engine_named, with_sums_in
 from autopar.cost_model.machine.fitted_constants import mechanisms
 from autopar.cost_model.machine.profile import DeviceProfile
 from autopar.cost_model.pricing import Question
-from autopar.cost_model.work.program_costs import ProgramWorks, dtype_of, program_works
+from autopar.cost_model.work.program_costs import ProgramWorks, dtype_of
 from autopar.errors import InputError, PlanError
 from autopar.files.strict_text import values_of
 from autopar.ir.cluster import ClusterSpec
@@ -32,7 +31,15 @@ from autopar.ir.plan import BlockLabels, Plan
 from autopar.ir.program import Program
 from autopar.planning.degrees import resolve_degrees
 from autopar.planning.exact_memory import fullest_rank, with_exact_memory
-from autopar.planning.fixed import PlanLike, capture_for, check_plan, choose_labels, program_for, wished_program
+from autopar.planning.fixed import (
+    PlanLike,
+    capture_for,
+    check_plan,
+    choose_labels,
+    program_for,
+    wished_program,
+    works_under,
+)
 from autopar.planning.machine import machine_of, machinery_of, own_machinery
 from autopar.planning.measured import corrected_by_trace, is_trace, profile_for, traced_plan
 from autopar.planning.precision import in_precision_of
@@ -282,54 +289,40 @@ def _whole_plan(program: Program, priceable: Priceable, question: Question) -> P
 def priceable_of(
     program: Program, cluster: ClusterSpec, degrees: Degrees, engine: Engine, plan: Plan | None = None
 ) -> Priceable:
-    """A program with its works, under a plan's labels or the labeller's choice. The result is kept."""
-    given = None if plan is None else _GivenLabels(json.dumps(plan.to_dict()["blocks"]), plan.blocks)
-    regather = plan is None or plan.regather
+    """A program with its works, under a plan's labels or the labeller's choice, which is kept."""
     is_own = engine.name == OWN
+    if plan is not None:
+        analysis = analyse(program, degrees.mesh)
+        return _under(program, analysis, plan.blocks, degrees, is_own=is_own, regather=plan.regather)
     try:
-        return _priceable(program, cluster, degrees, is_own, given, regather)
+        return _labelled(program, cluster, degrees, is_own)
     except TypeError as error:
         if "unhashable" not in str(error):  # a cluster spelled out with plain dicts is priced, and not kept
             raise
-        return _priceable.__wrapped__(program, cluster, degrees, is_own, given, regather)
-
-
-@dataclass(frozen=True, slots=True)
-class _GivenLabels:
-    """Labels of a plan, which are compared as text: they cannot be hashed."""
-
-    text: str
-    blocks: tuple[BlockLabels, ...] = field(compare=False)
+        return _labelled.__wrapped__(program, cluster, degrees, is_own)
 
 
 @functools.lru_cache(maxsize=_KEPT)
-def _priceable(
-    program: Program,
-    cluster: ClusterSpec,
-    degrees: Degrees,
-    is_own: bool,
-    given: _GivenLabels | None,
+def _labelled(program: Program, cluster: ClusterSpec, degrees: Degrees, is_own: bool) -> Priceable:
+    wanted = degrees if is_own else replace(degrees, dp_shard=1, dp_replicate=1, cp=1, ep=1)
+    used, analysis, labelling = choose_labels(program, cluster, wanted)
+    labels = labelling.blocks
+    if is_own:
+        speeds = own_machinery(cluster, dtype_of(program)).machine.speeds
+        labels = with_recomputed(program, analysis, labels, used, speeds, regather=True)
+    result = _under(program, analysis, labels, used, is_own=is_own, regather=True)
+    return replace(result, degrees=replace(degrees, tp_dims=used.tp_dims, cp_dims=used.cp_dims))
+
+
+def _under(
+    program: Program, analysis: Analysis, labels: Sequence[BlockLabels], degrees: Degrees, *, is_own: bool,
     regather: bool,
-) -> Priceable:
-    if given is not None:
-        labels = given.blocks
-        analysis, used = analyse(program, degrees.mesh), degrees
-    else:
-        wanted = degrees if is_own else replace(degrees, dp_shard=1, dp_replicate=1, cp=1, ep=1)
-        used, analysis, labelling = choose_labels(program, cluster, wanted)
-        labels = labelling.blocks
-        if is_own:
-            speeds = own_machinery(cluster, dtype_of(program)).machine.speeds
-            labels = with_recomputed(program, analysis, labels, used, speeds, regather=regather)
-    works = program_works(
-        program, analysis, labels, used.mesh, regather=regather, loss_chunks=degrees.loss_chunks if is_own else 1
-    )
-    works = works.with_state_of(degrees)
-    if not is_own:  # other frameworks keep master weights
-        works = replace(works, has_master_weights=True)
-    return Priceable(
-        works=works, labels=tuple(labels), degrees=replace(degrees, tp_dims=used.tp_dims, cp_dims=used.cp_dims)
-    )
+) -> Priceable:  # fmt: skip
+    """A program under labels. Other frameworks compute the loss whole and keep master weights."""
+    priced = degrees if is_own else replace(degrees, loss_chunks=1)
+    works = works_under(program, analysis, labels, priced, regather=regather)
+    works = works if is_own else replace(works, has_master_weights=True)
+    return Priceable(works=works, labels=tuple(labels), degrees=degrees)
 
 
 def _degrees_of(program: Program, wish: Mapping[str, Any] | None, world: int, global_batch: int | None) -> Degrees:

@@ -1,7 +1,7 @@
 """From a model, a cluster and wished degrees to a program and its plan."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -22,7 +22,7 @@ from autopar.errors import InfeasibleError, PlanError, did_you_mean
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.explanation import Prediction
-from autopar.ir.plan import Plan
+from autopar.ir.plan import BlockLabels, Plan
 from autopar.ir.program import Program
 from autopar.ir.schedules.registry import schedule_problems
 from autopar.ir.sharding import Dims, I, Type
@@ -55,12 +55,6 @@ class PricedStages(NamedTuple):
     cuts: tuple[int, ...]
     works: ProgramWorks | None = None
     on: "Machinery | None" = None
-
-
-class _Stages(NamedTuple):
-    cuts: tuple[int, ...] = ()
-    recomputed: tuple[str, ...] = ()  # values that every stage computes for itself
-    call_s: tuple[float, ...] = ()  # seconds of every main call; () if the cuts follow held parameters
 
 
 class _CoupledError(PlanError):
@@ -142,11 +136,26 @@ def label_plan(
         blocks = with_recomputed(program, analysis, labelling.blocks, degrees, speeds, regather=regather)
         labelled = degrees, analysis, replace(labelling, blocks=blocks)
     degrees, analysis, labelling = labelled
-    stages = _stages(program, labelled, cluster, stage_of, searched, regather=regather)
-    if degrees.is_recompute_open:
-        degrees = decided(_works(program, labelled, regather), degrees, _on(program, cluster), stages.cuts)
+    on, works = searched and searched.on, searched and searched.works
+    on = on or own_machinery(cluster, dtype_of(program))
+    if works is None and held is None:
+        works = works_under(program, analysis, labelling.blocks, degrees, regather=regather)
+    cuts: tuple[int, ...] = ()
+    kept: tuple[str, ...] = ()  # values that every stage computes for itself
+    call_s: tuple[float, ...] = ()  # seconds of every main call
+    if degrees.num_stages > 1:
+        if stage_of is not None:
+            cuts = cuts_like(program, stage_of, degrees.num_stages)
+        else:
+            assert works is not None, "held parameters are in stages"
+            call_s = call_seconds(works, degrees, on)
+            cuts = choose_cuts(program, works, degrees, call_s) if searched is None else searched.cuts
+        kept = values_to_recompute(program, analysis, cuts, degrees, on.machine)
+        check_buffers(program, stages_of(program, cuts, kept))
+    if works is not None:
+        degrees = decided(works, degrees, on, cuts)
     labelling = replace(labelling, blocks=without_unread(labelling.blocks, degrees))
-    refuse_what_does_not_fit(program, analysis, labelling.blocks, degrees, cluster, stages.cuts)
+    refuse_what_does_not_fit(program, analysis, labelling.blocks, degrees, cluster, cuts)
     notes = (*program.notes, *labelling.notes)
     if degrees.loss_chunks > 1 and (why := why_whole(program, analysis, labelling.blocks, degrees.mesh)):
         notes += (f"logits and loss are not computed in chunks (loss_chunks = {degrees.loss_chunks}), because {why}",)
@@ -160,14 +169,12 @@ def label_plan(
         sequence=program.sequence,
         torch_version=str(torch.__version__),
         notes=notes,
-        cuts=stages.cuts,
-        recomputed=stages.recomputed,
+        cuts=cuts,
+        recomputed=kept,
     )
-    if held is not None:
+    if works is None:
         return plan
-    on, works = (searched and searched.on) or _on(program, cluster), (searched and searched.works) or None
-    works = works or _works(program, (degrees, analysis, labelling), regather)
-    summary = summarise(program, analysis, plan, cluster, stages.call_s, works)
+    summary = summarise(program, analysis, plan, cluster, call_s, works)
     is_priced = degrees.world_size == cluster.num_devices
     return replace(plan, summary=summary, predicted=_predicted(works, plan, cluster, on) if is_priced else None)
 
@@ -188,40 +195,12 @@ def _predicted(works: ProgramWorks, plan: Plan, cluster: ClusterSpec, on: "Machi
     )  # fmt: skip
 
 
-def _stages(
-    program: Program,
-    labelled: Labelled,
-    cluster: ClusterSpec,
-    stage_of: Mapping[str, tuple[int, ...]] | None,
-    searched: PricedStages | None,
-    *,
-    regather: bool,
-) -> _Stages:
-    degrees, analysis, _ = labelled
-    if degrees.num_stages == 1:
-        return _Stages()
-    call_s: tuple[float, ...] = ()
-    on = (searched and searched.on) or _on(program, cluster)
-    if stage_of is not None:
-        cuts = cuts_like(program, stage_of, degrees.num_stages)
-    else:
-        works = (searched and searched.works) or _works(program, labelled, regather)
-        call_s = call_seconds(works, degrees, on)
-        cuts = choose_cuts(program, works, degrees, call_s) if searched is None else searched.cuts
-    recomputed = values_to_recompute(program, analysis, cuts, degrees, on.machine)
-    check_buffers(program, stages_of(program, cuts, recomputed))
-    return _Stages(cuts=cuts, recomputed=recomputed, call_s=call_s)
-
-
-def _on(program: Program, cluster: ClusterSpec) -> "Machinery":
-    return own_machinery(cluster, dtype_of(program))
-
-
-def _works(program: Program, labelled: Labelled, regather: bool) -> ProgramWorks:
-    degrees, analysis, labels = labelled
-    works = program_works(
-        program, analysis, labels.blocks, degrees.mesh, regather=regather, loss_chunks=degrees.loss_chunks
-    )
+def works_under(
+    program: Program, analysis: Analysis, labels: Sequence[BlockLabels], degrees: Degrees, *, regather: bool
+) -> ProgramWorks:
+    """The block costs under labels, with the state and the chunks of the loss that the degrees say."""
+    mesh, chunks = degrees.mesh, degrees.loss_chunks
+    works = program_works(program, analysis, labels, mesh, regather=regather, loss_chunks=chunks)
     return works.with_state_of(degrees)
 
 
@@ -264,7 +243,7 @@ def _block_seconds(program: Program, labelled: Labelled, cluster: ClusterSpec, r
     works = block_works(program, analysis, labelling.blocks, labelling.mesh, runs=runs, regather=regather)
     merged = merged_works(program, works, labelling.blocks, labelling.mesh, regather=regather)
     single = replace(degrees, micro_batch=1, loss_chunks=1)
-    return sum(call_seconds(merged, single, _on(program, cluster)))
+    return sum(call_seconds(merged, single, own_machinery(cluster, dtype_of(program))))
 
 
 def _labels_on_tensor_dims(
@@ -401,16 +380,11 @@ def check_plan(plan: Plan, program: Program, world_size: int, local_batch: int |
                 f"the plan was made for another size of the model ({plan.model or 'unnamed'}): {other}; give the "
                 "options that size it here as well (--layers, --hidden), or plan again for this model"
             )
+        why = f"blocks {differing} differ" if differing else "parameters differ in name, shape or dtype"
+        if not differing and len(theirs) != len(ours):
+            why = f"{len(theirs)} distinct blocks there, {len(ours)} here"
         raise PlanError(
-            f"the plan was made for another model ({plan.model or 'unnamed'}): "
-            + (
-                f"blocks {differing} differ"
-                if differing
-                else f"{len(theirs)} distinct blocks there, {len(ours)} here"
-                if len(theirs) != len(ours)
-                else "parameters differ in name, shape or dtype"
-            )
-            + "; plan again for this model"
+            f"the plan was made for another model ({plan.model or 'unnamed'}): {why}; plan again for this model"
         )
     for block, labels in zip(program.blocks, plan.blocks, strict=True):
         known = {node.meta["key"] for node in block.graph.nodes if node.op == "call_function"}

@@ -4,8 +4,8 @@ The plan runs with the labels that it was priced with. They are not chosen anew 
 data-parallel degree.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from math import gcd
 from pathlib import Path
@@ -40,34 +40,24 @@ LABELLED_DP = 2  # data-parallel ranks of the capture that is searched with: lab
 LABELLED = Degrees(dp_shard=LABELLED_DP, micro_batch=1)
 
 
+@dataclass(frozen=True, eq=False)
 class SearchLabels:
     """Labels for tensor degrees, each chosen at its first use, and the block costs under them."""
 
-    def __init__(
-        self,
-        program: Program,
-        cluster: ClusterSpec,
-        sequence_parallel: bool | None = None,
-        *,
-        regather: bool = True,
-        loss_chunks: int = 1,
-        state: Degrees = LABELLED,
-        folder: Path | None = None,
-        on_progress: Callable[[str], None] = lambda _: None,
-        memo: Memo | None = None,
-        selective: bool = False,
-        program_of: Callable[[int], Program] | None = None,
-        dispatch: str | None = None,
-        context: str | None = None,
-    ) -> None:
-        self.program, self.cluster, self.regather, self.folder = program, cluster, regather, folder
-        self.dispatch, self.context = dispatch, context
-        self.program_of = program_of  # the program at a number of sequences, for labels of expert ranks
-        self.on_progress, self.loss_chunks = on_progress, loss_chunks
-        self.state = state  # degrees with the optimizer and the precision that decide about state
-        self.wanted = replace(LABELLED, sequence_parallel=sequence_parallel)
-        self.memo = Memo() if memo is None else memo
-        self.selective = selective  # whether operators are chosen for selective recomputation
+    program: Program
+    cluster: ClusterSpec
+    sequence_parallel: bool | None = None
+    _: KW_ONLY
+    regather: bool = True
+    loss_chunks: int = 1
+    state: Degrees = LABELLED  # with the optimizer and the precision that decide about state
+    folder: Path | None = None
+    on_progress: Callable[[str], None] = lambda _: None
+    memo: Memo = field(default_factory=Memo)
+    selective: bool = False  # whether operators are chosen for selective recomputation
+    program_of: Callable[[int], Program] | None = None  # at a number of sequences, for labels of expert ranks
+    dispatch: str | None = None
+    context: str | None = None
 
     def works(self, tp: int, cp: int = 1, ep: int = 1) -> ProgramWorks:
         """The block costs. Raises `PlanError` if a degree does not divide the model, and `InfeasibleError`."""
@@ -80,8 +70,11 @@ class SearchLabels:
         return self.memo(SearchLabels._labelled, self, self._wanted(tp, cp, ep), self.loss_chunks, True)[2]
 
     def works_in_chunks(self, tp: int, cp: int = 1, ep: int = 1, *, chunks: int) -> ProgramWorks:
-        """The block costs under the labels of `works` if the loss runs in chunks. Raises the same errors."""
-        return self.memo(SearchLabels._labelled, self, self._wanted(tp, cp, ep), chunks, False)[2]
+        """The block costs under the labels of `works` if the loss runs in chunks. Raises `PlanError` if it does not."""
+        works = self.memo(SearchLabels._labelled, self, self._wanted(tp, cp, ep), chunks, False)[2]
+        if not works.is_chunked:
+            raise PlanError("the loss does not run in chunks")
+        return works
 
     def chosen(self, tp: int, cp: int = 1, ep: int = 1) -> LabelledWorks:
         """The degrees, labels and block costs of a tensor, a context and an expert degree."""
@@ -114,7 +107,8 @@ class SearchLabels:
 
     def _wanted(self, tp: int, cp: int, ep: int) -> Degrees:
         """The degrees that labels are chosen for. Expert degrees that exchange rows share labels."""
-        wanted = replace(self.wanted, tp=tp, cp=cp, context=self.context if cp > 1 else None)
+        context = self.context if cp > 1 else None
+        wanted = replace(LABELLED, sequence_parallel=self.sequence_parallel, tp=tp, cp=cp, context=context)
         if ep == 1:
             return wanted
         dispatch, least = self.dispatch, 2
@@ -189,18 +183,6 @@ class SearchLabels:
                 every[index] = self.memo(_selected, self.memo, *every[index], labels.recomputed)
         return [p if chunks == 1 else self.memo(_in_chunks, *p, chunks) for p in every]
 
-    def hold(self, chosen: int, tp: int) -> bool:
-        """Whether the labels of one tensor degree are legal for another degree too, and split axes evenly there."""
-        degrees, labelling, _ = self.chosen(chosen)
-        if degrees.tp_dims is not None:
-            return False
-        analysis = analyse(self.program, degrees.mesh)
-        try:
-            check(self.program, analysis, labelling.blocks, replace(degrees, tp=tp).mesh)
-        except PlanError:
-            return False
-        return all(size % tp == 0 for size in _split_sizes(self.program, analysis, labelling.blocks, degrees.mesh))
-
     def of(self, program: Program, degrees: Degrees) -> Labelled | None:
         """The labels of a tensor degree for another batch of the program. None if its blocks are other blocks."""
         searched, labelled, _ = self.chosen(degrees.tp, degrees.cp, degrees.ep)
@@ -256,17 +238,6 @@ def _symbolic(mesh: Mesh) -> Mesh:
     if max(len(mesh.owning("parameters")), len(mesh.owning("sequence"))) > 1:
         return mesh
     return Mesh(mesh.names, tuple(min(degree, 2) for degree in mesh.degrees))
-
-
-def _split_sizes(program: Program, analysis: Analysis, blocks: Sequence[BlockLabels], mesh: Mesh) -> Iterator[int]:
-    """The sizes of the axes that labels split over tensor ranks."""
-    tensor = mesh.names.index("tp")
-    for block, bounds, labels in zip(program.blocks, analysis.bounds, blocks, strict=True):
-        for node in block.graph.nodes:
-            if node.op == "call_function":
-                factor, _, axis = labels.labels[node.meta["key"]][tensor].rpartition(".")
-                if factor:
-                    yield bounds[node.name].factors[factor][int(axis)][1]
 
 
 def _without_dp(program: Program, analysis: Analysis, index: int, labels: BlockLabels) -> BlockLabels:

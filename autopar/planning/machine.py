@@ -29,26 +29,11 @@ def machine_of(
     return cluster_machine(cluster, engine, mechanisms(), precision=precision, profile=profile)
 
 
-def machinery_of(
-    cluster: ClusterSpec,
-    profile: DeviceProfile | None,
-    precision: str,
-    reduce_dtype: str | None = None,
-    stored_bytes: int = MASTER_BYTES,
-    *,
-    recompute_blocks: int | tuple[int, ...] | None = None,
-    most_level: int = 2,
-    cuts: tuple[int, ...] | None = None,
-) -> "Machinery":
-    """The machine of `machine_of` with the decisions that price candidates."""
+def machinery_of(cluster: ClusterSpec, profile: DeviceProfile | None, precision: str) -> "Machinery":
+    """The machine of `machine_of` without decisions that all candidates share."""
     from autopar.search.bounds.lower_bounds import Machinery
 
-    return Machinery(
-        machine=machine_of(cluster, profile, precision, reduce_dtype, stored_bytes),
-        recompute_blocks=recompute_blocks,
-        most_level=most_level,
-        cuts=cuts,
-    )
+    return Machinery(machine=machine_of(cluster, profile, precision))
 
 
 def own_machinery(cluster: ClusterSpec, dtype: str) -> "Machinery":

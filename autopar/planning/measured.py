@@ -8,7 +8,7 @@ trace of one step.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -43,13 +43,8 @@ _NAMES = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
-    """A measured step beside its prediction, and the part of each term in its time."""
-
-    id: str
-    ratio: float  # measured / predicted
-    parts: NDArray[np.float64]
+# a measured step: its name, measured over predicted seconds, and the part of each term in its time
+_Step = tuple[str, float, NDArray[np.float64]]
 
 
 def corrected_by_steps(
@@ -75,9 +70,9 @@ def corrected_by_steps(
             f"are of: {'; '.join(there[:5])}. Name them in the columns gpu_type, precision and engine, and give "
             "step_time_s or tokens_per_s_per_gpu"
         )
-    solved = term_factors([s.ratio for s in steps], np.stack([s.parts for s in steps]))
+    solved = term_factors([ratio for _, ratio, _ in steps], np.stack([parts for _, _, parts in steps]))
     factors = dict(zip(profile_terms(usual), solved.tolist(), strict=True))
-    shown = ", ".join(f"{s.id} {s.ratio - 1:+.0%}" for s in steps[:3])
+    shown = ", ".join(f"{name} {ratio - 1:+.0%}" for name, ratio, _ in steps[:3])
     more = f" and {len(steps) - 3} more" if len(steps) > 3 else ""
     return _scaled(usual, factors, f"measured against predicted steps: {shown}{more}", len(steps))
 
@@ -164,5 +159,5 @@ def _steps(rows: list[Row], profile: DeviceProfile) -> list[_Step]:
 
         for index, predicted, parts in zip(group.indices, price(profile), elasticities(price, profile), strict=True):
             row, measured = timed[index]
-            steps.append(_Step(id=row.id, ratio=measured.seconds / float(predicted), parts=parts))
+            steps.append((row.id, measured.seconds / float(predicted), parts))
     return steps

@@ -231,13 +231,11 @@ class PlanOptions:
             if isinstance(value := getattr(self, word), bool) or not isinstance(value, int) or value < lowest
         ]
         if self.local_batch is not None and self.global_batch is not None:
-            problems.append(
-                Problem(path="local_batch", rule="contradicts global_batch", suggestion="give one of the two")
-            )
+            rule, hint = "contradicts global_batch", "give one of the two"
+            problems.append(Problem(path="local_batch", rule=rule, suggestion=hint))
         if self.timeout_s is not None and not 0 <= self.timeout_s < float("inf"):
-            problems.append(
-                Problem(path="timeout_s", value=self.timeout_s, rule="must be a number of seconds, at least 0")
-            )
+            rule = "must be a number of seconds, at least 0"
+            problems.append(Problem(path="timeout_s", value=self.timeout_s, rule=rule))
         if problems:
             raise InputError("the options of the search cannot be used", problems)
         if self.objective not in ON_FEWER_DEVICES:  # for these some part of the cluster may have as many devices

@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from autopar.capture.record.captured import Capture
+from autopar.capture.request import Inputs, LossFunction, Request
 from autopar.cost_model.machine.engine import DEFAULT, engine_named
 from autopar.cost_model.machine.profile import DeviceProfile
 from autopar.ir.cluster import ClusterSpec
@@ -22,22 +23,19 @@ from autopar.planning.fixed import program_for
 from autopar.planning.labels import LABELLED, LABELLED_DP
 from autopar.planning.measured import is_trace, profile_for
 from autopar.planning.options import TOP, TRIALS, PlanOptions
-from autopar.planning.precision import in_precision_of, with_bf16_beside
+from autopar.planning.precision import in_precision_of
 from autopar.search.result.result import SearchResult
-
-if TYPE_CHECKING:
-    from autopar.capture.request import Inputs, LossFunction, Request
 
 
 def plan(
     model: nn.Module,
     cluster: ClusterSpec | str,
     *,
-    example_inputs: "Inputs",
+    example_inputs: Inputs,
     global_batch: int | None = None,
     local_batch: int | None = None,
     objective: str = "time",
-    loss_fn: "LossFunction | None" = None,
+    loss_fn: LossFunction | None = None,
     fix: Mapping[str, Any] | None = None,
     forbid: Mapping[str, Any] | None = None,
     top: int = TOP,
@@ -96,8 +94,6 @@ def plan(
     >>> result.is_proven, result.plan.degrees.world_size
     (True, 4)
     """
-    from autopar.capture.request import Request
-
     spec = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
     options = PlanOptions(
         global_batch=global_batch, local_batch=local_batch, objective=objective, fix=fix or {}, forbid=forbid or {},
@@ -107,27 +103,14 @@ def plan(
     options.check_search(spec.num_devices)
     (report := on_progress or (lambda _: None))("capturing")
     request = Request.of(model, example_inputs, loss_fn, specialise=specialise)
-    search = partial(_captured_and_searched, request, spec, measured, name, report)
-    return with_bf16_beside(search(options), options, spec, search)
-
-
-def _captured_and_searched(
-    request: "Request",
-    cluster: ClusterSpec,
-    measured: str | Path | None,
-    name: str,
-    on_progress: Callable[[str], None],
-    options: PlanOptions,
-) -> SearchResult:
-    captured, used, notes = captured_as_asked(request, cluster, options)
-    used = with_trace(used, measured, captured, cluster, on_progress)
-    name = name or type(request.model).__name__
-    result = search_captured(captured, cluster, used, name=name, on_progress=on_progress)
+    captured, options, notes = captured_as_asked(request, spec, options)
+    options = with_trace(options, measured, captured, spec, report)
+    result = search_captured(captured, spec, options, name=name or type(model).__name__, on_progress=report)
     return replace(result, notes=(*result.notes, *notes))
 
 
 def captured_as_asked(
-    request: "Request", cluster: ClusterSpec, options: PlanOptions
+    request: Request, cluster: ClusterSpec, options: PlanOptions
 ) -> tuple[Capture, PlanOptions, tuple[str, ...]]:
     """A model captured in its precision, the request with this precision, and notes for the user."""
     from autopar.cache.programs import kept_capture

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.ir.degrees import Degrees
-from autopar.search.driver.search import SearchState, added_seconds
+from autopar.search.driver.search import SearchState, raise_alike, raised_seconds
 from autopar.search.pricing.exact import AS_IT_IS, PricedPlan
 
 MORE = 2  # exact prices for each requested plan
@@ -94,21 +94,3 @@ def _first_below(
             if len(first) == top:
                 break
     return list(first.values())
-
-
-def raised_seconds(search: SearchState) -> NDArray[np.float64]:
-    """Bounds in seconds, raised by the exact prices of candidates with the same pipeline."""
-    seconds = search.screened.seconds.copy()
-    for index, plan in search.exact.items():
-        raise_alike(search, seconds, index, plan)
-    return seconds
-
-
-def raise_alike(search: SearchState, seconds: NDArray[np.float64], index: int, plan: PricedPlan) -> None:
-    """Raise, in place, the `seconds` of the candidates that have the pipeline of a priced candidate."""
-    bounds = search.screened.seconds
-    if plan.fits and np.isfinite(bounds[index]):
-        peers = search.members.like(index)
-        peers = peers[np.isfinite(seconds[peers])]
-        more = added_seconds(search.screened, index, plan, peers)
-        seconds[peers] = np.maximum(seconds[peers], bounds[peers] + more)

@@ -88,7 +88,8 @@ def best_first(
                 open_.keep_below(best)
             peers = open_.alike(index)
             more = max(0.0, value - bounds[index]) if added is None else added(index, open_.index[peers])
-            open_.raise_to(peers, bounds[open_.index[peers]] + more * (1 - ROUNDING))
+            raised = bounds[open_.index[peers]] + more * (1 - ROUNDING)
+            open_.left[peers] = np.maximum(open_.left[peers], raised)
 
     for index in dict.fromkeys(first):
         if np.isfinite(bounds[index]) and len(priced) < most:
@@ -118,9 +119,6 @@ class _Open:
     def alike(self, index: int) -> Integers:
         """The places of the open candidates of a candidate's class."""
         return np.flatnonzero((self.classes == self.class_of[index]) & np.isfinite(self.left))
-
-    def raise_to(self, places: Integers, values: Floats) -> None:
-        self.left[places] = np.maximum(self.left[places], values)
 
     def close(self, index: int) -> None:
         place = int(np.searchsorted(self.index, index))

@@ -28,10 +28,7 @@ def check_result(search: SearchState, plan: Plan, works: ProgramWorks, constrain
     """Raise `SearchError` with all errors of a search's best plan and of the `plan` made of it."""
     best = search.best
     assert best is not None
-    problems = [*_degrees(best.degrees, constraints), *_cuts(best, works), *_plan(best, plan)]
-    if plan.degrees.loss_chunks != works.loss_chunks:
-        rule = f"is {works.loss_chunks} in the plan that was priced"
-        problems.append(Problem(path="plan.degrees.loss_chunks", value=plan.degrees.loss_chunks, rule=rule))
+    problems = [*_degrees(best.degrees, constraints), *_cuts(best, works), *_plan(best, plan, works)]
     if not problems:  # only a legal plan has a price
         problems = [*_price(best, works, search.goal.part(best)), *_proof(search, best)]
     if problems:
@@ -45,18 +42,12 @@ def _degrees(degrees: Degrees, constraints: Constraints) -> Iterator[Problem]:
         rule = f"pp · tp · cp · dp_shard · dp_replicate must be {' or '.join(map(str, allowed))} devices"
         yield Problem(path="degrees", value=used, rule=rule)
     of_rank = (degrees.micro_batch or 0) * degrees.micro_batches * degrees.accumulate
-    for name, wanted, has in (
-        ("global_batch", constraints.global_batch, of_rank * degrees.dp_shard * degrees.dp_replicate),
-        ("local_batch", constraints.local_batch, of_rank),
-    ):
+    for name, has in (("global_batch", of_rank * degrees.dp_shard * degrees.dp_replicate), ("local_batch", of_rank)):
+        wanted = getattr(constraints, name)
         if wanted is not None and has != wanted:
             yield Problem(path=name, value=has, rule=f"must be {wanted} sequences")
-    for name, legal in (
-        ("tp", constraints.tensor_degrees),
-        ("cp", constraints.context_degrees),
-        ("ep", constraints.expert_degrees),
-    ):
-        if getattr(degrees, name) not in legal:
+    for name, kind in (("tp", "tensor"), ("cp", "context"), ("ep", "expert")):
+        if getattr(degrees, name) not in getattr(constraints, f"{kind}_degrees"):
             yield Problem(path=name, value=getattr(degrees, name), rule="does not divide the model")
     if degrees.num_micro_batches > 1 and not constraints.accumulates:
         yield Problem(path="micro_batches", value=degrees.num_micro_batches, rule="would change the loss")
@@ -115,18 +106,13 @@ def _proof(search: SearchState, best: PricedPlan) -> Iterator[Problem]:
         yield Problem(path="value", value=goal.value(best), rule=f"must be the least that was priced, {least!r}")
 
 
-def _plan(best: PricedPlan, plan: Plan) -> Iterator[Problem]:
-    for name in DECIDED:
-        has, priced = getattr(plan.degrees, name), getattr(best.degrees, name)
+def _plan(best: PricedPlan, plan: Plan, works: ProgramWorks) -> Iterator[Problem]:
+    both = {f"degrees.{name}": (getattr(plan.degrees, name), getattr(best.degrees, name)) for name in DECIDED}
+    both["degrees.loss_chunks"] = plan.degrees.loss_chunks, works.loss_chunks
+    both |= {"regather": (plan.regather, best.regather), "cuts": (plan.cuts, best.cuts)}
+    for name, (has, priced) in both.items():
         if has != priced:
-            yield Problem(path=f"plan.degrees.{name}", value=has, rule=f"is {priced!r} in the plan that was priced")
-    if plan.regather != best.regather:
-        rule = f"is {best.regather} in the plan that was priced"
-        yield Problem(path="plan.regather", value=plan.regather, rule=rule)
-    if plan.cuts != best.cuts:
-        yield Problem(
-            path="plan.cuts", value=list(plan.cuts), rule=f"are {list(best.cuts)} in the plan that was priced"
-        )
+            yield Problem(path=f"plan.{name}", value=has, rule=f"is {priced!r} in the plan that was priced")
     batch = (best.degrees.micro_batch or 0) * best.degrees.dp
     if plan.batch != batch:
         yield Problem(path="plan.batch", value=plan.batch, rule=f"must be {batch} sequences of a global micro-batch")

@@ -9,17 +9,15 @@ Exact prices come in the order of the bounds, until no bound is below the best. 
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost_model.work.program_costs import ProgramWorks
-from autopar.errors import PlanError
-from autopar.search.driver.alternatives import raised_seconds
 from autopar.search.driver.branch_and_bound import ROUNDING
-from autopar.search.driver.other_costs import OtherCosts
-from autopar.search.driver.search import SearchState, Works
+from autopar.search.driver.search import SearchState, explored_again, raised_seconds
 
 TOKENS_OF_A_CHUNK = 1024  # of one sequence; fewer rows make the head's product slow
 FEWEST, MOST = 4, 64  # of the largest number of chunks that a search tries
@@ -51,8 +49,8 @@ def with_chunks(
     least = np.inf if search.best is None else search.goal.value(search.best)
     fits = np.ones(len(search.candidates), dtype=bool)
     while chunks >= LEAST_CHUNKS and np.any(can_gain := fits & _can_gain(search, least)):
-        costs = OtherCosts(search, _chunked(works_in_chunks, chunks), can_gain, least)
-        chunked = costs.proof(most_exact, should_continue)
+        works_of = partial(works_in_chunks, chunks=chunks)
+        costs, chunked = explored_again(search, works_of, can_gain, least, most_exact, should_continue)
         if (better := costs.best) is not None:
             best = replace(better, degrees=replace(better.degrees, loss_chunks=chunks))
             least = search.goal.value(best)
@@ -64,18 +62,6 @@ def with_chunks(
     if np.isfinite(least) and proof.bound >= least * (1 - ROUNDING):  # bounds of the searches before rule out the rest
         proof = replace(proof, is_proven=True)
     return replace(search, chunked=best, proof=proof)
-
-
-def _chunked(works_in_chunks: WorksInChunks, chunks: int) -> Works:
-    """Block costs with the loss in so many chunks. Models whose loss does not run in chunks have none."""
-
-    def works(tp: int, cp: int = 1, ep: int = 1) -> ProgramWorks:
-        result = works_in_chunks(tp, cp, ep, chunks=chunks)
-        if not result.is_chunked:
-            raise PlanError("the loss does not run in chunks")
-        return result
-
-    return works
 
 
 def _can_gain(search: SearchState, least: float) -> NDArray[np.bool_]:

@@ -4,14 +4,13 @@ Every kind of pipeline (`KIND`) has one candidate, because candidates of one kin
 cuts. The best candidate's kind has a second one, which may have more room.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost_model.step.unique_rows import distinct, numbered
 from autopar.search.driver.optuna_refine import Start
-from autopar.search.space.baselines import Baseline
 from autopar.search.space.candidates import Candidates
 
 NEARLY = 0.03  # slower than the best: moving a block was seen to gain 2 %
@@ -26,12 +25,10 @@ def starts_of(
     values: Callable[[Sequence[int]], Sequence[float]],
     best: int,
     others: Sequence[int],
-    baselines: Sequence[Baseline],
+    baselines: Mapping[int, str],
 ) -> list[Start]:
     """The best candidate and the baselines by name, which are tried as they are, then the other varied candidates."""
-    names = {best: BEST}
-    for baseline in baselines:
-        names.setdefault(baseline.index, baseline.name)
+    names = {best: BEST} | {index: name for index, name in baselines.items() if index != best}
     most = values([best])[0] * (1 + NEARLY)
     staged = (bounds <= most) & (space.pp > 1)
     near = np.flatnonzero(staged & (np.arange(len(bounds)) != best))

@@ -11,8 +11,8 @@ Every candidate and every combination has one trial in a study, however many sea
 """
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,10 +20,9 @@ from numpy.typing import NDArray
 
 from autopar.ir.arrays import Floats
 from autopar.ir.degrees import RECOMPUTE
-from autopar.search.driver.alternatives import raised_seconds
 from autopar.search.driver.optuna_refine import MISSING, SOURCE
 from autopar.search.driver.optuna_seeds import kinds_of
-from autopar.search.driver.search import SearchState
+from autopar.search.driver.search import SearchState, raised_seconds
 from autopar.search.driver.study import StudyPlace, importance
 from autopar.search.pricing.exact import AS_IT_IS, PricedPlan
 from autopar.search.space.candidates import Candidates
@@ -64,7 +63,8 @@ def _trials(search: SearchState) -> "list[FrozenTrial]":
     """Exact prices in the order of the search, then bounds from the smallest on."""
     from optuna.trial import TrialState, create_trial
 
-    c, goal, combinations, space = search.candidates, search.goal, _combinations(search), _space(search.candidates)
+    c, goal, space = search.candidates, search.goal, _space(search.candidates)
+    kinds, bounds, best_of = _bounds_of_combinations(search)
     any_part = next(iter(goal.parts.values()))
     shared: dict[str, Any] = {OFFLOAD: any_part.on.machine.engine.offload}
     prices = _prices(search)
@@ -80,13 +80,17 @@ def _trials(search: SearchState) -> "list[FrozenTrial]":
                 "step_s": plan.seconds,
                 "needed_bytes": plan.needed_bytes,
                 "fits": plan.fits,
-                "best_bound": combinations.bound_beside(index),
+                "best_bound": float(bounds[best_of[int(kinds[index])]]),
             },
         )
         for index, plan in prices.items()
     ]
-    for index, bound, count in combinations.without(prices):
-        fits, params = bound < np.inf, _params(c, index)
+    counts, priced = np.bincount(kinds).tolist(), {int(kinds[index]) for index in prices}
+    for kind, index in best_of.items():
+        if kind in priced:
+            continue
+        bound, count, params = float(bounds[index]), counts[kind], _params(c, index)
+        fits = bound < np.inf
         attributes = {SOURCE: BOUND, "bound": True, "fits": fits, "candidate": c.text(index), "candidates": count}
         trials.append(
             create_trial(
@@ -106,29 +110,11 @@ def _prices(search: SearchState) -> dict[int, PricedPlan]:
     return {**search.exact, **{index: plan for index, plan in others.items() if index not in search.exact}}
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class _Combinations:
-    """The combination of every candidate as a number, and for each the candidate of its best bound and their count."""
+def _bounds_of_combinations(search: SearchState) -> tuple[NDArray[np.int64], Floats, Mapping[int, int]]:
+    """The combination of every candidate as a number, all bounds, and the best candidate of each combination in order.
 
-    kinds: NDArray[np.int64]
-    bounds: Floats
-    best: Mapping[int, int]
-    counts: NDArray[np.int64]
-
-    def bound_beside(self, index: int) -> float:
-        """The best bound of the combination of a candidate."""
-        return float(self.bounds[self.best[int(self.kinds[index])]])
-
-    def without(self, prices: Mapping[int, PricedPlan]) -> Iterator[tuple[int, float, int]]:
-        """Combinations without any price, the smallest bound first: their best candidate, its bound, their count."""
-        priced = {int(self.kinds[index]) for index in prices}
-        for kind, index in self.best.items():
-            if kind not in priced:
-                yield index, float(self.bounds[index]), int(self.counts[kind])
-
-
-def _combinations(search: SearchState) -> _Combinations:
-    """Bounds are those of the proof: screened, then raised by exact prices. Refused splits have none."""
+    Bounds are those of the proof: screened, then raised by exact prices. Refused splits have none.
+    """
     c, screened = search.candidates, search.screened
     bounds = search.goal.bounds(c, replace(screened, seconds=raised_seconds(search)))
     least_bytes = np.minimum(screened.without_bytes, screened.recomputed_bytes)
@@ -136,8 +122,7 @@ def _combinations(search: SearchState) -> _Combinations:
     order = legal[np.lexsort((least_bytes[legal], bounds[legal]))]
     kinds = kinds_of(c, COMBINATION)
     first = np.sort(np.unique(kinds[order], return_index=True)[1])
-    best = {int(kinds[index]): int(index) for index in order[first]}
-    return _Combinations(kinds=kinds, bounds=bounds, best=best, counts=np.bincount(kinds))
+    return kinds, bounds, {int(kinds[index]): int(index) for index in order[first]}
 
 
 def _params(c: Candidates, index: int) -> dict[str, Any]:

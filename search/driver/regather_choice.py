@@ -10,15 +10,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 
-import numpy as np
-
-from autopar.search.driver.alternatives import raised_seconds
 from autopar.search.driver.optuna_refine import MOVES
 from autopar.search.driver.optuna_seeds import NEARLY
-from autopar.search.driver.other_costs import OtherCosts
-from autopar.search.driver.search import SearchState, Works
+from autopar.search.driver.search import Exploration, SearchState, Works, explored_again
 from autopar.search.pricing.exact import AS_IT_IS, Cut
-from autopar.search.space.candidates import Split
 
 MOST_SAVED = 0.5  # of a step
 MOST_VARIED = 4  # candidates whose cuts are moved
@@ -30,28 +25,24 @@ def with_kept(
     """The search's result with the best plan that keeps gathered values, and with a bound of both kinds."""
     if search.proof.best is None or search.best is None or search.goal.is_memory:
         return search
-    c, goal, least = search.candidates, search.goal, search.goal.value(search.best)
-    values = goal.bounds(c, replace(search.screened, seconds=raised_seconds(search)))
-    for index, plan in search.exact.items():
-        values[index] = goal.value(plan) if plan.fits else np.inf
-    can_gain = (values * (1 - MOST_SAVED) < least) & (c.tp * c.cp * c.ep > 1)
-    kept, old = OtherCosts(search, works_kept, can_gain, least), search.proof
-    proof = kept.proof(most_exact, should_continue)
+    c, least, old = search.candidates, search.goal.value(search.best), search.proof
+    can_gain = (search.values * (1 - MOST_SAVED) < least) & (c.tp * c.cp * c.ep > 1)
+    kept, proof = explored_again(search, works_kept, can_gain, least, most_exact, should_continue)
     _price_moved(search, kept)
     both = replace(old, bound=min(old.bound, proof.bound), is_proven=old.is_proven and proof.is_proven)
     return replace(search, kept=kept.best, proof=both)
 
 
-def _price_moved(search: SearchState, kept: OtherCosts) -> None:
+def _price_moved(search: SearchState, kept: Exploration) -> None:
     """Price the varied cuts of the best plan and, if the search has trials, of the few nearly best candidates."""
     c, goal, best = search.candidates, search.goal, replace(search, chunked=None).best
     moved = [varied for varied, plan in search.together.found.items() if varied[1] != AS_IT_IS and plan is best]
     near = [
         (goal.value(plan), index)
         for (index, _), plan in kept.together.found.items()
-        if plan.fits and c.pp[index] > 1 and goal.value(plan) < kept.least * (1 + NEARLY)
+        if plan.fits and c.pp[index] > 1 and goal.value(plan) < kept.below * (1 + NEARLY)
     ]
     if search.refined.trials:
         cuts = [Cut(first, last, by_stage=True) for first, last in product(MOVES, MOVES)]
         moved += [(index, cut) for _, index in sorted(near)[:MOST_VARIED] for cut in cuts]
-    kept.price([varied for varied in moved if c.split(varied[0]) != Split(1)])
+    kept.together.price([varied for varied in moved if c.split(varied[0]) in kept.works])

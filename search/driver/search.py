@@ -28,7 +28,7 @@ from autopar.ir.arrays import Floats
 from autopar.ir.cluster import ClusterSpec
 from autopar.search.bounds.lower_bounds import Machinery, Screening, screen
 from autopar.search.bounds.memory import level_weights
-from autopar.search.driver.branch_and_bound import AHEAD, Proof, best_first
+from autopar.search.driver.branch_and_bound import AHEAD, ROUNDING, Proof, best_first
 from autopar.search.driver.optuna_refine import Refinement, refine
 from autopar.search.driver.optuna_seeds import NEARLY, kinds_of, starts_of
 from autopar.search.driver.study import StudyPlace, study_values
@@ -36,7 +36,7 @@ from autopar.search.pricing.batch import Together
 from autopar.search.pricing.exact import AS_IT_IS, BY_STAGE, Cut, PricedPlan
 from autopar.search.pricing.objective import Goal, Part
 from autopar.search.result.format import readable_value
-from autopar.search.space.baselines import Baseline, baselines
+from autopar.search.space.baselines import baselines
 from autopar.search.space.candidates import Candidates, Split, candidates
 from autopar.search.space.dimensions import Constraints
 
@@ -77,13 +77,13 @@ class SearchState:
     screened: Screening
     exact: Mapping[int, PricedPlan] = field(hash=False)
     proof: Proof
-    baselines: tuple[Baseline, ...]
-    refined: Refinement
+    baselines: Mapping[int, str] = field(hash=False)  # names by candidate
     refused: Mapping[Split, str] = field(hash=False)  # why a split cannot be used
     labelled: tuple[Split, ...]
     goal: Goal
     members: Members = field(hash=False, compare=False)
     together: Together = field(hash=False, compare=False)  # prices more candidates of splits with labels
+    refined: Refinement = field(default_factory=Refinement)
     # the best plan that keeps gathered values, if one was priced (`autopar.search.driver.regather_choice`)
     kept: PricedPlan | None = None
     # the best plan whose loss runs in chunks, if it is better (`autopar.search.driver.chunk_choice`)
@@ -97,6 +97,14 @@ class SearchState:
             if best is None or (plan is not None and self.goal.value(plan) < self.goal.value(best)):
                 best = plan
         return best
+
+    @property
+    def values(self) -> Floats:
+        """The price of every candidate, or its bound, raised by the prices of candidates with the same pipeline."""
+        values = self.goal.bounds(self.candidates, replace(self.screened, seconds=raised_seconds(self)))
+        for index, plan in self.exact.items():
+            values[index] = self.goal.value(plan) if plan.fits else np.inf
+        return values
 
     @property
     def index_of_best(self) -> int | None:
@@ -129,15 +137,33 @@ def search_degrees(
     """
     whole = Part(cluster=cluster, on=on, weight=1.0)
     goal = goal or Goal(objective="time", parts={cluster.num_devices: whole})
-    search = _Search(works_of, cluster, constraints, goal, below, labelled_as, should_continue, on_progress)
-    on_progress(f"{len(search.candidates):,} candidates")
-    while True:
-        proof = search.explore(most_exact)
-        open_split = search.open_split(proof)
-        if open_split is None:
-            return search.result(proof, search.refined(proof, trials, seed, place))
-        on_progress(f"labels for {open_split}")
-        search.label(open_split)
+    every = candidates(constraints)
+    members = Members(classes=classes_of(every, goal))
+    search = Exploration(works_of, every, members, goal, below, should_continue, labelled_as, on_progress)
+    on_progress(f"{len(every):,} candidates")
+    search.begin(_stand_ins(search.unlabelled, labelled_as))
+    search.baselines = baselines(every, cluster)
+    state = search.state(search.proof(most_exact))
+    if not trials:
+        return state
+    return replace(state, refined=_refined(state, trials, seed, place, below, should_continue, on_progress))
+
+
+def explored_again(
+    search: SearchState,
+    works_of: Works,
+    mask: NDArray[np.bool_],
+    least: float,
+    most_exact: int,
+    should_continue: Callable[[], bool],
+) -> tuple["Exploration", Proof]:
+    """Those candidates of a mask that may beat the value `least` of the best plan under the costs of `works_of`."""
+    below = least * (1 - ROUNDING)
+    explored = Exploration(works_of, search.candidates, search.members, search.goal, below, should_continue, mask=mask)
+    explored.unlabelled = [split for split in explored.unlabelled if split not in search.refused]
+    like = {split if split in search.labelled else stand_in(split, search.labelled) for split in explored.unlabelled}
+    explored.begin([split for split in search.labelled if split in like])
+    return explored, explored.proof(most_exact if should_continue() else 0)
 
 
 def classes_of(c: Candidates, goal: Goal) -> NDArray[np.int64]:
@@ -158,6 +184,24 @@ def added_seconds(screened: Screening, index: int, plan: PricedPlan, peers: NDAr
     parts = level_weights(screened.level[peers])
     added = [part * seconds for part, seconds in zip(parts, more, strict=False)]
     return np.asarray(sum(added, np.zeros(len(peers))))
+
+
+def raised_seconds(search: SearchState) -> Floats:
+    """Bounds in seconds, raised by the exact prices of candidates with the same pipeline."""
+    seconds = search.screened.seconds.copy()
+    for index, plan in search.exact.items():
+        raise_alike(search, seconds, index, plan)
+    return seconds
+
+
+def raise_alike(search: SearchState, seconds: Floats, index: int, plan: PricedPlan) -> None:
+    """Raise, in place, the `seconds` of the candidates that have the pipeline of a priced candidate."""
+    bounds = search.screened.seconds
+    if np.isfinite(bounds[index]):
+        peers = search.members.like(index)
+        peers = peers[np.isfinite(seconds[peers])]
+        more = added_seconds(search.screened, index, plan, peers)
+        seconds[peers] = np.maximum(seconds[peers], bounds[peers] + more)
 
 
 def added_values(screened: Screening, bounds: Floats, index: int, plan: PricedPlan, peers: NDArray[np.int64]) -> Floats:
@@ -185,53 +229,57 @@ def _stand_ins(splits: Sequence[Split], labelled_as: Callable[[Split], Split]) -
     return list(stand_ins.values())
 
 
-class _Search:
-    """One search. It holds the data that rounds with different labels share."""
+class Exploration:
+    """Candidates, or those of a `mask`, under the block costs of `works_of`. Rounds with different labels share it."""
 
     def __init__(
         self,
         works_of: Works,
-        cluster: ClusterSpec,
-        constraints: Constraints,
+        every: Candidates,
+        members: Members,
         goal: Goal,
         below: float,
-        labelled_as: Callable[[Split], Split],
         should_continue: Callable[[], bool],
-        on_progress: Callable[[str], None],
+        labelled_as: Callable[[Split], Split] = lambda split: split,
+        on_progress: Callable[[str], None] = lambda _: None,
+        mask: NDArray[np.bool_] | None = None,
     ) -> None:
         self.works_of, self.goal, self.below, self.labelled_as = works_of, goal, below, labelled_as
         self.should_continue, self.on_progress = should_continue, on_progress
+        self.candidates, self.members = every, members
+        self.mask = np.ones(len(every), dtype=bool) if mask is None else mask
         self.refused: dict[Split, str] = {}
         self.works: dict[Split, ProgramWorks] = {}
-        self.candidates = candidates(constraints)
         self.machinery: list[tuple[Machinery, NDArray[np.bool_]]] = []  # with the candidates that are priced on it
         for on in {id(part.on): part.on for part in goal.parts.values()}.values():
             counts = [count for count, part in goal.parts.items() if part.on is on]
-            self.machinery.append((on, np.isin(self.candidates.num_devices, counts)))
-        self.columns = {name: np.full(len(self.candidates), np.inf) for name in Screening.__slots__}
+            self.machinery.append((on, np.isin(every.num_devices, counts)))
+        self.columns = {name: np.full(len(every), np.inf) for name in Screening.__slots__}
         self.exact: dict[int, PricedPlan] = {}
-        self.members = Members(classes=classes_of(self.candidates, goal))
-        self.together = Together(self.candidates, self.works, goal)
-        self.unlabelled = self.candidates.splits()
-        self.needs_labels = np.ones(len(self.candidates), dtype=bool)
-        self.values = np.full(len(self.candidates), np.inf)  # the bounds
-        first = [split for split in _stand_ins(self.unlabelled, labelled_as) if self._choose(split)]
+        self.baselines: dict[int, str] = {}  # that are priced first
+        self.together = Together(every, self.works, goal)
+        self.unlabelled = [split for split in every.splits() if len(every.among(split, self.mask))]
+        self.needs_labels = np.ones(len(every), dtype=bool)
+        self.values = np.full(len(every), np.inf)  # the bounds
+
+    def begin(self, splits: Sequence[Split]) -> None:
+        """Screen all candidates with the labels of these splits, and with labels of splits that none stands in for."""
+        first = [split for split in splits if self._choose(split)]
         for split in first:
             self._screen(split)
         for split in tuple(self.unlabelled):
             if split in self.unlabelled and stand_in(split, first) is None:
                 self.label(split)
-        self.baselines = baselines(self.candidates, cluster)
 
     def label(self, split: Split) -> None:
         """Choose labels for a split and for the splits that share them, and screen their candidates."""
         if self._choose(split):
-            self._screen(split)
+            self._screen(split, only_open=split.cp > 1 and stand_in(split, tuple(self.works)) is not None)
 
     def _choose(self, split: Split) -> bool:
         """Choose labels for a split and for the splits that share them. False if there are none."""
         of = self.labelled_as(split)
-        peers = [other for other in self.unlabelled if self.labelled_as(other) == of]
+        peers = [split, *(s for s in self.unlabelled if s != split and self.labelled_as(s) == of)]
         self.unlabelled = [other for other in self.unlabelled if other not in peers]
         places = self._places(peers)
         self.needs_labels[places] = False
@@ -243,27 +291,26 @@ class _Search:
             return False
         return True
 
-    def _screen(self, split: Split) -> None:
-        """Screen the candidates that depend on the labels of a split: its own, and the candidates it stands in for."""
+    def _screen(self, split: Split, *, only_open: bool = False) -> None:
+        """Screen the candidates that depend on the labels of a split: its own, and the candidates it stands in for.
+
+        If a stand-in has screened them already, only its own candidates that may still matter.
+        """
         works, labelled = self.works[split], tuple(self.works)
         places = self._places([other for other in labelled if self.works[other] is works])
-        if split.cp > 1 and stand_in(split, labelled) is not None:
+        if only_open:
             places = places[self._is_open(places)]
-        others = self._places([other for other in self.unlabelled if self._stands_in(works, other, labelled)])
+        behind = {other: stand_in(other, labelled) for other in self.unlabelled}
+        others = self._places([other for other, first in behind.items() if first and self.works[first] is works])
         wanted = np.sort(np.concatenate([places, others]))
         for on, mine in self.machinery:
             index = wanted[mine[wanted]]
             if len(index):
                 self._put(index, screen(works, self.candidates.at(index), on))
 
-    def _stands_in(self, works: ProgramWorks, split: Split, labelled: Sequence[Split]) -> bool:
-        """Whether the candidates of an unlabelled split are screened with these block costs for now."""
-        first = stand_in(split, labelled)
-        return first is not None and self.works[first] is works
-
     def _places(self, splits: Sequence[Split]) -> NDArray[np.intp]:
         """The candidates of splits."""
-        every = [self.candidates.places[split] for split in splits]
+        every = [self.candidates.among(split, self.mask) for split in splits]
         return np.concatenate(every) if every else np.zeros(0, dtype=np.intp)
 
     def _is_open(self, index: NDArray[np.intp]) -> NDArray[np.bool_]:
@@ -282,14 +329,31 @@ class _Search:
             column[index] = np.inf if screened is None else getattr(screened, name)
         self.values[index] = np.inf if screened is None else self.goal.bounds(self.candidates.at(index), screened)
 
-    def explore(self, most: int) -> Proof:
-        """Price candidates until the best is proven, or until a candidate without labels is next."""
-        needs_labels, bounds = self.needs_labels, self.bounds()
-        if self.unlabelled and not self.exact:
-            self._best_first(np.where(needs_labels, np.inf, bounds), min(most, AHEAD))
-        return self._best_first(bounds, most)
+    @property
+    def bounds(self) -> Floats:
+        """The smallest possible value of every candidate. It is infinite if it is not smaller than `below`."""
+        return np.where(self.values < self.below, self.values, np.inf)
+
+    @property
+    def best(self) -> PricedPlan | None:
+        """The best priced plan that fits. None if it is not below `below`."""
+        fitting = [plan for plan in self.together.found.values() if plan.fits and self.goal.value(plan) < self.below]
+        return min(fitting, key=self.goal.value, default=None)
+
+    def proof(self, most: int) -> Proof:
+        """Price candidates until the best is proven. A candidate that is next gets its own labels first."""
+        while True:
+            if self.unlabelled and not self.exact:
+                self._best_first(np.where(self.needs_labels, np.inf, self.bounds), min(most, AHEAD))
+            proof = self._best_first(self.bounds, most)
+            split = self.candidates.split(proof.priced[-1].index) if proof.priced else None
+            if split not in self.unlabelled:
+                return proof
+            self.on_progress(f"labels for {split}")
+            self.label(split)
 
     def _best_first(self, bounds: Floats, most: int) -> Proof:
+        """Price candidates until the best is proven, or until a candidate without labels is next."""
         needs_labels = self.needs_labels
         stopped = False
 
@@ -303,12 +367,17 @@ class _Search:
             plan = self.exact[index]
             return self.goal.value(plan) if plan.fits else np.inf
 
+        def added(index: int, peers: NDArray[np.int64]) -> Floats:
+            if index not in self.exact:
+                return np.zeros(len(peers))
+            return added_values(Screening(**self.columns), bounds, index, self.exact[index], peers)
+
         def on_bound(best: float, bound: float) -> None:
             status = f"best {readable_value(best, self.goal.unit)}" if np.isfinite(best) else "none fits yet"
             told = readable_value(bound, self.goal.unit)
             self.on_progress(f"{len(self.exact):,} plans priced: {status}, bound {told}")
 
-        known = [*self.exact, *(baseline.index for baseline in self.baselines if not needs_labels[baseline.index])]
+        known = [*self.exact, *(index for index in self.baselines if not needs_labels[index])]
         return best_first(
             bounds,
             self.members.classes,
@@ -320,129 +389,112 @@ class _Search:
             prefetch=lambda likely: self.together.price(
                 [(i, AS_IT_IS) for i in likely if not needs_labels[i] and np.isfinite(bounds[i])]
             ),
-            added=lambda index, peers: self.added(bounds, index, peers),
+            added=added,
             on_bound=on_bound,
         )
 
-    def added(self, bounds: Floats, index: int, peers: NDArray[np.int64]) -> Floats:
-        """The value that an exact price adds to the bounds of other candidates of its class."""
-        if index not in self.exact:
-            return np.zeros(len(peers))
-        return added_values(Screening(**self.columns), bounds, index, self.exact[index], peers)
-
-    def bounds(self) -> Floats:
-        """The smallest possible value of every candidate. It is infinite if it is not smaller than `below`."""
-        return np.where(self.values < self.below, self.values, np.inf)
-
-    def open_split(self, proof: Proof) -> Split | None:
-        """The split without labels whose candidate was next."""
-        last = proof.priced[-1].index if proof.priced else None
-        split = None if last is None else self.candidates.split(last)
-        return split if split in self.unlabelled else None
-
-    def refined(self, proof: Proof, trials: int, seed: int, place: StudyPlace | None) -> Refinement:
-        """Vary the cuts, and the recomputation by stage, of the fastest candidates with several stages."""
-        if not trials:
-            return Refinement()
-        can_be_priced, value = self.candidates.of(*self.works), self.goal.value
-        others = self.by_stage(can_be_priced, np.inf if proof.best is None else proof.best.value)
-        if proof.best is None and not others:
-            return Refinement()
-        best = others[0] if proof.best is None else proof.best.index
-
-        def values(indices: Sequence[int]) -> list[float]:
-            self.together.price([(index, BY_STAGE) for index in indices])
-            return [value(self.together.priced(index, BY_STAGE)) for index in indices]
-
-        starts = starts_of(
-            self.candidates,
-            np.where(can_be_priced, self.raised(), np.inf),
-            values,
-            best,
-            others,
-            [baseline for baseline in self.baselines if can_be_priced[baseline.index]],
-        )
-        if place is None and not any(start.is_varied for start in starts):
-            return Refinement()
-
-        as_they_are = {start.index for start in starts if not start.is_varied}
-
-        def cut(index: int, moved: tuple[int, int]) -> Cut:
-            return Cut(*moved, by_stage=index not in as_they_are)
-
-        self.on_progress(f"moving cuts of {len(starts) - len(as_they_are)} plans")
-        with nullcontext() if place is None else study_values(place.where):
-            return refine(
-                starts,
-                lambda index, moved: self.together.priced(index, cut(index, moved)),
-                value=value,
-                trials=trials,
-                capacity_bytes=self.goal.part(self.together.priced(best)).on.capacity_bytes,
-                seed=seed,
-                index_of=self.candidates.index_of,
-                place=place,
-                should_continue=self.should_continue,
-                prefetch=lambda likely: self.together.price([(index, cut(index, moved)) for index, moved in likely]),
-            )
-
-    def raised(self) -> Floats:
-        """Bounds, raised by the exact prices of their class."""
-        bounds = self.bounds()
-        raised = bounds.copy()
-        for index in self.exact:
-            peers = self.members.like(index)
-            peers = peers[np.isfinite(bounds[peers])]
-            raised[peers] = np.maximum(raised[peers], bounds[peers] + self.added(bounds, index, peers))
-        for index, plan in self.exact.items():
-            raised[index] = self.goal.value(plan) if plan.fits else np.inf
-        return raised
-
-    def by_stage(self, can_be_priced: NDArray[np.bool_], best: float) -> list[int]:
-        """Candidates that may beat the best value, or fit, if every stage recomputes its own number of blocks.
-
-        Bounds assume one number for all stages. Here screening estimates the value, and the fraction `NEARLY` is
-        subtracted. The smallest estimate is priced first, while it is below the best value. Estimates are too small by
-        about the same amount for all pipelines of a schedule.
-        """
-        if self.goal.is_memory or any(on.recompute_blocks is not None for on, _ in self.machinery):
-            return []
-        screened = Screening(**self.columns)
-        recomputes = screened.level > 0
-        recomputes[[index for index, plan in self.exact.items() if plan.degrees.recompute != "none"]] = True
-        mine = can_be_priced & recomputes & (self.candidates.pp > 1)
-        if not np.any(mine):
-            return []
-        seconds = np.where(mine, screened.by_stage_seconds, np.inf)
-        estimates = self.goal.bounds(self.candidates, replace(screened, seconds=seconds))
-        least = estimates * (1 - NEARLY)
-
-        def price(index: int) -> float:
-            plan = self.together.priced(index, BY_STAGE)
-            return self.goal.value(plan) if plan.fits else np.inf
-
-        proof = best_first(
-            np.where(least < min(best, self.below), least, np.inf),
-            kinds_of(self.candidates, ("schedule",)),
-            price,
-            most=MOST_BY_STAGE,
-            should_continue=self.should_continue,
-            prefetch=lambda likely: self.together.price([(index, BY_STAGE) for index in likely]),
-            added=lambda index, _: max(0.0, price(index) - float(estimates[index])),
-        )
-        fitting = [price for price in proof.priced if np.isfinite(price.value)]
-        return [price.index for price in sorted(fitting, key=lambda price: price.value)]
-
-    def result(self, proof: Proof, refined: Refinement) -> SearchState:
+    def state(self, proof: Proof) -> SearchState:
         return SearchState(
             candidates=self.candidates,
             screened=Screening(**self.columns),
             exact=self.exact,
             proof=proof,
             baselines=self.baselines,
-            refined=refined,
             refused=self.refused,
             labelled=tuple(self.works),
             goal=self.goal,
             members=self.members,
             together=self.together,
         )
+
+
+def _refined(
+    search: SearchState,
+    trials: int,
+    seed: int,
+    place: StudyPlace | None,
+    below: float,
+    should_continue: Callable[[], bool],
+    on_progress: Callable[[str], None],
+) -> Refinement:
+    """Vary the cuts, and the recomputation by stage, of the fastest candidates with several stages."""
+    together, proof, value = search.together, search.proof, search.goal.value
+    can_be_priced = search.candidates.of(*search.labelled)
+    least = below if proof.best is None else min(proof.best.value, below)
+    others = _by_stage(search, can_be_priced, least, should_continue)
+    if proof.best is None and not others:
+        return Refinement()
+    best = others[0] if proof.best is None else proof.best.index
+
+    def values(indices: Sequence[int]) -> list[float]:
+        together.price([(index, BY_STAGE) for index in indices])
+        return [value(together.priced(index, BY_STAGE)) for index in indices]
+
+    starts = starts_of(
+        search.candidates,
+        np.where(can_be_priced, search.values, np.inf),
+        values,
+        best,
+        others,
+        {index: name for index, name in search.baselines.items() if can_be_priced[index]},
+    )
+    if place is None and not any(start.is_varied for start in starts):
+        return Refinement()
+
+    as_they_are = {start.index for start in starts if not start.is_varied}
+
+    def cut(index: int, moved: tuple[int, int]) -> Cut:
+        return Cut(*moved, by_stage=index not in as_they_are)
+
+    on_progress(f"moving cuts of {len(starts) - len(as_they_are)} plans")
+    with nullcontext() if place is None else study_values(place.where):
+        return refine(
+            starts,
+            lambda index, moved: together.priced(index, cut(index, moved)),
+            value=value,
+            trials=trials,
+            capacity_bytes=search.goal.part(together.priced(best)).on.capacity_bytes,
+            seed=seed,
+            index_of=search.candidates.index_of,
+            place=place,
+            should_continue=should_continue,
+            prefetch=lambda likely: together.price([(index, cut(index, moved)) for index, moved in likely]),
+        )
+
+
+def _by_stage(
+    search: SearchState, can_be_priced: NDArray[np.bool_], below: float, should_continue: Callable[[], bool]
+) -> list[int]:
+    """Candidates that may have a value below `below` if every stage recomputes its own number of blocks.
+
+    Bounds assume one number for all stages. Here screening estimates the value, and the fraction `NEARLY` is
+    subtracted. The smallest estimate is priced first, while it is below the best value. Estimates are too small by
+    about the same amount for all pipelines of a schedule.
+    """
+    goal, screened = search.goal, search.screened
+    if goal.is_memory or any(part.on.recompute_blocks is not None for part in goal.parts.values()):
+        return []
+    recomputes = screened.level > 0
+    recomputes[[index for index, plan in search.exact.items() if plan.degrees.recompute != "none"]] = True
+    mine = can_be_priced & recomputes & (search.candidates.pp > 1)
+    if not np.any(mine):
+        return []
+    seconds = np.where(mine, screened.by_stage_seconds, np.inf)
+    estimates = goal.bounds(search.candidates, replace(screened, seconds=seconds))
+    least = estimates * (1 - NEARLY)
+
+    def price(index: int) -> float:
+        plan = search.together.priced(index, BY_STAGE)
+        return goal.value(plan) if plan.fits else np.inf
+
+    proof = best_first(
+        np.where(least < below, least, np.inf),
+        kinds_of(search.candidates, ("schedule",)),
+        price,
+        most=MOST_BY_STAGE,
+        should_continue=should_continue,
+        prefetch=lambda likely: search.together.price([(index, BY_STAGE) for index in likely]),
+        added=lambda index, _: max(0.0, price(index) - float(estimates[index])),
+    )
+    fitting = [price for price in proof.priced if np.isfinite(price.value)]
+    return [price.index for price in sorted(fitting, key=lambda price: price.value)]

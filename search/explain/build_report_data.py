@@ -25,8 +25,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.schedules.registry import SCHEDULE_NAMES
 from autopar.search.bounds.lower_bounds import Machinery
 from autopar.search.bounds.memory import MOST_LEVEL
-from autopar.search.driver.alternatives import raised_seconds
-from autopar.search.driver.search import SearchState
+from autopar.search.driver.search import SearchState, raised_seconds
 from autopar.search.explain.step_formulas import terms_of
 from autopar.search.pricing.exact import PricedPlan, pricing_of
 from autopar.search.result.report_data import WAITING, Details, Points, RankCost, Rates, Timeline
@@ -39,27 +38,20 @@ _SECONDS_PER_HOUR = 3600.0
 def details_of(best: PricedPlan, works: ProgramWorks, cluster: ClusterSpec, on: Machinery) -> Details:
     """The best plan, rank by rank, on the part of the cluster that it uses."""
     pricing = pricing_of(works, best, cluster, on)
-    stages = pricing.stages()
+    stages, batch, price = pricing.stages(), best.degrees.global_batch, cluster.price_usd_per_hour
+    used = pricing.utilisation(batch, best.seconds, best.degrees.world_size)
+    per_s = batch * works.sequence / best.seconds
     return Details(
-        rates=_rates(best, pricing, cluster, on),
+        rates=Rates(
+            tokens_per_s=per_s,
+            mfu=used.mfu,
+            hfu=used.hfu,
+            peak_flops_per_s=on.machine.peak_flops_per_s,
+            usd_per_billion_tokens=None if price is None else price / _SECONDS_PER_HOUR / per_s * 1e9,
+        ),
         ranks=tuple(_ranks(pricing, stages)),
         timeline=None if stages is None or stages.num_actions > MOST_ACTIONS else timeline_of(pricing, stages),
         terms=tuple(terms_of(best, pricing)),
-    )
-
-
-def _rates(best: PricedPlan, pricing: Pricing, cluster: ClusterSpec, on: Machinery) -> Rates:
-    degrees, works = best.degrees, pricing.works
-    batch = degrees.global_batch
-    used = pricing.utilisation(batch, best.seconds, degrees.world_size)
-    per_s = batch * works.sequence / best.seconds
-    price = cluster.price_usd_per_hour
-    return Rates(
-        tokens_per_s=per_s,
-        mfu=used.mfu,
-        hfu=used.hfu,
-        peak_flops_per_s=on.machine.peak_flops_per_s,
-        usd_per_billion_tokens=None if price is None else price / _SECONDS_PER_HOUR / per_s * 1e9,
     )
 
 

@@ -1,6 +1,6 @@
 """The result of a search as data: the best plan, other plans and why they are worse, baselines, counts, the front."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from autopar.cost_model.estimate import optimizer_assumption, situation_of
@@ -21,15 +21,12 @@ from autopar.search.result.result import Contender, SearchResult
 from autopar.search.space.candidates import Split
 from autopar.words.numbers import readable_bytes
 
-Hold = Callable[[int, int], bool]  # whether the labels of one tensor degree are legal for another one
-
 
 def result_of(
     search: SearchState,
     program: Program,
     works_of: Works,
     works_of_best: Works,
-    hold: Hold,
     *,
     top: int,
     alike: bool = False,
@@ -64,7 +61,7 @@ def result_of(
         trials=search.refined.trials,
         importance=search.refined.importance,
         others=tuple(_contender(search, index, plan) for index, plan in others),
-        baselines=tuple(_contender(search, *baseline) for baseline in _priced_baselines(search, works_of, hold)),
+        baselines=tuple(_contender(search, *baseline) for baseline in _priced_baselines(search, works_of)),
         bound=None if search.proof.best is None else search.proof.bound,
         gap=search.proof.gap,
         is_proven=search.proof.is_proven,
@@ -83,24 +80,21 @@ def result_of(
     )
 
 
-def _contender(search: SearchState, index: int | None, plan: PricedPlan, borrowed: int = 0) -> Contender:
-    """A priced plan beside the best plan. `borrowed` is the tensor degree of borrowed labels, 0 if they are its own."""
+def _contender(search: SearchState, index: int | None, plan: PricedPlan) -> Contender:
+    """A priced plan beside the best plan."""
     best, goal, reason = search.best, search.goal, ""
-    names = {baseline.index: baseline.name for baseline in search.baselines}
     if not plan.fits:
         missing = plan.needed_bytes - goal.part(plan).on.capacity_bytes
         reason = f"does not fit: {readable_bytes(missing)} more than a device has"
     elif best is not None and plan is not best:
         reason = why_worse(goal, best, plan)
-    if borrowed:
-        reason += f"; with the labels of tensor degree {borrowed}"
     return replace(
         contender_of(goal, plan),
         fits=plan.fits,
         slower=0.0 if best is None else plan.seconds / best.seconds - 1,
         reason=reason,
         parts=part_numbers(plan.step.parts),
-        name="" if index is None else names.get(index, ""),
+        name="" if index is None else search.baselines.get(index, ""),
         is_like_best=best is not None
         and plan is not best
         and plan.fits
@@ -108,19 +102,17 @@ def _contender(search: SearchState, index: int | None, plan: PricedPlan, borrowe
     )
 
 
-def _priced_baselines(search: SearchState, works_of: Works, hold: Hold) -> Iterator[tuple[int, PricedPlan, int]]:
-    """The legal baselines by candidate, their prices, and the tensor degree of borrowed labels."""
-    first = min((split.tp for split in search.labelled if split.tp > 1 and split.cp == split.ep == 1), default=0)
-    for index in (baseline.index for baseline in search.baselines):
+def _priced_baselines(search: SearchState, works_of: Works) -> Iterator[tuple[int, PricedPlan]]:
+    """The legal baselines by candidate, and their prices."""
+    for index in search.baselines:
         split = search.candidates.split(index)
         if split in search.labelled:
-            yield index, search.together.priced(index), 0
+            yield index, search.together.priced(index)
         elif split not in search.refused:
-            borrowed = first if first and hold(first, split.tp) else 0
             try:
-                works = works_of(borrowed or split.tp)
+                works = works_of(*split)
             except AutoparError:
                 continue
             degrees = search.candidates.degrees(index)
             part = search.goal.parts[degrees.world_size]
-            yield index, priced(works, degrees, part.on, least_memory=search.goal.is_memory), borrowed
+            yield index, priced(works, degrees, part.on, least_memory=search.goal.is_memory)

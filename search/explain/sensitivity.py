@@ -19,7 +19,6 @@ from autopar.errors import AutoparError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.rank_order import ORDERS
-from autopar.ir.schedules.registry import schedule_problems
 from autopar.search.bounds.lower_bounds import Machinery, screen
 from autopar.search.driver.search import Works
 from autopar.search.pricing.exact import BY_STAGE, PricedPlan, priced
@@ -133,12 +132,22 @@ def _sequence(base: Base, now: _Setting, factor: float) -> _Setting | None:
 
 
 def _point(base: Base, factor: float, changed: _Setting) -> CurvePoint:
-    degrees = adapted(base.best.degrees, changed.cluster.num_devices, changed.global_batch)
+    count = changed.cluster.num_devices
+    constraints = replace(
+        base.constraints,
+        num_devices=count,
+        fewer_devices=(),
+        global_batch=changed.global_batch,
+        local_batch=None,
+        tensor_degrees=tuple(tp for tp in divisors(count) if tp <= max(base.constraints.tensor_degrees)),
+        devices_per_host=changed.on.machine.links.devices_per_host,
+    )
+    degrees = adapted(base.best.degrees, constraints)
     plan = base.best if factor == 1 else None
     if degrees is not None and plan is None:
         works = replace(base.works_of(*Split.of(degrees)), sequence=changed.sequence)
         plan = priced(works, degrees, changed.on, cut=BY_STAGE)
-    tokens, bound = float(changed.global_batch * changed.sequence), _bound(base, changed)
+    tokens, bound = float(changed.global_batch * changed.sequence), _bound(base, changed, constraints)
     return CurvePoint(
         factor=factor,
         value=float(changed.value),
@@ -150,46 +159,18 @@ def _point(base: Base, factor: float, changed: _Setting) -> CurvePoint:
     )
 
 
-def adapted(degrees: Degrees, num_devices: int, global_batch: int) -> Degrees | None:
+def adapted(degrees: Degrees, constraints: Constraints) -> Degrees | None:
     """The same plan on other devices and batches, still without recomputation. None if it cannot be split so."""
-    dp, rest = divmod(num_devices, degrees.pp * degrees.tp * degrees.cp)
-    micro_batch = degrees.micro_batch or 1
-    if rest or not dp or global_batch % (dp * micro_batch):
+    kept = ["tp", "pp", "cp", "ep", "micro_batch", "virtual_stages", *(["schedule"] if degrees.pp > 1 else [])]
+    kept += ["dp_replicate"] if degrees.dp_replicate == 1 else ["dp_shard"]
+    c = candidates(replace(constraints, fix={word: (getattr(degrees, word),) for word in kept}, forbid={}))
+    if not len(c):
         return None
-    shard = dp if degrees.dp_replicate == 1 else degrees.dp_shard
-    if dp % shard or shard % degrees.ep:
-        return None
-    count = global_batch // (dp * micro_batch)
-    if degrees.pp > 1 and schedule_problems(degrees.schedule, degrees.pp, degrees.virtual_stages, count):
-        return None
-    if count > 1 and micro_batch * dp == 1:
-        return None  # as in `autopar.search.space.candidates`
-    staged = degrees.pp > 1
-    return replace(
-        degrees,
-        dp_shard=shard,
-        dp_replicate=dp // shard,
-        zero=degrees.zero if dp * degrees.cp > 1 else 0,
-        accumulate=1 if staged else count,
-        micro_batches=count if staged else 1,
-        recompute="none",
-        recompute_blocks=None,
-        order=degrees.order if dp > 1 else ORDERS[0],
-    )
+    return c.degrees(int(np.argmax(2 * (c.zero == degrees.zero) + (c.order == ORDERS.index(degrees.order)))))
 
 
-def _bound(base: Base, changed: _Setting) -> float | None:
+def _bound(base: Base, changed: _Setting, constraints: Constraints) -> float | None:
     """The smallest lower bound of all candidates, in seconds."""
-    count = changed.cluster.num_devices
-    constraints = replace(
-        base.constraints,
-        num_devices=count,
-        fewer_devices=(),
-        global_batch=changed.global_batch,
-        local_batch=None,
-        tensor_degrees=tuple(tp for tp in divisors(count) if tp <= max(base.constraints.tensor_degrees)),
-        devices_per_host=changed.on.machine.links.devices_per_host,
-    )
     every = candidates(constraints)
     least = np.inf
     for is_alike, works in _labelled(base):

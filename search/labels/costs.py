@@ -11,7 +11,6 @@ Tiny terms break ties: fewer collectives first, then the order of variants and n
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import inf, prod
 
 import numpy as np
@@ -28,7 +27,7 @@ from autopar.search.labels.choices import BoundaryClass, Choice, NodeKey, share_
 from autopar.search.labels.elimination import eliminated
 from autopar.search.labels.neighbourhoods import improved
 from autopar.search.labels.network import FloatArray, IntArray, Network, NetworkValue, Solution, Use
-from autopar.search.labels.turn import Space, Turn
+from autopar.search.labels.turn import Turn, types_of, variants_of
 
 PER_COLLECTIVE = 1e-3  # in units of the largest all-reduce
 SENT_TOGETHER = 0.5  # of it less if a neighbouring mesh dimension has the same conversion
@@ -37,21 +36,17 @@ PER_RANK = 1e-5
 GATHERED_BATCH = 1.0  # gathering along the batch undoes data parallelism, and is the last resort
 
 
-@dataclass(frozen=True, slots=True)
-class _Use:
-    """One use of a value: the type that every choice of a variable wants, and whether the backward pass needs it."""
-
-    variable: int
-    wanted: list[Type]
-    kept: bool
+# one use of a value: a variable, the type that each of its choices wants, and whether the backward pass needs it
+_Use = tuple[int, list[Type], bool]
 
 
 class DimProblem:
     """Builds and solves the network of one mesh dimension."""
 
-    def __init__(self, turn: Turn, space: Space) -> None:
+    def __init__(self, turn: Turn, relaxed: bool) -> None:
         program = turn.program
-        self.turn, self.space, self.program, self.analysis = turn, space, program, turn.analysis
+        self.turn, self.program, self.analysis = turn, program, turn.analysis
+        self.variants, self.types = variants_of(turn, relaxed), types_of(turn, relaxed)
         self.boundary, self.solved, self.prices = turn.boundary, turn.solved, turn.prices
         self.calls = [len(program.uses_of_block(i)) for i in range(len(program.blocks))]
         self.operators: dict[NodeKey, int] = {}  # the variables of operators and of boundary classes
@@ -66,13 +61,13 @@ class DimProblem:
             self._values(index)
         self.network = Network(costs=tuple(self.costs), values=tuple(self.values))
 
-    def solve(self, time_limit_s: float) -> tuple[Choice, Solution] | None:
-        """The best labels of this mesh dimension. None if there are none, or if the solver found none in time."""
-        solution = solution_of(self.network, time_limit_s)
+    def solve(self) -> tuple[Choice, Solution] | None:
+        """The best labels of this mesh dimension. None if there are none, or if the rounds find none."""
+        solution = eliminated(self.network) or improved(self.network)
         if solution is None or solution.objective == inf:
             return None
-        chosen = {key: self.space.variants[key][solution.choices[at]] for key, at in self.operators.items()}
-        types = {name: self.space.types[name][solution.choices[at]] for name, at in self.classes.items()}
+        chosen = {key: self.variants[key][solution.choices[at]] for key, at in self.operators.items()}
+        types = {name: self.types[name][solution.choices[at]] for name, at in self.classes.items()}
         for (block, node), name in self.boundary.results.items():
             if self.boundary.classes[name].free:  # training drops it: no conversion, but never partial
                 made_type = chosen[block, node].output
@@ -95,7 +90,7 @@ class DimProblem:
         return len(self.costs) - 1
 
     def _classes(self) -> None:
-        for name, candidates in self.space.types.items():
+        for name, candidates in self.types.items():
             if not candidates:
                 continue
             c = self.boundary.classes[name]
@@ -122,7 +117,7 @@ class DimProblem:
         bounds = self.analysis.bounds[index]
         for place, (node, bound) in enumerate(bounds.items()):
             costs, moves_data = [], not is_view(self.analysis.calls[index][node])
-            for rank, variant in enumerate(self.space.variants[index, node]):
+            for rank, variant in enumerate(self.variants[index, node]):
                 seconds, collectives = self._work((index, node), bound, variant, moves_data)
                 cost = calls * (seconds / self.prices.unit_s + PER_COLLECTIVE * collectives)
                 costs.append(cost + PER_RANK * rank * (1 + place / len(bounds)))
@@ -188,13 +183,13 @@ class DimProblem:
             kept = saved_operands(call, bound.rule)
             for k, name in enumerate(self.analysis.operands[index][node]):
                 flows = call.operands[k].differentiable
-                wanted = [_plain(variant.operands[k], flows) for variant in self.space.variants[index, node]]
-                uses.setdefault(name, []).append(_Use(variable, wanted, k in kept))
+                wanted = [_plain(variant.operands[k], flows) for variant in self.variants[index, node]]
+                uses.setdefault(name, []).append((variable, wanted, k in kept))
         for name in block.outputs:
             leaves_as = self.boundary.results[index, name]
             if leaves_as in self.classes:
-                wanted = [_plain(t, infos[name].differentiable) for t in self.space.types[leaves_as]]
-                uses.setdefault(name, []).append(_Use(self.classes[leaves_as], wanted, False))
+                wanted = [_plain(t, infos[name].differentiable) for t in self.types[leaves_as]]
+                uses.setdefault(name, []).append((self.classes[leaves_as], wanted, False))
         roles: dict[str, str] = dict(block.ports)
         roles |= dict.fromkeys(parameter_values(self.program, self.analysis, index), "parameter")
         for name, value_uses in uses.items():
@@ -203,18 +198,18 @@ class DimProblem:
     def _source(self, index: int, name: str, flows: bool) -> tuple[int, list[Type]]:
         """The variable that makes a value, and the type of each of its choices."""
         if (index, name) in self.operators:
-            variants = self.space.variants[index, name]
+            variants = self.variants[index, name]
             return self.operators[index, name], [_plain(variant.output, flows) for variant in variants]
         bound_to = self.boundary.ports[index, name]
-        return self.classes[bound_to], [_plain(t, flows) for t in self.space.types[bound_to]]
+        return self.classes[bound_to], [_plain(t, flows) for t in self.types[bound_to]]
 
     def _value(self, index: int, name: str, role: str, info: TensorInfo, uses: Sequence[_Use]) -> NetworkValue:
         """Conversions of one value, shared by all uses that want the same type, and the forms kept for backward."""
         calls = self.calls[index]
         whole = prod(info.shape) * info.dtype.itemsize * share_of(self.solved, self.boundary, (index, name))
         source, start_types = self._source(index, name, info.differentiable)
-        is_kept = any(use.kept for use in uses) and role not in ("parameter", "constant", "buffer")
-        types = tuple(dict.fromkeys((*start_types, *(t for use in uses for t in use.wanted), I)))
+        is_kept = any(kept for _, _, kept in uses) and role not in ("parameter", "constant", "buffer")
+        types = tuple(dict.fromkeys((*start_types, *(t for _, wanted, _ in uses for t in wanted), I)))
         number = {t: k for k, t in enumerate(types)}
         gather = ("S", "R") if is_kept and self.turn.regather else None
         neighbours = self._conversions_of_neighbour(index, name)
@@ -244,8 +239,8 @@ class DimProblem:
             source=source,
             made=_numbers(number, start_types),
             uses=tuple(
-                Use(variable=use.variable, wanted=_numbers(number, use.wanted), kept=use.kept and is_kept)
-                for use in uses
+                Use(variable=variable, wanted=_numbers(number, wanted), kept=kept and is_kept)
+                for variable, wanted, kept in uses
             ),
             convert=convert,
             forms=_numbers(number, [I if t.kind == "R" else t for t in types]),
@@ -306,13 +301,3 @@ def _plain(t: Type, differentiable: bool) -> Type:
 
 def _numbers(number: Mapping[Type, int], types: Sequence[Type]) -> IntArray:
     return np.array([number[t] for t in types], dtype=np.intp)
-
-
-def solution_of(network: Network, time_limit_s: float) -> Solution | None:
-    """The best choices of a network. None if the solver found none in time."""
-    solution = eliminated(network) or improved(network)
-    if solution is None:
-        from autopar.search.labels.milp import solved  # HiGHS is rarely needed
-
-        solution = solved(network, time_limit_s)
-    return solution

@@ -27,18 +27,22 @@ _MAX_NAMED = 3  # operators that a note lists
 
 def batch_problems(program: Program, mesh: Mesh) -> list[Problem]:
     """Inputs whose batch the data-parallel degree does not divide."""
-    problems = []
     degree = prod(n for name, n in zip(mesh.names, mesh.degrees, strict=True) if splits_samples(name))
-    for size in sorted({i.shape[i.batch_dim] for i in program.inputs if i.batch_dim is not None}):
-        if size % degree:
-            problems.append(
-                Problem(
-                    path="batch",
-                    rule=f"{size} sequences are not divisible by dp={degree}",
-                    suggestion=nearest_degrees(size, degree),
-                )
-            )
-    return problems
+    sizes = {i.shape[i.batch_dim] for i in program.inputs if i.batch_dim is not None}
+    return _indivisible("batch", sizes, "{} sequences are", "dp", degree)
+
+
+def _indivisible(path: str, sizes: Iterable[int], has: str, name: str, degree: int) -> list[Problem]:
+    """The sizes that a degree does not divide, with the nearest degrees that do."""
+    return [
+        Problem(
+            path=path,
+            rule=f"{has.format(size)} not divisible by {name}={degree}",
+            suggestion=nearest_degrees(size, degree),
+        )
+        for size in sorted(sizes)
+        if size % degree
+    ]
 
 
 def context_problems(program: Program, analysis: Analysis, mesh: Mesh, context: str | None) -> list[Problem]:
@@ -65,11 +69,7 @@ def expert_problems(program: Program, analysis: Analysis, mesh: Mesh) -> list[Pr
             remedy = 'use experts_implementation="grouped_mm" of transformers, which has no float64: --dtype float32'
             return [Problem(path="ep", value=degree, rule=rule, suggestion=remedy)]
         return [Problem(path="ep", value=degree, rule="the model has no experts", suggestion="leave it out")]
-    return [
-        Problem(path="ep", rule=f"{n} experts are not divisible by ep={degree}", suggestion=nearest_degrees(n, degree))
-        for n in counts
-        if n % degree
-    ]
+    return _indivisible("ep", counts, "{} experts are", "ep", degree)
 
 
 def _copies_matrices(program: Program, analysis: Analysis) -> bool:
@@ -91,15 +91,7 @@ def sequence_problems(program: Program, name: str, degree: int, option: str = "s
         fixed = "the model does not run the same operators at another length, as with a loop over tokens"
         rule = fixed if tokens else "no input has a sequence"
         return [Problem(path=option, rule=rule, suggestion="leave the option out")]
-    return [
-        Problem(
-            path=option,
-            rule=f"sequence length {size} is not divisible by {name}={degree}",
-            suggestion=nearest_degrees(size, degree),
-        )
-        for size in sorted(sizes)
-        if size % degree
-    ]
+    return _indivisible(option, sizes, "sequence length {} is", name, degree)
 
 
 def nearest_degrees(size: int, degree: int, *, padded: bool = False) -> str:
@@ -194,46 +186,32 @@ def judge(
     ]
     notes: list[str] = []
     for axis, keys in split_in_vain.items():
-        notes += _notes_on_axis(program, analysis, axis, [key for key in keys if key in whole], true)
-        moved = [key for key in keys if true.variants[key].factor and analysis.bounds[key[0]][key[1]].rule.flops]
-        notes += _notes_on_moved(program, analysis, axis, moved, true)
-    own_axis = {key for keys in split_in_vain.values() for key in keys}
-    notes += _notes_on_neighbours(program, analysis, [key for key in whole if key not in own_axis], true)
+        notes += _notes_on_axis(program, analysis, axis, keys, whole, true)
+    in_vain = {key for keys in split_in_vain.values() for key in keys}
+    if beside := [key for key in whole if key not in in_vain]:  # to split them costs more communication than it saves
+        cost = _in_words(_more_work(program, analysis, beside, true.degree))
+        said = f"{_computed_whole(program, beside)}, as the operators beside them are{cost}"
+        notes.append(f"{true.name}={true.degree}: {said}")
     added_work = _more_work(program, analysis, whole, true.degree)
     return Verdict(splits_nothing=False, problems=[], notes=notes, added_work=added_work, split_share=share)
 
 
 def _notes_on_axis(
-    program: Program, analysis: Analysis, axis: int, whole: list[NodeKey], true: Choice
+    program: Program, analysis: Analysis, axis: int, keys: list[NodeKey], whole: list[NodeKey], true: Choice
 ) -> Iterator[str]:
-    """The operators that are computed whole because the degree does not divide an axis, and their price."""
-    if whole:
-        size, degree = _size(analysis, whole[0], axis), true.degree
-        cost = _more_work(program, analysis, whole, degree)
-        reason = f"because {degree} does not divide {size} {_unit(analysis, axis)}"
-        remedy = f"; {nearest_degrees(size, degree, padded=True)}" if cost >= _LARGE else ""
-        yield f"{true.name}={degree}: {_computed_whole(program, whole)}, {reason}{_in_words(cost)}{remedy}"
+    """The operators that are computed whole, and the products that are split along another axis than the best one."""
+    split, size = f"{true.name}={true.degree}", _size(analysis, keys[0], axis)
+    reason = f"because {true.degree} does not divide {size} {_unit(analysis, axis)}"
+    if mine := [key for key in keys if key in whole]:
+        cost = _more_work(program, analysis, mine, true.degree)
+        remedy = f"; {nearest_degrees(size, true.degree, padded=True)}" if cost >= _LARGE else ""
+        yield f"{split}: {_computed_whole(program, mine)}, {reason}{_in_words(cost)}{remedy}"
     if axis in analysis.sequence_axes:
-        yield f"{true.name}={true.degree}: no sequence parallelism, sequence length {program.sequence} is not divisible"
-
-
-def _notes_on_moved(
-    program: Program, analysis: Analysis, axis: int, moved: list[NodeKey], true: Choice
-) -> Iterator[str]:
-    """Products that are split along another axis than the best one, which costs communication."""
+        yield f"{split}: no sequence parallelism, sequence length {program.sequence} is not divisible"
+    moved = [key for key in keys if true.variants[key].factor and analysis.bounds[key[0]][key[1]].rule.flops]
     if moved:
-        size, degree = _size(analysis, moved[0], axis), true.degree
-        reason = f"because {degree} does not divide {size} {_unit(analysis, axis)}"
-        verb, remedy = "is" if len(moved) == 1 else "are", nearest_degrees(size, degree, padded=True)
-        yield f"{true.name}={degree}: {_listed(program, moved)} {verb} split along another axis, {reason}; {remedy}"
-
-
-def _notes_on_neighbours(program: Program, analysis: Analysis, whole: list[NodeKey], true: Choice) -> list[str]:
-    """Operators whose own axes could be split, but not without more communication than it saves."""
-    if not whole:
-        return []
-    cost = _in_words(_more_work(program, analysis, whole, true.degree))
-    return [f"{true.name}={true.degree}: {_computed_whole(program, whole)}, as the operators beside them are{cost}"]
+        verb, remedy = "is" if len(moved) == 1 else "are", nearest_degrees(size, true.degree, padded=True)
+        yield f"{split}: {_listed(program, moved)} {verb} split along another axis, {reason}; {remedy}"
 
 
 def _computed_whole(program: Program, whole: list[NodeKey]) -> str:

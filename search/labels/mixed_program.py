@@ -1,12 +1,15 @@
 """Mixed-integer linear programs with columns from 0 to 1, in HiGHS with one thread and a fixed seed."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import highspy
 import numpy as np
 
 Terms = Iterable[tuple[int, float]]  # (column, coefficient)
-_INFINITY = highspy.kHighsInf
+OPTIONS: dict[str, Any] = {
+    "output_flag": False, "threads": 1, "random_seed": 0, "mip_rel_gap": 0.0, "mip_abs_gap": 1e-9,
+}  # fmt: skip
 
 
 class MixedProgram:
@@ -15,10 +18,7 @@ class MixedProgram:
     def __init__(self) -> None:
         self._costs: list[float] = []
         self._binary: list[int] = []
-        self._starts: list[int] = []
-        self._columns: list[int] = []
-        self._coefficients: list[float] = []
-        self._lower: list[float] = []
+        self._rows: list[dict[int, float]] = []
         self._upper: list[float] = []
 
     def binary(self, cost: float) -> int:
@@ -29,37 +29,20 @@ class MixedProgram:
         self._costs.append(cost)
         return len(self._costs) - 1
 
-    def equal(self, terms: Terms, value: float) -> None:
-        self._row(terms, value, value)
-
     def at_most(self, terms: Terms, value: float) -> None:
-        self._row(terms, -_INFINITY, value)
-
-    def _row(self, terms: Terms, lower: float, upper: float) -> None:
+        """A row: the sum of terms is at most a value."""
         summed: dict[int, float] = {}
         for column, coefficient in terms:
             summed[column] = summed.get(column, 0.0) + coefficient
-        self._starts.append(len(self._columns))
-        self._columns.extend(summed)
-        self._coefficients.extend(summed.values())
-        self._lower.append(lower)
-        self._upper.append(upper)
+        self._rows.append(summed)
+        self._upper.append(value)
 
     def solve(self, time_limit_s: float) -> tuple[list[float], float, float] | None:
         """Values of the columns, the objective, and its relative gap to the proven bound."""
         if not self._costs:  # HiGHS has no solution of a program without columns
-            fits = all(lower <= 0 <= upper for lower, upper in zip(self._lower, self._upper, strict=True))
-            return ([], 0.0, 0.0) if fits else None
+            return ([], 0.0, 0.0) if min(self._upper, default=0.0) >= 0 else None
         solver = highspy._Highs()  # type: ignore[attr-defined]  # without callbacks, with which releases print a banner
-        options = {
-            "output_flag": False,
-            "threads": 1,
-            "random_seed": 0,
-            "mip_rel_gap": 0.0,
-            "mip_abs_gap": 1e-9,
-            "time_limit": time_limit_s,
-        }
-        for name, value in options.items():
+        for name, value in (OPTIONS | {"time_limit": time_limit_s}).items():
             solver.setOptionValue(name, value)
         count, empty = len(self._costs), np.array([], dtype=np.int32)
         costs, ones = np.array(self._costs, dtype=np.float64), np.ones(count)
@@ -68,15 +51,12 @@ class MixedProgram:
             binary = np.array(self._binary, dtype=np.int32)
             kinds = np.full(len(binary), highspy.HighsVarType.kInteger.value, dtype=np.uint8)
             solver.changeColsIntegrality(len(binary), binary, kinds)
-        solver.addRows(
-            len(self._lower),
-            np.array(self._lower, dtype=np.float64),
-            np.array(self._upper, dtype=np.float64),
-            len(self._columns),
-            np.array(self._starts, dtype=np.int32),
-            np.array(self._columns, dtype=np.int32),
-            np.array(self._coefficients, dtype=np.float64),
-        )
+        upper, sizes = np.array(self._upper, dtype=np.float64), [len(row) for row in self._rows]
+        columns = np.array([column for row in self._rows for column in row], dtype=np.int32)
+        coefficients = np.array([value for row in self._rows for value in row.values()], dtype=np.float64)
+        starts = np.cumsum([0, *sizes[:-1]], dtype=np.int32)[: len(sizes)]
+        no_lower = np.full(len(upper), -highspy.kHighsInf)
+        solver.addRows(len(upper), no_lower, upper, len(columns), starts, columns, coefficients)
         solver.run()
         info = solver.getInfo()
         if info.primal_solution_status != highspy.kSolutionStatusFeasible:

@@ -4,7 +4,7 @@ A variable has several choices, each with a cost: the variants of an operator, o
 choice of a value's source decides the type in which it is made. The choices of its users decide the types in which it
 is used. Each other wanted type costs one conversion, whatever the number of users. Each form that the backward pass
 keeps costs memory once. `autopar.search.labels.elimination` finds the choices of least total cost. It leaves larger
-networks to `autopar.search.labels.neighbourhoods` and `autopar.search.labels.milp`.
+networks to `autopar.search.labels.neighbourhoods`.
 """
 
 from dataclasses import dataclass

@@ -45,16 +45,8 @@ class Turn:
     context: str | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Space:
-    """The candidates on one mesh dimension."""
-
-    variants: Mapping[NodeKey, tuple[Variant, ...]]
-    types: Mapping[str, tuple[Type, ...]]
-
-
-def space_of(turn: Turn, relaxed: bool) -> Space:
-    """All candidates. A `relaxed` space has axes that the degree does not divide, else only paddable ones are."""
+def variants_of(turn: Turn, relaxed: bool) -> dict[NodeKey, tuple[Variant, ...]]:
+    """The variants of every operator. `relaxed` ones split axes that the degree does not divide."""
     program, analysis, name, index, degree = turn.program, turn.analysis, turn.name, turn.index, turn.degree
     solved, dispatch, context = turn.solved, turn.dispatch, turn.context
     paddable = paddable_axes(program, analysis, degree)
@@ -96,10 +88,13 @@ def space_of(turn: Turn, relaxed: bool) -> Space:
                 hint = f"leave {word} out, or take another degree"
                 raise PlanError("a way was asked for", [Problem(path=word, value=way, rule=rule, suggestion=hint)])
             kept_variants[i, node] = tuple(kept)
-    types = {}
-    for c in turn.boundary.classes.values():
-        types[c.name] = tuple(_types_of(c, turn, None if relaxed else paddable))
-    return Space(variants=kept_variants, types=types)
+    return kept_variants
+
+
+def types_of(turn: Turn, relaxed: bool) -> dict[str, tuple[Type, ...]]:
+    """The types of every value between blocks. `relaxed` ones split axes that the degree does not divide."""
+    paddable = None if relaxed else paddable_axes(turn.program, turn.analysis, turn.degree)
+    return {c.name: tuple(_types_of(c, turn, paddable)) for c in turn.boundary.classes.values()}
 
 
 def _is_dispatch(variant: Variant, target: Any, dispatch: str | None) -> bool:

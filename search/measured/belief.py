@@ -51,13 +51,6 @@ class Belief:
         """Seconds of the best measured plan; infinite without one."""
         return float(np.min(self.seconds[self.is_measured], initial=np.inf))
 
-    @property
-    def next_plan(self) -> int | None:
-        """The plan to measure next: the fastest by its median. None if all plans are measured."""
-        if np.all(self.is_measured):
-            return None
-        return int(np.argmin(np.where(self.is_measured, np.inf, self.mean)))
-
 
 def belief(
     predicted_s: Sequence[float], degrees: NDArray[np.float64], measured_s: Mapping[int, float], *, own_s: float = OWN

@@ -122,17 +122,11 @@ def _weight(objective: str, cluster: ClusterSpec) -> float:
 
 def _unknown(objective: str, cluster: ClusterSpec, name: str, meaning: str) -> InputError:
     stated = [g.price_usd_per_device_hour if objective == "cost" else g.device.power_w for g in cluster.groups]
+    paths = [f"groups[{i}].{name}" for i, figure in enumerate(stated) if figure is None]
+    hint = f"give it in a cluster file, in {meaning}"
     return InputError(
         f"objective {objective!r} needs a figure that cluster {cluster.name!r} does not have",
-        [
-            Problem(
-                path=f"groups[{i}].{name}",
-                rule="is missing",
-                suggestion=f"give it in a cluster file, in {meaning}",
-            )
-            for i, figure in enumerate(stated)
-            if figure is None
-        ],
+        [Problem(path=path, rule="is missing", suggestion=hint) for path in paths],
     )
 
 
@@ -142,12 +136,11 @@ def why_worse(goal: Goal, best: PricedPlan, other: PricedPlan) -> str:
     if goal.is_memory:
         return why_fuller(part_numbers(best.memory.parts), part_numbers(other.memory.parts))
     scale = [plan.degrees.global_batch if goal.per_sequence else 1 for plan in (best, other)]
-    seconds = [plan.seconds / many for plan, many in zip((best, other), scale, strict=True)]
     if ours != theirs:
         per_second = goal.parts[theirs].weight / goal.parts[ours].weight
         return (
             f"{theirs:,} devices instead of {ours:,} take {per_second:.2f} times the {goal.objective} a second "
-            f"and {seconds[1] / seconds[0]:.2f} times the time"
+            f"and {other.seconds / scale[1] / (best.seconds / scale[0]):.2f} times the time"
         )
     times = [
         {name: value / many for name, value in part_numbers(plan.step.parts).items()}

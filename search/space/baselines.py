@@ -6,8 +6,6 @@ Megatron 3-D      the least tensor × pipeline parallelism that fits, tensor fir
                   parallel with a sharded optimizer (Narayanan et al. 2021, section 3, takeaways 1-3)
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,16 +14,8 @@ from autopar.ir.schedules.registry import DEFAULT_SCHEDULE, SCHEDULE_NAMES
 from autopar.search.space.candidates import Candidates
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Baseline:
-    """A named candidate."""
-
-    name: str
-    index: int
-
-
-def baselines(space: Candidates, cluster: ClusterSpec) -> tuple[Baseline, ...]:
-    """The baselines that the space has, each with its smallest micro-batch."""
+def baselines(space: Candidates, cluster: ClusterSpec) -> dict[int, str]:
+    """The names of the baselines that the space has, by candidate, each with its smallest micro-batch."""
     whole = (space.num_devices == cluster.num_devices) & (space.order == 0) & (space.cp == 1) & (space.ep == 1)
     per_host = min(group.devices_per_host for group in cluster.groups)
     sharded = (space.dp_replicate == 1) & (space.pp == 1) & (space.zero == 3)
@@ -37,13 +27,13 @@ def baselines(space: Candidates, cluster: ClusterSpec) -> tuple[Baseline, ...]:
         "tensor parallelism in hosts + FSDP": sharded & (space.tp == in_host) & (space.tp > 1),
         "Megatron 3-D": staged & (space.tp == in_host),
     }
-    rows = []
+    names = {}
     for name, mask in wanted.items():
         index = np.flatnonzero(mask & whole)
         if len(index):
             order = np.lexsort((space.micro_batch[index], space.pp[index]))
-            rows.append(Baseline(name=name, index=int(index[order[0]])))
-    return tuple(rows)
+            names[int(index[order[0]])] = name
+    return names
 
 
 def _largest_up_to(degrees: NDArray[np.int64], most: int) -> int:

@@ -256,16 +256,11 @@ class Constraints:
         return self.global_batch // dp if self.global_batch % dp == 0 else None
 
     @property
-    def recompute_blocks(self) -> int | tuple[int, ...] | None:
-        """Blocks that every stage recomputes, or each stage; None: the fewest with which the plan fits."""
-        return recompute_blocks_of(self.fix)
-
-    @property
     def num_stages(self) -> int | None:
         """The number of stages of every plan, if `cuts` or `recompute_blocks` decide it."""
         counts = {"cut_at": len(self.cuts) + 1} if self.cuts is not None else {}
-        if isinstance(self.recompute_blocks, tuple):
-            counts["recompute_blocks"] = len(self.recompute_blocks)
+        if isinstance(blocks := recompute_blocks_of(self.fix), tuple):
+            counts["recompute_blocks"] = len(blocks)
         if len(set(counts.values())) > 1:
             said = " and ".join(f"{word} {count}" for word, count in counts.items())
             raise PlanError(f"the numbers of stages differ: {said}; recompute_blocks has one number for every stage")

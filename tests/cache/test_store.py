@@ -21,7 +21,8 @@ def test_a_file_is_named_by_every_input(tmp_path: Path) -> None:
     first = kept_file(tmp_path, "search", {"a": 1, "b": 2}, [3])
     assert kept_file(tmp_path, "search", {"b": 2, "a": 1}, [3]) == first
     others = [kept_file(tmp_path, "search", *inputs) for inputs in (({"a": 1}, [3]), ({"a": 1, "b": 2}, [4]), ([3],))]
-    assert len({first.path, *(one.path for one in others)}) == 4
+    others.append(kept_file(tmp_path, "labels", {"a": 1, "b": 2}, [3]))
+    assert len({first.path, *(one.path for one in others)}) == 5
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from autopar.ir.device import Link
 from autopar.ir.program import Program
 from autopar.planning.fixed import PricedStages, label_plan, program_for
 from autopar.planning.labels import LABELLED, SearchLabels
-from autopar.planning.machine import machinery_of
+from autopar.planning.machine import machine_of
+from autopar.search.bounds.lower_bounds import Machinery
 from autopar.search.pricing.exact import priced
 from autopar.search.result.result import degrees_in_plain
 from autopar.search.space.candidates import Candidates, Split, candidates
@@ -155,7 +156,8 @@ def test_it_is_priced(word: str, two_hosts: ClusterSpec, request: pytest.Fixture
     own, prices = values(found, word), {}
     for value in [*dict.fromkeys(own)][:2]:
         degrees = found.degrees(own.index(value))
-        works, on = labels.works(*Split.of(degrees)), machinery_of(two_hosts, None, "bf16", stored_bytes=2)
+        works, machine = labels.works(*Split.of(degrees)), machine_of(two_hosts, None, "bf16", stored_bytes=2)
+        on = Machinery(machine=machine)
         price = priced(works, degrees, on)
         shown = degrees_in_plain(price.degrees, price.cuts)
         assert BY_WORD[word].value_of(degrees_from({n: v for n, v in shown.items() if n != "cuts"})) == value

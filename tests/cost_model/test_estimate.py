@@ -114,7 +114,7 @@ def test_model_flops_are_those_of_the_model(program: Program) -> None:
 def test_a_captured_program_is_labelled_and_written_down_once(program: Program, monkeypatch: MonkeyPatch) -> None:
     plan = {"pp": 4, "tp": 2, "zero": 1, "micro_batches": 16}
     first, _ = priced(program, plan), priced(program, plan, engine="megatron")
-    for name in ("analyse", "choose_labels", "program_works"):
+    for name in ("analyse", "choose_labels", "works_under"):
         monkeypatch.setattr(estimation, name, None)  # fails where it is called
     assert priced(program, plan) == first
     assert priced(program, plan, engine="fsdp").step_s != priced(program, plan, engine="megatron").step_s

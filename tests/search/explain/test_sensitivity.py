@@ -84,7 +84,7 @@ def test_more_bandwidth_is_no_slower_and_more_work_no_faster() -> None:
 )
 def test_a_plan_elsewhere(devices: int, batch: int, expected: tuple[int, int, int] | None) -> None:
     plan = Degrees(tp=2, pp=2, dp_shard=4, zero=1, micro_batch=2, micro_batches=8, recompute="full", recompute_blocks=3)
-    found = adapted(plan, devices, batch)
+    found = adapted(plan, replace(CASE.constraints, num_devices=devices, global_batch=batch))
     assert (None if found is None else (found.tp, found.dp, found.num_micro_batches)) == expected
     if found is not None:
         assert (found.world_size, found.recompute, found.zero) == (devices, "none", 1)

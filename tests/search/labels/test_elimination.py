@@ -2,11 +2,13 @@
 drawn networks and on models."""
 
 import random
+from collections.abc import Iterable
 from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
+from integer_program import solved
 from label_cases import program_of
 from suites import long
 
@@ -17,9 +19,7 @@ from autopar.ir.program import Program
 from autopar.planning.fixed import choose_labels, program_for
 from autopar.planning.labels import LABELLED
 from autopar.search.labels import elimination
-from autopar.search.labels import elimination as labels_elimination
 from autopar.search.labels.elimination import eliminated, elimination_order
-from autopar.search.labels.milp import solved
 from autopar.search.labels.neighbourhoods import improved
 from autopar.search.labels.network import Network, NetworkValue, Use
 
@@ -74,7 +74,7 @@ def drawn(seed: int, num_variables: int = 6, most_choices: int = 4) -> Network:
 @pytest.mark.parametrize("seed", range(40))
 def test_no_combination_is_cheaper(seed: int, apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if apart:
-        monkeypatch.setattr(labels_elimination, "LARGEST_OF_A_VALUE", 4)
+        monkeypatch.setattr(elimination, "LARGEST_OF_A_VALUE", 4)
     network = drawn(seed)
     every = product(*(range(len(costs)) for costs in network.costs))
     least = min(cost_of(network, choices) for choices in every)
@@ -91,7 +91,7 @@ def test_no_combination_is_cheaper(seed: int, apart: bool, monkeypatch: pytest.M
 @pytest.mark.parametrize("seed", range(40, 70))
 def test_the_integer_program_finds_the_same_cost(seed: int) -> None:
     network = drawn(seed, num_variables=12, most_choices=6)
-    found, other = eliminated(network), solved(network, 60.0)
+    found, other = eliminated(network), solved(network)
     assert found is not None
     if other is None:
         assert found.objective == np.inf
@@ -105,48 +105,34 @@ def test_some_drawn_networks_have_choices_and_some_none() -> None:
     assert {np.isfinite(each) for each in least} == {True, False}
 
 
+def plain(source: int, users: Iterable[int], keep: list[float], *, kept: bool) -> NetworkValue:
+    """A value whose conversions cost 1; every choice of a variable makes or wants a type of its own."""
+    types, count = np.arange(len(keep), dtype=np.intp), len(keep)
+    return NetworkValue(
+        source=source, made=types, uses=tuple(Use(variable=v, wanted=types, kept=kept) for v in users),
+        convert=1.0 - np.eye(count), forms=types, keep=np.array(keep), regathered=np.zeros((count, count), np.bool_),
+    )  # fmt: skip
+
+
 def test_many_uses_are_taken_apart() -> None:
     """A value with so many users that no table over all of them could be held."""
-    ones = np.ones(3)
-    types = np.arange(3, dtype=np.intp)
-    users = range(1, 60)
-    value = NetworkValue(
-        source=0,
-        made=types,
-        uses=tuple(Use(variable=v, wanted=types, kept=True) for v in users),
-        convert=1.0 - np.eye(3),
-        forms=types,
-        keep=np.array([3.0, 2.0, 1.0]),
-        regathered=np.zeros((3, 3), dtype=np.bool_),
-    )
-    found = eliminated(Network(costs=(ones, *(ones for _ in users)), values=(value,)))
+    value = plain(0, range(1, 60), [3.0, 2.0, 1.0], kept=True)
+    found = eliminated(Network(costs=(np.ones(3),) * 60, values=(value,)))
     assert found is not None
     assert found.objective == pytest.approx(60 + 1)
     assert set(found.choices) == {2}
 
 
 def every_two_share_a_value(num_variables: int) -> Network:
-    sizes, types = [4] * num_variables, np.arange(4, dtype=np.intp)
-    values = [
-        NetworkValue(
-            source=a,
-            made=types,
-            uses=(Use(variable=b, wanted=types, kept=False),),
-            convert=1.0 - np.eye(4),
-            forms=types,
-            keep=np.zeros(4),
-            regathered=np.zeros((4, 4), dtype=np.bool_),
-        )
-        for a in range(num_variables)
-        for b in range(a + 1, num_variables)
-    ]
-    return Network(costs=tuple(np.arange(size, dtype=np.float64)[::-1] for size in sizes), values=tuple(values))
+    numbers = range(num_variables)
+    values = tuple(plain(a, [b], [0.0] * 4, kept=False) for a in numbers for b in numbers[a + 1 :])
+    return Network(costs=(np.arange(4.0)[::-1],) * num_variables, values=values)
 
 
 def test_a_network_whose_tables_are_too_large_is_left_to_neighbourhoods() -> None:
     network = every_two_share_a_value(26)
     assert eliminated(network) is None
-    for found in (improved(network), solved(network, 60.0)):
+    for found in (improved(network), solved(network)):
         assert found is not None
         assert found.choices == (3,) * 26
         assert found.objective == pytest.approx(0.0, abs=1e-6)
@@ -194,18 +180,13 @@ def test_models_are_labelled_as_by_the_integer_program(
     """Llama's key heads make two mesh dimensions of 8 ranks."""
     program, cluster = the_program(model), ClusterSpec.preset("8xh100")
 
-    def fail(*_: object) -> None:
-        raise AssertionError("left to the integer program")
-
-    with monkeypatch.context() as patched:
-        patched.setattr("autopar.search.labels.milp.solved", fail)
-        _, _, found = choose_labels(program, cluster, degrees)
+    _, _, found = choose_labels(program, cluster, degrees)
     monkeypatch.setattr("autopar.search.labels.costs.eliminated", lambda _: None)
     _, _, near = choose_labels(program, cluster, degrees)
     assert near.gap is None
     for name, objective in found.objective.items():
         assert objective * (1 - 1e-9) <= near.objective[name] <= objective * 1.01
-    monkeypatch.setattr("autopar.search.labels.costs.improved", lambda _: None)
+    monkeypatch.setattr("autopar.search.labels.costs.improved", solved)
     _, _, other = choose_labels(program, cluster, degrees)
     assert found.gap == 0.0
     assert other.gap is not None
