@@ -51,7 +51,7 @@ class Price:
 
     @classmethod
     def of(cls, one: PricedPlan, capacity_bytes: float) -> "Price":
-        return cls(seconds=one.seconds, missing_bytes=one.needed_bytes - capacity_bytes)
+        return cls(seconds=one.seconds, missing_bytes=one.peak_bytes - capacity_bytes)
 
     @property
     def fits(self) -> bool:

@@ -123,15 +123,15 @@ def _largest(
         cache=mechanisms().allocator_cache,
     )
     memory = step_memory(family, layouts, basis)
-    needed = memory.needed_bytes
+    peaks = memory.peak_bytes
     heads = ASPECT * blocks / HEAD
-    fits = (needed <= usable_bytes(memory_bytes)) & (pp <= blocks) & (tp <= heads)
+    fits = (peaks <= usable_bytes(memory_bytes)) & (pp <= blocks) & (tp <= heads)
     size, column, peak = 0, 0, 0.0
     if fits.any():
         row = int(np.flatnonzero(fits.any(axis=1))[-1])
         columns = np.flatnonzero(fits[row])
-        column = int(columns[np.argmin(needed[row, columns])])
-        size, peak = int(_SIZES[row]), float(needed[row, column])
+        column = int(columns[np.argmin(peaks[row, columns])])
+        size, peak = int(_SIZES[row]), float(peaks[row, column])
     return Largest(
         way=way,
         devices=devices,

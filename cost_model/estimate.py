@@ -73,8 +73,8 @@ class Estimate:
     """The step of one plan, predicted. Seconds, bytes and FLOP/s are SI; parts of a whole are from 0 to 1.
 
     `compute_s`, `collectives` (their exposed seconds) and `other_s` add up to `step_s`. `memory_bytes` adds up to
-    `peak_bytes`, of the fullest pipeline rank. `fits` counts the allocator's cache, leaves 8 % of `device_bytes` free,
-    and allows for `host_bytes`, which a plan with `offload` keeps in host memory for one device. `formula_only` names
+    `peak_bytes`, of the fullest pipeline rank. A plan that `fits` leaves 8 % of `device_bytes` free,
+    and its host has room for `host_bytes`, which a plan with `offload` keeps there for one device. `formula_only` names
     the parts that autopar prices and does not run. `assumptions` names figures that nobody measured.
     In four of five runs, the measured step time is between the two values of `step_interval_s`, and the measured memory
     between those of `peak_interval_bytes` (`autopar.cost_model.interval`).
@@ -142,8 +142,7 @@ def estimate_works(
     if degrees.dp > 1:
         alone = float(pricing.step(without_data_parallelism(layouts)).seconds[0])
     parts, on_host = _named(MEMORY, memory.parts), pricing.host_bytes(layouts)
-    needed = sum(parts.values()) - parts[MEMORY["cache"]]  # the allocator gives its cache back before it fails
-    peak = max(needed, min(float(memory.peak_bytes[0]), machine.memory_bytes))
+    peak = sum(parts.values())
     situation = situation_of(machine, works)
     return Estimate(
         model=name or works.family.name,
@@ -169,9 +168,9 @@ def estimate_works(
         peak_bytes=peak,
         peak_interval_bytes=interval_of(peak, "memory", situation),
         device_bytes=machine.memory_bytes,
-        fits=needed <= usable_bytes(machine.memory_bytes) and on_host <= host_of(machine).memory_bytes,
+        fits=peak <= usable_bytes(machine.memory_bytes) and on_host <= host_of(machine).memory_bytes,
         host_bytes=on_host,
-        memory_bytes=parts | {MEMORY["cache"]: peak - needed},
+        memory_bytes=parts,
         scaling_efficiency=alone / seconds,
         least_devices=devices // degrees.dp,
         run=None if tokens is None else run_cost(cluster, tokens, per_step, seconds, grams_co2_per_kwh),

@@ -12,7 +12,7 @@ import numpy as np
 from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.machine.fitted_constants import Mechanisms
 from autopar.cost_model.machine.machine import Machine
-from autopar.cost_model.memory.formula import StepMemory, memory_basis, step_memory
+from autopar.cost_model.memory.formula import StepMemory, cache_bytes, memory_basis, step_memory
 from autopar.cost_model.memory.per_stage import fullest, memory_of_ranks
 from autopar.cost_model.pipeline.stages import Stages, is_by_stage, pipelines_of, stages_at
 from autopar.cost_model.step.assembly import Pipeline, PipelineTimes
@@ -151,11 +151,13 @@ class Pricing:
 
     def memory(self, layouts: Layouts) -> StepMemory:
         """Bytes of the fullest rank at every level of recomputation, as much between them as blocks have it."""
-        return memory_between(self._shares(), [fullest(self._memory(at)) for at in self.at_levels(layouts)])
+        levels = [fullest(self._memory(at)) for at in self.at_levels(layouts)]
+        return memory_between(self._shares(), levels, self.machine.mechanisms.allocator_cache)
 
     def memory_of_ranks(self, layouts: Layouts) -> StepMemory:
         """What every pipeline rank holds, in arrays of all ranks."""
-        return memory_between(self._shares(), [self._memory(at) for at in self.at_levels(layouts)])
+        levels = [self._memory(at) for at in self.at_levels(layouts)]
+        return memory_between(self._shares(), levels, self.machine.mechanisms.allocator_cache)
 
     def host_bytes(self, layouts: Layouts) -> float:
         """Bytes of host memory for one device."""
@@ -280,17 +282,16 @@ def step_between(shares: Sequence[float], steps: Sequence[StepSeconds]) -> StepS
     )
 
 
-def memory_between(shares: Sequence[float], memories: Sequence[StepMemory]) -> StepMemory:
+def memory_between(shares: Sequence[float], memories: Sequence[StepMemory], cache: float) -> StepMemory:
     """`step_between` for memory. A recomputed block takes the same room, whatever the number of recomputed blocks."""
-    parts = parts_between(shares, [memory.parts for memory in memories])
-    return StepMemory(peak_bytes=np.asarray(sum(parts.values())), parts=parts)
+    return StepMemory(parts=parts_between(shares, [memory.parts for memory in memories], cache))
 
 
-def parts_between(shares: Sequence[float], rows: Sequence[Mapping[str, _V]]) -> dict[str, _V]:
+def parts_between(shares: Sequence[float], rows: Sequence[Mapping[str, _V]], cache: float) -> dict[str, _V]:
     """The parts of `memory_between`, arrays or numbers, of levels in their order."""
     parts = {name: _between(shares, [row[name] for row in rows]) for name in rows[0]}
     parts["workspace"] = rows[-1]["workspace"]
-    return parts
+    return parts | {"cache": cache_bytes(parts, cache)}
 
 
 def _between(shares: Sequence[float], values: Sequence[_V]) -> _V:

@@ -23,7 +23,6 @@ from autopar.cli.options import (
 )
 from autopar.cli.output import console, print_ends, print_json, progress, table
 from autopar.cost_model.machine.fitted_constants import usable_in_words
-from autopar.cost_model.parts import MEMORY
 from autopar.errors import InputError, Problem
 from autopar.files.strict_text import read_text, values_of
 from autopar.ir.cluster import ClusterSpec
@@ -193,7 +192,6 @@ def _show(price: "Estimate") -> None:
         ("TFLOP/s of a device", readable_rate(price.tflops_per_device)),
         ("MFU, HFU", f"{price.mfu:.1%}, {price.hfu:.1%}"),
         ("peak memory", f"{peak} ({_between(price.peak_interval_bytes, readable_bytes)})"),
-        ("without the cache", readable_bytes(price.peak_bytes - price.memory_bytes[MEMORY["cache"]])),
     ]
     if price.host_bytes:
         rows.append(("host memory of a device", readable_bytes(price.host_bytes)))

@@ -192,13 +192,13 @@ def _best(result: SearchResult) -> Section:
         *([] if result.unit == "s" else [f"{result.objective} {readable_value(best.value, result.unit)}"]),
         f"{readable_seconds(best.step_s)} a step of {of_a_step}: {readable_rate(per_s)} {rate}, "
         f"{readable_rate(per_s / best.num_devices)} of a device",
-        f"{readable_bytes(best.needed_bytes)} of {readable_bytes(result.device_bytes)} on the fullest device",
+        f"{readable_bytes(best.peak_bytes)} of {readable_bytes(result.device_bytes)} on the fullest device",
         usable_in_words(result.device_bytes),
     ]
-    if result.step_interval_s is not None and result.needed_interval_bytes is not None:
+    if result.step_interval_s is not None and result.peak_interval_bytes is not None:
         step = " to ".join(map(readable_seconds, result.step_interval_s))
-        needed = " to ".join(map(readable_bytes, result.needed_interval_bytes))
-        lines.append(f"in 4 of 5 published runs a measurement was in the interval: {step} a step, {needed}")
+        peak = " to ".join(map(readable_bytes, result.peak_interval_bytes))
+        lines.append(f"80 % interval: {step} a step, {peak}")
     lines += [
         _proof(result),
         *(note for note in result.notes if result.plan is None or note not in result.plan.notes),

@@ -201,7 +201,7 @@ def _show(result: "TuneResult", written: list[Path | None]) -> None:
     for at, trial in enumerate(result.tried):
         plan, outcome = trial.candidate, trial.outcome
         measured = "" if outcome.seconds is None else measured_in_words(outcome.seconds)
-        figures = (readable_seconds(plan.predicted_s), measured, readable_bytes(plan.needed_bytes))
+        figures = (readable_seconds(plan.predicted_s), measured, readable_bytes(plan.predicted_bytes))
         peak = "" if outcome.peak_bytes is None else readable_bytes(outcome.peak_bytes)
         ending = "best" if at == result.best else outcome.reason or "slower" * (outcome.state == "pruned")
         rows.append((plan_in_words(plan.degrees), *figures, peak, ending))

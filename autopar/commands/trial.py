@@ -49,7 +49,7 @@ class TrialJob:
     given: Mapping[str, torch.Tensor]  # values of inputs that decide what is computed
     origin: str
     device_type: str
-    needed_bytes: float  # of the fullest rank, predicted
+    predicted_bytes: float  # of the fullest rank, predicted
     seed: int = 0
 
 
@@ -69,7 +69,7 @@ class Trainer:
         program, plan = _program_of(job), job.plan
         self.device = device_of_rank()
         if self.device.type == "cuda":
-            wait_for_memory(job.needed_bytes, lambda: torch.cuda.mem_get_info(self.device))
+            wait_for_memory(job.predicted_bytes, lambda: torch.cuda.mem_get_info(self.device))
         self._base_bytes = peak_bytes(_CPU)
         source = _Weights(program, job)
         self.model = ParallelModel(program, plan, source, self.device, seed=job.seed, buffers=source)
@@ -132,16 +132,16 @@ def step(rank: int) -> StepMeasure:
     return _TRAINED[0].step()
 
 
-def wait_for_memory(needed_bytes: float, memory: Callable[[], tuple[int, int]]) -> None:
+def wait_for_memory(predicted_bytes: float, memory: Callable[[], tuple[int, int]]) -> None:
     """Wait until the memory of ranks that have ended is free again: a GPU frees it after their end."""
     until = time.monotonic() + MEMORY_WAIT_S
-    while (free := memory()[0]) < needed_bytes and time.monotonic() < until:
+    while (free := memory()[0]) < predicted_bytes and time.monotonic() < until:
         time.sleep(MEMORY_POLL_S)
     total = memory()[1]
-    if free < needed_bytes <= usable_bytes(total):
+    if free < predicted_bytes <= usable_bytes(total):
         raise InputError(
             f"{readable_bytes(free)} of {readable_bytes(total)} {CROWDED}, and the plan is predicted to need "
-            f"{readable_bytes(needed_bytes)}: end the processes that hold the rest"
+            f"{readable_bytes(predicted_bytes)}: end the processes that hold the rest"
         )
 
 

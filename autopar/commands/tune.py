@@ -256,7 +256,7 @@ class _Runner:
         except AutoparError as error:
             return Outcome(state="failed", reason="error", message=str(error))
         if self.best is not None:
-            fits_beside = candidate.needed_bytes + self.best_bytes < self.opened.machine.memory_bytes  # by prediction
+            fits_beside = self.best_bytes + candidate.predicted_bytes < self.opened.machine.memory_bytes
             (self.best.wake if fits_beside else self.best.close)()
         outcome, world = measured(start, self.best)
         if self.best is not None and self.best.world is not None and is_crowded(outcome):
@@ -293,7 +293,7 @@ class _Runner:
 
     def _held_bytes(self, candidate: Candidate, measured: float | None) -> float:
         """What a rank of a plan holds: as predicted, or more if more was measured."""
-        return max(candidate.needed_bytes, (measured or 0.0) + self.opened.machine.profile.reserve_bytes)
+        return max(candidate.predicted_bytes, (measured or 0.0) + self.opened.machine.profile.reserve_bytes)
 
     def close(self) -> None:
         """End all ranks."""
@@ -337,7 +337,7 @@ def _result(
 
 def _learnt(machine: Machine, known: Evidence, tried: Mapping[Candidate, Outcome]) -> DeviceProfile | None:
     """The profile corrected by the trials, if there are any. A plan that ran out of memory raises the reserve."""
-    missing = [usable_bytes(machine.memory_bytes) - p.needed_bytes for p, o in tried.items() if o.reason == "oom"]
+    missing = [usable_bytes(machine.memory_bytes) - p.predicted_bytes for p, o in tried.items() if o.reason == "oom"]
     if not missing and not known.belief.is_measured.any():
         return None
     usual = machine.profile.at_power_of(machine.device)

@@ -73,7 +73,7 @@ class Subject:
             given=values_that_decide(program, self.given.request.named_inputs),
             origin=self.given.origin,
             device_type=self.cluster.device_type,
-            needed_bytes=candidate.needed_bytes,
+            predicted_bytes=candidate.predicted_bytes,
             seed=self.options.seed,
         )
 
@@ -187,11 +187,11 @@ def candidates_of(subject: Subject, machine: Machine, report: _Progress) -> tupl
     plans = [p for p in (result.best, *result.others) if p.fits]
     for part in PARTS_OF_MEMORY:
         held_back = int((1 - part) * usable)
-        if all(p.needed_bytes + held_back > usable for p in plans):
+        if all(p.peak_bytes + held_back > usable for p in plans):
             profile = replace(machine.profile, reserve_bytes=machine.profile.reserve_bytes + held_back)
             best = find(replace(options, profile=profile, top=0)).best
             if best is not None:
-                plans.append(replace(best, needed_bytes=best.needed_bytes - held_back))
+                plans.append(replace(best, peak_bytes=best.peak_bytes - held_back))
     return tuple(_candidate(p, subject.cluster) for p in plans)
 
 
@@ -206,7 +206,7 @@ def _candidate(plan: Contender, cluster: ClusterSpec) -> Candidate:
     return Candidate(
         degrees=plan.degrees,
         predicted_s=plan.step_s,
-        needed_bytes=plan.needed_bytes,
+        predicted_bytes=plan.peak_bytes,
         terms=terms,
         num_devices=plan.num_devices,
         per_second=plan.value / plan.step_s,

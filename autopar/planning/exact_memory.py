@@ -54,10 +54,9 @@ def with_exact_memory(estimate: Estimate, held: "RankMemory") -> Estimate:
         BUFFERS: float(held.buffer_bytes),
         MEMORY["activations"]: float(held.saved_bytes),
         WORKSPACE: float(held.workspace_bytes),
-        MEMORY["reserve"]: estimate.memory_bytes[MEMORY["reserve"]],
     }
-    needed = sum(parts.values())
-    parts[MEMORY["cache"]] = max(0.0, min(mechanisms().allocator_cache * needed, estimate.device_bytes - needed))
+    parts[MEMORY["cache"]] = mechanisms().allocator_cache * sum(parts.values())
+    parts[MEMORY["reserve"]] = estimate.memory_bytes[MEMORY["reserve"]]
     peak = sum(parts.values())
     low, high = (peak * bound / estimate.peak_bytes for bound in estimate.peak_interval_bytes)
     return replace(
@@ -65,7 +64,7 @@ def with_exact_memory(estimate: Estimate, held: "RankMemory") -> Estimate:
         memory_bytes=parts,
         peak_bytes=peak,
         peak_interval_bytes=(low, high),
-        fits=needed <= usable_bytes(estimate.device_bytes),
+        fits=peak <= usable_bytes(estimate.device_bytes),
         host_bytes=float(held.host_bytes),
         assumptions=(*estimate.assumptions, KERNELS),
     )

@@ -71,7 +71,7 @@ def _closest(result: SearchResult) -> dict[str, Any] | None:
     """The memory of the closest plan, by part."""
     if result.closest is None:
         return None
-    parts = dict(result.closest.parts) or {"needed": result.closest.needed_bytes}
+    parts = dict(result.closest.parts) or {"peak": result.closest.peak_bytes}
     bar = bytes_bar("closest plan", parts, result.device_bytes, "its fullest rank")
     return {"bar": bar, "key": BYTES.key(parts) if result.closest.parts else []}
 
@@ -80,7 +80,7 @@ def _ranks(result: SearchResult, details: Details) -> dict[str, Any]:
     groups, within = _alike(details.ranks)
     step = max(sum(rank.seconds.values()) for rank in details.ranks)
     slowest = max(details.ranks, key=lambda rank: sum(v for k, v in rank.seconds.items() if k in ("products",)))
-    fullest = max(details.ranks, key=lambda rank: sum(v for k, v in rank.bytes.items() if k != "cache"))
+    fullest = max(details.ranks, key=lambda rank: sum(rank.bytes.values()))
     capacity = result.device_bytes
     return {
         "seconds": [

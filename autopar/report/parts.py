@@ -121,11 +121,10 @@ def seconds_bar(name: str, parts: Mapping[str, float], longest: float, detail: s
 
 def bytes_bar(name: str, parts: Mapping[str, float], capacity: float, detail: str = "") -> Bar:
     """A rank's bar, with a mark at the device's capacity."""
-    needed = sum(value for part, value in parts.items() if part != "cache")
-    shown = dict(parts) | {"cache": max(0.0, min(parts.get("cache", 0.0), capacity - needed))}
-    longest = 1.06 * max(needed, capacity)
-    content = BYTES.segments(shown, longest)
+    peak = sum(parts.values())
+    longest = 1.06 * max(peak, capacity)
+    content = BYTES.segments(parts, longest)
     at = SIDE * capacity / longest
     mark = line([(at, 0), (at, SIDE)], class_="capacity")
-    value = f"{readable_bytes(needed)} of {readable_bytes(capacity)}"
+    value = f"{readable_bytes(peak)} of {readable_bytes(capacity)}"
     return Bar(name=name, content=content + mark, value=value, says=f"{name} needs {value}", detail=detail)

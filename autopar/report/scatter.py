@@ -43,7 +43,7 @@ def scatter_chart(result: SearchResult) -> Scatter | None:
     seconds: Sequence[float] = columns["seconds"]
     best = min(seconds) if result.best is None else min(result.best.step_s, *seconds)
     kept = [i for i, value in enumerate(seconds) if value <= BEYOND * best]
-    here = [] if result.best is None else [(result.best.step_s, result.best.needed_bytes)]
+    here = [] if result.best is None else [(result.best.step_s, result.best.peak_bytes)]
     shown = [(seconds[i], columns["bytes"][i]) for i in kept] + here
     low, high = log10(min(s for s, _ in shown)), log10(max(s for s, _ in shown))
     low, high = low - 0.03 * (high - low + 0.1), high + 0.03 * (high - low + 0.1)
@@ -92,11 +92,11 @@ def _front(result: SearchResult) -> list[tuple[float, float]]:
     """Seconds and bytes of plans on the front with the best plan's devices; no bound below the proven fastest step."""
     devices = result.num_devices if result.best is None else result.best.num_devices
     least = result.best.step_s if result.best is not None and result.is_proven and result.objective == "time" else 0.0
-    points = sorted((max(p.step_s, least), p.needed_bytes) for p in result.front if p.num_devices == devices)
+    points = sorted((max(p.step_s, least), p.peak_bytes) for p in result.front if p.num_devices == devices)
     kept: list[tuple[float, float]] = []
-    for seconds, needed in points:
-        if not kept or needed < kept[-1][1]:
-            kept.append((seconds, needed))
+    for seconds, peak in points:
+        if not kept or peak < kept[-1][1]:
+            kept.append((seconds, peak))
     return kept
 
 

@@ -158,7 +158,7 @@ def _trial_row(result: TuneResult, at: int, trial: PlanTrial) -> dict[str, Any]:
     if seconds is not None:
         ratio = f"{seconds.median / predicted:.2f}"
         measured = (readable_seconds(seconds.median), interval(seconds) or "too few steps", ratio)
-    memory = (readable_bytes(trial.candidate.needed_bytes), "" if peak is None else readable_bytes(peak))
+    memory = (readable_bytes(trial.candidate.predicted_bytes), "" if peak is None else readable_bytes(peak))
     return {
         "number": trial.number + 1,
         "plan": plan_in_words(trial.candidate.degrees),
@@ -192,7 +192,7 @@ def _left_row(plan: Left) -> tuple[str, ...]:
         plan_in_words(plan.candidate.degrees),
         readable_seconds(plan.candidate.predicted_s),
         readable_seconds(plan.believed_s),
-        readable_bytes(plan.candidate.needed_bytes),
+        readable_bytes(plan.candidate.predicted_bytes),
         "" if plan.why else percent(plan.chance),
         f"cannot run: {capped(plan.why, _MOST_CHARS)}" if plan.why else "",
     )

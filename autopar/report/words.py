@@ -73,7 +73,7 @@ def plan_sentence(result: SearchResult) -> str:
     rate = amount(result.global_batch * result.sequence / best.step_s, unit)
     return (
         f"{step_sentence(result, best.degrees, devices, 'A step', best.step_s, spent)}, that is {rate}, and its "
-        f"fullest rank needs {readable_bytes(best.needed_bytes)} of {readable_bytes(result.device_bytes)}."
+        f"fullest rank needs {readable_bytes(best.peak_bytes)} of {readable_bytes(result.device_bytes)}."
     )
 
 

@@ -80,14 +80,10 @@ def _entries() -> Mapping[str, Any]:
 
 
 def usable_bytes(memory_bytes: float) -> float:
-    """The bytes of a device's memory that a plan may need. The allocator's cache and the free part come on top."""
-    return (1 - FREE) * memory_bytes / (1 + mechanisms().allocator_cache)
+    """The largest peak of a plan that fits a device."""
+    return (1 - FREE) * memory_bytes
 
 
 def usable_in_words(memory_bytes: float) -> str:
     """What a plan leaves of a device."""
-    cache = mechanisms().allocator_cache
-    return (
-        f"a plan may need {readable_bytes(usable_bytes(memory_bytes))}: the allocator's cache takes {cache:.0%} more, "
-        f"and {FREE:.0%} of a device stays free"
-    )
+    return f"a plan may use {readable_bytes(usable_bytes(memory_bytes))}: {FREE:.0%} of a device stays free"

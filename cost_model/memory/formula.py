@@ -14,7 +14,7 @@ section 2.2; Korthikanti et al. 2022, section 4.2.3). The fullest rank is the fi
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -32,8 +32,10 @@ from autopar.ir.offload import OPTIMIZER, PARAMETERS
 FLOAT_BYTES = 4
 ADAM_BYTES = 8  # of the state of one trained parameter in the engines' figures: two moments in float32
 GATHERED_BLOCKS = 2
+BESIDE_TENSORS = ("cache", "reserve")  # parts of a rank's memory
 BLOCKS_WITH_GRADIENTS = 2  # on the device: gradients of one block are computed while another block's go to the host
 
+_V = TypeVar("_V")
 Ends: TypeAlias = tuple[RankParameters, RankParameters]  # of the first and of the last pipeline rank
 
 
@@ -59,16 +61,13 @@ def memory_basis(shape: Shape, machine: Machine) -> MemoryBasis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMemory:
-    """Bytes of the fullest rank or of several ranks, and their parts."""
+    """Bytes of the fullest rank or of several ranks, by their parts."""
 
-    peak_bytes: Floats
     parts: dict[str, Floats]
 
     @property
-    def needed_bytes(self) -> Floats:
-        """The peak without the cache, which the allocator gives back before it fails."""
-        needed: Floats = self.peak_bytes - self.parts["cache"]
-        return needed
+    def peak_bytes(self) -> Floats:
+        return np.asarray(sum(self.parts.values()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,9 +98,15 @@ def rank_memory(
     freed = activations * (1 - 1 / np.maximum(blocks, 1)) + logits
     beside = np.maximum(parts["gradients"] - freed, 0.0)
     parts["gradients"] = np.where(makes_gradients(layouts, basis.engine), beside, parts["gradients"])
-    held = np.asarray(sum(parts.values()))
-    parts |= {"cache": basis.cache * held, "reserve": basis.reserve_bytes + 0.0 * held}
-    return StepMemory(peak_bytes=held + parts["cache"] + basis.reserve_bytes, parts=parts)
+    parts["cache"] = cache_bytes(parts, basis.cache)
+    return StepMemory(parts=parts | {"reserve": basis.reserve_bytes + 0.0 * parts["cache"]})
+
+
+def cache_bytes(parts: Mapping[str, _V], cache: float) -> _V:
+    """Bytes that the allocator keeps beyond the tensors of a rank."""
+    tensors: Any = sum(part for name, part in parts.items() if name not in BESIDE_TENSORS)
+    held: _V = cache * tensors
+    return held
 
 
 def step_memory(family: Family[Any], layouts: Layouts, basis: MemoryBasis) -> StepMemory:
@@ -133,10 +138,7 @@ def memory_of_ends(layouts: Layouts, basis: MemoryBasis, blocks: BlockBytes, end
         )
     )
     is_last = last.peak_bytes > first.peak_bytes
-    return StepMemory(
-        peak_bytes=np.maximum(first.peak_bytes, last.peak_bytes),
-        parts={name: np.where(is_last, last.parts[name], part) for name, part in first.parts.items()},
-    )
+    return StepMemory(parts={name: np.where(is_last, last.parts[name], part) for name, part in first.parts.items()})
 
 
 def block_bytes(family: Family[Any], layouts: Layouts, basis: MemoryBasis) -> BlockBytes:

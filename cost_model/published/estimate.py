@@ -226,7 +226,7 @@ def _recomputing(
 
 def _estimates(group: RowGroup) -> list[RowEstimate]:
     step, memory, count = group.step(mechanisms(), group.profile), group.memory, len(group.cases)
-    needed = memory.needed_bytes
+    needed = memory.peak_bytes - memory.parts["cache"]  # the allocator gives its cache back before it fails
     held = np.maximum(needed, np.minimum(memory.peak_bytes, group.machine.memory_bytes))
     seconds, needed, peak = (np.broadcast_to(column, (count,)) for column in (step.seconds, needed, held))
     parts = {name: np.broadcast_to(part, (count,)) for name, part in step.parts.items()}

@@ -44,8 +44,13 @@ class Machinery:
 
     @property
     def capacity_bytes(self) -> float:
-        """Memory that a rank may use."""
+        """The largest peak that fits."""
         return usable_bytes(self.machine.memory_bytes)
+
+    @property
+    def room_bytes(self) -> float:
+        """Bytes for the tensors of a rank."""
+        return (self.capacity_bytes - self.machine.reserve_bytes) / (1 + self.machine.mechanisms.allocator_cache)
 
     def allows(self, works: ProgramWorks, layouts: Layouts) -> NDArray[np.bool_]:
         """Whether the host has room for what is kept there."""

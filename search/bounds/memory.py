@@ -3,7 +3,7 @@
 Memory is counted on three pipeline ranks: the first, the last, and the *full* rank. The full rank has at least as many
 blocks as the mean rank, rounded up. `autopar.cost_model.pipeline.stages` has the formulas,
 `autopar.search.bounds.uniform_partition` the cuts. A rank holds the state of its parameters, the weights that ZeRO 3
-gathers, the activations of the micro-batches in flight, and the logits.
+gathers, the activations of the micro-batches in flight, the logits, the allocator's cache, and the reserve.
 
 Recomputation has a level from 0 to 2. At 0 no block is recomputed, at 1 every block selectively, at 2 every block
 fully. Between two levels, the fraction counts the blocks that have the higher one. A fraction of the blocks saves the
@@ -86,7 +86,7 @@ def memory_bounds(
     capacity_bytes: float,
     has_selective: bool,
 ) -> MemoryBounds:
-    """Memory bounds of candidates, of which a rank may use `capacity_bytes`."""
+    """Memory bounds of candidates. A candidate fits if its peak is at most `capacity_bytes`."""
     layouts, basis, parameters = shared.layouts, shared.memory_basis, shared.parameters(shared.row)
     shape, engine, blocks_save = basis.shape, basis.engine, spread(shared.bytes_of_blocks, shared.row)
     saved, least_saved = blocks_save.saved, spread(least_of([*shared.bytes_of_roles.saved.values()]), shared.row)
@@ -111,12 +111,14 @@ def memory_bounds(
             for room_of in (before, np.maximum(saved.again, before), np.maximum(saved.whole, before))
         )
         every, has_gradients = np.asarray(sum(parts.values())), makes_gradients(layouts, engine)
+        at_start = every - np.where(has_gradients, parts["gradients"], 0.0) + always
+        cached, held = 1 + basis.cache, (1 + basis.cache) * held
         return _Rank(
             parts=parts,
-            state=basis.reserve_bytes + every - np.where(has_gradients, parts["gradients"], 0.0) + always,
-            at_end=np.where(has_gradients, basis.reserve_bytes + every - parts["logits"], 0.0),
+            state=basis.reserve_bytes + cached * at_start,
+            at_end=np.where(has_gradients, basis.reserve_bytes + cached * (every - parts["logits"]), 0.0),
             saved=(held * saved.none, held * saved.selective, held * saved.full),
-            working=(recomputed - always, whole - always),
+            working=(cached * (recomputed - always), cached * (whole - always)),
         )
 
     total = _counted(parameters, shape, layouts)

@@ -71,16 +71,16 @@ def closest(query: Query, should_continue: Callable[[], bool] = lambda: True) ->
     offloads = query.constraints.offloads if on.machine.host is not None else ()
     for offload in (value for value in offloads[-1:] if value not in query.constraints.first_offloads):
         more = _searched(query, roomy.keeping(offload), should_continue)  # the value that leaves least on the device
-        least = more if least is None or (more is not None and more.needed_bytes < least.needed_bytes) else least
+        least = more if least is None or (more is not None and more.peak_bytes < least.peak_bytes) else least
     if least is None:
         return None
     helps = list(_remedies(query, should_continue))
     return Closest(
         degrees=degrees_in_plain(least.degrees, least.cuts, regather=least.regather),
-        needed_bytes=least.needed_bytes,
-        missing_bytes=least.needed_bytes - on.capacity_bytes,
+        peak_bytes=least.peak_bytes,
+        missing_bytes=least.peak_bytes - on.capacity_bytes,
         remedy="; ".join(helps) or "nothing that was tried: one option less, a shorter sequence, more devices",
-        parts={name: float(np.max(part)) for name, part in least.memory.parts.items() if name != "cache"},
+        parts={name: float(np.max(part)) for name, part in least.memory.parts.items()},
     )
 
 
@@ -181,7 +181,7 @@ def _changed(works_of: Works, **fields: Any) -> Works:
 
 def _more_devices(query: Query) -> Iterator[Change]:
     hosts = _least_hosts(query)
-    for tried in range(1, MOST_TRIES + 1) if _room(query) > 0 else ():
+    for tried in range(1, MOST_TRIES + 1) if query.machinery(query.cluster).room_bytes > 0 else ():
         cluster = with_hosts(query.cluster, hosts)
         more = replace(query, cluster=cluster, constraints=constraints_on(query.constraints, cluster.num_devices))
         yield f"on {cluster.num_devices:,} such devices", more
@@ -191,14 +191,8 @@ def _more_devices(query: Query) -> Iterator[Change]:
 def _least_hosts(query: Query) -> int:
     """More hosts than the cluster has, with room for evenly divided parameters, gradients and optimizer state."""
     state = query.works_of(1).num_parameters * query.machinery(query.cluster).machine.engine.state_bytes
-    missing = state / max(_room(query), 1.0) - query.cluster.num_devices
+    missing = state / max(query.machinery(query.cluster).room_bytes, 1.0) - query.cluster.num_devices
     return query.cluster.num_hosts + max(1, ceil(missing / query.cluster.groups[-1].devices_per_host))
-
-
-def _room(query: Query) -> float:
-    """Bytes of a device for the model."""
-    on = query.machinery(query.cluster)
-    return on.capacity_bytes - on.machine.reserve_bytes
 
 
 def with_hosts(cluster: ClusterSpec, num_hosts: int) -> ClusterSpec:

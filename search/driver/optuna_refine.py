@@ -153,7 +153,7 @@ class _Refining:
         if told is None:
             plan = self.price(self.index(wanted[0]), wanted[1])
             self.own[trial.number] = plan
-            told = (self.value(plan), plan.needed_bytes - self.capacity_bytes)
+            told = (self.value(plan), plan.peak_bytes - self.capacity_bytes)
         trial.set_constraint(MISSING, told[1])
         self.study.tell(trial, told[0])
 

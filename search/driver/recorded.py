@@ -73,12 +73,12 @@ def _trials(search: SearchState) -> "list[FrozenTrial]":
             params=_params(c, index) | {"recompute": plan.degrees.recompute},
             distributions=space,
             value=goal.value(plan),
-            constraints={MISSING: plan.needed_bytes - goal.part(plan).on.capacity_bytes},
+            constraints={MISSING: plan.peak_bytes - goal.part(plan).on.capacity_bytes},
             user_attrs=shared
             | {
                 SOURCE: PRICED,
                 "step_s": plan.seconds,
-                "needed_bytes": plan.needed_bytes,
+                "peak_bytes": plan.peak_bytes,
                 "fits": plan.fits,
                 "best_bound": float(bounds[best_of[int(kinds[index])]]),
             },

@@ -134,14 +134,14 @@ def points_of(search: SearchState, most: int = MOST_POINTS) -> Points:
     has_bound = np.isfinite(seconds)  # the other candidates may have a tensor degree without labels
     level, whole, full = (x[has_bound] for x in (screened.level, screened.without_bytes, screened.recomputed_bytes))
     share = level / MOST_LEVEL
-    needed = np.full(len(seconds), np.inf)
-    needed[has_bound] = (1 - share) * whole + share * full
+    peaks = np.full(len(seconds), np.inf)
+    peaks[has_bound] = (1 - share) * whole + share * full
     capacities = search.goal.by_devices(candidates, lambda part: part.on.capacity_bytes)
-    needed = np.minimum(needed, capacities)  # enough blocks are recomputed to fit
+    peaks = np.minimum(peaks, capacities)  # enough blocks are recomputed to fit
     is_exact = np.zeros(len(seconds), dtype=bool)
     for index, plan in search.exact.items():
         seconds[index] = plan.seconds if plan.fits else np.inf
-        needed[index], is_exact[index] = plan.needed_bytes, True
+        peaks[index], is_exact[index] = plan.peak_bytes, True
     fitting = np.flatnonzero(np.isfinite(seconds))
     must = fitting[is_exact[fitting]]
     others = np.setdiff1d(fitting, must)
@@ -153,7 +153,7 @@ def points_of(search: SearchState, most: int = MOST_POINTS) -> Points:
     chosen = chosen[np.argsort(seconds[chosen], kind="stable")]
     columns: dict[str, tuple[Any, ...]] = {
         "seconds": tuple(_short(value) for value in seconds[chosen].tolist()),
-        "bytes": tuple(float(f"{value:.4g}") for value in needed[chosen].tolist()),
+        "bytes": tuple(float(f"{value:.4g}") for value in peaks[chosen].tolist()),
         "exact": tuple(is_exact[chosen].astype(int).tolist()),
         "schedule": tuple(SCHEDULE_NAMES[index] for index in candidates.schedule[chosen].tolist()),
     }

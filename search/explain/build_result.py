@@ -56,7 +56,7 @@ def result_of(
         device_bytes=on.machine.memory_bytes,
         best=None if best is None else _contender(search, search.index_of_best, best),
         step_interval_s=None if best is None else interval_of(best.seconds, "time", situation),
-        needed_interval_bytes=None if best is None else interval_of(best.needed_bytes, "memory", situation),
+        peak_interval_bytes=None if best is None else interval_of(best.peak_bytes, "memory", situation),
         refined=len(search.refined.trials),
         trials=search.refined.trials,
         importance=search.refined.importance,
@@ -84,7 +84,7 @@ def _contender(search: SearchState, index: int | None, plan: PricedPlan) -> Cont
     """A priced plan beside the best plan."""
     best, goal, reason = search.best, search.goal, ""
     if not plan.fits:
-        missing = plan.needed_bytes - goal.part(plan).on.capacity_bytes
+        missing = plan.peak_bytes - goal.part(plan).on.capacity_bytes
         reason = f"does not fit: {readable_bytes(missing)} more than a device has"
     elif best is not None and plan is not best:
         reason = why_worse(goal, best, plan)

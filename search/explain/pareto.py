@@ -28,10 +28,10 @@ def front_of(search: SearchState) -> tuple[Contender, ...]:
     best = search.best
     if best is None:
         return ()
-    values = np.array([[plan.seconds, plan.needed_bytes, plan.degrees.world_size] for plan in plans])
+    values = np.array([[plan.seconds, plan.peak_bytes, plan.degrees.world_size] for plan in plans])
     exact = [plans[i] for i in not_beaten(values)]
     points, which = _bounds(search, list(search.exact))
-    told = np.array([[plan.seconds, plan.needed_bytes, plan.degrees.world_size] for plan in exact])
+    told = np.array([[plan.seconds, plan.peak_bytes, plan.degrees.world_size] for plan in exact])
     left = np.flatnonzero(~_beaten_by(points, told))
     kept = left[not_beaten(points[left])] if len(left) else left
     if len(kept) > MOST_BOUNDS:
@@ -39,7 +39,7 @@ def front_of(search: SearchState) -> tuple[Contender, ...]:
     rows = [contender_of(goal, plan) for plan in exact]
     rows += [_of_bound(search, points[i], int(which[i])) for i in kept]
     rows = [replace(row, slower=row.step_s / best.seconds - 1) for row in rows]
-    return tuple(sorted(rows, key=lambda row: (row.step_s, row.needed_bytes, row.num_devices)))
+    return tuple(sorted(rows, key=lambda row: (row.step_s, row.peak_bytes, row.num_devices)))
 
 
 def not_beaten(points: Floats) -> NDArray[np.int64]:
@@ -89,20 +89,20 @@ def contender_of(goal: Goal, plan: PricedPlan) -> Contender:
     return Contender(
         degrees=degrees_in_plain(plan.degrees, plan.cuts, regather=plan.regather),
         step_s=plan.seconds,
-        needed_bytes=plan.needed_bytes,
+        peak_bytes=plan.peak_bytes,
         num_devices=plan.degrees.world_size,
         value=goal.value(plan),
     )
 
 
 def _of_bound(search: SearchState, point: Floats, index: int) -> Contender:
-    step_s, needed = float(point[0]), float(point[1])
+    step_s, peak = float(point[0]), float(point[1])
     degrees = search.candidates.degrees(index, recompute=step_s > search.screened.seconds[index])
     return Contender(
         degrees=degrees_in_plain(degrees, ()),
         step_s=step_s,
-        needed_bytes=needed,
+        peak_bytes=peak,
         num_devices=degrees.world_size,
-        value=search.goal.value_of(step_s, needed, degrees),
+        value=search.goal.value_of(step_s, peak, degrees),
         is_exact=False,
     )

@@ -112,7 +112,7 @@ class TrialStudy:
             DEGREES: _text(plan.degrees),
             "predicted_s": plan.predicted_s,
             "predicted_interval_s": interval_of(plan.predicted_s, "time", Situation()),
-            "needed_bytes": plan.needed_bytes,
+            "predicted_bytes": plan.predicted_bytes,
         }
         self.study.enqueue_trial(params_of(plan.degrees), user_attrs=about)
         trial = self.study.ask(self.space())

@@ -36,7 +36,7 @@ class Candidate:
 
     degrees: Mapping[str, Any] = field(hash=False)
     predicted_s: float
-    needed_bytes: float  # of the fullest rank, predicted
+    predicted_bytes: float  # of the fullest rank, predicted
     terms: Mapping[str, float] = field(hash=False)
     num_devices: int
     per_second: float = 1.0  # the objective's value of one second, such as US dollars
@@ -140,7 +140,7 @@ def decide(
     if not free:
         return NextTrial(next=None, why="the plans that are left are being measured by another process")
     if objective == "memory":
-        return NextTrial(next=min(free, key=lambda at: (candidates[at].needed_bytes, at)), why="the least memory")
+        return NextTrial(next=min(free, key=lambda at: (candidates[at].predicted_bytes, at)), why="the least memory")
     value = {at: known.belief.mean[at] + np.log(candidates[at].per_second) for at in free}
     return NextTrial(next=min(free, key=lambda at: (value[at], at)), why="the best by what is known")
 
@@ -155,7 +155,7 @@ def value_of(candidate: Candidate, outcome: Outcome, objective: str) -> float:
     """The measured value of the objective: bytes of memory, or the value of the measured seconds."""
     assert outcome.seconds is not None
     if objective == "memory":
-        return outcome.peak_bytes if outcome.peak_bytes is not None else candidate.needed_bytes
+        return outcome.peak_bytes if outcome.peak_bytes is not None else candidate.predicted_bytes
     return outcome.seconds.median * candidate.per_second
 
 
@@ -171,9 +171,9 @@ def plan_coordinates(degrees: Mapping[str, Any]) -> list[float]:
 
 def _ruled_out(candidates: Sequence[Candidate], outcomes: Mapping[int, Outcome]) -> dict[int, str]:
     out = {at: run.reason or run.state for at, run in outcomes.items() if not run.is_measured}
-    least = min((candidates[at].needed_bytes for at, run in outcomes.items() if run.reason == "oom"), default=np.inf)
+    least = min((candidates[at].predicted_bytes for at, run in outcomes.items() if run.reason == "oom"), default=np.inf)
     why = "a plan that is predicted to need no more memory ran out of memory"
-    return out | {at: why for at, plan in enumerate(candidates) if at not in outcomes and plan.needed_bytes >= least}
+    return out | {at: why for at, plan in enumerate(candidates) if at not in outcomes and plan.predicted_bytes >= least}
 
 
 def _may_need_less(candidates: Sequence[Candidate], outcomes: Mapping[int, Outcome], left: Sequence[int]) -> bool:
@@ -182,4 +182,4 @@ def _may_need_less(candidates: Sequence[Candidate], outcomes: Mapping[int, Outco
         (value_of(candidates[at], run, "memory") for at, run in outcomes.items() if run.is_measured), default=np.inf
     )
     low, _ = interval_of(1.0, "memory", Situation())
-    return min(candidates[at].needed_bytes for at in left) * low < best
+    return min(candidates[at].predicted_bytes for at in left) * low < best

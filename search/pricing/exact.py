@@ -54,7 +54,7 @@ class Placement:
     degrees: Degrees
     cuts: tuple[int, ...]
     memory: StepMemory
-    needed_bytes: float
+    peak_bytes: float
     fits: bool
 
 
@@ -105,6 +105,7 @@ class PlanPricer:
         self.works, self.on, self.least_memory = works, on, least_memory
         self.degrees = lambda index: replace(degrees(index), offload=on.machine.engine.offload)
         self.shared = SharedPrices(works, layouts, on.machine)
+        self.cache = on.machine.mechanisms.allocator_cache
         self.allowed = np.broadcast_to(on.allows(works, layouts), len(layouts.tp))
         self.num_blocks = sum(count for _, count in works.counts)
         self.levels = (NONE, SELECTIVE, FULL) if works.has_selected else (NONE, FULL)
@@ -118,7 +119,7 @@ class PlanPricer:
                 degrees=plan.degrees,
                 cuts=plan.cuts,
                 seconds=float(np.max(step.seconds)),
-                needed_bytes=plan.needed_bytes,
+                peak_bytes=plan.peak_bytes,
                 fits=plan.fits,
                 step=step,
                 memory=plan.memory,
@@ -151,12 +152,12 @@ class PlanPricer:
             {name: float(part[0]) for name, part in fullest(held.memory(*held.every_block(level))).parts.items()}
             for level in self.levels
         ]
-        if self._is_by_stage(cut, must_recompute=not self._fits(index, _needed(parts[0]))):
+        if self._is_by_stage(cut, must_recompute=not self._fits(index, sum(parts[0].values()))):
             return self._by_stage(index, cut, cuts, held)
         return self._recomputing(index, degrees, cuts, stages, parts)
 
-    def _fits(self, index: int, needed_bytes: float) -> bool:
-        return needed_bytes <= self.on.capacity_bytes and bool(self.allowed[index])
+    def _fits(self, index: int, peak_bytes: float) -> bool:
+        return peak_bytes <= self.on.capacity_bytes and bool(self.allowed[index])
 
     def _cuts(self, index: int, cut: Cut, num_stages: int) -> tuple[int, ...]:
         """The calls before which stages begin: the pinned cuts, or the cuts that make the slowest stage fastest."""
@@ -191,7 +192,7 @@ class PlanPricer:
     def _by_stage(self, index: int, cut: Cut, even: tuple[int, ...], held: HeldByRanks) -> "_OpenPlan":
         """Cuts, stages, and the recomputed blocks of each stage: the fewest that fit, or the pinned number."""
         capacity, cuts, stages = self.on.capacity_bytes, even, held.stages
-        room = capacity - self.on.machine.reserve_bytes
+        room = self.on.room_bytes
         if self.on.cuts is None and self.on.recompute_blocks is None:
             cuts = cuts_by_stage(self.works, self._costs(index, cut), stages, room_bytes=room) or even
             if cuts != even:
@@ -207,10 +208,10 @@ class PlanPricer:
             blocks = StageRecompute(nothing, pinned) if is_selective else StageRecompute(pinned, nothing)
         else:
             blocks = fewest_blocks(
-                stages, lambda blocks: memory(blocks).needed_bytes, capacity, self.levels, self.on.most_level
+                stages, lambda blocks: memory(blocks).peak_bytes, capacity, self.levels, self.on.most_level
             )
         sums = memory(blocks)
-        needed, degrees = float(np.max(sums.needed_bytes)), self.degrees(index)
+        peak, degrees = float(np.max(sums.peak_bytes)), self.degrees(index)
         return _OpenPlan(
             index=index,
             degrees=with_recompute(degrees, blocks.full, blocks.selective),
@@ -218,8 +219,8 @@ class PlanPricer:
             stages=replace(stages, full=blocks.full, selective=blocks.selective),
             shares={NONE: 1.0},
             memory=fullest(sums),
-            needed_bytes=needed,
-            fits=self._fits(index, needed),
+            peak_bytes=peak,
+            fits=self._fits(index, peak),
         )
 
     def _costs(self, index: int, cut: Cut) -> CallCosts:
@@ -256,32 +257,27 @@ class PlanPricer:
 
         def parts_with(steps: int) -> dict[str, float]:
             shares = self._shares(steps, degrees)
-            return parts_between([*shares.values()], [of_level[level] for level in shares])
-
-        def needed_with(steps: int) -> float:
-            return _needed(parts_with(steps))
+            return parts_between([*shares.values()], [of_level[level] for level in shares], self.cache)
 
         most = -(-self.num_blocks // degrees.num_stages)
         every = most * min(len(self.levels) - 1, self.on.most_level)
         if isinstance(self.on.recompute_blocks, int):
             steps = min(self.on.recompute_blocks, most)
         elif self.least_memory:
-            steps = min((0, every), key=needed_with)
+            steps = min((0, every), key=lambda count: sum(parts_with(count).values()))
         else:
-            steps = self._fewest_steps(lambda count: self._fits(index, needed_with(count)), most, every)
+            steps = self._fewest_steps(lambda count: self._fits(index, sum(parts_with(count).values())), most, every)
         parts, shares = parts_with(steps), self._shares(steps, degrees)
+        peak = sum(parts.values())
         return _OpenPlan(
             index=index,
             degrees=self._recomputing_steps(degrees, steps, most),
             cuts=cuts,
             stages=stages if stages is None else replace(stages, recomputes=steps > 0),
             shares=shares,
-            memory=StepMemory(
-                peak_bytes=np.array([sum(parts.values())]),
-                parts={name: np.array([part]) for name, part in parts.items()},
-            ),
-            needed_bytes=_needed(parts),
-            fits=self._fits(index, _needed(parts)),
+            memory=StepMemory(parts={name: np.array([part]) for name, part in parts.items()}),
+            peak_bytes=peak,
+            fits=self._fits(index, peak),
         )
 
     @staticmethod
@@ -399,11 +395,6 @@ def with_recompute(
 def _by_level(known: Mapping[int, float]) -> tuple[float, ...]:
     """Values of all levels up to the highest. Without a selective level, blocks at it are not recomputed."""
     return tuple(known.get(level, known[NONE]) for level in range(max(known) + 1))
-
-
-def _needed(parts: Mapping[str, float]) -> float:
-    """All parts of memory without the cache: the allocator gives the cache back before it fails."""
-    return sum(part for name, part in parts.items() if name != "cache")
 
 
 def _each(step: StepSeconds) -> tuple[Floats, ...]:

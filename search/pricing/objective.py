@@ -59,12 +59,12 @@ class Goal:
 
     def value(self, plan: PricedPlan) -> float:
         """The value of a priced plan, whether it fits or not."""
-        return self.value_of(plan.seconds, plan.needed_bytes, plan.degrees)
+        return self.value_of(plan.seconds, plan.peak_bytes, plan.degrees)
 
-    def value_of(self, step_s: float, needed_bytes: float, degrees: Degrees) -> float:
+    def value_of(self, step_s: float, peak_bytes: float, degrees: Degrees) -> float:
         """The value of a step of `degrees`."""
         if self.is_memory:
-            return needed_bytes
+            return peak_bytes
         return step_s * self.parts[degrees.world_size].weight / (degrees.global_batch if self.per_sequence else 1)
 
     def by_devices(self, candidates: Candidates, figure: Callable[[Part], float]) -> Floats:

@@ -130,7 +130,7 @@ class StageRecompute(NamedTuple):
 
 def fewest_blocks(
     stages: Stages,
-    needed_bytes: Callable[[StageRecompute], Floats],
+    peak_bytes: Callable[[StageRecompute], Floats],
     capacity_bytes: float,
     levels: Sequence[int] = (0, 2),
     most_level: int = 2,
@@ -141,7 +141,7 @@ def fewest_blocks(
     size = np.array([len(order) for order in orders])
 
     def fits(steps: NDArray[np.int64]) -> NDArray[np.bool_]:
-        return needed_bytes(_of_stages(stages, orders, steps, phases)) <= capacity_bytes
+        return peak_bytes(_of_stages(stages, orders, steps, phases)) <= capacity_bytes
 
     least, most = np.where(fits(0 * size), 0, 1), size
     for phase in range(1, len(phases)):  # within a phase more steps need less memory

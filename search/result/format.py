@@ -94,7 +94,7 @@ def nothing_fits(found: "SearchResult") -> str:
     made_of = ", ".join(f"{MEMORY[name]} {readable_bytes(size)}" for name, size in parts)
     return (
         f"no plan fits: {what_does_not_fit(found.counted)}. "
-        f"The closest plan ({plan_in_words(plan.degrees)}) needs {readable_bytes(plan.needed_bytes)}: {made_of}. "
+        f"The closest plan ({plan_in_words(plan.degrees)}) needs {readable_bytes(plan.peak_bytes)}: {made_of}. "
         f"{readable_bytes(plan.missing_bytes)} are missing on a device that has {readable_bytes(found.device_bytes)}, "
         f"because {usable_in_words(found.device_bytes)}. "
         f"What would help: {plan.remedy}"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 UNITS: Mapping[str, str] = {"time": "s", "cost": "USD", "energy": "J", "memory": "B"}
 OBJECTIVES = tuple(UNITS)
 ON_FEWER_DEVICES = ("cost", "energy")  # objectives that may be better on fewer devices
-KIND, VERSION = "autopar search result", 1
+KIND, VERSION = "autopar search result", 2
 _SAME = 5e-4  # of a value: smaller differences count as equal, because percentages have one digit
 PARTS: Mapping[str, str] = {
     **COMPUTE,
@@ -41,7 +41,7 @@ class Contender:
 
     degrees: Mapping[str, Any] = field(hash=False)
     step_s: float
-    needed_bytes: float  # of the fullest rank
+    peak_bytes: float  # of the fullest rank
     fits: bool = True
     slower: float = 0.0  # how much longer the step is than the best plan's, as a part of it
     reason: str = ""  # why its value is larger than the best plan's
@@ -72,10 +72,10 @@ class Closest:
     """The plan that needs least memory, if no plan fits."""
 
     degrees: Mapping[str, Any] = field(hash=False)
-    needed_bytes: float  # of the fullest rank
+    peak_bytes: float  # of the fullest rank
     missing_bytes: float  # over the capacity of a device
     remedy: str  # changes with which a plan fits, the cheapest first
-    parts: Mapping[str, float] = field(default_factory=dict, hash=False)  # bytes that sum to `needed_bytes`
+    parts: Mapping[str, float] = field(default_factory=dict, hash=False)  # bytes that sum to `peak_bytes`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ class SearchResult:
     best: Contender | None  # None if no plan fits
     # the measured step time and memory of the best plan are between these in four of five runs
     step_interval_s: tuple[float, float] | None = None
-    needed_interval_bytes: tuple[float, float] | None = None
+    peak_interval_bytes: tuple[float, float] | None = None
     refined: int  # number of `trials`
     others: tuple[Contender, ...]  # the best plans of other degrees
     baselines: tuple[Contender, ...]  # plans that people choose by hand
@@ -246,6 +246,6 @@ def why_slower(best: Mapping[str, float], other: Mapping[str, float]) -> str:
 
 def why_fuller(best: Mapping[str, float], other: Mapping[str, float]) -> str:
     """The part of a rank's memory that exceeds the best plan's by most bytes."""
-    more = {name: other.get(name, 0.0) - best.get(name, 0.0) for name in MEMORY if name != "cache"}
+    more = {name: other.get(name, 0.0) - best.get(name, 0.0) for name in MEMORY}
     name = max(more, key=lambda part: more[part])
     return f"{MEMORY[name]}: {more[name] / 1e9:.2f} GB more"

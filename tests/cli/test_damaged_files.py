@@ -43,7 +43,7 @@ PREDICTED = Prediction(
     peak_interval_bytes=(6e9, 9e9), device_bytes=80e9,
 )  # fmt: skip
 PLAN = Candidate(
-    degrees={"tp": 2, "zero": 3, "micro_batch": 1, "cuts": [1]}, predicted_s=1.0, needed_bytes=1e9,
+    degrees={"tp": 2, "zero": 3, "micro_batch": 1, "cuts": [1]}, predicted_s=1.0, predicted_bytes=1e9,
     terms={"compute": 1.0}, num_devices=4,
 )  # fmt: skip
 DONE = Outcome(state="complete", seconds=Spread(median=2.0, low=1.5, high=2.5), peak_bytes=3e9, steps=10)

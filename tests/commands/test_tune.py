@@ -328,4 +328,4 @@ def test_if_every_trial_fails_the_result_says_why(monkeypatch: pytest.MonkeyPatc
     machine = machine_of(autopar.ClusterSpec.preset("2xcpu"), found.profile, "fp32")
     usual = machine_of(autopar.ClusterSpec.preset("2xcpu"), None, "fp32")
     grown = machine.reserve_bytes - usual.reserve_bytes
-    assert found.tried[0].candidate.needed_bytes + grown >= usable_bytes(machine.memory_bytes) * (1 - 1e-6)
+    assert found.tried[0].candidate.predicted_bytes + grown >= usable_bytes(machine.memory_bytes) * (1 - 1e-6)

@@ -102,12 +102,12 @@ def test_a_plan_is_there_that_leaves_memory_free() -> None:
     """The best plan fills a small device, so plans that fill less of it are added. They recompute."""
     usual, asked = ClusterSpec.preset("1xcpu"), request(global_batch=64, micro_batch=64, top=TOP)
     (only,) = candidates(subject(usual, asked), asked)
-    usable = 1.02 * only.needed_bytes
+    usable = 1.02 * only.predicted_bytes
     small = of_memory(usual, usable / usable_bytes(1.0))
     first, *with_less = candidates(subject(small, asked), asked)
     assert first.degrees == only.degrees and first.degrees["recompute"] == "none"
     assert with_less and all(one.degrees["recompute"] != "none" for one in with_less)
-    assert with_less[0].needed_bytes <= 0.75 * usable < first.needed_bytes
+    assert with_less[0].predicted_bytes <= 0.75 * usable < first.predicted_bytes
     assert with_less[0].predicted_s > first.predicted_s
 
 

@@ -9,7 +9,6 @@ import pytest
 import autopar
 from autopar.cache.captures import captured_model
 from autopar.capture.record.captured import Capture
-from autopar.cost_model.estimate import MEMORY
 from autopar.errors import InputError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import degrees_from
@@ -168,9 +167,7 @@ def test_it_is_priced(word: str, two_hosts: ClusterSpec, request: pytest.Fixture
         plan = label_plan(program, two_hosts, price.degrees, "", searched=stages, labelled=labelled)
         estimated = autopar.estimate(program, two_hosts, plan, precision="bf16")
         assert price.seconds == pytest.approx(estimated.step_s, rel=1e-9)
-        assert price.needed_bytes == pytest.approx(
-            sum(estimated.memory_bytes.values()) - estimated.memory_bytes[MEMORY["cache"]], rel=1e-9
-        )
-        prices[value] = price.seconds, price.needed_bytes
+        assert price.peak_bytes == pytest.approx(estimated.peak_bytes, rel=1e-9)
+        prices[value] = price.seconds, price.peak_bytes
     first, second = prices.values()
     assert first != second

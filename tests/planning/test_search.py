@@ -135,7 +135,7 @@ def test_recomputation_only_where_memory_forces_it() -> None:
     roomy = searched(small(80e9), fix=fix)
     assert roomy.best is not None
     assert roomy.best.degrees["recompute"] == "none" and "loss_chunks" not in roomy.best.degrees
-    needed = roomy.best.needed_bytes
+    needed = roomy.best.peak_bytes
     tight = small((needed - 0.5e6) / usable_bytes(1.0))
     either = searched(tight, fix=fix).best
     in_chunks = searched(tight, fix=fix | {"recompute": "none"}).best
@@ -147,7 +147,7 @@ def test_recomputation_only_where_memory_forces_it() -> None:
     assert some.degrees["recompute"] != "none" and some.degrees["recompute_blocks"] < LAYERS
     ways = (in_chunks, full, selective, some)
     assert roomy.best.step_s < either.step_s == min(way.step_s for way in ways) < full.step_s
-    assert all(way.needed_bytes < needed for way in ways)
+    assert all(way.peak_bytes < needed for way in ways)
 
 
 def test_what_leaves_no_plan_is_an_error() -> None:
@@ -209,12 +209,12 @@ def test_a_study_keeps_the_trials(tmp_path: Path) -> None:
 
 def test_the_front_holds_what_nothing_beats(found: SearchResult) -> None:
     assert found.best is not None
-    points = [(one.step_s, one.needed_bytes, one.num_devices) for one in found.front if one.is_exact]
-    assert (found.best.step_s, found.best.needed_bytes, 8) in points
+    points = [(one.step_s, one.peak_bytes, one.num_devices) for one in found.front if one.is_exact]
+    assert (found.best.step_s, found.best.peak_bytes, 8) in points
     for one in found.front:
-        beats = [p for p in points if p != (one.step_s, one.needed_bytes, one.num_devices)]
-        assert not any(s <= one.step_s and m <= one.needed_bytes for s, m, _ in beats)
-    assert any(one.needed_bytes < found.best.needed_bytes for one in found.front)
+        beats = [p for p in points if p != (one.step_s, one.peak_bytes, one.num_devices)]
+        assert not any(s <= one.step_s and m <= one.peak_bytes for s, m, _ in beats)
+    assert any(one.peak_bytes < found.best.peak_bytes for one in found.front)
 
 
 def test_the_cheapest_plan_runs_on_the_devices_that_it_uses() -> None:

@@ -30,7 +30,7 @@ def test_there_and_back(stored: SearchResult) -> None:
         (("details", "ranks", 1, "bytes", "cache"), None, r"details.ranks\[1\].bytes.cache: must be a finite number"),
         (("details", "timeline", "passes", 2), [0, "F"], r"details.timeline.passes\[2\]: must have 6 entries, has 2"),
         (("num_devices",), True, "num_devices: must be a whole number"),
-        (("version",), 99, "version 99, this autopar reads 1"),
+        (("version",), 99, "version 99, this autopar reads 2"),
         (("kind",), "recipe", "is no search result"),
     ],
 )

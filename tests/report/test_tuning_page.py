@@ -27,7 +27,7 @@ def candidate(predicted_s: float, **degrees: Any) -> Candidate:
     return Candidate(
         degrees={"tp": 1, "pp": 1, "dp_shard": 8, "zero": 2, "micro_batch": 2, "micro_batches": 1, **degrees},
         predicted_s=predicted_s,
-        needed_bytes=30e9,
+        predicted_bytes=30e9,
         terms={"compute": predicted_s * 0.8, "in_host": predicted_s * 0.1},
         num_devices=8,
     )

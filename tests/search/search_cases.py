@@ -33,10 +33,11 @@ def works_of(
 
 
 def machinery_with(cluster: ClusterSpec, memory_bytes: float, ranks_per_core: float = 1.0) -> Machinery:
-    """A cluster on whose devices a plan may hold `memory_bytes` beside the reserve."""
+    """A cluster on whose devices the tensors of a plan may hold `memory_bytes`."""
     engine = engine_named("autopar")
     machine = cluster_machine(cluster, engine, mechanisms(), precision="bf16")
-    memory = (machine.reserve_bytes + memory_bytes) / usable_bytes(1.0)
+    tensors = (1 + machine.mechanisms.allocator_cache) * memory_bytes
+    memory = (machine.reserve_bytes + tensors) / usable_bytes(1.0)
     return Machinery(
         machine=replace(machine, memory_bytes=memory, ranks_per_core=ranks_per_core),
     )

@@ -52,7 +52,7 @@ class Published:
     layout: Layouts
     machine: Machine
     global_batch: int
-    needed_bytes: float
+    peak_bytes: float
 
     @property
     def values(self) -> dict[str, float]:
@@ -76,14 +76,14 @@ def published() -> tuple[Published, ...]:
 def of_group(group: RowGroup) -> list[Published]:
     count = len(group.cases)
     columns = {name: np.broadcast_to(getattr(group.layouts, name), count) for name in Layouts.__slots__}
-    needed = np.broadcast_to(group.memory.needed_bytes, count)
+    needed = np.broadcast_to(group.memory.peak_bytes, count)
     return [
         Published(
             row=case.row,
             layout=Layouts(**{name: column[i : i + 1].astype(float) for name, column in columns.items()}),
             machine=case.machine,
             global_batch=case.global_batch,
-            needed_bytes=float(needed[i]),
+            peak_bytes=float(needed[i]),
         )
         for i, case in enumerate(group.cases)
     ]
@@ -212,7 +212,7 @@ def check(rows: Sequence[Published]) -> None:
         assert isinstance(estimate, RowEstimate)
         reason, place = why_not_listed(one), place_of(one, space)
         assert (reason is None) == (place is not None), (one.row.id, reason, one.values)
-        room = max(one.machine.memory_bytes, one.needed_bytes / usable_bytes(1.0))
+        room = max(one.machine.memory_bytes, one.peak_bytes / usable_bytes(1.0))
         found = bounds_of(one, space, np.inf if one.values["recompute"] == SELECTIVE else room)
         assert np.min(found, initial=np.inf) <= estimate.seconds * (1 + SAME), (one.row.id, reason, one.values)
         is_staged, recompute = one.values["pp"] > 1, one.values["recompute"]

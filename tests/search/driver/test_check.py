@@ -77,7 +77,7 @@ PLANTED: dict[str, Fault] = {
     "cuts.*one between any two": lambda found, best: with_best(found, cuts=(*best.cuts, best.cuts[-1] + 1)),
     "seconds": lambda found, best: with_best(found, seconds=best.seconds * (1 - 1e-6)),
     "seconds.*nan": lambda found, _: with_best(found, seconds=float("nan")),
-    "needed_bytes": lambda found, best: with_best(found, needed_bytes=best.needed_bytes * 0.999),
+    "peak_bytes": lambda found, best: with_best(found, peak_bytes=best.peak_bytes * 0.999),
     "must fit": lambda found, _: with_best(found, fits=False),
     "bound": lambda found, _: replace(found, proof=replace(found.proof, bound=found.proof.bound * 1.01)),
     "value": worse,

@@ -48,11 +48,11 @@ def test_the_closest_is_the_plan_with_least_memory(fix: dict[str, str]) -> None:
     found, every = closest(asked(constraints=constraints)), candidates(CASE.constraints)
     assert found is not None
     least = min(
-        priced(CASE.works(int(every.tp[i])), every.degrees(i), on.keeping(offload), least_memory=True).needed_bytes
+        priced(CASE.works(int(every.tp[i])), every.degrees(i), on.keeping(offload), least_memory=True).peak_bytes
         for i in range(len(every))
         for offload in constraints.offloads
     )
-    assert found.needed_bytes == pytest.approx(least)
+    assert found.peak_bytes == pytest.approx(least)
     assert found.missing_bytes == pytest.approx(least - on.capacity_bytes)
     assert sum(found.parts.values()) == pytest.approx(least)
 

@@ -159,7 +159,7 @@ def test_less_device_memory_and_more_seconds(offload: str) -> None:
     here = one_of(case, on, dp_shard=4, zero=3, micro_batch=1)
     slow = hosted(on, replace(HOST, link_bytes_per_s=1e9)).keeping(offload)
     there = priced(case.works(1), here.degrees, slow)
-    assert there.needed_bytes < here.needed_bytes
+    assert there.peak_bytes < here.peak_bytes
     assert there.seconds > here.seconds
 
 
@@ -222,7 +222,7 @@ def test_bounds_hold_for_recomputed_blocks_with_activations_on_the_host(
         pricing = pricing_of(case.works(one.degrees.tp), one, case.spec, on)
         layouts = layout_of(pricing.works, pricing.question)
         assert float(pricing.step(layouts).seconds[0]) == pytest.approx(one.seconds, rel=1e-9)
-        assert float(np.max(pricing.memory(layouts).needed_bytes)) == pytest.approx(one.needed_bytes, rel=1e-9)
+        assert float(np.max(pricing.memory(layouts).peak_bytes)) == pytest.approx(one.peak_bytes, rel=1e-9)
         assert one.fits
         assert bound <= one.seconds * (1 + 1e-9), one.degrees
         num_priced += 1

@@ -72,13 +72,13 @@ def test_what_does_not_fit_is_told_as_a_constraint() -> None:
     """Moves of all but the first candidate never fit: the sampler keeps to it, and nothing unfit is the best."""
     base = searched(30).best
     assert base is not None
-    capacity = base.needed_bytes
+    capacity = base.peak_bytes
 
     def price(index: int, moved: tuple[int, int]) -> PricedPlan:
         slower = 1 + 0.01 * (abs(moved[0] - 1) + abs(moved[1]))
         needed = capacity + (1e6 if index else 0.0)
         seconds = base.seconds * slower * (0.5 if index else 1.0)
-        return replace(base, seconds=seconds, needed_bytes=needed, fits=index == 0)
+        return replace(base, seconds=seconds, peak_bytes=needed, fits=index == 0)
 
     others = [Start(index=index, text=f"does not {index}") for index in range(1, 5)]  # more than can all be tried
     starts = [Start(index=0, text="fits", name=BEST), *others]
@@ -103,7 +103,7 @@ def test_few_variations_are_all_tried_once_and_priced_together() -> None:
         return replace(base, seconds=base.seconds * (1.5 + index - 0.1 * moved[0] + 0.01 * moved[1]))
 
     starts = [Start(index=0, text="first", name=BEST), Start(index=1, text="as it is", name="FSDP", is_varied=False)]
-    found = refine(starts, price, trials=40, capacity_bytes=base.needed_bytes, seed=1, prefetch=told.extend)
+    found = refine(starts, price, trials=40, capacity_bytes=base.peak_bytes, seed=1, prefetch=told.extend)
     assert len(found.trials) == 10
     assert (
         sorted(told) == sorted(asked) == sorted([(1, (0, 0)), *((0, (a, b)) for a in (-1, 0, 1) for b in (-1, 0, 1))])

@@ -41,7 +41,7 @@ def every_mix(case: Case, degrees: Degrees) -> list[tuple[float, float, Degrees]
             pricing = Pricing(works, question, case.on.machine)
             layouts = layout_of(works, question)
             memory: StepMemory = pricing.memory(layouts)
-            found.append((float(pricing.step(layouts).seconds[0]), float(memory.needed_bytes[0]), own))
+            found.append((float(pricing.step(layouts).seconds[0]), float(memory.peak_bytes[0]), own))
     return found
 
 

@@ -86,9 +86,9 @@ def test_every_price_is_a_trial(tmp_path: Path, name: str) -> None:
         assert trial.params == degrees | {"recompute": one.degrees.recompute}
         assert trial.state == TrialState.COMPLETE
         assert trial.value == found.goal.value(one)
-        assert trial.constraints == {"missing_bytes": one.needed_bytes - CASE.on.capacity_bytes}
-        about = {key: trial.user_attrs[key] for key in ("step_s", "needed_bytes", "fits")}
-        assert about == {"step_s": one.seconds, "needed_bytes": one.needed_bytes, "fits": one.fits}
+        assert trial.constraints == {"missing_bytes": one.peak_bytes - CASE.on.capacity_bytes}
+        about = {key: trial.user_attrs[key] for key in ("step_s", "peak_bytes", "fits")}
+        assert about == {"step_s": one.seconds, "peak_bytes": one.peak_bytes, "fits": one.fits}
 
 
 def test_bounds_are_below_every_price_of_their_combination(tmp_path: Path) -> None:

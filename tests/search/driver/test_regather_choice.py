@@ -92,7 +92,7 @@ def test_no_plan_is_better_under_either_setting(case: Case, fix: Mapping[str, An
     assert found.best.seconds == pytest.approx(min(fits), rel=1e-9)
     assert found.proof.bound == pytest.approx(min(fits), rel=1e-9)
     for again, kept in every:
-        assert kept.needed_bytes >= again.needed_bytes * (1 - 1e-12) or kept.degrees != again.degrees
+        assert kept.peak_bytes >= again.peak_bytes * (1 - 1e-12) or kept.degrees != again.degrees
         assert again.fits or not kept.fits
         assert kept.seconds >= again.seconds * (1 - MOST_SAVED)
 
@@ -111,8 +111,8 @@ def test_without_room_they_are_gathered_again() -> None:
     roomy = searched(case, fix)
     assert roomy.best is not None
     one = roomy.together.priced(next(i for i in roomy.exact if roomy.candidates.degrees(i) == _bare(roomy.best)))
-    between = (one.needed_bytes + roomy.best.needed_bytes) / 2
-    assert one.needed_bytes < between < roomy.best.needed_bytes
+    between = (one.peak_bytes + roomy.best.peak_bytes) / 2
+    assert one.peak_bytes < between < roomy.best.peak_bytes
     reserve = machinery_with(cluster_of("slow"), 0.0).capacity_bytes
     degrees = {name: getattr(roomy.best.degrees, name) for name in ("tp", "pp", "dp_shard", "zero", "micro_batch")}
     tight = searched(replace(case, memory_bytes=between - reserve), degrees)
@@ -150,7 +150,7 @@ def test_a_plan_says_whether_values_are_kept(tmp_path: Path) -> None:
     assert again.plan is not None and again.best is not None
     assert again.plan.regather and "regather" not in again.best.degrees
     assert again.best.step_s > found.best.step_s
-    assert again.best.needed_bytes < found.best.needed_bytes
+    assert again.best.peak_bytes < found.best.peak_bytes
     assert again.is_proven and found.is_proven
     estimated = [autopar.estimate(capture_for(Request.of(model(), tokens()), one.degrees), "4xh100", one)
                  for one in (found.plan, again.plan)]  # fmt: skip

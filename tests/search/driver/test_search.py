@@ -139,7 +139,7 @@ def check_not_listed(case: Case, default: list[PricedPlan], other: list[PricedPl
     known = {listed.degrees(i) for i in range(len(listed))}
     left_out = 0
     for one, moved in zip(default, other, strict=True):
-        assert one.needed_bytes == moved.needed_bytes
+        assert one.peak_bytes == moved.peak_bytes
         if replace(moved.degrees, recompute="none", recompute_blocks=None) not in known:
             left_out += 1
             assert moved.seconds >= one.seconds
@@ -178,7 +178,7 @@ def test_bounds_are_bounds(case: Case) -> None:
                 assert bounds.seconds[i] <= one.seconds * (1 + 1e-9), mine.degrees(i)
             least = priced(case.works(tp), mine.degrees(i), case.on, least_memory=True)
             held = min(bounds.without_bytes[i], bounds.recomputed_bytes[i])
-            assert held <= least.needed_bytes * (1 + 1e-9), mine.degrees(i)
+            assert held <= least.peak_bytes * (1 + 1e-9), mine.degrees(i)
 
 
 def test_screening_in_parts_gives_the_same_bounds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ PLANS = [
     Candidate(
         degrees={"tp": tp, "zero": zero, "schedule": schedule, "cuts": [1, 2]},
         predicted_s=1.0 + tp,
-        needed_bytes=1e9,
+        predicted_bytes=1e9,
         terms={"compute": 1.0 + tp},
         num_devices=4,
     )

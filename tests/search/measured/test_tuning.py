@@ -29,7 +29,7 @@ def plans(*seconds: float, **more: Any) -> list[Candidate]:
         Candidate(
             degrees=DEGREES[at % len(DEGREES)],
             predicted_s=one,
-            needed_bytes=1e9 * (at + 1),
+            predicted_bytes=1e9 * (at + 1),
             terms={"compute": one / (1 + at % 2), "in_host": one - one / (1 + at % 2)},
             num_devices=4,
             **more,

@@ -26,7 +26,7 @@ def plain(values: Mapping[str, NDArray[np.float64]]) -> dict[str, float]:
 
 def numbers(one: PricedPlan) -> tuple[object, ...]:
     parts = (plain(each) for each in (one.step.parts, one.step.hidden, one.memory.parts))
-    return (one.degrees, one.cuts, one.seconds, one.needed_bytes, one.fits, one.pipelines, *parts)
+    return (one.degrees, one.cuts, one.seconds, one.peak_bytes, one.fits, one.pipelines, *parts)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -38,14 +38,14 @@ def machinery(degrees: Degrees, part: float, case: Case = CASE) -> Machinery:
     """With room for that part of what the plan holds beside state and reserve without recomputation."""
     roomy, works = case.on, case.works(1)
     most, least = (
-        pricing_of(works, one, case.spec, roomy).memory_of_ranks(_layouts(one, roomy, case)).needed_bytes.max()
+        pricing_of(works, one, case.spec, roomy).memory_of_ranks(_layouts(one, roomy, case)).peak_bytes.max()
         for one in (
             priced(works, degrees, roomy),
             priced(works, degrees, pinned(roomy, recompute_blocks=1_000_000)),
         )
     )
-    reserve = roomy.machine.reserve_bytes
-    return machinery_with(case.spec, float(least + part * (most - least)) - reserve)
+    between = float(least + part * (most - least)) - roomy.machine.reserve_bytes
+    return machinery_with(case.spec, between / (1 + roomy.machine.mechanisms.allocator_cache))
 
 
 def _layouts(one: PricedPlan, on: Machinery, case: Case) -> Any:
@@ -113,7 +113,7 @@ def test_one_block_less_of_any_rank_does_not_fit(wish: dict[str, Any], part: flo
 def _needed(one: PricedPlan, on: Machinery) -> NDArray[np.float64]:
     """Bytes of every rank, counted for the plan alone."""
     pricing = pricing_of(CASE.works(1), one, CASE.spec, on)
-    return pricing.memory_of_ranks(layout_of(CASE.works(1), pricing.question)).needed_bytes
+    return pricing.memory_of_ranks(layout_of(CASE.works(1), pricing.question)).peak_bytes
 
 
 def _with_one_less(stages: Stages, again: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], int]]:
@@ -173,7 +173,7 @@ def test_all_blocks_of_every_stage_are_all_blocks(wish: dict[str, Any]) -> None:
     for one, counts in ((whole, every), (none, (0,) * len(every))):
         same = priced(works, degrees, pinned(CASE.on, recompute_blocks=counts, cuts=one.cuts))
         assert same.seconds == pytest.approx(one.seconds, rel=1e-12)
-        assert same.needed_bytes == pytest.approx(one.needed_bytes, rel=1e-12)
+        assert same.peak_bytes == pytest.approx(one.peak_bytes, rel=1e-12)
         for name, part in one.step.parts.items():
             assert float(np.max(same.step.parts[name])) == pytest.approx(float(np.max(part)), rel=1e-9, abs=1e-12), name
 

@@ -59,7 +59,7 @@ def test_what_fits_only_with_recomputation_does_not_fit_without(captured: Captur
     roomy = searched(captured, **alone)
     assert roomy.best is not None
     assert roomy.details is not None
-    tight = small((roomy.best.needed_bytes - roomy.details.ranks[0].bytes["activations"] / 4) / usable_bytes(1.0))
+    tight = small((roomy.best.peak_bytes - roomy.details.ranks[0].bytes["activations"] / 4) / usable_bytes(1.0))
     free = searched(captured, tight, **alone)
     assert free.best is not None
     assert free.best.degrees["recompute"] == "selective"
