@@ -35,7 +35,7 @@ PLANS = {
     "selective recomputation": (GPT2, "4xh100", "--recompute", "selective", "--global-batch", "16"),
     "optimizer on the host": (GPT2, "4xh100", "--offload", "optimizer", "--global-batch", "16"),
     "chunks of the loss": (GPT2, "4xh100", "--loss-chunks", "4", "--global-batch", "16"),
-    "sums in 32 bits": (GPT2, "4xh100", "--reduce-dtype", "float32", "--global-batch", "16"),
+    "sums in 32 bits": (GPT2, "4xh100", "--reduce-dtype", "fp32", "--global-batch", "16"),
     "another optimizer": (GPT2, "4xh100", "--optimizer", "sgd", "--global-batch", "16"),
 }  # fmt: skip
 FIGURES = ("step_s", "step_interval_s", "peak_bytes", "peak_interval_bytes", "device_bytes", "mfu")
