@@ -117,7 +117,12 @@ def plan(
             hidden=hidden, seq_len=options.seq_len, dtype=None if is_own else "float32",
             staged=request.is_staged,
         )  # fmt: skip
-        result = _captured_and_searched(capture, spec, options, measured, on_progress, request)
+        search = partial(_captured_and_searched, capture, spec, options, measured, on_progress)
+        result = search(request)
+        if request.precision == "fp32":
+            from autopar.planning.precision import with_bf16_beside
+
+            result = with_bf16_beside(result, request, spec, search)
     if out is not None and result.plan is not None:
         result.plan.save(out)
     if report is not None:

@@ -6,6 +6,7 @@ written: fp16 needs a `GradScaler`, and a model in 16 bits, in float64 or under 
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +17,11 @@ from autopar.cost_model.machine.cluster import default_precision
 from autopar.errors import CaptureError, InputError, PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.program import Program
+from autopar.planning.options import PlanOptions
 from autopar.rules.rule import TensorInfo
+from autopar.search.result.format import plan_in_words
+from autopar.search.result.result import SearchResult
+from autopar.words.numbers import readable_bytes, readable_seconds
 
 _T = TypeVar("_T")
 _CHOSEN = "the float32 model computes in bf16, with float32 parameters and optimizer state; fp32 turns this off"
@@ -85,3 +90,24 @@ def _dtypes_of_operands(program: Program) -> Iterator[tuple[Any, set[torch.dtype
     for node in (node for block in program.blocks for node in block.graph.nodes if node.op == "call_function"):
         infos = (n.meta.get("info") for n in node.all_input_nodes)
         yield node, {info.dtype for info in infos if isinstance(info, TensorInfo) and info.dtype.is_floating_point}
+
+
+def with_bf16_beside(
+    result: SearchResult, options: PlanOptions, cluster: ClusterSpec, search: Callable[[PlanOptions], SearchResult]
+) -> SearchResult:
+    """The result that also says what bf16 would give, if the user asked for fp32 on devices that have bf16."""
+    if options.precision != "fp32" or default_precision(cluster) != "bf16":
+        return result
+    try:
+        other = search(replace(options, precision="bf16", top=0, trials=0, study=None, report=False)).best
+    except (CaptureError, InputError):  # in bf16 the model cannot be captured
+        return result
+    if other is None:
+        return result
+    takes = f"{readable_seconds(other.step_s)} a step and {readable_bytes(other.peak_bytes)} of a device"
+    text = f"precision bf16 would take {takes} ({plan_in_words(other.degrees)})"
+    if result.best is None:
+        nearest = result.closest and replace(result.closest, remedy=f"{text}, or {result.closest.remedy}")
+        return replace(result, closest=nearest)
+    faster = f"; fp32 takes {result.best.step_s / other.step_s:.1f} times as long"
+    return replace(result, notes=(*result.notes, text + faster))

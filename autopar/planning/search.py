@@ -23,7 +23,7 @@ from autopar.planning.fixed import program_for
 from autopar.planning.labels import LABELLED, LABELLED_DP
 from autopar.planning.measured import is_trace, profile_for
 from autopar.planning.options import TOP, TRIALS, PlanOptions
-from autopar.planning.precision import in_precision_of
+from autopar.planning.precision import in_precision_of, with_bf16_beside
 from autopar.search.result.result import SearchResult
 
 
@@ -103,10 +103,14 @@ def plan(
     options.check_search(spec.num_devices)
     (report := on_progress or (lambda _: None))("capturing")
     request = Request.of(model, example_inputs, loss_fn, specialise=specialise)
-    captured, options, notes = captured_as_asked(request, spec, options)
-    options = with_trace(options, measured, captured, spec, report)
-    result = search_captured(captured, spec, options, name=name or type(model).__name__, on_progress=report)
-    return replace(result, notes=(*result.notes, *notes))
+
+    def search(options: PlanOptions) -> SearchResult:
+        captured, used, notes = captured_as_asked(request, spec, options)
+        used = with_trace(used, measured, captured, spec, report)
+        result = search_captured(captured, spec, used, name=name or type(model).__name__, on_progress=report)
+        return replace(result, notes=(*result.notes, *notes))
+
+    return with_bf16_beside(search(options), options, spec, search)
 
 
 def captured_as_asked(

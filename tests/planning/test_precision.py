@@ -1,4 +1,4 @@
-"""The precision of a request that names none."""
+"""The precision of a request that names none, and a plan in float32 beside the plan in bf16."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -80,6 +80,14 @@ def test_an_own_model_plans_in_bf16_and_the_first_line_says_so() -> None:
     on_cpus = searched(Dense(), "4xcpu")
     assert on_cpus.plan is not None and on_cpus.plan.degrees.precision is None
     assert on_cpus.plan.explain().splitlines()[0] == "Plan for Dense, computing in the dtype of the model"
+
+
+def test_a_plan_in_fp32_says_what_bf16_would_give() -> None:
+    found, faster = searched(Dense(), precision="fp32"), searched(Dense())
+    assert found.best is not None and faster.best is not None
+    assert found.best.step_s > faster.best.step_s
+    (note,) = [note for note in found.notes if note.startswith("precision bf16 would take")]
+    assert note.endswith(f"fp32 takes {found.best.step_s / faster.best.step_s:.1f} times as long")
 
 
 @pytest.mark.parametrize(
