@@ -8,7 +8,7 @@ what they are in a step.
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -104,7 +104,8 @@ class StageRunner:
     def __init__(self, setting: RankView) -> None:
         self.setting, self.program = setting, setting.program
         modules, labels = setting.code_modules(outputs=False), setting.plan.blocks
-        self.selective = cache(lambda block: SelectiveBlock(modules[block], labels[block].recomputed))
+        blocks = {self.program.calls[i].block for i, how in setting.recomputed.items() if how == "selective"}
+        self.selective = {block: SelectiveBlock(modules[block], labels[block].recomputed) for block in blocks}
 
     def given(self) -> _Values:
         """This rank's part of a micro-batch, constants, buffers that forward changes, and the loss's denominator."""
@@ -181,7 +182,7 @@ class StageRunner:
         execution = Execution(
             compiled=setting,
             functions=setting.code_modules(outputs=False),
-            selective=self.selective,
+            selective=self.selective.__getitem__,
             outputs=False,
             state={},
             when=(0, 0),
