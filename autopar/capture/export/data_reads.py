@@ -59,9 +59,7 @@ _AS_ARRAYS = (Tensor.numpy, Tensor.__array__)
 # functions of tensors that return a number: the tensor whose truth they return
 _AS_TRUTH: Mapping[Any, Callable[..., Tensor | bool]] = {
     **dict.fromkeys((torch.equal, Tensor.equal), lambda a, b: _is_one(a, b) or (a.shape == b.shape and (a == b).all())),
-    **dict.fromkeys(
-        (torch.allclose, Tensor.allclose), lambda *given, **options: torch.isclose(*given, **options).all()
-    ),
+    **dict.fromkeys((torch.allclose, Tensor.allclose), lambda *args, **kwargs: torch.isclose(*args, **kwargs).all()),
     Tensor.__contains__: lambda a, element: (a == element).any(),
 }
 # a function in Python asks whether a mode takes it over, and would then hide its reads from the mode

@@ -9,6 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar._torch.operators import aten
 from autopar.capture.nodes import Compute, Rewrite, argument, inlined, is_random, put, replace_node, value
+from autopar.capture.passes.aliases import one_name
 from autopar.capture.passes.in_place import functionalise
 from autopar.errors import CaptureError
 from autopar.ir.precision import is_low
@@ -44,6 +45,7 @@ def _decomposed(node: fx.Node) -> fx.Graph | None:
     try:
         graph = make_fx(run)(*(value(operand) for operand in operands)).graph
         functionalise(graph, {})
+        one_name(graph)
     except (RuntimeError, NotImplementedError, CaptureError):
         return None
     ops = {inner.op for inner in graph.nodes}
