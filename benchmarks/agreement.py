@@ -71,7 +71,7 @@ def programs(world_size: int, data: str) -> dict[str, Step]:
     read = read_batch(parallel.program, batch, shape[0], any_shape=False)
     analysis, constants = analyse(parallel.program, parallel.plan.mesh), dict[str, torch.Tensor]()
     code = KnownCode(parallel.program, analysis, parallel.plan, parallel.rank_mesh, torch.device("cpu"))
-    indices = IndexCheck(parallel.program, code)
+    indices = IndexCheck(code)
 
     def ranks() -> torch.Tensor:
         return torch.tensor(agreement.check(STEP, True, 0, read, False)[0])

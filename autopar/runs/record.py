@@ -11,6 +11,7 @@ A line of a step replaces all earlier lines of this step and of later ones: a ru
 
 import json
 import math
+import mmap
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -153,17 +154,10 @@ def read_metrics(path: str | os.PathLike[str]) -> Metrics:
 def cut_partial_line(path: Path) -> None:
     """Remove what a killed job left of its last line."""
     with open(path, "r+b") as file:
-        size = at = file.seek(0, os.SEEK_END)
-        while at:
-            begin = max(0, at - _MAX_LINE_BYTES)
-            file.seek(begin)
-            end = file.read(at - begin).rfind(b"\n")
-            at = begin
-            if end >= 0:
-                at = begin + end + 1
-                break
-        if at < size:
-            file.truncate(at)
+        if file.seek(0, os.SEEK_END):
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                end = content.rfind(b"\n") + 1
+            file.truncate(end)
 
 
 def _whole_lines(path: Path) -> Iterator[bytes]:

@@ -78,7 +78,10 @@ def run_status(path: str | os.PathLike[str], *, now_s: float | None = None) -> R
     lines = metrics.lines
     last = lines[-1] if lines else None
     recent = [line for line in lines[-min(RECENT, max(1, metrics.since_start)) :] if not line.skipped]
-    step_s = _median([line.step_s for line in recent])
+    names = ("step_s", "samples_per_s", "tokens_per_s")
+    rates: dict[str, Any] = {name: _median([getattr(line, name) for line in recent]) for name in names}
+    logged = ("step", "loss", "learning_rate", "gradient_norm", "peak_bytes", "peak_rank")
+    step_s = rates["step_s"]
     state, detail = _state(Path(path), metrics, now)
     ended = [event.time_s for event in metrics.events]
     latest = max([*([last.time_s] if last else []), *ended[-1:]], default=None)
@@ -87,18 +90,11 @@ def run_status(path: str | os.PathLike[str], *, now_s: float | None = None) -> R
         model=info.model,
         state=state,
         detail=detail,
-        step=last.step if last else None,
+        **{name: getattr(last, name, None) for name in logged},
+        **rates,
         total_steps=info.total_steps,
-        loss=last.loss if last else None,
         losses=curve([(line.step, line.loss) for line in lines if not line.skipped]),
-        learning_rate=last.learning_rate if last else None,
-        gradient_norm=last.gradient_norm if last else None,
-        step_s=step_s,
-        samples_per_s=_median([line.samples_per_s for line in recent]),
-        tokens_per_s=_median([line.tokens_per_s for line in recent]),
         mfu=None if info.predicted is None or not step_s else info.predicted.mfu * info.predicted.step_s / step_s,
-        peak_bytes=last.peak_bytes if last else None,
-        peak_rank=last.peak_rank if last else None,
         predicted=info.predicted,
         device_type=info.device_type,
         num_ranks=info.num_ranks,

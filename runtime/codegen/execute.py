@@ -1,6 +1,7 @@
 """Execution of a program: the calls of its blocks in order, over named values."""
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -50,8 +51,7 @@ def captured_modules(program: Program, streams: Streams | None = None) -> tuple[
 
 def _with_device(graph: fx.Graph, device: str) -> fx.Graph:
     """A copy of a graph whose creating operators use a device."""
-    copy = fx.Graph()
-    copy.output(copy.graph_copy(graph, {}))
+    copy = deepcopy(graph)
     for node in copy.nodes:
         if "device" in node.kwargs:
             node.kwargs = with_device(node.kwargs, device)

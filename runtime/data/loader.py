@@ -3,12 +3,13 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from autopar.errors import Problem, RuntimeInputError, did_you_mean
+from autopar.runtime.data.order import undisturbed
 from autopar.runtime.data.parts import LoaderOptions as LoaderOptions
 from autopar.runtime.data.parts import MapParts, RankPart, Split, StreamParts, state_of
-from autopar.runtime.data.reading import read_parts
 
 MAX_SEED = 2**63 - 1
 _VERSION = 1
@@ -179,8 +180,22 @@ class ParallelLoader:
             )
 
     def _read(self) -> Iterator[RankPart]:
-        place = (self._source, self._options, self._split, self._epoch, self._offset)
-        return read_parts(MapParts(*place) if self._length is not None else StreamParts(*place, state=self._state))
+        options = self._options
+        place = (self._source, options, self._split, self._epoch, self._offset)
+        loader = DataLoader(
+            MapParts(*place) if self._length is not None else StreamParts(*place, state=self._state),
+            batch_size=None,
+            collate_fn=_as_it_is,
+            generator=torch.Generator(),  # else torch draws a number of the training loop's
+            num_workers=options.num_workers,
+            prefetch_factor=options.prefetch_factor,
+            pin_memory=options.pin_memory,
+        )
+        return iter(loader) if options.num_workers else undisturbed(loader)
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
 
 
 def is_stream(source: Any) -> bool:

@@ -171,12 +171,8 @@ def _taken(stream: Iterator[Any], most: int, rows: range) -> tuple[int, list[Any
 
 def state_of(source: Any) -> Any:
     """The state of a dataset that has one, as plain data of its own."""
-    return copy.deepcopy(source.state_dict()) if is_stateful(source) else None
-
-
-def is_stateful(source: Any) -> bool:
-    """Whether a dataset says where it is, as iterables of `datasets` and of `torchdata` do."""
-    return callable(getattr(source, "state_dict", None)) and callable(getattr(source, "load_state_dict", None))
+    has_state = all(callable(getattr(source, name, None)) for name in ("state_dict", "load_state_dict"))
+    return copy.deepcopy(source.state_dict()) if has_state else None
 
 
 def collated(collate: Collate, samples: Sequence[Any], number: int, *, is_empty: bool) -> Any:

@@ -7,6 +7,7 @@ collective has its mesh dimension, ranks and value. Steps log nothing: the frame
 import linecache
 import re
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -50,23 +51,13 @@ class Place:
 
 def frames_of(error: BaseException) -> list[FrameType]:
     """The frames of an error and of its direct cause, which torch wraps, outermost first."""
-    frames_out = []
-    for e in (error, error.__cause__):
-        trace = None if e is None else e.__traceback__
-        while trace is not None:
-            frames_out.append(trace.tb_frame)
-            trace = trace.tb_next
-    return frames_out
+    errors = (e for e in (error, error.__cause__) if e is not None)
+    return [frame for e in errors for frame, _ in traceback.walk_tb(e.__traceback__)]
 
 
 def frames_of_thread(thread: int) -> list[FrameType]:
     """The frames of a running thread, outermost first."""
-    frame: FrameType | None = sys._current_frames().get(thread)
-    frames = []
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    return frames[::-1]
+    return [frame for frame, _ in traceback.walk_stack(sys._current_frames()[thread])][::-1]
 
 
 def rank_position(frames: Sequence[FrameType]) -> str:

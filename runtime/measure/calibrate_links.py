@@ -9,6 +9,7 @@ that generated code has.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -94,21 +95,18 @@ def prepared_collective(work: Work, group: dist.ProcessGroup, device: torch.devi
         held = torch.zeros(sum(sizes), device=device)
         return lambda: _c10d.wait_tensor(_c10d.all_to_all_single(held, sizes, sizes, name))
     assert work.name == "point_to_point", work
-    return _there_and_back(whole, group)
+    return partial(there_and_back, whole, dist.get_process_group_ranks(group), group)
 
 
-def _there_and_back(data: torch.Tensor, group: dist.ProcessGroup) -> Runnable:
-    """A message to the other rank of a pair and one back: two of the work."""
-    other = 1 - group.rank()
-
-    def run() -> None:
-        for sends in (group.rank() == 0, group.rank() == 1):
-            if sends:
-                dist.send(data, group=group, group_dst=other)
-            else:
-                dist.recv(data, group=group, group_src=other)
-
-    return run
+def there_and_back(data: torch.Tensor, pair: Sequence[int], group: dist.ProcessGroup | None = None) -> None:
+    """A message from the first rank of a pair to the second and back: two of the work."""
+    first, second = pair
+    if dist.get_rank() == first:
+        dist.send(data, second, group)
+        dist.recv(data, second, group)
+    else:
+        dist.recv(data, first, group)
+        dist.send(data, first, group)
 
 
 def times_of_one(work: Work) -> int:

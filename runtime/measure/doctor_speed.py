@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.runtime.measure.calibrate_device import Pace
+from autopar.runtime.measure.calibrate_links import there_and_back
 
 multiply = torch.mm
 ROUNDS, ROUND_S, MOST_REPEATS = 7, 0.02, 1000
@@ -70,17 +71,6 @@ def link_speeds(device: torch.device) -> Iterator[SpeedMeasurement]:
                 speed = SpeedMeasurement(name=name, kind="point-to-point", amount=amount, rounds_s=rounds, peer=pair[1])
         if speed is not None:
             yield speed
-
-
-def there_and_back(data: torch.Tensor, pair: tuple[int, int]) -> None:
-    """A message from the first rank of a pair to the second and back."""
-    first, second = pair
-    if dist.get_rank() == first:
-        dist.send(data, second)
-        dist.recv(data, second)
-    else:
-        dist.recv(data, first)
-        dist.send(data, first)
 
 
 def _turns(world_size: int) -> list[list[tuple[int, int]]]:

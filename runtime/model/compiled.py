@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -35,6 +35,8 @@ from autopar.runtime.model.index_check import IndexCheck
 from autopar.runtime.model.known_code import KnownCode
 from autopar.runtime.parameters.placement import same_layout, whole_placement
 
+_T = TypeVar("_T")
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CompiledProgram:
@@ -47,9 +49,7 @@ class CompiledProgram:
     streams: Streams
     device: torch.device
     stored: Mapping[str, Storage] = field(default_factory=dict)  # parameters that may lie in another placement
-    # by whether all outputs are kept
-    _modules: dict[bool, list[fx.GraphModule]] = field(default_factory=dict, init=False)
-    _partial: dict[tuple[int, tuple[str, ...]], fx.GraphModule] = field(default_factory=dict, init=False)
+    _made: dict[tuple[Any, ...], Any] = field(default_factory=dict, init=False)
     # of one version at most
     _constants: dict[tuple[int, ...], dict[str, torch.Tensor]] = field(default_factory=dict, init=False)
 
@@ -80,12 +80,11 @@ class CompiledProgram:
 
     @cached_property
     def indices(self) -> IndexCheck:
-        return IndexCheck(self.program, self._known_code)
+        return IndexCheck(self._known_code)
 
     @cached_property
     def decisions(self) -> DecisionCheck:
-        per_micro_batch = self.plan.degrees.per_micro_batch
-        return DecisionCheck(self.program, self._known_code, per_micro_batch=per_micro_batch)
+        return DecisionCheck(self._known_code)
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -135,16 +134,23 @@ class CompiledProgram:
 
     def code_modules(self, *, outputs: bool) -> list[fx.GraphModule]:
         """LocalGraph code per distinct block: the training program, or the one that keeps all outputs."""
-        if outputs not in self._modules:
+
+        def make() -> list[fx.GraphModule]:
             wanted = needed_results(self.program, outputs=outputs)
-            self._modules[outputs] = [self._generated(i, keep, outputs) for i, keep in enumerate(wanted)]
-        return self._modules[outputs]
+            return [self._generated(i, keep, outputs) for i, keep in enumerate(wanted)]
+
+        return self.once(("code", outputs), make)
 
     def partial_module(self, index: int, keep: tuple[str, ...]) -> fx.GraphModule:
         """LocalGraph code of a block for some of its outputs only; other ports may be given None."""
-        if (index, keep) not in self._partial:
-            self._partial[index, keep] = self._generated(index, keep, False)
-        return self._partial[index, keep]
+        return self.once(("partial code", index, keep), lambda: self._generated(index, keep, False))
+
+    def once(self, key: tuple[Any, ...], make: Callable[[], _T]) -> _T:
+        """What is made of the program at first use, and goes with it."""
+        if key not in self._made:
+            self._made[key] = make()
+        made: _T = self._made[key]
+        return made
 
     def _generated(self, index: int, keep: Sequence[str], outputs: bool) -> fx.GraphModule:
         generated = local_graph(

@@ -19,7 +19,7 @@ import torch
 from autopar._torch.private import pytree
 from autopar.capture.micro_batches import Extreme, extreme_of
 from autopar.errors import short_repr
-from autopar.ir.program import Decision, Program
+from autopar.ir.program import Decision
 from autopar.runtime.distributed.mesh import named_ranks
 from autopar.runtime.model.known_code import BatchValues, CallPart, KnownCode
 
@@ -30,8 +30,8 @@ Found = tuple[float, ...]  # the numbers that a batch gives to one decision
 class DecisionCheck:
     """Compares the decisions of a batch with the decisions of one program."""
 
-    def __init__(self, program: Program, code: KnownCode, *, per_micro_batch: bool) -> None:
-        self._program, self._code, self._per_micro_batch = program, code, per_micro_batch
+    def __init__(self, code: KnownCode) -> None:
+        self._program, self._code = code.program, code
 
     @cached_property
     def _parts(self) -> list[CallPart]:
@@ -40,7 +40,8 @@ class DecisionCheck:
     @cached_property
     def _extremes(self) -> list[Extreme | None]:
         names = [decision.name for decision in self._program.decisions]
-        return [None if self._per_micro_batch else extreme_of(self._program, name) for name in names]
+        is_apart = self._code.plan.degrees.per_micro_batch
+        return [None if is_apart else extreme_of(self._program, name) for name in names]
 
     @torch.no_grad()
     def values(self, micro_batches: Sequence[BatchValues], constants: BatchValues) -> list[list[Found]]:

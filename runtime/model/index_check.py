@@ -26,7 +26,6 @@ from autopar.capture.input_ranges import SafeRanges, safe_ranges
 from autopar.capture.lookups import Lookup, lookups
 from autopar.capture.value_range import ValueRange
 from autopar.errors import RuntimeInputError
-from autopar.ir.program import Program
 from autopar.runtime.distributed.mesh import named_ranks, ranks_by
 from autopar.runtime.model.known_code import BatchValues, CallPart, KnownCode
 
@@ -37,19 +36,19 @@ NumberExchange = Callable[[Sequence[int]], list[list[int]]]  # from this rank's 
 class IndexCheck:
     """Compares the indices of one program's lookups with their tables."""
 
-    def __init__(self, program: Program, code: KnownCode) -> None:
-        self._program, self._code = program, code
+    def __init__(self, code: KnownCode) -> None:
+        self._code = code
         self._checked: BatchValues | None = None  # the constants of the last check
         self._is_sufficient = False
         self._parts: dict[int, list[CallPart]] = {}
 
     @cached_property
     def _lookups(self) -> tuple[Lookup, ...]:
-        return lookups(self._program)
+        return lookups(self._code.program)
 
     @cached_property
     def _safe(self) -> SafeRanges:
-        return safe_ranges(self._program, [lookup for lookup in self._lookups if lookup.inputs])
+        return safe_ranges(self._code.program, [lookup for lookup in self._lookups if lookup.inputs])
 
     @property
     def legal(self) -> dict[str, int]:

@@ -49,7 +49,7 @@ class KnownCode:
     """The blocks of one program in the code of one plan."""
 
     def __init__(self, program: Program, analysis: Analysis, plan: Plan, mesh: RankMesh, device: torch.device) -> None:
-        self._program, self._analysis, self._plan = program, analysis, plan
+        self.program, self._analysis, self.plan = program, analysis, plan
         self._mesh, self.device = mesh, device
         self._generated: dict[int, LocalGraph] = {}
 
@@ -57,7 +57,7 @@ class KnownCode:
         """The code that computes the indices of lookups and some results, call by call."""
         wanted = set(results)
         parts = []
-        for index, call in reversed(list(enumerate(self._program.calls))):
+        for index, call in reversed(list(enumerate(self.program.calls))):
             reads = tuple(lookup for lookup in lookups if lookup.call == index)
             gives = tuple(result for result in call.results if result in wanted)
             if reads or gives:
@@ -66,9 +66,9 @@ class KnownCode:
         return parts[::-1]
 
     def _part(self, call: CallSite, lookups: tuple[Lookup, ...], results: tuple[str, ...]) -> CallPart:
-        block = self._program.blocks[call.block]
+        block = self.program.blocks[call.block]
         if call.block not in self._generated:
-            labels, plan = self._plan.blocks[call.block], self._plan
+            labels, plan = self.plan.blocks[call.block], self.plan
             self._generated[call.block] = local_graph(
                 self._analysis, block, call.block, labels, plan.mesh, device=str(self.device)
             )

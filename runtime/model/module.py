@@ -100,8 +100,7 @@ class ParallelModel(CheckpointedModel):
             >>> parallel.compile(backend="eager")
         """
         refuse_compiling(self.plan.degrees)
-        self._compile_options = options
-        self._compiled_code.clear()
+        self._compile = partial(torch.compile, **options)
 
     @reports_position
     def forward(self, *args: Any, **inputs: Any) -> torch.Tensor:

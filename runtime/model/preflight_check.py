@@ -13,6 +13,7 @@ copied back for it; pass them on CPU to avoid the copy. On 2 gloo ranks of 2 sha
 A rank also says here whether it is unsure of the indices in its batch (`autopar.runtime.model.index_check`).
 """
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -40,8 +41,7 @@ _KINDS = (
 )
 READING, ENDED, FAILED, STEP, EVALUATION, LOGGING, NOT_SAVED = range(len(_KINDS))
 NUM_SAMPLED = 16  # elements of a parameter
-NUM_CHUNKS = 4096  # per tensor: sums of chunks, weighted by their position
-MAX_WORDS = 2**18  # of 8 bytes; of a larger tensor so many are read, evenly spread
+MAX_BYTES = 2**21  # of an input, for its checksum
 FITS, UNFIT, UNSURE, CHANGED = range(4)  # what a rank knows of its own batch, and that its model has been changed
 _Row = Sequence[int]  # kind and mode, step, what is known of the batch, sequences, scaler; per input shape and checksum
 _OTHERS = "(not in the example)"  # stands for all inputs that only this batch has
@@ -251,23 +251,11 @@ def _scalers_differ(rows: Sequence[_Row], mine: str) -> str:
 
 
 def checksum(value: torch.Tensor) -> int:
-    """An int64 of a tensor's bits that depends on order, exactly so for at most `NUM_CHUNKS` words."""
-    words = _words(value.detach().contiguous().reshape(-1))
-    step = -(-words.numel() // MAX_WORDS)
-    words = words[:: step | 1] if step > 1 else words  # an odd step, lest it meets one column of every row
-    size = -(-words.numel() // NUM_CHUNKS) if words.numel() else 1
-    even = words.numel() // size * size
-    sums = [words[:even].view(-1, size).sum(1, dtype=torch.int64), words[even:].sum(dtype=torch.int64).view(1)]
-    chunks = torch.cat(sums)
-    weights = torch.arange(1, chunks.numel() + 1, device=chunks.device) * 2654435761 + 1
-    return int((chunks * weights).sum().item())
-
-
-def _words(flat: torch.Tensor) -> torch.Tensor:
-    """The bits of a flat tensor as integers, of 8 bytes where that divides it: those are summed without conversion."""
-    if flat.numel() * flat.element_size() % 8 == 0:
-        return (flat.clone() if flat.storage_offset() * flat.element_size() % 8 else flat).view(torch.int64)
-    return flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[min(flat.element_size(), 8)])
+    """A number of a tensor's bits that depends on their order. Of a large tensor a part is read, evenly spread."""
+    flat = value.detach().contiguous().reshape(-1)
+    step = -(-flat.nbytes // MAX_BYTES)
+    part = flat[:: step | 1] if step > 1 else flat  # an odd step, lest it meets one column of every row
+    return zlib.crc32(part.contiguous().view(torch.uint8).cpu().numpy().data)
 
 
 def shards_of(parameter: torch.Tensor) -> list[tuple[str, int]]:

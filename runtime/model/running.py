@@ -3,8 +3,7 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,7 +41,6 @@ from autopar.runtime.offload.state_files import keep_state_in_files
 from autopar.runtime.parameters.gradients import Unsummed, are_waiting, marked
 from autopar.runtime.parameters.shown_tensor import parts_of
 
-_T = TypeVar("_T")
 COMPARED = (1, 10)  # numbers of steps after which the ranks compare their weights
 MicroBatches = list[dict[str, Any]]
 Functions = Callable[[CompiledProgram, bool], Sequence[Callable[..., Any]]]  # the code of blocks, perhaps with outputs
@@ -68,8 +66,7 @@ class RunningModel(ShardedModel):
         mesh = training_mesh(plan.degrees, device.type)
         drawing = Streams(mesh.dims, seed, device) if streams is None else streams(mesh)
         super().__init__(program, plan, mesh, source, device, drawing, buffers or source, sent)
-        self._compile_options: dict[str, Any] | None = None
-        self._compiled_code = WeakKeyDictionary[CompiledProgram, dict[tuple[str, int], Any]]()
+        self._compile: Callable[[Any], Any] | None = None  # `torch.compile` with its options
         self._step = self._num_steps = 0  # of the training, and of this object
         self.num_trained = (0, 0)  # samples and tokens of the training steps of all ranks so far
         self._sums = True  # whether a backward pass ends with the sums over ranks
@@ -82,7 +79,6 @@ class RunningModel(ShardedModel):
         self.place = Place(degrees=plan.degrees, pipeline=mesh.pipeline)
         self._old_buffers = OldBuffers(program, per_micro_batch=plan.degrees.per_micro_batch)
         self._shapes = ShapeCache(self.base, self.placements, replan)
-        self._pipelines = WeakKeyDictionary[CompiledProgram, dict[bool, Pipeline]]()
 
     def code_modules(self, *, outputs: bool) -> list[fx.GraphModule]:
         """The generated code of every distinct block; with `outputs` it keeps all outputs of the model."""
@@ -164,18 +160,10 @@ class RunningModel(ShardedModel):
 
     def _functions(self, compiled: CompiledProgram, outputs: bool) -> Sequence[Callable[..., Any]]:
         """What runs the distinct blocks: generated code, or what `torch.compile` made of it."""
-        modules, options = compiled.code_modules(outputs=outputs), self._compile_options
-        if options is None:
+        modules, wrap = compiled.code_modules(outputs=outputs), self._compile
+        if wrap is None:
             return modules
-        return self._once(compiled, ("outputs", outputs), lambda: [torch.compile(m, **options) for m in modules])
-
-    def _once(self, compiled: CompiledProgram, key: tuple[str, int], make: Callable[[], _T]) -> _T:
-        """Code that is made of a program once for the options of `torch.compile`."""
-        code = self._compiled_code.setdefault(compiled, {})
-        if key not in code:
-            code[key] = make()
-        kept: _T = code[key]
-        return kept
+        return compiled.once(("functions", wrap, outputs), lambda: list(map(wrap, modules)))
 
     def _begin_backward(self) -> None:
         if not are_waiting(self._unsummed):
@@ -206,15 +194,14 @@ class RunningModel(ShardedModel):
             state={name: self._old_buffers.of(name, self.buffer(name)) for name in compiled.program.updates},
             when=when,
             copies=self.copies,
-            stops_early=self._compile_options is None,
+            stops_early=self._compile is None,
         )
 
     def _selective(self, compiled: CompiledProgram, block: int) -> SelectiveBlock:
         """The code of a block with selective recomputation."""
         module, values = compiled.code_modules(outputs=False)[block], compiled.plan.blocks[block].recomputed
-        options = self._compile_options
-        wrap = (lambda part: part) if options is None else partial(torch.compile, **options)
-        return self._once(compiled, ("selective", block), lambda: SelectiveBlock(module, values, wrap))
+        wrap = self._compile or (lambda part: part)
+        return compiled.once(("selective", self._compile, block), lambda: SelectiveBlock(module, values, wrap))
 
     def _prepared(
         self, batch: Mapping[str, Any] | Sequence[Any], kind: int, micro_batches: int, scaler: str = ""
@@ -386,11 +373,10 @@ class RunningModel(ShardedModel):
         return results
 
     def _pipeline(self, compiled: CompiledProgram, *, trains: bool) -> Pipeline:
-        pipelines, mesh = self._pipelines.setdefault(compiled, {}), self.rank_mesh.pipeline
+        mesh, degrees = self.rank_mesh.pipeline, self.plan.degrees
         assert mesh is not None
-        if trains not in pipelines:
-            pipelines[trains] = Pipeline(compiled, self.stage_modules(), mesh, self.plan.degrees, trains=trains)
-        return pipelines[trains]
+        key = ("pipeline", trains)
+        return compiled.once(key, lambda: Pipeline(compiled, self.stage_modules(), mesh, degrees, trains=trains))
 
     def _evaluated(
         self, batch: Mapping[str, Any] | Sequence[Any], functions: Functions, *, may_pad: bool = True

@@ -133,7 +133,8 @@ class StageModule(nn.Module):
         for index in sorted((*stage.again, *stage.calls)):
             call = program.calls[index]
             is_again = index in stage.again
-            arguments = [scope.get(a) if isinstance(a, str) and is_again else _bound(scope, a) for a in call.arguments]
+            read = scope.get if is_again else scope.__getitem__
+            arguments = [read(a) if isinstance(a, str) else a for a in call.arguments]
             values = self._function(run, index, stage)(*arguments)
             scope.update(zip(stage.again[index] if is_again else results_of(call), values, strict=True))
         leaving = {*stage.sends, program.loss, *(program.outputs if run.outputs else program.updates).values()}
@@ -180,10 +181,6 @@ class StageModule(nn.Module):
         """The segments that hold a call's parameters: one in the training step, perhaps several in another capture."""
         segments = {self.segment_of[a]: None for a in call.arguments if isinstance(a, str) and a in self.segment_of}
         return [self.segments[at] for at in segments if at not in self.shared_segments]
-
-
-def _bound(scope: Mapping[str, Any], argument: Any) -> Any:
-    return scope[argument] if isinstance(argument, str) else argument
 
 
 def _outputs(compiled: CompiledProgram, call: CallSite, results: Sequence[str]) -> tuple[str, ...]:

@@ -72,11 +72,6 @@ class _State(dict[str, Any]):
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)  # a copy, or what is saved, is a plain dict
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        from copy import deepcopy
-
-        return deepcopy(dict(self), memo)
-
 
 class _States(defaultdict[Any, Any]):
     """The state of every parameter."""

@@ -10,6 +10,8 @@ from autopar._torch import private
 from autopar.errors import RuntimeInputError
 from autopar.ir.precision import as_float64
 from autopar.ir.storage import buckets
+from autopar.runtime.distributed.broadcast import gather_objects
+from autopar.runtime.distributed.mesh import named_ranks
 
 
 def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -84,19 +86,15 @@ def nonfinite_error(parameters: Mapping[str, torch.Tensor], names: Sequence[str]
         for name, parameter in parameters.items()
         if (grad := local_gradient(parameter)) is not None and not bool(grad.isfinite().all())
     ]
-    every: list[list[str]] = [local]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        every = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(every, local)
+    every = gather_objects(local) if dist.is_initialized() else [local]
     bad = {name for held in every for name in held}
     first = next((name for name in names if name in bad), None)
     if first is None:
         return RuntimeInputError(f"the gradient norm is {norm} though all gradients are finite; lower the loss scale")
-    ranks = [rank for rank, held in enumerate(every) if first in held]
+    ranks = named_ranks([rank for rank, held in enumerate(every) if first in held])
     module = first.rpartition(".")[0] or "the model itself"
     more = f", and of {len(bad) - 1} more parameters" if len(bad) > 1 else ""
     return RuntimeInputError(
         f"the gradient norm is {norm}: the gradient of {first!r} (module {module}) has NaN or infinite elements on "
-        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}{more}; look at the batch and the learning rate, "
-        "or scale the loss with a scaler in float16"
+        f"{ranks}{more}; look at the batch and the learning rate, or scale the loss with a scaler in float16"
     )

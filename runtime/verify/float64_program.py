@@ -7,6 +7,7 @@ the unmodified model once, at float32 tolerance.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -54,11 +55,8 @@ def without_attention_dropout(program: Program) -> tuple[Program, bool]:
 
 
 def _quiet(graph: fx.Graph) -> tuple[fx.Graph, bool]:
-    copy = fx.Graph()
-    copy.output(copy.graph_copy(graph, {}))
-    changed = False
-    for old, node in zip(graph.nodes, copy.nodes, strict=True):
-        node.meta = dict(old.meta)
+    copy, changed = deepcopy(graph), False
+    for node in copy.nodes:
         if node.target is _SDPA and len(node.args) > _DROPOUT_P and node.args[_DROPOUT_P]:
             node.args, changed = (*node.args[:_DROPOUT_P], 0.0, *node.args[_DROPOUT_P + 1 :]), True
         if node.target is _SDPA and node.kwargs.get("dropout_p"):
@@ -79,10 +77,8 @@ def _higher(value: Any, dtype: torch.dtype) -> Any:
 
 def promote_graph(graph: fx.Graph, dtype: torch.dtype) -> fx.Graph:
     """A copy of a graph with every floating dtype literal and every `TensorInfo` promoted."""
-    copy = fx.Graph()
-    copy.output(copy.graph_copy(graph, {}))
+    copy = deepcopy(graph)
     for old, node in zip(graph.nodes, copy.nodes, strict=True):
-        node.meta = dict(old.meta)
         if "info" in node.meta:
             info: TensorInfo = node.meta["info"]
             node.meta["info"] = replace(info, dtype=_higher(info.dtype, dtype))

@@ -1,7 +1,5 @@
-"""Positions through workers and through torchdata: those of a dataset that one process reads."""
+"""Positions through workers: those of a dataset that one process reads."""
 
-import importlib.util
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -11,17 +9,6 @@ from reading import Job, StatefulStream, Stream, joined
 from torch.utils.data import get_worker_info
 
 LENGTH, GLOBAL_BATCH = 41, 4
-LOADER = "torchdata.stateful_dataloader"
-has_torchdata = importlib.util.find_spec("torchdata") is not None
-needs_torchdata = pytest.mark.skipif(not has_torchdata, reason="needs pip install 'torchdata>=0.11,<0.12'")
-
-
-@pytest.fixture(params=[pytest.param("torchdata", marks=needs_torchdata), "torch"])
-def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Which library reads datasets with a state. The other one is not installed."""
-    if request.param == "torch":
-        monkeypatch.setitem(sys.modules, LOADER, None)  # importing it raises ImportError
-    return str(request.param)
 
 
 class ListedStream(StatefulStream):
@@ -81,7 +68,7 @@ def read(starts: list[tuple[int, int, int]], source: Callable[[], Any]) -> tuple
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_restarts_in_an_epoch_with_other_ranks_and_workers(kind: type[Stream], library: str) -> None:
+def test_restarts_in_an_epoch_with_other_ranks_and_workers(kind: type[Stream]) -> None:
     """2, 4 and 1 ranks: batches and positions are those of one process, and every sample is read once."""
     expected = read([(1, 0, 100)], lambda: kind(LENGTH))
     found = read([(2, 2, 3), (4, 1, 4), (1, 3, 100)], lambda: kind(LENGTH))
@@ -91,23 +78,7 @@ def test_restarts_in_an_epoch_with_other_ranks_and_workers(kind: type[Stream], l
     assert [repr(position) for position in found[1]] == texts  # the order of keys, and True is not 1
 
 
-@needs_torchdata
-def test_torchdata_reads_datasets_with_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module(LOADER)
-    made: list[Any] = []
-
-    class Counted(module.StatefulDataLoader):  # type: ignore[misc, name-defined]
-        def __init__(self, *args: Any, **options: Any) -> None:
-            made.append(options["num_workers"])
-            super().__init__(*args, **options)
-
-    monkeypatch.setattr(module, "StatefulDataLoader", Counted)
-    for kind in (Stream, StatefulStream):
-        read([(1, 0, 2), (1, 2, 2)], lambda kind=kind: kind(LENGTH))
-    assert made == [0, 2]
-
-
-def test_the_loop_keeps_its_random_numbers(library: str) -> None:
+def test_the_loop_keeps_its_random_numbers() -> None:
     torch.manual_seed(4)
     expected = torch.rand(3).tolist()
     for workers in (0, 1):
@@ -117,7 +88,7 @@ def test_the_loop_keeps_its_random_numbers(library: str) -> None:
         assert found == expected
 
 
-def test_an_error_of_the_dataset_is_raised(library: str) -> None:
+def test_an_error_of_the_dataset_is_raised() -> None:
     class Failing(StatefulStream):
         def samples_from(self, first: int) -> Iterator[dict[str, torch.Tensor]]:
             for sample in super().samples_from(first):
