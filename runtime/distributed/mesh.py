@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autopar._torch import private
 from autopar.errors import Problem
 from autopar.ir.degrees import Degrees
-from autopar.ir.rank_order import strides
 from autopar.ir.sharding import Mesh
 from autopar.rules.scaled_product import CAPABILITIES
 
@@ -154,15 +153,14 @@ def make_mesh(spec: Mesh, device_type: str = "cpu") -> RankMesh:
     """Build process groups for a mesh over all ranks of the initialised world. Collective."""
     assert dist.get_world_size() == spec.size, (dist.get_world_size(), spec)
     device_mesh = init_device_mesh(device_type, spec.degrees, mesh_dim_names=spec.names)
-    dims = {
-        name: _dim(name, degree, device_mesh.get_group(name), prod(spec.degrees[index + 1 :]))
-        for index, (name, degree) in enumerate(zip(spec.names, spec.degrees, strict=True))
-    }
+    dims = {name: _dim(name, device_mesh.get_group(name)) for name in spec.names}
     return RankMesh(device_mesh, dims | _joined(device_mesh, spec), spec, device_mesh)
 
 
-def _dim(name: str, degree: int, group: dist.ProcessGroup, stride: int) -> MeshDim:
-    return MeshDim(name, degree, group, (dist.get_rank() // stride) % degree, stride)
+def _dim(name: str, group: dist.ProcessGroup) -> MeshDim:
+    ranks = dist.get_process_group_ranks(group)
+    stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    return MeshDim(name, len(ranks), group, ranks.index(dist.get_rank()), stride)
 
 
 def _bounded() -> Any:
@@ -177,8 +175,7 @@ def _joined(device_mesh: DeviceMesh, spec: Mesh, bounded: Any = None) -> dict[st
     for i in range(len(spec.names)):
         name = spec.joined(i)
         if name is not None:
-            group = device_mesh[spec.names[i : i + 2]]._flatten(name, bounded).get_group()
-            dims[name] = _dim(name, spec.degree_of(name), group, prod(spec.degrees[i + 2 :]))
+            dims[name] = _dim(name, device_mesh[spec.names[i : i + 2]]._flatten(name, bounded).get_group())
     return dims
 
 
@@ -218,23 +215,13 @@ def _training_mesh(
         parts_of_data = every._unflatten("dp_shard", tuple(inner.values()), tuple(inner), override)
         value_mesh = parts_of_data["dp_replicate", *inner, *tensor]
         samples = ("dp_replicate", "dp_samples")
-    lie = strides(order, {"pp": pp, "dp": replicate * shard, "cp": cp, "tp": prod(map(spec.degree_of, tensor))})
 
-    def flat(mesh: DeviceMesh, dims: tuple[str, ...], name: str, stride: int) -> MeshDim:
-        return _dim(name, prod(mesh[dims].shape), mesh[dims]._flatten(name, bounded).get_group(), stride)
+    def flat(mesh: DeviceMesh, dims: tuple[str, ...], name: str) -> MeshDim:
+        return _dim(name, mesh[dims]._flatten(name, bounded).get_group())
 
-    dims = {}
-    for name, degree in zip(spec.names, spec.degrees, strict=True):
-        stride = lie.get(name) or prod(spec.degrees[spec.names.index(name) + 1 :])
-        if ep > 1 and name in ("dp", "ep"):
-            stride = lie["dp"] * (ep if name == "dp" else 1)
-        dims[name] = (
-            flat(value_mesh, samples, name, stride)
-            if name == "dp"
-            else _dim(name, degree, value_mesh.get_group(name), stride)
-        )
+    dims = {n: flat(value_mesh, samples, n) if n == "dp" else _dim(n, value_mesh.get_group(n)) for n in spec.names}
     dims |= _joined(value_mesh, spec, bounded)
-    pipeline = _dim("pp", pp, every.get_group("pp"), lie["pp"]) if pp > 1 else None
+    pipeline = _dim("pp", every.get_group("pp")) if pp > 1 else None
     experts = None
     if ep > 1:
         zero = value_mesh["dp_replicate", "dp_samples"]
@@ -242,16 +229,16 @@ def _training_mesh(
             over = value_mesh["dp_samples", *context]._flatten("dp_experts", bounded)
             zero = DeviceMesh._concatenate([value_mesh["dp_replicate"], over])
         copies = ("dp_replicate", "dp_samples", *context)
-        data = flat(value_mesh, copies, "dp_of_experts", lie["cp"])
+        data = flat(value_mesh, copies, "dp_of_experts")
         experts = ExpertMesh(zero, value_mesh["ep", *tensor], data)
     return RankMesh(
         device_mesh,
         dims,
         spec,
         value_mesh,
-        samples=flat(value_mesh, (*samples, "ep"), "dp_and_ep", lie["dp"]) if ep > 1 else None,
+        samples=flat(value_mesh, (*samples, "ep"), "dp_and_ep") if ep > 1 else None,
         experts=experts,
-        data=dims["dp"] if ep * cp == 1 else flat(device_mesh, _DATA, "dp_cp" if cp > 1 else "dp_ep", lie["cp"]),
+        data=dims["dp"] if ep * cp == 1 else flat(device_mesh, _DATA, "dp_cp" if cp > 1 else "dp_ep"),
         tensor_mesh=device_mesh[tensor] if prod(map(spec.degree_of, tensor)) > 1 else None,
         pipeline=pipeline,
     )
