@@ -40,7 +40,6 @@ class IndexCheck:
         self._code = code
         self._checked: BatchValues | None = None  # the constants of the last check
         self._is_sufficient = False
-        self._parts: dict[int, list[CallPart]] = {}
 
     @cached_property
     def _lookups(self) -> tuple[Lookup, ...]:
@@ -64,8 +63,8 @@ class IndexCheck:
     @torch.no_grad()
     def check(self, micro_batches: Sequence[BatchValues], constants: BatchValues, exchange: NumberExchange) -> None:
         """Raise `RuntimeInputError` on all ranks if an index of any rank is outside of its table. Collective."""
-        for depth in sorted({lookup.depth for lookup in self._lookups}):
-            first = self._first_outside(depth, micro_batches, constants)
+        for parts in self._parts:
+            first = self._first_outside(parts, micro_batches, constants)
             text = outside_text(exchange(first), self._lookups)
             if text:
                 raise RuntimeInputError(text)
@@ -73,27 +72,24 @@ class IndexCheck:
         self._is_sufficient = self._safe.is_complete and not _any_outside(self._safe.ranges, constants)
 
     def _first_outside(
-        self, depth: int, micro_batches: Sequence[BatchValues], constants: BatchValues
+        self, parts: Sequence[CallPart], micro_batches: Sequence[BatchValues], constants: BatchValues
     ) -> tuple[int, int]:
         """A lookup, from 1 on, and its first index outside, or zeros. All parts run, for their collectives."""
-        first = (0, 0)
+        first, inputs = (0, 0), {name for part in parts for lookup in part.lookups for name in lookup.inputs}
         for micro_batch in micro_batches:
-            values = {**constants, **{name: micro_batch[name].to(self._code.device) for name in self._inputs(depth)}}
-            for part in self._parts_of(depth):
+            values = {**constants, **{name: micro_batch[name].to(self._code.device) for name in inputs}}
+            for part in parts:
                 for lookup, index in zip(part.lookups, part.run(values), strict=True):
                     value = first_outside(index, lookup.allowed)
                     if value is not None and not first[0]:
                         first = (self._lookups.index(lookup) + 1, value)
         return first
 
-    def _inputs(self, depth: int) -> set[str]:
-        return {name for lookup in self._lookups if lookup.depth == depth for name in lookup.inputs}
-
-    def _parts_of(self, depth: int) -> list[CallPart]:
-        """The code that computes all indices of one depth, call by call."""
-        if depth not in self._parts:
-            self._parts[depth] = self._code.parts([lookup for lookup in self._lookups if lookup.depth == depth])
-        return self._parts[depth]
+    @cached_property
+    def _parts(self) -> list[list[CallPart]]:
+        """The code that computes all indices of each depth, call by call."""
+        depths = sorted({lookup.depth for lookup in self._lookups})
+        return [self._code.parts([lookup for lookup in self._lookups if lookup.depth == d]) for d in depths]
 
 
 def _any_outside(ranges: Mapping[str, ValueRange], values: BatchValues) -> bool:

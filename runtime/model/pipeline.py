@@ -87,14 +87,9 @@ class _TorchStage(PipelineStage):
         for infos in self.grad_recv_info.values():
             _forget(infos)
 
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
-        _allocate(self.args_recv_info[fwd_chunk_id], self.device)
-        return super().get_fwd_recv_ops(fwd_chunk_id)
-
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
-        if self.has_backward and not self.is_last:
-            _allocate(self.grad_recv_info[bwd_chunk_id], self.device)
-        return super().get_bwd_recv_ops(bwd_chunk_id)
+    def _get_recv_ops(self, recv_infos: Any) -> Any:
+        _allocate(recv_infos, self.device)
+        return super()._get_recv_ops(recv_infos)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         _allocate(self.grad_recv_info[mb_index], self.device)

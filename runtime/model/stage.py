@@ -1,6 +1,7 @@
 """`StageModule`: the parameters of one pipeline stage and how its calls run; without a pipeline there is one stage."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -153,16 +154,14 @@ class StageModule(nn.Module):
             function = run.selective(call.block)
 
         def inner(held: Mapping[str, torch.Tensor], *arguments: Any) -> Any:
-            if private.is_profiling():
-                with record_function(range_name(call.path, index, stage.index, run.when[1])):
-                    return plain(held, *arguments)
-            return plain(held, *arguments)
-
-        def plain(held: Mapping[str, torch.Tensor], *arguments: Any) -> Any:
-            pairs = zip(call.arguments, arguments, strict=True)
-            streams.begin(*run.when, index, training=training)
-            filled = [self._taken(compiled, a, held[a]) if isinstance(a, str) and a in held else v for a, v in pairs]
-            return function(*filled)
+            name = range_name(call.path, index, stage.index, run.when[1])
+            with record_function(name) if private.is_profiling() else nullcontext():
+                pairs = zip(call.arguments, arguments, strict=True)
+                streams.begin(*run.when, index, training=training)
+                filled = [
+                    self._taken(compiled, a, held[a]) if isinstance(a, str) and a in held else v for a, v in pairs
+                ]
+                return function(*filled)
 
         outer: Callable[..., Any] = _recomputing(inner, run.stops_early) if mode == "full" else inner
         if index in compiled.offloaded and not run.outputs:

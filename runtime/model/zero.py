@@ -134,19 +134,20 @@ def before_backward(model: nn.Module, degrees: Degrees, *, last: bool) -> None:
 
 def hold_gradients(model: nn.Module) -> None:
     """Keep parameters gathered and gradients whole after the next backward pass, until `sum_held_gradients`."""
-    for module in _sharded(model):
-        module.set_is_last_backward(False)
-        module.set_reshard_after_backward(False, recurse=False)
-        module.set_requires_gradient_sync(False, recurse=False)
+    _set_last(model, False)
 
 
 def sum_held_gradients(model: nn.Module) -> None:
     """Sum and shard the gradients of several backward passes, as FSDP2 does after the last, and free the parameters."""
-    for module in _sharded(model):
-        module.set_is_last_backward(True)
-        module.set_reshard_after_backward(True, recurse=False)
-        module.set_requires_gradient_sync(True, recurse=False)
+    _set_last(model, True)
     private.finish_fsdp_backward(model)
+
+
+def _set_last(model: nn.Module, is_last: bool) -> None:
+    for module in _sharded(model):
+        module.set_is_last_backward(is_last)
+        module.set_reshard_after_backward(is_last, recurse=False)
+        module.set_requires_gradient_sync(is_last, recurse=False)
 
 
 def free_gathered(model: nn.Module) -> None:

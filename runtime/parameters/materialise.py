@@ -13,7 +13,7 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -136,7 +136,7 @@ class _Initialiser:
             real = nn.Parameter(real, requires_grad=held.requires_grad)
             vars(real).update({k: v for k, v in vars(held).items() if k != "_is_hf_initialized"})
         version = real._version
-        with self._restored(), self._seeded(slot.name), _initialising():
+        with self._restored(), seeded(seed_from(f"{self._seed}:{slot.name}")), _initialising():
             tensors: dict[str, Any] = owner._parameters if slot.is_parameter else owner._buffers
             tensors[attribute] = real
             try:
@@ -162,7 +162,7 @@ class _Initialiser:
         arguments = _constructor_arguments(owner)
         if arguments is None:
             return None
-        with self._seeded(slot.name), torch.no_grad(), torch.device("cpu"), _EmptyOnMeta():
+        with seeded(seed_from(f"{self._seed}:{slot.name}")), torch.no_grad(), torch.device("cpu"), _EmptyOnMeta():
             try:
                 twin = type(owner)(**arguments)
             except Exception:  # whatever a constructor raises, the buffer is not to be had this way
@@ -171,9 +171,6 @@ class _Initialiser:
         if value is None or value.is_meta or value.shape != slot.tensor.shape or _settings(twin) != _settings(owner):
             return None
         return value.detach().to(slot.tensor.dtype)
-
-    def _seeded(self, name: str) -> AbstractContextManager[None]:
-        return seeded(seed_from(f"{self._seed}:{name}"))
 
     @contextmanager
     def _restored(self) -> Iterator[None]:

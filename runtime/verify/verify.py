@@ -100,14 +100,9 @@ def this_ranks_part(
 ) -> dict[str, torch.Tensor]:
     """One data-parallel rank's part of a global batch: its chunk of every micro-batch, in micro-batch order."""
     pieces = split_micro_batches(program, batch, degrees.num_micro_batches)
-    dims = {info.name: info.batch_dim for info in program.inputs}
-    mine = {}
-    for name, dim in dims.items():
-        if dim is None:
-            mine[name] = batch[name]
-        else:
-            mine[name] = torch.cat([p[name].chunk(degrees.dp, dim)[coordinate] for p in pieces], dim)
-    return mine
+    dims = {info.name: info.batch_dim for info in program.inputs if info.batch_dim is not None}
+    mine = {n: torch.cat([p[n].chunk(degrees.dp, d)[coordinate] for p in pieces], d) for n, d in dims.items()}
+    return {info.name: batch[info.name] for info in program.inputs} | mine
 
 
 def parallel_steps(case: Case, plan: Plan, structured: Callable[[Batch], Any]) -> Steps:
