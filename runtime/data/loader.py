@@ -151,16 +151,8 @@ class ParallelLoader:
 
     def _facts(self) -> dict[str, object]:
         """What must be equal on all ranks."""
-        options, split = self._options, self._split
-        return {
-            "dataset length": self._length,
-            "epoch": self._epoch,
-            "samples read": self._offset,
-            "global batch": split.global_batch,
-            "drop_last": split.drop_last,
-            "seed": options.seed,
-            "shuffle": options.shuffle,
-        }
+        position = {key: value for key, value in self.state_dict().items() if key not in ("version", "stream")}
+        return position | {"global_batch": self.global_batch, "drop_last": self._split.drop_last}
 
     def _refuse_short(self) -> None:
         """Raise before an epoch whose last batch could not run, and for an epoch without a batch."""

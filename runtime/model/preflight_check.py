@@ -107,14 +107,11 @@ class PreflightCheck:
         """Raise `RuntimeInputError` on all ranks if ranks hold other values of a parameter. Collective."""
         if self.world_size == 1:
             return
-        table, places = torch.zeros(len(names), NUM_SAMPLED, dtype=torch.float64), [0] * len(names)
+        mine = torch.zeros(len(names), 2, dtype=torch.int64)  # which part this rank holds, and the sum of its bits
         for k, parameter in ((k, held[name]) for k, name in enumerate(names) if name in held):
-            local = private.local_part(parameter).detach()
-            flat = (torch.view_as_real(local) if local.is_complex() else local).reshape(-1)
+            flat = private.local_part(parameter).detach().reshape(-1)
             some = flat[:: max(1, flat.numel() // NUM_SAMPLED)][:NUM_SAMPLED]
-            table[k, : len(some)], places[k] = some, seed_from(f"{stage} {shards_of(parameter)}")
-        sums = (table.view(torch.int64) * (torch.arange(NUM_SAMPLED) * 2654435761 + 1)).sum(1)
-        mine = torch.stack([torch.tensor(places), sums], 1)
+            mine[k] = torch.tensor([seed_from(f"{stage} {shards_of(parameter)}"), checksum(some)])
         every = [torch.empty_like(mine) for _ in range(self.world_size)]
         dist.all_gather(every, mine, group=self._group)
         for name, rows in zip(names, torch.stack(every, 1).tolist(), strict=True):

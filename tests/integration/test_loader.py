@@ -64,7 +64,7 @@ def test_replicas_read_equal_data(kind: str, workers: int, four_ranks: Ranks) ->
 def test_every_refusal_is_one_error_on_all_ranks(four_ranks: Ranks) -> None:
     found = four_ranks.run("loader_ranks:refusals", 4, WISH)
     expected = {
-        "lengths": "rank 1 read other data than ranks 0, 2, 3; here dataset length",
+        "lengths": "rank 1 read other data than ranks 0, 2, 3; here epoch 0, offset 0, length",
         "seeds": "rank 1 read other data than ranks 0, 2, 3",
         "options": "global_batch: must be a whole number above 0 that the 2 data-parallel ranks divide; got 3",
         "a generator": "is an iterator, which can be read only once",
