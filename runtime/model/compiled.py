@@ -149,8 +149,8 @@ class CompiledProgram:
         """What is made of the program at first use, and goes with it."""
         if key not in self._made:
             self._made[key] = make()
-        made: _T = self._made[key]
-        return made
+        held: _T = self._made[key]
+        return held
 
     def _generated(self, index: int, keep: Sequence[str], outputs: bool) -> fx.GraphModule:
         generated = local_graph(

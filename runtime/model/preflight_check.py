@@ -41,7 +41,7 @@ _KINDS = (
 )
 READING, ENDED, FAILED, STEP, EVALUATION, LOGGING, NOT_SAVED = range(len(_KINDS))
 NUM_SAMPLED = 16  # elements of a parameter
-MAX_BYTES = 2**21  # of an input, for its checksum
+CHECKSUM_BYTES = 2**21  # of an input, for its checksum
 FITS, UNFIT, UNSURE, CHANGED = range(4)  # what a rank knows of its own batch, and that its model has been changed
 _Row = Sequence[int]  # kind and mode, step, what is known of the batch, sequences, scaler; per input shape and checksum
 _OTHERS = "(not in the example)"  # stands for all inputs that only this batch has
@@ -250,7 +250,7 @@ def _scalers_differ(rows: Sequence[_Row], mine: str) -> str:
 def checksum(value: torch.Tensor) -> int:
     """A number of a tensor's bits that depends on their order. Of a large tensor a part is read, evenly spread."""
     flat = value.detach().contiguous().reshape(-1)
-    step = -(-flat.nbytes // MAX_BYTES)
+    step = -(-flat.nbytes // CHECKSUM_BYTES)
     part = flat[:: step | 1] if step > 1 else flat  # an odd step, lest it meets one column of every row
     return zlib.crc32(part.contiguous().view(torch.uint8).cpu().numpy().data)
 
