@@ -34,7 +34,14 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.explanation import Section, sections
 from autopar.models.load import is_factory
 from autopar.planning.options import TOP, TRIALS, PlanOptions
-from autopar.search.result.format import nothing_fits, plan_in_words, readable_value, step_in_words, what_does_not_fit
+from autopar.search.result.format import (
+    nothing_fits,
+    plan_in_words,
+    proof_in_words,
+    readable_value,
+    step_in_words,
+    what_does_not_fit,
+)
 from autopar.search.result.result import Contender, SearchResult
 from autopar.words.numbers import readable_bytes, readable_rate, readable_seconds
 
@@ -205,7 +212,7 @@ def _best(result: SearchResult) -> Section:
         peak = " to ".join(map(readable_bytes, result.peak_interval_bytes))
         lines.append(f"80 % interval: {step} a step, {peak}")
     lines += [
-        _proof(result),
+        proof_in_words(result),
         *(note for note in result.notes if result.plan is None or note not in result.plan.notes),
         f"engine {result.engine}, profile {result.profile}; searched in {result.seconds:.1f} s",
     ]
@@ -213,23 +220,6 @@ def _best(result: SearchResult) -> Section:
     where = f"{some}{result.num_devices:,} device{'s' * (result.num_devices > 1)}, {result.precision}"
     title = f"{result.model} on {result.cluster}, {where}: the best of {result.counted.candidates:,} candidates"
     return Section(title=title, lines=tuple(lines))
-
-
-def _proof(result: SearchResult) -> str:
-    priced = f"{result.counted.priced:,} priced exactly"
-    if result.bound is None and result.best is not None and result.best.degrees.get("loss_chunks", 1) > 1:
-        return "no candidate fits with whole logits; with the loss in chunks this plan does"
-    if result.bound is None:
-        return f"no candidate fits; with refined stages this plan does ({result.refined:,} variations tried)"
-    if result.saved_by_own_stages:
-        saved = f"{result.saved_by_own_stages:.1%}"
-        return f"proven: before refining, no candidate is better ({priced}); refining its stages saves {saved}"
-    if result.is_proven:
-        return f"proven: no candidate is better ({priced}, lower bounds rule out the rest)"
-    if not result.bound:
-        return f"not proven: the time ended before all plans had a lower bound ({priced})"
-    bound = readable_value(result.bound, result.unit)
-    return f"not proven: a candidate may be up to {result.gap:.1%} better ({priced}, no lower bound below {bound})"
 
 
 def _others(result: SearchResult) -> Section:

@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +12,7 @@ from autopar.cli.options import Json, option, positional, problems_of_target, re
 from autopar.cli.output import console, print_ends, print_json, progress, table
 from autopar.errors import InputError, did_you_mean, nearest
 from autopar.files.atomic import write_text
-from autopar.report.validate_report import as_percent, reasons, signed, validation_page, warnings
+from autopar.report.validate_report import as_percent, ids_by_text, signed, validation_page
 
 if TYPE_CHECKING:
     from autopar.cost_model.published.row import Row, RowFile
@@ -172,25 +172,23 @@ def _show_rest(result: "Validation") -> None:
     if oom.ok_rows:
         text = f"{oom.ok_predicted_oom} of {oom.ok_rows} rows that ran are predicted not to fit"
         out.print(text)
-    _show_by_reason("warning", warnings(result))
-    _show_by_reason("not modelled", reasons(result))
+    _show_by_reason("warning", ((text, row_id) for row_id, text in result.warnings))
+    _show_by_reason("not modelled", ((row.reason, row.id) for row in result.unmodelled))
 
 
 def _show_unread(file: "RowFile") -> None:
     """Rows that were left out, and columns that nothing reads."""
     from autopar.cost_model.published.row import COLUMNS
 
-    by_reason: dict[str, list[str]] = {}
-    for row in file.left_out:
-        by_reason.setdefault(row.reason, []).append(row.id)
-    _show_by_reason("left out", by_reason)
+    _show_by_reason("left out", ((row.reason, row.id) for row in file.left_out))
     if file.unknown_columns:
         near = {name: nearest(name, COLUMNS) for name in file.unknown_columns}
         names = [f"{name[:80]!r}" + (f" (did you mean {hint!r}?)" if hint else "") for name, hint in near.items()]
         console().print(f"columns that are not known, and not read: {_shown(names)}", style="yellow")
 
 
-def _show_by_reason(what: str, ids_by_reason: Mapping[str, Sequence[str]]) -> None:
+def _show_by_reason(what: str, rows: Iterable[tuple[str, str]]) -> None:
+    ids_by_reason = ids_by_text(rows)
     for reason, ids in list(ids_by_reason.items())[:MAX_REASONS]:
         console().print(f"{what}, {reason}: {_shown(ids)}", style="yellow")
     if len(ids_by_reason) > MAX_REASONS:

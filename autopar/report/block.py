@@ -1,7 +1,7 @@
 """One block's sharding drawn on its graph: boxes in layers from top to bottom, placements below them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import Any
 
 from markupsafe import Markup
 
@@ -15,18 +15,8 @@ MOST_PLACEMENT = 46
 BELOW = 19.0  # pixels of a wire that pass behind the placement
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drawing:
-    """The SVG, its size in pixels, and the block's weights."""
-
-    content: Markup
-    width: float
-    height: float
-    says: str
-
-
-def drawing(graph: BlockGraph) -> Drawing:
-    """The block as SVG of a size of its own; a narrow screen scrolls it."""
+def drawing(graph: BlockGraph) -> dict[str, Any]:
+    """The block as SVG and its size in pixels; a narrow screen scrolls it."""
     columns = _columns(graph)
     widest = max(sum(node.layer == layer for node in graph.nodes) for layer in {node.layer for node in graph.nodes})
     middle = [column * COLUMN for column in columns]
@@ -42,7 +32,7 @@ def drawing(graph: BlockGraph) -> Drawing:
     content += [_box(graph, i, boxes[i]) for i in range(len(graph.nodes))]
     height = 16 + HIGH + ROW * max(node.layer for node in graph.nodes)
     says = f"graph of block {graph.name}: {len(graph.nodes)} boxes in {widest} columns"
-    return Drawing(content=Markup("").join(content), width=width, height=height, says=says)
+    return {"content": Markup("").join(content), "width": width, "height": height, "says": says}
 
 
 def _columns(graph: BlockGraph) -> list[float]:

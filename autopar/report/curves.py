@@ -1,12 +1,12 @@
 """What-if curves and Optuna's history: lines over one thing."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import log2
+from typing import Any
 
 from markupsafe import Markup
 
-from autopar.report.svg import SIDE, Axis, Plot, Tick, dots, line, plotted, tag
+from autopar.report.svg import SIDE, Axis, Tick, dots, line, plotted, tag
 from autopar.search.result.format import readable_value
 from autopar.search.result.report_data import Curve, CurvePoint
 from autopar.search.result.result import SearchResult, Trial
@@ -15,18 +15,8 @@ from autopar.words.numbers import amount, readable_seconds, ticks
 MARGIN = 60.0  # plot units left and right of the first and the last point
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Panel:
-    """A curve: its title, the values that stay the same, its plot, and its figures as a table."""
-
-    title: str
-    held: str
-    plot: Plot
-    rows: list[tuple[str, ...]]
-
-
-def panel(curve: Curve) -> Panel:
-    """A what-if curve: tokens a second over the thing that changes."""
+def panel(curve: Curve) -> dict[str, Any]:
+    """A what-if curve, tokens a second over the thing that changes: title, values that stay the same, plot, table."""
     rates = [rate for p in curve.points for rate in (p.tokens_per_s, p.bound_tokens_per_s) if rate]
     top = 1.12 * max(rates, default=1.0)
     low, high = log2(curve.points[0].factor), log2(curve.points[-1].factor)
@@ -47,10 +37,10 @@ def panel(curve: Curve) -> Panel:
         for name, at in places.items()
         for p, place in at.items()
     ]
-    return Panel(
-        title=curve.name[:1].upper() + curve.name[1:],
-        held=curve.held,
-        plot=plotted(
+    return {
+        "title": curve.name[:1].upper() + curve.name[1:],
+        "held": curve.held,
+        "plot": plotted(
             traces,
             x_ticks,
             y.ticks(ticks(0, top, 5), amount),
@@ -58,8 +48,8 @@ def panel(curve: Curve) -> Panel:
             y_title="tokens/s",
             says=f"tokens a second over {curve.name}",
         ),
-        rows=[_row(curve, p) for p in curve.points],
-    )
+        "rows": [_row(curve, p) for p in curve.points],
+    }
 
 
 def _setting(curve: Curve, point: CurvePoint) -> str:
@@ -86,19 +76,8 @@ def _row(curve: Curve, pt: CurvePoint) -> tuple[str, ...]:
 # ---- trials ----
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class History:
-    """Trials as a plot, how much each parameter decides, and the trials as a table."""
-
-    plot: Plot
-    importance: list[tuple[str, float]]
-    rows: list[dict[str, str | float | int]]
-    left_out: int
-    names: list[str]
-
-
-def history(result: SearchResult, most: int) -> History | None:
-    """The study, or None where no trial was told."""
+def history(result: SearchResult, most: int) -> dict[str, Any] | None:
+    """Trials as a plot, how much each parameter decides, and a table of trials. None where no trial was told."""
     told = [t for t in result.trials if t.value is not None]
     if not told:
         return None
@@ -117,8 +96,8 @@ def history(result: SearchResult, most: int) -> History | None:
     for trial in told:
         name = "trial dot" if _fits(trial) else "trial misses dot"
         traces.append(dots([place(trial.number, trial.value or 0.0)], class_=name, data_t=_trial_tip(result, trial)))
-    return History(
-        plot=plotted(
+    return {
+        "plot": plotted(
             traces,
             x.ticks([n for n in ticks(0, last, 8) if n == int(n)], "{:g}".format),
             y.ticks(ticks(low, high, 5), lambda value: readable_value(value, result.unit)),
@@ -126,11 +105,11 @@ def history(result: SearchResult, most: int) -> History | None:
             y_title="step time" if result.objective == "time" else result.objective,
             says=f"{len(told)} trials of Optuna",
         ),
-        importance=sorted(result.importance.items(), key=lambda pair: -pair[1]),
-        rows=[_trial_row(result, t) for t in result.trials[:most]],
-        left_out=max(0, len(result.trials) - most),
-        names=list(dict.fromkeys(name for t in result.trials for name in t.params)),
-    )
+        "importance": sorted(result.importance.items(), key=lambda pair: -pair[1]),
+        "rows": [_trial_row(result, t) for t in result.trials[:most]],
+        "left_out": max(0, len(result.trials) - most),
+        "names": list(dict.fromkeys(name for t in result.trials for name in t.params)),
+    }
 
 
 def _fits(trial: Trial) -> bool:

@@ -9,6 +9,8 @@ from autopar.report.page_tools import render
 from autopar.report.parts import BYTES, SECONDS, Bar, bytes_bar, seconds_bar
 from autopar.report.scatter import scatter_chart
 from autopar.report.timeline import lanes
+from autopar.report.words import as_sentence
+from autopar.search.result.format import what_does_not_fit
 from autopar.search.result.report_data import Details, RankCost
 from autopar.search.result.result import PARTS, Contender, SearchResult
 
@@ -24,12 +26,13 @@ def html_report(result: SearchResult) -> str:
     timeline = None if result.details is None or result.details.timeline is None else lanes(result.details.timeline)
     data: dict[str, Any] = {}
     if chart is not None:
-        data["candidates"] = {"rows": chart.rows, "schedules": chart.schedules, "fewer": chart.has_fewer}
+        data["candidates"] = {"rows": chart["rows"], "schedules": chart["schedules"], "fewer": chart["has_fewer"]}
     if timeline is not None:
-        data["timeline"] = {"rows": timeline.rows, "ranks": timeline.num_ranks, "kinds": dict(timeline.kinds)}
+        data["timeline"] = {name: timeline[name] for name in ("rows", "ranks", "kinds")}
     return render(
         "search.html.jinja",
         found=result,
+        misses=as_sentence(what_does_not_fit(result.counted)),
         plans=_plans(result),
         ranks=None if result.details is None else _ranks(result, result.details),
         chart=chart,

@@ -69,16 +69,16 @@ class PartWords:
             at += width
         return Markup("").join(rects)
 
-    def key(self, parts: Mapping[str, float]) -> list["Entry"]:
-        """The key of the parts, the largest first."""
+    def key(self, parts: Mapping[str, float]) -> list[dict[str, str]]:
+        """The key of the parts, the largest first: colour, name, amount and share."""
         total = sum(parts.values()) or 1.0
         return [
-            Entry(
-                colour=self.colours.get(name, _OTHER),
-                words=self.words.get(name, name),
-                value=self.readable(value),
-                share=percent(value / total),
-            )
+            {
+                "colour": self.colours.get(name, _OTHER),
+                "words": self.words.get(name, name),
+                "value": self.readable(value),
+                "share": percent(value / total),
+            }
             for name, value in sorted(parts.items(), key=lambda part: -part[1])
             if value > 0
         ]
@@ -86,16 +86,6 @@ class PartWords:
 
 SECONDS = PartWords(SECONDS_COLOURS, {**PARTS, WAITING: WAITING}, readable_seconds)
 BYTES = PartWords(BYTES_COLOURS, MEMORY, readable_bytes)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """A line of a key: colour, name, amount and share."""
-
-    colour: str
-    words: str
-    value: str
-    share: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,10 @@
-"""All candidates by step time and memory: dots of screening, rings of exact prices, the best, the front, capacity."""
+"""All candidates by step time and memory: dots of screening, rings of exact prices, the best, the front, capacity.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+Also the other plots with times on logarithmic axes.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from math import ceil, floor, log10
 from typing import Any
@@ -13,6 +16,7 @@ from autopar.search.result.result import SearchResult
 from autopar.words.numbers import tick_seconds, ticks
 
 BEYOND = 6.0  # times the best step: slower candidates are counted, not drawn
+_NARROW = 0.7  # decades: on a narrower range the ticks are round numbers at equal distances
 _NEAR = 0.35  # of a device's memory: where all need less, its line is left out
 _DEGREES = (
     *("pp", "tp", "cp", "dp_shard", "dp_replicate", "zero"),
@@ -20,23 +24,11 @@ _DEGREES = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scatter:
-    """The plot, and for tooltips a row per dot: plot units x and y, seconds, gigabytes, exact, degrees, schedule."""
+def scatter_chart(result: SearchResult) -> dict[str, Any] | None:
+    """The chart and its counts, or None where no candidate fits.
 
-    plot: Plot
-    rows: list[list[Any]]
-    schedules: list[str]
-    drawn: int
-    slower: int
-    fitting: int
-    beyond: int
-    has_fewer: bool
-    has_capacity: bool
-
-
-def scatter_chart(result: SearchResult) -> Scatter | None:
-    """The chart, or None where no candidate fits."""
+    For tooltips it has a row per dot: plot units x and y, seconds, gigabytes, exact, degrees, schedule.
+    """
     if result.points is None or not result.points.columns.get("seconds"):
         return None
     columns = result.points.columns
@@ -66,26 +58,26 @@ def scatter_chart(result: SearchResult) -> Scatter | None:
     content += [dots([place(*p)], class_="dot best") for p in here]
     names = sorted(set(columns["schedule"]))
     unit, unit_name = (1e9, "GB") if top >= 1e9 else (1e6, "MB")
-    rows = [_row(columns, i, at[i], names) for i in kept]
-    return Scatter(
-        plot=plotted(
-            content,
-            time_ticks(x),
-            y.ticks(ticks(0, top), lambda value: f"{value / unit:g} {unit_name}"),
-            x_title="seconds of a step (logarithmic)",
-            y_title="memory of the fullest rank",
-            says=f"{len(kept)} candidates by step time and memory",
-            name="candidates",
-        ),
-        rows=rows,
-        schedules=names,
-        drawn=len(kept),
-        slower=len(seconds) - len(kept),
-        fitting=result.points.fitting,
-        beyond=round(BEYOND),
-        has_capacity=has_capacity,
-        has_fewer=any(count < result.num_devices for count in columns["devices"]),
+    plot = plotted(
+        content,
+        time_ticks(x),
+        y.ticks(ticks(0, top), lambda value: f"{value / unit:g} {unit_name}"),
+        x_title="seconds of a step (logarithmic)",
+        y_title="memory of the fullest rank",
+        says=f"{len(kept)} candidates by step time and memory",
+        name="candidates",
     )
+    return {
+        "plot": plot,
+        "rows": [_row(columns, i, at[i], names) for i in kept],
+        "schedules": names,
+        "drawn": len(kept),
+        "slower": len(seconds) - len(kept),
+        "fitting": result.points.fitting,
+        "beyond": round(BEYOND),
+        "has_capacity": has_capacity,
+        "has_fewer": any(count < result.num_devices for count in columns["devices"]),
+    }
 
 
 def _front(result: SearchResult) -> list[tuple[float, float]]:
@@ -125,3 +117,23 @@ def time_ticks(axis: Axis) -> list[Tick]:
             if axis.low <= at <= axis.high:
                 marks.append(Tick(at=axis.at(at), text=text, is_minor=factor in (1.5, 7)))
     return marks
+
+
+def log_square(
+    seconds: Sequence[float], traces: Callable[[Callable[[float], float]], Iterable[Markup]], **texts: str
+) -> Plot:
+    """A plot of two times on axes with one logarithmic range, and a line where they are equal.
+
+    `traces` draws with a function from seconds to units of the horizontal axis.
+    """
+    low, high = log10(min(seconds)), log10(max(seconds))
+    pad = 0.05 * (high - low + 0.1)
+    axis = Axis(low - pad, high + pad)
+    if axis.high - axis.low < _NARROW:
+        values = enumerate(ticks(10.0**axis.low, 10.0**axis.high, 7))
+        marks = [Tick(at=axis.at(log10(v)), text=tick_seconds(v), is_minor=i % 2 == 1) for i, v in values]
+    else:
+        marks = time_ticks(axis)
+    equal = line([(0, SIDE), (SIDE, 0)], class_="limit")
+    shown = [equal, *traces(lambda value: axis.at(log10(value)))]
+    return plotted(shown, marks, [replace(tick, at=SIDE - tick.at) for tick in marks], **texts)

@@ -1,7 +1,6 @@
 """The pipeline's time line: a lane for each rank, passes as boxes, waiting as the lane's ground."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from markupsafe import Markup
@@ -21,20 +20,11 @@ BREAK = 24.0  # plot units between the beginning and the end of a long time line
 LANE = 0.78  # part of a lane that its boxes fill
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lanes:
-    """The plot, and for tooltips the passes: rank, kind, stage, micro-batch, x from and to, seconds from and to."""
+def lanes(timeline: Timeline) -> dict[str, Any]:
+    """The drawing; of long lists the beginning and the end.
 
-    plot: Plot
-    rows: list[list[Any]]
-    num_ranks: int
-    kinds: list[tuple[str, str]]
-    left_out: int
-    is_broken: bool
-
-
-def lanes(timeline: Timeline) -> Lanes:
-    """The drawing; of long lists the beginning and the end."""
+    For tooltips it has the passes: rank, kind, stage, micro-batch, x from and to, seconds from and to.
+    """
     passes, gap, left_out = list(timeline.passes), timeline.gap, timeline.left_out
     if len(passes) > MOST_DRAWN:
         drawn = sorted(passes, key=lambda p: p[4])
@@ -49,18 +39,18 @@ def lanes(timeline: Timeline) -> Lanes:
         x, to = place(start), place(end)
         corners.setdefault(kind, []).append((x, height * (rank + (1 - LANE) / 2), max(to - x, 0.4), LANE * height))
         rows.append([rank, kind, stage, micro_batch, round(x), round(to), float(f"{start:.4g}"), float(f"{end:.4g}")])
-    kinds = [(kind, words) for kind, words in KINDS.items() if kind in corners]
+    kinds = {kind: words for kind, words in KINDS.items() if kind in corners}
     ground = boxes(
         [(0, height * (r + (1 - LANE) / 2), SIDE, LANE * height) for r in range(timeline.num_ranks)], class_="idle"
     )
-    content = [ground, *(boxes(corners[kind], class_=f"pass {kind}") for kind, _ in kinds)]
+    content = [ground, *(boxes(corners[kind], class_=f"pass {kind}") for kind in kinds)]
     if gap is not None:
         middle = place(gap[0]) + BREAK / 2
         content.append(boxes([(middle - BREAK / 2, 0, BREAK, SIDE)], class_="break"))
         content.append(line([(middle, 0), (middle, SIDE)], class_="cut"))
     every = max(1, -(-timeline.num_ranks // 16))
-    return Lanes(
-        plot=Plot(
+    return {
+        "plot": Plot(
             content=Markup("").join(content),
             x_ticks=_ticks(timeline.seconds, gap),
             y_ticks=[Tick(at=height * (r + 0.5), text=f"rank {r}") for r in range(0, timeline.num_ranks, every)],
@@ -69,12 +59,12 @@ def lanes(timeline: Timeline) -> Lanes:
             says=f"time line of {timeline.num_ranks} pipeline ranks over {readable_seconds(timeline.seconds)}",
             name="timeline",
         ),
-        rows=rows,
-        num_ranks=timeline.num_ranks,
-        kinds=kinds,
-        left_out=left_out,
-        is_broken=gap is not None,
-    )
+        "rows": rows,
+        "ranks": timeline.num_ranks,
+        "kinds": kinds,
+        "left_out": left_out,
+        "is_broken": gap is not None,
+    }
 
 
 def _places(seconds: float, gap: tuple[float, float] | None) -> Callable[[float], float]:

@@ -4,18 +4,19 @@ The picture has predicted against measured step times, and the believed times of
 have the same logarithmic range. A failed trial has no time and lies on the lower edge.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from math import isfinite, log10
+from collections.abc import Callable, Iterator, Mapping
+from math import isfinite
 from typing import Any
+
+from markupsafe import Markup
 
 from autopar.cost_model.machine.profile import DeviceProfile
 from autopar.errors import InputError, Problem
 from autopar.files.plain_data import content_of, read_plain
 from autopar.ir.plan import Plan
 from autopar.report.page_tools import render
-from autopar.report.scatter import time_ticks
-from autopar.report.svg import SIDE, Axis, Plot, Tick, dots, line, plotted
+from autopar.report.scatter import log_square
+from autopar.report.svg import SIDE, Plot, dots, line
 from autopar.report.words import degrees_in_words, step_sentence
 from autopar.search.measured.belief import NOTABLE
 from autopar.search.measured.result import KIND, VERSION, Left, PlanTrial, TuneResult
@@ -23,7 +24,7 @@ from autopar.search.measured.rounds import Spread
 from autopar.search.measured.tuning import Candidate
 from autopar.search.result.format import plan_in_words, step_in_words
 from autopar.search.result.result import ON_FEWER_DEVICES, UNITS
-from autopar.words.numbers import amount, capped, percent, readable_bytes, readable_seconds, tick_seconds, ticks
+from autopar.words.numbers import amount, capped, percent, readable_bytes, readable_seconds
 
 _NOT_READ = ("step_s", "tokens_per_s", "profile")  # they follow from the rest, or only their name is written
 _ABOVE_0 = "must be above 0"
@@ -37,7 +38,6 @@ _REASONS = {
 }
 _TERMS = {"compute": "computing", "in_host": "links inside a host", "inter_host": "links between hosts"}
 _EDGE = 0.985 * SIDE  # where failed trials lie
-_NARROW = 0.7  # decades: on a narrower range the ticks are round numbers at equal distances
 
 
 # ---- read ----
@@ -206,34 +206,27 @@ def tuning_scatter(tuned: TuneResult) -> Plot | None:
     values = _values(tuned)
     if not values:
         return None
-    low, high = log10(min(values)), log10(max(values))
-    pad = 0.05 * (high - low + 0.1)
-    axis = Axis(low - pad, high + pad)
 
-    def at(seconds: float) -> float:
-        return axis.at(log10(seconds))
+    def traces(at: Callable[[float], float]) -> Iterator[Markup]:
+        for left in tuned.left:
+            place, says = (at(left.candidate.predicted_s), SIDE - at(left.believed_s)), _left_tip(left)
+            yield dots([place], class_="left dot" if not left.why else "left out dot", data_t=says)
+            yield dots([place], class_="hole dot", data_t=says)
+        best = None if tuned.best is None else tuned.tried[tuned.best]
+        for trial in (*(each for each in tuned.tried if each is not best), *([best] if best else [])):
+            x, seconds, says = at(trial.candidate.predicted_s), trial.outcome.seconds, _trial_tip(trial)
+            if seconds is None:
+                yield dots([(x, _EDGE)], class_="failed dot", data_t=says)
+                continue
+            if _is_bounded(seconds):
+                ends = [(x, SIDE - at(seconds.low)), (x, SIDE - at(seconds.high))]
+                yield line(ends, class_="interval", data_t=says)
+            name = "best dot" if trial is best else "pruned dot" if trial.outcome.state == "pruned" else "own dot"
+            yield dots([(x, SIDE - at(seconds.median))], class_=name, data_t=says)
 
-    x_ticks = _ticks(axis)
-    content = [line([(0, SIDE), (SIDE, 0)], class_="limit")]
-    for left in tuned.left:
-        place, says = (at(left.candidate.predicted_s), SIDE - at(left.believed_s)), _left_tip(left)
-        rim = "left dot" if not left.why else "left out dot"
-        content += [dots([place], class_=rim, data_t=says), dots([place], class_="hole dot", data_t=says)]
-    best = None if tuned.best is None else tuned.tried[tuned.best]
-    for trial in (*(each for each in tuned.tried if each is not best), *([best] if best else [])):
-        x, seconds, says = at(trial.candidate.predicted_s), trial.outcome.seconds, _trial_tip(trial)
-        if seconds is None:
-            content.append(dots([(x, _EDGE)], class_="failed dot", data_t=says))
-            continue
-        if _is_bounded(seconds):
-            ends = [(x, SIDE - at(seconds.low)), (x, SIDE - at(seconds.high))]
-            content.append(line(ends, class_="interval", data_t=says))
-        name = "best dot" if trial is best else "pruned dot" if trial.outcome.state == "pruned" else "own dot"
-        content.append(dots([(x, SIDE - at(seconds.median))], class_=name, data_t=says))
-    return plotted(
-        content,
-        x_ticks,
-        [replace(t, at=SIDE - t.at) for t in x_ticks],
+    return log_square(
+        values,
+        traces,
         x_title="predicted step time (logarithmic)",
         y_title="measured or believed step time (logarithmic)",
         says=f"predicted against measured step time of {len(tuned.tried)} plans that were tried, and the believed step "
@@ -264,14 +257,6 @@ def _values(result: TuneResult) -> list[float]:
         if (seconds := trial.outcome.seconds) is not None:
             values += [seconds.median, *((seconds.low, seconds.high) if _is_bounded(seconds) else ())]
     return values
-
-
-def _ticks(axis: Axis) -> list[Tick]:
-    """Of the horizontal axis."""
-    if axis.high - axis.low >= _NARROW:
-        return time_ticks(axis)
-    values = enumerate(ticks(10.0**axis.low, 10.0**axis.high, 7))
-    return [Tick(at=axis.at(log10(v)), text=tick_seconds(v), is_minor=number % 2 == 1) for number, v in values]
 
 
 def _trial_tip(trial: PlanTrial) -> str:

@@ -3,13 +3,12 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from autopar.cost_model.parts import MEMORY
 from autopar.ir.explanation import recomputation_of
 from autopar.ir.offload import NO_OFFLOAD, offload_in_words
 from autopar.ir.rank_order import ORDERS
 from autopar.ir.schedules.registry import DEFAULT_SCHEDULE
 from autopar.search.measured.result import TuneResult
-from autopar.search.result.format import plan_in_words, readable_value, step_in_words
+from autopar.search.result.format import plan_in_words, proof_in_words, readable_value, step_in_words
 from autopar.search.result.result import Contender, SearchResult
 from autopar.words.numbers import amount, capped, percent, readable_bytes, readable_seconds
 
@@ -88,10 +87,15 @@ def step_sentence(
     )
 
 
+def as_sentence(text: str) -> str:
+    """A text of the command line as a sentence of a page."""
+    return f"{text[0].upper()}{text[1:]}."
+
+
 def why_best(result: SearchResult) -> list[str]:
     """Comparisons with all candidates, with the next plan, and with the plans that people choose by hand."""
     assert result.best is not None
-    lines = [_proof(result)]
+    lines = [as_sentence(proof_in_words(result))]
     behind = [p for p in (*result.others, *result.baselines) if p.fits and p.degrees != result.best.degrees]
     following = min(behind, key=lambda p: p.value, default=None)
     if following is not None and not following.name:
@@ -106,22 +110,6 @@ def why_best(result: SearchResult) -> list[str]:
     return lines
 
 
-def _proof(result: SearchResult) -> str:
-    counted = result.counted
-    start = f"Of {counted.candidates:,} candidates {counted.priced:,} were priced exactly"
-    if result.bound is None and result.best is not None and result.best.degrees.get("loss_chunks", 1) > 1:
-        return f"{start}; none of them fits with whole logits. With the loss in chunks this plan does."
-    if result.bound is None:
-        return f"{start}; none of them fits. With refined stages this plan does."
-    if result.saved_by_own_stages:
-        saved = percent(result.saved_by_own_stages, 1)
-        return f"{start}; the best of them is proven. Refining its stages saves another {saved}."
-    if result.is_proven:
-        return f"{start}; the lower bounds of all others are above this plan, so none of them is better."
-    bound = f" None can be below {readable_value(result.bound, result.unit)}."
-    return f"{start}. A better one could save at most {percent(result.gap, 1)}.{bound}"
-
-
 def _loses(result: SearchResult, plan: Contender) -> str:
     if not plan.fits:
         return plan.reason
@@ -131,25 +119,3 @@ def _loses(result: SearchResult, plan: Contender) -> str:
         return "is as good"
     what = {"time": "takes {} longer", "memory": "needs {} more memory"}.get(result.objective, "takes {} more")
     return f"{what.format(percent(more, 1))} ({plan.reason})" if plan.reason else what.format(percent(more, 1))
-
-
-def no_room(result: SearchResult) -> list[str]:
-    """The candidates that do not fit, with reasons."""
-    counted = result.counted
-    without = counted.no_room_for_state + counted.no_room_for_activations
-    if not without:
-        return [f"All {counted.candidates:,} candidates fit."]
-    parts = {
-        "parameters, gradients and optimizer state alone": counted.no_room_for_state,
-        "activations, even with all blocks recomputed": counted.no_room_for_activations,
-    }
-    if without == counted.candidates:
-        start = f"None of {without:,} candidates fits"
-    else:
-        start = f"{without:,} of {counted.candidates:,} candidates do not fit"
-    words = [f"{count:,} ({percent(count / without)}) for {what}" for what, count in parts.items() if count]
-    lines = [f"{start}: {', '.join(words)}."]
-    if counted.largest:
-        most = [f"{MEMORY.get(part, part)} of {count:,}" for part, count in counted.largest.items()]
-        lines.append(f"The largest part of their memory: {', '.join(most)}.")
-    return lines

@@ -1,7 +1,6 @@
 """From a file of a search, of a plan or of trials to a page or a trace, each written whole or not at all."""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 from autopar.errors import InputError
@@ -22,14 +21,7 @@ from autopar.search.result.result import KIND, SearchResult
 _MAX_BYTES = 256 * 1024 * 1024
 
 
-@dataclass(frozen=True, slots=True)
-class RunDirectory:
-    """The directory of a training run."""
-
-    path: str
-
-
-_Source = SearchResult | TuneResult | Plan | RunDirectory
+_Source = SearchResult | TuneResult | Plan | Path  # the directory of a run
 
 
 def read_source(path: str | Path) -> _Source:
@@ -40,7 +32,7 @@ def read_source(path: str | Path) -> _Source:
     file = Path(path)
     if file.is_dir():
         read_info(file)
-        return RunDirectory(str(file))
+        return file
     if not file.is_file():
         raise InputError(
             f"there is no file {file}; write one with `autopar plan MODEL --cluster C --json > result.json`"
@@ -59,8 +51,8 @@ def read_source(path: str | Path) -> _Source:
 
 def write_report(source: _Source, path: str | Path) -> int:
     """Write the page of a search, of trials, of a plan alone or of a run, and return its bytes."""
-    if isinstance(source, RunDirectory):
-        return write_text(path, run_report(source.path))
+    if isinstance(source, Path):
+        return write_text(path, run_report(str(source)))
     if isinstance(source, TuneResult):
         return write_text(path, tuning_report(source))
     return write_text(path, html_report(source) if isinstance(source, SearchResult) else plan_report(source))
@@ -68,7 +60,7 @@ def write_report(source: _Source, path: str | Path) -> int:
 
 def write_trace(source: _Source, path: str | Path) -> int:
     """Write the predicted time line for ui.perfetto.dev; its bytes. Raises `InputError` where there is none."""
-    if isinstance(source, RunDirectory):
+    if isinstance(source, Path):
         raise InputError("a run has no predicted time line; `parallel.trace` writes a measured one")
     if isinstance(source, TuneResult):
         raise InputError(

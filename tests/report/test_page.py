@@ -50,13 +50,13 @@ def test_what_stages_of_its_own_save(pipeline: SearchResult) -> None:
     words = parsed(html_report(proven)).words
     assert proven.saved_by_own_stages == pytest.approx(0.05)
     assert "refining saves 5.0 %" in words
-    assert "Refining its stages saves another 5.0 %" in words
+    assert "refining its stages saves 5.0%" in words
     assert "refining its stages saves 5.0%" in result_sections(proven)[0].lines[-2]
     alike = replace(proven, bound=pipeline.best.value * 1.0001)
     assert alike.saved_by_own_stages == 0
     assert "refining saves" not in parsed(html_report(alike)).words
     alone = replace(proven, bound=None)
-    assert "none of them fits. With refined stages this plan does" in parsed(html_report(alone)).words
+    assert "No candidate fits; with refined stages this plan does" in parsed(html_report(alone)).words
     assert "no candidate fits; with refined stages this plan does" in result_sections(alone)[0].lines[-2]
 
 
