@@ -23,7 +23,7 @@ import numpy as np
 
 from autopar.cost_model.interval import Situation, interval_of
 from autopar.cost_model.machine.cluster import cluster_machine, default_precision, dtype_assumptions
-from autopar.cost_model.machine.engine import NEUTRAL
+from autopar.cost_model.machine.engine import DEFAULT, NEUTRAL
 from autopar.cost_model.machine.fitted_constants import mechanisms, usable_bytes
 from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.parts import COLLECTIVES, COMPUTE, MEMORY, OTHER
@@ -174,7 +174,9 @@ def estimate_works(
         scaling_efficiency=alone / seconds,
         least_devices=devices // degrees.dp,
         run=None if tokens is None else run_cost(cluster, tokens, per_step, seconds, grams_co2_per_kwh),
-        formula_only=formula_only(question),
+        formula_only=()
+        if question.engine.name == DEFAULT
+        else (f"engine {question.engine.name}: priced with that framework's mechanisms, autopar runs its own",),
         assumptions=(
             *machine.assumptions,
             *dtype_assumptions(works.dtype, precision, cluster),
@@ -226,14 +228,6 @@ def run_cost(
         energy_kwh=energy,
         co2_kg=None if energy is None or grams_co2_per_kwh is None else energy * grams_co2_per_kwh / 1e3,
     )
-
-
-def formula_only(question: Question) -> tuple[str, ...]:
-    """The parts of a question that autopar prices and does not run."""
-    name = question.engine.name
-    if name == "autopar":
-        return ()
-    return (f"engine {name}: priced with that framework's mechanisms, autopar runs its own",)
 
 
 def _named(names: Mapping[str, str], parts: Mapping[str, Floats]) -> dict[str, float]:

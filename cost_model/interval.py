@@ -16,10 +16,10 @@ Mixtures of experts have bounds of their own. The ratio of two plans for the sam
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from autopar.errors import InputError
 from autopar.files.strict_yaml import read_yaml
@@ -82,17 +82,10 @@ def _bounds() -> Mapping[str, Mapping[str, tuple[float, float]]]:
     """The logarithms of the bounds, by figure and situation."""
     with resources.as_file(resources.files("autopar.cost_model") / "prediction_intervals.yaml") as path:
         content, problems = read_yaml(path)
-    figures = {**dict.fromkeys(FIGURES, SITUATIONS), PLAN_ORDER: (PLAN_ORDER,)}
+    figures = (*FIGURES, PLAN_ORDER)
     if problems or not isinstance(content, dict) or set(content) != set(figures):
         raise InputError(f"prediction_intervals.yaml must have exactly {', '.join(figures)}", problems)
-    return {figure: _of_figure(content[figure], names) for figure, names in figures.items()}
-
-
-def _of_figure(entries: Any, names: Sequence[str]) -> dict[str, tuple[float, float]]:
-    if not isinstance(entries, dict) or set(entries) != set(names):
-        raise InputError(f"prediction_intervals.yaml must have the situations {'; '.join(names)}")
-    bounds = {name: (float(entry["low"]), float(entry["high"])) for name, entry in entries.items()}
-    for name, (low, high) in bounds.items():
-        if not 0 < low <= 1 <= high:
-            raise InputError(f"prediction_intervals.yaml: {name} must have a low of at most 1 and a high of at least 1")
-    return {name: (math.log(low), math.log(high)) for name, (low, high) in bounds.items()}
+    return {
+        figure: {name: (math.log(entry["low"]), math.log(entry["high"])) for name, entry in entries.items()}
+        for figure, entries in content.items()
+    }

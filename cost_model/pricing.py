@@ -273,7 +273,7 @@ def family_at(works: ProgramWorks, layouts: Layouts, constants: Mechanisms) -> F
     return with_experts(replace(works.family, blocks=each), layouts, constants)
 
 
-def step_between(shares: Sequence[float], steps: Sequence[StepSeconds]) -> StepSeconds:
+def step_between(shares: Sequence[float | Floats], steps: Sequence[StepSeconds]) -> StepSeconds:
     """A step of blocks with several levels of recomputation, from the step of each level and its part of the blocks."""
     return StepSeconds(
         seconds=_between(shares, [step.seconds for step in steps]),
@@ -294,7 +294,7 @@ def parts_between(shares: Sequence[float], rows: Sequence[Mapping[str, _V]], cac
     return parts | {"cache": cache_bytes(parts, cache)}
 
 
-def _between(shares: Sequence[float], values: Sequence[_V]) -> _V:
+def _between(shares: Sequence[float | Floats], values: Sequence[_V]) -> _V:
     if len(values) == 1:
         return values[0]
     total: Any = sum(share * value for share, value in zip(shares, values, strict=True))

@@ -5,10 +5,11 @@ the parts before it. A part without measurements keeps the constants and the sou
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from autopar.cost_model.fit.log_least_squares import (
 )
 from autopar.cost_model.machine.kernel_times import attention_seconds, matmul_seconds, memory_seconds, tile_part
 from autopar.cost_model.machine.profile import AttentionEfficiency, DeviceProfile, FitError, Measurement, Tile
+from autopar.cost_model.machine.profile_io import with_sources
 from autopar.ir.arrays import Floats
 from autopar.ir.device import Device, Link
 from autopar.ir.samples import Sample, WorkPart
@@ -49,15 +51,6 @@ class FitSetting:
     link: Link | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Fit:
-    """Constants by the profile's field, sources by path, and errors by part."""
-
-    fields: Mapping[str, object]
-    paths: tuple[str, ...] = ()
-    errors: Mapping[str, FitError] = field(default_factory=dict)
-
-
 def fit_profile(samples: Sequence[Sample], setting: FitSetting) -> DeviceProfile:
     """The profile that `samples` are measurements of, named after the device."""
     parts: dict[WorkPart, list[Sample]] = {}
@@ -77,39 +70,23 @@ def fit_profile(samples: Sequence[Sample], setting: FitSetting) -> DeviceProfile
         notes=(),
         sources=dict(base.sources),
     )
-    fits: tuple[Callable[[Mapping[WorkPart, list[Sample]], DeviceProfile, FitSetting], _Fit | None], ...]
-    fits = (_launch, _memory, _products, _attention, _links, _overlap)
-    for fit in fits:
-        fitted = fit(parts, profile, setting)
-        if fitted is not None:
-            profile = _with(profile, fitted, setting)
+    for fit in (_launch, _memory, _products, _attention, _links, _overlap):
+        profile = fit(parts, profile, setting)
     if setting.reserve_bytes is not None:
-        fields = {"reserve_bytes": setting.reserve_bytes}
-        profile = _with(profile, _Fit(fields=fields, paths=("reserve_gb",)), setting)
+        profile = _measured(profile, setting, ("reserve_gb",), reserve_bytes=setting.reserve_bytes)
     return profile
 
 
-def _with(profile: DeviceProfile, fitted: _Fit, setting: FitSetting) -> DeviceProfile:
+def _measured(
+    profile: DeviceProfile,
+    setting: FitSetting,
+    paths: Sequence[str],
+    errors: Mapping[str, FitError] | None = None,
+    **fields: Any,
+) -> DeviceProfile:
+    """The profile with measured constants, their paths in the file, and the errors of the fit by part."""
     source = f"measured {setting.measured.date} by autopar calibrate, {setting.measured.how}"
-    # a path ends the paths under it: efficiencies of dtypes that were not measured must not stay
-    kept = {p: s for p, s in profile.sources.items() if not any(f"{p}.".startswith(f"{x}.") for x in fitted.paths)}
-    changed = replace(profile, fit={**profile.fit, **fitted.errors}, **fitted.fields)  # type: ignore[arg-type]
-    return replace(changed, sources={**kept, **dict.fromkeys(_leaves(changed, fitted.paths), source)})
-
-
-def _leaves(profile: DeviceProfile, paths: Sequence[str]) -> list[str]:
-    """The paths of numbers under `paths`, as the profile's file has them."""
-    out: list[str] = []
-    for path in paths:
-        if path == "efficiency":
-            out += [f"efficiency.{dtype}" for dtype in profile.efficiency]
-        elif path.startswith("links."):
-            kinds = profile.links[path.split(".")[1]].kinds  # type: ignore[index]
-            ends = ["", *(f".kinds.{kind}" for kind in kinds)]
-            out += [f"{path}{end}.{key}" for end in ends for key in ("efficiency", "call_us")]
-        else:
-            out.append(path)
-    return out
+    return with_sources(replace(profile, fit={**profile.fit, **(errors or {})}, **fields), paths, lambda _: source)
 
 
 def measured_figures(device: Device, samples: Sequence[Sample]) -> Device:
@@ -135,7 +112,7 @@ def measured_figures(device: Device, samples: Sequence[Sample]) -> Device:
 # ---- launch and memory ----
 
 
-def _launch(parts: Mapping[WorkPart, list[Sample]], profile: DeviceProfile, setting: FitSetting) -> _Fit | None:
+def _launch(parts: Mapping[WorkPart, list[Sample]], profile: DeviceProfile, setting: FitSetting) -> DeviceProfile:
     """Seconds per operator. On a CPU the host's seconds are the time of training outside of operators."""
     samples = parts.get("launch", [])
     each = {
@@ -143,40 +120,36 @@ def _launch(parts: Mapping[WorkPart, list[Sample]], profile: DeviceProfile, sett
         for name in {s.work.name for s in samples}
     }
     if each.keys() != {"device", "host"}:
-        return None
+        return profile
     device, host = each["device"], each["host"]
     if setting.device.device_type == "cpu":
         device, host = min(device, host), max(0.0, host - device)
-    return _Fit(
-        fields={"launch_s": rounded_s(device), "host_launch_s": rounded_s(host)}, paths=("launch_us", "host_launch_us")
-    )
+    paths = ("launch_us", "host_launch_us")
+    return _measured(profile, setting, paths, launch_s=rounded_s(device), host_launch_s=rounded_s(host))
 
 
-def _memory(parts: Mapping[WorkPart, list[Sample]], profile: DeviceProfile, setting: FitSetting) -> _Fit | None:
+def _memory(parts: Mapping[WorkPart, list[Sample]], profile: DeviceProfile, setting: FitSetting) -> DeviceProfile:
     samples = parts.get("memory")
     if not samples:
-        return None
+        return profile
     moved, seconds = _amounts(samples), _seconds(samples)
     bandwidth = _device(profile).memory_bandwidth_bytes_per_s
     part = rounded(
         best_constant(lambda part: profile.launch_s + moved / (bandwidth * part), seconds, LEAST_PART, MOST_PART)
     )
     times = memory_seconds(moved_bytes=moved, bytes_per_s=bandwidth * part, launch_s=profile.launch_s)
-    return _Fit(
-        fields={"memory_efficiency": part},
-        paths=("memory_efficiency",),
-        errors={"memory": fit_errors(times, seconds)},
-    )
+    errors = {"memory": fit_errors(times, seconds)}
+    return _measured(profile, setting, ("memory_efficiency",), errors, memory_efficiency=part)
 
 
 # ---- products and attention ----
 
 
-def _products(parts: Mapping[WorkPart, list[Sample]], profile: DeviceProfile, setting: FitSetting) -> _Fit | None:
+def _products(parts: Mapping[WorkPart, list[Sample]], profile: DeviceProfile, setting: FitSetting) -> DeviceProfile:
     """One tile for all dtypes and one efficiency for each dtype: the best tile of a grid with its best efficiencies."""
     groups = _by_name(parts.get("matmul", []), profile)
     if not groups:
-        return None
+        return profile
     best = (np.inf, profile.tile)
     for m, n in product(TILES, TILES):
         losses = np.array([_loss(groups, profile, Tile(m=m, n=n, k_half=k, units=setting.units)) for k in _HALVES])
@@ -190,11 +163,8 @@ def _products(parts: Mapping[WorkPart, list[Sample]], profile: DeviceProfile, se
     for name, group in groups.items():
         predicted += _product_times(group, profile, tile, name, efficiency[name]).tolist()
         seconds += _seconds(group).tolist()
-    return _Fit(
-        fields={"tile": tile, "efficiency": efficiency},
-        paths=("tile.m", "tile.n", "tile.k_half", "tile.units", "efficiency"),
-        errors={"matmul": fit_errors(predicted, seconds)},
-    )
+    errors = {"matmul": fit_errors(predicted, seconds)}
+    return _measured(profile, setting, ("tile", "efficiency"), errors, tile=tile, efficiency=efficiency)
 
 
 def _refined(groups: Mapping[str, list[Sample]], profile: DeviceProfile, tile: Tile) -> Tile:
@@ -233,13 +203,13 @@ def _product_times(
     )
 
 
-def _attention(parts: Mapping[WorkPart, list[Sample]], profile: DeviceProfile, setting: FitSetting) -> _Fit | None:
+def _attention(parts: Mapping[WorkPart, list[Sample]], profile: DeviceProfile, setting: FitSetting) -> DeviceProfile:
     """One number of keys at half speed for all dtypes, and for both passes unless they are clearly unlike."""
     groups = _by_name(parts.get("attention", []), profile)
     samples = [sample for group in groups.values() for sample in group]
     passes = {b: [s for s in samples if bool(s.work.numbers["is_backward"]) == b] for b in (False, True)}
     if not passes[False] or not passes[True]:
-        return None
+        return profile
 
     def fitted(is_backward: bool, half: float) -> tuple[float, float, Floats]:
         """The loss, the best part, and the times of a pass with a number of keys at half speed."""
@@ -282,7 +252,7 @@ def _attention(parts: Mapping[WorkPart, list[Sample]], profile: DeviceProfile, s
         paths.append("attention.products")
         costs = [_product_times(group, profile, profile.tile, d, part) for d, group in unfused.items()]
         errors["products"] = fit_errors(np.concatenate(costs), np.concatenate([_seconds(g) for g in unfused.values()]))
-    return _Fit(fields={"attention": attention}, paths=tuple(paths), errors=errors)
+    return _measured(profile, setting, paths, errors, attention=attention)
 
 
 def _attention_times(
@@ -302,24 +272,25 @@ def _attention_times(
 # ---- links and overlap ----
 
 
-def _links(parts: Mapping[WorkPart, list[Sample]], profile: DeviceProfile, setting: FitSetting) -> _Fit | None:
+def _links(parts: Mapping[WorkPart, list[Sample]], profile: DeviceProfile, setting: FitSetting) -> DeviceProfile:
     samples = parts.get("collective")
     if not samples:
-        return None
+        return profile
     fits = fit_links(samples, setting.link)
     links = {**profile.links, **{tier: fit.profile for tier, fit in fits.items()}}
     errors = {f"{tier}.{kind}": error for tier, fit in fits.items() for kind, error in fit.errors.items()}
-    return _Fit(fields={"links": links}, paths=tuple(f"links.{tier}" for tier in fits), errors=errors)
+    return _measured(profile, setting, [f"links.{tier}" for tier in fits], errors, links=links)
 
 
-def _overlap(parts: Mapping[WorkPart, list[Sample]], profile: DeviceProfile, setting: FitSetting) -> _Fit | None:
+def _overlap(parts: Mapping[WorkPart, list[Sample]], profile: DeviceProfile, setting: FitSetting) -> DeviceProfile:
     times = {sample.work.name: sample.seconds for sample in parts.get("overlap", [])}
     if not {"compute", "communicate", "both"} <= times.keys():
-        return None
+        return profile
     shorter, longer = sorted((times["compute"], times["communicate"]))
     slowdown = 1 + (times["both"] - longer) / shorter
     # 2 is one after the other; longer times are waiting for the scheduler, which is no part of the work
-    return _Fit(fields={"overlap_slowdown": min(2.0, max(1.0, rounded(slowdown)))}, paths=("overlap_slowdown",))
+    slowdown = min(2.0, max(1.0, rounded(slowdown)))
+    return _measured(profile, setting, ("overlap_slowdown",), overlap_slowdown=slowdown)
 
 
 # ---- columns of samples ----

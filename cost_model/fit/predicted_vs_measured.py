@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias
 
 from autopar.cost_model.fit.log_least_squares import rounded, rounded_s
 from autopar.cost_model.machine.profile import CallCost, DeviceProfile, LinkProfile
+from autopar.cost_model.machine.profile_io import with_sources
 from autopar.errors import InputError, Problem
 from autopar.ir.cluster import Tier
 from autopar.words.numbers import readable_seconds
@@ -139,8 +140,8 @@ def _scaled_compute(profile: DeviceProfile, factor: float, why: str) -> DevicePr
         launch_s=rounded_s(profile.launch_s * factor),
         host_launch_s=rounded_s(profile.host_launch_s * factor),
     )
-    paths = [*(f"efficiency.{dtype}" for dtype in profile.efficiency), *(f"attention.{key}" for key in parts)]
-    return _noted(scaled, [*paths, "memory_efficiency", "launch_us", "host_launch_us"], factor, why)
+    paths = ["efficiency", *(f"attention.{key}" for key in parts), "memory_efficiency", "launch_us", "host_launch_us"]
+    return _noted(scaled, paths, factor, why)
 
 
 def _scaled_link(profile: DeviceProfile, tier: Tier, factor: float, why: str) -> DeviceProfile:
@@ -150,19 +151,15 @@ def _scaled_link(profile: DeviceProfile, tier: Tier, factor: float, why: str) ->
     old = profile.link(tier)
     link = replace(old.link, latency_s=rounded_s(old.link.latency_s * factor)) if old.link is not None else None
     new = LinkProfile(usual=scaled(old.usual), kinds={k: scaled(c) for k, c in old.kinds.items()}, link=link)
-    ends = ["", *(f".kinds.{kind}" for kind in old.kinds)]
-    paths = [f"links.{tier}{end}.{key}" for end in ends for key in ("efficiency", "call_us")]
-    return _noted(replace(profile, links={**profile.links, tier: new}), paths, factor, why)
+    return _noted(replace(profile, links={**profile.links, tier: new}), [f"links.{tier}"], factor, why)
 
 
 def _noted(profile: DeviceProfile, paths: list[str], factor: float, why: str) -> DeviceProfile:
     """The profile with the reason of a change behind the source of each number. It replaces an earlier reason."""
     note = f"; scaled for {factor:.3g} times the time on {why}"[:250]
-    sources = dict(profile.sources)
-    for path in paths:
-        before = sources.get(path, "assumed: no source was given").split("; scaled for ")[0]
-        sources[path] = before[: _MAX_SOURCE - len(note)] + note
-    return replace(profile, sources=sources)
+    return with_sources(
+        profile, paths, lambda before: before.split("; scaled for ")[0][: _MAX_SOURCE - len(note)] + note
+    )
 
 
 def _part(value: float) -> float:

@@ -1,7 +1,7 @@
 """Seconds of collectives: α-β models of NCCL's algorithms, over two tiers of links. Every input may be an array.
 
-docs/cost_model_communication.md has the formulas and their sources. `ALGORITHMS` holds every algorithm, and
-`fastest_seconds` takes the fastest algorithm and wire protocol, as NCCL's tuner does.
+docs/cost_model_communication.md has the formulas and their sources. `ALGORITHMS` holds the algorithm of every
+collective, and `fastest_seconds` takes the fastest wire protocol, as NCCL's tuner does.
 """
 
 from collections.abc import Callable, Mapping
@@ -58,29 +58,13 @@ class RankGroup:
         return capped
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Algorithm:
-    """A way to run collectives of some kinds. `seconds` prices one collective by the bytes of the whole tensor."""
-
-    kinds: frozenset[Collective]
-    seconds: Callable[[Collective, NDArray[Any], RankGroup], Number]
-
-
 def fastest_seconds(kind: Collective, whole_bytes: Number, group: RankGroup) -> Number:
-    """Seconds of one collective by the fastest algorithm and wire protocol. 0 for one rank."""
-    times = [_seconds(each, kind, whole_bytes, group) for each in ALGORITHMS.values() if kind in each.kinds]
-    if not times:
-        known = sorted(set().union(*(each.kinds for each in ALGORITHMS.values())))
-        raise InputError(f"no collective {kind!r}; {did_you_mean(kind, known)}")
-    fastest: Number = (times[0] if len(times) == 1 else np.minimum.reduce(np.broadcast_arrays(*times)))[()]
-    return fastest
-
-
-def _seconds(algorithm: Algorithm, kind: Collective, whole_bytes: Number, group: RankGroup) -> NDArray[Any]:
-    """Seconds by the fastest protocol. The arrays have the protocols as their first axis, before the candidates."""
+    """Seconds of one collective by the fastest wire protocol. 0 for one rank."""
+    if kind not in ALGORITHMS:
+        raise InputError(f"no collective {kind!r}; {did_you_mean(kind, sorted(ALGORITHMS))}")
     whole = np.asarray(whole_bytes, float)
     axes = np.broadcast(whole, *(getattr(group, name) for name in RankGroup.__slots__)).ndim
-    bandwidth, in_host, between = _SHARES.reshape(3, len(PROTOCOLS), *[1] * axes)
+    bandwidth, in_host, between = _SHARES.reshape(3, len(PROTOCOLS), *[1] * axes)  # before the axes of the candidates
     scaled = replace(
         group,
         in_host_bytes_per_s=group.in_host_bytes_per_s * bandwidth,
@@ -89,12 +73,12 @@ def _seconds(algorithm: Algorithm, kind: Collective, whole_bytes: Number, group:
         inter_host_latency_s=group.inter_host_latency_s * between,
     )
     with np.errstate(divide="ignore", invalid="ignore"):
-        priced = np.where(np.asarray(group.ranks) > 1, algorithm.seconds(kind, whole, scaled), 0.0)
-    fastest: NDArray[Any] = np.asarray(priced.min(axis=0))
+        priced = np.where(np.asarray(group.ranks) > 1, ALGORITHMS[kind](kind, whole, scaled), 0.0)
+    fastest: Number = np.asarray(priced.min(axis=0))[()]
     return fastest
 
 
-def _ring(kind: Collective, whole_bytes: NDArray[Any], group: RankGroup) -> Number:
+def ring(kind: Collective, whole_bytes: NDArray[Any], group: RankGroup) -> Number:
     n, h, k = group.ranks, group.hosts, 2 if kind == "all_reduce" else 1
     inside = np.where(np.asarray(group.ranks_in_host) > 1, group.in_host_bytes_per_s, np.inf)
     between = np.where(np.asarray(group.hosts) > 1, group.host_bytes_per_s, np.inf)
@@ -103,14 +87,14 @@ def _ring(kind: Collective, whole_bytes: NDArray[Any], group: RankGroup) -> Numb
     return seconds
 
 
-def _direct(kind: Collective, whole_bytes: NDArray[Any], group: RankGroup) -> Number:
+def direct(kind: Collective, whole_bytes: NDArray[Any], group: RankGroup) -> Number:
     n, g, held = group.ranks, group.ranks_in_host, whole_bytes / group.ranks
     latency = np.where(np.asarray(group.hosts) > 1, group.inter_host_latency_s, group.in_host_latency_s)
     inside, between = (g - 1) / n * held / group.in_host_bytes_per_s, (n - g) / n * held * g / group.host_bytes_per_s
     return np.maximum(inside, between) + latency
 
 
-def _mirror(kind: Collective, whole_bytes: NDArray[Any], group: RankGroup) -> Number:
+def mirror(kind: Collective, whole_bytes: NDArray[Any], group: RankGroup) -> Number:
     held, is_inside = whole_bytes / group.ranks, np.asarray(group.hosts) <= 1
     inside = held / group.in_host_bytes_per_s + group.in_host_latency_s
     between = held * group.ranks_in_host / group.host_bytes_per_s + group.inter_host_latency_s
@@ -118,7 +102,7 @@ def _mirror(kind: Collective, whole_bytes: NDArray[Any], group: RankGroup) -> Nu
     return seconds
 
 
-def _next(kind: Collective, whole_bytes: NDArray[Any], group: RankGroup) -> Number:
+def next_rank(kind: Collective, whole_bytes: NDArray[Any], group: RankGroup) -> Number:
     """One rank of a host sends to the next host, as in a ring."""
     spans = np.asarray(group.hosts) > 1
     inside = np.where(np.asarray(group.ranks_in_host) > 1, group.in_host_bytes_per_s, np.inf)
@@ -128,11 +112,12 @@ def _next(kind: Collective, whole_bytes: NDArray[Any], group: RankGroup) -> Numb
     return seconds
 
 
-ALGORITHMS: Mapping[str, Algorithm] = {
-    "ring": Algorithm(kinds=frozenset(("all_reduce", "all_gather", "reduce_scatter")), seconds=_ring),
-    "direct": Algorithm(kinds=frozenset(("all_to_all",)), seconds=_direct),
-    "mirror": Algorithm(kinds=frozenset(("exchange",)), seconds=_mirror),
-    "next": Algorithm(kinds=frozenset(("shift",)), seconds=_next),
+# Each prices one collective by the bytes of the whole tensor.
+ALGORITHMS: Mapping[Collective, Callable[[Collective, NDArray[Any], RankGroup], Number]] = {
+    **dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter"), ring),
+    "all_to_all": direct,
+    "exchange": mirror,
+    "shift": next_rank,
 }
 
 

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,13 +25,13 @@ from autopar.cost_model.machine.fitted_constants import Mechanisms, mechanisms
 from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.machine.profile import DeviceProfile
 from autopar.cost_model.memory.formula import MemoryBasis, StepMemory, memory_basis, step_memory
+from autopar.cost_model.pricing import step_between
 from autopar.cost_model.published.families import (
     family_name,
     family_of,
     numbers_at,
     shape_of_rows,
     sizes_of_row,
-    with_chosen_parameters,
     with_expert_ranks,
 )
 from autopar.cost_model.published.machine import engine_of, row_machine
@@ -89,20 +89,13 @@ class RowGroup:
         first = self.cases[0]
         family = with_experts(self.family, self.layouts, constants)
         machine = row_machine(first.row, self.machine.engine, constants, profile=profile)
-        pairs = []
+        shares, steps = list[Floats](), list[StepSeconds]()
         for level, weight in enumerate(self.weights):
             if np.any(weight > 0):
                 layouts = replace(self.layouts, recompute=np.full(len(weight), float(level)))
-                step = step_seconds(family, self.shape, layouts, machine)
-                pairs.append((weight, step))
-        names = dict.fromkeys(name for _, step in pairs for name in step.parts)
-        return StepSeconds(
-            seconds=np.asarray(sum(weight * step.seconds for weight, step in pairs)),
-            parts={
-                name: np.asarray(sum(weight * step.parts.get(name, 0.0) for weight, step in pairs)) for name in names
-            },
-            hidden={},
-        )
+                shares.append(weight)
+                steps.append(step_seconds(family, self.shape, layouts, machine))
+        return step_between(shares, steps)
 
 
 def estimate_rows(rows: Sequence[Row]) -> list[RowEstimate | NoEstimate]:
@@ -127,7 +120,7 @@ def prepare(rows: Sequence[Row]) -> tuple[list[RowGroup], dict[int, NoEstimate]]
         key = (
             *(machine.device.name, machine.engine.model_dump_json()),
             *(machine.links.inter_host_bytes_per_s, machine.links.devices_per_host),
-            *(case.family, row.precision, row.gpu_mem_gb, (row.tp or 1) == 1, _is_over_data(case)),
+            *(case.family, row.precision, row.gpu_mem_gb, _variant(case), _is_over_data(case)),
         )
         groups.setdefault(key, []).append((index, case))
     return [_prepare(members) for members in groups.values()], unmodelled
@@ -167,6 +160,15 @@ def _is_over_data(case: _Case) -> bool:
     return case.machine.engine.data_ranks == "joint" and _dp(case.row) > 1
 
 
+def _is_sequence_parallel(case: _Case) -> bool:
+    row, usual = case.row, case.machine.engine.unstated_sequence_parallel
+    return row.sp if row.sp is not None else usual and (row.tp or 1) > 1
+
+
+def _variant(case: _Case) -> Literal["one", "tp", "sp"]:
+    return "one" if (case.row.tp or 1) == 1 else "sp" if _is_sequence_parallel(case) else "tp"
+
+
 def _default_count(row: Row) -> int:
     return 1 if row.grad_accum else max(1, row.pp or 1) * (1 if (row.pp or 1) == 1 else 4)
 
@@ -183,13 +185,12 @@ def _prepare(members: Sequence[tuple[int, _Case]]) -> RowGroup:
     shape, layouts = shape_of_rows([case.row for case in cases]), _layouts(cases, engine)
     each = [sizes_of_row(case.row) for case in cases]
     numbers = {name: np.array([case[name] for case in each]) for name in each[0]}
-    works = family_of(first.family, is_whole=(first.row.tp or 1) == 1, over_data=_is_over_data(first))
+    works = family_of(first.family, _variant(first), over_data=_is_over_data(first))
     family = evaluate(works, numbers_at(numbers, layouts))
     if np.any(layouts.etp < layouts.tp):
         at_etp = evaluate(works, numbers_at(numbers, replace(layouts, tp=layouts.etp)))
         shares = np.array([bool(case.row.moe_shared_ffn) for case in cases])  # tensor ranks split the shared experts
         family = with_expert_ranks(family, at_etp, layouts, np.where(shares | (layouts.etp == layouts.tp), 1.0, 0.5))
-    family = with_chosen_parameters(family, layouts.sequence_parallel)
     unstated = np.array([case.row.recompute is None for case in cases])
 
     basis = memory_basis(shape, machine)
@@ -270,9 +271,6 @@ def _layouts(cases: Sequence[_Case], engine: Engine) -> Layouts:
             return row.vpp or 1
         return (row.layers or 1) // pp if (row.layers or 1) % pp == 0 else 1
 
-    def sequence_parallel(row: Row) -> bool:
-        return row.sp if row.sp is not None else engine.unstated_sequence_parallel and (row.tp or 1) > 1
-
     def recompute(row: Row) -> int:
         return RECOMPUTE_MODES.index(row.recompute) if row.recompute in RECOMPUTE_MODES else 0
 
@@ -281,7 +279,7 @@ def _layouts(cases: Sequence[_Case], engine: Engine) -> Layouts:
     batch = np.array([float(case.global_batch) for case in cases])
     return layouts_from(  # in Megatron's order of ranks; no column states it
         tp=_array(cases, lambda row: row.tp or 1),
-        sequence_parallel=_array(cases, sequence_parallel),
+        sequence_parallel=np.array([float(_is_sequence_parallel(case)) for case in cases]),
         pp=_array(cases, lambda row: row.pp or 1),
         virtual=_array(cases, virtual),
         cp=cp,

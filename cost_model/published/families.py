@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -35,31 +35,14 @@ def family_name(row: Row) -> str:
 
 
 @cache
-def family_of(name: str, *, is_whole: bool = False, over_data: bool = False) -> Family[Any]:
-    """The expressions of a family, on one tensor rank (`is_whole`) or several."""
+def family_of(name: str, variant: Literal["one", "tp", "sp"], *, over_data: bool = False) -> Family[Any]:
+    """The expressions of a family on one tensor rank, on several, or on several with sequence parallelism."""
     base = expressions.family(name, over_data=over_data)
     if "moe_layer" in base.roles and "layer" not in base.roles:
         dense = dict(expressions.family("llama", over_data=over_data).blocks)["layer"]
         base = replace(base, blocks=(*base.blocks, ("layer", dense)))
-    kept = ("one", "one") if is_whole else ("tp", "sp")  # the expressions for the variants "tp" and "sp"
-    blocks = ((role, dict(variants)) for role, variants in base.blocks)
-    return replace(
-        base, blocks=tuple((role, tuple(zip(("tp", "sp"), (of[k] for k in kept), strict=True))) for role, of in blocks)
-    )
-
-
-def with_chosen_parameters(family: Family[Any], sequence_parallel: Any) -> Family[Any]:
-    """The family with the parameter counts of the variant that each layout runs."""
-
-    def chosen(variants: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-        tensor, sequence = variants["tp"], variants["sp"]
-        held = {
-            name: np.where(sequence_parallel, getattr(sequence, name), getattr(tensor, name))
-            for name in ("parameters_split", "parameters_whole", "parameters_expert")
-        }
-        return tuple((name, replace(work, **held)) for name, work in variants.items())
-
-    return replace(family, blocks=tuple((role, chosen(dict(variants))) for role, variants in family.blocks))
+    works = ((role, dict(variants)[variant]) for role, variants in base.blocks)
+    return replace(base, blocks=tuple((role, tuple((each, work) for each in ("tp", "sp"))) for role, work in works))
 
 
 def with_expert_ranks(family: Family[Any], at_etp: Family[Any], layouts: Layouts, keeps: Floats) -> Family[Any]:

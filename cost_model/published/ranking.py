@@ -14,10 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from statistics import median
 
+import numpy as np
+
 from autopar.cost_model.published.row import Row
+from autopar.ir.arrays import Floats
 
 MIN_LAYOUTS = 5
 WORK = (
@@ -64,22 +66,15 @@ def same_work(timed: Iterable[RowTimes]) -> list[list[RowTimes]]:
 
 def spearman(left: Sequence[float], right: Sequence[float]) -> float:
     """Spearman's rank correlation; 0 where one side is constant."""
-    a, b = _ranks(left), _ranks(right)
-    middle = (len(a) - 1) / 2
-    both = sum((x - middle) * (y - middle) for x, y in zip(a, b, strict=True))
-    spread = sum((x - middle) ** 2 for x in a) * sum((y - middle) ** 2 for y in b)
-    return both / spread**0.5 if spread else 0.0
+    a, b = (ranks - (len(ranks) - 1) / 2 for ranks in (_ranks(left), _ranks(right)))
+    spread = float(a @ a) * float(b @ b)
+    return float(a @ b) / spread**0.5 if spread else 0.0
 
 
-def _ranks(values: Sequence[float]) -> list[float]:
-    order = sorted(range(len(values)), key=values.__getitem__)
-    ranks = [0.0] * len(values)
-    position = 0
-    for _, same in groupby(order, key=values.__getitem__):
-        indices = list(same)
-        for index in indices:
-            ranks[index] = position + (len(indices) - 1) / 2
-        position += len(indices)
+def _ranks(values: Sequence[float]) -> Floats:
+    """The rank of each value. Equal values share the mean of their ranks."""
+    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks: Floats = (np.cumsum(counts) - (counts + 1) / 2)[places]
     return ranks
 
 

@@ -340,19 +340,13 @@ def _number(cell: str) -> float:
 
 def _count(least: int, most: float, cell: str) -> int:
     rule = f"must be a whole number of at least {least} and at most {most:g}"
-    if cell.isascii() and cell.isdigit() and len(cell) < 20:
-        value = int(cell)
-    else:  # as programs that know one kind of number write it: 512.0, 1.7e9
-        try:
-            number = float(cell)
-        except ValueError:
-            raise ValueError(rule) from None
-        if "_" in cell or not isfinite(number) or number != int(number):
-            raise ValueError(rule)
-        value = int(number)
-    if not least <= value <= most:
+    try:
+        value = float(cell)  # programs that know one kind of number write 512.0 and 1.7e9
+    except ValueError:
+        raise ValueError(rule) from None
+    if "_" in cell or not value.is_integer() or not least <= value <= most:
         raise ValueError(rule)
-    return value
+    return int(value)
 
 
 def _parsers() -> Iterator[tuple[str, Callable[[str], object]]]:

@@ -16,6 +16,8 @@ from math import isfinite
 from statistics import fmean, median
 from typing import Any, Literal
 
+import numpy as np
+
 from autopar.cost_model.published.measurement import StepTime, measured_bytes, measured_seconds
 from autopar.cost_model.published.ranking import RankedGroup, RowTimes, ranked_groups
 from autopar.cost_model.published.row import Estimator, NoEstimate, Row, RowEstimate
@@ -211,20 +213,11 @@ def errors(signed: Iterable[float | None]) -> Errors:
     return Errors(
         n=len(values),
         median=median(sizes),
-        p90=quantile(sizes, 0.9),
+        p90=float(np.quantile(sizes, 0.9)),
         mean=fmean(sizes),
         max=sizes[-1],
         bias=median(values),
     )
-
-
-def quantile(values: Iterable[float], part: float) -> float:
-    """The value below which `part` of the values lie, linear between neighbours, as numpy.quantile."""
-    ordered = sorted(values)
-    position = part * (len(ordered) - 1)
-    below = int(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (position - below) * (ordered[above] - ordered[below])
 
 
 def _ranking(groups: Sequence[RankedGroup]) -> Ranking:
@@ -235,9 +228,9 @@ def _ranking(groups: Sequence[RankedGroup]) -> Ranking:
         groups=len(groups),
         layouts=sum(g.layouts for g in groups),
         correlation_median=median(correlations),
-        correlation_p10=quantile(correlations, 0.1),
+        correlation_p10=float(np.quantile(correlations, 0.1)),
         regret_median=median(regrets),
-        regret_p90=quantile(regrets, 0.9),
+        regret_p90=float(np.quantile(regrets, 0.9)),
     )
 
 

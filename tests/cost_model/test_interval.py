@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autopar.cost_model import interval
-from autopar.cost_model.interval import FIGURES, Situation, interval_of, likely_slower
+from autopar.cost_model.interval import FIGURES, PLAN_ORDER, SITUATIONS, Situation, interval_of, likely_slower
 from autopar.cost_model.published.estimate import estimate_rows
 from autopar.cost_model.published.row import RowEstimate, read_rows
 from autopar.cost_model.published.validation import compared_rows, measures
@@ -69,6 +69,13 @@ def test_two_plans_are_told_apart_by_less_than_their_intervals() -> None:
     """The errors of two plans for the same work are alike, and cancel."""
     (apart,) = widths("time", Situation())
     assert 0 < likely_slower() < apart - 1
+
+
+def test_the_shipped_bounds_are_of_every_situation() -> None:
+    for figure, names in {**dict.fromkeys(FIGURES, SITUATIONS), PLAN_ORDER: (PLAN_ORDER,)}.items():
+        bounds = interval._bounds()[figure]
+        assert set(bounds) == set(names)
+        assert all(low <= 0 <= high for low, high in bounds.values())
 
 
 def test_a_malformed_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

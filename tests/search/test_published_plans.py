@@ -160,12 +160,11 @@ def works_of(row: Row, tp: int, sequence_parallel: bool) -> ProgramWorks:
     sizes = sizes_of_row(row)
     numbers = {name: Fraction(sizes[name]) for name in sizes if name not in ("b", "s", "S", "t", "d")}
     numbers["g"] = max(numbers["g"], Fraction(tp))  # fewer key heads than ranks are held several times
-    family = family_of(family_name(row), is_whole=tp == 1)
-    variant = "sp" if sequence_parallel else "tp"
+    family = family_of(family_name(row), "one" if tp == 1 else "sp" if sequence_parallel else "tp")
     shape = shape_of_rows([row])
     counts = tuple((role, int(count[0])) for role, count in shape.counts if count[0])
     known = {"first", "last", *(role for role, _ in counts)}
-    works = {role: with_numbers(family.block(role, variant), numbers) for role in family.roles if role in known}
+    works = {role: with_numbers(family.block(role, "tp"), numbers) for role in family.roles if role in known}
     blocks = tuple((role, tuple((name, work) for name in VARIANTS)) for role, work in works.items())
     calls = ("first", *(role for role, count in counts for _ in range(count)), "last")
     return ProgramWorks(

@@ -21,7 +21,6 @@ hypothesis = pytest.importorskip("hypothesis")
 given, st = hypothesis.given, hypothesis.strategies
 
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
-RUN = [(name, kind) for name, algorithm in ALGORITHMS.items() for kind in sorted(algorithm.kinds)]
 # the largest ratio of in-host latency over inter-host latency for which no protocol makes a hop in a host the slower
 LATENCY_RATIO = min(between / inside for _, inside, between in PROTOCOLS.values())
 
@@ -39,9 +38,9 @@ def group(hosts: int, in_host: int, **figures: Any) -> RankGroup:
     return replace(standard, **figures)
 
 
-def simple(name: str, kind: Collective, num_bytes: float, ranks: RankGroup) -> float:
-    """Seconds of one algorithm by the simple protocol, which has all of the bandwidth and of the latencies."""
-    return float(ALGORITHMS[name].seconds(kind, np.asarray(num_bytes, float), ranks))
+def simple(kind: Collective, num_bytes: float, ranks: RankGroup) -> float:
+    """Seconds of a collective by the simple protocol, which has all of the bandwidth and of the latencies."""
+    return float(ALGORITHMS[kind](kind, np.asarray(num_bytes, float), ranks))
 
 
 sizes = st.integers(1, 64)
@@ -70,16 +69,16 @@ kinds = st.sampled_from(COLLECTIVES)
 
 
 def test_every_collective_has_an_algorithm() -> None:
-    assert {kind for _, kind in RUN} == set(COLLECTIVES)
+    assert set(ALGORITHMS) == set(COLLECTIVES)
 
 
-@pytest.mark.parametrize(("name", "kind"), RUN)
-def test_an_algorithm_sends_at_least_what_leaves_a_rank(name: str, kind: Collective) -> None:
+@pytest.mark.parametrize("kind", COLLECTIVES)
+def test_an_algorithm_sends_at_least_what_leaves_a_rank(kind: Collective) -> None:
     """No algorithm beats the bandwidth of a rank's link, and 0 bytes still take a hop."""
     for hosts, inside in ((1, 8), (8, 1), (4, 8)):
         ranks = group(hosts, inside)
-        assert simple(name, kind, 1e9, ranks) >= sent_bytes(kind, 1e9, hosts * inside) / 400e9
-        assert simple(name, kind, 0.0, ranks) >= 3e-6
+        assert simple(kind, 1e9, ranks) >= sent_bytes(kind, 1e9, hosts * inside) / 400e9
+        assert simple(kind, 0.0, ranks) >= 3e-6
 
 
 @given(kinds, groups(), whole, st.floats(1.0, 100.0))
@@ -123,14 +122,14 @@ def test_an_all_to_all_is_never_dearer_than_the_all_gather(ranks: RankGroup, num
     assert fastest_seconds("all_to_all", num_bytes, ranks) <= gathered * (1 + 1e-12)
 
 
-@pytest.mark.parametrize(("name", "kind"), RUN)
+@pytest.mark.parametrize("kind", COLLECTIVES)
 @given(ranks=groups(), num_bytes=whole, count=st.integers(2, 64))
 def test_links_inside_a_host_are_never_dearer_than_those_between(
-    name: str, kind: Collective, ranks: RankGroup, num_bytes: float, count: int
+    kind: Collective, ranks: RankGroup, num_bytes: float, count: int
 ) -> None:
     """The same ranks in one host, and one in each of as many hosts, by one protocol."""
     inside, apart = (replace(ranks, ranks=count, ranks_in_host=near) for near in (count, 1))
-    assert simple(name, kind, num_bytes, inside) <= simple(name, kind, num_bytes, apart) * (1 + 1e-12)
+    assert simple(kind, num_bytes, inside) <= simple(kind, num_bytes, apart) * (1 + 1e-12)
 
 
 @given(kinds, groups(), whole, st.integers(2, 64))
@@ -155,9 +154,7 @@ def test_a_host_with_hops_as_long_as_the_networks_is_the_slower_one() -> None:
 
 @given(groups(), whole)
 def test_an_all_reduce_is_its_halves_in_rings(ranks: RankGroup, num_bytes: float) -> None:
-    gather, scatter, both = (
-        simple("ring", kind, num_bytes, ranks) for kind in ("all_gather", "reduce_scatter", "all_reduce")
-    )
+    gather, scatter, both = (simple(kind, num_bytes, ranks) for kind in ("all_gather", "reduce_scatter", "all_reduce"))
     assert gather == scatter
     assert both == pytest.approx(gather + scatter)
 
@@ -167,11 +164,11 @@ def test_an_all_reduce_is_its_halves_in_rings(ranks: RankGroup, num_bytes: float
 def test_one_tier_is_the_ring_of_the_search(kind: Collective, count: int) -> None:
     """2(N-1)/N·S bytes and 2(N-1)α; half of both for the halves."""
     ring = Ring(ranks=count, bytes_per_s=50e9, latency_s=14e-6)
-    found = simple("ring", kind, 3e8, group(count, 1))
+    found = simple(kind, 3e8, group(count, 1))
     assert found == pytest.approx(ring.seconds(kind, 3e8) + ring.latency_of(kind))
     k = 2 if kind == "all_reduce" else 1
     assert found == pytest.approx(k * (count - 1) * (3e8 / count / 50e9 + 14e-6))
-    inside = simple("ring", kind, 3e8, group(1, count))
+    inside = simple(kind, 3e8, group(1, count))
     assert inside == pytest.approx(sent_bytes(kind, 3e8, count) / 400e9 + k * (count - 1) * 3e-6)
 
 
@@ -190,18 +187,18 @@ def test_every_member_brings_its_share_of_the_hosts_network() -> None:
 
 def test_a_ring_through_hosts_uses_every_card() -> None:
     """8 members of each of 4 hosts bring 8 × 50 GB/s; hops inside and between hosts as NCCL counts them."""
-    found = simple("ring", "all_reduce", 1e9, group(4, 8))
+    found = simple("all_reduce", 1e9, group(4, 8))
     assert found == pytest.approx(2 * (31 / 32 * 1e9 / 400e9 + 28 * 3e-6 + 3 * 14e-6))
-    two = simple("ring", "all_reduce", 1e9, group(4, 2))
+    two = simple("all_reduce", 1e9, group(4, 2))
     assert two == pytest.approx(2 * (7 / 8 * 1e9 / 100e9 + 4 * 3e-6 + 3 * 14e-6))
 
 
 def test_all_to_all_by_tier() -> None:
     """Of the 32 parts that a rank holds 24 leave the host over its own card, 7 stay inside, at the same time."""
     part = 1e9 / 32 / 32
-    found = simple("direct", "all_to_all", 1e9, group(4, 8))
+    found = simple("all_to_all", 1e9, group(4, 8))
     assert found == pytest.approx(max(24 * part / 50e9, 7 * part / 400e9) + 14e-6)
-    assert simple("direct", "all_to_all", 1e9, group(1, 8)) == pytest.approx(7 / 64 * 1e9 / 400e9 + 3e-6)
+    assert simple("all_to_all", 1e9, group(1, 8)) == pytest.approx(7 / 64 * 1e9 / 400e9 + 3e-6)
 
 
 def test_small_tensors_take_the_protocol_of_the_shortest_hops() -> None:
@@ -210,7 +207,7 @@ def test_small_tensors_take_the_protocol_of_the_shortest_hops() -> None:
     hops = 2 * (56 * 3e-6 * 0.6 / 3.4 + 7 * 14e-6 * 2.7 / 14.0)
     assert fastest_seconds("all_reduce", 1.0, ranks) == pytest.approx(hops, rel=1e-6)
     large = fastest_seconds("all_reduce", 4e10, ranks)
-    assert large == pytest.approx(simple("ring", "all_reduce", 4e10, ranks))
+    assert large == pytest.approx(simple("all_reduce", 4e10, ranks))
 
 
 def test_arrays_are_each_by_itself() -> None:

@@ -105,7 +105,8 @@ def test_a_file_gives_the_profile_back(profile: DeviceProfile, tmp_path: Path) -
 def test_every_profile_describes_presets_that_exist() -> None:
     names = [device for profile in shipped_profiles().values() for device in profile.devices]
     assert len(names) == len(set(names)) and set(names) <= set(device_presets())
-    for profile in shipped_profiles().values():
+    for stem, profile in shipped_profiles().items():
+        assert profile.name == stem
         assert {device_presets()[name].device_type for name in profile.devices} <= {profile.device_type}
 
 

@@ -1,6 +1,5 @@
 """The measures on rows whose errors are known by construction, and against NumPy and the plain definitions."""
 
-import random
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import permutations
@@ -12,7 +11,7 @@ from script import script
 
 from autopar.cost_model.published.ranking import RowTimes, ranked_groups, spearman
 from autopar.cost_model.published.row import RESULT_COLUMNS, Estimator, NoEstimate, Row, RowEstimate, read_rows
-from autopar.cost_model.published.validation import compared_rows, errors, quantile, validate_rows
+from autopar.cost_model.published.validation import compared_rows, errors, validate_rows
 from autopar.errors import AutoparError
 
 RUNS = Path(__file__).resolve().parents[3] / "benchmarks" / "data" / "published_runs.csv"
@@ -66,14 +65,6 @@ def test_errors() -> None:
         {"n": 4, "median": 0.15, "p90": 0.41, "mean": 0.225, "max": 0.5, "bias": 0.0}, abs=1e-12
     )
     assert asdict(errors([None])) == {"n": 0, "median": None, "p90": None, "mean": None, "max": None, "bias": None}
-
-
-def test_quantile_is_numpys() -> None:
-    draws = random.Random(0)
-    for count in (1, 2, 3, 10, 101):
-        values = [draws.random() for _ in range(count)]
-        for part in (0.0, 0.1, 0.5, 0.9, 1.0):
-            assert quantile(values, part) == pytest.approx(float(numpy.quantile(values, part)))
 
 
 def test_step_time_and_memory() -> None:
