@@ -93,11 +93,11 @@ def swept(name: str, model: torch.nn.Module, profile: DeviceProfile, most: int) 
     given = Given(request=Request.of(model, {"input_ids": ids, "labels": ids}), name=name)
     asked = PlanOptions(global_batch=BATCH, top=19)
     subject = subject_of(given, cluster, asked, lambda _: None)
-    opened = opened_study(subject, None, profile, lambda _: None, calibrate=False)
+    study, _, _ = opened_study(subject, None, profile, lambda _: None, calibrate=False)
     kept, building = list[Candidate](), list[float]()
     with ExitStack() as stack:
         worlds = list[World]()
-        for candidate in opened.study.candidates[:most]:
+        for candidate in study.candidates[:most]:
             world = World(subject.job(candidate), candidate.num_devices, within_s=600)
             stack.callback(world.close)
             worlds.append(world)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -83,49 +84,68 @@ def calibrate(
     """Measure and fit in about `minutes`: on this process, on gloo `ranks` started here, or on a whole torchrun job."""
     if ranks is not None:
         return calibrate_cluster(ClusterSpec.preset(f"{ranks}xcpu"), minutes, on_progress)
-    started, cluster = time.monotonic(), ClusterSpec.detect()
-    in_job = "RANK" in os.environ or dist.is_initialized()
-    device = start_process_group(cluster, timeout_s=TIMEOUT_S) if in_job else torch.device(cluster.device_type)
-    host = socket.gethostname()
-    hosts = gather_objects(host) if in_job else [host]
-    todo = stages(device.type, calibrate_device.dtypes_of(device), hosts) * passes(minutes)
-    meter, samples = _Meter(todo, minutes, on_progress), []
-    for stage in todo:
-        budget_s = broadcast_object(meter.budget_s) if in_job else meter.budget_s  # of rank 0: all must do the same
-        times = measured_stage(stage, device, budget_s, meter.step)
-        samples.append((stage, gather_objects(times) if in_job else [times]))
-    setting, sharing = f"{device.type}, one process", 1.0
-    if in_job:
-        setting = f"{dist.get_backend()}, {len(hosts)} ranks at once on {_hosts_in_words(hosts)}"
-        sharing = ranks_per_core(device.type, hosts.count(host))
-    elif device.type == "cpu":
-        setting += f" of {torch.get_num_threads()} threads"
-    return combined(samples, cluster, _rank_device(device), _measurement(setting, len(hosts), started, sharing))
+    cluster = ClusterSpec.detect()
+    if "RANK" not in os.environ and not dist.is_initialized():
+        alone = torch.device(cluster.device_type)
+        threads = f" of {torch.get_num_threads()} threads" if alone.type == "cpu" else ""
+        setting = f"{alone.type}, one process{threads}"
+        every = [_rank_device(alone)]
+        return _calibrated(
+            cluster, every, setting, minutes, on_progress, lambda: _rank_device(alone),
+            lambda stage, budget_s: [measured_stage(stage, alone, budget_s)],
+        )  # fmt: skip
+    device = start_process_group(cluster, timeout_s=TIMEOUT_S)
+
+    def run(stage: Stage, budget_s: float) -> list[list[float | None]]:
+        return gather_objects(measured_stage(stage, device, broadcast_object(budget_s)))  # all must do the same
+
+    every = gather_objects(_rank_device(device))
+    setting = f"{dist.get_backend()}, {len(every)} ranks at once on {_hosts_in_words(every)}"
+    return _calibrated(cluster, every, setting, minutes, on_progress, lambda: _rank_device(device), run)
 
 
 def calibrate_cluster(cluster: ClusterSpec, minutes: float, on_progress: _Progress) -> Calibration:
     """Start a rank for each device of a cluster, measure for about `minutes` and fit. This process holds no device."""
-    started, num_ranks = time.monotonic(), cluster.num_devices
+    num_ranks = cluster.num_devices
     on_progress(0, 1, "starting ranks")
     with Ranks(num_ranks, timeout_s=TIMEOUT_S, checked=False, device_type=cluster.device_type) as world:
-        every: list[RankDevice] = world.run("autopar.commands.calibrate:rank_device")
-        hosts = [r.host for r in every]
-        todo = stages(cluster.device_type, every[0].dtypes, hosts) * passes(minutes)
-        meter, samples = _Meter(todo, minutes, on_progress), []
-        for stage in todo:
-            meter.show(stage)
-            samples.append((stage, world.run("autopar.commands.calibrate:measured_on_rank", stage, meter.budget_s)))
-            meter.done(stage)
-        mine: RankDevice = world.run("autopar.commands.calibrate:rank_device")[0]
-    where = f"{os.cpu_count()} cores, one thread each" if cluster.device_type == "cpu" else _hosts_in_words(hosts)
-    setting = f"{cluster.backend}, {num_ranks} ranks at once on {where}"
+        here = "autopar.commands.calibrate"
+        every: list[RankDevice] = world.run(f"{here}:rank_device")
+        is_cpu = cluster.device_type == "cpu"
+        where = f"{os.cpu_count()} cores, one thread each" if is_cpu else _hosts_in_words(every)
+        setting = f"{cluster.backend}, {num_ranks} ranks at once on {where}"
+        return _calibrated(
+            cluster, every, setting, minutes, on_progress, lambda: world.run(f"{here}:rank_device")[0],
+            partial(world.run, f"{here}:measured_on_rank"),
+        )  # fmt: skip
+
+
+def _calibrated(
+    cluster: ClusterSpec,
+    ranks: Sequence[RankDevice],
+    setting: str,
+    minutes: float,
+    on_progress: _Progress,
+    device_now: Callable[[], RankDevice],
+    run: Callable[[Stage, float], Sequence[Sequence[float | None]]],
+) -> Calibration:
+    """Measure all stages on all ranks by `run`, which takes the seconds of a work and returns each rank's times."""
+    started, hosts = time.monotonic(), [rank.host for rank in ranks]
+    todo = stages(cluster.device_type, ranks[0].dtypes, hosts) * passes(minutes)
+    done, total, samples = 0, sum(len(stage.works) for stage in todo), []
+    for stage in todo:
+        on_progress(done, total, stage.name)
+        left_s = started + 60 * minutes - time.monotonic()
+        budget_s = max(LEAST * 60 * minutes / total, MEASURING * left_s / (total - done))
+        samples.append((stage, run(stage, budget_s)))
+        done += len(stage.works)
     sharing = ranks_per_core(cluster.device_type, hosts.count(hosts[0]))
-    return combined(samples, cluster, mine, _measurement(setting, num_ranks, started, sharing))
+    return combined(samples, cluster, device_now(), _measurement(setting, len(ranks), started, sharing))
 
 
 def measured_on_rank(rank: int, stage: Stage, budget_s: float) -> list[float | None]:
     """The work of a rank that was started by `calibrate_cluster`. Collective."""
-    return measured_stage(stage, device_of_rank(), budget_s, lambda work: None)
+    return measured_stage(stage, device_of_rank(), budget_s)
 
 
 def rank_device(rank: int) -> RankDevice:
@@ -142,8 +162,8 @@ def _rank_device(device: torch.device) -> RankDevice:
     )
 
 
-def _hosts_in_words(hosts: Sequence[str]) -> str:
-    count = len(set(hosts))
+def _hosts_in_words(ranks: Sequence[RankDevice]) -> str:
+    count = len({rank.host for rank in ranks})
     return f"{count} host{'s' * (count > 1)}"
 
 
@@ -164,42 +184,13 @@ def stages(device_type: str, dtypes: tuple[str, ...], hosts: Sequence[str]) -> l
     return result
 
 
-class _Meter:
-    """How far measuring is, and how long each work may take."""
-
-    def __init__(self, todo: Sequence[Stage], minutes: float, on_progress: _Progress) -> None:
-        self.total, self._done = sum(len(stage.works) for stage in todo), 0
-        self._end, self._least_s = time.monotonic() + 60 * minutes, LEAST * 60 * minutes / self.total
-        self._on_progress = on_progress
-
-    @property
-    def budget_s(self) -> float:
-        """For each of the works that are left."""
-        left_s = self._end - time.monotonic()
-        return max(self._least_s, MEASURING * left_s / max(1, self.total - self._done))
-
-    def show(self, stage: Stage) -> None:
-        self._on_progress(self._done, self.total, stage.name)
-
-    def done(self, stage: Stage) -> None:
-        self._done += len(stage.works)
-        self.show(stage)
-
-    def step(self, work: Work) -> None:
-        self._on_progress(self._done, self.total, f"{work.part} {work.name}")
-        self._done += 1
-
-
-def measured_stage(
-    stage: Stage, device: torch.device, budget_s: float, on_work: Callable[[Work], None]
-) -> list[float | None]:
+def measured_stage(stage: Stage, device: torch.device, budget_s: float) -> list[float | None]:
     """Seconds of each work of a stage on this rank; None where it would take too long. Collective with ranks."""
     pace = _pace(device, alone=stage.groups is None)
     group = calibrate_links.join_group(stage.groups) if stage.groups is not None else None
     rates: dict[str, float] = {}
     times: list[float | None] = []
     for work in stage.works:
-        on_work(work)
         if work.amount * rates.get(work.name, 0.0) > TOO_LONG * budget_s:
             times.append(None)
             continue

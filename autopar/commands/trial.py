@@ -53,14 +53,6 @@ class TrialJob:
     seed: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepMeasure:
-    """One step: the seconds of the slowest rank, and this rank's peak memory."""
-
-    seconds: float
-    peak_bytes: int  # of torch's allocator on a GPU, and what the process grew by on a CPU
-
-
 class Trainer:
     """A plan that is being trained on this rank."""
 
@@ -80,8 +72,12 @@ class Trainer:
         part = this_ranks_part(program, batch, plan.degrees, self.model.rank_mesh.sample_ranks.coordinate)
         self.batch = {name: value.to(self.device) for name, value in part.items()}
 
-    def step(self) -> StepMeasure:
-        """Run one step of all ranks, from a barrier to the end of the slowest rank. Collective."""
+    def step(self) -> tuple[float, int]:
+        """Run one step of all ranks, from a barrier to the end of the slowest rank. Collective.
+
+        Returns the seconds of the slowest rank, and this rank's peak memory: of torch's allocator on a GPU, and what
+        the process grew by on a CPU.
+        """
         dist.barrier(device_ids=None if self.device.type == "cpu" else [self.device.index])
         started = time.perf_counter()
         self.model.forward_backward(self.batch, scaler=self.scaler)
@@ -90,12 +86,9 @@ class Trainer:
             torch.cuda.synchronize(self.device)
         spent = torch.tensor(time.perf_counter() - started, dtype=torch.float64, device=self.device)
         dist.all_reduce(spent, op=dist.ReduceOp.MAX)
-        return StepMeasure(seconds=float(spent), peak_bytes=self._peak_bytes())
-
-    def _peak_bytes(self) -> int:
         if self.device.type == "cuda":
-            return int(torch.cuda.max_memory_reserved(self.device))
-        return peak_bytes(_CPU) - self._base_bytes
+            return float(spent), int(torch.cuda.max_memory_reserved(self.device))
+        return float(spent), peak_bytes(_CPU) - self._base_bytes
 
 
 class _Weights:
@@ -127,7 +120,7 @@ def build(rank: int, job: TrialJob) -> None:
     _TRAINED.append(Trainer(job))
 
 
-def step(rank: int) -> StepMeasure:
+def step(rank: int) -> tuple[float, int]:
     """Run one step of the plan that was built. Collective."""
     return _TRAINED[0].step()
 

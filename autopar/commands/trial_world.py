@@ -42,10 +42,10 @@ class World:
 
     def step(self) -> float:
         """Run one step, and return the seconds of the slowest rank."""
-        results = self._ranks.run("autopar.commands.trial:step")
-        self.stepping_s += results[0].seconds
-        self.peak_bytes = max(self.peak_bytes, *(r.peak_bytes for r in results))
-        return float(max(r.seconds for r in results))
+        seconds, peaks = zip(*self._ranks.run("autopar.commands.trial:step"), strict=True)
+        self.stepping_s += seconds[0]
+        self.peak_bytes = max(self.peak_bytes, *peaks)
+        return float(max(seconds))
 
     @property
     def is_open(self) -> bool:

@@ -27,7 +27,7 @@ from autopar.capture.request import Inputs, LossFunction, Request
 from autopar.commands.given import Given
 from autopar.commands.trial import CROWDED
 from autopar.commands.trial_world import Incumbent, World, beside, is_crowded, measured
-from autopar.commands.tune_candidates import COMPUTE, OpenedStudy, Subject, opened_study, subject_of
+from autopar.commands.tune_candidates import COMPUTE, Subject, opened_study, subject_of
 from autopar.cost_model.fit.measured_steps import slowed
 from autopar.cost_model.machine.fitted_constants import usable_bytes
 from autopar.cost_model.machine.machine import Machine
@@ -38,7 +38,8 @@ from autopar.planning.options import PlanOptions
 from autopar.search.driver.study import RESULT
 from autopar.search.measured.belief import chances
 from autopar.search.measured.result import Left, PlanTrial, TuneResult
-from autopar.search.measured.tuning import Candidate, Evidence, Outcome, best_of, decide, known_after
+from autopar.search.measured.study import TrialStudy
+from autopar.search.measured.tuning import Candidate, Evidence, NextTrial, Outcome, best_of, decide, known_after
 from autopar.search.result.format import plan_in_words
 from autopar.search.result.result import OBJECTIVES
 
@@ -154,8 +155,43 @@ def tune_asked(
     wanted = replace(wanted, precision=wanted.precision or given.precision)
     subject = subject_of(given, cluster, wanted, on_progress)
     on_progress("looking for the plans that may be measured")
-    opened = opened_study(subject, study, profile, on_progress, calibrate=calibrate)
-    return measure_trials(subject, opened, limits, started, on_progress, on_trial)
+    opened, machine, notes = opened_study(subject, study, profile, on_progress, calibrate=calibrate)
+    until = time.monotonic() + limits.budget_s
+    runner = _Runner(subject=subject, study=opened, machine=machine, limits=limits, report=on_progress)
+    try:
+        runner.resume(opened.outcomes())
+        while True:
+            outcomes = opened.outcomes()
+            decision = decide(
+                opened.candidates,
+                outcomes,
+                most=limits.trials,
+                objective=opened.objective,
+                is_late=time.monotonic() > until,
+                taken=opened.taken(),
+            )
+            if decision.next is None:
+                break
+            claim = opened.claim(decision.next, within_s=limits.trial_s * 2)
+            if claim is None:
+                continue
+            outcome = Outcome(state="failed", reason="interrupted", message="the search was interrupted")
+            try:
+                outcome = runner.run(claim.candidate, len(outcomes) + 1)
+            finally:
+                opened.finish(claim, outcome)
+            on_trial(PlanTrial(number=claim.number, candidate=opened.candidates[claim.candidate], outcome=outcome))
+    finally:
+        runner.close()
+    subject = replace(subject, notes=(*subject.notes, *notes))
+    result = _result(subject, opened, machine, outcomes, decision, time.monotonic() - started)
+    if opened.place is not None:
+        opened.place.keep(RESULT, json.dumps(result.to_dict()))
+    if result.plan is not None:
+        about = {"model": subject.given.name, "global_batch": result.global_batch, "objective": result.objective}
+        kind = type(subject.given.request.model).__name__
+        keep_tuned(cache_folder(), subject.cluster, kind, result.plan, about | {"step_s": result.step_s})
+    return result
 
 
 def _check(cluster: ClusterSpec, limits: Limits, objective: str) -> None:
@@ -189,59 +225,13 @@ def _check(cluster: ClusterSpec, limits: Limits, objective: str) -> None:
 # ---- trials ----
 
 
-def measure_trials(
-    subject: Subject,
-    opened: OpenedStudy,
-    limits: Limits,
-    started: float,
-    on_progress: _Progress,
-    on_trial: _OnTrial,
-) -> TuneResult:
-    """Run trials until a rule or a limit ends them. `started` is the time of `time.monotonic` at the beginning."""
-    until = time.monotonic() + limits.budget_s
-    runner = _Runner(subject=subject, opened=opened, limits=limits, report=on_progress)
-    study = opened.study
-    try:
-        runner.resume(study.outcomes())
-        while True:
-            outcomes = study.outcomes()
-            decision = decide(
-                study.candidates,
-                outcomes,
-                most=limits.trials,
-                objective=study.objective,
-                is_late=time.monotonic() > until,
-                taken=study.taken(),
-            )
-            if decision.next is None:
-                break
-            claim = study.claim(decision.next, within_s=limits.trial_s * 2)
-            if claim is None:
-                continue
-            outcome = Outcome(state="failed", reason="interrupted", message="the search was interrupted")
-            try:
-                outcome = runner.run(claim.candidate, len(outcomes) + 1)
-            finally:
-                study.finish(claim, outcome)
-            on_trial(PlanTrial(number=claim.number, candidate=study.candidates[claim.candidate], outcome=outcome))
-    finally:
-        runner.close()
-    result = _result(subject, opened, outcomes, decision.why, decision.is_settled, time.monotonic() - started)
-    if opened.place is not None:
-        opened.place.keep(RESULT, json.dumps(result.to_dict()))
-    if result.plan is not None:
-        about = {"model": subject.given.name, "global_batch": result.global_batch, "objective": result.objective}
-        kind = type(subject.given.request.model).__name__
-        keep_tuned(cache_folder(), subject.cluster, kind, result.plan, about | {"step_s": result.step_s})
-    return result
-
-
 @dataclass(eq=False, kw_only=True)
 class _Runner:
     """Runs trials one after the other, and keeps the ranks of the best plan while the memory suffices."""
 
     subject: Subject
-    opened: OpenedStudy
+    study: TrialStudy
+    machine: Machine
     limits: Limits
     report: _Progress
     best: Incumbent | None = None
@@ -249,14 +239,14 @@ class _Runner:
 
     def run(self, at: int, number: int) -> Outcome:
         """The trial of a candidate. Raises `InputError` if other processes hold the memory that it needs."""
-        candidate = self.opened.study.candidates[at]
+        candidate = self.study.candidates[at]
         self.report(f"trial {number}: {plan_in_words(candidate.degrees)}")
         try:
             start = self._starter(candidate)
         except AutoparError as error:
             return Outcome(state="failed", reason="error", message=str(error))
         if self.best is not None:
-            fits_beside = self.best_bytes + candidate.predicted_bytes < self.opened.machine.memory_bytes
+            fits_beside = candidate.predicted_bytes + self.best_bytes < self.machine.memory_bytes
             (self.best.wake if fits_beside else self.best.close)()
         outcome, world = measured(start, self.best)
         if self.best is not None and self.best.world is not None and is_crowded(outcome):
@@ -280,7 +270,7 @@ class _Runner:
 
     def resume(self, outcomes: Mapping[int, Outcome]) -> None:
         """Compare the next trials with the best plan of earlier ones, if there are any."""
-        at, study = best_of(self.opened.study.candidates, outcomes), self.opened.study
+        at, study = best_of(self.study.candidates, outcomes), self.study
         if at is None or (seconds := outcomes[at].seconds) is None:
             return
         candidate = study.candidates[at]
@@ -293,7 +283,7 @@ class _Runner:
 
     def _held_bytes(self, candidate: Candidate, measured: float | None) -> float:
         """What a rank of a plan holds: as predicted, or more if more was measured."""
-        return max(candidate.predicted_bytes, (measured or 0.0) + self.opened.machine.profile.reserve_bytes)
+        return max(candidate.predicted_bytes, (measured or 0.0) + self.machine.profile.reserve_bytes)
 
     def close(self) -> None:
         """End all ranks."""
@@ -302,10 +292,15 @@ class _Runner:
 
 
 def _result(
-    subject: Subject, opened: OpenedStudy, outcomes: Mapping[int, Outcome], why: str, is_settled: bool, seconds: float
+    subject: Subject,
+    study: TrialStudy,
+    machine: Machine,
+    outcomes: Mapping[int, Outcome],
+    decision: NextTrial,
+    seconds: float,
 ) -> TuneResult:
-    study, candidates = opened.study, opened.study.candidates
-    known, best = known_after(candidates, outcomes), best_of(candidates, outcomes, opened.study.objective)
+    candidates = study.candidates
+    known, best = known_after(candidates, outcomes), best_of(candidates, outcomes, study.objective)
     numbers = study.numbers()
     order = sorted(outcomes, key=lambda at: numbers[at])
     left = [at for at in range(len(candidates)) if at not in outcomes]
@@ -315,7 +310,7 @@ def _result(
         cluster=subject.cluster.name,
         objective=study.objective,
         global_batch=subject.options.global_batch or 0,
-        sequence=opened.sequence,
+        sequence=subject.program.sequence or 1,
         tried=tuple(PlanTrial(number=numbers[at], candidate=candidates[at], outcome=outcomes[at]) for at in order),
         left=tuple(
             Left(candidate=candidates[at], believed_s=float(secs[at]), chance=float(chance[at]),
@@ -323,15 +318,15 @@ def _result(
             for at in left
         ),
         best=None if best is None else order.index(best),
-        is_settled=is_settled,
-        why=why,
+        is_settled=decision.is_settled,
+        why=decision.why,
         chance_left=known.chance_left,
         gain_left=known.gain_left,
         factors=known.factors,
         seconds=seconds,
-        notes=(*subject.notes, *opened.notes),
+        notes=subject.notes,
         plan=None if best is None else subject.plan_of(candidates[best]),
-        profile=_learnt(opened.machine, known, {candidates[at]: o for at, o in outcomes.items()}),
+        profile=_learnt(machine, known, {candidates[at]: o for at, o in outcomes.items()}),
     )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from autopar.errors import InfeasibleError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import degrees_from
 from autopar.ir.plan import Plan
+from autopar.ir.program import Program
 from autopar.planning.captured_search import labels_for, plan_as_priced, search_captured, with_shared
 from autopar.planning.fixed import PricedStages, program_for
 from autopar.planning.labels import LABELLED, SearchLabels
@@ -35,7 +36,7 @@ from autopar.planning.search import captured_as_asked
 from autopar.planning.study_question import question_about
 from autopar.runtime.parameters.materialise import parameter_source
 from autopar.runtime.verify.random_batches import values_that_decide
-from autopar.search.driver.study import StudyPlace, study_place, study_values
+from autopar.search.driver.study import study_place, study_values
 from autopar.search.measured.study import TrialStudy
 from autopar.search.measured.tuning import Candidate
 from autopar.search.result.format import nothing_fits
@@ -61,6 +62,11 @@ class Subject:
     labels: SearchLabels
     source: Callable[[str], torch.Tensor]
     notes: tuple[str, ...]  # for the user
+
+    @property
+    def program(self) -> Program:
+        """The program at the size that labels are chosen at."""
+        return program_for(self.captured, LABELLED)
 
     def job(self, candidate: Candidate) -> TrialJob:
         """What every rank of a trial of a candidate needs."""
@@ -100,17 +106,6 @@ def subject_of(given: Given, cluster: ClusterSpec, options: PlanOptions, report:
     )
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class OpenedStudy:
-    """A study with its candidates, and the machine that they were priced on."""
-
-    study: TrialStudy
-    machine: Machine
-    sequence: int
-    notes: tuple[str, ...]
-    place: StudyPlace | None
-
-
 # ---- candidates ----
 
 
@@ -121,9 +116,12 @@ def opened_study(
     report: _Progress,
     *,
     calibrate: bool,
-) -> OpenedStudy:
-    """The study with its candidates: the ones that it was made with, or the best plans by prediction."""
-    program, cluster, options = program_for(subject.captured, LABELLED), subject.cluster, subject.options
+) -> tuple[TrialStudy, Machine, tuple[str, ...]]:
+    """The study with its candidates, the machine that they were priced on, and notes.
+
+    The candidates are the ones that the study was made with, or the best plans by prediction.
+    """
+    program, cluster, options = subject.program, subject.cluster, subject.options
     precision = options.precision or precision_of(dtype_of(program), cluster)
     given = profile_for(profile, None, cluster, precision)
     place = None
@@ -147,13 +145,7 @@ def opened_study(
     study = TrialStudy(candidates, place, objective=options.objective, tokens=tokens)
     if place is not None and kept is None:
         place.keep(PROFILE, json.dumps(profile_to_dict(machine.profile)))
-    return OpenedStudy(
-        study=study,
-        machine=machine,
-        sequence=program.sequence or 1,
-        notes=notes,
-        place=place,
-    )
+    return study, machine, notes
 
 
 def _is_unmeasured(cluster: ClusterSpec, machine: Machine) -> bool:

@@ -73,7 +73,7 @@ class TrialStudy:
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self.objective, self.tokens = objective, tokens
+        self.place, self.objective, self.tokens = place, objective, tokens
         self.candidates: tuple[Candidate, ...] = tuple(candidates)
         if place is None:
             self.study = optuna.create_study(study_name="autopar")

@@ -120,7 +120,7 @@ def test_only_cpu_ranks_share_cores(ranks: int, device: str, expected: float) ->
 
 def test_what_takes_too_long_is_left_out() -> None:
     works = [Work(part="memory", name="copy", amount=float(2**i)) for i in (16, 36)]  # the second would not fit at all
-    found = measured_stage(Stage(name="memory", works=tuple(works)), CPU, 1e-4, lambda work: None)
+    found = measured_stage(Stage(name="memory", works=tuple(works)), CPU, 1e-4)
     assert found[0] is not None and found[1] is None
 
 
