@@ -42,23 +42,27 @@ class AutoparError(Exception):
     """Base of every error that autopar raises on purpose; anything else that escapes is a bug in autopar."""
 
 
-class InputError(AutoparError, ValueError):
-    """Raised when something a user wrote or passed is wrong: an option, a file, a name, an argument.
-
-    `problems` lists everything found, not only the first; it is empty when the message says it all. The command line
-    exits with status 2.
-    """
+class ListError(AutoparError):
+    """Base of the errors that list everything found in `problems`, not only the first; none if the message says all."""
 
     problems: tuple[Problem, ...]
+    ending = ""  # of the message
 
     def __init__(self, message: str, problems: Iterable[Problem] = ()) -> None:
         self.problems = tuple(problems)
-        super().__init__(format_problems(message, self.problems))
+        super().__init__(format_problems(message + self.ending, self.problems))
         self._message = message
 
     def __reduce__(self) -> tuple[object, ...]:
         # the default would hand the formatted text back to __init__ when an error crosses a process boundary
         return (type(self), (self._message, self.problems))
+
+
+class InputError(ListError, ValueError):
+    """Raised when something a user wrote or passed is wrong: an option, a file, a name, an argument.
+
+    The command line exits with status 2.
+    """
 
 
 class ClusterError(InputError):
@@ -126,21 +130,10 @@ class InfeasibleError(AutoparError):
     """
 
 
-class SearchError(AutoparError):
-    """Raised when the result of a search fails its check: a bug in autopar, not in the request.
+class SearchError(ListError):
+    """Raised when the result of a search fails its check: a bug in autopar, not in the request."""
 
-    `problems` lists every mistake.
-    """
-
-    problems: tuple[Problem, ...]
-
-    def __init__(self, message: str, problems: Iterable[Problem] = ()) -> None:
-        self.problems = tuple(problems)
-        super().__init__(format_problems(f"{message}; this is a bug in autopar, please report it", self.problems))
-        self._message = message
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self._message, self.problems))
+    ending = "; this is a bug in autopar, please report it"
 
 
 def nearest(name: str, choices: Iterable[str]) -> str | None:

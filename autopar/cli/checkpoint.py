@@ -1,8 +1,7 @@
 """`autopar checkpoint`: the checkpoints of a folder, and whether their files are as they were saved."""
 
-from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,19 +11,6 @@ from autopar.errors import CheckpointError, InputError
 
 if TYPE_CHECKING:
     from autopar.runtime.checkpoint.folder import StepFolder
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Row:
-    """A step: its size and plan, what is wrong with it, and whether `latest` names it."""
-
-    step: int
-    folder: str
-    is_latest: bool
-    num_bytes: int = 0
-    saved_at: str = ""
-    plan: str = ""
-    problems: list[str] = field(default_factory=list)
 
 
 def checkpoint(
@@ -45,40 +31,40 @@ def checkpoint(
     latest = latest_folder(path)
     rows = [_row(s, s == latest, verify) for s in complete_steps(path).values()]
     if as_json:
-        print_json([asdict(row) for row in rows])
+        print_json(rows)
     elif not rows:
         console().print(f"{path} holds no checkpoint")
     else:
         columns = ("step", "", "GB", "saved", "plan", "files" if verify else "sizes of files")
         cells = [
             (
-                str(row.step),
-                "latest" * row.is_latest,
-                f"{row.num_bytes / 1e9:.3f}",
-                row.saved_at,
-                row.plan,
-                "; ".join(row.problems) or "good",
+                str(row["step"]),
+                "latest" * row["is_latest"],
+                f"{row['num_bytes'] / 1e9:.3f}",
+                row["saved_at"],
+                row["plan"],
+                "; ".join(row["problems"]) or "good",
             )
             for row in rows
         ]
         console().print(table(columns, cells, right=("step", "GB")))
-    if any(row.problems for row in rows):
+    if any(row["problems"] for row in rows):
         raise typer.Exit(1)
 
 
-def _row(folder: "StepFolder", is_latest: bool, hashes: bool) -> _Row:
+def _row(folder: "StepFolder", is_latest: bool, hashes: bool) -> dict[str, Any]:
+    """A step: its size and plan, what is wrong with it, and whether `latest` names it."""
     from autopar.runtime.checkpoint.manifest import file_problems, read_manifest
 
-    row = _Row(step=folder.step, folder=folder.path.name, is_latest=is_latest)
+    about = {"step": folder.step, "folder": folder.path.name, "is_latest": is_latest}
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:
-        return replace(row, problems=[str(error)])
+        return about | {"num_bytes": 0, "saved_at": "", "plan": "", "problems": [str(error)]}
     problems = file_problems(folder.path, manifest, manifest.files, hashes=hashes)
-    return replace(
-        row,
-        num_bytes=manifest.num_bytes,
-        saved_at=manifest.saved_at,
-        plan=manifest.made_by.get("plan", ""),
-        problems=[f"{problem.path}: {problem.rule}" for problem in problems],
-    )
+    return about | {
+        "num_bytes": manifest.num_bytes,
+        "saved_at": manifest.saved_at,
+        "plan": manifest.made_by.get("plan", ""),
+        "problems": [f"{problem.path}: {problem.rule}" for problem in problems],
+    }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +41,9 @@ def read_yaml(path: str | os.PathLike[str]) -> tuple[object, list[Problem]]:
         return None, problems
     from ruamel.yaml.error import YAMLError
 
-    reader = _yaml()
+    reader = _reader()
     try:
-        events = _Events(_checked(_yaml().parse(text)))
-        reader.Parser = lambda loader: events
-        node = reader.composer.get_single_node()
+        node = reader.compose(text)
         duplicates = list(_duplicates(node, ""))
         return None if node is None else reader.constructor.construct_document(node), duplicates
     except _YamlError as refused:
@@ -75,49 +73,37 @@ def files_naming(folder: Path, word: str) -> list[Path]:
     return sorted(found, key=lambda path: (path.stem != word, not alone.search(texts[path])))
 
 
-def _yaml() -> Any:
-    from ruamel.yaml import YAML
+def _reader() -> Any:
+    """A reader whose parser stops at the first event beyond the bounds."""
+    from ruamel.yaml import YAML, events
+    from ruamel.yaml.parser import Parser
+
+    class Strict(Parser):  # type: ignore[misc]  # it has no types
+        depth = num_nodes = num_documents = 0
+
+        def get_event(self) -> Any:
+            event = super().get_event()
+            if isinstance(event, events.DocumentStartEvent):
+                self.num_documents += 1
+                _refuse_document(event, self.num_documents)
+            elif isinstance(event, events.NodeEvent):
+                self.num_nodes += 1
+                _refuse_forms(event, self.num_nodes, self.depth)
+            self.depth += isinstance(event, events.CollectionStartEvent) - isinstance(event, events.CollectionEndEvent)
+            return event
 
     reader = YAML(typ="safe", pure=True)
+    reader.Parser = Strict
     reader.allow_duplicate_keys = True  # _duplicates finds them all; the constructor would stop at the first
     return reader
 
 
-class _Events:
-    """Parse events in the place of the parser that a composer asks for them."""
-
-    def __init__(self, events: Iterator[Any]) -> None:
-        self._events, self._next = events, next(events, None)
-
-    def peek_event(self) -> Any:
-        return self._next
-
-    def check_event(self, *choices: type) -> bool:
-        return isinstance(self._next, choices)
-
-    def get_event(self) -> Any:
-        event, self._next = self._next, next(self._events, None)
-        return event
-
-
-def _checked(stream: Iterable[Any]) -> Iterator[Any]:
-    """The parse events, which stop at the first one beyond the bounds."""
-    from ruamel.yaml import events
-
-    depth = num_nodes = num_documents = 0
-    for event in stream:
-        if isinstance(event, events.DocumentStartEvent):
-            num_documents += 1
-            if num_documents > 1:
-                raise _YamlError(Problem(path=_line(event), rule="a file holds one YAML document"))
-            if event.version not in (None, _VERSION):
-                value, hint = ".".join(map(str, event.version)), "leave the %YAML line out"
-                raise _YamlError(Problem(path=_line(event), value=value, rule="must be YAML 1.2", suggestion=hint))
-        elif isinstance(event, events.NodeEvent):
-            num_nodes += 1
-            _refuse_forms(event, num_nodes, depth)
-        depth += isinstance(event, events.CollectionStartEvent) - isinstance(event, events.CollectionEndEvent)
-        yield event
+def _refuse_document(event: Any, number: int) -> None:
+    if number > 1:
+        raise _YamlError(Problem(path=_line(event), rule="a file holds one YAML document"))
+    if event.version not in (None, _VERSION):
+        value, hint = ".".join(map(str, event.version)), "leave the %YAML line out"
+        raise _YamlError(Problem(path=_line(event), value=value, rule="must be YAML 1.2", suggestion=hint))
 
 
 def _duplicates(node: Any, path: str) -> Iterator[Problem]:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from autopar.errors import InputError, Problem, did_you_mean
 from autopar.files.strict_text import values_of
 from autopar.ir.precision import like_kind
-from autopar.models.example_inputs import DEFAULT_BATCH, ExampleInputs, check_sizes, default_seq_len, example_inputs_for
+from autopar.models.example_inputs import ExampleInputs, check_sizes, example_inputs_for
 from autopar.presets.configs import check_config, cleaned, read_config, scaled_config
 from autopar.presets.models import model_names, model_preset
 
@@ -61,8 +61,6 @@ class ResolvedModel:
     model: torch.nn.Module
     example_inputs: ExampleInputs
     config: Mapping[str, Any] | None = None  # of transformers; None for a factory
-    batch: int | None = None  # of derived inputs, as `seq_len`
-    seq_len: int | None = None
     loss_fn: Callable[..., torch.Tensor] | None = None  # a factory's, of (output, target)
     notes: tuple[str, ...] = ()  # for the user
 
@@ -136,16 +134,12 @@ def _from_config(
     if _multiplies_in_batches(cfg, wanted):
         notes += ("in float64 experts are computed by batched_mm, in other dtypes by grouped_mm: the same numbers",)
     model = _build(cfg, wanted, device)
-    batch = DEFAULT_BATCH if batch is None else batch
-    seq_len = default_seq_len(cfg) if seq_len is None else seq_len
     return ResolvedModel(
         name=name,
         kind=kind,
         model=model,
         example_inputs=example_inputs_for(model, batch=batch, seq_len=seq_len),
         config=cfg.to_dict(),
-        batch=batch,
-        seq_len=seq_len,
         notes=notes,
     )
 
