@@ -34,14 +34,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.explanation import Section, sections
 from autopar.models.load import is_factory
 from autopar.planning.options import TOP, TRIALS, PlanOptions
-from autopar.search.result.format import (
-    nothing_fits,
-    plan_in_words,
-    proof_in_words,
-    readable_value,
-    step_in_words,
-    what_does_not_fit,
-)
+from autopar.search.result.format import nothing_fits, plan_in_words, readable_value, step_in_words, what_does_not_fit
 from autopar.search.result.result import Contender, SearchResult
 from autopar.words.numbers import readable_bytes, readable_rate, readable_seconds
 
@@ -195,6 +188,8 @@ def result_sections(result: SearchResult) -> list[Section]:
 
 
 def _best(result: SearchResult) -> Section:
+    from autopar.report.words import proof_in_words
+
     best = result.best
     assert best is not None
     of_a_step, rate = step_in_words(result.global_batch, result.sequence)

@@ -8,7 +8,7 @@ from autopar.ir.offload import NO_OFFLOAD, offload_in_words
 from autopar.ir.rank_order import ORDERS
 from autopar.ir.schedules.registry import DEFAULT_SCHEDULE
 from autopar.search.measured.result import TuneResult
-from autopar.search.result.format import plan_in_words, proof_in_words, readable_value, step_in_words
+from autopar.search.result.format import plan_in_words, readable_value, step_in_words
 from autopar.search.result.result import Contender, SearchResult
 from autopar.words.numbers import amount, capped, percent, readable_bytes, readable_seconds
 
@@ -108,6 +108,24 @@ def why_best(result: SearchResult) -> list[str]:
             following_one = " and comes next" if plan is following else ""
             lines.append(f"{name}, {plan_in_words(plan.degrees)}, {_loses(result, plan)}{following_one}.")
     return lines
+
+
+def proof_in_words(result: SearchResult) -> str:
+    """Whether a candidate may be better than the best plan."""
+    priced = f"{result.counted.priced:,} priced exactly"
+    if result.bound is None and result.best is not None and result.best.degrees.get("loss_chunks", 1) > 1:
+        return "no candidate fits with whole logits; with the loss in chunks this plan does"
+    if result.bound is None:
+        return f"no candidate fits; with refined stages this plan does ({result.refined:,} variations tried)"
+    if result.saved_by_own_stages:
+        saved = f"{result.saved_by_own_stages:.1%}"
+        return f"proven: before refining, no candidate is better ({priced}); refining its stages saves {saved}"
+    if result.is_proven:
+        return f"proven: no candidate is better ({priced}, lower bounds rule out the rest)"
+    if not result.bound:
+        return f"not proven: the time ended before all plans had a lower bound ({priced})"
+    bound = readable_value(result.bound, result.unit)
+    return f"not proven: a candidate may be up to {result.gap:.1%} better ({priced}, no lower bound below {bound})"
 
 
 def _loses(result: SearchResult, plan: Contender) -> str:

@@ -23,9 +23,9 @@ from autopar.cost_model.fit.log_least_squares import (
     rounded,
     rounded_s,
 )
+from autopar.cost_model.fit.sources import with_sources
 from autopar.cost_model.machine.kernel_times import attention_seconds, matmul_seconds, memory_seconds, tile_part
 from autopar.cost_model.machine.profile import AttentionEfficiency, DeviceProfile, FitError, Measurement, Tile
-from autopar.cost_model.machine.profile_io import with_sources
 from autopar.ir.arrays import Floats
 from autopar.ir.device import Device, Link
 from autopar.ir.samples import Sample, WorkPart

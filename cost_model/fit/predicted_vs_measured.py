@@ -9,8 +9,8 @@ from datetime import date
 from typing import Literal, TypeAlias
 
 from autopar.cost_model.fit.log_least_squares import rounded, rounded_s
+from autopar.cost_model.fit.sources import with_sources
 from autopar.cost_model.machine.profile import CallCost, DeviceProfile, LinkProfile
-from autopar.cost_model.machine.profile_io import with_sources
 from autopar.errors import InputError, Problem
 from autopar.ir.cluster import Tier
 from autopar.words.numbers import readable_seconds

@@ -83,6 +83,9 @@ class LinkProfile:
     kinds: Mapping[CollectiveKind, CallCost] = field(default_factory=dict, hash=False)
     link: Link | None = None  # the measured figures, if any
 
+    def of(self, kind: CollectiveKind) -> CallCost:
+        return self.kinds.get(kind, self.usual)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitError:

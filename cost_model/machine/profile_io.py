@@ -7,8 +7,8 @@ device's figures. ``docs/calibrate.md`` lists the keys.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import date
 from typing import Annotated, Any, Literal
 
@@ -163,33 +163,11 @@ def profile_to_dict(profile: DeviceProfile) -> dict[str, Any]:
             return {"value": value, "source": profile.sources.get(path, NO_SOURCE)}
         return {key: sourced(inner, f"{path}.{key}") for key, inner in value.items()}
 
-    content = _content(profile)
+    content = content_of_profile(profile)
     return {key: sourced(content[key], key) for key in ProfileEntry.model_fields if key in content}
 
 
-def with_sources(profile: DeviceProfile, parts: Collection[str], source: Callable[[str], str]) -> DeviceProfile:
-    """The profile with other sources of the numbers at `parts`, paths of the file, and of all numbers under them.
-
-    `source` gets the source that a number has.
-    """
-
-    def paths(value: Any, path: str) -> Iterator[str]:
-        if isinstance(value, Mapping):
-            for key, inner in value.items():
-                if key != "link":
-                    yield from paths(inner, f"{path}.{key}" if path else key)
-        else:
-            yield path
-
-    def is_among(path: str) -> bool:
-        return any(f"{path}.".startswith(f"{part}.") for part in parts)
-
-    kept = {path: text for path, text in profile.sources.items() if not is_among(path)}
-    new = {p: source(profile.sources.get(p, NO_SOURCE)) for p in paths(_content(profile), "") if is_among(p)}
-    return replace(profile, sources=kept | new)
-
-
-def _content(profile: DeviceProfile) -> dict[str, Any]:
+def content_of_profile(profile: DeviceProfile) -> dict[str, Any]:
     """The content of a file, numbers without their sources."""
     content: dict[str, Any] = {"version": 1, "description": "", "devices": []} | in_file(profile)
     if profile.measured is not None:

@@ -110,21 +110,3 @@ def what_does_not_fit(counted: "CandidateCounts") -> str:
         f"{MEMORY[name]} in {many / total:.0%}" for name, many in counted.largest.items() if many >= total / 200
     )
     return f"{total:,} of {counted.candidates:,} candidates do not fit (the largest part of memory: {parts})"
-
-
-def proof_in_words(found: "SearchResult") -> str:
-    """Whether a candidate may be better than the best plan."""
-    priced = f"{found.counted.priced:,} priced exactly"
-    if found.bound is None and found.best is not None and found.best.degrees.get("loss_chunks", 1) > 1:
-        return "no candidate fits with whole logits; with the loss in chunks this plan does"
-    if found.bound is None:
-        return f"no candidate fits; with refined stages this plan does ({found.refined:,} variations tried)"
-    if found.saved_by_own_stages:
-        saved = f"{found.saved_by_own_stages:.1%}"
-        return f"proven: before refining, no candidate is better ({priced}); refining its stages saves {saved}"
-    if found.is_proven:
-        return f"proven: no candidate is better ({priced}, lower bounds rule out the rest)"
-    if not found.bound:
-        return f"not proven: the time ended before all plans had a lower bound ({priced})"
-    bound = readable_value(found.bound, found.unit)
-    return f"not proven: a candidate may be up to {found.gap:.1%} better ({priced}, no lower bound below {bound})"

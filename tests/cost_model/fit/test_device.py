@@ -126,7 +126,7 @@ def test_links_predict_what_was_planted_through_noise(speed: float, latency_s: f
     for sample in collectives(true):
         kind, ranks = sample.work.name, int(sample.work.numbers["ranks"])
         sent, steps = sent_and_hops(kind, sample.work.amount, ranks)  # type: ignore[arg-type]
-        call = found.profile.kinds[kind]  # type: ignore[index]
+        call = found.profile.of(kind)  # type: ignore[arg-type]
         predicted = call.call_s + steps * link.latency_s + sent / (link.bytes_per_s * call.efficiency)
         off.append(abs(predicted / sample.seconds - 1))
     assert np.median(off) < 0.03 and np.max(off) < 0.2
@@ -140,7 +140,7 @@ def test_planted_links_are_found(tier: Tier) -> None:
     profile = found[tier].profile
     assert profile.link is not None and profile.link.latency_s == pytest.approx(1e-5, rel=0.3)
     for kind, call in kinds.items():
-        reached = profile.kinds[kind].efficiency * profile.link.bytes_per_s  # type: ignore[index]
+        reached = profile.of(kind).efficiency * profile.link.bytes_per_s  # type: ignore[arg-type]
         assert reached == pytest.approx(call.efficiency * 2e10, rel=0.03)
 
 
@@ -161,8 +161,8 @@ def test_known_links_keep_their_figures() -> None:
     found = fit_links(collectives(true), link)["in_host"].profile
     assert found.link is None
     for kind, call in kinds.items():
-        assert found.kinds[kind].efficiency == pytest.approx(call.efficiency, rel=0.01)  # type: ignore[index]
-        assert found.kinds[kind].call_s == pytest.approx(call.call_s, rel=0.01)  # type: ignore[index]
+        assert found.of(kind).efficiency == pytest.approx(call.efficiency, rel=0.01)  # type: ignore[arg-type]
+        assert found.of(kind).call_s == pytest.approx(call.call_s, rel=0.01)  # type: ignore[arg-type]
 
 
 def test_what_was_not_measured_stays_as_it_was() -> None:
