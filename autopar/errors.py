@@ -43,7 +43,10 @@ class AutoparError(Exception):
 
 
 class ListError(AutoparError):
-    """Base of the errors that list everything found in `problems`, not only the first; none if the message says all."""
+    """Base of the errors with a list of problems.
+
+    `problems` has everything found. It is empty if the message says all.
+    """
 
     problems: tuple[Problem, ...]
     ending = ""  # of the message

@@ -129,7 +129,10 @@ def _calibrated(
     device_now: Callable[[], RankDevice],
     run: Callable[[Stage, float], Sequence[Sequence[float | None]]],
 ) -> Calibration:
-    """Measure all stages on all ranks by `run`, which takes the seconds of a work and returns each rank's times."""
+    """Measure all stages on all ranks.
+
+    `run` measures one stage. It takes the seconds of a work. It returns the times of each rank.
+    """
     started, hosts = time.monotonic(), [rank.host for rank in ranks]
     todo = stages(cluster.device_type, ranks[0].dtypes, hosts) * passes(minutes)
     done, total, samples = 0, sum(len(stage.works) for stage in todo), []

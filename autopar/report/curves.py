@@ -16,7 +16,10 @@ MARGIN = 60.0  # plot units left and right of the first and the last point
 
 
 def panel(curve: Curve) -> dict[str, Any]:
-    """A what-if curve, tokens a second over the thing that changes: title, values that stay the same, plot, table."""
+    """A what-if curve of tokens a second.
+
+    It has a title, a plot and a table. `held` names the values that stay.
+    """
     rates = [rate for p in curve.points for rate in (p.tokens_per_s, p.bound_tokens_per_s) if rate]
     top = 1.12 * max(rates, default=1.0)
     low, high = log2(curve.points[0].factor), log2(curve.points[-1].factor)

@@ -1,5 +1,7 @@
-"""The report of `autopar validate` as a page. Its picture has `MAX_DOTS` dots at most: the furthest from the line of
-equal times, and every n-th of the others."""
+"""The report of `autopar validate` as a page.
+
+Its picture has `MAX_DOTS` dots at most. Rows with the largest errors come first. Of the others, every n-th is drawn.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -9,9 +9,9 @@ from autopar.cost_model.machine.profile_io import NO_SOURCE, content_of_profile
 
 
 def with_sources(profile: DeviceProfile, parts: Collection[str], source: Callable[[str], str]) -> DeviceProfile:
-    """The profile with other sources of the numbers at `parts`, paths of the file, and of all numbers under them.
+    """The profile with other sources of some numbers.
 
-    `source` gets the source that a number has.
+    `parts` are paths of the file. All numbers under them count. `source` gets the source that a number has.
     """
 
     def paths(value: Any, path: str) -> Iterator[str]:
