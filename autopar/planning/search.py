@@ -103,14 +103,22 @@ def plan(
     options.check_search(spec.num_devices)
     (report := on_progress or (lambda _: None))("capturing")
     request = Request.of(model, example_inputs, loss_fn, specialise=specialise)
-
-    def search(options: PlanOptions) -> SearchResult:
-        captured, used, notes = captured_as_asked(request, spec, options)
-        used = with_trace(used, measured, captured, spec, report)
-        result = search_captured(captured, spec, used, name=name or type(model).__name__, on_progress=report)
-        return replace(result, notes=(*result.notes, *notes))
-
+    search = partial(_captured_and_searched, request, spec, measured, name or type(model).__name__, report)
     return with_bf16_beside(search(options), options, spec, search)
+
+
+def _captured_and_searched(
+    request: Request,
+    cluster: ClusterSpec,
+    measured: str | Path | None,
+    name: str,
+    on_progress: Callable[[str], None],
+    options: PlanOptions,
+) -> SearchResult:
+    captured, used, notes = captured_as_asked(request, cluster, options)
+    used = with_trace(used, measured, captured, cluster, on_progress)
+    result = search_captured(captured, cluster, used, name=name, on_progress=on_progress)
+    return replace(result, notes=(*result.notes, *notes))
 
 
 def captured_as_asked(

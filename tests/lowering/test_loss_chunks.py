@@ -119,7 +119,7 @@ def test_backward_sends_nothing_but_gathers_of_hidden_states() -> None:
     """Per chunk: a maximum, two sums in one call, and where hidden states are split their gathers and scatter."""
     with private.fake_tensors():
         ledger = Ledger()
-        tp = PricedDim("tp", 2, 0, ledger)
+        tp = PricedDim("tp", 2, None, 0, 1, ledger)  # type: ignore[arg-type]
         weight = torch.empty(CLASSES // 2, WIDTH, requires_grad=True)
         target = torch.empty(TOKENS, dtype=torch.long)
         for gathered in (None, tp):
