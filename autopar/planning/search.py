@@ -103,7 +103,7 @@ def plan(
     options.check_search(spec.num_devices)
     (report := on_progress or (lambda _: None))("capturing")
     request = Request.of(model, example_inputs, loss_fn, specialise=specialise)
-    search = partial(_captured_and_searched, request, spec, measured, name or type(model).__name__, report)
+    search = partial(_captured_and_searched, request, spec, measured, name or type(request.model).__name__, report)
     return with_bf16_beside(search(options), options, spec, search)
 
 

@@ -92,4 +92,4 @@ def test_a_search_of_an_earlier_version_is_reported(tmp_path: Path) -> None:
     file, notes = kept_file(tmp_path, "search", 1), list[str]()
     file.write('{"kind": "autopar search result", "version": 0}')
     assert file.read(lambda path: SearchResult.from_dict(loaded(path), str(path)), notes.append) is None
-    assert "version 0, this autopar reads 1; search again" in notes[0]
+    assert "version 0, this autopar reads 2; search again" in notes[0]

@@ -82,8 +82,8 @@ def test_where_nothing_fits_the_closest_plan_is_named() -> None:
 def test_remedies_of_a_plan_that_does_not_fit_run(tmp_path: Path) -> None:
     """Each option that the message names makes a plan fit in place of what was asked for."""
     spec = ClusterSpec.preset("8xrtx4090")
-    group = spec.groups[0]  # with 24.2 GB for a plan
-    memory = int(0.96 * group.device.memory_bytes / usable_bytes(1.0))
+    group = spec.groups[0]  # with 26.6 GB for a plan
+    memory = int(1.056 * group.device.memory_bytes / usable_bytes(1.0))
     larger = replace(group, device=replace(group.device, memory_bytes=memory))
     replace(spec, groups=(larger,)).dump(tmp_path / "cluster.yaml")
     model = ("plan", "llama3-8b", "-c", str(tmp_path / "cluster.yaml"), "--seq-len", "7168", "--global-batch", "8")

@@ -24,7 +24,7 @@ class Formula:
 
     def __init__(self, index: int, moved: tuple[int, int]) -> None:
         self.seconds = (2.0, 1.0, 0.5)[index] + 0.1 * abs(moved[0] - 1) + 0.1 * abs(moved[1] + 1)
-        self.predicted_bytes = CAPACITY + (10.0 if index == 2 else -10.0)
+        self.peak_bytes = CAPACITY + (10.0 if index == 2 else -10.0)
 
 
 def refined(
