@@ -35,6 +35,7 @@ from autopar.runtime.measure.doctor_speed import SpeedMeasurement, device_speeds
 _TIMEOUT_S = 120.0
 GIVEN_UP = 0.5  # of the timeout: after so long a rank that did not reach a check is named
 WIDTH, MICRO_BATCHES, SEQUENCES = 8, 2, 4
+STEPS, RATE = 2, 0.1
 _Progress = Callable[[str], None]
 _T = TypeVar("_T")
 
@@ -146,22 +147,28 @@ class TwoLayers(nn.Module):
 
 
 def check_step(cluster: ClusterSpec, wish: Mapping[str, int]) -> Iterator[Difference]:
-    """Loss and gradients of a step under a plan. Collective."""
+    """Losses and gradients of training steps under a plan. Collective."""
     width = max(WIDTH, wish["dp"])  # a part of every parameter for each rank
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         alone = TwoLayers(width).double()
-        x, target = torch.randn(2, wish["dp"] * SEQUENCES, width, dtype=torch.float64)
-    inputs = {"x": x[:SEQUENCES], "target": target[:SEQUENCES]}
+        batches = torch.randn(STEPS, 2, wish["dp"] * SEQUENCES, width, dtype=torch.float64)
+    inputs = dict(zip(("x", "target"), batches[0, :, :SEQUENCES], strict=True))
     parallel = parallelize(alone, cluster, example_inputs=inputs, plan=wish)  # the same seed: the same weights
     coordinate = parallel.rank_mesh.sample_ranks.coordinate
     rows = slice(coordinate * SEQUENCES, (coordinate + 1) * SEQUENCES)
-    loss = parallel.forward_backward({"x": x[rows], "target": target[rows]})
-    wanted = alone(x, target)
-    wanted.backward()
-    yield relative("loss", loss, wanted.detach())
-    gradients = parallel.whole_gradients()
-    for name, parameter in alone.named_parameters():
-        if name in gradients:
-            assert parameter.grad is not None
-            yield relative(f"gradient of {name}", gradients[name], parameter.grad)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=RATE) for model in (alone, parallel)]
+    for step, batch in enumerate(batches):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = parallel.forward_backward(dict(zip(inputs, batch[:, rows], strict=True)))
+        wanted = alone(*batch)
+        wanted.backward()
+        yield relative(f"loss of step {step}", loss, wanted.detach())
+        gradients = parallel.whole_gradients()
+        for name, parameter in alone.named_parameters():
+            if name in gradients:
+                assert parameter.grad is not None
+                yield relative(f"gradient of {name} in step {step}", gradients[name], parameter.grad)
+        for optimizer in optimizers:
+            optimizer.step()

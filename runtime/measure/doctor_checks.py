@@ -17,7 +17,7 @@ from autopar.runtime.distributed.mesh import MeshDim, RankMesh, make_mesh
 
 RankTensors = list[torch.Tensor]  # one tensor for each rank of a mesh dimension
 _DTYPES = {torch.float64: 512, torch.float32: 512, torch.bfloat16: 2}  # and the bound of the drawn integers
-STEP_TOLERANCE = 1e-9  # of float64, relative to the largest value, as for `autopar verify`
+STEP_TOLERANCE = 1e-12  # of float64, relative to the largest value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
