@@ -41,3 +41,13 @@ def test_large_vocabularies_make_uneven_stages() -> None:
     """A projection as heavy as three layers: the last of four stages has one layer, as its work is that of four."""
     weights = [0.1, *[1.0] * 12, 3.0]
     assert sums(weights, partition(weights, 4)) == pytest.approx([3.1, 4.0, 4.0, 4.0])
+
+
+@pytest.mark.parametrize(("blocks", "parts"), [(34, 16), (30, 8)])
+def test_rounding_decides_no_cut(blocks: int, parts: int) -> None:
+    """Equal layers have many even partitions. Processors round differently, and choose the same one."""
+    draw = random.Random(0)
+    weights = [0.3, *[0.1] * blocks, 0.4]
+    cuts = partition(weights, parts)
+    for _ in range(20):
+        assert partition([w * (1 + draw.choice((-2e-16, 0, 2e-16))) for w in weights], parts) == cuts
