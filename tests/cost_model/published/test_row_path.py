@@ -121,7 +121,11 @@ def compared(program: Program, config: Mapping[str, Any], engine: Engine, tp: in
     )
     theirs = sums(group.family, [(role, float(np.max(n))) for role, n in group.shape.counts], engine)
     both = {key: (mine[key], theirs[key]) for key in mine}
-    return {**both, "seconds": (made.step_s, priced.seconds), "peak": (made.peak_bytes, priced.peak_bytes)}
+    return {
+        **both,
+        "seconds": (made.step_s, priced.seconds),
+        "peak": (made.peak_bytes, float(np.max(group.memory.peak_bytes))),
+    }
 
 
 def assert_agree(name: str, folder: Path, layouts: tuple[tuple[str, int], ...]) -> None:
