@@ -28,3 +28,16 @@ def test_chunks_of_the_loss_lower_the_peak(wish: dict[str, Any], precision: str 
     lower = [whole - parts for whole, parts in zip(*peaks, strict=True)]
     assert lower[-1] == pytest.approx(priced[0] - priced[1], rel=0.05)
     assert lower[0] == (0 if "pp" in wish else lower[1])
+
+
+@pytest.mark.parametrize("recompute", [long("none"), "full"])
+@pytest.mark.parametrize("wish", thinned(PLANS, keep=PLANS[:1]), ids=str)
+def test_counted_memory_is_that_of_the_tensors_that_live(
+    wish: dict[str, Any], recompute: str, two_ranks: Ranks
+) -> None:
+    plan = {**wish, "recompute": recompute, "precision": "bf16"}
+    peaks = two_ranks.run("peak_ranks:peak", plan)
+    made = autopar.estimate(Language(), "2xcpu", plan, example_inputs=batch_of(plan), exact_memory=True)
+    beside = (MEMORY[name] for name in ("optimizer state", "cache", "reserve"))
+    counted = made.peak_bytes - sum(made.memory_bytes.get(name, 0.0) for name in beside)
+    assert max(peaks) == pytest.approx(counted, rel=0.02)
