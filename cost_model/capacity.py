@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from autopar.cost_model.machine.engine import Engine
-from autopar.cost_model.machine.fitted_constants import mechanisms, usable_bytes
-from autopar.cost_model.memory.formula import MemoryBasis, step_memory
+from autopar.cost_model.machine.fitted_constants import usable_bytes
+from autopar.cost_model.machine.machine import Machine
+from autopar.cost_model.memory.formula import step_memory
+from autopar.cost_model.step.context import Basis
 from autopar.cost_model.step.layouts import RECOMPUTE_MODES, Shape, layouts_from
-from autopar.cost_model.work import block_work as expressions
+from autopar.cost_model.work.block_work import Family, evaluate, family
 from autopar.errors import InputError
 
 WAYS = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "best plan")
@@ -46,28 +47,15 @@ class Largest:
     zero: int
 
 
-def capacity(
-    devices: Sequence[int],
-    *,
-    memory_bytes: float,
-    devices_per_host: int,
-    engine: Engine,
-    sequence: int = 4096,
-    reserve_bytes: float = 0.0,
-) -> list[Largest]:
-    """For every number of devices and every way of `WAYS`, the largest model that fits `memory_bytes` of a device."""
+def capacity(devices: Sequence[int], machine: Machine, sequence: int = 4096) -> list[Largest]:
+    """For every number of devices and every way of `WAYS`, the largest model that fits the devices of a machine."""
     for what, value in (*(("number of devices", n) for n in devices), ("sequence", sequence)):
         if not 1 <= value <= _MAX_DEVICES:
             raise InputError(f"{what} {value:,} must be from 1 to {_MAX_DEVICES:,}")
-    rows = []
-    for count in devices:
-        for way in WAYS:
-            plans = _plans(way, count, devices_per_host)
-            rows.append(_largest(way, count, plans, memory_bytes, engine, sequence, reserve_bytes))
-    return rows
+    return [_largest(way, count, machine, sequence) for count in devices for way in WAYS]
 
 
-def _plans(way: str, devices: int, devices_per_host: int) -> list[tuple[int, int, int, int]]:
+def _plans(way: str, devices: int, devices_per_host: float) -> list[tuple[int, int, int, int]]:
     """(tp, pp, dp, ZeRO stage) of a way."""
     if way != "best plan":
         return [(1, 1, devices, WAYS.index(way))]
@@ -85,17 +73,9 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, min(number, MAX_BLOCKS) + 1) if number % n == 0]
 
 
-def _largest(
-    way: str,
-    devices: int,
-    plans: Sequence[tuple[int, int, int, int]],
-    memory_bytes: float,
-    engine: Engine,
-    sequence: int,
-    reserve_bytes: float,
-) -> Largest:
+def _largest(way: str, devices: int, machine: Machine, sequence: int) -> Largest:
     """Every size under every plan at once: sizes are rows, plans columns."""
-    blocks = _SIZES[:, None]
+    blocks, plans = _SIZES[:, None], _plans(way, devices, machine.links.devices_per_host)
     tp, pp, dp, zero = (np.array(column, dtype=float)[None, :] for column in zip(*plans, strict=True))
     layouts = layouts_from(
         tp=tp,
@@ -115,17 +95,9 @@ def _largest(
         experts_per_token=np.ones(1),
         is_tied=np.zeros(1, dtype=bool),
     )
-    family = expressions.evaluate(expressions.family("llama"), _numbers(blocks, tp, sequence))
-    basis = MemoryBasis(
-        shape=shape,
-        engine=engine,
-        reserve_bytes=reserve_bytes,
-        cache=mechanisms().allocator_cache,
-    )
-    memory = step_memory(family, layouts, basis)
-    peaks = memory.peak_bytes
+    peaks = step_memory(_blocks(blocks, tp, sequence), layouts, Basis(shape=shape, machine=machine)).peak_bytes
     heads = ASPECT * blocks / HEAD
-    fits = (peaks <= usable_bytes(memory_bytes)) & (pp <= blocks) & (tp <= heads)
+    fits = (peaks <= usable_bytes(machine.memory_bytes)) & (pp <= blocks) & (tp <= heads)
     size, column, peak = 0, 0, 0.0
     if fits.any():
         row = int(np.flatnonzero(fits.any(axis=1))[-1])
@@ -143,10 +115,11 @@ def _largest(
     )
 
 
-def _numbers(blocks: Any, tp: Any, sequence: int) -> dict[str, Any]:
+def _blocks(blocks: Any, tp: Any, sequence: int) -> Family[Any]:
+    """The blocks of models with so many blocks, on one of `tp` ranks."""
     width = ASPECT * np.asarray(blocks, dtype=float)
     heads = width / HEAD
-    return {
+    sizes = {
         "b": 1.0,
         "s": float(sequence),
         "S": float(sequence),
@@ -159,14 +132,12 @@ def _numbers(blocks: Any, tp: Any, sequence: int) -> dict[str, Any]:
         "l": float(sequence),
         "t": tp,
     }
+    blocks_at: Family[Any] = evaluate(family("llama"), sizes)
+    return blocks_at
 
 
 def parameters(blocks: int) -> float:
     """Elements of the model with so many blocks."""
-    family = expressions.evaluate(expressions.family("llama"), _numbers(blocks, 1.0, 1))
-
-    def of(role: str) -> float:
-        work = family.block(role, "tp")
-        return float(work.parameters_split + work.parameters_whole)
-
-    return blocks * of("layer") + of("first") + of("last")
+    works = {role: _blocks(blocks, 1.0, 1).block(role, "tp") for role in ("layer", "first", "last")}
+    of = {role: float(work.parameters_split + work.parameters_whole) for role, work in works.items()}
+    return blocks * of["layer"] + of["first"] + of["last"]

@@ -12,11 +12,11 @@ import numpy as np
 from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.machine.fitted_constants import Mechanisms
 from autopar.cost_model.machine.machine import Machine
-from autopar.cost_model.memory.formula import StepMemory, cache_bytes, memory_basis, step_memory
+from autopar.cost_model.memory.formula import StepMemory, cache_bytes, step_memory
 from autopar.cost_model.memory.per_stage import fullest, memory_of_ranks
 from autopar.cost_model.pipeline.stages import Stages, is_by_stage, pipelines_of, stages_at
 from autopar.cost_model.step.assembly import Pipeline, PipelineTimes
-from autopar.cost_model.step.context import Passes
+from autopar.cost_model.step.context import Basis, Passes
 from autopar.cost_model.step.experts import with_experts
 from autopar.cost_model.step.layouts import Layouts, Shape, layouts_from
 from autopar.cost_model.step.offload import host_bytes, is_on_host
@@ -199,7 +199,7 @@ class Pricing:
         return step_seconds(self.family(layouts), self.shape, layouts, self.machine, pipeline)
 
     def _memory(self, layouts: Layouts) -> StepMemory:
-        basis, stages = memory_basis(self.shape, self.machine), self.stages()
+        basis, stages = Basis(shape=self.shape, machine=self.machine), self.stages()
         if stages is None:
             return step_memory(self.family(layouts), layouts, basis)
         return memory_of_ranks(stages, self.family(layouts), layouts, basis)

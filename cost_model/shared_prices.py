@@ -18,7 +18,6 @@ from autopar.cost_model.memory.formula import (
     StepMemory,
     block_bytes,
     end_parameters,
-    memory_basis,
     memory_of_ends,
 )
 from autopar.cost_model.memory.per_stage import RoleBytes, role_bytes
@@ -50,7 +49,6 @@ class SharedPrices:
 
     def __init__(self, works: ProgramWorks, layouts: Layouts, machine: Machine) -> None:
         self.basis, self.layouts = Basis(shape=shape_of_works(works), machine=machine), layouts
-        self.memory_basis = memory_basis(self.basis.shape, machine)
         fields = block_fields(works.family)
         columns = {name: numbered(getattr(layouts, name)) for name in {*fields, *RANK_FIELDS}}
         groups, of_ranks = (distinct([columns[name] for name in names]) for names in (fields, RANK_FIELDS))
@@ -94,17 +92,17 @@ class SharedPrices:
     def unstaged_memory(self, layouts: Layouts, index: _Index) -> StepMemory:
         """Memory of the candidates without stages that have these layouts."""
         blocks, ends = spread(self.bytes_of_blocks, self.row[index]), spread(self._ends, self.place[index])
-        return memory_of_ends(layouts, self.memory_basis, blocks, ends)
+        return memory_of_ends(layouts, self.basis, blocks, ends)
 
     @cached_property
     def bytes_of_blocks(self) -> BlockBytes:
         """The bytes that blocks and head keep, by a candidate's row."""
-        return block_bytes(self.family, self.few, self.memory_basis)
+        return block_bytes(self.family, self.few, self.basis)
 
     @cached_property
     def bytes_of_roles(self) -> RoleBytes:
         """The bytes that every role saves and holds, by a candidate's row."""
-        return role_bytes(self.family, self.few, self.memory_basis)
+        return role_bytes(self.family, self.few, self.basis)
 
     @cached_property
     def passes(self) -> list[dict[str, tuple[float, float]]]:
@@ -129,7 +127,7 @@ class SharedPrices:
 
     @cached_property
     def _ends(self) -> Ends:
-        return end_parameters(self.parameters(self.row_of_place), self.places, self.memory_basis)
+        return end_parameters(self.parameters(self.row_of_place), self.places, self.basis)
 
     def parameters(self, row: _Index) -> Family[Any]:
         """The blocks of rows with the numbers of their parameters alone."""

@@ -42,28 +42,20 @@ def capacity(
     from autopar.cost_model.capacity import WAYS
     from autopar.cost_model.capacity import capacity as largest
     from autopar.cost_model.machine.engine import engine_named
-    from autopar.cost_model.machine.presets import device_profile
-    from autopar.ir.device_presets import device_preset
+    from autopar.cost_model.machine.fitted_constants import mechanisms
+    from autopar.cost_model.published.machine import row_machine
+    from autopar.cost_model.published.row import Row
 
-    preset = device_preset(device)
-    memory_bytes = preset.total_memory_gb.value * 1e9
-    models = largest(
-        counts,
-        memory_bytes=memory_bytes,
-        devices_per_host=int(preset.devices_per_host.value),
-        engine=engine_named(engine),
-        sequence=seq_len,
-        reserve_bytes=device_profile(preset.name).reserve_bytes,
-    )
+    machine = row_machine(Row(id="capacity", gpu_type=device), engine_named(engine), mechanisms())
+    models, name = largest(counts, machine, seq_len), machine.device.name
     if chart is not None:
-        draw(models, f"Largest model on {preset.name}, sequences of {seq_len:,} tokens", chart)
+        draw(models, f"Largest model on {name}, sequences of {seq_len:,} tokens", chart)
     if as_json:
-        print_json(
-            {"device": preset.name, "sequence": seq_len, "engine": engine, "largest": [asdict(f) for f in models]}
-        )
+        print_json({"device": name, "sequence": seq_len, "engine": engine, "largest": [asdict(f) for f in models]})
         return
     out = console()
-    out.print(f"{preset.name}, {readable_bytes(memory_bytes)} each; engine {engine}, sequences of {seq_len:,} tokens\n")
+    each = readable_bytes(machine.memory_bytes)
+    out.print(f"{name}, {each} each; engine {engine}, sequences of {seq_len:,} tokens\n")
     rows = []
     for count in counts:
         mine = {r.way: r for r in models if r.devices == count}

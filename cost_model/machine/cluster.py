@@ -86,7 +86,7 @@ def cluster_machine(
     return Machine(
         device=device,
         profile=used,
-        engine=engine,
+        engine=engine.computing_in(precision),
         mechanisms=mechanisms,
         precision=precision,
         speeds=speeds,

@@ -19,8 +19,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 
 from autopar.cost_model.machine.engine import Engine
-from autopar.cost_model.machine.machine import Machine
-from autopar.cost_model.step.context import repeated_roles
+from autopar.cost_model.step.context import Basis, repeated_roles
 from autopar.cost_model.step.layouts import Layouts, Shape
 from autopar.cost_model.step.offload import fsdp_stage, is_on_host
 from autopar.cost_model.step.rank_parameters import RankParameters, blocks_per_rank, first_and_last
@@ -37,26 +36,6 @@ BLOCKS_WITH_GRADIENTS = 2  # on the device: gradients of one block are computed 
 
 _V = TypeVar("_V")
 Ends: TypeAlias = tuple[RankParameters, RankParameters]  # of the first and of the last pipeline rank
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryBasis:
-    """What memory depends on beside the layout and the numbers of the blocks."""
-
-    shape: Shape
-    engine: Engine
-    reserve_bytes: float  # the framework's own memory on the device
-    cache: float  # memory that the allocator keeps beyond the tensors, as a fraction of the tensors
-
-
-def memory_basis(shape: Shape, machine: Machine) -> MemoryBasis:
-    """The basis on a machine."""
-    return MemoryBasis(
-        shape=shape,
-        engine=machine.engine.computing_in(machine.precision),
-        reserve_bytes=machine.reserve_bytes,
-        cache=machine.mechanisms.allocator_cache,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +64,7 @@ def rank_memory(
     logits: Floats,
     blocks: Floats | float,
     layouts: Layouts,
-    basis: MemoryBasis,
+    basis: Basis,
 ) -> StepMemory:
     """What ranks hold: state, the activations in flight, the logits, and the `working` bytes of a block that runs.
 
@@ -98,8 +77,8 @@ def rank_memory(
     freed = activations * (1 - 1 / np.maximum(blocks, 1)) + logits
     beside = np.maximum(parts["gradients"] - freed, 0.0)
     parts["gradients"] = np.where(makes_gradients(layouts, basis.engine), beside, parts["gradients"])
-    parts["cache"] = cache_bytes(parts, basis.cache)
-    return StepMemory(parts=parts | {"reserve": basis.reserve_bytes + 0.0 * parts["cache"]})
+    parts["cache"] = cache_bytes(parts, basis.machine.mechanisms.allocator_cache)
+    return StepMemory(parts=parts | {"reserve": basis.machine.reserve_bytes + 0.0 * parts["cache"]})
 
 
 def cache_bytes(parts: Mapping[str, _V], cache: float) -> _V:
@@ -109,12 +88,12 @@ def cache_bytes(parts: Mapping[str, _V], cache: float) -> _V:
     return held
 
 
-def step_memory(family: Family[Any], layouts: Layouts, basis: MemoryBasis) -> StepMemory:
+def step_memory(family: Family[Any], layouts: Layouts, basis: Basis) -> StepMemory:
     """Peak of every layout."""
     return memory_of_ends(layouts, basis, block_bytes(family, layouts, basis), end_parameters(family, layouts, basis))
 
 
-def memory_of_ends(layouts: Layouts, basis: MemoryBasis, blocks: BlockBytes, ends: Ends) -> StepMemory:
+def memory_of_ends(layouts: Layouts, basis: Basis, blocks: BlockBytes, ends: Ends) -> StepMemory:
     """As `step_memory`, of what blocks keep, and of the parameters of the first and of the last rank."""
     n, p, v, has_stages = layouts.micro_batches, layouts.pp, np.maximum(layouts.virtual, 1), layouts.pp > 1
     flight = np.where(v > 1, np.minimum(n, p * (1 + (p - 1) / (p * v))), np.minimum(n, p))
@@ -141,13 +120,13 @@ def memory_of_ends(layouts: Layouts, basis: MemoryBasis, blocks: BlockBytes, end
     return StepMemory(parts={name: np.where(is_last, last.parts[name], part) for name, part in first.parts.items()})
 
 
-def block_bytes(family: Family[Any], layouts: Layouts, basis: MemoryBasis) -> BlockBytes:
+def block_bytes(family: Family[Any], layouts: Layouts, basis: Basis) -> BlockBytes:
     """What blocks and head keep of one micro-batch; of no field but tp, sp, cp, dp and micro-batch."""
     saved = on_device(activations(family, basis.shape, layouts, basis.engine), basis.engine)
     return BlockBytes(saved=saved, logits=logit_bytes(family, basis.shape, layouts, basis.engine))
 
 
-def saved_of_roles(family: Family[Any], layouts: Layouts, basis: MemoryBasis) -> dict[str, SavedBytes]:
+def saved_of_roles(family: Family[Any], layouts: Layouts, basis: Basis) -> dict[str, SavedBytes]:
     """The bytes that one block of every repeated role saves of one micro-batch."""
     alone = {role: replace(basis.shape, counts=((role, np.ones(1)),)) for role in repeated_roles(basis.shape)}
     return {
@@ -156,7 +135,7 @@ def saved_of_roles(family: Family[Any], layouts: Layouts, basis: MemoryBasis) ->
     }
 
 
-def end_parameters(family: Family[Any], layouts: Layouts, basis: MemoryBasis) -> Ends:
+def end_parameters(family: Family[Any], layouts: Layouts, basis: Basis) -> Ends:
     """Parameters of the first and of the last pipeline rank; of no field but tp, pp, ep and dp."""
     per_rank = blocks_per_rank(basis.shape.blocks, layouts, basis.engine)[0]
     return first_and_last(family, basis.shape, layouts, per_rank)
@@ -168,7 +147,7 @@ def makes_gradients(layouts: Layouts, engine: Engine) -> Any:
 
 
 def state_bytes(
-    parameters: RankParameters, layouts: Layouts, basis: MemoryBasis, blocks: Floats | float, *, has_stages: Any
+    parameters: RankParameters, layouts: Layouts, basis: Basis, blocks: Floats | float, *, has_stages: Any
 ) -> dict[str, Floats]:
     """Bytes of the parameters of a rank with so many blocks, of their gradients and of the optimizer's state."""
     shape, engine, stage = basis.shape, basis.engine, fsdp_stage(layouts, basis.engine)

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost_model.memory.formula import (
-    MemoryBasis,
     StepMemory,
     logit_bytes,
     rank_memory,
@@ -29,6 +28,7 @@ from autopar.cost_model.pipeline.stages import (
     per_rank,
     recomputed_roles,
 )
+from autopar.cost_model.step.context import Basis
 from autopar.cost_model.step.layouts import Layouts
 from autopar.cost_model.step.rank_parameters import RankParameters, block_parameters
 from autopar.cost_model.step.saved_bytes import SavedBytes
@@ -49,7 +49,7 @@ class RoleBytes:
     logits: Floats
 
 
-def role_bytes(family: Family[Any], layouts: Layouts, basis: MemoryBasis) -> RoleBytes:
+def role_bytes(family: Family[Any], layouts: Layouts, basis: Basis) -> RoleBytes:
     """What every role keeps and holds, for `held_by_ranks`."""
     return RoleBytes(
         saved=saved_of_roles(family, layouts, basis),
@@ -58,7 +58,7 @@ def role_bytes(family: Family[Any], layouts: Layouts, basis: MemoryBasis) -> Rol
     )
 
 
-def memory_of_ranks(stages: Stages, family: Family[Any], layouts: Layouts, basis: MemoryBasis) -> StepMemory:
+def memory_of_ranks(stages: Stages, family: Family[Any], layouts: Layouts, basis: Basis) -> StepMemory:
     """What every pipeline rank of one layout holds, in arrays of all ranks."""
     held = held_by_ranks(stages, role_bytes(family, layouts, basis), layouts, basis)
     if stages.full is not None and stages.selective is not None:
@@ -83,7 +83,7 @@ class HeldByRanks:
     state: Mapping[str, Floats]  # of every rank
     logits: Floats  # of every rank
     layout: Layouts
-    basis: MemoryBasis
+    basis: Basis
 
     def every_block(self, level: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """The calls that are recomputed fully and selectively if all calls have one `level` (`RECOMPUTE`)."""
@@ -117,7 +117,7 @@ class HeldByRanks:
         return rank_memory(self.state, live, working, self.logits, blocks, self.layout, self.basis)
 
 
-def held_by_ranks(stages: Stages, blocks: RoleBytes, layout: Layouts, basis: MemoryBasis) -> HeldByRanks:
+def held_by_ranks(stages: Stages, blocks: RoleBytes, layout: Layouts, basis: Basis) -> HeldByRanks:
     """The memory of the ranks of one layout."""
     roles, calls = calls_by_role(stages.roles)
     of_ranks = np.zeros((stages.pp, len(roles)))
@@ -150,13 +150,11 @@ def _stacked(values: Sequence[_V]) -> _V:
     return type(values[0])(**{name: np.array([float(np.max(getattr(v, name))) for v in values]) for name in names})
 
 
-def _state(parameters: RankParameters, layout: Layouts, basis: MemoryBasis) -> dict[str, Floats]:
+def _state(parameters: RankParameters, layout: Layouts, basis: Basis) -> dict[str, Floats]:
     return state_bytes(parameters, layout, basis, 1.0, has_stages=True)
 
 
-def bytes_of_roles(
-    blocks: RoleBytes, layout: Layouts, basis: MemoryBasis
-) -> tuple[dict[str, float], list[dict[str, float]]]:
+def bytes_of_roles(blocks: RoleBytes, layout: Layouts, basis: Basis) -> tuple[dict[str, float], list[dict[str, float]]]:
     """The memory of one call of every role: state with the logits, and saved bytes by the level of recomputation."""
     saved = [
         {role: float(np.max(getattr(saved, name))) for role, saved in blocks.saved.items()}

@@ -24,7 +24,7 @@ from autopar.cost_model.machine.engine import NEUTRAL, Engine
 from autopar.cost_model.machine.fitted_constants import Mechanisms, mechanisms
 from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.machine.profile import DeviceProfile
-from autopar.cost_model.memory.formula import MemoryBasis, StepMemory, memory_basis, step_memory
+from autopar.cost_model.memory.formula import StepMemory, step_memory
 from autopar.cost_model.pricing import step_between
 from autopar.cost_model.published.families import (
     family_name,
@@ -36,6 +36,7 @@ from autopar.cost_model.published.families import (
 )
 from autopar.cost_model.published.machine import engine_of, row_machine
 from autopar.cost_model.published.row import NoEstimate, Row, RowEstimate
+from autopar.cost_model.step.context import Basis
 from autopar.cost_model.step.experts import with_experts
 from autopar.cost_model.step.layouts import RECOMPUTE_MODES, Layouts, Shape, layouts_from
 from autopar.cost_model.step.offload import host_assumption
@@ -193,7 +194,7 @@ def _prepare(members: Sequence[tuple[int, _Case]]) -> RowGroup:
         family = with_expert_ranks(family, at_etp, layouts, np.where(shares | (layouts.etp == layouts.tp), 1.0, 0.5))
     unstated = np.array([case.row.recompute is None for case in cases])
 
-    basis = memory_basis(shape, machine)
+    basis = Basis(shape=shape, machine=machine)
     memory, layouts, weights = _recomputing(family, layouts, basis, machine.memory_bytes, unstated)
     return RowGroup(
         indices=tuple(index for index, _ in members),
@@ -207,7 +208,7 @@ def _prepare(members: Sequence[tuple[int, _Case]]) -> RowGroup:
 
 
 def _recomputing(
-    family: Family[Any], layouts: Layouts, basis: MemoryBasis, memory_bytes: float, unstated: NDArray[np.bool_]
+    family: Family[Any], layouts: Layouts, basis: Basis, memory_bytes: float, unstated: NDArray[np.bool_]
 ) -> tuple[StepMemory, Layouts, tuple[Floats, ...]]:
     """Memory, layouts with the likeliest level of recomputation, and the weight of each level."""
     stated = np.broadcast_to(layouts.recompute, unstated.shape)

@@ -42,7 +42,7 @@ def row_machine(row: Row, engine: Engine, mechanisms: Mechanisms, *, profile: De
     return Machine(
         device=device,
         profile=given,
-        engine=engine,
+        engine=engine.computing_in(precision),
         mechanisms=mechanisms,
         precision=precision,
         speeds=speeds,

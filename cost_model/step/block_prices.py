@@ -88,7 +88,7 @@ def block_prices(basis: Basis, family: Family[Any], layouts: Layouts, role: str)
 
 def _saved(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> dict[str, SavedBytes]:
     """The bytes that go to the host, if the saved tensors do."""
-    engine = basis.machine.engine.computing_in(basis.machine.precision)
+    engine = basis.machine.engine
     if not is_on_host(engine, ACTIVATIONS):
         return {}
     alone = replace(basis.shape, counts=((role, np.ones(1)),))

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.cost_model.machine.engine import Engine
 from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.step.layouts import Shape
 from autopar.ir.arrays import Floats
@@ -15,6 +16,11 @@ class Basis:
 
     shape: Shape
     machine: Machine
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the machine."""
+        return self.machine.engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

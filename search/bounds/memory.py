@@ -87,7 +87,7 @@ def memory_bounds(
     has_selective: bool,
 ) -> MemoryBounds:
     """Memory bounds of candidates. A candidate fits if its peak is at most `capacity_bytes`."""
-    layouts, basis, parameters = shared.layouts, shared.memory_basis, shared.parameters(shared.row)
+    layouts, basis, parameters = shared.layouts, shared.basis, shared.parameters(shared.row)
     shape, engine, blocks_save = basis.shape, basis.engine, spread(shared.bytes_of_blocks, shared.row)
     saved, least_saved = blocks_save.saved, spread(least_of([*shared.bytes_of_roles.saved.values()]), shared.row)
     if not has_selective:  # the selective level is no recomputation
@@ -112,11 +112,12 @@ def memory_bounds(
         )
         every, has_gradients = np.asarray(sum(parts.values())), makes_gradients(layouts, engine)
         at_start = every - np.where(has_gradients, parts["gradients"], 0.0) + always
-        cached, held = 1 + basis.cache, (1 + basis.cache) * held
+        cached, reserve = 1 + basis.machine.mechanisms.allocator_cache, basis.machine.reserve_bytes
+        held = cached * held
         return _Rank(
             parts=parts,
-            state=basis.reserve_bytes + cached * at_start,
-            at_end=np.where(has_gradients, basis.reserve_bytes + cached * (every - parts["logits"]), 0.0),
+            state=reserve + cached * at_start,
+            at_end=np.where(has_gradients, reserve + cached * (every - parts["logits"]), 0.0),
             saved=(held * saved.none, held * saved.selective, held * saved.full),
             working=(cached * (recomputed - always), cached * (whole - always)),
         )

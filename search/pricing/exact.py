@@ -181,7 +181,7 @@ class PlanPricer:
     def _held(self, index: int, stages: Stages) -> HeldByRanks:
         shared = self.shared
         blocks = spread(shared.bytes_of_roles, shared.row[[index]])
-        return held_by_ranks(stages, blocks, shared.layouts.at([index]), shared.memory_basis)
+        return held_by_ranks(stages, blocks, shared.layouts.at([index]), shared.basis)
 
     def _is_by_stage(self, cut: Cut, must_recompute: bool) -> bool:
         if isinstance(self.on.recompute_blocks, tuple):
@@ -226,7 +226,7 @@ class PlanPricer:
     def _costs(self, index: int, cut: Cut) -> CallCosts:
         shared, row = self.shared, self.shared.row[[index]]
         blocks = spread(shared.bytes_of_roles, row)
-        state, saved = bytes_of_roles(blocks, shared.layouts.at([index]), shared.memory_basis)
+        state, saved = bytes_of_roles(blocks, shared.layouts.at([index]), shared.basis)
         again = {role: float(np.max(spread(prices.selective, row))) for role, prices in shared.blocks.items()}
         has_selected, passes = self.works.has_selected, self._passes(index)
 

@@ -1,6 +1,7 @@
 """Twenty plans: `plan`, its file, its page, `estimate` and `capacity` have the same figures, to the last bit."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ from run import autopar, json_of
 from autopar import estimate
 from autopar.cost_model.capacity import VOCABULARY, capacity
 from autopar.cost_model.machine.engine import engine_named
-from autopar.cost_model.machine.presets import device_profile
+from autopar.cost_model.machine.fitted_constants import mechanisms
+from autopar.cost_model.published.machine import row_machine
+from autopar.cost_model.published.row import Row
 from autopar.words.numbers import readable_bytes, readable_seconds
 
 SMALL = ("--layers", "2", "--hidden", "64", "--seq-len", "64")
@@ -71,10 +74,8 @@ def test_a_plan_has_one_price(asked: tuple[str, ...], tmp_path: Path) -> None:
 def test_capacity_is_the_estimate_of_its_model() -> None:
     """The largest model under plain data parallelism on 8 cards of 6 GB, built and estimated."""
     transformers = pytest.importorskip("transformers")
-    largest = capacity(
-        [8], memory_bytes=6e9, devices_per_host=8, engine=engine_named("autopar"), sequence=256,
-        reserve_bytes=device_profile("h100-sxm").reserve_bytes,
-    )[0]  # fmt: skip
+    machine = row_machine(Row(id="capacity", gpu_type="h100-sxm"), engine_named("autopar"), mechanisms())
+    largest = capacity([8], replace(machine, memory_bytes=6e9), 256)[0]
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(
             transformers.LlamaConfig(

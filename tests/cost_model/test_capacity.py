@@ -1,9 +1,14 @@
 """The largest model that fits: published figures of state, and growth with the devices."""
 
+from dataclasses import replace
+
 import pytest
 
 from autopar.cost_model.capacity import WAYS, Largest, capacity, parameters
 from autopar.cost_model.machine.engine import engine_named
+from autopar.cost_model.machine.fitted_constants import mechanisms
+from autopar.cost_model.published.machine import row_machine
+from autopar.cost_model.published.row import Row
 from autopar.errors import InputError
 
 GB = 1e9
@@ -11,13 +16,8 @@ GB = 1e9
 
 def largest(devices: list[int], **changes: float) -> dict[tuple[str, int], Largest]:
     wanted = {"memory_bytes": 80 * GB, "sequence": 4096, **changes}
-    found = capacity(
-        devices,
-        devices_per_host=8,
-        engine=engine_named("fsdp"),
-        memory_bytes=wanted["memory_bytes"],
-        sequence=int(wanted["sequence"]),
-    )
+    machine = row_machine(Row(id="capacity", gpu_type="h100-sxm"), engine_named("fsdp"), mechanisms())
+    found = capacity(devices, replace(machine, memory_bytes=wanted["memory_bytes"]), int(wanted["sequence"]))
     return {(one.way, one.devices): one for one in found}
 
 
