@@ -131,7 +131,7 @@ def estimate_works(
     constants, cluster, degrees = mechanisms(), question.cluster, question.degrees
     precision = question.precision or default_precision(cluster)
     machine = cluster_machine(cluster, question.engine, constants, precision=precision, profile=question.profile)
-    layouts = layout_of(works, question)
+    layouts = layout_of(works, degrees)
     pricing = Pricing(works, question, machine)
     step, memory = pricing.step(layouts), pricing.memory(layouts)
     seconds = float(step.seconds[0])

@@ -15,13 +15,13 @@ from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.memory.formula import StepMemory, cache_bytes, step_memory
 from autopar.cost_model.memory.per_stage import fullest, memory_of_ranks
 from autopar.cost_model.pipeline.stages import Stages, is_by_stage, pipelines_of, stages_at
-from autopar.cost_model.step.assembly import Pipeline, PipelineTimes
+from autopar.cost_model.step.assembly import Pipeline, assembled, message_seconds
 from autopar.cost_model.step.context import Basis, Passes
 from autopar.cost_model.step.experts import with_experts
 from autopar.cost_model.step.layouts import Layouts, Shape, layouts_from
 from autopar.cost_model.step.offload import host_bytes, is_on_host
 from autopar.cost_model.step.saved_bytes import activations
-from autopar.cost_model.step.step import StepSeconds, step_seconds
+from autopar.cost_model.step.step import StepSeconds, step_prices, step_seconds
 from autopar.cost_model.work.block_work import PASSES, VARIANTS, Family, evaluate, free_symbols
 from autopar.ir.arrays import Floats
 from autopar.ir.cluster import ClusterSpec
@@ -59,32 +59,17 @@ class Question:
     cuts: tuple[int, ...] = ()  # calls before which stages begin; none: equal stages and the closed form of 1F1B
 
 
-def layout_of(works: ProgramWorks, question: Question) -> Layouts:
-    """The one layout of a question, at the highest level of recomputation that its degrees say."""
-    level = max(level_shares(works, question))
-    return layouts_of_degrees(works, [question.degrees], recompute=level)
-
-
-def layouts_of_degrees(works: ProgramWorks, degrees: Sequence[Degrees], *, recompute: int) -> Layouts:
-    """A layout for each degrees, all with the same recomputation (a position in `RECOMPUTE`)."""
-
-    def column(value: Callable[[Degrees], float]) -> Floats:
-        return np.array([float(value(d)) for d in degrees])
-
+def layout_of(works: ProgramWorks, degrees: Degrees) -> Layouts:
+    """The layout of a plan, without recomputation."""
     return layouts_from(
-        tp=column(lambda d: d.tp),
+        **{name: [getattr(degrees, name)] for name in ("tp", "pp", "cp", "ep", "dp", "zero")},
+        virtual=[degrees.virtual_stages],
+        shard=[degrees.shard_ranks],
+        micro_batch=[degrees.micro_batch or 1],
+        micro_batches=[degrees.num_micro_batches],
         sequence_parallel=works.sequence_parallel,
-        pp=column(lambda d: d.pp),
-        virtual=column(lambda d: d.virtual_stages),
-        cp=column(lambda d: d.cp),
-        ep=column(lambda d: d.ep),
-        dp=column(lambda d: d.dp),
-        shard=column(lambda d: d.shard_ranks),
-        zero=column(lambda d: d.zero),
-        micro_batch=column(lambda d: d.micro_batch or 1),
-        micro_batches=column(lambda d: d.num_micro_batches),
-        recompute=recompute,
-        order=[ORDERS.index(d.order) for d in degrees],
+        recompute=0,
+        order=[ORDERS.index(degrees.order)],
     )
 
 
@@ -99,7 +84,7 @@ class Pricing:
     ) -> None:
         self.works, self.question, self.machine = works, question, machine
         self.families: dict[float, Family[Any]] = {}
-        self.shape = shape_of_works(works)
+        self.basis = Basis(shape=shape_of_works(works), machine=machine)
 
     def family(self, layouts: Layouts) -> Family[Any]:
         """The numbers of a layout of the question, which has its own data-parallel degree or none."""
@@ -125,16 +110,11 @@ class Pricing:
     def mean_passes_and_message(self) -> tuple[dict[str, Passes], float]:
         """Seconds of one micro-batch of the question's layout in every role, with recomputation in some blocks those of
         the mean block, without what stages recompute by themselves; and of a whole message between stages."""
-        passes: list[Mapping[str, Passes]] = []
-        messages: list[Floats] = []
-
-        def look(of_roles: Mapping[str, Passes], message: Floats) -> PipelineTimes:
-            passes.append(of_roles)
-            messages.append(message)
-            return PipelineTimes(busy=np.zeros(1), blocks=np.zeros(1), idle=np.zeros(1), messages=np.zeros(1))
-
-        for layouts in self.at_levels(layout_of(self.works, self.question)):
-            self._step(layouts, look)
+        passes = list[Mapping[str, Passes]]()
+        for layouts in self.at_levels(layout_of(self.works, self.question.degrees)):
+            prices = step_prices(self.basis, self.family(layouts), layouts)
+            of_blocks = assembled(self.basis, layouts, prices).passes
+            passes.append({**of_blocks, "first": prices.first, "last": prices.last})
         means = {
             role: replace(
                 each,
@@ -147,17 +127,16 @@ class Pricing:
         }
         is_overlapped = self.question.engine.messages == "overlapped"  # then messages count their exposed part
         part = self.machine.mechanisms.message_exposed if is_overlapped else 1.0
-        return means, float(np.max(messages[0])) / part
+        return means, float(np.max(message_seconds(self.basis, layouts))) / part
 
-    def memory(self, layouts: Layouts) -> StepMemory:
-        """Bytes of the fullest rank at every level of recomputation, as much between them as blocks have it."""
-        levels = [fullest(self._memory(at)) for at in self.at_levels(layouts)]
-        return memory_between(self._shares(), levels, self.machine.mechanisms.allocator_cache)
+    def memory(self, layouts: Layouts, *, every_rank: bool = False) -> StepMemory:
+        """Bytes of the fullest rank at every level of recomputation, as much between them as blocks have it.
 
-    def memory_of_ranks(self, layouts: Layouts) -> StepMemory:
-        """What every pipeline rank holds, in arrays of all ranks."""
+        With `every_rank` they are arrays of all pipeline ranks.
+        """
         levels = [self._memory(at) for at in self.at_levels(layouts)]
-        return memory_between(self._shares(), levels, self.machine.mechanisms.allocator_cache)
+        rows = [(each if every_rank else fullest(each)).parts for each in levels]
+        return StepMemory(parts=parts_between(self._shares(), rows, self.machine.mechanisms.allocator_cache))
 
     def host_bytes(self, layouts: Layouts) -> float:
         """Bytes of host memory for one device."""
@@ -196,13 +175,12 @@ class Pricing:
         return Utilisation(flops_per_s=reached, mfu=mfu, hfu=mfu * (1 + extra / model if model else 1.0))
 
     def _step(self, layouts: Layouts, pipeline: Pipeline | None) -> StepSeconds:
-        return step_seconds(self.family(layouts), self.shape, layouts, self.machine, pipeline)
+        return step_seconds(self.family(layouts), self.basis, layouts, pipeline)
 
     def _memory(self, layouts: Layouts) -> StepMemory:
-        basis, stages = Basis(shape=self.shape, machine=self.machine), self.stages()
-        if stages is None:
-            return step_memory(self.family(layouts), layouts, basis)
-        return memory_of_ranks(stages, self.family(layouts), layouts, basis)
+        if (stages := self.stages()) is None:
+            return step_memory(self.family(layouts), layouts, self.basis)
+        return memory_of_ranks(stages, self.family(layouts), layouts, self.basis)
 
     def recomputed_share(self) -> float:
         """The part of the repeated blocks that is recomputed, fully or selectively."""
@@ -210,13 +188,11 @@ class Pricing:
         return shares["full"] + shares["selective"]
 
     def _shares(self) -> list[float]:
-        return [*level_shares(self.works, self.question).values()]
+        return [*level_shares(self.works, self.question.degrees, self.question.cuts).values()]
 
     def at_levels(self, layouts: Layouts) -> list[Layouts]:
         """The question's layout at every level of recomputation that some of its blocks have."""
-        if layouts.recompute.size == 1 and float(layouts.recompute[0]) == 0.0:
-            return [layouts]
-        levels = level_shares(self.works, self.question)
+        levels = level_shares(self.works, self.question.degrees, self.question.cuts)
         return [replace(layouts, recompute=np.full(1, float(level))) for level in levels]
 
 
@@ -243,11 +219,11 @@ def block_shares(works: ProgramWorks, degrees: Degrees) -> dict[How, float]:
     return {"full": full, "selective": min(share(degrees.selective_blocks_of), 1.0 - full)}
 
 
-def level_shares(works: ProgramWorks, question: Question) -> dict[int, float]:
-    """The levels of recomputation (positions in `RECOMPUTE`) of a question's blocks, with the part of each."""
-    if question.cuts and is_by_stage(question.degrees):
+def level_shares(works: ProgramWorks, degrees: Degrees, cuts: tuple[int, ...] = ()) -> dict[int, float]:
+    """The levels of recomputation (positions in `RECOMPUTE`) of a plan's blocks, with the part of each."""
+    if cuts and is_by_stage(degrees):
         return {0: 1.0}
-    shares = block_shares(works, question.degrees)
+    shares = block_shares(works, degrees)
     levels = {0: 1.0 - shares["full"] - shares["selective"], 1: shares["selective"], 2: shares["full"]}
     return {level: share for level, share in levels.items() if share > 0} or {0: 1.0}
 
@@ -282,13 +258,8 @@ def step_between(shares: Sequence[float | Floats], steps: Sequence[StepSeconds])
     )
 
 
-def memory_between(shares: Sequence[float], memories: Sequence[StepMemory], cache: float) -> StepMemory:
-    """`step_between` for memory. A recomputed block takes the same room, whatever the number of recomputed blocks."""
-    return StepMemory(parts=parts_between(shares, [memory.parts for memory in memories], cache))
-
-
 def parts_between(shares: Sequence[float], rows: Sequence[Mapping[str, _V]], cache: float) -> dict[str, _V]:
-    """The parts of `memory_between`, arrays or numbers, of levels in their order."""
+    """`step_between` for parts of memory. A recomputed block takes the same room, whatever the number of them."""
     parts = {name: _between(shares, [row[name] for row in rows]) for name in rows[0]}
     parts["workspace"] = rows[-1]["workspace"]
     return parts | {"cache": cache_bytes(parts, cache)}

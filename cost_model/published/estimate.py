@@ -90,12 +90,13 @@ class RowGroup:
         first = self.cases[0]
         family = with_experts(self.family, self.layouts, constants)
         machine = row_machine(first.row, self.machine.engine, constants, profile=profile)
+        basis = Basis(shape=self.shape, machine=machine)
         shares, steps = list[Floats](), list[StepSeconds]()
         for level, weight in enumerate(self.weights):
             if np.any(weight > 0):
                 layouts = replace(self.layouts, recompute=np.full(len(weight), float(level)))
                 shares.append(weight)
-                steps.append(step_seconds(family, self.shape, layouts, machine))
+                steps.append(step_seconds(family, basis, layouts))
         return step_between(shares, steps)
 
 

@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 
-from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.step.assembly import (
     Pipeline,
     StepPrices,
@@ -48,15 +47,8 @@ class StepSeconds:
     hidden: dict[str, Floats]  # collectives that run beside computing, by the part that they would lengthen
 
 
-def step_seconds(
-    family: Family[Any],
-    shape: Shape,
-    layouts: Layouts,
-    machine: Machine,
-    pipeline: Pipeline | None = None,
-) -> StepSeconds:
+def step_seconds(family: Family[Any], basis: Basis, layouts: Layouts, pipeline: Pipeline | None = None) -> StepSeconds:
     """Price every layout. `family` holds the numbers of its blocks for one micro-batch of each layout."""
-    basis = Basis(shape=shape, machine=machine)
     prices = step_prices(basis, family, layouts)
     return step_of(basis, layouts, prices, assembled(basis, layouts, prices, pipeline))
 

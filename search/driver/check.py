@@ -77,7 +77,7 @@ def _cuts(best: PricedPlan, works: ProgramWorks) -> Iterator[Problem]:
 def _price(best: PricedPlan, works: ProgramWorks, part: Part) -> Iterator[Problem]:
     """Count the numbers again for this plan alone, without anything that the search has kept of other plans."""
     pricing = pricing_of(works, best, part.cluster, part.on)
-    layouts = layout_of(works, pricing.question)
+    layouts = layout_of(works, best.degrees)
     memory = pricing.memory(layouts)
     recomputed = {
         "seconds": float(pricing.step(layouts).seconds.max()),

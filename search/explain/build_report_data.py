@@ -59,8 +59,8 @@ def details_of(best: PricedPlan, works: ProgramWorks, cluster: ClusterSpec, on: 
 
 
 def _ranks(pricing: Pricing, stages: Stages | None) -> Iterator[RankCost]:
-    layouts = layout_of(pricing.works, pricing.question)
-    step, memory = pricing.step(layouts, every_rank=True), pricing.memory_of_ranks(layouts)
+    layouts = layout_of(pricing.works, pricing.question.degrees)
+    step, memory = pricing.step(layouts, every_rank=True), pricing.memory(layouts, every_rank=True)
     slowest = float(np.max(step.seconds))
     for rank in range(memory.peak_bytes.size):
         roles = pricing.works.calls if stages is None else stages.of_rank(rank)

@@ -138,7 +138,7 @@ class _Terms:
     def _flops(self, kind: str) -> float:
         """FLOP of one micro-batch in the mean repeated block of a rank, forward and backward."""
         works = self.pricing.works
-        family = self.pricing.family(layout_of(works, self.pricing.question))
+        family = self.pricing.family(layout_of(works, self.degrees))
         total = sum(count for _, count in works.counts)
         return (1 + BACKWARD) * sum(
             count / total * float(np.max(product.flops))

@@ -6,7 +6,7 @@ collectives of ZeRO. A search and a plan of given degrees cut by the same weight
 
 from collections.abc import Mapping, Sequence
 
-from autopar.cost_model.pricing import layouts_of_degrees
+from autopar.cost_model.pricing import layout_of
 from autopar.cost_model.shared_prices import SharedPrices
 from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.errors import PlanError, did_you_mean
@@ -38,8 +38,7 @@ def fastest_cuts(works: ProgramWorks, call_s: Sequence[float], num_stages: int) 
 
 def call_seconds(works: ProgramWorks, degrees: Degrees, on: Machinery) -> tuple[float, ...]:
     """Seconds of every main call on one rank for one micro-batch, forward and backward."""
-    layouts = layouts_of_degrees(works, [degrees], recompute=0)
-    (passes,) = SharedPrices(works, layouts, on.machine).passes
+    (passes,) = SharedPrices(works, layout_of(works, degrees), on.machine).passes
     return tuple(seconds_of_calls(works, passes))
 
 

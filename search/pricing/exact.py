@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from autopar.cost_model.memory.formula import StepMemory
 from autopar.cost_model.memory.per_stage import HeldByRanks, bytes_of_roles, fullest, held_by_ranks
 from autopar.cost_model.pipeline.stages import Stages, pipelines_of, stages_at
-from autopar.cost_model.pricing import Pricing, Question, layouts_of_degrees, parts_between
+from autopar.cost_model.pricing import Pricing, Question, layout_of, level_shares, parts_between, step_between
 from autopar.cost_model.shared_prices import SharedPrices
 from autopar.cost_model.step.assembly import assembled
 from autopar.cost_model.step.layouts import Layouts
@@ -81,8 +81,8 @@ def priced(
     least_memory: bool = False,
 ) -> PricedPlan:
     """Price `degrees`, which name no recomputation, with the least recomputation that fits."""
-    layouts = layouts_of_degrees(works, [degrees], recompute=0)
-    return PlanPricer(works, layouts, lambda _: degrees, on, Memo(), least_memory=least_memory).priced([(0, cut)])[0]
+    layout, memo = layout_of(works, degrees), Memo()
+    return PlanPricer(works, layout, lambda _: degrees, on, memo, least_memory=least_memory).priced([(0, cut)])[0]
 
 
 class PlanPricer:
@@ -256,7 +256,7 @@ class PlanPricer:
         of_level = dict(zip(self.levels, parts_of, strict=True))
 
         def parts_with(steps: int) -> dict[str, float]:
-            shares = self._shares(steps, degrees)
+            shares = level_shares(self.works, self._recomputing_steps(degrees, steps, most))
             return parts_between([*shares.values()], [of_level[level] for level in shares], self.cache)
 
         most = -(-self.num_blocks // degrees.num_stages)
@@ -267,14 +267,14 @@ class PlanPricer:
             steps = min((0, every), key=lambda count: sum(parts_with(count).values()))
         else:
             steps = self._fewest_steps(lambda count: self._fits(index, sum(parts_with(count).values())), most, every)
-        parts, shares = parts_with(steps), self._shares(steps, degrees)
+        parts, degrees = parts_with(steps), self._recomputing_steps(degrees, steps, most)
         peak = sum(parts.values())
         return _OpenPlan(
             index=index,
-            degrees=self._recomputing_steps(degrees, steps, most),
+            degrees=degrees,
             cuts=cuts,
             stages=stages if stages is None else replace(stages, recomputes=steps > 0),
-            shares=shares,
+            shares=level_shares(self.works, degrees),
             memory=StepMemory(parts={name: np.array([part]) for name, part in parts.items()}),
             peak_bytes=peak,
             fits=self._fits(index, peak),
@@ -295,28 +295,15 @@ class PlanPricer:
             least = top
         return every
 
-    def _shares(self, steps: int, degrees: Degrees) -> dict[int, float]:
-        """The levels of the blocks after so many steps in every stage, with the part of the blocks of each."""
-        stages = degrees.num_stages
-        most = -(-self.num_blocks // stages)
-        if not steps:
-            return {NONE: 1.0}
-        whole, blocks = divmod(steps - 1, most)
-        blocks += 1
-        upper = self.levels[whole + 1]
-        if blocks * stages >= self.num_blocks:
-            return {upper: 1.0}
-        share = blocks * stages / self.num_blocks
-        return {self.levels[whole]: 1.0 - share, upper: share}
-
     def _recomputing_steps(self, degrees: Degrees, steps: int, most: int) -> Degrees:
-        """The degrees after so many steps in every stage."""
-        shares = self._shares(steps, degrees)
-        blocks = (steps - 1) % most + 1
-        if FULL not in shares:
-            return with_recompute(degrees, 0, 0 if not steps else None if shares.get(SELECTIVE) == 1 else blocks)
-        full = None if shares[FULL] == 1 else blocks
-        return with_recompute(degrees, full, None if SELECTIVE in shares else 0)
+        """The degrees after so many steps in every stage. None are all blocks."""
+        if not steps:
+            return degrees
+        phase, rest = divmod(steps - 1, most)
+        blocks = rest + 1 if (rest + 1) * degrees.num_stages < self.num_blocks else None
+        if self.levels[phase + 1] == SELECTIVE:
+            return with_recompute(degrees, 0, blocks)
+        return with_recompute(degrees, blocks, None if phase and blocks is not None else 0)
 
     def _steps(self, plans: "Sequence[_OpenPlan]") -> list[tuple[StepSeconds, tuple[float, ...]]]:
         """The step of every plan, made from the steps of the levels of its blocks."""
@@ -325,18 +312,16 @@ class PlanPricer:
         levels = np.array([float(level) for _, level in ones])
         steps, pipeline_s = self._priced(index, levels, [plans[k].stages for k, _ in ones])
         of_pipelines = np.broadcast_to(pipeline_s, len(ones)).tolist()
+        place = {one: at for at, one in enumerate(ones)}
         for k, seconds in self._in_parts(plans).items():
-            of_pipelines[next(at for at, pair in enumerate(ones) if pair[0] == k)] = seconds
-        first = np.flatnonzero(np.diff([k for k, _ in ones], prepend=-1))
-        rows = np.array([np.broadcast_to(row, len(ones)) for row in (steps.seconds, *_each(steps))])
-        share = np.array([plans[k].shares.get(level, 0.0) for k, level in ones])
-        sums = np.add.reduceat(rows * share, first, axis=1)
-        known = [dict[int, float]() for _ in plans]
-        for (k, level), seconds in zip(ones, of_pipelines, strict=True):
-            known[k][level] = seconds
-        return [
-            (_step(steps, sums[:, k : k + 1]), _by_level(known[k]) if plan.cuts else ()) for k, plan in enumerate(plans)
-        ]
+            of_pipelines[place[k, NONE]] = seconds
+        results = []
+        for k, plan in enumerate(plans):
+            of_levels = [spread(steps, slice(place[k, level], place[k, level] + 1)) for level in plan.shares]
+            pipelines = {level: of_pipelines[place[k, level]] for level in self._levels(plan)}
+            step = step_between([*plan.shares.values()], of_levels)
+            results.append((step, _by_level(pipelines) if plan.cuts else ()))
+        return results
 
     def _priced(
         self, index: NDArray[np.intp], levels: Floats, stages: Sequence[Stages | None]
@@ -395,20 +380,6 @@ def with_recompute(
 def _by_level(known: Mapping[int, float]) -> tuple[float, ...]:
     """Values of all levels up to the highest. Without a selective level, blocks at it are not recomputed."""
     return tuple(known.get(level, known[NONE]) for level in range(max(known) + 1))
-
-
-def _each(step: StepSeconds) -> tuple[Floats, ...]:
-    return (*step.parts.values(), *step.hidden.values())
-
-
-def _step(like: StepSeconds, values: Floats) -> StepSeconds:
-    """A step from its seconds and the values in the order of `_each`."""
-    at = 1 + len(like.parts)
-    return StepSeconds(
-        seconds=values[0],
-        parts=dict(zip(like.parts, values[1:at], strict=True)),
-        hidden=dict(zip(like.hidden, values[at:], strict=True)),
-    )
 
 
 def pricing_of(works: ProgramWorks, plan: PricedPlan, cluster: ClusterSpec, on: Machinery) -> Pricing:

@@ -109,10 +109,10 @@ def _counted(works: Any, question: Question, machine: Any, links: CountingLinks,
         return _rank_alone(stages, passes, float(np.max(message)), rank)
 
     pipeline = None if stages is None else summed
-    shares = level_shares(works, question).values()
-    layouts = layout_of(works, question)
+    shares = level_shares(works, question.degrees, question.cuts).values()
+    layouts = layout_of(works, question.degrees)
     found = [
-        float(step_seconds(pricing.family(one), pricing.shape, one, counting, pipeline).seconds[0])
+        float(step_seconds(pricing.family(one), pricing.basis, one, pipeline).seconds[0])
         for one in pricing.at_levels(layouts)
     ]
     return sum(share * seconds for share, seconds in zip(shares, found, strict=True))

@@ -66,7 +66,7 @@ def priced(program: Program, plan: Plan) -> tuple[float, float]:
     )
     cluster = ClusterSpec.preset(f"{RANKS}xcpu")
     question = Question(cluster=cluster, degrees=plan.degrees, engine=engine_named("autopar"), cuts=plan.cuts)
-    blocks = family_at(works, layout_of(works, question), mechanisms())
+    blocks = family_at(works, layout_of(works, question.degrees), mechanisms())
     (again,) = (p for role in blocks.roles for p in blocks.block(role, "tp").products if p.kind == "again")
     each, elements = (float(np.max(value)) for value in (again.flops, again.m * again.n))
     return each * plan.degrees.num_micro_batches, elements

@@ -22,7 +22,7 @@ from autopar.cost_model.machine.cluster import cluster_machine
 from autopar.cost_model.machine.engine import engine_named
 from autopar.cost_model.machine.fitted_constants import mechanisms
 from autopar.cost_model.memory.formula import logit_bytes
-from autopar.cost_model.pricing import family_at, layouts_of_degrees, shape_of_works
+from autopar.cost_model.pricing import family_at, layout_of, shape_of_works
 from autopar.cost_model.step.block_time import computing_seconds
 from autopar.cost_model.work.program_costs import program_works
 from autopar.ir.cluster import ClusterSpec
@@ -203,7 +203,7 @@ def test_extra_flop_and_held_logits_are_priced() -> None:
     assert part.flops == whole.flops == again.flops
     assert part.m.times(4) == whole.m and part.count == whole.count.times(4)
     assert not works[1].is_chunked and works[4].is_chunked
-    layouts = layouts_of_degrees(works[1], [replace(degrees, micro_batch=4)], recompute=0)
+    layouts = layout_of(works[1], replace(degrees, micro_batch=4))
     engine = engine_named("autopar")
     held = [
         float(logit_bytes(family_at(one, layouts, mechanisms()), shape_of_works(one), layouts, engine)[0])

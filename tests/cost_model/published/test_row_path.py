@@ -115,7 +115,7 @@ def compared(program: Program, config: Mapping[str, Any], engine: Engine, tp: in
     (priced,), (group,) = estimate_rows([row]), prepare([row])[0]
     assert isinstance(priced, RowEstimate)
     mine = sums(
-        family_at(works, layout_of(works, question), mechanisms()),
+        family_at(works, layout_of(works, question.degrees), mechanisms()),
         [(role, float(n)) for role, n in works.counts],
         engine,
     )

@@ -220,7 +220,7 @@ def test_bounds_hold_for_recomputed_blocks_with_activations_on_the_host(
     for one, bound in enumerated(case, on, kind | {"recompute_blocks": blocks} if isinstance(blocks, tuple) else kind):
         assert one.degrees.recompute == ("selective" if case.selective else "full")
         pricing = pricing_of(case.works(one.degrees.tp), one, case.spec, on)
-        layouts = layout_of(pricing.works, pricing.question)
+        layouts = layout_of(pricing.works, pricing.question.degrees)
         assert float(pricing.step(layouts).seconds[0]) == pytest.approx(one.seconds, rel=1e-9)
         assert float(np.max(pricing.memory(layouts).peak_bytes)) == pytest.approx(one.peak_bytes, rel=1e-9)
         assert one.fits
@@ -241,7 +241,7 @@ def test_what_recomputation_does_not_save_is_not_copied(stages: int) -> None:
         own = replace(on.keeping("activations"), recompute_blocks=blocks, most_level=level)
         found = priced(works, degrees, own)
         pricing = pricing_of(works, found, case.spec, own)
-        return float(found.step.parts["host copies"].max()), pricing.host_bytes(layout_of(works, pricing.question))
+        return float(found.step.parts["host copies"].max()), pricing.host_bytes(layout_of(works, found.degrees))
 
     none, selective, full = moved(2, 0), moved(1, EVERY_BLOCK), moved(2, EVERY_BLOCK)
     for at in (0, 1):

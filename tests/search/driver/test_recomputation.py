@@ -39,7 +39,7 @@ def every_mix(case: Case, degrees: Degrees) -> list[tuple[float, float, Degrees]
             own = with_recompute(degrees, full or 0, selective)
             question = Question(cluster=case.spec, degrees=own, engine=case.on.machine.engine, precision="bf16")
             pricing = Pricing(works, question, case.on.machine)
-            layouts = layout_of(works, question)
+            layouts = layout_of(works, question.degrees)
             memory: StepMemory = pricing.memory(layouts)
             found.append((float(pricing.step(layouts).seconds[0]), float(memory.peak_bytes[0]), own))
     return found
@@ -77,4 +77,4 @@ def test_selective_recomputation_takes_the_seconds_of_its_operators() -> None:
 def _seconds(case: Case, degrees: Degrees) -> float:
     works = case.works(1)
     question = Question(cluster=case.spec, degrees=degrees, engine=case.on.machine.engine, precision="bf16")
-    return float(Pricing(works, question, case.on.machine).step(layout_of(works, question)).seconds[0])
+    return float(Pricing(works, question, case.on.machine).step(layout_of(works, question.degrees)).seconds[0])

@@ -38,7 +38,7 @@ def machinery(degrees: Degrees, part: float, case: Case = CASE) -> Machinery:
     """With room for that part of what the plan holds beside state and reserve without recomputation."""
     roomy, works = case.on, case.works(1)
     most, least = (
-        pricing_of(works, one, case.spec, roomy).memory_of_ranks(_layouts(one, roomy, case)).peak_bytes.max()
+        pricing_of(works, one, case.spec, roomy).memory(_layouts(one, roomy, case), every_rank=True).peak_bytes.max()
         for one in (
             priced(works, degrees, roomy),
             priced(works, degrees, pinned(roomy, recompute_blocks=1_000_000)),
@@ -49,7 +49,7 @@ def machinery(degrees: Degrees, part: float, case: Case = CASE) -> Machinery:
 
 
 def _layouts(one: PricedPlan, on: Machinery, case: Case) -> Any:
-    return layout_of(case.works(1), pricing_of(case.works(1), one, case.spec, on).question)
+    return layout_of(case.works(1), one.degrees)
 
 
 def pinned(on: Machinery, **words: Any) -> Machinery:
@@ -113,7 +113,7 @@ def test_one_block_less_of_any_rank_does_not_fit(wish: dict[str, Any], part: flo
 def _needed(one: PricedPlan, on: Machinery) -> NDArray[np.float64]:
     """Bytes of every rank, counted for the plan alone."""
     pricing = pricing_of(CASE.works(1), one, CASE.spec, on)
-    return pricing.memory_of_ranks(layout_of(CASE.works(1), pricing.question)).peak_bytes
+    return pricing.memory(layout_of(CASE.works(1), pricing.question.degrees), every_rank=True).peak_bytes
 
 
 def _with_one_less(stages: Stages, again: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], int]]:
