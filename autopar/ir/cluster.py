@@ -55,6 +55,8 @@ class ClusterSpec:
     assumptions: tuple[str, ...] = ()  # figures that nobody gave or measured
 
     def __post_init__(self) -> None:
+        for name in ("groups", "assumptions"):  # a list has no hash
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         problems = []
         if not self.groups:
             raise ClusterError("a cluster needs at least one group of hosts")

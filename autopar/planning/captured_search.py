@@ -37,7 +37,6 @@ from autopar.search.driver.study import RESULT, StudyPlace, study_place, study_v
 from autopar.search.explain.build_result import result_of
 from autopar.search.explain.sensitivity import Base, what_if
 from autopar.search.pricing.cuts import cuts_at
-from autopar.search.pricing.exact import PricedPlan
 from autopar.search.pricing.objective import Goal, goal_of
 from autopar.search.result.result import Closest, SearchResult
 from autopar.search.space.candidates import (
@@ -100,7 +99,10 @@ def search_captured(
     searched = partial(_searched, space, on_progress)
     search = search_offloads(searched, goal, constraints, limits["should_continue"], on_progress)
     best = search.best
-    works_of_best = _works_of(best, labels)
+    works_of_best = works_of
+    if best is not None:
+        chunks = None if best.degrees.loss_chunks == 1 else best.degrees.loss_chunks
+        works_of_best = partial(labels.works, chunks=chunks, keeps=best.regather is not labels.regather)
     decided, nearest = None, None
     if best is None:
         on_progress("looking for a change with which a plan fits")
@@ -126,7 +128,7 @@ def search_captured(
         base = Base(
             best=best, part=part, machinery=lambda c: machinery(c).keeping(best.degrees.offload),
             works_of=works_of_best,
-            every=(works_of, labels.works_kept) if regather is None else (works_of,),
+            every=(works_of, partial(labels.works, keeps=True)) if regather is None else (works_of,),
             constraints=constraints, global_batch=result.global_batch,
         )  # fmt: skip
         result = replace(result, what_if=what_if(base), block=block_graph(final, decided))
@@ -190,9 +192,9 @@ def _searched(space: _Space, on_progress: Callable[[str], None], goal: Goal, bel
     if search.best is not None and not space.how["should_continue"]():
         return _best_of_priced(search, options.top)
     if "loss_chunks" not in constraints.fix:
-        search = with_chunks(search, labels.works_in_chunks, chunks_of(labels.program.sequence), **space.how)
+        search = with_chunks(search, labels.works, chunks_of(labels.program.sequence), **space.how)
     if "regather" not in constraints.fix:
-        search = with_kept(search, labels.works_kept, **space.how)
+        search = with_kept(search, partial(labels.works, keeps=True), **space.how)
     return search
 
 
@@ -209,15 +211,6 @@ def _best_of_priced(search: SearchState, top: int) -> SearchState:
     return search
 
 
-def _works_of(best: PricedPlan | None, labels: SearchLabels) -> Works:
-    """The block costs with which the best plan was priced."""
-    if best is None or (best.regather == labels.regather and best.degrees.loss_chunks == 1):
-        return labels.works
-    if best.degrees.loss_chunks == 1:
-        return labels.works_kept
-    return partial(labels.works_in_chunks, chunks=best.degrees.loss_chunks)
-
-
 def _closest(space: _Space, machinery: Callable[[ClusterSpec], Machinery], deadline: float) -> Closest | None:
     first = space.constraints.first_offloads[0]
     query = Query(
@@ -225,7 +218,7 @@ def _closest(space: _Space, machinery: Callable[[ClusterSpec], Machinery], deadl
         cluster=space.cluster,
         constraints=space.constraints,
         machinery=lambda cluster: machinery(cluster).keeping(first),
-        works_in_chunks=space.labels.works_in_chunks,
+        works_in_chunks=space.labels.works,
     )
     until = min(deadline, time.monotonic() + MOST_SECONDS_FOR_HELP)
     return closest(query, lambda: time.monotonic() < until)

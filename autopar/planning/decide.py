@@ -15,7 +15,6 @@ from autopar.cache.tuned import TUNED, tuned_plans
 from autopar.capture.request import Request, checked_precision
 from autopar.errors import InputError, PlanError
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.degrees import Degrees
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.planning.captured_search import labels_for, search_captured
@@ -26,10 +25,9 @@ from autopar.planning.fixed import (
     check_plan,
     label_plan,
     program_for,
-    wished_program,
+    wished_in_precision,
 )
 from autopar.planning.options import PlanOptions
-from autopar.planning.precision import in_precision_of
 from autopar.planning.search import captured_as_asked
 from autopar.search.result.format import nothing_fits
 
@@ -74,12 +72,9 @@ def plan_of_job(
         return _searched(request, cluster, options)
     _refuse_beside(options, "they are about a search, and the plan has degrees", ("fix", "forbid", "objective"))
 
-    def captured(precision: str | None) -> tuple[Degrees, Program]:
-        words = {**options.wish(), **wish, "precision": precision}
-        return wished_program(request, words, cluster.num_devices, options.local_batch, options.global_batch)
-
-    (degrees, program), _, notes = in_precision_of(
-        options.precision, request.model, cluster, captured, lambda pair: pair[1]
+    words = {**options.wish(), **wish}
+    (degrees, program), _, notes = wished_in_precision(
+        request, words, cluster, options.local_batch, options.global_batch
     )
     _say((*notes, *(note for note in program.notes if note.startswith(ONE_MICRO_BATCH))))
     decided = label_plan(program, cluster, degrees, type(request.model).__name__)

@@ -18,7 +18,7 @@ from autopar.capture.request import Inputs, LossFunction, Request
 from autopar.cost_model.estimate import Estimate, estimate_works
 from autopar.cost_model.fit.profile_parts import WRITTEN_BY, measured_parts, read_trace
 from autopar.cost_model.machine.cluster import cluster_machine, precision_of
-from autopar.cost_model.machine.engine import Engine, engine_named, with_sums_in
+from autopar.cost_model.machine.engine import DEFAULT, Engine, engine_named, with_sums_in
 from autopar.cost_model.machine.fitted_constants import mechanisms
 from autopar.cost_model.machine.profile import DeviceProfile
 from autopar.cost_model.pricing import Question
@@ -37,7 +37,7 @@ from autopar.planning.fixed import (
     check_plan,
     choose_labels,
     program_for,
-    wished_program,
+    wished_in_precision,
     works_under,
 )
 from autopar.planning.machine import machine_of, machinery_of, own_machinery
@@ -48,7 +48,6 @@ from autopar.search.pricing.cuts import call_seconds, choose_cuts
 from autopar.search.pricing.recomputed_values import values_to_recompute
 
 _KEPT = 16  # labelled programs that are kept
-OWN = "autopar"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -68,7 +67,7 @@ def estimate(
     example_inputs: Inputs | None = None,
     loss_fn: LossFunction | None = None,
     global_batch: int | None = None,
-    engine: Engine | str = OWN,
+    engine: Engine | str = DEFAULT,
     profile: DeviceProfile | str | Path | None = None,
     measured: str | Path | None = None,
     precision: str | None = None,
@@ -119,7 +118,9 @@ def estimate(
     given, precision = _with_precision(plan, precision)
     chosen = _engine_of(engine, exact_memory)
     of = _subject(model_or_program, example_inputs, loss_fn, specialise=specialise)
-    (program, degrees), precision, notes = _captured(of, given, spec, global_batch, precision, report)
+    if isinstance(of, Request):
+        report("capturing")
+    (degrees, program), precision, notes = _captured(of, given, spec, global_batch, precision)
     report("choosing labels and pricing blocks")
     own_plan = given if isinstance(given, Plan) else None
 
@@ -144,7 +145,7 @@ def estimate(
 
 def _engine_of(engine: Engine | str, exact_memory: bool) -> Engine:
     chosen = engine_named(engine) if isinstance(engine, str) else engine
-    if exact_memory and chosen.name != OWN:
+    if exact_memory and chosen.name != DEFAULT:
         raise InputError("exact memory needs engine autopar; leave the other out, or leave out exact memory")
     return chosen
 
@@ -159,8 +160,8 @@ def profile_by_trace(
     profile: DeviceProfile | None,
 ) -> DeviceProfile:
     """The profile of a cluster's devices, corrected by a traced step of the same model."""
-    if engine.name != OWN:
-        raise InputError(f"{path} is a step of engine {OWN}, and {engine.name} is priced; leave out one of them")
+    if engine.name != DEFAULT:
+        raise InputError(f"{path} is a step of engine {DEFAULT}, and {engine.name} is priced; leave out one of them")
     with values_of(path, WRITTEN_BY):
         trace = read_trace(path)
         degrees, part = traced_plan(trace, cluster, path)
@@ -205,11 +206,11 @@ def _priced(
         cluster=cluster, degrees=degrees, engine=with_sums_in(engine, degrees.reduce_dtype, works.stored_bytes),
         precision=dtype, profile=profile_in(dtype), cuts=() if plan is None else plan.cuts,
     )  # fmt: skip
-    if engine.name != OWN:  # its stages are equal
+    if engine.name != DEFAULT:  # its stages are equal
         if degrees.is_recompute_open:
             raise PlanError(
-                f"recompute = auto is found for engine {OWN} only; with engine {engine.name} give none, selective or "
-                "full"
+                f"recompute = auto is found for engine {DEFAULT} only; with engine {engine.name} give none, selective "
+                "or full"
             )
         return priceable, question
     on = machinery_of(cluster, question.profile, dtype)
@@ -247,25 +248,16 @@ def _captured(
     cluster: ClusterSpec,
     global_batch: int | None,
     precision: str | None,
-    on_progress: Callable[[str], None],
-) -> tuple[tuple[Program, Degrees], str | None, tuple[str, ...]]:
-    """The program and the degrees of a plan or of wishes in their precision, this precision, and notes."""
-    world = cluster.num_devices
-
-    def captured(dtype: str | None) -> tuple[Program, Degrees]:
-        if isinstance(of, Program):
-            return of, plan.degrees if isinstance(plan, Plan) else _degrees_of(of, plan, world, global_batch)
-        on_progress("capturing")
-        if isinstance(plan, Plan):
-            return capture_for(of, plan.degrees), plan.degrees
-        degrees, program = wished_program(of, {**(plan or {}), "precision": dtype}, world, of.sizes[0], global_batch)
-        return program, degrees
-
-    model = of if isinstance(of, Program) else of.model
-    result = in_precision_of(precision, model, None if isinstance(plan, Plan) else cluster, captured, lambda r: r[0])
+) -> tuple[tuple[Degrees, Program], str | None, tuple[str, ...]]:
+    """The degrees and the program of a plan or of wishes in their precision, this precision, and notes."""
     if isinstance(plan, Plan):
-        check_plan(plan, result[0][0], world)
-    return result
+        program = of if isinstance(of, Program) else capture_for(of, plan.degrees)
+        check_plan(plan, program, cluster.num_devices)
+        return (plan.degrees, program), precision, ()
+    if isinstance(of, Program):
+        pair = _degrees_of(of, plan, cluster.num_devices, global_batch), of
+        return in_precision_of(precision, of, cluster, lambda _: pair, lambda pair: pair[1])
+    return wished_in_precision(of, {**(plan or {}), "precision": precision}, cluster, of.sizes[0], global_batch)
 
 
 def _whole_plan(program: Program, priceable: Priceable, question: Question) -> Plan:
@@ -290,16 +282,11 @@ def priceable_of(
     program: Program, cluster: ClusterSpec, degrees: Degrees, engine: Engine, plan: Plan | None = None
 ) -> Priceable:
     """A program with its works, under a plan's labels or the labeller's choice, which is kept."""
-    is_own = engine.name == OWN
+    is_own = engine.name == DEFAULT
     if plan is not None:
         analysis = analyse(program, degrees.mesh)
         return _under(program, analysis, plan.blocks, degrees, is_own=is_own, regather=plan.regather)
-    try:
-        return _labelled(program, cluster, degrees, is_own)
-    except TypeError as error:
-        if "unhashable" not in str(error):  # a cluster spelled out with plain dicts is priced, and not kept
-            raise
-        return _labelled.__wrapped__(program, cluster, degrees, is_own)
+    return _labelled(program, cluster, degrees, is_own)
 
 
 @functools.lru_cache(maxsize=_KEPT)

@@ -12,7 +12,7 @@ from torch import nn
 
 from autopar.capture.analysis import Analysis, analyse, refining
 from autopar.cost_model.estimate import estimate_works
-from autopar.cost_model.machine.engine import engine_named, with_sums_in
+from autopar.cost_model.machine.engine import DEFAULT, engine_named, with_sums_in
 from autopar.cost_model.memory.lower_bound import refuse_what_does_not_fit
 from autopar.cost_model.pricing import Question
 from autopar.cost_model.work.coverage import Coverage
@@ -31,7 +31,7 @@ from autopar.ir.storage import Storage
 from autopar.lowering.loss_region import why_whole
 from autopar.memo import Memo
 from autopar.planning.degrees import resolve_degrees
-from autopar.planning.machine import ENGINE, own_machinery
+from autopar.planning.machine import own_machinery
 from autopar.planning.recomputed import decided, with_recomputed, without_unread
 from autopar.report.explain import other_size, summarise
 from autopar.search.labels.check import check
@@ -81,6 +81,23 @@ def wished_program(
     program = capture_for(request, degrees)
     note = f"{ONE_MICRO_BATCH}, so one stage works at a time: {why}"
     return degrees, replace(program, notes=(*program.notes, note))
+
+
+def wished_in_precision(
+    request: "Request",
+    wish: Mapping[str, Any],
+    cluster: ClusterSpec,
+    local_batch: int | None,
+    global_batch: int | None,
+) -> tuple[tuple[Degrees, Program], str | None, tuple[str, ...]]:
+    """`wished_program` in the wished or the usual precision, or as the model is written; this precision; and notes."""
+    from autopar.planning.precision import in_precision_of
+
+    def captured(precision: str | None) -> tuple[Degrees, Program]:
+        words = {**wish, "precision": precision}
+        return wished_program(request, words, cluster.num_devices, local_batch, global_batch)
+
+    return in_precision_of(wish.get("precision"), request.model, cluster, captured, lambda pair: pair[1])
 
 
 def capture_for(request: "Request", degrees: Degrees) -> Program:
@@ -182,7 +199,7 @@ def label_plan(
 def _predicted(works: ProgramWorks, plan: Plan, cluster: ClusterSpec, on: "Machinery") -> Prediction:
     """The figures of `autopar.estimate` for the plan."""
     degrees, machine = plan.degrees, on.machine
-    engine = with_sums_in(engine_named(ENGINE), degrees.reduce_dtype, works.stored_bytes)
+    engine = with_sums_in(engine_named(DEFAULT), degrees.reduce_dtype, works.stored_bytes)
     question = Question(
         cluster=cluster, degrees=degrees, engine=engine, precision=machine.precision, profile=machine.profile,
         cuts=plan.cuts,
@@ -321,17 +338,10 @@ def coverage(
         True
     """
     from autopar.capture.request import Request
-    from autopar.planning.precision import in_precision_of
 
     spec = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
     request = Request.of(model, example_inputs, loss_fn, specialise=specialise)
-
-    def captured(precision: str | None) -> tuple[Degrees, Program]:
-        wish = {**(plan or {}), "precision": precision}
-        return wished_program(request, wish, spec.num_devices, request.sizes[0], global_batch)
-
-    wanted = (plan or {}).get("precision")
-    (degrees, program), _, _ = in_precision_of(wanted, request.model, spec, captured, lambda r: r[1])
+    (degrees, program), _, _ = wished_in_precision(request, plan or {}, spec, request.sizes[0], global_batch)
     degrees, analysis, labelling = choose_labels(program, spec, degrees)
     return coverage_of(program, analysis, labelling.blocks, degrees, spec)
 

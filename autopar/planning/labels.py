@@ -59,20 +59,18 @@ class SearchLabels:
     dispatch: str | None = None
     context: str | None = None
 
-    def works(self, tp: int, cp: int = 1, ep: int = 1) -> ProgramWorks:
-        """The block costs. Raises `PlanError` if a degree does not divide the model, and `InfeasibleError`."""
-        return self.chosen(tp, cp, ep)[2]
+    def works(
+        self, tp: int, cp: int = 1, ep: int = 1, *, chunks: int | None = None, keeps: bool = False
+    ) -> ProgramWorks:
+        """The block costs, also with the loss in `chunks`, or if a rank `keeps` gathered values, under the same labels.
 
-    def works_kept(self, tp: int, cp: int = 1, ep: int = 1) -> ProgramWorks:
-        """The block costs under the labels of `works` if gathered values are kept. Raises the same errors."""
-        if not self.works(tp, cp, ep).regathers:
+        Raises `PlanError` if a degree does not divide the model or the loss does not run in chunks, and
+        `InfeasibleError`.
+        """
+        if keeps and not self.works(tp, cp, ep).regathers:
             return replace(self.works(tp, cp, ep), regather=False)
-        return self.memo(SearchLabels._labelled, self, self._wanted(tp, cp, ep), self.loss_chunks, True)[2]
-
-    def works_in_chunks(self, tp: int, cp: int = 1, ep: int = 1, *, chunks: int) -> ProgramWorks:
-        """The block costs under the labels of `works` if the loss runs in chunks. Raises `PlanError` if it does not."""
-        works = self.memo(SearchLabels._labelled, self, self._wanted(tp, cp, ep), chunks, False)[2]
-        if not works.is_chunked:
+        works = self.memo(SearchLabels._labelled, self, self._wanted(tp, cp, ep), chunks or self.loss_chunks, keeps)[2]
+        if chunks is not None and not works.is_chunked:
             raise PlanError("the loss does not run in chunks")
         return works
 

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from autopar.cost_model.machine.cluster import cluster_machine, precision_of
-from autopar.cost_model.machine.engine import engine_named, with_sums_in
+from autopar.cost_model.machine.engine import DEFAULT, engine_named, with_sums_in
 from autopar.cost_model.machine.fitted_constants import mechanisms
 from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.machine.profile import DeviceProfile
@@ -14,8 +14,6 @@ from autopar.ir.precision import MASTER_BYTES
 if TYPE_CHECKING:
     from autopar.search.bounds.lower_bounds import Machinery
 
-ENGINE = "autopar"
-
 
 def machine_of(
     cluster: ClusterSpec,
@@ -25,7 +23,7 @@ def machine_of(
     stored_bytes: int = MASTER_BYTES,
 ) -> Machine:
     """The cluster as a machine. Raises `InputError` if the precision is unknown or the devices do not have it."""
-    engine = with_sums_in(engine_named(ENGINE), reduce_dtype, stored_bytes)
+    engine = with_sums_in(engine_named(DEFAULT), reduce_dtype, stored_bytes)
     return cluster_machine(cluster, engine, mechanisms(), precision=precision, profile=profile)
 
 

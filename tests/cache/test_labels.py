@@ -86,9 +86,9 @@ def test_what_blocks_cost_that_keep_what_they_gather(
     program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = SearchLabels(program, CLUSTER, sequence_parallel=True, folder=tmp_path)
-    again, kept = first.works(2), first.works_kept(2)
+    again, kept = first.works(2), first.works(2, keeps=True)
     assert again.regathers and not kept.regathers and not kept.regather
-    assert first.works_kept(1).family == first.works(1).family  # gathers nothing
+    assert first.works(1, keeps=True).family == first.works(1).family  # gathers nothing
     assert len(list(tmp_path.iterdir())) == 3
 
     def fail(*arguments: Any, **options: Any) -> None:
@@ -96,5 +96,5 @@ def test_what_blocks_cost_that_keep_what_they_gather(
 
     monkeypatch.setattr("autopar.planning.labels.choose_labels", fail)
     monkeypatch.setattr("autopar.planning.labels.merged_works", fail)
-    read = SearchLabels(program, CLUSTER, sequence_parallel=True, folder=tmp_path).works_kept(2)
+    read = SearchLabels(program, CLUSTER, sequence_parallel=True, folder=tmp_path).works(2, keeps=True)
     assert read.family == kept.family and read.regather is False

@@ -55,9 +55,9 @@ def test_searches_that_share_a_memo_get_their_own_labels() -> None:
                 shared, alone = (SearchLabels(program, cluster, memo=each, **asked) for each in (memo, Memo()))
                 for tp in (1, 4):
                     assert shared.chosen(tp)[1].blocks == alone.chosen(tp)[1].blocks
-                    for works in ("works", "works_kept"):
-                        expected = plain(getattr(alone, works)(tp))
-                        assert expected == plain(getattr(shared, works)(tp))
+                    for keeps in (False, True):
+                        expected = plain(alone.works(tp, keeps=keeps))
+                        assert expected == plain(shared.works(tp, keeps=keeps))
                         told.append(str(expected))
     assert len(set(told)) > 8
 
