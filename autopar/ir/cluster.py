@@ -60,15 +60,22 @@ class ClusterSpec:
         problems = []
         if not self.groups:
             raise ClusterError("a cluster needs at least one group of hosts")
+        for index, group in enumerate(self.groups):
+            if group.in_host is None and group.devices_per_host > 1:
+                rule = "is required for a device that is not a preset"
+                problems.append(Problem(path=f"groups[{index}].in_host", rule=rule))
         if self.num_hosts > 1 and self.inter_host is None:
-            problems.append(Problem(path="inter_host", rule=f"is required for {self.num_hosts} hosts"))
+            problems.append(
+                Problem(path="inter_host", rule=f"is required: {self.num_hosts} hosts and no device preset")
+            )
         if (self.spine is None) != (self.hosts_per_leaf is None):
             problems.append(Problem(path="spine", rule="spine and hosts_per_leaf must be given together"))
         elif self.hosts_per_leaf is not None and not 1 <= self.hosts_per_leaf <= self.num_hosts:
             rule = f"must be from 1 to the number of hosts, {self.num_hosts}"
-            problems.append(Problem(path="hosts_per_leaf", value=self.hosts_per_leaf, rule=rule))
+            problems.append(Problem(path="spine.hosts_per_leaf", value=self.hosts_per_leaf, rule=rule))
         if len({group.device.device_type for group in self.groups}) > 1:
-            problems.append(Problem(path="groups", rule="the devices must be all cuda or all cpu"))
+            rule = "the groups' devices must be all cuda or all cpu: one process group has one backend"
+            problems.append(Problem(path="groups", rule=rule))
         if self.num_devices > _MAX_DEVICES:
             rule = f"at most {_MAX_DEVICES:,} devices in all"
             problems.append(Problem(path="groups", value=self.num_devices, rule=rule))
@@ -227,9 +234,13 @@ class ClusterSpec:
         entry, problems = check_cluster(content, problems, folder)
         if entry is None or problems:
             raise ClusterError(what, problems)
+        try:
+            cluster = cls(**resolve(entry, name, folder))
+        except ClusterError as error:
+            raise ClusterError(what, error.problems) from None
         for sentence in implausible(entry):
             warnings.warn(sentence, ClusterWarning, stacklevel=3)
-        return cls(**resolve(entry, name, folder))
+        return cluster
 
     # ---- writing one ----
 

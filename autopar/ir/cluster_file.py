@@ -100,7 +100,6 @@ def check_cluster(content: object, problems: list[Problem], folder: Path) -> tup
     entry, problems = checked_model(ClusterEntry, content, problems)
     if entry is not None:
         problems += _check_profile(entry.profile, folder) if entry.profile is not None else []
-        problems += _check_links(entry) if not problems else []
     return entry, problems
 
 
@@ -127,27 +126,6 @@ def _check_profile(text: str, folder: Path) -> list[Problem]:
         hint = "autopar calibrate --out writes one"
         return [Problem(path="profile", value=text, rule=f"there is no file {str(path)!r}", suggestion=hint)]
     return []
-
-
-def _check_links(entry: ClusterEntry) -> list[Problem]:
-    """A link that carries traffic needs a speed: from the file, or from the preset of the device."""
-    problems = []
-    devices = [group.device for group in entry.groups]
-    for index, group in enumerate(entry.groups):
-        if group.in_host is None and group.devices_per_host > 1 and not isinstance(group.device, DevicePreset):
-            path = f"groups[{index}].in_host"
-            problems.append(Problem(path=path, rule="is required for a device that is not a preset"))
-    num_hosts = sum(group.num_hosts for group in entry.groups)
-    if entry.inter_host is None and num_hosts > 1 and not any(isinstance(d, DevicePreset) for d in devices):
-        problems.append(Problem(path="inter_host", rule=f"is required: {num_hosts} hosts and no device preset"))
-    if entry.spine is not None and entry.spine.hosts_per_leaf > num_hosts:
-        path, value = "spine.hosts_per_leaf", entry.spine.hosts_per_leaf
-        problems.append(Problem(path=path, value=value, rule=f"must be at most the number of hosts, {num_hosts}"))
-    kinds = {device.device_type for device in devices}
-    if len(kinds) > 1:
-        rule = "the groups' devices must be all cuda or all cpu: one process group has one backend"
-        problems.append(Problem(path="groups", rule=rule))
-    return problems
 
 
 def implausible(entry: ClusterEntry) -> list[str]:
@@ -195,7 +173,7 @@ def resolve(entry: ClusterEntry, name: str, folder: Path) -> dict[str, Any]:
         groups.append(from_entry(HostGroup, group, device=resolved, in_host=in_host))
     inter_host = _link(entry.inter_host)
     presets = [group.device for group in entry.groups if isinstance(group.device, DevicePreset)]
-    if inter_host is None and sum(group.num_hosts for group in groups) > 1:
+    if inter_host is None and presets and sum(group.num_hosts for group in groups) > 1:
         slowest = min(presets, key=lambda preset: preset.inter_host.bandwidth_gb_per_s.value)
         inter_host = from_entry(Link, slowest.inter_host)
         assumptions.append(_assumed_link("inter_host", slowest.name, inter_host))

@@ -88,8 +88,6 @@ class HostGroup:
         if self.price_usd_per_device_hour is not None:
             figures["price_usd_per_device_hour"] = self.price_usd_per_device_hour
         _require_positive("host group", figures)
-        if self.in_host is None and self.devices_per_host > 1:
-            raise ClusterError(f"hosts of {self.devices_per_host} devices need an in_host link")
 
     @property
     def num_devices(self) -> int:

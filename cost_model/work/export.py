@@ -14,7 +14,7 @@ from math import prod
 
 from autopar.capture.analysis import Analysis
 from autopar.cost_model.work.autograd_probe import NodeRun, run_block
-from autopar.cost_model.work.block_work import BlockWork, Operator, SelectiveWork, memory_operator
+from autopar.cost_model.work.block_work import BlockWork, Operator, memory_operator
 from autopar.cost_model.work.conversion_steps import conversion_steps
 from autopar.cost_model.work.fusion import Flow, Need, needs_of_product
 from autopar.cost_model.work.operator_cost import EXPERT_ORDER, EXPERT_PRODUCTS, forward_flops, target_name
@@ -133,33 +133,13 @@ def work_of(flow: Flow, role: str | None = None) -> SymbolicWork:
         fused=tuple(_fused(flow, members, flow.written, needs) for members, needs in pairs),
         sent=tuple(sent_by(flow)),
         saved_eager_bytes=polynomial(_saved_eager(flow)),
-        saved_fused_bytes=polynomial(_saved_fused(flow, flow.needs_of_groups)),
+        saved_fused_bytes=polynomial(_saved_fused(flow)),
         saved_operand_bytes=polynomial(_saved_operands(flow)),
         input_bytes=polynomial(_sum(flow.value_bytes(p) for p in (*_inputs(flow), *_choices(flow)))),
         parameters_split=polynomial(split),
         parameters_whole=polynomial(whole),
         parameters_expert=polynomial(expert),
-        selected=_selected(flow, (*products, *eager)),
-    )
-
-
-def _selected(flow: Flow, works: Sequence[Operator[Polynomial]]) -> SelectiveWork[Polynomial] | None:
-    keys = flow.labels.recomputed
-    return selected(recomputable(flow, works), keys) if keys else None
-
-
-def kept_work(flow: Flow, work: SymbolicWork) -> SymbolicWork:
-    """The work of a block that saves its gathered values, derived from the work of a block that gathers them again."""
-    if not flow.regathered:
-        return work
-    kept = replace(flow, regathered={})
-    return replace(
-        work,
-        sent=tuple(sent_by(kept)),
-        saved_eager_bytes=polynomial(_saved_eager(kept)),
-        saved_fused_bytes=polynomial(_saved_fused(kept, flow.needs_of_groups)),
-        saved_operand_bytes=polynomial(_saved_operands(kept)),
-        selected=_selected(kept, (*work.products, *work.eager)),
+        selected=selected(recomputable(flow, (*products, *eager)), keys) if (keys := flow.labels.recomputed) else None,
     )
 
 
@@ -188,10 +168,12 @@ def _need_bytes(flow: Flow, need: Need) -> Expr:
     return whole / need.divisor * flow.info(need.value).dtype.itemsize
 
 
-def _saved_fused(flow: Flow, of_groups: Sequence[set[Need]]) -> Expr:
+def _saved_fused(flow: Flow) -> Expr:
     """Bytes of the tensors that backward passes of products and of fused groups need."""
     needs = {need for name in flow.runs if flow.is_product(name) for need in needs_of_product(flow, name)}
-    return _sum(_need_bytes(flow, need) for need in needs.union(*of_groups) if not _is_in_chunks(flow, need.value))
+    return _sum(
+        _need_bytes(flow, need) for need in needs.union(*flow.needs_of_groups) if not _is_in_chunks(flow, need.value)
+    )
 
 
 def _saved_operands(flow: Flow) -> Expr:

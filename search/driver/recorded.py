@@ -106,8 +106,7 @@ def _trials(search: SearchState) -> "list[FrozenTrial]":
 
 def _prices(search: SearchState) -> dict[int, PricedPlan]:
     """Exact prices of candidates as they are: those of the search in its order, then those of the next best plans."""
-    others = {index: plan for (index, cut), plan in search.together.found.items() if cut == AS_IT_IS}
-    return {**search.exact, **{index: plan for index, plan in others.items() if index not in search.exact}}
+    return {**search.exact, **{index: plan for (index, cut), plan in search.together.found.items() if cut == AS_IT_IS}}
 
 
 def _bounds_of_combinations(search: SearchState) -> tuple[NDArray[np.int64], Floats, Mapping[int, int]]:

@@ -274,7 +274,7 @@ def test_values_spelt_out_are_checked() -> None:
         with pytest.raises(ClusterError):
             HostGroup(num_hosts=bad, devices_per_host=1, device=device, in_host=link)  # type: ignore[arg-type]
     with pytest.raises(ClusterError, match="in_host"):
-        HostGroup(num_hosts=1, devices_per_host=2, device=device, in_host=None)
+        ClusterSpec(name="x", groups=(HostGroup(num_hosts=1, devices_per_host=2, device=device, in_host=None),))
     group = HostGroup(num_hosts=2, devices_per_host=2, device=device, in_host=link)
     with pytest.raises(ClusterError, match="inter_host"):
         ClusterSpec(name="x", groups=(group,))
