@@ -94,10 +94,6 @@ class HeldByRanks:
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """The fully and the selectively recomputed calls of every role, from the numbers of blocks of every stage."""
         stages = replace(self.stages, full=tuple(full), selective=tuple(selective))
-        if np.count_nonzero(self.is_block) == 1:
-            mine = self.calls * self.is_block
-            first = np.minimum(mine, np.array(full)[:, None])
-            return first, np.minimum(mine - first, np.array(selective)[:, None])
         roles, _ = calls_by_role(self.stages.roles)
         fully, partly = (
             np.array([[calls.count(role) for role in roles] for calls in each], dtype=np.float64)

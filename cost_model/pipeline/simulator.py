@@ -12,7 +12,7 @@ always ready, as with receives posted ahead. Runtimes that pair sends with recei
 itself; an action list does not say so.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -245,35 +245,17 @@ def replayed(
     replay: Replay, seconds: StageSeconds, *, messages: Literal["overlapped", "blocking"] = "overlapped"
 ) -> Simulation:
     """Replay action lists with the seconds of their passes."""
-    blocks, ranks = messages == "blocking", range(len(replay.orders))
-    lasting, lasts = _lasting(seconds)
-    there, free, port, sending = [0.0] * replay.num_cells, *([0.0] * len(replay.orders) for _ in range(3))
-    starts, ends, sent, arrived = ([list[float]() for _ in ranks] for _ in range(4))
+    starts, ends, sent, arrived = ([list[float]() for _ in replay.orders] for _ in range(4))
 
-    def write(rank: int, start: float, end: float, begin: float, arrives: float) -> None:
-        for column, time in zip((starts, ends, sent, arrived), (start, end, begin, arrives), strict=True):
+    def write(rank: int, *times: float) -> None:
+        for column, time in zip((starts, ends, sent, arrived), times, strict=True):
             column[rank].append(time)
 
-    for rank, which, needs, gives, message, then in replay.rows:
-        start = max(free[rank], there[needs])
-        end = now = start + lasting[which]
-        if message < 0:
-            there[gives] = end
-            write(rank, start, end, _NEVER, _NEVER)
-        else:
-            begin = max(end, port[rank])
-            arrives = there[gives] = port[rank] = begin + lasts[message]
-            write(rank, start, end, begin, arrives)
-            if blocks:
-                sending[rank] += arrives - end
-                now = arrives
-        free[rank] = now + lasting[then]
-        if then >= 0:
-            write(rank, now, free[rank], _NEVER, _NEVER)
+    step_s, sending_s = run_seconds(replay, seconds, messages=messages, write=write)
     return Simulation(
         replay=replay,
-        step_s=max(free, default=0.0),
-        sending_s=np.array(sending),
+        step_s=step_s,
+        sending_s=sending_s,
         starts_s=starts,
         ends_s=ends,
         sent_s=sent,
@@ -282,24 +264,38 @@ def replayed(
 
 
 def run_seconds(
-    replay: Replay, seconds: StageSeconds, *, messages: Literal["overlapped", "blocking"] = "overlapped"
+    replay: Replay,
+    seconds: StageSeconds,
+    *,
+    messages: Literal["overlapped", "blocking"] = "overlapped",
+    write: Callable[..., None] | None = None,
 ) -> tuple[float, NDArray[np.float64]]:
-    """Seconds of a replay, and the seconds of every rank in blocking sends. `replayed` also keeps all times."""
+    """Seconds of a replay, and the seconds of every rank in blocking sends.
+
+    `write` gets the rank of every pass, its start and end, and the start and end of its message.
+    """
     blocks = messages == "blocking"
     lasting, lasts = _lasting(seconds)
     there, free, port, sending = [0.0] * replay.num_cells, *([0.0] * len(replay.orders) for _ in range(3))
     for rank, which, needs, gives, message, then in replay.rows:
-        start, arrived = free[rank], there[needs]
-        end = (arrived if arrived > start else start) + lasting[which]
+        free_s, there_s = free[rank], there[needs]
+        start = there_s if there_s > free_s else free_s
+        end = now = start + lasting[which]
+        begin = arrives = _NEVER
         if message < 0:
             there[gives] = end
         else:
             begin = port[rank]
-            there[gives] = port[rank] = arrives = (end if end > begin else begin) + lasts[message]
+            begin = end if end > begin else begin
+            there[gives] = port[rank] = arrives = begin + lasts[message]
             if blocks:
                 sending[rank] += arrives - end
-                end = arrives
-        free[rank] = end + lasting[then]
+                now = arrives
+        free[rank] = now + lasting[then]
+        if write is not None:
+            write(rank, start, end, begin, arrives)
+            if then >= 0:
+                write(rank, now, free[rank], _NEVER, _NEVER)
     return max(free, default=0.0), np.array(sending)
 
 

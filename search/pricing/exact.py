@@ -138,8 +138,7 @@ class PlanPricer:
             columns = [np.broadcast_to(part, len(index)).tolist() for part in parts.values()]
             levels.append([dict(zip(parts, row, strict=True)) for row in zip(*columns, strict=True)])
         return [
-            self._recomputing(i, self.degrees(i), (), None, parts)
-            for i, parts in zip(index, zip(*levels, strict=True), strict=True)
+            self._recomputing(i, (), None, parts) for i, parts in zip(index, zip(*levels, strict=True), strict=True)
         ]
 
     def _with_stages(self, index: int, cut: Cut) -> "_OpenPlan":
@@ -154,7 +153,7 @@ class PlanPricer:
         ]
         if self._is_by_stage(cut, must_recompute=not self._fits(index, sum(parts[0].values()))):
             return self._by_stage(index, cut, cuts, held)
-        return self._recomputing(index, degrees, cuts, stages, parts)
+        return self._recomputing(index, cuts, stages, parts)
 
     def _fits(self, index: int, peak_bytes: float) -> bool:
         return peak_bytes <= self.on.capacity_bytes and bool(self.allowed[index])
@@ -244,16 +243,11 @@ class PlanPricer:
         )
 
     def _recomputing(
-        self,
-        index: int,
-        degrees: Degrees,
-        cuts: tuple[int, ...],
-        stages: Stages | None,
-        parts_of: Sequence[Mapping[str, float]],
+        self, index: int, cuts: tuple[int, ...], stages: Stages | None, parts_of: Sequence[Mapping[str, float]]
     ) -> "_OpenPlan":
         """The recomputation of every stage: the fewest steps that let a candidate fit, all if none fits, or the pinned
         number of blocks."""
-        of_level = dict(zip(self.levels, parts_of, strict=True))
+        of_level, degrees = dict(zip(self.levels, parts_of, strict=True)), self.degrees(index)
 
         def parts_with(steps: int) -> dict[str, float]:
             shares = level_shares(self.works, self._recomputing_steps(degrees, steps, most))
