@@ -118,9 +118,7 @@ def estimate(
     given, precision = _with_precision(plan, precision)
     chosen = _engine_of(engine, exact_memory)
     of = _subject(model_or_program, example_inputs, loss_fn, specialise=specialise)
-    if isinstance(of, Request):
-        report("capturing")
-    (degrees, program), precision, notes = _captured(of, given, spec, global_batch, precision)
+    (degrees, program), precision, notes = _captured(of, given, spec, global_batch, precision, report)
     report("choosing labels and pricing blocks")
     own_plan = given if isinstance(given, Plan) else None
 
@@ -248,8 +246,11 @@ def _captured(
     cluster: ClusterSpec,
     global_batch: int | None,
     precision: str | None,
+    on_progress: Callable[[str], None],
 ) -> tuple[tuple[Degrees, Program], str | None, tuple[str, ...]]:
     """The degrees and the program of a plan or of wishes in their precision, this precision, and notes."""
+    if isinstance(of, Request):
+        on_progress("capturing")
     if isinstance(plan, Plan):
         program = of if isinstance(of, Program) else capture_for(of, plan.degrees)
         check_plan(plan, program, cluster.num_devices)

@@ -90,13 +90,12 @@ class RowGroup:
         first = self.cases[0]
         family = with_experts(self.family, self.layouts, constants)
         machine = row_machine(first.row, self.machine.engine, constants, profile=profile)
-        basis = Basis(shape=self.shape, machine=machine)
         shares, steps = list[Floats](), list[StepSeconds]()
         for level, weight in enumerate(self.weights):
             if np.any(weight > 0):
                 layouts = replace(self.layouts, recompute=np.full(len(weight), float(level)))
                 shares.append(weight)
-                steps.append(step_seconds(family, basis, layouts))
+                steps.append(step_seconds(family, Basis(shape=self.shape, machine=machine), layouts))
         return step_between(shares, steps)
 
 
@@ -194,7 +193,6 @@ def _prepare(members: Sequence[tuple[int, _Case]]) -> RowGroup:
         shares = np.array([bool(case.row.moe_shared_ffn) for case in cases])  # tensor ranks split the shared experts
         family = with_expert_ranks(family, at_etp, layouts, np.where(shares | (layouts.etp == layouts.tp), 1.0, 0.5))
     unstated = np.array([case.row.recompute is None for case in cases])
-
     basis = Basis(shape=shape, machine=machine)
     memory, layouts, weights = _recomputing(family, layouts, basis, machine.memory_bytes, unstated)
     return RowGroup(

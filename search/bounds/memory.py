@@ -103,7 +103,8 @@ def memory_bounds(
         parts = state_bytes(held_parameters, layouts, basis, blocks, has_stages=layouts.pp > 1)
         parts["logits"] = np.where(ends[1], blocks_save.logits, 0.0)
         held = held if peers.index is None else held[peers.index]
-        held = np.where(layouts.pp > 1, held, blocks)
+        cached, reserve = 1 + basis.machine.mechanisms.allocator_cache, basis.machine.reserve_bytes
+        held = cached * np.where(layouts.pp > 1, held, blocks)
         before = saved.always  # a block's tensors before they are moved to the host
         room = parts["logits"] * gone_logits(shape, engine)
         always, recomputed, whole = (
@@ -112,8 +113,6 @@ def memory_bounds(
         )
         every, has_gradients = np.asarray(sum(parts.values())), makes_gradients(layouts, engine)
         at_start = every - np.where(has_gradients, parts["gradients"], 0.0) + always
-        cached, reserve = 1 + basis.machine.mechanisms.allocator_cache, basis.machine.reserve_bytes
-        held = cached * held
         return _Rank(
             parts=parts,
             state=reserve + cached * at_start,

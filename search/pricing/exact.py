@@ -306,7 +306,7 @@ class PlanPricer:
         levels = np.array([float(level) for _, level in ones])
         steps, pipeline_s = self._priced(index, levels, [plans[k].stages for k, _ in ones])
         of_pipelines = np.broadcast_to(pipeline_s, len(ones)).tolist()
-        place = {one: at for at, one in enumerate(ones)}
+        place = {key: at for at, key in enumerate(ones)}
         for k, seconds in self._in_parts(plans).items():
             of_pipelines[place[k, NONE]] = seconds
         results = []

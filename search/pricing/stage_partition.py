@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from autopar.errors import PlanError
 
-TIE = 1e-12  # a smaller relative difference is rounding, which differs between processors
+_TIE = 1e-12  # a smaller relative difference is rounding, which differs between processors
 
 
 def partition(weights: Sequence[float], parts: int, *, can_be_alone: Sequence[bool] | None = None) -> tuple[int, ...]:
@@ -88,8 +88,8 @@ def _starts(
         np.maximum(largest.take(froms, out=whole, mode="clip"), of_part, out=whole)
         best = whole.min(axis=1)
         sum_of = np.add(squares.take(froms, out=even[ends], mode="clip"), of_part**2, out=even[ends])
-        sum_of[whole > (best * (1 + TIE))[:, None]] = np.inf
-        is_even = sum_of <= (sum_of.min(axis=1) * (1 + TIE))[:, None]  # of even partitions, the longest last part
+        sum_of[whole > (best * (1 + _TIE))[:, None]] = np.inf
+        is_even = sum_of <= (sum_of.min(axis=1) * (1 + _TIE))[:, None]  # of even partitions, the longest last part
         at = is_even.argmax(axis=1) + firsts[: len(best)]  # in the rows one after the other
         largest.fill(np.inf)
         squares.fill(np.inf)

@@ -14,10 +14,9 @@ from autopar.errors import InputError
 GB = 1e9
 
 
-def largest(devices: list[int], **changes: float) -> dict[tuple[str, int], Largest]:
-    wanted = {"memory_bytes": 80 * GB, "sequence": 4096, **changes}
+def largest(devices: list[int], memory_bytes: float = 80 * GB, sequence: int = 4096) -> dict[tuple[str, int], Largest]:
     machine = row_machine(Row(id="capacity", gpu_type="h100-sxm"), engine_named("fsdp"), mechanisms())
-    found = capacity(devices, replace(machine, memory_bytes=wanted["memory_bytes"]), int(wanted["sequence"]))
+    found = capacity(devices, replace(machine, memory_bytes=memory_bytes), sequence)
     return {(one.way, one.devices): one for one in found}
 
 

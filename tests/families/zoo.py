@@ -53,7 +53,6 @@ PLAIN = {
 }
 # larger values map all inputs of a tower to nearly one direction, and the gradients are lost in rounding
 SCALES = {"clip": 0.1}
-CONVOLUTIONAL = ("resnet", "convnext")
 TRANSFORMERS = (*PRESETS, "encoder", "decoder")
 
 

@@ -2,7 +2,7 @@
 
 import random
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +18,6 @@ from autopar.cost_model.pipeline.simulator import (
     most_held,
     replay_of,
     replayed,
-    run_seconds,
 )
 from autopar.ir.schedules.action import pass_number
 from autopar.ir.schedules.registry import SCHEDULES, rank_of_stage, schedule_problems
@@ -34,24 +33,6 @@ SEVERAL = [
     if p * v * n <= 512 and v >= kind.least_stages and not schedule_problems(schedule, p, v, n)
 ]
 CASES = sorted({*ONE_STAGE, *SEVERAL})
-SECONDS = [(1.0, 1.0, 1.0), (1.0, 1.3, 0.7), (1.0, 0.6, 1.4), (1.7, 1.0, 0.8), (0.4, 1.0, 1.0), (1.0, 2.0, 0.0)]
-
-
-@pytest.mark.parametrize("messages", ["overlapped", "blocking"])
-@pytest.mark.parametrize("schedule, p, v, n", CASES[::7])
-def test_seconds_alone_are_those_of_the_replay(
-    schedule: str, p: int, v: int, n: int, messages: Literal["overlapped", "blocking"]
-) -> None:
-    draw = random.Random(p * v * n)
-    passes, messages_s = ([[draw.random() for _ in range(p * v - less)] for _ in range(4)] for less in (0, 1))
-    given = StageSeconds(
-        forward_s=passes[0], backward_s=passes[1], input_s=passes[2], weight_s=passes[3],
-        forward_message_s=messages_s[0], backward_message_s=messages_s[1],
-    )  # fmt: skip
-    replay = replay_of(schedule, p, v, n)
-    whole, sending = run_seconds(replay, given, messages=messages)
-    found = replayed(replay, given, messages=messages)
-    assert (whole, sending.tolist()) == (found.step_s, found.sending_s.tolist())
 
 
 @pytest.mark.parametrize("p, n", [(2, 4), (3, 6), (4, 8), (8, 16)])

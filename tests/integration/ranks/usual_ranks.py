@@ -54,15 +54,6 @@ def example() -> Batch:
     return {"idx": idx[:, :-1], "targets": idx[:, 1:]}
 
 
-def compiled_before(wish: Wish, world_size: int) -> float:
-    torch.manual_seed(0)
-    model = CharGPT().double()
-    parallel = parallelize(
-        torch.compile(copy.deepcopy(model)), f"{world_size}xcpu", example_inputs=example(), plan=wish
-    )
-    return steps(parallel, model, adam(parallel, model))
-
-
 class Checkpointed(CharGPT):
     reentrant = False
 

@@ -38,7 +38,7 @@ def machinery(degrees: Degrees, part: float, case: Case = CASE) -> Machinery:
     """With room for that part of what the plan holds beside state and reserve without recomputation."""
     roomy, works = case.on, case.works(1)
     most, least = (
-        pricing_of(works, one, case.spec, roomy).memory(_layouts(one, roomy, case), every_rank=True).peak_bytes.max()
+        pricing_of(works, one, case.spec, roomy).memory(layout_of(works, one.degrees), every_rank=True).peak_bytes.max()
         for one in (
             priced(works, degrees, roomy),
             priced(works, degrees, pinned(roomy, recompute_blocks=1_000_000)),
@@ -46,10 +46,6 @@ def machinery(degrees: Degrees, part: float, case: Case = CASE) -> Machinery:
     )
     between = float(least + part * (most - least)) - roomy.machine.reserve_bytes
     return machinery_with(case.spec, between / (1 + roomy.machine.mechanisms.allocator_cache))
-
-
-def _layouts(one: PricedPlan, on: Machinery, case: Case) -> Any:
-    return layout_of(case.works(1), one.degrees)
 
 
 def pinned(on: Machinery, **words: Any) -> Machinery:
