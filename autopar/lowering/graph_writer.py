@@ -74,7 +74,67 @@ def sorted_rows(analysis: Analysis, index: int) -> SortedRows:
     )
 
 
-class GraphWriter:
+class Converter:
+    """Converts values between types: `emit` gives the result of a function, and `mesh_dim` its mesh dimension."""
+
+    def __init__(
+        self, mesh: Mesh, mesh_dim: Callable[[str], Any], emit: Callable[..., Any], *, join: bool = True
+    ) -> None:
+        self.mesh, self.mesh_dim, self.emit, self.join = mesh, mesh_dim, emit, join
+
+    def convert(self, value: Any, dims: Dims, source: Types, target: Types, name: str = "") -> Any:
+        """One conversion per differing mesh dimension, or pair of them. Results have names that begin with `name`."""
+        current = source
+        order = steps(dims, source, target, self.mesh)
+        if not self.join:
+            order = [(i,) for indices in order for i in indices]
+        for indices in order:
+            before = current
+            current = tuple(target[i] if i in indices else t for i, t in enumerate(current))
+            value = self.convert_one(name, value, dims, before, current, indices)
+        return value
+
+    def convert_one(
+        self, name: str, value: Any, dims: Dims, source: Types, target: Types, indices: tuple[int, ...]
+    ) -> Any:
+        """The value after one conversion, such as ``out_summed`` of ``out``."""
+        i, degrees = indices[0], self.mesh.degrees
+        a, b = (
+            S(t.dim) if t.kind == "S" and dims.is_outermost(t, source, degrees) else t for t in (source[i], target[i])
+        )
+        inner = [t for t in (a, b) if t.kind == "S" and t.position > 0]
+        cuts = {t.dim: sorted({u.position for u in inner if u.dim == t.dim}) for t in inner}
+        over = self.mesh.names[i] if len(indices) == 1 else self.mesh.joined(i)
+        assert over is not None
+        mesh_dim = self.mesh_dim(over)
+        uneven = len(indices) == 1  # joined shards are even
+        if cuts:
+            value = self.reshape(value, _cut(dims.local_sizes(source, degrees), cuts), source, cuts)
+            a, b = _moved(a, cuts), _moved(b, cuts)
+        if uneven:
+            before = _cut(dims.local_sizes(source, degrees), cuts)
+            value = self.pad(value, before, source, b, _size(dims, target[i]), degrees[i], cuts)
+        shards = (t.dim for t in (a, b) if t.kind == "S")
+        result = f"{name}_{_RESULT[a.kind, b.kind]}"
+        value = self.emit(CONVERT[a.kind, b.kind], (value, mesh_dim, *shards), target, cuts, result)
+        if uneven and a.kind == "S" and _size(dims, source[i]) % degrees[i]:
+            size = _cut(dims.local_sizes(target, degrees), cuts)[a.dim]
+            value = self.emit(torch.ops.aten.slice.Tensor, (value, a.dim, 0, size), target, cuts)
+        return self.reshape(value, dims.local_shape(target, degrees), target, {}) if cuts else value
+
+    def pad(self, value: Any, shape: Sequence[int], types: Types, to: Type, size: int, degree: int, cuts: Cuts) -> Any:
+        """Zeros behind an axis of `size` that is about to be split unevenly."""
+        if to.kind != "S" or size % degree == 0:
+            return value
+        missing = (chunk(size, degree) * degree - size) * (shape[to.dim] // size)
+        pads = [0, 0] * (len(shape) - 1 - to.dim) + [0, missing]
+        return self.emit(torch.ops.aten.constant_pad_nd.default, (value, pads), types, cuts)
+
+    def reshape(self, value: Any, shape: Sequence[int], types: Types, cuts: Cuts) -> Any:
+        return self.emit(torch.ops.aten.reshape.default, (value, list(shape)), types, cuts)
+
+
+class GraphWriter(Converter):
     """Writes one block's graph; holds the conversions made so far."""
 
     def __init__(
@@ -86,8 +146,9 @@ class GraphWriter:
         device: str,
         join: bool,
     ) -> None:
+        super().__init__(mesh, self.attribute, self.conversion, join=join)
         self.graph = fx.Graph()
-        self.block, self.mesh, self.dims, self.device, self.join = block, mesh, dims, device, join
+        self.block, self.dims, self.device = block, dims, device
         self.rows = rows
         self.routes: dict[str, fx.Node] = {}
         self.values: dict[str, fx.Node] = {}
@@ -95,12 +156,21 @@ class GraphWriter:
         self.attributes: dict[str, fx.Node] = {}
         self.operands: dict[tuple[str, str], fx.Node] = {}
 
-    def mesh_dim(self, name: str) -> fx.Node:
+    def attribute(self, name: str) -> fx.Node:
+        """The mesh dimension that the graph reads."""
         if name not in self.attributes:
             first = next((n for n in self.graph.nodes if n.op != "placeholder"), None)
             with self.graph.inserting_before(first) if first else self.graph.inserting_after(None):
                 self.attributes[name] = self.graph.get_attr(name)
         return self.attributes[name]
+
+    def conversion(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], types: Types, cuts: Cuts, name: str = ""
+    ) -> fx.Node:
+        """A function that converts a value, with the types of its result, whose dimensions are cut."""
+        node = self.graph.call_function(function, arguments, name=name or None)
+        node.meta["types"] = tuple(_moved(t, cuts) for t in types)
+        return node
 
     def use(self, name: str, target: Types) -> fx.Node:
         """The value `name` in the wanted types."""
@@ -117,97 +187,34 @@ class GraphWriter:
                 "them between ranks; plan again"
             )
         if key not in self.converted:
-            self.converted[key] = self.convert(self.values[name], self.dims[name], source, target)
+            value = self.values[name]
+            self.converted[key] = self.convert(value, self.dims[name], source, target, value.name)
         return self.converted[key]
 
-    def convert(self, node: fx.Node, dims: Dims, source: Types, target: Types) -> fx.Node:
-        """One conversion per differing mesh dimension, or pair of them."""
-        current, name = list(source), node.name
-        order = steps(dims, source, target, self.mesh)
-        if not self.join:
-            order = [(i,) for indices in order for i in indices]
-        for indices in order:
-            before = tuple(current)
-            for i in indices:
-                current[i] = target[i]
-            if any(t[indices[0]].by_expert for t in (before, current)):
-                node = self.convert_rows(name, node, before[indices[0]], indices[0])
-                _describe(node, tuple(current), {})
-            else:
-                node = self.convert_one(name, node, dims, before, tuple(current), indices)
-        return node
-
-    def convert_rows(self, value: str, node: fx.Node, source: Type, index: int) -> fx.Node:
-        """Sorted rows on the ranks of their experts, or back on those of their tokens; of an order, a rank's part."""
-        order, mesh_dim = self.rows.orders[value], self.mesh_dim(self.mesh.names[index])
+    def convert_one(
+        self, name: str, value: Any, dims: Dims, source: Types, target: Types, indices: tuple[int, ...]
+    ) -> fx.Node:
+        """As for other values. Sorted rows go to the ranks of their experts, or back to the ranks of their tokens."""
+        i = indices[0]
+        if not (source[i].by_expert or target[i].by_expert):
+            node: fx.Node = super().convert_one(name, value, dims, source, target, indices)
+            return node
+        order, mesh_dim = self.rows.orders[name], self.mesh_dim(self.mesh.names[i])
         arguments = (
             self.values[order],
             self.operands[order, self.rows.chosen[order]],
             self.rows.count[order],
             mesh_dim,
         )
-        if value == order:
-            return self.graph.call_function(experts.part_of_experts, arguments, name=f"{value}_part")
+        if name == order:
+            return self.conversion(experts.part_of_experts, arguments, target, {}, f"{name}_part")
         if order not in self.routes:
             self.routes[order] = self.graph.call_function(experts.route_to_experts, arguments, name=f"{order}_route")
         route = self.routes[order]
-        if value in self.rows.numbers and not source.by_expert:
-            return self.graph.call_function(experts.expert_numbers, (route,), name=f"{value}_moved")
-        function = experts.rows_to_tokens if source.by_expert else experts.rows_to_experts
-        return self.graph.call_function(function, (node, mesh_dim, route), name=f"{value}_moved")
-
-    def convert_one(
-        self, value: str, node: fx.Node, dims: Dims, source: Types, target: Types, indices: tuple[int, ...]
-    ) -> fx.Node:
-        """`node` after one conversion. Its name begins with the name of the `value`, such as ``out_summed``."""
-        i = indices[0]
-        a, b = source[i], target[i]
-        degrees = self.mesh.degrees
-        a, b = (S(t.dim) if t.kind == "S" and dims.is_outermost(t, source, degrees) else t for t in (a, b))
-        inner = [t for t in (a, b) if t.kind == "S" and t.position > 0]
-        name = self.mesh.names[i] if len(indices) == 1 else self.mesh.joined(i)
-        assert name is not None
-        mesh_dim = self.mesh_dim(name)
-        uneven = len(indices) == 1  # joined shards are even
-        cuts: dict[int, list[int]] = {}
-        if inner:
-            cuts = {
-                d: sorted({t.position for t in (a, b) if t.kind == "S" and t.dim == d and t.position > 0})
-                for d in {t.dim for t in inner}
-            }
-            node = self.reshape(node, _cut(dims.local_sizes(source, degrees), cuts))
-            _describe(node, source, cuts)
-            a, b = _moved(a, cuts), _moved(b, cuts)
-        if uneven:
-            before = _cut(dims.local_sizes(source, degrees), cuts)
-            node = self.pad(node, before, source, b, _size(dims, target[i]), degrees[i], cuts)
-        shards = (t.dim for t in (a, b) if t.kind == "S")
-        result = f"{value}_{_RESULT[a.kind, b.kind]}"
-        node = self.graph.call_function(CONVERT[a.kind, b.kind], (node, mesh_dim, *shards), name=result)
-        _describe(node, target, cuts)
-        if uneven and a.kind == "S" and _size(dims, source[i]) % degrees[i]:
-            size = _cut(dims.local_sizes(target, degrees), cuts)[a.dim]
-            node = self.graph.call_function(torch.ops.aten.slice.Tensor, (node, a.dim, 0, size))
-            _describe(node, target, cuts)
-        if inner:
-            node = self.reshape(node, dims.local_shape(target, degrees))
-            _describe(node, target, {})
-        return node
-
-    def pad(
-        self, node: fx.Node, shape: Sequence[int], types: Types, to: Type, size: int, degree: int, cuts: Cuts
-    ) -> fx.Node:
-        """Zeros behind an axis of `size` that is about to be split unevenly."""
-        if to.kind != "S" or size % degree == 0:
-            return node
-        missing = (chunk(size, degree) * degree - size) * (shape[to.dim] // size)
-        pads = [0, 0] * (len(shape) - 1 - to.dim) + [0, missing]
-        node = self.graph.call_function(torch.ops.aten.constant_pad_nd.default, (node, pads))
-        _describe(node, types, cuts)
-        return node
-
-    def reshape(self, node: fx.Node, shape: Sequence[int]) -> fx.Node:
-        return self.graph.call_function(torch.ops.aten.reshape.default, (node, list(shape)))
+        if name in self.rows.numbers and not source[i].by_expert:
+            return self.conversion(experts.expert_numbers, (route,), target, {}, f"{name}_moved")
+        function = experts.rows_to_tokens if source[i].by_expert else experts.rows_to_experts
+        return self.conversion(function, (value, mesh_dim, route), target, {}, f"{name}_moved")
 
     def operator(
         self, node: fx.Node, bound: Bound, call: Call, names: Sequence[str], chosen: Sequence[Variant]
@@ -294,8 +301,3 @@ def _moved(t: Type, cuts: Cuts) -> Type:
     begins = [0, *cuts.get(t.dim, ())]
     part = bisect_right(begins, t.position) - 1
     return Type("S", t.dim + before + part, t.position - begins[part])
-
-
-def _describe(node: fx.Node, types: Types, cuts: Cuts) -> None:
-    """Notes for the type check: the types of a converted value whose dimensions are cut."""
-    node.meta["types"] = tuple(_moved(t, cuts) for t in types)

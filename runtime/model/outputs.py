@@ -14,7 +14,7 @@ from autopar.errors import RuntimeInputError
 from autopar.ir.precision import is_low
 from autopar.ir.sharding import Dims, R, Type, splits_samples
 from autopar.runtime.distributed.mesh import RankMesh
-from autopar.runtime.parameters.placement import gathered, of_local
+from autopar.runtime.parameters.placement import converted, of_local
 
 _DATA = ("dp_replicate", "dp_shard", "dp_samples")  # torch's names for the mesh dimension `dp`
 _PLACED = "its device follows from the cluster: leave the move out, or call parallelize with another cluster"
@@ -31,8 +31,8 @@ def as_dtensor(local: torch.Tensor, dims: Dims, types: Sequence[Type], mesh: Ran
             splits_samples(mesh.spec.names[i]) and dims.is_outermost(t, types, mesh.spec.degrees)
         )
         if not is_first or (sizes[0] % mesh.spec.degrees[i] and len(sizes) > 1 and t.position == 0):
-            local = gathered(local, dims, current, i, R, mesh)
             current[i] = R
+    local = converted(local, dims, types, current, mesh)
     by_name = dict(zip(mesh.spec.names, current, strict=True))
     names = mesh.value_mesh.mesh_dim_names or ()
     kinds = [by_name["dp" if name in _DATA else name] for name in names]

@@ -24,9 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from autopar.ir.program import StateInfo
-from autopar.ir.sharding import Dims, I, Mesh, R, Type, chunk, owned_by
+from autopar.ir.sharding import Dims, I, Mesh, R, Type, owned_by
 from autopar.ir.storage import Storage, storage_of
-from autopar.lowering.functions import CONVERT
+from autopar.lowering.graph_writer import Converter
 from autopar.runtime.distributed.mesh import RankMesh
 from autopar.runtime.parameters.shards import pad_axis
 
@@ -93,25 +93,21 @@ class ComputeCopies:
 
     def __init__(self, dtypes: Mapping[str, torch.dtype]) -> None:
         self._dtypes = dtypes
-        self._held: dict[str, torch.Tensor] = {}
+        self.held: dict[str, torch.Tensor] = {}  # now, by name
 
     def of(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """A parameter's local value in its dtype of computing."""
         dtype = self._dtypes[name]
         if value.dtype == dtype:
             return value
-        if name not in self._held:
-            self._held[name] = value.detach().to(dtype)
-        cast: torch.Tensor = _Cast.apply(value, self._held[name])
+        if name not in self.held:
+            self.held[name] = value.detach().to(dtype)
+        cast: torch.Tensor = _Cast.apply(value, self.held[name])
         return cast
-
-    def tensors(self) -> list[torch.Tensor]:
-        """The copies that are held now."""
-        return list(self._held.values())
 
     def clear(self) -> None:
         """Forget the copies. Graphs of autograd keep what they need."""
-        self._held.clear()
+        self.held.clear()
 
 
 # Parameters that a program takes in another placement than they are stored in.
@@ -137,48 +133,23 @@ def _layout(storage: Storage) -> tuple[object, ...]:
 
 def relayout(value: torch.Tensor, storage: Storage, used: Storage, mesh: RankMesh) -> torch.Tensor:
     """Convert the flat local value of a parameter from the placement `storage` to the placement `used`."""
-    current = list(storage.types)
-    tensor = [*mesh.spec.owning("experts"), *mesh.spec.owning("parameters")]
+    splitting = {*mesh.spec.owning("experts"), *mesh.spec.owning("parameters")}
     is_same = _layout(storage) == _layout(used)
-    for i in tensor:
-        if current[i].kind == "S" and not (is_same and used.types[i].kind == "S"):
-            kind = I if used.types[i].kind == "I" else R
-            value = gathered(value, storage.dims, current, i, kind, mesh)
-            current[i] = kind
-    for i in tensor:
-        dim, pair = mesh.dims[mesh.spec.names[i]], (current[i].kind, used.types[i].kind)
-        if pair in (("I", "R"), ("R", "I")):
-            value = CONVERT[pair](value, dim)
-    for i in tensor:
-        if used.types[i].kind == "S" and current[i].kind != "S":
-            value = _cut(value, used.dims, used.types, current, i, mesh)
-            current[i] = used.types[i]
-    return value.reshape(used.local_shape)
+    whole, begun, ended = list[Type](), list[Type](), list[Type]()  # types after gathers, and before and after cuts
+    for i, (now, then) in enumerate(zip(storage.types, used.types, strict=True)):
+        stays = i not in splitting or (is_same and now.kind == then.kind == "S")
+        gathered = I if then.kind == "I" else R
+        whole.append(now if stays or now.kind != "S" else gathered)
+        begun.append(then if stays and i in splitting else whole[-1])
+        ended.append(then if i in splitting else now)
+    value = converted(value, storage.dims, storage.types, whole, mesh)
+    return converted(value, used.dims, begun, ended, mesh).reshape(used.local_shape)
 
 
-def gathered(
-    value: torch.Tensor, dims: Dims, types: Sequence[Type], i: int, kind: Type, mesh: RankMesh
+def converted(
+    value: torch.Tensor, dims: Dims, source: Sequence[Type], target: Sequence[Type], mesh: RankMesh
 ) -> torch.Tensor:
-    """A local value with the shard on mesh dimension `i` gathered."""
-    t, dim = types[i], mesh.dims[mesh.spec.names[i]]
-    axis, flat = dims.axis_index(t), _by_axes(value, dims, types, mesh)
-    whole = CONVERT["S", kind.kind](flat, dim, axis).narrow(axis, 0, dims.sizes[t.dim][t.position])
-    after = [kind if j == i else other for j, other in enumerate(types)]
-    return whole.reshape(dims.local_shape(after, mesh.spec.degrees))
-
-
-def _cut(
-    value: torch.Tensor, dims: Dims, wanted: Sequence[Type], types: Sequence[Type], i: int, mesh: RankMesh
-) -> torch.Tensor:
-    """A local value cut on mesh dimension `i` as `wanted`; shards of `types` are those of `wanted` already."""
-    t, dim = wanted[i], mesh.dims[mesh.spec.names[i]]
-    axis, flat = dims.axis_index(t), _by_axes(value, dims, types, mesh)
-    part = chunk(dims.sizes[t.dim][t.position], dim.degree)
-    out = CONVERT[types[i].kind, "S"](pad_axis(flat, axis, part * dim.degree), dim, axis)
-    after = [t if j == i else other for j, other in enumerate(types)]
-    return out.reshape(dims.local_shape(after, mesh.spec.degrees))
-
-
-def _by_axes(value: torch.Tensor, dims: Dims, types: Sequence[Type], mesh: RankMesh) -> torch.Tensor:
-    """A local value with a dimension for each axis."""
-    return value.reshape([size for sizes in dims.local_sizes(types, mesh.spec.degrees) for size in sizes])
+    """A local value of some types in other types. Collective."""
+    converter = Converter(mesh.spec, mesh.dims.__getitem__, lambda function, arguments, *_: function(*arguments))
+    out: torch.Tensor = converter.convert(value, dims, tuple(source), tuple(target))
+    return out

@@ -173,7 +173,7 @@ def kept_for_backward(
 
     def is_copy(at: int) -> bool:
         copies = [stage.copies for stage in model.stage_modules().values()]
-        return any(private.storage_id(tensor) == at for copy in copies for tensor in copy.tensors())
+        return any(private.storage_id(tensor) == at for copy in copies for tensor in copy.held.values())
 
     def peak() -> None:
         nonlocal has_grown
