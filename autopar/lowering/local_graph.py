@@ -23,7 +23,7 @@ from autopar.lowering.functions import all_gather_to_replicate
 from autopar.lowering.gather_linear import gather_linear, kept_gather_linear
 from autopar.lowering.graph_writer import REWRITES, GraphWriter, Types, sorted_rows
 from autopar.lowering.loss_chunks import loss_in_chunks
-from autopar.lowering.loss_region import chain_steps, region_of
+from autopar.lowering.loss_region import LossRegion, chain_steps, region_of_block
 from autopar.lowering.randomness import StreamUse, bind_streams
 from autopar.rules.variants import Bound, Variant, by_label, rewrites_fit, variants
 
@@ -83,7 +83,6 @@ def local_graph(
         writer.define(port, node, tuple(labels.ports.get(port, ())), port in flows)
     kept = [n for n in output_nodes(block.graph) if keep is None or n.name in keep]
     needed = {node.name for node in closure(kept)}
-    variants_of: dict[str, list[Variant]] = {}
     for node in block.graph.nodes:
         if node.op != "call_function" or node.name not in needed:
             continue
@@ -92,14 +91,13 @@ def local_graph(
         if key not in labels.labels:
             raise PlanError(f"block {block.name}: the plan has no label for {key}; plan again")
         chosen = _chosen_variants(bound, labels.labels[key], mesh, f"block {block.name}, operator {key}")
-        variants_of[node.name] = chosen
         call = analysis.calls[index][node.name]
         writer.operator(node, bound, call, analysis.operands[index][node.name], chosen)
     outputs = [name for name in block.outputs if keep is None or name in keep]
     writer.graph.output(tuple(writer.use(name, labels.results[name]) for name in outputs))
-    if loss_chunks > 1:
-        nodes = {n.name: n for n in block.graph.nodes if n.name in variants_of}
-        chunk_loss(writer, nodes, outputs, variants_of, loss_chunks)
+    region = region_of_block(analysis, block, index, labels, mesh, outputs) if loss_chunks > 1 else ""
+    if isinstance(region, LossRegion):
+        chunk_loss(writer, region, loss_chunks)
     if regather or fuse:
         fuse_gathers(writer.graph, gather_linear if regather else kept_gather_linear)
     streams = bind_streams(writer.graph, mesh, writer.dims)
@@ -114,17 +112,9 @@ def local_graph(
     )
 
 
-def chunk_loss(
-    writer: GraphWriter,
-    nodes: Mapping[str, fx.Node],
-    outputs: Sequence[str],
-    chosen: Mapping[str, Sequence[Variant]],
-    chunks: int,
-) -> None:
-    """Replace the head's product and the loss by one function that runs them in chunks, if they are a region."""
-    region = region_of(nodes, outputs, chosen)
-    if isinstance(region, str):
-        return
+def chunk_loss(writer: GraphWriter, region: LossRegion, chunks: int) -> None:
+    """Replace the head's product and the loss by one function that runs them in chunks."""
+    nodes = {node.name: node for node in writer.block.graph.nodes}
     linear, loss = writer.values[region.linear], writer.values[region.loss]
     erased = [writer.values[name] for name in (region.loss, *reversed(region.between), region.linear)]
     hidden, gathered, dim = arg(linear, 0), None, 0

@@ -2,8 +2,8 @@
 
     linear -> pointwise operators of one operand (casts, scales, a soft cap) -> views -> sum of cross-entropies
 
-A region has no conversion inside, and nothing else reads its values. `region_of` finds it in the captured block under
-labels, for the generated code and for its price. `autopar.lowering.loss_chunks` runs it.
+A region has no conversion inside, and nothing else reads its values. `region_of_block` finds it in the captured block
+under labels, for the generated code and for its price. `autopar.lowering.loss_chunks` runs it.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -56,7 +56,8 @@ def region_of_block(
         name: chosen_variants(analysis.bounds[index][name], labels.labels[node.meta["key"]], mesh.degrees)
         for name, node in nodes.items()
     }
-    return region_of(nodes, keep, chosen)
+    regions = [_region(loss, nodes, keep, chosen) for loss in nodes.values() if loss.target is LOSS]
+    return next((region for region in regions if isinstance(region, LossRegion)), regions[0])
 
 
 def why_whole(program: Program, analysis: Analysis, labels: Sequence[BlockLabels], mesh: Mesh) -> str | None:
@@ -67,14 +68,6 @@ def why_whole(program: Program, analysis: Analysis, labels: Sequence[BlockLabels
     if len(reasons) < len(regions):
         return None
     return next((reason for reason in reasons if reason != NO_LOSS), NO_LOSS)
-
-
-def region_of(
-    nodes: Mapping[str, fx.Node], outputs: Collection[str], chosen: Mapping[str, Sequence[Variant]]
-) -> LossRegion | str:
-    """The region of a block, or why it has none, under the variants of every operator on each mesh dimension."""
-    regions = [_region(loss, nodes, outputs, chosen) for loss in nodes.values() if loss.target is LOSS]
-    return next((region for region in regions if isinstance(region, LossRegion)), regions[0] if regions else NO_LOSS)
 
 
 def _region(

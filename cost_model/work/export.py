@@ -26,7 +26,7 @@ from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Program
 from autopar.ir.sharding import Mesh
 from autopar.ir.stages import ancestors
-from autopar.lowering.loss_region import region_of
+from autopar.lowering.loss_region import region_of_block
 
 SymbolicWork = BlockWork[Polynomial]
 
@@ -87,9 +87,7 @@ def flow_of(
         for user, k in step.users
     }
     sizes = sizes_of(block, index, analysis, labels, naming)
-    region = region_of(
-        {name: nodes[name] for name in runs if name in needed}, outputs, {n: s.chosen for n, s in sizes.items()}
-    )
+    region = region_of_block(analysis, block, index, labels, naming.mesh, outputs)
     return Flow(
         block=block,
         dims=analysis.dims[index],
