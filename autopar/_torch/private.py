@@ -219,10 +219,13 @@ def storage_reference(tensor: torch.Tensor) -> Any:
     return StorageWeakRef(tensor.untyped_storage())
 
 
-def saved_tensor_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
-    """The hooks of the innermost `torch.autograd.graph.saved_tensors_hooks`: pack and unpack. None without hooks."""
+def saved_tensor_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
+    """How tensors are saved here: pack and unpack of the innermost `torch.autograd.graph.saved_tensors_hooks`.
+
+    Without hooks a tensor is kept without its graph, else a result would keep the operator that keeps it.
+    """
     hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks
+    return hooks or (torch.Tensor.detach, lambda kept: kept)
 
 
 class LiveStorages(TorchDispatchMode):

@@ -10,7 +10,6 @@ Ranks count on each other's rows, so a token must choose the same experts when i
 computed again may differ in the last bit. Therefore a recomputed block keeps its choices (`KeptChoices`).
 """
 
-from collections.abc import Callable
 from contextvars import ContextVar, Token
 from typing import Any
 
@@ -31,9 +30,7 @@ class KeptChoices:
     """The experts that tokens chose in one call, for the calls that run it again: kept as autograd keeps tensors."""
 
     def __init__(self) -> None:
-        self._pack: Callable[[torch.Tensor], Any]
-        self._unpack: Callable[[Any], torch.Tensor]
-        self._pack, self._unpack = private.saved_tensor_hooks() or (lambda chosen: chosen, lambda kept: kept)
+        self._pack, self._unpack = private.saved_tensor_hooks()
         self._kept: list[Any] = []
         self._is_known, self._place = False, 0
         self._outer: Token[KeptChoices | None] | None = None

@@ -22,12 +22,15 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from autopar._torch import private
+from autopar.capture.nodes import output_nodes
 from autopar.errors import PlanError, did_you_mean
 from autopar.lowering.functions import conversion_of
 
@@ -92,16 +95,15 @@ class SelectiveBlock(torch.nn.Module):
         super().__init__()
         graph = module.graph
         self.takes = tuple(node.name for node in graph.nodes if node.op == "placeholder")
-        self.gives = tuple(value.name for value in _outputs(graph))
-        runs = _runs(graph, recomputed_nodes(graph, keys, type(module).__name__))
-        self.parts = _parts(module, runs, compiled)
+        self.gives = tuple(value.name for value in output_nodes(graph))
+        self.parts = _parts(module, recomputed_nodes(graph, keys, type(module).__name__), compiled)
 
     def forward(self, *arguments: Any) -> tuple[Any, ...]:
         """The results of the block."""
         scope: dict[str, Any] = dict(zip(self.takes, arguments, strict=True))
         del arguments
         frame = _Frame()
-        with torch.autograd.graph.saved_tensors_hooks(frame.pack, frame.unpack):
+        with torch.autograd.graph.saved_tensors_hooks(frame.pack, lambda held: held.tensor()):
             for part in self.parts:
                 given = [scope[name] for name in part.takes]
                 results = frame.run(part, given) if part.is_again else part.function(*given)
@@ -117,29 +119,15 @@ class SelectiveBlock(torch.nn.Module):
 # ---- parts ----
 
 
-def _outputs(graph: fx.Graph) -> list[fx.Node]:
-    outputs: Any = graph.output_node().args[0]
-    return list(outputs)
-
-
-def _runs(graph: fx.Graph, recomputed: Collection[fx.Node]) -> list[tuple[bool, list[fx.Node]]]:
-    """The operators in their order, cut where recomputation begins or ends."""
-    runs: list[tuple[bool, list[fx.Node]]] = []
-    for node in graph.nodes:
-        if node.op == "call_function":
-            if not runs or runs[-1][0] != (node in recomputed):
-                runs.append((node in recomputed, []))
-            runs[-1][1].append(node)
-    return runs
-
-
 def _parts(
     module: fx.GraphModule,
-    runs: Sequence[tuple[bool, list[fx.Node]]],
+    recomputed: Collection[fx.Node],
     compiled: Callable[[fx.GraphModule], Callable[..., Any]],
 ) -> tuple[_Part, ...]:
-    outputs = _outputs(module.graph)
-    left: set[fx.Node] = set(outputs)  # values that a later part or the caller reads
+    """The operators in their order, cut where recomputation begins or ends."""
+    operators = (node for node in module.graph.nodes if node.op == "call_function")
+    runs = [(is_again, list(nodes)) for is_again, nodes in groupby(operators, recomputed.__contains__)]
+    left = set(output_nodes(module.graph))  # values that a later part or the caller reads
     parts: list[_Part] = []
     for is_again, nodes in reversed(runs):
         here = set(nodes)
@@ -147,7 +135,7 @@ def _parts(
         gives = [node for node in nodes if node in left]
         last = [value.name for value in takes if value not in left]
         left = (left - here) | set(takes)
-        graph, attributes = _graph_of(nodes, takes, gives)
+        graph, attributes = graph_of(nodes, takes, gives)
         submodule = fx.GraphModule({name: getattr(module, name) for name in attributes}, graph, type(module).__name__)
         streams = tuple(getattr(module, name) for name in attributes if hasattr(getattr(module, name), "go_to"))
         parts.append(
@@ -163,7 +151,7 @@ def _parts(
     return tuple(reversed(parts))
 
 
-def _graph_of(
+def graph_of(
     nodes: Sequence[fx.Node], takes: Sequence[fx.Node], gives: Sequence[fx.Node]
 ) -> tuple[fx.Graph, list[str]]:
     """A graph of some nodes of another graph, and the attributes that it reads."""
@@ -174,7 +162,7 @@ def _graph_of(
     for attribute in attributes:
         copies[attribute] = graph.get_attr(str(attribute.target))
     for node in nodes:
-        copies[node] = graph.node_copy(node, lambda value: copies[value])
+        copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in gives))
     return graph, [str(attribute.target) for attribute in attributes]
 
@@ -208,47 +196,34 @@ class _Frame:
     def finish(self) -> None:
         """Keep the inputs of parts that will run again, the last part first, and forget the forward pass's results."""
         for run in reversed(self.runs):
-            run.keep_inputs(self.outer)
+            run.keep_inputs()
         self.runs.clear()
         self.made.clear()
 
     def _input(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        return _Input(self._remade(value), value)
+        return _Input(self._keeper(value.detach()), value.requires_grad, private.storage_id(value))
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """What autograd holds for a tensor that it saves."""
         run = self.running
         if run is None:
-            return self._saved(tensor)
+            return self._keeper(tensor)()
         place = run.num_saved
         run.num_saved += 1
         if private.storage_id(tensor) in run.kept or private.storage_id(tensor) in self.made:
-            return self._saved(tensor)
+            return self._keeper(tensor)()
         return _Note(run, (_INNER, place), None)
 
-    def unpack(self, held: Any) -> torch.Tensor:
-        """The tensor of `held`."""
-        tensor: torch.Tensor = held.tensor()
-        return tensor
-
-    def _saved(self, tensor: torch.Tensor) -> "_KeptTensor | _Note":
-        """A note if the tensor is computed again. Else the tensor is kept."""
-        remade = self._remade(tensor)
-        return _KeptTensor(tensor, self.outer) if remade is None else _Note(*remade)
-
-    def _remade(self, tensor: torch.Tensor) -> "_Remade | None":
-        """How a tensor is computed again: it is the result of a recomputed part, or a view of it."""
-        source = self.made.get(private.storage_id(tensor))
-        if source is not None:
-            _, run, place = source
-            layout = _layout(tensor)
-            if layout == run.layouts[place]:
-                return run, (_RESULT, place), None
-            if layout[0] == run.layouts[place][0]:
-                return run, (_RESULT, place), layout
-        return None
+    def _keeper(self, tensor: torch.Tensor) -> "Callable[[], _KeptTensor | _Note]":
+        """What makes a note if the tensor is, or views, the result of a recomputed part. Else it keeps the tensor."""
+        if (at := private.storage_id(tensor)) in self.made:
+            _, run, place = self.made[at]
+            layout, before = _layout(tensor), run.layouts[place]
+            if layout[0] == before[0]:
+                return partial(_Note, run, (_RESULT, place), None if layout == before else layout)
+        return partial(_KeptTensor, tensor, self.outer)
 
 
 _RESULT, _INNER = "result", "inner"  # of a part, and of an operator in it
@@ -263,12 +238,11 @@ class _KeptTensor:
     """A tensor that is kept, as the code around the block keeps it."""
 
     def __init__(self, tensor: torch.Tensor, outer: Any) -> None:
-        # without its graph, else a result would keep the operator that keeps it
-        self.held: Any = tensor.detach() if outer is None else outer[0](tensor)
-        self.unpack = None if outer is None else outer[1]
+        pack, self.unpack = outer
+        self.held: Any = pack(tensor)
 
     def tensor(self) -> torch.Tensor:
-        tensor: torch.Tensor = self.held if self.unpack is None else self.unpack(self.held)
+        tensor: torch.Tensor = self.unpack(self.held)
         return tensor
 
 
@@ -287,25 +261,12 @@ class _Note:
         return value if self.layout is None else value.as_strided(*self.layout[1:])
 
 
-_Remade = tuple["_Run", _Key, tuple[Any, ...] | None]  # the arguments of a note
+class _Input(NamedTuple):
+    """An input of a recomputed part: what keeps it, and once it is known that the part runs again, the kept tensor."""
 
-
-class _Input:
-    """An input of a recomputed part. It is held once it is known that the part runs again."""
-
-    def __init__(self, remade: _Remade | None, value: torch.Tensor) -> None:
-        self.remade, self.flows = remade, value.requires_grad
-        self.value = value.detach() if remade is None else None
-        self.storage = private.storage_id(value)
-        self.held: _KeptTensor | _Note | None = None
-
-    def keep(self, outer: Any) -> None:
-        """Hold the input for the backward pass."""
-        if self.remade is not None:
-            self.held = _Note(*self.remade)
-        elif self.value is not None:
-            self.held = _KeptTensor(self.value, outer)
-        self.remade = self.value = None
+    held: Any
+    flows: bool
+    storage: int
 
 
 class _Run:
@@ -314,20 +275,17 @@ class _Run:
     def __init__(self, part: _Part, inputs: Sequence[Any]) -> None:
         self.part = part
         self.inputs: Sequence[Any] | None = inputs
-        self.kept = {x.storage for x in inputs if isinstance(x, _Input) and x.remade is None}
+        self.kept = {x.storage for x in inputs if isinstance(x, _Input) and x.held.func is _KeptTensor}
         self.positions = [stream.position() for stream in part.streams]
         self.layouts: dict[int, tuple[Any, ...]] = {}
         self.num_saved = 0
         self.notes: Counter[_Key] = Counter()
         self.values: dict[_Key, torch.Tensor] = {}
 
-    def keep_inputs(self, outer: Any) -> None:
+    def keep_inputs(self) -> None:
         """Hold the inputs for the backward pass, if a note asks for a value of this run."""
-        if not self.notes:
-            self.inputs = None
-        for x in self.inputs or ():
-            if isinstance(x, _Input):
-                x.keep(outer)
+        kept = (x._replace(held=x.held()) if isinstance(x, _Input) else x for x in self.inputs or ())
+        self.inputs = list(kept) if self.notes else None
 
     def value(self, key: _Key) -> torch.Tensor:
         """A result of the part or a tensor that one of its operators saved. The first call runs the part again."""
@@ -359,7 +317,6 @@ class _Run:
 def _again(value: Any, *, flows: bool) -> Any:
     if not isinstance(value, _Input):
         return value
-    assert value.held is not None
     return value.held.tensor().detach().requires_grad_(flows and value.flows)
 
 

@@ -82,7 +82,7 @@ class _Block:
 @contextmanager
 def saved_on_host(copies: Copies, stays: Iterable[Any]) -> Iterator[None]:
     """A context in which autograd saves tensors on the host, but those of `stays` as the code around it saves them."""
-    keep, used = private.saved_tensor_hooks() or (torch.Tensor.detach, lambda kept: kept)
+    keep, used = private.saved_tensor_hooks()
     ids = frozenset(private.storage_id(value) for value in stays if isinstance(value, torch.Tensor))
     block = _Block(copies, ids, keep)
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from autopar._torch import private
-from autopar.capture.nodes import value_infos
+from autopar.capture.nodes import output_nodes, value_infos
 from autopar.ir.stages import Stage, num_averaged
 from autopar.lowering.recomputation import SelectiveBlock
 from autopar.runtime.dry_run.rank_view import RankView
@@ -57,13 +57,13 @@ class _Kept:
         self.holders[self.at] -= 1
 
 
-class SavedBytes:
+class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
     """Counts the storages that autograd saves inside this context, without the storages of the `outside` tensors."""
 
     def __init__(self, outside: Sequence[Any]) -> None:
+        super().__init__(self.pack, self.unpack)
         self._outside = {private.storage_id(value) for value in outside if isinstance(value, torch.Tensor)}
         self._holders, self._sizes = Counter[int](), dict[int, int]()
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
     def bytes(self) -> int:
         """Bytes of the saved storages, each counted once."""
@@ -82,13 +82,6 @@ class SavedBytes:
         """The tensor of what `pack` gave."""
         found: torch.Tensor = kept.tensor if isinstance(kept, _Kept) else kept
         return found
-
-    def __enter__(self) -> "SavedBytes":
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._hooks.__exit__(*exception)
 
 
 class _UncountedHost(HostCopies):
@@ -114,8 +107,8 @@ class StageRunner:
         for info in program.inputs:
             shape = [n // dp if d == info.batch_dim else n for d, n in enumerate(info.shape)]
             values[info.name] = torch.empty(shape, dtype=info.dtype)
-        outputs: Any = program.constants.graph.output_node().args[0]
-        known = dict(zip(program.constants.results, (node.meta["info"] for node in outputs), strict=True))
+        outputs = output_nodes(program.constants.graph)
+        known: _Values = dict(zip(program.constants.results, (node.meta["info"] for node in outputs), strict=True))
         for name in program.updates:
             known[name] = next(i for n, i in program.buffers.items() if name in (n, *i.aliases))
         known |= {name: infos[name] for name in program.denominators}
@@ -153,7 +146,8 @@ class StageRunner:
         leaves = {n: getattr(holder, attribute(n)) for n, holder in module.owner_of().items()}
         given = self.given()
         outside = [*leaves.values(), *given.values()]
-        with private.LiveStorages(outside) as live, SavedBytes(outside) as saved:
+        saved = SavedBytes(outside)
+        with private.LiveStorages(outside) as live, saved:
             for name, leaf in leaves.items():
                 if leaf.requires_grad:
                     leaf.register_post_accumulate_grad_hook(partial(self.let_go, name, own, live))

@@ -30,9 +30,6 @@ from autopar.rules.rule import TensorInfo
 from autopar.runtime.codegen.execute import constant_values, graph_module, module_attributes, use_running_statistics
 from autopar.runtime.codegen.randomness import Streams
 from autopar.runtime.distributed.mesh import RankMesh
-from autopar.runtime.model.decision_check import DecisionCheck
-from autopar.runtime.model.index_check import IndexCheck
-from autopar.runtime.model.known_code import KnownCode
 from autopar.runtime.parameters.placement import same_layout, whole_placement
 
 _T = TypeVar("_T")
@@ -73,18 +70,6 @@ class CompiledProgram:
         """The placement of parameters that this program takes in another placement than they are stored in."""
         names = [name for name in self.program.parameters if name in self.stored]
         return {n: self.placements[n] for n in names if not same_layout(self.placements[n], self.stored[n])}
-
-    @cached_property
-    def _known_code(self) -> KnownCode:
-        return KnownCode(self.program, self.analysis, self.plan, self.mesh, self.device)
-
-    @cached_property
-    def indices(self) -> IndexCheck:
-        return IndexCheck(self._known_code)
-
-    @cached_property
-    def decisions(self) -> DecisionCheck:
-        return DecisionCheck(self._known_code)
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:

@@ -21,7 +21,8 @@ from autopar.capture.micro_batches import Extreme, extreme_of
 from autopar.errors import short_repr
 from autopar.ir.program import Decision
 from autopar.runtime.distributed.mesh import named_ranks
-from autopar.runtime.model.known_code import BatchValues, CallPart, KnownCode
+from autopar.runtime.model.compiled import CompiledProgram
+from autopar.runtime.model.known_code import BatchValues, CallPart, call_parts
 
 _REL_TOLERANCE = 1e-6  # of a number with a fraction: ranks sum in another order
 Found = tuple[float, ...]  # the numbers that a batch gives to one decision
@@ -30,17 +31,17 @@ Found = tuple[float, ...]  # the numbers that a batch gives to one decision
 class DecisionCheck:
     """Compares the decisions of a batch with the decisions of one program."""
 
-    def __init__(self, code: KnownCode) -> None:
-        self._program, self._code = code.program, code
+    def __init__(self, compiled: CompiledProgram) -> None:
+        self._program, self._compiled = compiled.program, compiled
 
     @cached_property
     def _parts(self) -> list[CallPart]:
-        return self._code.parts(results=[decision.name for decision in self._program.decisions])
+        return call_parts(self._compiled, results=[decision.name for decision in self._program.decisions])
 
     @cached_property
     def _extremes(self) -> list[Extreme | None]:
         names = [decision.name for decision in self._program.decisions]
-        is_apart = self._code.plan.degrees.per_micro_batch
+        is_apart = self._compiled.plan.degrees.per_micro_batch
         return [None if is_apart else extreme_of(self._program, name) for name in names]
 
     @torch.no_grad()
@@ -48,7 +49,7 @@ class DecisionCheck:
         """What a step gives to decisions, up to the first that differs; perhaps for each micro-batch. Collective."""
         rows = []
         for micro_batch in micro_batches:
-            values = {**constants, **{name: value.to(self._code.device) for name, value in micro_batch.items()}}
+            values = {**constants, **{name: value.to(self._compiled.device) for name, value in micro_batch.items()}}
             for part in self._parts:  # all parts run in any case: their code may have collectives
                 part.run(values)
             rows.append([tuple(values[decision.name].reshape(-1).tolist()) for decision in self._program.decisions])

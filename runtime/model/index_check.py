@@ -27,7 +27,8 @@ from autopar.capture.lookups import Lookup, lookups
 from autopar.capture.value_range import ValueRange
 from autopar.errors import RuntimeInputError
 from autopar.runtime.distributed.mesh import named_ranks, ranks_by
-from autopar.runtime.model.known_code import BatchValues, CallPart, KnownCode
+from autopar.runtime.model.compiled import CompiledProgram
+from autopar.runtime.model.known_code import BatchValues, CallPart, call_parts
 
 MAX_NAMED = 3  # indices that a message names
 NumberExchange = Callable[[Sequence[int]], list[list[int]]]  # from this rank's numbers to those of every rank
@@ -36,18 +37,18 @@ NumberExchange = Callable[[Sequence[int]], list[list[int]]]  # from this rank's 
 class IndexCheck:
     """Compares the indices of one program's lookups with their tables."""
 
-    def __init__(self, code: KnownCode) -> None:
-        self._code = code
+    def __init__(self, compiled: CompiledProgram) -> None:
+        self._compiled = compiled
         self._checked: BatchValues | None = None  # the constants of the last check
         self._is_sufficient = False
 
     @cached_property
     def _lookups(self) -> tuple[Lookup, ...]:
-        return lookups(self._code.program)
+        return lookups(self._compiled.program)
 
     @cached_property
     def _safe(self) -> SafeRanges:
-        return safe_ranges(self._code.program, [lookup for lookup in self._lookups if lookup.inputs])
+        return safe_ranges(self._compiled.program, [lookup for lookup in self._lookups if lookup.inputs])
 
     @property
     def legal(self) -> dict[str, int]:
@@ -77,7 +78,7 @@ class IndexCheck:
         """A lookup, from 1 on, and its first index outside, or zeros. All parts run, for their collectives."""
         first, inputs = (0, 0), {name for part in parts for lookup in part.lookups for name in lookup.inputs}
         for micro_batch in micro_batches:
-            values = {**constants, **{name: micro_batch[name].to(self._code.device) for name in inputs}}
+            values = {**constants, **{name: micro_batch[name].to(self._compiled.device) for name in inputs}}
             for part in parts:
                 for lookup, index in zip(part.lookups, part.run(values), strict=True):
                     value = first_outside(index, lookup.allowed)
@@ -89,7 +90,7 @@ class IndexCheck:
     def _parts(self) -> list[list[CallPart]]:
         """The code that computes all indices of each depth, call by call."""
         depths = sorted({lookup.depth for lookup in self._lookups})
-        return [self._code.parts([lookup for lookup in self._lookups if lookup.depth == d]) for d in depths]
+        return [call_parts(self._compiled, [lookup for lookup in self._lookups if lookup.depth == d]) for d in depths]
 
 
 def _any_outside(ranges: Mapping[str, ValueRange], values: BatchValues) -> bool:

@@ -291,7 +291,7 @@ class ParallelModel(CheckpointedModel):
             pin_memory=pin_memory,
         )
         degrees, ranks = self.plan.degrees, self._preflight
-        planned = degrees.dp * self._shapes.base.micro_batch * degrees.num_micro_batches
+        planned = degrees.dp * self.base.micro_batch * degrees.num_micro_batches
         size = planned if global_batch is None else global_batch
         ranks.all_or_none("the data cannot be read", list(loader_problems(dataset, options, size, degrees.dp)))
         micro_batches = degrees.num_micro_batches if size == planned else 1

@@ -19,6 +19,8 @@ from autopar.ir.program import Decision, Program
 from autopar.ir.storage import Storage
 from autopar.runtime.distributed.broadcast import gather_objects
 from autopar.runtime.model.compiled import CompiledProgram
+from autopar.runtime.model.decision_check import DecisionCheck
+from autopar.runtime.model.index_check import IndexCheck
 from autopar.runtime.model.inputs import RankBatch, with_sequences
 
 MAX_SHAPES = 16
@@ -58,8 +60,8 @@ Replan = Callable[[Wanted, CompiledProgram, Mapping[str, Storage]], tuple[Progra
 class ShapeCache:
     """The compiled programs of one model; `base` is that of the plan."""
 
-    def __init__(self, base: CompiledProgram, held: Mapping[str, Storage], replan: Replan | None) -> None:
-        self.base, self._placements, self.replan = base, held, replan
+    def __init__(self, base: CompiledProgram, replan: Replan | None) -> None:
+        self.base, self.replan = base, replan
         sizes = {i.name: with_sequences(i, i.shape, base.micro_batch) for i in base.program.inputs}
         key = _key(base.program, sizes, training=True)
         self._kept: list[tuple[_Key, CompiledProgram]] = [(key, base)]  # least recently used first
@@ -79,18 +81,18 @@ class ShapeCache:
             if compiled is None:
                 compiled, known, is_new = self._captured(wanted, why), [], True
             if wanted.is_unsure or is_new:
-                compiled.indices.check(wanted.padded(compiled.indices.legal), compiled.constants(), exchange)
+                _indices(compiled).check(wanted.padded(_indices(compiled).legal), compiled.constants(), exchange)
             if not compiled.program.decisions:
                 break
-            numbers = compiled.decisions.values(wanted.pieces, compiled.constants())
-            choice = next((k for k, c in enumerate([compiled, *untried]) if c.decisions.fit(numbers)), -1)
+            numbers = _decisions(compiled).values(wanted.pieces, compiled.constants())
+            choice = next((k for k, c in enumerate([compiled, *untried]) if _decisions(c).fit(numbers)), -1)
             is_mixed = choice < 0 and any(n != numbers[0] for n in numbers)
-            rows = exchange([-2 if is_mixed else choice, *compiled.decisions.difference(numbers)])
+            rows = exchange([-2 if is_mixed else choice, *_decisions(compiled).difference(numbers)])
             choices = {row[0] for row in rows}
             if choices == {0}:
                 break
-            why = compiled.decisions.text([row[1:] for row in rows])
-            decided = {} if is_mixed or len(wanted.pieces) == 1 else compiled.decisions.decided(numbers[0])
+            why = _decisions(compiled).text([row[1:] for row in rows])
+            decided = {} if is_mixed or len(wanted.pieces) == 1 else _decisions(compiled).decided(numbers[0])
             if (is_new and len(decided) <= len(wanted.decided)) or -2 in choices or self.replan is None:
                 raise RuntimeInputError(
                     f"the batch takes another branch than the captured model: {why}; {self._remedy(wanted)}"
@@ -125,7 +127,7 @@ class ShapeCache:
         sizes = {info.name: with_sequences(info, batch.tensors[info.name].shape, count) for info in infos}
         known = self._known(_key(batch.form, sizes, training))
         is_as_planned = batch.sequences == self.base.micro_batch * micro_batches
-        is_sure = known and not any(c.indices.is_unsure(batch.tensors, c.constants()) for c in known)
+        is_sure = known and not any(_indices(c).is_unsure(batch.tensors, c.constants()) for c in known)
         return not is_as_planned or not is_sure
 
     def _known(self, key: _Key) -> list[CompiledProgram]:
@@ -141,12 +143,12 @@ class ShapeCache:
             )
         started, base = time.perf_counter(), self.base
         with torch.inference_mode(False), torch.enable_grad():  # whatever the caller is in: modules look at it
-            program, plan = self.replan(wanted, base, self._placements)
+            program, plan = self.replan(wanted, base, base.placements)
         if {(i.name, i.batch_dim) for i in program.inputs} != {(i.name, i.batch_dim) for i in wanted.batch.form.inputs}:
             raise PlanError(
                 f"at shapes {wanted.sizes} another dimension is as large as the batch; pass another number of sequences"
             )
-        compiled = replace(base, program=program, plan=plan, stored=self._placements)
+        compiled = replace(base, program=program, plan=plan, stored=base.placements)
         if not (dist.is_initialized() and dist.get_rank()):
             shapes = ", ".join(f"{name} {shape}" for name, shape in wanted.sizes.items())
             mode, seconds = "training" if wanted.training else "eval", time.perf_counter() - started
@@ -162,6 +164,14 @@ class ShapeCache:
                 stacklevel=2,
             )
         self._warned = True
+
+
+def _indices(compiled: CompiledProgram) -> IndexCheck:
+    return compiled.once(("indices",), lambda: IndexCheck(compiled))
+
+
+def _decisions(compiled: CompiledProgram) -> DecisionCheck:
+    return compiled.once(("decisions",), lambda: DecisionCheck(compiled))
 
 
 def _key(form: Program, sizes: Mapping[str, tuple[int, ...]], training: bool) -> _Key:

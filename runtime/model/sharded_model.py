@@ -70,7 +70,6 @@ class ShardedModel(nn.Module):
         self.base = CompiledProgram(
             program=program, plan=plan, buffers=self.buffer, mesh=mesh, streams=streams, device=device
         )
-        self.analysis, self.types = self.base.analysis, self.base.types
         self.placements = self.base.placements
         stages = self.base.stages
         self.ties = TiedParameters(stages_by_parameter(program, stages), plan.degrees, mesh)
