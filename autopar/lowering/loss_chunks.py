@@ -20,7 +20,7 @@ import torch
 from autopar._torch.operators import aten
 from autopar._torch.private import wanted_gradients
 from autopar.lowering.communicator import Communicator
-from autopar.lowering.functions import all_gather, joined_along, split_first
+from autopar.lowering.functions import all_gather, split_first
 from autopar.lowering.vocabulary import own_ids, without_padding
 
 _LOW = (torch.float16, torch.bfloat16)
@@ -56,9 +56,11 @@ class _How:
         for start, stop in pairwise(edges):
             yield start, stop - start
 
-    def part(self, x: torch.Tensor, start: int, size: int) -> torch.Tensor:
-        """A rank's own hidden states of a chunk."""
-        return x.narrow(self.dim, start, size) if self.gathered is not None else x.flatten(0, -2).narrow(0, start, size)
+    def hidden(self, x: torch.Tensor, start: int, size: int) -> torch.Tensor:
+        """The hidden states of a chunk, gathered if ranks have parts of them."""
+        if self.gathered is None:
+            return x.flatten(0, -2).narrow(0, start, size)
+        return all_gather(x.narrow(self.dim, start, size), self.gathered, self.dim)
 
     def targets(self, x: torch.Tensor, target: torch.Tensor, start: int, size: int) -> torch.Tensor:
         """The targets of a chunk, in the order of its hidden states."""
@@ -115,9 +117,7 @@ class _LossInChunks(torch.autograd.Function):
     ) -> torch.Tensor:
         losses, sums = [], []
         for start, size in how.pieces(x):
-            rows = how.part(x, start, size)
-            if how.gathered is not None:
-                rows = all_gather(rows, how.gathered, how.dim).flatten(0, -2)
+            rows = how.hidden(x, start, size).flatten(0, -2)
             scores = how.values(aten.linear.default(rows, weight, bias))[-1]
             dtype, scores = scores.dtype, how.exact(scores)
             local, mine, valid = how.own(how.targets(x, target, start, size), scores.shape[-1])
@@ -147,11 +147,8 @@ class _LossInChunks(torch.autograd.Function):
         biases: torch.Tensor | None = None
         done = 0
         for start, size in plan.pieces(x):
-            part = plan.part(x, start, size)
-            rows = part
-            if plan.gathered is not None:
-                whole = joined_along(plan.gathered.wait(plan.gathered.start_all_gather(part)), plan.gathered, plan.dim)
-                rows = whole.flatten(0, -2)
+            whole = plan.hidden(x, start, size)
+            rows = whole.flatten(0, -2)
             part_sums = sums.narrow(0, done, rows.shape[0])
             done += rows.shape[0]
             grad = _of_logits(plan, rows, plan.targets(x, target, start, size), weight, bias, part_sums, grads[0])
@@ -164,8 +161,7 @@ class _LossInChunks(torch.autograd.Function):
                 else:
                     parts.append(into)
             if into_weight:
-                product = grad.t() @ rows if weights is None else None
-                weights = product if weights is None else weights.addmm_(grad.t(), rows)
+                weights = grad.t() @ rows if weights is None else weights.addmm_(grad.t(), rows)
             if into_bias:
                 biases = grad.sum(0) if biases is None else biases + grad.sum(0)
             if plan.gathered is not None and scattering is not None:

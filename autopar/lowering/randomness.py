@@ -21,27 +21,13 @@ _SDPA = aten.scaled_dot_product_attention.default
 OTHER_DROPS = DROPS - {aten.dropout.default, _SDPA}  # of whole channels, or with other noise than zeros
 
 
-class _Dropout(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-        ctx.save_for_backward(mask)
-        ctx.scale = scale
-        return x * mask * scale
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (mask,) = ctx.saved_tensors
-        return grads[0] * mask * ctx.scale, None, None
-
-
 def dropout(x: torch.Tensor, probability: float, stream: RandomNumbers) -> torch.Tensor:
     """Zero elements with the given probability and scale the others; saves one byte an element for backward."""
     if not stream.training:
         return x
     if probability >= 1:
         return torch.zeros_like(x) * x
-    out: torch.Tensor = _Dropout.apply(x, stream.keep_mask(x, probability), 1 / (1 - probability))
-    return out
+    return x * stream.keep_mask(x, probability) * (1 / (1 - probability))
 
 
 def drawn(stream: RandomNumbers, operator: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -24,14 +24,9 @@ def vocab_parallel_embedding(
 ) -> torch.Tensor:
     """Rows of this rank's part of the table, zero for ids of other ranks; `padding_idx` (-1: none) gets no gradient."""
     local, mine = own_ids(ids, mesh, weight.shape[0])
+    rows: torch.Tensor = aten.embedding.default(weight, local)
     if padding_idx >= 0:
-        rows = torch.where(
-            (ids == padding_idx).unsqueeze(-1),
-            aten.embedding.default(weight.detach(), local),
-            aten.embedding.default(weight, local),
-        )
-    else:
-        rows = aten.embedding.default(weight, local)
+        rows = torch.where((ids == padding_idx).unsqueeze(-1), rows.detach(), rows)
     return rows * mine.unsqueeze(-1).to(rows.dtype)
 
 
