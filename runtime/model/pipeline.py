@@ -120,7 +120,7 @@ class _TorchStage(PipelineStage):
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: Any, last_backward: bool = False) -> Any:
         if self.splits_backward:
-            zero.hold_gradients(self.module)
+            zero.set_last(self.module, False)
         else:
             zero.before_backward(self.module, self.degrees, last=last_backward and self.is_final)
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)

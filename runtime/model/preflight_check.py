@@ -60,25 +60,11 @@ class PreflightCheck:
         self, kind: int, training: bool, step: int, batch: RankBatch, unsure: bool, scaler: str = "", change: str = ""
     ) -> tuple[list[int], bool]:
         """Every rank's number of sequences, and whether one is unsure of indices. Raises on all ranks."""
-        kind = NOT_SAVED if self.saver.has_failed else kind
-        if self.world_size == 1:
-            if kind == NOT_SAVED:
-                self.saver.finish()
-            if change:
-                raise RuntimeInputError(change)
-            if batch.problems:
-                raise batch_error(batch.problems)
-            return [batch.sequences], unsure
+        kind = NOT_SAVED if self.saver.failure else kind
         known = CHANGED if change else UNFIT if batch.problems else UNSURE if unsure else FITS
         row = [2 * kind + training, step, known, batch.sequences]
         row.append(seed_from(scaler) if scaler else 0)
-        for info in self.inputs:
-            value = batch.tensors.get(info.name)
-            row += [0, 0] if value is None else [_shape_hash(value, info), checksum(value)]
-        others = [i for i in batch.form.inputs if i.name not in {known.name for known in self.inputs}]
-        shapes = [(i.name, str(i.dtype), i.batch_dim, _shape_hash(batch.tensors[i.name], i)) for i in others]
-        row += [seed_from(repr(shapes)), seed_from(repr([checksum(batch.tensors[i.name]) for i in others]))]
-        rows = self.exchange(row)
+        rows = self.exchange(row if self.world_size == 1 else row + self._data_row(batch))
         if any(r[0] // 2 == NOT_SAVED for r in rows):
             self.saver.finish()
         if change:
@@ -90,6 +76,16 @@ class PreflightCheck:
         if text:
             raise RuntimeInputError(text)
         return [r[3] for r in rows], any(r[2] == UNSURE for r in rows)
+
+    def _data_row(self, batch: RankBatch) -> list[int]:
+        """Per input of the example the hash of its shape and its checksum, then those of all other inputs."""
+        row = list[int]()
+        for info in self.inputs:
+            value = batch.tensors.get(info.name)
+            row += [0, 0] if value is None else [_shape_hash(value, info), checksum(value)]
+        others = [i for i in batch.form.inputs if i.name not in {known.name for known in self.inputs}]
+        shapes = [(i.name, str(i.dtype), i.batch_dim, _shape_hash(batch.tensors[i.name], i)) for i in others]
+        return [*row, seed_from(repr(shapes)), seed_from(repr([checksum(batch.tensors[i.name]) for i in others]))]
 
     def agree(self, values: Mapping[str, object]) -> None:
         """Raise `RuntimeInputError` on all ranks if their values differ. Collective."""
@@ -112,9 +108,7 @@ class PreflightCheck:
             flat = private.local_part(parameter).detach().reshape(-1)
             some = flat[:: max(1, flat.numel() // NUM_SAMPLED)][:NUM_SAMPLED]
             mine[k] = torch.tensor([seed_from(f"{stage} {shards_of(parameter)}"), checksum(some)])
-        every = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(every, mine, group=self._group)
-        for name, rows in zip(names, torch.stack(every, 1).tolist(), strict=True):
+        for name, rows in zip(names, torch.stack(self._of_all_ranks(mine), 1).tolist(), strict=True):
             groups = ranks_by([tuple(row) for row in rows])
             for place in {place for place, _ in groups}:
                 first, *others = (ranks for (at, _), ranks in groups.items() if at == place)
@@ -158,13 +152,15 @@ class PreflightCheck:
 
     def exchange(self, row: _Row) -> list[list[int]]:
         """The rows of all ranks. A row has at most 7 + 2 × inputs integers. Collective."""
-        if self.world_size == 1:
-            return [list(row)]
         width = 7 + 2 * len(self.inputs)  # one shape for all kinds: gloo aborts where shapes differ
         mine = torch.tensor([*row, *[0] * (width - len(row))], dtype=torch.int64)
-        every = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(every, mine, group=self._group)
-        return [r.tolist() for r in every]
+        return [r.tolist() for r in self._of_all_ranks(mine)]
+
+    def _of_all_ranks(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        every = [mine] if self.world_size == 1 else [torch.empty_like(mine) for _ in range(self.world_size)]
+        if self.world_size > 1:
+            dist.all_gather(every, mine, group=self._group)
+        return every
 
 
 def disagreement(rows: Sequence[_Row], inputs: Sequence[InputInfo], dp_of: Callable[[int], int]) -> str:

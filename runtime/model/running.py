@@ -78,11 +78,11 @@ class RunningModel(ShardedModel):
         self._preflight = PreflightCheck(mesh, program.inputs, self._saver)
         self.place = Place(degrees=plan.degrees, pipeline=mesh.pipeline)
         self._old_buffers = OldBuffers(program, per_micro_batch=plan.degrees.per_micro_batch)
-        self._shapes = ShapeCache(self.base, self.placements, replan)
+        self._shapes = ShapeCache(self.base, replan)
 
     def code_modules(self, *, outputs: bool) -> list[fx.GraphModule]:
         """The generated code of every distinct block; with `outputs` it keeps all outputs of the model."""
-        return self._shapes.base.code_modules(outputs=outputs)
+        return self.base.code_modules(outputs=outputs)
 
     def exchange(self, row: Sequence[int]) -> list[list[int]]:
         """The integers of all ranks, at most 7 + 2 × inputs of each, padded with zeros. Collective."""
@@ -120,14 +120,12 @@ class RunningModel(ShardedModel):
         early = dict[nn.Parameter, str]()
         late = {p for _, parameters in self._deferred() for p in parameters}
         for name, parameter in self.named_parameters():
-            here = self._computed.get(name)  # None: it has several parts
+            here = self._computed.get(name) if self.plan.degrees.pp == 1 else None  # None too if it has several parts
             is_apart = self._on_host is not None or (
                 self.plan.degrees.offloads(PARAMETERS) and here is not None and zero.is_zero_sharded(here)
             )
             if here is not None and parameter.requires_grad and is_apart and here not in late:
                 early[here] = name
-        if self.plan.degrees.pp > 1:
-            early = {}
         on_host = self._on_host
         take: Callable[[str], None] = (lambda _: None) if on_host is None else lambda n: on_host.take_gradients([n])
         self._backward_step = BackwardStep(make, dict(self.named_parameters()), early, take)
@@ -290,9 +288,9 @@ class RunningModel(ShardedModel):
     def _sequences_to_run(self, counts: Sequence[int], micro_batches: int, *, wants_outputs: bool = False) -> int:
         return sequences_to_run(
             counts,
-            self._shapes.base.micro_batch * micro_batches,
+            self.base.micro_batch * micro_batches,
             micro_batches,
-            pads=self._shapes.base.program.ignored is not None,
+            pads=self.base.program.ignored is not None,
             captures=self._shapes.can_capture,
             wants_outputs=wants_outputs,
             per_micro_batch=self.plan.degrees.per_micro_batch,

@@ -132,18 +132,14 @@ def before_backward(model: nn.Module, degrees: Degrees, *, last: bool) -> None:
         module.set_requires_gradient_sync(degrees.fsdp_stage >= 2 or last, recurse=False)
 
 
-def hold_gradients(model: nn.Module) -> None:
-    """Keep parameters gathered and gradients whole after the next backward pass, until `sum_held_gradients`."""
-    _set_last(model, False)
-
-
 def sum_held_gradients(model: nn.Module) -> None:
     """Sum and shard the gradients of several backward passes, as FSDP2 does after the last, and free the parameters."""
-    _set_last(model, True)
+    set_last(model, True)
     private.finish_fsdp_backward(model)
 
 
-def _set_last(model: nn.Module, is_last: bool) -> None:
+def set_last(model: nn.Module, is_last: bool) -> None:
+    """Before the last backward pass parameters stay gathered and gradients whole, until `sum_held_gradients`."""
     for module in _sharded(model):
         module.set_is_last_backward(is_last)
         module.set_reshard_after_backward(is_last, recurse=False)
