@@ -130,12 +130,12 @@ def storage_of(dims: Dims, types: Sequence[Type], mesh: Mesh) -> Storage:
     )
 
 
-def buckets(tensors: Iterable[tuple[int, object]]) -> Iterator[list[int]]:
-    """Indices of tensors, given as (bytes, dtype), that are summed together: of one dtype, at most `BUCKET_BYTES`."""
+def buckets(tensors: Iterable[tuple[int, object]], most_bytes: int = BUCKET_BYTES) -> Iterator[list[int]]:
+    """Indices of consecutive tensors, given as (bytes, dtype): of one dtype, at most `most_bytes` or one tensor."""
     group: list[int] = []
     size, kind = 0, None
     for index, (num_bytes, dtype) in enumerate(tensors):
-        if group and (size + num_bytes > BUCKET_BYTES or dtype != kind):
+        if group and (size + num_bytes > most_bytes or dtype != kind):
             yield group
             group, size = [], 0
         group.append(index)

@@ -8,7 +8,7 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from autopar.errors import CheckpointError, InputError
-from autopar.runtime.checkpoint.folder import parts_of_size, sync_folder
-from autopar.runtime.checkpoint.tensor_files import dtype_name, header_of, pieces_of, write_at
+from autopar.ir.storage import buckets
+from autopar.runtime.checkpoint.folder import sync_folder
+from autopar.runtime.checkpoint.tensor_files import dtype_name, header_of, pieces_of, write_all
 from autopar.runtime.parameters.transformers_names import is_pretrained, layout_on_disk, pieces_on_disk
 
 _INDEX = "model.safetensors.index.json"
@@ -44,7 +45,7 @@ class Export:
     def _lay_out(self, tensors: Mapping[str, torch.Tensor], shard_bytes: int) -> None:
         """Decide the header and the size of each file, and the place of every tensor."""
         names, sizes = list(tensors), [t.nbytes for t in tensors.values()]
-        parts = list(parts_of_size(sizes, shard_bytes))
+        parts = list(buckets(((size, None) for size in sizes), shard_bytes))
         self._headers, self._sizes = dict[str, bytes](), dict[str, int]()
         self._places = dict[str, tuple[str, int, int]]()  # the file of a tensor, its first byte, number of bytes
         self._num_bytes = sum(sizes)
@@ -106,9 +107,9 @@ class Export:
         assert value.nbytes == num_bytes, (file, value.shape, value.dtype)
         descriptor = os.open(self._partial / file, os.O_WRONLY)
         try:
+            os.lseek(descriptor, at, os.SEEK_SET)
             for piece in pieces_of(value):
-                write_at(descriptor, piece, at)
-                at += len(piece)
+                write_all(descriptor, piece)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -126,8 +127,3 @@ class Export:
         """Remove what an export that failed has written."""
         with suppress(OSError):
             shutil.rmtree(self._partial)
-
-
-def name_to_keep(names: Sequence[str], tied_to: Mapping[str, str]) -> str:
-    """Of a tied tensor's names, the one that transformers saves: the name that the others are tied to."""
-    return next((tied_to[name] for name in names if tied_to.get(name) in names), names[0])

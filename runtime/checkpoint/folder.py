@@ -10,7 +10,6 @@ lock                     the job that saves here
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,15 +171,3 @@ def sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def parts_of_size(sizes: list[int], limit: int) -> Iterator[range]:
-    """Consecutive parts of at most `limit` bytes each, or of one element."""
-    start, total = 0, 0
-    for index, size in enumerate(sizes):
-        if index > start and total + size > limit:
-            yield range(start, index)
-            start, total = index, 0
-        total += size
-    if start < len(sizes):
-        yield range(start, len(sizes))

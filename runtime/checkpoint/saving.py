@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
+from functools import cached_property
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -74,31 +75,24 @@ class Saver:
     """The saves of one model: one after the other, perhaps in a thread."""
 
     def __init__(self) -> None:
-        self._group: dist.ProcessGroup | None = None
         self._locks: dict[Path, FolderLock] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="autopar-save")  # starting a thread would wait for it
         self._pending: Future[None] | None = None
-        self._failure: CheckpointError | None = None
+        self.failure: CheckpointError | None = None  # of an asynchronous save, which was not raised yet
         self._copies: dict[Key, torch.Tensor] = {}  # host memory, which the next asynchronous save overwrites
 
-    @property
+    @cached_property
     def group(self) -> dist.ProcessGroup:
         """The process group of saves and loads, over gloo. Collective when it is first asked for."""
-        if self._group is None:
-            self._group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
-        return self._group
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether an asynchronous save failed whose error was not raised yet."""
-        return self._failure is not None
+        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
+        return group
 
     def finish(self) -> None:
         """Wait for the asynchronous save, and raise its error."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
-        failure, self._failure = self._failure, None
+        failure, self.failure = self.failure, None
         if failure is not None:
             raise failure
 
@@ -119,7 +113,7 @@ class Saver:
                 dist.barrier(group)  # writing would take processors from ranks that still copy
             self._write(snapshot, chunks, group)
         except CheckpointError as error:
-            self._failure = error
+            self.failure = error
             _logger.error("%s", error)
 
     def _write(self, snapshot: Snapshot, chunks: Chunks, group: dist.ProcessGroup) -> None:

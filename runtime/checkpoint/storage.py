@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from autopar.errors import CheckpointError
-from autopar.runtime.checkpoint.folder import parts_of_size
+from autopar.ir.storage import buckets
 from autopar.runtime.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry, entry_key
 from autopar.runtime.checkpoint.tensor_files import Part, dtype_name, parts_in_file, write_tensors
 from autopar.runtime.parameters.shown_tensor import as_shards
@@ -50,7 +50,7 @@ def write_chunks(folder: Path, chunks: Mapping[Key, torch.Tensor], finite: froze
                 "are as they were: load one of them"
             )
     written, items = list[Written](), list(chunks.items())
-    for number, part in enumerate(parts_of_size([value.nbytes for _, value in items], FILE_BYTES)):
+    for number, part in enumerate(buckets(((value.nbytes, None) for _, value in items), FILE_BYTES)):
         file, mine = f"rank-{rank:05d}-{number:03d}.safetensors", [items[index] for index in part]
         try:
             entry = write_tensors(folder / file, {entry_key(n, at, v.shape): v for (n, at), v in mine})

@@ -54,10 +54,10 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileEntry:
     header, begins = header_of({name: (t.dtype, t.shape) for name, t in tensors.items()}, {})
     digest, size = hashlib.sha256(header), len(header)
     with open(path, "xb", buffering=0) as file:
-        _write(file.fileno(), memoryview(header))
+        write_all(file.fileno(), memoryview(header))
         for name in begins:
             for piece in pieces_of(tensors[name]):
-                _write(file.fileno(), piece)
+                write_all(file.fileno(), piece)
                 digest.update(piece)
                 size += len(piece)
         os.fsync(file.fileno())
@@ -73,16 +73,10 @@ def pieces_of(tensor: torch.Tensor) -> Iterator[memoryview]:
             yield whole[start : start + _PIECE_BYTES]
 
 
-def _write(descriptor: int, content: memoryview) -> None:
+def write_all(descriptor: int, content: memoryview) -> None:
+    """Write bytes where an open file is."""
     while content:
         content = content[os.write(descriptor, content) :]
-
-
-def write_at(descriptor: int, content: memoryview, at: int) -> None:
-    """Write bytes at a place of an open file."""
-    while content:
-        count = os.pwrite(descriptor, content, at)
-        content, at = content[count:], at + count
 
 
 Part = tuple[str, torch.dtype, Sequence[int], tuple[slice, ...]]  # a tensor, its dtype and sizes, and a part of it

@@ -11,7 +11,7 @@ from autopar.errors import CheckpointError, InputError
 from autopar.ir.explanation import sizes_in_words
 from autopar.ir.precision import stored_dtype
 from autopar.runtime.checkpoint import optimizers
-from autopar.runtime.checkpoint.export import Export, name_to_keep
+from autopar.runtime.checkpoint.export import Export
 from autopar.runtime.checkpoint.folder import latest_folder
 from autopar.runtime.checkpoint.loading import (
     load_optimizers,
@@ -27,6 +27,7 @@ from autopar.runtime.model.running import RunningModel
 from autopar.runtime.parameters.flat_shards import FlatShards
 from autopar.runtime.parameters.packed import by_model_parameter, joint_of, names_of_state
 from autopar.runtime.parameters.shown_tensor import as_shards, whole_of
+from autopar.runtime.parameters.transformers_names import name_to_keep
 
 Path_ = str | os.PathLike[str]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -210,8 +211,7 @@ class CheckpointedModel(RunningModel):
         """
         group, root = self._saver.group, Path(path).absolute()
         model = None if self._origin is None else self._origin.weightless
-        tied_to: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
-        names = {name_to_keep(aliases, tied_to): aliases[0] for aliases in names_of_state(self.program)}
+        names = {name_to_keep(model, aliases): aliases[0] for aliases in names_of_state(self.program)}
         wholes = {name: self._on_meta(first) for name, first in names.items()}
         export = Export(model, wholes, root, max_shard_bytes)
         try:

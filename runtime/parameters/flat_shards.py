@@ -11,6 +11,7 @@ from itertools import pairwise, product
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -102,16 +103,16 @@ class FlatShards(torch.Tensor):
         raise ValueError(f"no chunk at {index} among {[c[0] for c in self.chunks]}")
 
 
-def _factors(shape: tuple[int, ...], flat_shape: tuple[int, ...]) -> list[int]:
-    """How many factored dimensions make up each flat one."""
-    counts, position = [], 0
+def _factors(shape: tuple[int, ...], flat_shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    """The factored dimensions that make up each flat one: the first, and the one behind the last."""
+    spans, position = [], 0
     for size in flat_shape:
         start = position
         position += 1
         while prod(shape[start:position]) < size:
             position += 1
-        counts.append(position - start)
-    return counts
+        spans.append((start, position))
+    return spans
 
 
 def _flat_chunks(tensor: torch.Tensor, flat_shape: tuple[int, ...]) -> Iterator[ShardPiece]:
@@ -124,18 +125,11 @@ def _flat_chunks(tensor: torch.Tensor, flat_shape: tuple[int, ...]) -> Iterator[
         tensor = values
     if not values.numel():
         return
-    counts = _factors(tuple(tensor.shape), flat_shape)
-    starts = [sum(counts[:i]) for i in range(len(counts))]
-    outer = [d for start, count in zip(starts, counts, strict=True) for d in range(start, start + count - 1)]
+    spans = _factors(tuple(tensor.shape), flat_shape)
+    outer = [d for start, stop in spans for d in range(start, stop - 1)]
+    sizes = tuple(local[stop - 1] for _, stop in spans)
     for index in product(*(range(local[d]) for d in outer)):
         at = dict(zip(outer, index, strict=True))
-        offsets, sizes = [], []
-        for start, count in zip(starts, counts, strict=True):
-            last = start + count - 1
-            base = 0
-            for d in range(start, last):
-                base = (base + offset[d] + at[d]) * tensor.shape[d + 1]
-            offsets.append(base + offset[last])
-            sizes.append(local[last])
-        piece = values[tuple(at.get(d, slice(None)) for d in range(len(local)))]
-        yield tuple(offsets), tuple(sizes), piece
+        begin = [offset[d] + at.get(d, 0) for d in range(len(local))]
+        offsets = tuple(int(np.ravel_multi_index(begin[a:b], tensor.shape[a:b])) for a, b in spans)
+        yield offsets, sizes, values[tuple(at.get(d, slice(None)) for d in range(len(local)))]

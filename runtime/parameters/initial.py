@@ -125,12 +125,8 @@ class InitialParts:
 
     def end(self) -> None:
         """Raise on all ranks what kept rank 0 from sending. Collective."""
-        if self._sent:
-            on_all_ranks(self._raise)
-
-    def _raise(self) -> None:
-        if self._error is not None:
-            raise self._error
+        if self._sent and (error := broadcast_object(self._error)) is not None:
+            raise error
 
     def _send(self, name: str, storage: Storage, along: Iterable[MeshDim], stage_rank: int) -> torch.Tensor | None:
         """Send each part of a parameter to its first rank, and return rank 0's own."""

@@ -33,7 +33,7 @@ from autopar.runtime.parameters.state_loading import (
     model_tensors,
     open_state,
 )
-from autopar.runtime.parameters.transformers_names import named_as_in_model
+from autopar.runtime.parameters.transformers_names import is_pretrained, name_to_keep, named_as_in_model
 
 # what modules call their own initialiser; transformers' `init_weights` is another thing and is never called
 _INITIALISERS = ("reset_parameters", "_reset_parameters", "init_weights")
@@ -94,11 +94,9 @@ class _Initialiser:
         self._seed = seed
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._distinct = tuple(dict.fromkeys(self._modules.values()))
-        # transformers initialises first and ties after: the value is that of the name that others are tied to
-        self._tied_to: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
 
     def __call__(self, slot: ModelTensor) -> torch.Tensor:
-        target = next((self._tied_to[n] for n in slot.names if self._tied_to.get(n) in slot.names), slot.name)
+        target = name_to_keep(self._modules[""], slot.names)  # transformers initialises first and ties after
         path, _, attribute = target.rpartition(".")
         chain = self._chain(path)
         in_transformers, everything = _actions(chain)
@@ -204,16 +202,14 @@ def _has_nan(value: torch.Tensor) -> bool:
 
 def _actions(chain: list[nn.Module]) -> tuple[list[_Action], list[_Action]]:
     """Initialisers that may write a tensor of ``chain[0]``: transformers' alone, and all, in construction's order."""
-    base = _transformers_class()
     ours: list[_Action] = []
     everything: list[_Action] = []
     for i, module in enumerate(chain):
-        is_pretrained = base is not None and isinstance(module, base)
-        for name in () if is_pretrained else _INITIALISERS:
+        for name in () if is_pretrained(module) else _INITIALISERS:
             method = getattr(module, name, None)
             if callable(method) and _num_required(method) == 0:
                 everything.append(method)
-        around = next((m for m in chain[i:] if base is not None and isinstance(m, base)), None)
+        around: Any = next(filter(is_pretrained, chain[i:]), None)
         if around is not None:
             # each module is initialised by the innermost model that holds it, children before parents
             action = partial(around._init_weights, module)
@@ -233,11 +229,6 @@ def _num_required(method: Callable[..., object]) -> int | None:
         return None
     plain = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     return sum(p.default is p.empty for p in plain)
-
-
-def _transformers_class() -> Any:
-    """transformers' model class if some code has imported it; a model of that kind implies that."""
-    return getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ says how to convert both ways. Here one tensor of the model is converted at a ti
 
 import copy
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,12 @@ def is_pretrained(model: nn.Module | None) -> bool:
     """Whether a model is one of transformers. Nothing is imported for it."""
     kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
     return kind is not None and isinstance(model, kind)
+
+
+def name_to_keep(model: nn.Module | None, names: Sequence[str]) -> str:
+    """Of a tied tensor's names, the one that transformers initialises and saves: the others are tied to it."""
+    tied_to: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    return next((tied_to[name] for name in names if tied_to.get(name) in names), names[0])
 
 
 def pieces_on_disk(model: Any, name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 
 from autopar.errors import CheckpointError
+from autopar.ir.storage import buckets
 from autopar.runtime.checkpoint.folder import (
     StepFolder,
     complete_steps,
@@ -17,7 +18,6 @@ from autopar.runtime.checkpoint.folder import (
     listed,
     new_partial,
     parsed,
-    parts_of_size,
     publish,
     remove_old,
     set_aside,
@@ -176,5 +176,5 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_lists_and_parts() -> None:
     folders = {step: StepFolder(path=Path(str(step)), step=step) for step in range(12)}
     assert listed(folders) == "..., 2, 3, 4, 5, 6, 7, 8, 9, 10, 11"
-    assert list(parts_of_size([], 8)) == []
-    assert [list(part) for part in parts_of_size([9, 0, 8, 1], 8)] == [[0], [1, 2], [3]]
+    assert list(buckets([], 8)) == []
+    assert list(buckets([(size, None) for size in (9, 0, 8, 1)], 8)) == [[0], [1, 2], [3]]
