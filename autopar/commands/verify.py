@@ -126,7 +126,7 @@ def verify(
     constants = constants_of(checked, source)
     data = random_batches(checked, decided.degrees, job.steps, job.seed, given, constants)
     example = example_batch(model, checked, decided.degrees, constants)
-    _, was_quietened = without_attention_dropout(program)
+    was_quietened = without_attention_dropout(program) is not program
     case = Case(program, source, data, decided.degrees, example)
     draws = draws_anything(program)
     captured: tuple[Quantity, ...] = ()

@@ -33,6 +33,10 @@ class CountedDraws:
         """What is drawn next is the first draw of a call of a block, in a micro-batch of a step."""
         self._when, self._draws, self.training = (step, micro_batch, call), 0, training
 
+    def _next_draw(self) -> int:
+        self._draws += 1
+        return self._draws
+
     def position(self) -> tuple[tuple[int, int, int], int, bool]:
         """The call, the number of draws so far, and whether dropout drops."""
         return self._when, self._draws, self.training
@@ -54,10 +58,6 @@ class RandomStream(CountedDraws):
     def _seed_of(self, draw: int, at: tuple[int, ...]) -> int:
         names = tuple(dim.name for dim in self.dims)
         return seed_from(repr((self.seed, self._when, draw, names, at)))
-
-    def _next_draw(self) -> int:
-        self._draws += 1
-        return self._draws
 
     def keep_mask(self, x: torch.Tensor, probability: float) -> torch.Tensor:
         """Boolean mask shaped like `x`, True with probability 1 - `probability`."""
@@ -83,7 +83,7 @@ class Streams:
 
     def __init__(self, dims: Mapping[str, MeshDim], seed: int, device: torch.device) -> None:
         self._dims, self.seed, self._device = dims, seed, device
-        self._made: dict[tuple[str, ...], RandomStream] = {}
+        self._made: dict[object, Any] = {}  # the streams that were asked for
         self.training = True
 
     def of(self, use: StreamUse) -> RandomNumbers:
@@ -91,7 +91,8 @@ class Streams:
         key = use.mesh_dims
         if key not in self._made:
             self._made[key] = RandomStream([self._dims[n] for n in key], self.seed, self._device)
-        return self._made[key]
+        stream: RandomNumbers = self._made[key]
+        return stream
 
     def reseed(self, seed: int) -> None:
         """Draw from another seed from now on."""

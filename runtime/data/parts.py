@@ -79,7 +79,20 @@ class Parts(IterableDataset[RankPart]):
         return number_of(self.options.seed, self.epoch, index, use)
 
     def batch(self, samples: Sequence[Any], number: int, *, is_empty: bool) -> Any:
-        return collated(self.options.collate_fn, samples, number, is_empty=is_empty)
+        """A batch of samples; if `is_empty`, one sample's batch without its row. `number` seeds the random numbers."""
+        seed_draws(number)
+        collate = self.options.collate_fn
+        batch = collate(list(samples))
+        if not is_empty:
+            return batch
+        leaves, spec = private.pytree.tree_flatten(batch)
+        twice, same_spec = private.pytree.tree_flatten(collate([*samples, *samples]))
+        if spec != same_spec:
+            raise RuntimeInputError(
+                "this rank has no sample of the last batch, and collate_fn makes no batch without rows: a batch of two "
+                "samples has another structure than one of one; return tensors, or pass drop_last=True"
+            )
+        return private.pytree.tree_unflatten([_without_rows(*pair) for pair in zip(leaves, twice, strict=True)], spec)
 
     @abstractmethod
     def parts(self, worker: int, num_workers: int) -> Iterator[RankPart]:
@@ -173,22 +186,6 @@ def state_of(source: Any) -> Any:
     """The state of a dataset that has one, as plain data of its own."""
     has_state = all(callable(getattr(source, name, None)) for name in ("state_dict", "load_state_dict"))
     return copy.deepcopy(source.state_dict()) if has_state else None
-
-
-def collated(collate: Collate, samples: Sequence[Any], number: int, *, is_empty: bool) -> Any:
-    """A batch of samples; if `is_empty`, one sample's batch without its row. `number` seeds the random numbers."""
-    seed_draws(number)
-    batch = collate(list(samples))
-    if not is_empty:
-        return batch
-    leaves, spec = private.pytree.tree_flatten(batch)
-    twice, same_spec = private.pytree.tree_flatten(collate([*samples, *samples]))
-    if spec != same_spec:
-        raise RuntimeInputError(
-            "this rank has no sample of the last batch, and collate_fn makes no batch without rows: a batch of two "
-            "samples has another structure than one of one; return tensors, or pass drop_last=True"
-        )
-    return private.pytree.tree_unflatten([_without_rows(*pair) for pair in zip(leaves, twice, strict=True)], spec)
 
 
 def _without_rows(value: Any, two: Any) -> Any:

@@ -73,6 +73,4 @@ def log_collectives() -> Iterator[list[LoggedCollective]]:
 
 def _bytes(value: Any) -> int:
     """Bytes of a tensor, or of all tensors in a list."""
-    if isinstance(value, torch.Tensor):
-        return value.numel() * value.element_size()
-    return sum(map(_bytes, value)) if isinstance(value, (list, tuple)) else 0
+    return sum(t.nbytes for t in private.pytree.tree_leaves(value) if isinstance(t, torch.Tensor))

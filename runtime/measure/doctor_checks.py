@@ -7,6 +7,7 @@ integers, so sums are exact in any order and dtype: a conversion must be right t
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import permutations, product
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -68,35 +69,30 @@ def _all_to_all(parts: RankTensors, dim: int, to: int) -> RankTensors:
     return [torch.cat([chunk[rank] for chunk in chunks], dim) for rank in range(len(parts))]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConversionCase:
+class ConversionCase(NamedTuple):
     """A conversion and its correct results. The table is written anew: `doctor` must not read the one it checks."""
 
     name: str
     function: str
     forward: Reference
     backward: Reference
-    num_dims: int
-
-
-def _row(name: str, function: str, forward: Reference, backward: Reference, num_dims: int = 0) -> ConversionCase:
-    return ConversionCase(name=name, function=function, forward=forward, backward=backward, num_dims=num_dims)
+    num_dims: int = 0
 
 
 CONVERSION_CASES = (
-    _row("I -> R", "invariant_to_replicate", _nothing, _all_reduce),
-    _row("P -> I", "all_reduce_to_invariant", _all_reduce, _nothing),
-    _row("P -> R", "all_reduce_to_replicate", _all_reduce, _all_reduce),
-    _row("P -> S", "reduce_scatter", _reduce_scatter, _all_gather, 1),
-    _row("S -> R", "all_gather_to_replicate", _all_gather, _reduce_scatter, 1),
-    _row("S -> I", "all_gather_to_invariant", _all_gather, _slice, 1),
-    _row("I -> S", "shard_of_invariant", _slice, _all_gather, 1),
-    _row("S -> S'", "all_to_all", _all_to_all, _all_to_all, 2),
-    _row("I -> P", "partial_of_invariant", _first_keeps, _nothing),
-    _row("S -> P", "partial_of_shard", _place, _slice, 1),
-    _row("R -> I", "replicate_to_invariant", _nothing, _first_keeps),
-    _row("R -> S", "shard_of_replicate", _slice, _place, 1),
-    _row("R -> P", "partial_of_replicate", _first_keeps, _first_keeps),
+    ConversionCase("I -> R", "invariant_to_replicate", _nothing, _all_reduce),
+    ConversionCase("P -> I", "all_reduce_to_invariant", _all_reduce, _nothing),
+    ConversionCase("P -> R", "all_reduce_to_replicate", _all_reduce, _all_reduce),
+    ConversionCase("P -> S", "reduce_scatter", _reduce_scatter, _all_gather, 1),
+    ConversionCase("S -> R", "all_gather_to_replicate", _all_gather, _reduce_scatter, 1),
+    ConversionCase("S -> I", "all_gather_to_invariant", _all_gather, _slice, 1),
+    ConversionCase("I -> S", "shard_of_invariant", _slice, _all_gather, 1),
+    ConversionCase("S -> S'", "all_to_all", _all_to_all, _all_to_all, 2),
+    ConversionCase("I -> P", "partial_of_invariant", _first_keeps, _nothing),
+    ConversionCase("S -> P", "partial_of_shard", _place, _slice, 1),
+    ConversionCase("R -> I", "replicate_to_invariant", _nothing, _first_keeps),
+    ConversionCase("R -> S", "shard_of_replicate", _slice, _place, 1),
+    ConversionCase("R -> P", "partial_of_replicate", _first_keeps, _first_keeps),
 )
 
 

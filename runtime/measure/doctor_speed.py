@@ -19,7 +19,11 @@ ROUNDS, ROUND_S, MOST_REPEATS = 7, 0.02, 1000
 MATMUL_DTYPES = ("float64", "float32", "bfloat16", "float16")  # torch multiplies these without further arguments
 MATMUL_SIZE = {"cpu": 256, "cuda": 8192}
 COPY_BYTES = {"cpu": 2**25, "cuda": 2**30}
-MESSAGE_BYTES = {"cpu": (8, 2**16, 2**22), "cuda": (8, 2**20, 2**28)}  # the first for latency, the last for bandwidth
+# the first for latency, the last for bandwidth
+MESSAGE_BYTES = {
+    "cpu": {"8 B": 8, "64 KiB": 2**16, "4 MiB": 2**22},
+    "cuda": {"8 B": 8, "1 MiB": 2**20, "256 MiB": 2**28},
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,16 +56,14 @@ def link_speeds(device: torch.device) -> Iterator[SpeedMeasurement]:
     world_size = dist.get_world_size()
     if world_size == 1:
         return
-    for size in MESSAGE_BYTES[device.type]:
+    for words, size in MESSAGE_BYTES[device.type].items():
         data = torch.zeros(max(1, size // 4), device=device)
         rounds = rounds_of(partial(dist.all_reduce, data), device)
         amount = 4.0 * data.numel()
-        yield SpeedMeasurement(
-            name=f"all-reduce of {in_words(size)}", kind="all-reduce", amount=amount, rounds_s=rounds
-        )
-    for size in MESSAGE_BYTES[device.type]:
+        yield SpeedMeasurement(name=f"all-reduce of {words}", kind="all-reduce", amount=amount, rounds_s=rounds)
+    for words, size in MESSAGE_BYTES[device.type].items():
         data = torch.zeros(max(1, size // 4), device=device)
-        name, amount = f"message of {in_words(size)}", 4.0 * data.numel()
+        name, amount = f"message of {words}", 4.0 * data.numel()
         speed: SpeedMeasurement | None = None
         for pairs in _turns(world_size):
             pair = next((p for p in pairs if dist.get_rank() in p), None)
@@ -92,11 +94,3 @@ def rounds_of(action: Callable[[], object], device: torch.device) -> tuple[float
         dist.barrier()
         rounds.append(pace.timed(action, device, repeats, waits=True)[0] / repeats)
     return tuple(rounds)
-
-
-def in_words(size: int) -> str:
-    """Bytes as people say them."""
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if size >= unit and size % unit == 0:
-            return f"{size // unit} {name}"
-    return f"{size} B"

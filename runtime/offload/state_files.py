@@ -83,8 +83,7 @@ class _States(defaultdict[Any, Any]):
             self[parameter] = _State(area, state)
 
     def __missing__(self, parameter: Any) -> _State:
-        self[parameter] = _State(self._area)
-        state: _State = self[parameter]
+        state = self[parameter] = _State(self._area)
         return state
 
 

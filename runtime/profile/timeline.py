@@ -74,7 +74,7 @@ def slices_of(
     messages = [_described(s, calls) for s in spans if s.track == MESSAGES]
     compute = [s for s in spans if s.track == COMPUTE]
     collectives = _collectives(calls, events, tracks)
-    if device.is_there:
+    if device.kernels:
         hosted = [replace(s, track=HOST) for s in compute]
         compute = [*hosted, *(span for s in compute for span in device.span(s))]
         messages = [span for s in messages for span in device.messages(s)]
@@ -270,10 +270,6 @@ class _Device:
         pairs.sort(key=lambda pair: pair[0])
         self.kernels = [e for _, e in pairs]
         self.launched = [at for at, _ in pairs]
-
-    @property
-    def is_there(self) -> bool:
-        return bool(self.kernels)
 
     def _inside(self, host: Slice) -> list[ProfilerEvent]:
         return self.kernels[bisect_left(self.launched, host.start_us) : bisect_right(self.launched, host.end_us)]

@@ -5,6 +5,7 @@ an equivalence of 1e-9. Both sides of a verification run the promoted program. T
 the unmodified model once, at float32 tolerance.
 """
 
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -46,22 +47,21 @@ def promoted(program: Program, dtype: torch.dtype = torch.float64) -> Program:
     return replace(program, blocks=blocks, constants=constants, parameters=parameters, inputs=inputs, buffers=buffers)
 
 
-def without_attention_dropout(program: Program) -> tuple[Program, bool]:
-    """The program with the dropout of `scaled_dot_product_attention` off, and whether it had any."""
-    graphs = [_quiet(block.graph) for block in program.blocks]
-    blocks = [replace(b, graph=g) if changed else b for b, (g, changed) in zip(program.blocks, graphs, strict=True)]
-    has_dropout = any(changed for _, changed in graphs)
-    return (replace(program, blocks=tuple(blocks)) if has_dropout else program), has_dropout
+def without_attention_dropout(program: Program) -> Program:
+    """The program with the dropout of `scaled_dot_product_attention` off: itself if it has none."""
+    blocks = tuple(replace(b, graph=graph) if (graph := _quiet(b.graph)) else b for b in program.blocks)
+    return program if all(map(operator.is_, blocks, program.blocks)) else replace(program, blocks=blocks)
 
 
-def _quiet(graph: fx.Graph) -> tuple[fx.Graph, bool]:
+def _quiet(graph: fx.Graph) -> fx.Graph | None:
+    """A copy without dropout of attention. None if there is none."""
     copy, changed = deepcopy(graph), False
     for node in copy.nodes:
         if node.target is _SDPA and len(node.args) > _DROPOUT_P and node.args[_DROPOUT_P]:
             node.args, changed = (*node.args[:_DROPOUT_P], 0.0, *node.args[_DROPOUT_P + 1 :]), True
         if node.target is _SDPA and node.kwargs.get("dropout_p"):
             node.kwargs, changed = {**node.kwargs, "dropout_p": 0.0}, True
-    return copy, changed
+    return copy if changed else None
 
 
 def casts_lower(program: Program) -> bool:

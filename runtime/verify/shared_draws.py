@@ -70,8 +70,7 @@ class SharedStream(CountedDraws):
         return x * self._part(draw, x, of_one - of_zero) + self._part(draw, x, of_zero)
 
     def _next(self) -> Draw:
-        self._draws += 1
-        return [draw for draw in self.use.draws if self.training or not draw.is_dropout][self._draws - 1]
+        return [draw for draw in self.use.draws if self.training or not draw.is_dropout][self._next_draw() - 1]
 
     def _uniform(self, draw: Draw, dtype: torch.dtype) -> torch.Tensor:
         return self._drawn(draw, torch.rand, draw.dims.shape, dtype=dtype)
@@ -116,17 +115,11 @@ class SharedDraws(Streams):
     def __init__(self, mesh: Mesh, dims: Mapping[str, MeshDim], seed: int = 0) -> None:
         super().__init__(dims, seed, torch.device("cpu"))
         self.mesh = mesh
-        self._of_blocks: list[SharedStream] = []
 
     def of(self, use: StreamUse) -> SharedStream:
         """The draws of one block from one stream."""
-        self._of_blocks.append(SharedStream(use, self.mesh, self._dims, self.seed))
-        return self._of_blocks[-1]
-
-    def begin(self, step: int, micro_batch: int, call: int = 0, *, training: bool = True) -> None:
-        """Restart every stream for a call of a block in a micro-batch of a step."""
-        for stream in self._of_blocks:
-            stream.begin(step, micro_batch, call, training)
+        stream = self._made[len(self._made)] = SharedStream(use, self.mesh, self._dims, self.seed)
+        return stream
 
 
 def on_one_device(seed: int = 0) -> SharedDraws:

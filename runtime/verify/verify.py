@@ -267,5 +267,5 @@ def check_dtype(dtype: str) -> torch.dtype:
 
 def in_dtype(program: Program, dtype: str) -> Program:
     """The program to verify: promoted for float64, as captured otherwise; dropout of attention is off."""
-    quiet, _ = without_attention_dropout(program)
+    quiet = without_attention_dropout(program)
     return promoted(quiet) if dtype == "float64" else quiet
