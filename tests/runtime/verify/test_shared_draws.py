@@ -129,7 +129,7 @@ def test_only_dropout_draws_nothing_in_evaluation() -> None:
     program = capture_program(network(Both), BATCH, loss_fn=nn.functional.cross_entropy)
     streams = on_one_device()
     captured_modules(program, streams=streams)
-    flags = [draw.is_dropout for stream in streams._of_blocks for draw in stream.use.draws]
+    flags = [draw.is_dropout for stream in streams._made.values() for draw in stream.use.draws]
     assert flags and flags == [True, False] * (len(flags) // 2)
 
 
