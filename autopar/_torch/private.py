@@ -220,10 +220,7 @@ def storage_reference(tensor: torch.Tensor) -> Any:
 
 
 def saved_tensor_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
-    """How tensors are saved here: pack and unpack of the innermost `torch.autograd.graph.saved_tensors_hooks`.
-
-    Without hooks a tensor is kept without its graph, else a result would keep the operator that keeps it.
-    """
+    """Pack and unpack of the innermost `saved_tensors_hooks`. Without hooks a tensor is kept without its graph."""
     hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks or (torch.Tensor.detach, lambda kept: kept)
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from autopar._torch import private
 from autopar.errors import CheckpointError, InputError, Problem
@@ -19,7 +20,6 @@ from autopar.runtime.checkpoint.plain import decode, encode
 from autopar.runtime.parameters.flat_shards import FlatShards
 from autopar.runtime.parameters.shown_tensor import as_shards
 
-Optimizer = torch.optim.Optimizer
 SPLIT: Any = {"split": True}  # in place of a tensor that lies among the tensors under its parameter's name and key
 
 

@@ -88,10 +88,8 @@ class Streams:
 
     def of(self, use: StreamUse) -> RandomNumbers:
         """The stream of values that the same mesh dimensions split."""
-        key = use.mesh_dims
-        if key not in self._made:
-            self._made[key] = RandomStream([self._dims[n] for n in key], self.seed, self._device)
-        stream: RandomNumbers = self._made[key]
+        new = RandomStream([self._dims[n] for n in use.mesh_dims], self.seed, self._device)
+        stream: RandomNumbers = self._made.setdefault(use.mesh_dims, new)
         return stream
 
     def reseed(self, seed: int) -> None:
