@@ -1,7 +1,7 @@
 """Vocabulary-parallel embedding and cross-entropy: rewrites of operators whose vocabulary axis is split.
 
-Both follow Megatron-LM (Shoeybi et al. 2019, section 3): each rank looks up, or scores, its own range of ids, and no
-rank ever holds the logits of the whole vocabulary.
+Both follow Megatron-LM (Shoeybi et al. 2019, section 3). Each rank looks up, or scores, its own range of ids. No rank
+ever holds the logits of the whole vocabulary.
 """
 
 from typing import Any
