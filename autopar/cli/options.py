@@ -202,8 +202,8 @@ def _sizes_of_plan(
         raise PlanError(f"plan file {path} was made for model {plan.model}, not {model}; plan again for {model}")
     if plan.degrees.world_size != world_size:
         raise PlanError(
-            f"plan file {path} is for {plan.degrees.world_size} ranks ({sizes_in_words(plan)}), not {world_size}; "
-            f"use --world-size {plan.degrees.world_size}, or plan again for {world_size}"
+            f"plan file {path} is for {plan.degrees.world_size} ranks ({sizes_in_words(plan.degrees)}), "
+            f"not {world_size}; use --world-size {plan.degrees.world_size}, or plan again for {world_size}"
         )
     if is_factory(model):
         return {}

@@ -31,7 +31,8 @@ from autopar.cli.output import console, print_ends, print_json, print_sections, 
 from autopar.cost_model.machine.fitted_constants import usable_in_words
 from autopar.errors import InfeasibleError
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.explanation import Section, sections
+from autopar.ir.explanation import Section
+from autopar.ir.plan import sections
 from autopar.models.load import is_factory
 from autopar.planning.options import TOP, TRIALS, PlanOptions
 from autopar.search.result.format import nothing_fits, plan_in_words, readable_value, step_in_words, what_does_not_fit

@@ -69,7 +69,7 @@ def trace(
 def _show(model: str, plan: "Plan", times: list["TrackTime"], path: Path) -> None:
     out = console()
     first, last = min(t.start_us for t in times), max(t.end_us for t in times)
-    out.print(f"{model}: {sizes_in_words(plan)}; one step of {(last - first) / 1e3:.1f} ms")
+    out.print(f"{model}: {sizes_in_words(plan.degrees)}; one step of {(last - first) / 1e3:.1f} ms")
     columns = ("rank", "track", "slices", "busy ms", "of the step")
     rows = [
         (

@@ -99,7 +99,8 @@ def verify(
 def _show(report: "Report", model: str, sizes: dict[str, Any]) -> None:
     out = console()
     words = ", ".join(f"{name} {value}" for name, value in sizes.items() if value is not None)
-    out.print(f"{model}{f' ({words})' if words else ''}: {sizes_in_words(report.plan)}, in {report.seconds:.1f} s")
+    title = f"{model}{f' ({words})' if words else ''}"
+    out.print(f"{title}: {sizes_in_words(report.plan.degrees)}, in {report.seconds:.1f} s")
     columns = ("compared with one device", "worst error", "limit", "", "place of the worst error")
     rows = [(q.name, f"{q.max_error:.1e}", f"{q.limit:.0e}", _VERDICTS[q.outcome], q.where) for q in report.quantities]
     out.print(table(columns, rows, right=columns[1:3]))

@@ -6,7 +6,7 @@ summary, written by hand, runs too.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from autopar.ir.degrees import Degrees
 from autopar.ir.offload import HELD, NO_OFFLOAD
@@ -124,36 +124,6 @@ class Summary:
 # ---- the sections ----
 
 
-class _LabelsLike(Protocol):
-    @property
-    def name(self) -> str: ...
-    @property
-    def labels(self) -> Mapping[str, tuple[str, ...]]: ...
-    @property
-    def recomputed(self) -> tuple[str, ...]: ...
-
-
-class PlanView(Protocol):
-    """The parts of a plan that an explanation reads. With this protocol the module does not import the plan."""
-
-    @property
-    def model(self) -> str: ...
-    @property
-    def degrees(self) -> Degrees: ...
-    @property
-    def mesh(self) -> Mesh: ...
-    @property
-    def blocks(self) -> Sequence[_LabelsLike]: ...
-    @property
-    def regather(self) -> bool: ...
-    @property
-    def sequence(self) -> int | None: ...
-    @property
-    def notes(self) -> tuple[str, ...]: ...
-    @property
-    def summary(self) -> Summary | None: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
     """A heading, lines of text, and a table. `is_warning` marks a section that a reader must not overlook."""
@@ -165,24 +135,22 @@ class Section:
     is_warning: bool = False
 
 
-def sections(plan: PlanView, *, with_order: bool = True) -> list[Section]:
-    """The sections about a plan. Operators without a rule are the second; `with_order` adds the order of passes."""
-    parts = [_header(plan)]
-    if plan.summary is not None:
-        parts += [_without_rule(plan.summary), *_stages(plan, with_order), *_recomputed(plan)]
-        parts += [_parameters(plan), *_traffic(plan)]
-        parts.append(Section(title="Once per step or micro-batch", lines=plan.summary.once_a_step or ("nothing",)))
-    else:
-        parts.append(Section(title="Labels", lines=tuple(_bare(plan))))
-    if plan.notes:
-        parts.append(Section(title="Notes", lines=plan.notes))
-    return parts
+def sections_of(summary: Summary, degrees: Degrees, recomputed: Sequence[Sequence[str]], order: bool) -> list[Section]:
+    """The sections of a summary. `recomputed` has the operators of each block, and `order` adds the order of passes."""
+    return [
+        _without_rule(summary),
+        *_stages(summary.stages, degrees, order),
+        *_recomputed(summary, recomputed),
+        _parameters(summary, degrees.mesh),
+        *_traffic(summary),
+        Section(title="Once per step or micro-batch", lines=summary.once_a_step or ("nothing",)),
+    ]
 
 
-def as_text(plan: PlanView) -> str:
-    """The sections as plain text."""
+def as_text(sections: Sequence[Section]) -> str:
+    """Sections as plain text."""
     parts = []
-    for section in sections(plan):
+    for section in sections:
         lines = [section.title, *(f"  {line}" for line in section.lines)]
         if section.rows:
             lines += [f"  {line}" for line in _aligned([section.columns, *section.rows])]
@@ -190,9 +158,8 @@ def as_text(plan: PlanView) -> str:
     return "\n\n".join(parts)
 
 
-def sizes_in_words(plan: PlanView) -> str:
+def sizes_in_words(degrees: Degrees) -> str:
     """``tp 2 × dp_shard 2 = 4 ranks, ZeRO-3``."""
-    degrees = plan.degrees
     named = [
         ("pp", degrees.pp),
         ("tp", degrees.tp),
@@ -212,11 +179,11 @@ def sizes_in_words(plan: PlanView) -> str:
     return f"{product} = {ranks}{zero}{order}" if degrees.world_size > 1 else f"one rank{zero}"
 
 
-def _header(plan: PlanView) -> Section:
-    degrees = plan.degrees
-    lines = [sizes_in_words(plan)]
+def header(model: str, degrees: Degrees, sequence: int | None, *, regather: bool) -> Section:
+    """The degrees of a plan and the decisions that they name, in words."""
+    lines = [sizes_in_words(degrees)]
     if degrees.micro_batch is not None:
-        tokens = f" of {plan.sequence:,} tokens" if plan.sequence else ""
+        tokens = f" of {sequence:,} tokens" if sequence else ""
         factors = [f"dp {degrees.dp}", f"micro-batch {degrees.micro_batch}"]
         factors += [f"micro-batches {degrees.micro_batches}"] * (degrees.pp > 1)
         factors += [f"accumulate {degrees.accumulate}"] * (degrees.accumulate > 1)
@@ -226,7 +193,7 @@ def _header(plan: PlanView) -> Section:
     chosen = {None: "where it is cheaper", True: "required", False: "not used"}[degrees.sequence_parallel]
     if degrees.tp > 1:
         lines.append(f"sequence parallelism on tp: {chosen}")
-        if not plan.regather:
+        if not regather:
             lines.append("gathered inputs of products are saved for backward, not gathered again (no regather)")
     if degrees.precision is not None:
         stored = "; parameters, gradients and optimizer state in fp32" if degrees.precision != "fp32" else ""
@@ -240,7 +207,7 @@ def _header(plan: PlanView) -> Section:
     if degrees.offload != NO_OFFLOAD:
         lines.append(f"in host memory: {HELD[degrees.offload]}")
     computing = "in the dtype of the model" if degrees.precision is None else f"in {degrees.precision}"
-    return Section(title=f"Plan for {plan.model or 'a model'}, computing {computing}", lines=tuple(lines))
+    return Section(title=f"Plan for {model or 'a model'}, computing {computing}", lines=tuple(lines))
 
 
 def _without_rule(summary: Summary) -> Section:
@@ -258,47 +225,44 @@ def _without_rule(summary: Summary) -> Section:
     )
 
 
-def _recomputed(plan: PlanView) -> list[Section]:
+def _recomputed(summary: Summary, recomputed: Sequence[Sequence[str]]) -> list[Section]:
     """The operators of selective recomputation, and their effect on one call of each block."""
-    assert plan.summary is not None
-    if not any(block.selective for block in plan.summary.blocks):
+    if not any(block.selective for block in summary.blocks):
         return []
     rows, lines = [], []
-    for block, labels in zip(plan.summary.blocks, plan.blocks, strict=True):
+    for block, operators in zip(summary.blocks, recomputed, strict=True):
         if block.selective is None:
             continue
         s = block.selective
         freed = f"{readable_bytes(s.saved_bytes - s.saved_selectively)} ({s.freed:.0%})"
         flops = f"{s.more_flops:.3g} ({s.more_flops / s.flops:.1%})" if s.flops else "0"
         rows.append((block.name, str(s.num_operators), readable_bytes(s.saved_bytes), freed, flops))
-        lines.append(f"{block.name}: {', '.join(labels.recomputed)}")
+        lines.append(f"{block.name}: {', '.join(operators)}")
     title = "Selective recomputation (one call of a block for a micro-batch, on one rank)"
     columns = ("block", "operators", "saved without it", "freed", "more FLOP (of forward and backward)")
     return [Section(title=title, lines=tuple(lines), columns=columns, rows=tuple(rows))]
 
 
-def _parameters(plan: PlanView) -> Section:
-    assert plan.summary is not None
-    names = [name for name, degree in plan.mesh.as_dict().items() if degree > 1]
+def _parameters(summary: Summary, mesh: Mesh) -> Section:
+    names = [name for name, degree in mesh.as_dict().items() if degree > 1]
     rows = []
-    for p in plan.summary.parameters:
+    for p in summary.parameters:
         shape = " × ".join(f"{size:,}" for size in p.shape) or "scalar"
         rows.append((p.name, str(p.num_copies), shape, *(p.split.get(name, "whole") for name in names)))
     columns = ("parameter", "copies", "shape", *(f"on {name}" for name in names))
     return Section(title="How parameters are split", columns=columns, rows=tuple(rows))
 
 
-def _traffic(plan: PlanView) -> list[Section]:
-    assert plan.summary is not None
+def _traffic(summary: Summary) -> list[Section]:
     rows = []
-    for block in plan.summary.blocks:
+    for block in summary.blocks:
         dims = list(dict.fromkeys(t.mesh_dim for t in block.traffic))
         for k, dim in enumerate(dims or ["-"]):
             first = (block.name, str(block.num_calls)) if k == 0 else ("", "")
             rows.append((*first, dim, _counts(block, dim, "forward"), _counts(block, dim, "backward")))
     columns = ("block", "calls", "mesh dimension", "forward", "backward")
     sent = "Collectives of one call of each block (bytes that one rank sends)"
-    leaves = [(block.name, result) for block in plan.summary.blocks for result in block.results]
+    leaves = [(block.name, result) for block in summary.blocks for result in block.results]
     return [
         Section(title=sent, columns=columns, rows=tuple(rows)),
         Section(title="How values leave the blocks", columns=("block", "value"), rows=tuple(leaves)),
@@ -316,13 +280,12 @@ def _counts(block: BlockSummary, dim: str, when: str) -> str:
 MAX_RANKS, MAX_ACTIONS = 8, 24  # whose order is shown, and how much of it
 
 
-def _stages(plan: PlanView, with_order: bool) -> list[Section]:
+def _stages(stages: Sequence[StageSummary], degrees: Degrees, with_order: bool) -> list[Section]:
     """The stages of a pipeline, and the order in which the ranks run them."""
-    degrees = plan.degrees
-    if plan.summary is None or degrees.pp == 1:
+    if degrees.pp == 1:
         return []
     rows = []
-    for number, stage in enumerate(plan.summary.stages):
+    for number, stage in enumerate(stages):
         calls = stage.first if stage.num_calls == 1 else f"{stage.first} … {stage.last}"
         rows.append(
             (
@@ -331,7 +294,7 @@ def _stages(plan: PlanView, with_order: bool) -> list[Section]:
                 f"{stage.num_calls}: {calls}",
                 f"{stage.num_parameters:,}",
                 readable_seconds(stage.seconds),
-                readable_bytes(stage.sent_bytes) if number < len(plan.summary.stages) - 1 else "",
+                readable_bytes(stage.sent_bytes) if number < len(stages) - 1 else "",
                 ", ".join(stage.recomputed),
             )
         )
@@ -392,13 +355,13 @@ def recomputation_in_words(blocks: int | Sequence[int] | None, pp: int) -> str:
     return f"{stages} {min(some)} to {max(some)} blocks{each}, {sum(some)} in all"
 
 
-def _bare(plan: PlanView) -> list[str]:
-    """The labels of a plan written by hand: how often each label occurs in a block."""
+def bare(labels: Sequence[tuple[str, Mapping[str, tuple[str, ...]]]]) -> Section:
+    """The labels of a plan written by hand, by block: how often each label occurs."""
     lines = ["this plan has no summary; write it with `autopar plan` to see collectives and parameters in words"]
-    for block in plan.blocks:
-        whole = sum(all(label in ("I", "R") for label in labels) for labels in block.labels.values())
-        lines.append(f"{block.name}: {len(block.labels)} operators, {len(block.labels) - whole} split")
-    return lines
+    for name, of_block in labels:
+        whole = sum(all(label in ("I", "R") for label in each) for each in of_block.values())
+        lines.append(f"{name}: {len(of_block)} operators, {len(of_block) - whole} split")
+    return Section(title="Labels", lines=tuple(lines))
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -11,7 +11,7 @@ from autopar.files.atomic import write_text
 from autopar.files.plain_data import plain_of, read_plain
 from autopar.files.strict_text import read_json
 from autopar.ir.degrees import Degrees, degrees_from
-from autopar.ir.explanation import Prediction, Summary, as_text
+from autopar.ir.explanation import Prediction, Section, Summary, as_text, bare, header, sections_of
 from autopar.ir.sharding import Mesh, Type
 
 _VERSION = 1
@@ -87,7 +87,7 @@ class Plan:
             >>> parallel.plan.explain().splitlines()[0]
             'Plan for Sequential, computing in the dtype of the model'
         """
-        return as_text(self)
+        return as_text(sections(self))
 
     def to_json(self) -> str:
         """Convert the plan to JSON text.
@@ -191,6 +191,16 @@ class Plan:
         if plan is None or problems:
             raise PlanError(f"{source} cannot be used; write the plan again with `autopar plan`", problems)
         return plan
+
+
+def sections(plan: Plan, *, with_order: bool = True) -> list[Section]:
+    """The sections about a plan. Operators without a rule are the second; `with_order` adds the order of passes."""
+    parts = [header(plan.model, plan.degrees, plan.sequence, regather=plan.regather)]
+    if plan.summary is None:
+        parts.append(bare([(block.name, block.labels) for block in plan.blocks]))
+    else:
+        parts += sections_of(plan.summary, plan.degrees, [block.recomputed for block in plan.blocks], with_order)
+    return [*parts, Section(title="Notes", lines=plan.notes)] if plan.notes else parts
 
 
 def _wrong_numbers(plan: Plan) -> list[Problem]:

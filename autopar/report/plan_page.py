@@ -3,8 +3,8 @@
 from math import prod
 from typing import Any
 
-from autopar.ir.explanation import StageSummary, sections, sizes_in_words
-from autopar.ir.plan import Plan
+from autopar.ir.explanation import StageSummary, sizes_in_words
+from autopar.ir.plan import Plan, sections
 from autopar.report.page_tools import render
 from autopar.report.parts import Bar
 from autopar.report.svg import SIDE, short, tag
@@ -19,7 +19,7 @@ def plan_report(plan: Plan) -> str:
         "plan.html.jinja",
         plan=plan,
         degrees={name: value for name, value in degrees.items() if value is not None} | {"regather": plan.regather},
-        sizes=sizes_in_words(plan),
+        sizes=sizes_in_words(plan.degrees),
         batch=None if plan.degrees.micro_batch is None else plan.degrees.global_batch,
         stages=_stage_bars(() if summary is None else summary.stages),
         parameters=None if summary is None else sum(p.num_copies * prod(p.shape) for p in summary.parameters),

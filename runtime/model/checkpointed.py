@@ -100,7 +100,7 @@ class CheckpointedModel(RunningModel):
             plain_tensors=plain_tensors,
             optimizers=parts,
             finite=frozenset(f"model/{name}" for name, _ in self.named_parameters()),
-            made_by={"plan": sizes_in_words(self.plan), "ranks": str(torch.distributed.get_world_size())},
+            made_by={"plan": sizes_in_words(self.plan.degrees), "ranks": str(torch.distributed.get_world_size())},
         )
         self._saver.save(snapshot, asynchronous=asynchronous)
 
