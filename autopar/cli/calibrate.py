@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cli.options import Json, option, problems_of_ranks, problems_of_target, refuse_options
-from autopar.cli.output import console, print_ends, print_json, progress_bar, table
+from autopar.cli.command import Answer
+from autopar.cli.options import option, problems_of_ranks, problems_of_target, refuse_options
+from autopar.cli.output import console, print_ends, progress_bar, table
 from autopar.errors import Problem
 from autopar.words.numbers import readable_seconds
 
@@ -25,8 +26,7 @@ def calibrate(
         typer.Option("--ranks", "-n", help="Start this many CPU ranks on this machine, and measure their links too."),
     ] = None,
     minutes: Annotated[float, typer.Option(help="Minutes of measuring, about.")] = 3.0,
-    as_json: Json = False,
-) -> None:
+) -> Answer:
     """Measure the speed of this machine, and fit the device profile that predictions use.
 
     One process measures matrix products, attention, memory traffic and kernel launches on the first GPU, else on the
@@ -51,15 +51,12 @@ def calibrate(
         result = measure(ranks=ranks, minutes=minutes, on_progress=on_progress)
         leave()
     if not is_first:
-        return
+        raise typer.Exit()
     if out is not None:
         from autopar.cost_model.machine.profile_io import dump_profile
 
         dump_profile(result.profile, out)
-    if as_json:
-        print_json(to_dict(result))
-    else:
-        _show(result, out)
+    return Answer(data=to_dict(result), show=lambda: _show(result, out))
 
 
 def _show(result: "Calibration", out: Path | None) -> None:

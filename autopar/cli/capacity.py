@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cli.options import Json, option, positional
-from autopar.cli.output import console, print_ends, print_json, table
+from autopar.cli.command import Answer
+from autopar.cli.options import option, positional
+from autopar.cli.output import console, print_ends, table
 from autopar.errors import InputError
 from autopar.words.numbers import readable_bytes
 
@@ -27,8 +28,7 @@ def capacity(
         str, typer.Option(help="Framework whose training state is counted: autopar, megatron, fsdp, ...")
     ] = "autopar",
     chart: Annotated[Path | None, option("Write the table as a picture (.svg or .png).")] = None,
-    as_json: Json = False,
-) -> None:
+) -> Answer:
     """Show the largest model that fits on 1, 8, 64, ... devices of one kind.
 
     Models are shaped like Llama 3. Each micro-batch has one sequence, and every block is recomputed. The column "best
@@ -39,7 +39,6 @@ def capacity(
     counts = _counts(devices)
     if chart is not None and chart.suffix not in (".svg", ".png"):
         raise InputError(f"--chart {chart}: must end in .svg or .png")
-    from autopar.cost_model.capacity import WAYS
     from autopar.cost_model.capacity import capacity as largest
     from autopar.cost_model.machine.engine import engine_named
     from autopar.cost_model.machine.fitted_constants import mechanisms
@@ -50,13 +49,17 @@ def capacity(
     models, name = largest(counts, machine, seq_len), machine.device.name
     if chart is not None:
         draw(models, f"Largest model on {name}, sequences of {seq_len:,} tokens", chart)
-    if as_json:
-        print_json({"device": name, "sequence": seq_len, "engine": engine, "largest": [asdict(f) for f in models]})
-        return
-    out = console()
+    data = {"device": name, "sequence": seq_len, "engine": engine, "largest": [asdict(f) for f in models]}
     each = readable_bytes(machine.memory_bytes)
-    out.print(f"{name}, {each} each; engine {engine}, sequences of {seq_len:,} tokens\n")
-    rows = []
+    title = f"{name}, {each} each; engine {engine}, sequences of {seq_len:,} tokens\n"
+    return Answer(data=data, show=lambda: _show(title, counts, models, chart))
+
+
+def _show(title: str, counts: "Sequence[int]", models: "Sequence[Largest]", chart: Path | None) -> None:
+    from autopar.cost_model.capacity import WAYS
+
+    out, rows = console(), []
+    out.print(title)
     for count in counts:
         mine = {r.way: r for r in models if r.devices == count}
         best = mine[WAYS[-1]]

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.cli.options import Json, positional
-from autopar.cli.output import console, print_json, table
+from autopar.cli.command import FAILED, Answer
+from autopar.cli.options import positional
+from autopar.cli.output import console, table
 from autopar.errors import CheckpointError, InputError
 
 if TYPE_CHECKING:
@@ -16,8 +17,7 @@ if TYPE_CHECKING:
 def checkpoint(
     path: Annotated[Path, positional("PATH", "The folder of `parallel.save`.")],
     verify: Annotated[bool, typer.Option("--verify", help="Compare every file with its SHA-256.")] = False,
-    as_json: Json = False,
-) -> None:
+) -> Answer:
     """List the checkpoints of a folder. The exit status is 1 if one of them is damaged.
 
     Manifests and sizes of files are always checked. With --verify every file is read too.
@@ -30,26 +30,28 @@ def checkpoint(
         raise InputError(f"{path} is no folder; name a folder of checkpoints")
     latest = latest_folder(path)
     rows = [_row(s, s == latest, verify) for s in complete_steps(path).values()]
-    if as_json:
-        print_json(rows)
-    elif not rows:
+    checked = "files" if verify else "sizes of files"
+    is_damaged = any(row["problems"] for row in rows)
+    return Answer(data=rows, show=lambda: _show(path, rows, checked), status=FAILED if is_damaged else 0)
+
+
+def _show(path: Path, rows: list[dict[str, Any]], checked: str) -> None:
+    if not rows:
         console().print(f"{path} holds no checkpoint")
-    else:
-        columns = ("step", "", "GB", "saved", "plan", "files" if verify else "sizes of files")
-        cells = [
-            (
-                str(row["step"]),
-                "latest" * row["is_latest"],
-                f"{row['num_bytes'] / 1e9:.3f}",
-                row["saved_at"],
-                row["plan"],
-                "; ".join(row["problems"]) or "good",
-            )
-            for row in rows
-        ]
-        console().print(table(columns, cells, right=("step", "GB")))
-    if any(row["problems"] for row in rows):
-        raise typer.Exit(1)
+        return
+    columns = ("step", "", "GB", "saved", "plan", checked)
+    cells = [
+        (
+            str(row["step"]),
+            "latest" * row["is_latest"],
+            f"{row['num_bytes'] / 1e9:.3f}",
+            row["saved_at"],
+            row["plan"],
+            "; ".join(row["problems"]) or "good",
+        )
+        for row in rows
+    ]
+    console().print(table(columns, cells, right=("step", "GB")))
 
 
 def _row(folder: "StepFolder", is_latest: bool, hashes: bool) -> dict[str, Any]:

@@ -1,19 +1,22 @@
 """`autopar clusters`: the devices that a cluster may be made of."""
 
-from autopar.cli.options import Json
-from autopar.cli.output import console, print_json, table
+from collections.abc import Sequence
+
+from autopar.cli.command import Answer
+from autopar.cli.output import console, table
 from autopar.ir.device_presets import DevicePreset, device_presets
 
 
-def clusters(as_json: Json = False) -> None:
+def clusters() -> Answer:
     """List the device presets: <n>x<device> such as 8xh100 or 4xcpu is a cluster.
 
     Example: autopar clusters --json
     """
     presets = list(device_presets().values())
-    if as_json:
-        print_json([_entry(preset) for preset in presets])
-        return
+    return Answer(data=[_entry(preset) for preset in presets], show=lambda: _show(presets))
+
+
+def _show(presets: Sequence[DevicePreset]) -> None:
     columns = (
         "device",
         "also",
@@ -39,11 +42,5 @@ def clusters(as_json: Json = False) -> None:
 def _entry(preset: DevicePreset) -> dict[str, object]:
     figures = {path: figure.value for path, figure in preset.figures().items()}
     sources = {path: figure.source for path, figure in preset.figures().items()}
-    return {
-        "name": preset.name,
-        "aliases": preset.aliases,
-        "description": preset.description,
-        "device_type": preset.device_type,
-        "figures": figures,
-        "sources": sources,
-    }
+    about = preset.model_dump(include={"name", "aliases", "description", "device_type"})
+    return about | {"figures": figures, "sources": sources}

@@ -7,11 +7,13 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 
-from autopar.cli.output import console, own_stdout
+from autopar.cli.options import Json
+from autopar.cli.output import console, own_stdout, print_json
 from autopar.errors import AutoparError, CaptureError, InfeasibleError, RankError, SearchError, VerificationError
 from autopar.planning.options import PlanOptions, command_options, flag
 
@@ -30,11 +32,26 @@ _Traceback = Annotated[
 ]
 
 
-def register(app: typer.Typer, function: Callable[..., None]) -> None:
-    """Add a function as a command of its own name. A parameter `options: PlanOptions` becomes one option per field."""
-    params = inspect.signature(function, eval_str=True).parameters
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a command has to say: its data, how they are printed for people, and the exit status."""
+
+    data: Any  # of --json
+    show: Callable[[], None]
+    status: int = 0
+
+
+def register(app: typer.Typer, function: Callable[..., Answer | None]) -> None:
+    """Add a function as a command of its own name. A parameter `options: PlanOptions` becomes one option per field.
+
+    A function that returns an `Answer` gets the option ``--json``.
+    """
+    signature = inspect.signature(function, eval_str=True)
+    params, answers = signature.parameters, signature.return_annotation is Answer
     takes_options = "options" in params
     parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for name, p in params.items() if name != "options"]
+    if answers and "as_json" not in params:
+        parameters.append(_parameter("as_json", Json, False))
     if takes_options:
         parameters += _option_parameters(is_search="fix" in params)
     parameters.append(_parameter("traceback", _Traceback, False))
@@ -47,7 +64,12 @@ def register(app: typer.Typer, function: Callable[..., None]) -> None:
         with _errors_as_messages(wants_traceback), own_stdout():
             if takes_options:
                 given["options"] = PlanOptions(**{name: given.pop(name) for name in command_options()})
-            function(**given)
+            as_json = given["as_json"] if "as_json" in params else given.pop("as_json", False)
+            answer = function(**given)
+            if answer is not None:
+                print_json(answer.data) if as_json else answer.show()
+                if answer.status:
+                    raise typer.Exit(answer.status)
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}

@@ -3,10 +3,11 @@
 from math import prod
 from typing import TYPE_CHECKING, Annotated
 
-from autopar.cli.options import Hidden, Json, Layers, ModelArgument, Specialise, option
-from autopar.cli.output import console, print_ends, print_json, progress, table
+from autopar.cli.command import Answer
+from autopar.cli.options import Hidden, Layers, ModelArgument, Specialise, option
+from autopar.cli.output import console, print_ends, progress, table
 from autopar.ir.cluster import ClusterSpec
-from autopar.models.load import is_factory, resolve_model
+from autopar.models.load import ResolvedModel, is_factory, resolve_model
 from autopar.planning.options import PlanOptions
 from autopar.words.numbers import readable_bytes, readable_seconds
 
@@ -30,8 +31,7 @@ def coverage(
     layers: Layers = None,
     hidden: Hidden = None,
     specialise: Specialise = False,
-    as_json: Json = False,
-) -> None:
+) -> Answer:
     """Show how much of MODEL's work is split, and the price of the operators that stay whole.
 
     Operators without a rule are computed whole on every rank. The last table names them. Needs no GPU.
@@ -57,14 +57,16 @@ def coverage(
             loss_fn=built.loss_fn,
             specialise=specialise,
         )
-    if as_json:
-        print_json({"model": built.name, "cluster": spec.name, **covered.to_dict()})
-        return
-    _show(built.name, spec, covered)
-    print_ends([*built.notes, *(f"assumed: {assumption}" for assumption in spec.assumptions)])
+    data = {"model": built.name, "cluster": spec.name, **covered.to_dict()}
+    return Answer(data=data, show=lambda: _show(built, spec, covered))
 
 
-def _show(name: str, cluster: ClusterSpec, covered: "Coverage") -> None:
+def _show(model: ResolvedModel, cluster: ClusterSpec, covered: "Coverage") -> None:
+    _show_operators(model.name, cluster, covered)
+    print_ends([*model.notes, *(f"assumed: {assumption}" for assumption in cluster.assumptions)])
+
+
+def _show_operators(name: str, cluster: ClusterSpec, covered: "Coverage") -> None:
     from autopar.cost_model.work.coverage import grouped_dims
 
     out = console()

@@ -5,16 +5,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cli.options import Json, option, problems_of_ranks, refuse_options
-from autopar.cli.output import console, print_ends, print_json, print_verdict, progress, table
+from autopar.cli.command import FAILED, Answer
+from autopar.cli.options import option, problems_of_ranks, refuse_options
+from autopar.cli.output import console, print_ends, print_verdict, progress, table
 from autopar.errors import Problem
 from autopar.ir.cluster import ClusterSpec
 from autopar.words.numbers import readable_seconds
 
 if TYPE_CHECKING:
     from autopar.commands.diagnosis import Diagnosis
-
-_FAILED = 1
 
 
 def doctor(
@@ -31,8 +30,7 @@ def doctor(
     timeout: Annotated[
         float, typer.Option(help="Seconds to wait for a rank that does not answer; then all ranks end.")
     ] = 120.0,
-    as_json: Json = False,
-) -> None:
+) -> Answer:
     """Check that a cluster computes right, measure its speed, and name slow ranks. Run it first on a new cluster.
 
     It compares tiny runs with one rank: every conversion of generated code, FSDP2, and a two-stage pipeline. Then it
@@ -58,13 +56,10 @@ def doctor(
         else:
             diagnosis = examine(ClusterSpec.parse(cluster or "detect"), timeout_s=timeout, on_progress=on_progress)
             leave()
-    if os.environ.get("RANK", "0") == "0":
-        if as_json:
-            print_json(diagnosis.to_dict())
-        else:
-            _show(diagnosis)
-    if not diagnosis.passed:
-        raise typer.Exit(_FAILED)
+    status = 0 if diagnosis.passed else FAILED
+    if os.environ.get("RANK", "0") != "0":
+        raise typer.Exit(status)
+    return Answer(data=diagnosis.to_dict(), show=lambda: _show(diagnosis), status=status)
 
 
 def _show(diagnosis: "Diagnosis") -> None:

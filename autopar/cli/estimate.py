@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from autopar.cli.command import Answer
 from autopar.cli.options import (
     ClusterOption,
     Hidden,
-    Json,
     Layers,
     MeasuredOption,
     ModelArgument,
@@ -21,7 +21,7 @@ from autopar.cli.options import (
     problems_of_target,
     refuse_options,
 )
-from autopar.cli.output import console, print_ends, print_json, progress, table
+from autopar.cli.output import console, print_ends, progress, table
 from autopar.cost_model.machine.fitted_constants import usable_in_words
 from autopar.errors import InputError, Problem
 from autopar.files.strict_text import read_text, values_of
@@ -70,8 +70,7 @@ def estimate(
     layers: Layers = None,
     hidden: Hidden = None,
     specialise: Specialise = False,
-    as_json: Json = False,
-) -> None:
+) -> Answer:
     """Predict step time and memory of MODEL under a plan on a cluster. Needs no GPU and no memory for the weights.
 
     You give the degrees, and autopar chooses how operators are split. Without degrees the plan is fully sharded data
@@ -117,13 +116,15 @@ def estimate(
     if trace is not None and recorded is not None:
         with values_of(trace, "trace a step of this plan"):
             comparison = _compared(price, recorded, correct, known_profile, spec)
-    if as_json:
-        print_json(price.to_dict() | ({} if comparison is None else {"trace": _trace_to_dict(comparison, correct)}))
-        return
-    _show(price)
-    if comparison is not None and trace is not None:
-        _show_trace(comparison, trace, correct)
-    print_ends(built.notes)
+
+    def show() -> None:
+        _show(price)
+        if comparison is not None and trace is not None:
+            _show_trace(comparison, trace, correct)
+        print_ends(built.notes)
+
+    compared = {} if comparison is None else {"trace": _trace_to_dict(comparison, correct)}
+    return Answer(data=price.to_dict() | compared, show=show)
 
 
 def _model_and_plan(model: str, options: PlanOptions) -> tuple[str, Plan | None]:

@@ -1,33 +1,31 @@
 """`autopar models`: the model presets."""
 
-from autopar.cli.options import Json
-from autopar.cli.output import console, print_json, table
-from autopar.presets.models import model_presets
+from collections.abc import Sequence
+
+from autopar.cli.command import Answer
+from autopar.cli.output import console, table
+from autopar.presets.models import ModelPreset, model_presets
 
 
-def models(as_json: Json = False) -> None:
+def models() -> Answer:
     """List the model presets: names that every command takes as MODEL.
 
     Example: autopar models --json
     """
     presets = list(model_presets().values())
-    if as_json:
-        print_json(
-            [
-                {
-                    "name": preset.name,
-                    "aliases": preset.aliases,
-                    "num_parameters": preset.num_parameters,
-                    "published_parameters": preset.published_parameters.model_dump(),
-                    "num_layers": preset.num_layers,
-                    "context_length": preset.context_length,
-                    "description": preset.description,
-                    "source": preset.config_source,
-                }
-                for preset in presets
-            ]
-        )
-        return
+    return Answer(data=[_entry(preset) for preset in presets], show=lambda: _show(presets))
+
+
+def _entry(preset: ModelPreset) -> dict[str, object]:
+    about = {
+        "num_layers": preset.num_layers,
+        "context_length": preset.context_length,
+        "source": preset.config_source,
+    }
+    return preset.model_dump(exclude={"config", "config_source"}) | about
+
+
+def _show(presets: Sequence[ModelPreset]) -> None:
     rows = [
         (
             preset.name,

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autopar.cli.command import Answer
 from autopar.cli.options import Json, positional
-from autopar.cli.output import console, print_json, table
+from autopar.cli.output import console, table
 from autopar.errors import InputError
 from autopar.files.strict_text import values_of
 from autopar.words.numbers import amount, duration, percent, readable_bytes, readable_seconds
@@ -30,7 +31,7 @@ def status(
     ] = False,
     interval: Annotated[float, typer.Option(help="Seconds between two looks with --follow.")] = 2.0,
     as_json: Json = False,
-) -> None:
+) -> Answer | None:
     """Show a training run: its last step, loss, throughput, memory, and whether its process lives.
 
     Measured times and memory stand beside the plan's own prediction, and where 4 of 5 measurements should be.
@@ -45,12 +46,9 @@ def status(
         raise InputError("--follow and --json exclude each other; --json prints the run once")
     with values_of(run, "start the run in another folder"):
         now = run_status(run)
-        if as_json:
-            print_json(now.to_dict())
-            return
         if not follow:
-            console().print(_shown(now))
-            return
+            shown = _shown(now)
+            return Answer(data=now.to_dict(), show=lambda: console().print(shown))
         from rich.live import Live
 
         out = console()
@@ -59,6 +57,7 @@ def status(
                 time.sleep(interval)
                 now = run_status(run)
                 screen.update(out.hanging(_shown(now)), refresh=True)
+    return None
 
 
 def _shown(now: "RunStatus") -> "Group":

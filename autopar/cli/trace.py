@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autopar.cli.command import Answer
 from autopar.cli.options import (
     Hidden,
-    Json,
     Layers,
     LocalBatch,
     ModelArgument,
@@ -19,7 +19,7 @@ from autopar.cli.options import (
     option,
     wish_and_sizes,
 )
-from autopar.cli.output import console, print_json, progress, table
+from autopar.cli.output import console, progress, table
 from autopar.ir.explanation import sizes_in_words
 from autopar.planning.options import PlanOptions
 
@@ -40,8 +40,7 @@ def trace(
     batch: LocalBatch = None,
     dtype: Annotated[str, typer.Option(help="Dtype of the model: float64, float32 or bfloat16.")] = "float32",
     seed: Annotated[int, typer.Option(help="Seed of weights and data.")] = 0,
-    as_json: Json = False,
-) -> None:
+) -> Answer:
     """Run one step of MODEL on CPU ranks, and write a trace of every rank for ui.perfetto.dev or chrome://tracing.
 
     Each rank has a track for computation, one for the collectives of each mesh dimension, and one for messages between
@@ -60,10 +59,8 @@ def trace(
 
         job = Job(spec=model, dtype=dtype, seed=seed, specialise=specialise, **sizes)
         decided, times = trace_model(job, out, world_size=world_size, degrees=wish, plan=plan, on_progress=on_progress)
-    if as_json:
-        print_json({"trace": str(out), "plan": decided.to_dict(), "tracks": [asdict(t) for t in times]})
-    else:
-        _show(model, decided, times, out)
+    data = {"trace": str(out), "plan": decided.to_dict(), "tracks": [asdict(t) for t in times]}
+    return Answer(data=data, show=lambda: _show(model, decided, times, out))
 
 
 def _show(model: str, plan: "Plan", times: list["TrackTime"], path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from autopar.cli.command import FAILED, Answer
 from autopar.cli.options import (
     ClusterOption,
     Fix,
@@ -25,7 +26,7 @@ from autopar.cli.options import (
     refuse_options,
     values_by_word,
 )
-from autopar.cli.output import console, print_ends, print_json, progress, table
+from autopar.cli.output import console, print_ends, progress, table
 from autopar.errors import InputError, Problem
 from autopar.files.atomic import write_text
 from autopar.ir.cluster import ClusterSpec
@@ -87,7 +88,7 @@ def tune(
         ),
     ] = None,
     as_json: Json = False,
-) -> None:
+) -> Answer:
     """Measure the few plans of MODEL that are worth measuring, on the devices of this machine.
 
     The command searches all plans by prediction, and runs the best ones for some steps. It learns from each trial, and
@@ -120,12 +121,8 @@ def tune(
     if out is not None and result.plan is not None:
         result.plan.save(out)
     profiles = _keep_profile(result, cluster, profile_out)
-    if as_json:
-        print_json(result.to_dict())
-    else:
-        _show(result, [out, *profiles])
-    if result.best is None:
-        raise typer.Exit(1)
+    status = FAILED if result.best is None else 0
+    return Answer(data=result.to_dict(), show=lambda: _show(result, [out, *profiles]), status=status)
 
 
 def _given(model: str, layers: int | None, hidden: int | None, seq_len: int | None, *, specialise: bool) -> "Given":

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.cli.options import Json, option, positional, problems_of_target, refuse_options
-from autopar.cli.output import console, print_ends, print_json, progress, table
+from autopar.cli.command import Answer
+from autopar.cli.options import option, positional, problems_of_target, refuse_options
+from autopar.cli.output import console, print_ends, progress, table
 from autopar.errors import InputError, did_you_mean, nearest
 from autopar.files.atomic import write_text
-from autopar.report.validate_report import as_percent, ids_by_text, signed, validation_page
+from autopar.report.validate_report import as_percent, figures, ids_by_text, validation_page
 
 if TYPE_CHECKING:
     from autopar.cost_model.published.row import Row, RowFile
@@ -40,8 +41,7 @@ def validate(
     strict: Annotated[
         bool, typer.Option("--strict", help="Refuse the file if a row cannot be used or a column is unknown.")
     ] = False,
-    as_json: Json = False,
-) -> None:
+) -> Answer:
     """Predict step time and memory of published training runs, and compare with their measurements.
 
     A prediction sees the model, the machine and the layout of a run, never its results. An error is
@@ -71,13 +71,15 @@ def validate(
         write_text(report, page)
     if out is not None:
         write_text(out, predictions_csv(result))
-    if as_json:
-        left = [{"id": row.id, "reason": row.reason} for row in file.left_out]
-        print_json(result.to_dict() | {"left_out": left, "unknown_columns": list(file.unknown_columns)})
-        return
-    _show(result)
-    _show_unread(file)
-    print_ends((), report, out)
+    left = [{"id": row.id, "reason": row.reason} for row in file.left_out]
+    data = result.to_dict() | {"left_out": left, "unknown_columns": list(file.unknown_columns)}
+
+    def show() -> None:
+        _show(result)
+        _show_unread(file)
+        print_ends((), report, out)
+
+    return Answer(data=data, show=show)
 
 
 def predictions_csv(result: "Validation") -> str:
@@ -201,17 +203,6 @@ def _shown(names: Sequence[str]) -> str:
 
 
 def _cells(part: "Measures") -> tuple[str, ...]:
-    time, memory, ranking = part.step_time, part.memory, part.ranking
+    ranking = part.ranking
     correlation = "" if ranking.correlation_median is None else f"{ranking.correlation_median:.2f}"
-    return (
-        *(str(part.rows), str(part.modelled), str(time.n or "")),
-        *(
-            as_percent(time.median),
-            as_percent(time.mean),
-            as_percent(time.p90),
-            as_percent(time.max),
-            signed(time.bias),
-        ),
-        *(str(memory.n or ""), as_percent(memory.median), as_percent(memory.p90), signed(memory.bias)),
-        *(str(ranking.groups or ""), correlation, as_percent(ranking.regret_median)),
-    )
+    return (*figures(part), str(ranking.groups or ""), correlation, as_percent(ranking.regret_median))

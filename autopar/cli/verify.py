@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from autopar.cli.command import FAILED, Answer
 from autopar.cli.options import (
     Hidden,
-    Json,
     Layers,
     LocalBatch,
     ModelArgument,
@@ -25,7 +25,7 @@ from autopar.cli.options import (
     option,
     wish_and_sizes,
 )
-from autopar.cli.output import console, print_ends, print_json, print_verdict, progress, table
+from autopar.cli.output import console, print_ends, print_verdict, progress, table
 from autopar.errors import AutoparError, CaptureError, PlanError, RankError
 from autopar.ir.explanation import sizes_in_words
 from autopar.models.load import is_factory
@@ -34,7 +34,6 @@ from autopar.planning.options import PlanOptions, command_options
 if TYPE_CHECKING:
     from autopar.runtime.verify.verify import Report
 
-_FAILED = 1
 _LEAST = "splits the batch only, which asks least of a model"
 _VERDICTS = {"equal": "ok", "different": "DIFFERS", "cannot be judged": "NOT JUDGED"}
 
@@ -56,8 +55,7 @@ def verify(
     ] = "float64",
     steps: Annotated[int, typer.Option(help="AdamW steps to run.")] = 3,
     seed: Annotated[int, typer.Option(help="Seed of weights and data.")] = 0,
-    as_json: Json = False,
-) -> None:
+) -> Answer:
     """Compare MODEL split over CPU ranks with MODEL on one device: loss, outputs, gradients, clip norm, weights.
 
     The command starts the ranks on this machine and runs the same AdamW steps on both sides. Without --plan, a preset
@@ -86,14 +84,13 @@ def verify(
             on_progress=on_progress,
             **sizes,
         )
-    if as_json:
-        print_json(report.to_dict())
-    else:
+
+    def show() -> None:
         _show(report, model, sizes)
-    if not report.passed:
-        if not as_json:
+        if not report.passed:
             console().print(f"next: {next_after_difference(report, command)}", soft_wrap=True)  # to be copied
-        raise typer.Exit(_FAILED)
+
+    return Answer(data=report.to_dict(), show=show, status=0 if report.passed else FAILED)
 
 
 def _show(report: "Report", model: str, sizes: dict[str, Any]) -> None:

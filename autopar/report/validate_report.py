@@ -45,7 +45,7 @@ def validation_page(validation: "Validation", *, title: str, subtitle: str) -> s
         band=BAND,
         num_timed=len(timed),
         num_drawn=len(drawn),
-        parts=[(capped(name), *_figures(part)) for name, part in list(validation.by.items())[:MAX_ROWS]],
+        parts=[(capped(name), *_without_p90(figures(part))) for name, part in list(validation.by.items())[:MAX_ROWS]],
         groups=[_group(group) for group in sorted(validation.groups, key=lambda g: -g.regret)],
         worst=[_row(c) for c in worst[:MAX_ROWS]],
         most=MAX_ROWS,
@@ -56,18 +56,17 @@ def validation_page(validation: "Validation", *, title: str, subtitle: str) -> s
     )
 
 
-def _figures(part: "Measures") -> tuple[str | int, ...]:
+def figures(part: "Measures") -> tuple[str, ...]:
+    """Rows, modelled rows, timed rows and the errors of their times, rows with memory and the errors of it."""
     time, memory = part.step_time, part.memory
     errors = (*map(as_percent, (time.median, time.mean, time.p90, time.max)), signed(time.bias))
-    return (
-        part.rows,
-        part.modelled,
-        time.n or "",
-        *errors,
-        memory.n or "",
-        as_percent(memory.median),
-        signed(memory.bias),
-    )
+    of_memory = (str(memory.n or ""), as_percent(memory.median), as_percent(memory.p90), signed(memory.bias))
+    return (str(part.rows), str(part.modelled), str(time.n or ""), *errors, *of_memory)
+
+
+def _without_p90(cells: tuple[str, ...]) -> tuple[str, ...]:
+    """`figures` without the 90th percentile of memory, for which the page has no room."""
+    return (*cells[:-2], cells[-1])
 
 
 def _group(group: "RankedGroup") -> tuple[str | int, ...]:
