@@ -44,13 +44,11 @@ def example_inputs_for(model: torch.nn.Module, batch: int | None = None, seq_len
     batch = DEFAULT_BATCH if batch is None else batch
     inputs: dict[str, Any] = {}
     if "input_ids" in known:
-        seq_len = default_seq_len(config) if seq_len is None else seq_len
-        _check_seq_len(config, seq_len)
-        inputs["input_ids"] = _integers(model, (batch, seq_len), _vocab_size(config), seed=0)
+        inputs["input_ids"] = _tensor(model, (batch, _sequence(config, seq_len)), _vocab_size(config))
     if "pixel_values" in known:
-        inputs["pixel_values"] = _floats(model, (batch, *_image_shape(config)))
+        inputs["pixel_values"] = _tensor(model, (batch, *_image_shape(config)))
     if "input_features" in known:
-        inputs["input_features"] = _floats(model, (batch, config.num_mel_bins, 2 * config.max_source_positions))
+        inputs["input_features"] = _tensor(model, (batch, config.num_mel_bins, 2 * config.max_source_positions))
     if "return_loss" in known:
         return inputs | {"return_loss": True}
     if "labels" not in known:
@@ -72,13 +70,11 @@ def derived_inputs(model: torch.nn.Module) -> dict[str, Any]:
 def _labels(model: torch.nn.Module, config: Any, batch: int, seq_len: int | None) -> torch.Tensor:
     kind = type(model).__name__
     if kind.endswith(("ForSequenceClassification", "ForImageClassification")):
-        return _integers(model, (batch,), config.num_labels, seed=1)
+        return _tensor(model, (batch,), config.num_labels, seed=1)
     if not kind.endswith((*_TOKEN_LABELS, "ForTokenClassification")):
         raise InputError(f"the labels of {kind} cannot be derived; {_WHAT_TO_PASS}")
-    seq_len = default_seq_len(config) if seq_len is None else seq_len
-    _check_seq_len(config, seq_len)
     end = config.num_labels if kind.endswith("ForTokenClassification") else _vocab_size(config)
-    return _integers(model, (batch, seq_len), end, seed=1)
+    return _tensor(model, (batch, _sequence(config, seq_len)), end, seed=1)
 
 
 def default_seq_len(config: Any) -> int:
@@ -95,13 +91,14 @@ def _context_length(config: Any) -> int | None:
     return length
 
 
-def _check_seq_len(config: Any, seq_len: int) -> None:
-    """Learned position tables end; rotary positions do not."""
-    length = _context_length(config)
-    if length is not None and seq_len > length and not getattr(config, "rope_parameters", None):
+def _sequence(config: Any, seq_len: int | None) -> int:
+    """The given number of tokens or the default one. Learned position tables end; rotary positions do not."""
+    tokens, length = default_seq_len(config) if seq_len is None else seq_len, _context_length(config)
+    if length is not None and tokens > length and not getattr(config, "rope_parameters", None):
         raise InputError(
-            f"seq_len {seq_len} is more than the {length} positions of the {config.model_type}; use {length} or less"
+            f"seq_len {tokens} is more than the {length} positions of the {config.model_type}; use {length} or less"
         )
+    return tokens
 
 
 def _vocab_size(config: Any) -> int:
@@ -118,30 +115,18 @@ def _image_shape(config: Any) -> tuple[int, int, int]:
     return vision.num_channels, height, width
 
 
-def _device_of(model: torch.nn.Module) -> torch.device:
+def _tensor(model: torch.nn.Module, shape: tuple[int, ...], end: int | None = None, *, seed: int = 0) -> torch.Tensor:
+    """Whole numbers below `end`, or without it normal numbers in the dtype of the parameters."""
     import torch
 
-    return next((parameter.device for parameter in model.parameters()), torch.device("meta"))
-
-
-def _integers(model: torch.nn.Module, shape: tuple[int, ...], end: int, *, seed: int) -> torch.Tensor:
-    import torch
-
-    device = _device_of(model)
-    if device.type == "meta":
-        return torch.empty(shape, dtype=torch.int64, device="meta")
-    generator = torch.Generator("cpu").manual_seed(seed)
-    return torch.randint(0, end, shape, generator=generator, device="cpu").to(device)
-
-
-def _floats(model: torch.nn.Module, shape: tuple[int, ...]) -> torch.Tensor:
-    import torch
-
-    device, dtype = _device_of(model), next(model.parameters()).dtype
-    if device.type == "meta":
+    some = next(model.parameters(), torch.empty(0, device="meta"))
+    dtype = some.dtype if end is None else torch.int64
+    if some.is_meta:
         return torch.empty(shape, dtype=dtype, device="meta")
-    generator = torch.Generator("cpu").manual_seed(0)
-    return torch.randn(shape, generator=generator, device="cpu").to(device, dtype)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    if end is None:
+        return torch.randn(shape, generator=generator, device="cpu").to(some.device, dtype)
+    return torch.randint(0, end, shape, generator=generator, device="cpu").to(some.device)
 
 
 def check_sizes(**sizes: int | None) -> None:

@@ -112,36 +112,19 @@ def resolve_model(
     config, name, kind = config_named(spec)
     file = Path(spec, "config.json") if os.path.isdir(spec) else Path(spec)
     with values_of(file, "compare it with a config.json of this model") if kind == "config" else nullcontext():
-        return _from_config(config, name, kind, layers, hidden, seq_len, batch, wanted, device)
-
-
-def _from_config(
-    config: dict[str, Any],
-    name: str,
-    kind: Literal["preset", "config"],
-    layers: int | None,
-    hidden: int | None,
-    seq_len: int | None,
-    batch: int | None,
-    wanted: str,
-    device: str,
-) -> ResolvedModel:
-    cfg, notes = _config_object(config)
-    if layers is not None or hidden is not None:
-        cfg, _ = _config_object(scaled_config(cfg.to_dict(), layers=layers, hidden=hidden))
-        sizes = [f"layers={layers}" if layers is not None else "", f"hidden={hidden}" if hidden is not None else ""]
-        notes += (f"{name} scaled to {', '.join(s for s in sizes if s)}; every dropout is 0",)
-    if _multiplies_in_batches(cfg, wanted):
-        notes += ("in float64 experts are computed by batched_mm, in other dtypes by grouped_mm: the same numbers",)
-    model = _build(cfg, wanted, device)
-    return ResolvedModel(
-        name=name,
-        kind=kind,
-        model=model,
-        example_inputs=example_inputs_for(model, batch=batch, seq_len=seq_len),
-        config=cfg.to_dict(),
-        notes=notes,
-    )
+        cfg, notes = _config_object(config)
+        changed = {key: value for key, value in (("layers", layers), ("hidden", hidden)) if value is not None}
+        if changed:
+            cfg, _ = _config_object(scaled_config(cfg.to_dict(), **changed))
+            sizes = ", ".join(f"{key}={value}" for key, value in changed.items())
+            notes += (f"{name} scaled to {sizes}; every dropout is 0",)
+        if _multiplies_in_batches(cfg, wanted):
+            notes += ("in float64 experts are computed by batched_mm, in other dtypes by grouped_mm: the same numbers",)
+        model = _build(cfg, wanted, device)
+        inputs = example_inputs_for(model, batch=batch, seq_len=seq_len)
+        return ResolvedModel(
+            name=name, kind=kind, model=model, example_inputs=inputs, config=cfg.to_dict(), notes=notes
+        )
 
 
 # ---- presets and configs ----
