@@ -20,13 +20,21 @@ def _register(count: int, *targets: Any, linear: bool = False) -> None:
     rule(*targets)(last)
 
 
-_BY_COUNT = (aten.avg_pool1d, aten.avg_pool2d, aten.avg_pool3d)
-_ADAPTIVE = (aten.adaptive_avg_pool1d, aten.adaptive_avg_pool2d, aten.adaptive_avg_pool3d)
-_NEAREST = (aten.upsample_nearest1d, aten.upsample_nearest2d, aten.upsample_nearest3d)
-_EXACT = (aten._upsample_nearest_exact1d, aten._upsample_nearest_exact2d, aten._upsample_nearest_exact3d)
-for _count, _packets in enumerate(zip(_BY_COUNT, _ADAPTIVE, _NEAREST, _EXACT, strict=True), 1):
-    _register(_count, *(packet.default for packet in _packets), linear=True)
-    _register(_count, *(packet.vec for packet in _packets[2:]), linear=True)
+_MEANS = ("avg_pool{}d", "adaptive_avg_pool{}d")
+_NEAREST = ("upsample_nearest{}d", "_upsample_nearest_exact{}d")
+_LARGEST = ("max_pool{}d_with_indices", "adaptive_max_pool{}d")  # an index counts the places of its own channel
+_OTHERS = ("max_pool{}d", "reflection_pad{}d", "replication_pad{}d")
+
+
+def _packets(names: tuple[str, ...], count: int) -> list[Any]:
+    return [getattr(aten, name.format(count)) for name in names]
+
+
+for _count in (1, 2, 3):
+    _register(_count, *(packet.default for packet in _packets(_MEANS + _NEAREST, _count)), linear=True)
+    _register(_count, *(packet.vec for packet in _packets(_NEAREST, _count)), linear=True)
+    _register(_count, *(output_of(packet.default, k) for packet in _packets(_LARGEST, _count) for k in (0, 1)))
+    _register(_count, *(packet.default for packet in _packets(_OTHERS, _count)))
 for _count, _packet in (
     (1, aten.upsample_linear1d),
     (2, aten.upsample_bilinear2d),
@@ -36,18 +44,6 @@ for _count, _packet in (
     (3, aten.upsample_trilinear3d),
 ):
     _register(_count, _packet.default, _packet.vec, linear=True)
-for _count, _targets in enumerate(
-    (
-        (aten.max_pool1d_with_indices.default, aten.adaptive_max_pool1d.default),
-        (aten.max_pool2d_with_indices.default, aten.adaptive_max_pool2d.default),
-        (aten.max_pool3d_with_indices.default, aten.adaptive_max_pool3d.default),
-    ),
-    1,
-):  # an index counts the places of its own channel
-    _register(_count, *(output_of(target, k) for target in _targets for k in (0, 1)))
-_register(1, aten.max_pool1d.default, aten.reflection_pad1d.default, aten.replication_pad1d.default)
-_register(2, aten.max_pool2d.default, aten.reflection_pad2d.default, aten.replication_pad2d.default)
-_register(3, aten.max_pool3d.default, aten.reflection_pad3d.default, aten.replication_pad3d.default)
 _register(3, aten.channel_shuffle.default, linear=True)
 
 rule(aten.max_unpool2d.default)(Pattern("... h w, ... h w -> ... y x", whole="h w y x", linear=((0,),)))

@@ -48,14 +48,13 @@ def _take(cuts: list[int], names: list[str], size: int) -> Dim:
 def reshape_rule(call: Call) -> Rule:
     """Factors are the common refinement of both shapes; where two factorisations cross, that span is whole."""
     source, target = call.operands[0].shape, call.output.shape
-    if 0 in source:
-        return _without_elements(call)
     left: list[Dim] = [()] * len(source)
     right: list[Dim] = [()] * len(target)
     sizes: dict[str, int] = {}
     whole: set[str] = set()
-    for a, b in spans(source, target):
-        cuts = common_cuts([source[d] for d in a], [target[d] for d in b])
+    for a, b in _equal_ends(source, target) if 0 in source else spans(source, target):
+        is_crossed = 0 in source and len(a) != 1
+        cuts = None if is_crossed else common_cuts([source[d] for d in a], [target[d] for d in b])
         if cuts is None:
             for shape, spec, prefix, group in ((source, left, "x", a), (target, right, "y", b)):
                 for d in group:
@@ -72,24 +71,14 @@ def reshape_rule(call: Call) -> Rule:
     return rule_from(call, [left], right, sizes=sizes, whole=whole, linear=[{0}], emit=emit_reshape)
 
 
-def _without_elements(call: Call) -> Rule:
-    """The equal sizes at the begin and at the end of both shapes are factors. The dimensions between them are whole."""
-    shapes = (call.operands[0].shape, call.output.shape)
-    specs: tuple[list[Dim], list[Dim]] = tuple([()] * len(shape) for shape in shapes)  # type: ignore[assignment]
-    left, right = ([d for d, size in enumerate(shape) if size != 1] for shape in shapes)
-    sizes: dict[str, int] = {}
+def _equal_ends(left: Sequence[int], right: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """`spans` of shapes without elements: equal sizes at the begin and at the end, and all dimensions between them."""
+    a, b = ([d for d, size in enumerate(shape) if size != 1] for shape in (left, right))
+    pairs: list[tuple[list[int], list[int]]] = []
     for end in (0, -1):
-        while left and right and shapes[0][left[end]] == shapes[1][right[end]]:
-            a, b = left.pop(end), right.pop(end)
-            sizes[f"r{a}"] = shapes[0][a]
-            specs[0][a] = specs[1][b] = (f"r{a}",)
-    whole = set()
-    for prefix, shape, spec, rest in zip("xy", shapes, specs, (left, right), strict=True):
-        for d in rest:
-            spec[d] = (f"{prefix}{d}",)
-            sizes[f"{prefix}{d}"] = shape[d]
-            whole.add(f"{prefix}{d}")
-    return rule_from(call, [specs[0]], specs[1], sizes=sizes, whole=whole, linear=[{0}], emit=emit_reshape)
+        while a and b and left[a[end]] == right[b[end]]:
+            pairs.append(([a.pop(end)], [b.pop(end)]))
+    return [*pairs, (a, b)]
 
 
 rule(
