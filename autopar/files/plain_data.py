@@ -10,7 +10,7 @@ import re
 import sys
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -48,55 +48,7 @@ def read_plain(
     kind: Any, data: Any, problems: list[Problem], path: str = "", readers: Mapping[Any, Reader] | None = None
 ) -> Any:
     """A value of `kind`, or None and entries in `problems`. `readers` make values of types of their own."""
-    own = (readers or {}).get(kind)
-    if own is not None:
-        try:
-            return own(data)
-        except InputError:
-            raise
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            problems.append(Problem(path=path, rule=f"cannot be read: {error}"))
-            return None
-    if kind is Any:
-        return _finite(data, problems, path)
-    origin, arguments = get_origin(kind), get_args(kind)
-    if is_dataclass(origin or kind):
-        return _dataclass(origin or kind, data, problems, path, readers)
-    if origin is Literal:
-        if data not in arguments:
-            rule = f"must be one of {', '.join(filter(None, arguments))}"
-            problems.append(Problem(path=path, rule=rule, value="null" if data is None else data))
-        return data
-    if origin in (Union, types.UnionType):
-        if data is None and type(None) in arguments:
-            return None
-        inner = next(argument for argument in arguments if argument is not type(None))
-        return read_plain(inner, data, problems, path=path, readers=readers)
-    if origin is tuple:
-        return _tuple(arguments, data, problems, path, readers)
-    if origin is not None and issubclass(origin, Mapping):
-        return _mapping(arguments, data, problems, path, readers)
-    return _scalar(kind, data, problems, path)
-
-
-def _dataclass(kind: Any, data: Any, problems: list[Problem], path: str, readers: Mapping[Any, Reader] | None) -> Any:
-    if not isinstance(data, Mapping):
-        problems.append(Problem(path=path, rule="must be an object", value=data))
-        return None
-    hints = hints_of(kind, tuple(readers or ()))
-    before = len(problems)
-    for key in data:
-        if key not in hints:
-            rule = f"is not a known key; {did_you_mean(str(key), sorted(hints))}"
-            problems.append(Problem(path=_join(path, str(key)), rule=rule))
-    values = {}
-    for field in fields(kind):
-        here = _join(path, field.name)
-        if field.name in data:
-            values[field.name] = read_plain(hints[field.name], data[field.name], problems, path=here, readers=readers)
-        elif field.default is MISSING and field.default_factory is MISSING:
-            problems.append(Problem(path=here, rule="is required"))
-    return kind(**values) if len(problems) == before else None
+    return _Reading(problems, readers or {}).value(kind, data, path)
 
 
 @cache
@@ -105,54 +57,99 @@ def hints_of(kind: Any, known: tuple[Any, ...] = ()) -> dict[str, Any]:
     return get_type_hints(kind, localns={each.__name__: each for each in known})
 
 
-def _tuple(
-    arguments: tuple[Any, ...], data: Any, problems: list[Problem], path: str, readers: Mapping[Any, Reader] | None
-) -> Any:
-    if not isinstance(data, (list, tuple)):
-        problems.append(Problem(path=path, rule="must be a list", value=data))
-        return None
-    if arguments[-1] is Ellipsis:
-        arguments = (arguments[0],) * len(data)
-    if len(arguments) != len(data):
-        problems.append(Problem(path=path, rule=f"must have {len(arguments)} entries, has {len(data)}"))
-        return None
-    pairs = enumerate(zip(arguments, data, strict=True))
-    return tuple(read_plain(kind, value, problems, path=f"{path}[{i}]", readers=readers) for i, (kind, value) in pairs)
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """Makes values of plain data. A deviation is a problem, and its value is None."""
+
+    problems: list[Problem]
+    readers: Mapping[Any, Reader]
+
+    def value(self, kind: Any, data: Any, path: str) -> Any:
+        reader = self.readers.get(kind)
+        if reader is not None:
+            try:
+                return reader(data)
+            except InputError:
+                raise
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                return self._refused(path, f"cannot be read: {error}")
+        origin, arguments = get_origin(kind), get_args(kind)
+        if is_dataclass(origin or kind):
+            return self._dataclass(origin or kind, data, path)
+        if origin is Literal:
+            if data not in arguments:
+                self._refused(path, f"must be one of {', '.join(filter(None, arguments))}", _shown(data))
+            return data
+        if origin in (Union, types.UnionType):
+            if data is None and type(None) in arguments:
+                return None
+            return self.value(next(each for each in arguments if each is not type(None)), data, path)
+        if origin is tuple:
+            return self._tuple(arguments, data, path)
+        if origin is not None and issubclass(origin, Mapping):
+            return self._mapping(arguments, data, path)
+        return self._scalar(kind, data, path)
+
+    def _refused(self, path: str, rule: str, value: Any = None) -> Any:
+        self.problems.append(Problem(path=path, rule=rule, value=value))
+
+    def _dataclass(self, kind: Any, data: Any, path: str) -> Any:
+        if not isinstance(data, Mapping):
+            return self._refused(path, "must be an object", data)
+        hints = hints_of(kind, tuple(self.readers))
+        before = len(self.problems)
+        for key in data:
+            if key not in hints:
+                self._refused(_join(path, str(key)), f"is not a known key; {did_you_mean(str(key), sorted(hints))}")
+        values = {}
+        for field in fields(kind):
+            here = _join(path, field.name)
+            if field.name in data:
+                values[field.name] = self.value(hints[field.name], data[field.name], here)
+            elif field.default is MISSING and field.default_factory is MISSING:
+                self._refused(here, "is required")
+        return kind(**values) if len(self.problems) == before else None
+
+    def _tuple(self, arguments: tuple[Any, ...], data: Any, path: str) -> Any:
+        if not isinstance(data, (list, tuple)):
+            return self._refused(path, "must be a list", data)
+        if arguments[-1] is Ellipsis:
+            arguments = (arguments[0],) * len(data)
+        if len(arguments) != len(data):
+            return self._refused(path, f"must have {len(arguments)} entries, has {len(data)}")
+        pairs = enumerate(zip(arguments, data, strict=True))
+        return tuple(self.value(kind, value, f"{path}[{i}]") for i, (kind, value) in pairs)
+
+    def _mapping(self, arguments: tuple[Any, ...], data: Any, path: str) -> Any:
+        if not isinstance(data, Mapping):
+            return self._refused(path, "must be an object", data)
+        values = {}
+        key_kind = str if get_origin(arguments[0]) is Literal else arguments[0]
+        for key, value in data.items():
+            made: Any = key
+            if key_kind is int and isinstance(key, str):  # JSON has no other keys than text
+                made = int(key) if _WHOLE.fullmatch(key) else None
+            if isinstance(made, key_kind):
+                values[made] = self.value(arguments[1], value, _join(path, str(key)))
+            else:
+                self._refused(_join(path, str(key)), f"its key must be {_WORDS[key_kind]}")
+        return values
+
+    def _scalar(self, kind: Any, data: Any, path: str) -> Any:
+        is_number = isinstance(data, (int, float)) and not isinstance(data, bool)
+        if kind is Any:
+            is_odd = isinstance(data, float) and not math.isfinite(data)
+            return self._refused(path, "must be a finite number", data) if is_odd else data
+        if kind is float and is_number and abs(data) <= sys.float_info.max:
+            return float(data)
+        if kind is not float and isinstance(data, kind) and (kind is bool or not isinstance(data, bool)):
+            return data
+        return self._refused(path, f"must be {_WORDS[kind]}", _shown(data))
 
 
-def _mapping(
-    arguments: tuple[Any, ...], data: Any, problems: list[Problem], path: str, readers: Mapping[Any, Reader] | None
-) -> Any:
-    if not isinstance(data, Mapping):
-        problems.append(Problem(path=path, rule="must be an object", value=data))
-        return None
-    found = {}
-    key_kind = str if get_origin(arguments[0]) is Literal else arguments[0]
-    for key, value in data.items():
-        made: Any = key
-        if key_kind is int and isinstance(key, str):  # JSON has no other keys than text
-            made = int(key) if _WHOLE.fullmatch(key) else None
-        if not isinstance(made, key_kind):
-            problems.append(Problem(path=_join(path, str(key)), rule=f"its key must be {_WORDS[key_kind]}"))
-            continue
-        found[made] = read_plain(arguments[1], value, problems, path=_join(path, str(key)), readers=readers)
-    return found
-
-
-def _scalar(kind: Any, data: Any, problems: list[Problem], path: str) -> Any:
-    is_number = isinstance(data, (int, float)) and not isinstance(data, bool)
-    if kind is float and is_number and abs(data) <= sys.float_info.max:
-        return float(data)
-    if kind is not float and isinstance(data, kind) and (kind is bool or not isinstance(data, bool)):
-        return data
-    problems.append(Problem(path=path, rule=f"must be {_WORDS[kind]}", value="null" if data is None else data))
-    return None
-
-
-def _finite(data: Any, problems: list[Problem], path: str) -> Any:
-    if isinstance(data, float) and not math.isfinite(data):
-        problems.append(Problem(path=path, rule="must be a finite number", value=data))
-    return data
+def _shown(data: Any) -> Any:
+    """A value as a problem names it, in which None means that there is none."""
+    return "null" if data is None else data
 
 
 def _join(path: str, name: str) -> str:
