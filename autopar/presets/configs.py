@@ -24,7 +24,9 @@ its inputs, becomes 0). Every dropout becomes 0, because a scaled model is one f
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -35,34 +37,15 @@ MAX_CONFIG_BYTES = 1024 * 1024
 MAX_LAYERS = 10_000
 MAX_SIZE = 2**31 - 1
 
-HIDDEN_KEYS = ("hidden_size", "n_embd", "d_model", "dim", "word_embed_proj_dim")
-LAYER_KEYS = (
-    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers"
-)  # fmt: skip
-HEAD_KEYS = (
-    "num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"
-)  # fmt: skip
-KV_HEAD_KEYS = ("num_key_value_heads", "num_kv_heads")
-FFN_KEYS = (
-    "intermediate_size", "n_inner", "ffn_dim", "d_ff", "hidden_dim", "encoder_ffn_dim", "decoder_ffn_dim",
-    "ffn_hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp",
-)  # fmt: skip
-HEAD_SIZE_KEYS = ("head_dim", "d_kv")
-LATENT_RANK_KEYS = ("q_lora_rank", "kv_lora_rank")
-NOPE_KEY, ROPE_KEY, VALUE_KEY = "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"  # of a head in latent attention
-HEAD_PART_KEYS = (NOPE_KEY, ROPE_KEY, VALUE_KEY)
-VOCAB_KEYS = ("vocab_size",)
+# the keys of configs by their meaning
+KEYS: Mapping[str, list[str]] = json.loads((resources.files("autopar.presets") / "config_keys.json").read_text("utf-8"))
+NOPE_KEY, ROPE_KEY, VALUE_KEY = KEYS["parts of a head"]  # in latent attention
 EXPERT_KEYS = {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2}
 GROUP_KEY, CHOSEN_GROUP_KEY = "n_group", "topk_group"
 LEADING_DENSE_KEY = "first_k_dense_replace"
-LAYER_INDEX_KEYS = ("moe_layers", "mlp_only_layers")
-WINDOW_KEYS = ("sliding_window", "attention_chunk_size", "floor_scale")
-TOWER_KEYS = ("text_config", "vision_config")
 SMALL_PATCH, SMALL_PATCHES, SMALL_AUDIO, SMALL_WINDOW = 4, 4, 32, 8
-_POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")
-_SIZE_KEYS = frozenset(
-    HIDDEN_KEYS + HEAD_KEYS + KV_HEAD_KEYS + FFN_KEYS + HEAD_SIZE_KEYS + LATENT_RANK_KEYS + HEAD_PART_KEYS + VOCAB_KEYS
-).union(_POSITION_KEYS)
+_NO_SIZES = ("layers", "numbers of layers", "windows", "towers")
+_SIZE_KEYS = frozenset(key for meaning, keys in KEYS.items() if meaning not in _NO_SIZES for key in keys)
 # kernels that a config may name; any other name makes transformers fetch code from a hub
 _IMPLEMENTATIONS = {
     "attn_implementation": ("eager", "sdpa"),
@@ -92,7 +75,7 @@ def check_config(config: Mapping[str, Any]) -> list[Problem]:
     if config.get("quantization_config") is not None:
         problems.append(Problem(path="quantization_config", rule="quantized models cannot be trained; remove the key"))
     for key, value in config.items():
-        limit = MAX_LAYERS if key in LAYER_KEYS else MAX_SIZE if key in _SIZE_KEYS else None
+        limit = MAX_LAYERS if key in KEYS["layers"] else MAX_SIZE if key in _SIZE_KEYS else None
         if limit is not None and value is not None and not _is_count(value, limit):
             problems.append(Problem(path=key, value=value, rule=f"must be a whole number from 1 to {limit:,}"))
         if key in _IMPLEMENTATIONS and value is not None and value not in _IMPLEMENTATIONS[key]:
@@ -133,7 +116,7 @@ def cleaned(config: Mapping[str, Any]) -> dict[str, Any]:
 def scaled_config(config: Mapping[str, Any], *, layers: int | None = None, hidden: int | None = None) -> dict[str, Any]:
     """A copy of a config with `layers` layers and residual width `hidden`, by the rule in this module's docstring."""
     result = dict(config)
-    towers = [key for key in TOWER_KEYS if isinstance(config.get(key), Mapping)]
+    towers = [key for key in KEYS["towers"] if isinstance(config.get(key), Mapping)]
     if towers:
         for key in towers:
             result[key] = scaled_config(config[key], layers=layers, hidden=hidden)
@@ -155,9 +138,9 @@ def scaled_config(config: Mapping[str, Any], *, layers: int | None = None, hidde
 
 
 def _scale_layers(config: dict[str, Any], layers: int) -> list[Problem]:
-    present = _present(config, LAYER_KEYS)
+    present = _present(config, KEYS["layers"])
     if not present:
-        return [Problem(path="layers", rule=f"the config has none of the keys {', '.join(LAYER_KEYS)}")]
+        return [Problem(path="layers", rule=f"the config has none of the keys {', '.join(KEYS['layers'])}")]
     if not _is_count(layers, MAX_LAYERS):
         return [Problem(path="layers", value=layers, rule=f"must be a whole number from 1 to {MAX_LAYERS:,}")]
     num_before = config[present[0]]
@@ -168,7 +151,7 @@ def _scale_layers(config: dict[str, Any], layers: int) -> list[Problem]:
             continue
         # one entry per layer (layer_types, window sizes): cut, or repeat the pattern
         is_per_layer = any(word in key for word in ("layer", "types", "window"))
-        if key in LAYER_INDEX_KEYS:
+        if key in KEYS["numbers of layers"]:
             config[key] = [index for index in range(layers) if index % num_before in value]
         elif is_per_layer and len(value) == num_before:
             config[key] = [value[index % num_before] for index in range(layers)]
@@ -178,9 +161,9 @@ def _scale_layers(config: dict[str, Any], layers: int) -> list[Problem]:
 
 
 def _scale_widths(config: dict[str, Any], hidden: int) -> list[Problem]:
-    hidden_keys, head_keys = _present(config, HIDDEN_KEYS), _present(config, HEAD_KEYS)
+    hidden_keys, head_keys = _present(config, KEYS["hidden"]), _present(config, KEYS["heads"])
     if not hidden_keys or not head_keys:
-        rule = f"needs one of {', '.join(HIDDEN_KEYS)} and one of {', '.join(HEAD_KEYS)} in the config"
+        rule = f"needs one of {', '.join(KEYS['hidden'])} and one of {', '.join(KEYS['heads'])} in the config"
         return [Problem(path="hidden", rule=rule)]
     before = config[hidden_keys[0]]
     if not _is_count(hidden, MAX_SIZE) or hidden % 16 or hidden > before:
@@ -196,16 +179,16 @@ def _scale_widths(config: dict[str, Any], hidden: int) -> list[Problem]:
         config[key] = hidden
     for key in head_keys:
         config[key] = heads
-    for key in _present(config, KV_HEAD_KEYS):
+    for key in _present(config, KEYS["key/value heads"]):
         config[key] = heads if config[key] == num_heads_before else 1 if config[key] == 1 else heads // 2
-    for key in _present(config, FFN_KEYS + LATENT_RANK_KEYS):
+    for key in _present(config, [*KEYS["feed-forward"], *KEYS["latent ranks"]]):
         config[key] = max(unit, round(config[key] * hidden / before / unit) * unit)
     _scale_head_sizes(config, hidden // heads)
-    for key in _present(config, VOCAB_KEYS):
+    for key in _present(config, KEYS["vocabulary"]):
         config[key] = min(config[key], vocab)
         _fit_token_ids(config, config[key])
     _scale_experts(config)
-    for key in _present(config, WINDOW_KEYS):
+    for key in _present(config, KEYS["windows"]):
         config[key] = min(config[key], SMALL_WINDOW)
     if isinstance(config.get("image_size"), int) and isinstance(config.get("patch_size"), int):
         config["patch_size"] = min(config["patch_size"], SMALL_PATCH)
@@ -220,7 +203,7 @@ def _present(config: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
 
 
 def _scale_head_sizes(config: dict[str, Any], head_size: int) -> None:
-    parts = {key: config[key] for key in _present(config, HEAD_PART_KEYS)}
+    parts = {key: config[key] for key in _present(config, KEYS["parts of a head"])}
     sizes = {}  # new sizes by the old ones, for sizes that a config class derives from the parts
     for key, value in parts.items():
         config[key] = max(2, round(value * head_size / max(parts.values()) / 2) * 2)
@@ -228,7 +211,7 @@ def _scale_head_sizes(config: dict[str, Any], head_size: int) -> None:
     if NOPE_KEY in parts and ROPE_KEY in parts:
         sizes[parts[ROPE_KEY]] = config[ROPE_KEY]
         sizes[parts[NOPE_KEY] + parts[ROPE_KEY]] = config[NOPE_KEY] + config[ROPE_KEY]
-    for key in _present(config, (*HEAD_SIZE_KEYS, "qk_head_dim")):
+    for key in _present(config, (*KEYS["head size"], "qk_head_dim")):
         config[key] = sizes.get(config[key], head_size)
 
 

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from autopar.errors import InputError, did_you_mean
 from autopar.files.strict_model import NamedModel, StrictModel, models_in
-from autopar.presets.configs import LAYER_KEYS, TOWER_KEYS
+from autopar.presets.configs import KEYS
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
 _Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]{0,39}$")]
@@ -51,8 +51,8 @@ class ModelPreset(NamedModel):
     @property
     def num_layers(self) -> int:
         """Transformer layers, of encoder and decoder or of both towers together."""
-        towers = [self.config[key] for key in TOWER_KEYS if key in self.config] or [self.config]
-        return sum(tower[key] for tower in towers for key in LAYER_KEYS if tower.get(key))
+        towers = [self.config[key] for key in KEYS["towers"] if key in self.config] or [self.config]
+        return sum(tower[key] for tower in towers for key in KEYS["layers"] if tower.get(key))
 
 
 @functools.cache

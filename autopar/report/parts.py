@@ -1,7 +1,9 @@
 """The parts of a step and of a rank's memory: their names in words, their colours, and bars made of them."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import resources
 
 from markupsafe import Markup
 
@@ -12,38 +14,7 @@ from autopar.search.result.result import PARTS
 from autopar.words.numbers import percent, readable_bytes, readable_seconds
 
 # computing in blue, communication in orange and red, the rest in green and grey; told apart without red and green too
-SECONDS_COLOURS: Mapping[str, str] = {
-    "products": "#1f5fa6",
-    "attention": "#4a8fd3",
-    "memory-bound": "#8fbbe8",
-    "host": "#b9cbe0",
-    "expert counts": "#d3dff0",
-    "recomputation": "#6f5cb8",
-    "embedding, head, loss": "#2f9a94",
-    "tensor collectives": "#d9741a",
-    "context collectives": "#e8963f",
-    "expert collectives": "#f0b465",
-    "shard collectives": "#b93c10",
-    "data collectives": "#e2604a",
-    "messages": "#e3b008",
-    "bubble": "#98a2ad",
-    "gradient accumulation": "#7f9c3c",
-    "optimizer": "#4d7c2f",
-    "fixed": "#6b7280",
-    "stragglers": "#b9c0c8",
-    WAITING: "#d5dae0",
-}
-BYTES_COLOURS: Mapping[str, str] = {
-    "parameters": "#1f5fa6",
-    "gradients": "#4a8fd3",
-    "optimizer state": "#8fbbe8",
-    "gathered": "#d9741a",
-    "activations": "#2f9a94",
-    "logits": "#83c5bb",
-    "workspace": "#6f5cb8",
-    "cache": "#b9c0c8",
-    "reserve": "#98a2ad",
-}
+_COLOURS = json.loads((resources.files("autopar.report") / "colours.json").read_text("utf-8"))
 _OTHER = "#888888"  # of a part that this version does not know
 LEAST_WIDTH = 0.3  # plot units below which a segment is not drawn
 
@@ -84,8 +55,8 @@ class PartWords:
         ]
 
 
-SECONDS = PartWords(SECONDS_COLOURS, {**PARTS, WAITING: WAITING}, readable_seconds)
-BYTES = PartWords(BYTES_COLOURS, MEMORY, readable_bytes)
+SECONDS = PartWords(_COLOURS["seconds"], {**PARTS, WAITING: WAITING}, readable_seconds)
+BYTES = PartWords(_COLOURS["bytes"], MEMORY, readable_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
