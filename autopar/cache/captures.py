@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autopar.cache.store import KeptFile, capture_versions, kept_file
+from autopar.cache.store import capture_versions, kept_file
 from autopar.errors import InputError
 from autopar.models.load import checked_dtype, config_named, is_factory, resolve_model
 
@@ -52,7 +52,6 @@ def captured_model(
     hidden: int | None = None,
     seq_len: int | None = None,
     dtype: str | None = None,
-    training: bool = True,
     specialise: bool = False,
     precision: str | None = None,
     cluster: ClusterSpec | None = None,
@@ -63,7 +62,7 @@ def captured_model(
     def asked_of(model: ResolvedModel) -> Request:
         from autopar.capture.request import Request
 
-        return Request.of(model.model, model.example_inputs, model.loss_fn, training=training, specialise=specialise)
+        return Request.of(model.model, model.example_inputs, model.loss_fn, specialise=specialise)
 
     sizes: dict[str, Any] = {"layers": layers, "hidden": hidden, "seq_len": seq_len}
     if is_factory(spec):
@@ -93,13 +92,7 @@ def captured_model(
         return capture_twice(asked_of(build(batch)).computing_in(precision)).program
 
     config, name, _ = config_named(spec)
-    options = {
-        **sizes,
-        "dtype": checked_dtype(dtype),
-        "training": training,
-        "specialise": specialise,
-        "precision": precision,
-    }
+    options = {**sizes, "dtype": checked_dtype(dtype), "specialise": specialise, "precision": precision}
     file = None if folder is None else kept_file(folder, "capture", config, options, CAPTURED_BATCH, capture_versions())
     notes: list[str] = []
     if file is not None and file.path.is_file():
@@ -113,29 +106,18 @@ def captured_model(
                 return replace(read(), again=again)
 
             return CapturedModel(name=name, digest=header.sha256, read=kept, local_batch=None, notes=header.notes)
-    built = build(CAPTURED_BATCH)
-    result = _captured_now(built, asked_of(built).computing_in(precision))
-    if file is not None and result.digest is not None:
-        about = {"model": name, **{k: str(v) for k, v in options.items() if v is not None}}
-        _keep(result, file, about, notes.append)
-    return replace(result, notes=(*result.notes, *notes))
-
-
-def _captured_now(model: ResolvedModel, request: Request) -> CapturedModel:
     from autopar.capture.any_size import capture
-    from autopar.capture.record.file import digest_of
+    from autopar.capture.record.file import capture_text, digest_of
 
-    once = capture(request, CAPTURED_BATCH)
-    digest = None if once.record is None else digest_of(once.record)
-    return CapturedModel(name=model.name, digest=digest, read=lambda: once, local_batch=None, notes=model.notes)
-
-
-def _keep(captured: CapturedModel, file: KeptFile, about: dict[str, str], on_note: Callable[[str], None]) -> None:
-    from autopar.capture.record.file import capture_text
-
-    try:
-        text = capture_text(captured.capture, about=about | capture_versions(), notes=captured.notes)
-    except InputError as error:
-        on_note(str(error))
-    else:
-        file.write(text, on_note)
+    built = build(CAPTURED_BATCH)
+    made = capture(asked_of(built).computing_in(precision), CAPTURED_BATCH)
+    digest = None if made.record is None else digest_of(made.record)
+    if file is not None and digest is not None:
+        about = {"model": name, **{k: str(v) for k, v in options.items() if v is not None}}
+        try:
+            file.write(capture_text(made, about=about | capture_versions(), notes=built.notes), notes.append)
+        except InputError as error:
+            notes.append(str(error))
+    return CapturedModel(
+        name=built.name, digest=digest, read=lambda: made, local_batch=None, notes=(*built.notes, *notes)
+    )

@@ -40,7 +40,9 @@ _INSTALLED = (
 _HEAP_TYPE = 1 << 9  # a flag of classes that are no static ones of C
 _OWN = str(Path(__file__).parents[1])  # autopar's source is a part of the version of what is kept
 _NAMED = ("torch._ops", "torch._C")  # operators and such, which hold caches
-_UNREAD = frozenset(["__dict__", "__weakref__", "__doc__", "__annotations__", "__module__", "_abc_impl"])
+_UNREAD = frozenset(
+    ["__dict__", "__weakref__", "__doc__", "__annotations__", "__module__", "__slotnames__", "_abc_impl"]
+)
 
 
 class _UnknownError(Exception):
@@ -223,15 +225,16 @@ class _Walk:
         """The class of an object and its attributes. Whether it can have any."""
         kind = type(value)
         self.add(kind)
-        held = getattr(value, "__dict__", None)
-        if held is not None and kind is not types.MappingProxyType:
-            is_library = _is_library(kind.__module__)
-            self.add({name: v for name, v in held.items() if not (is_library and _is_hash(name, v))})
-        slots = [name for base in kind.__mro__ for name in _slots(base)]
-        for name in slots:
-            if hasattr(value, name):
-                self._all((name, getattr(value, name)))
-        return held is not None or bool(slots)
+        if kind is types.MappingProxyType:
+            return False
+        state = object.__getstate__(value)
+        parts = state if isinstance(state, tuple) else (state,)  # the attributes, and the slots
+        held = {name: inner for part in parts if part for name, inner in part.items()}
+        is_library = _is_library(kind.__module__)
+        for name, inner in held.items():
+            if not (is_library and _is_hash(name, inner)):
+                self._all((name, inner))
+        return bool(held) or hasattr(value, "__dict__")
 
 
 def _codes(code: types.CodeType) -> Iterable[types.CodeType]:
@@ -251,14 +254,6 @@ def _constant(value: object) -> object:
 def _is_hash(name: str, value: object) -> bool:
     """Whether a private attribute of a library's object is a hash or an id, which differs in every process."""
     return name.startswith("_") and type(value) is int and value.bit_length() > 48
-
-
-def _slots(base: type) -> tuple[str, ...]:
-    slots = vars(base).get("__slots__", ())
-    names = (slots,) if isinstance(slots, str) else tuple(slots)
-    names = tuple(name for name in names if name not in ("__dict__", "__weakref__"))
-    prefix = f"_{base.__name__.lstrip('_')}"  # as Python mangles private names
-    return tuple(prefix + name if name.startswith("__") and not name.endswith("__") else name for name in names)
 
 
 @cache
