@@ -3,7 +3,7 @@
 import re
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -26,7 +26,7 @@ _VMSTAT = Path("/proc/vmstat")
 
 
 class World:
-    """The ranks that train one plan. Use as a context manager."""
+    """The ranks that train one plan, until `close`."""
 
     def __init__(self, job: TrialJob, num_ranks: int, *, within_s: float) -> None:
         started = time.monotonic()
@@ -89,29 +89,24 @@ def measured(
     """Run the trial of one plan. Its world is still there afterwards, unless the trial failed."""
     started, before = time.monotonic(), _kills_by_kernel()
     earlier_s = 0.0 if best is None or best.world is None else best.world.stepping_s
-    world: World | None = None
     try:
-        world = start()
-        for _ in range(WARM_UP):
-            world.step()
-        try:
-            seconds, is_slower, steps = _timed(world, best, rounds)
-        except RankError:
-            if not world.is_open or best is None:
-                raise
-            best.close()  # it was the best plan that failed
-            seconds, is_slower, steps = _timed(world, None, rounds)
+        with ExitStack() as stack:
+            world = stack.enter_context(closing(start()))
+            for _ in range(WARM_UP):
+                world.step()
+            try:
+                seconds, is_slower, steps = _timed(world, best, rounds)
+            except RankError:
+                if not world.is_open or best is None:
+                    raise
+                best.close()  # it was the best plan that failed
+                seconds, is_slower, steps = _timed(world, None, rounds)
+            stack.pop_all()
     except RankError as error:
-        if world is not None:
-            world.close()
         spent = time.monotonic() - started
         return Outcome(
             state="failed", reason=reason_of(error, before), message=str(error)[:MOST_TEXT], whole_s=spent
         ), None
-    except BaseException:
-        if world is not None:
-            world.close()
-        raise
     outcome = Outcome(
         state="pruned" if is_slower else "complete",
         seconds=seconds,

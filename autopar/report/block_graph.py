@@ -142,10 +142,9 @@ class _Drawing:
             return layers[group]
 
         for group in self.groups:
-            first, layer = group.members[0], layer_of(group)
-            yield GraphNode(
-                name=first.name, kind=group.kind, label=self._label(group), detail=self._detail(group), layer=layer
-            )
+            label, detail = self._texts(group)
+            name, layer = group.members[0].name, layer_of(group)
+            yield GraphNode(name=name, kind=group.kind, label=label, detail=detail, layer=layer)
 
     def edges(self) -> Iterable[GraphEdge]:
         numbers = {group: number for number, group in enumerate(self.groups)}
@@ -167,30 +166,22 @@ class _Drawing:
                 ]
                 yield port, shape, ", ".join(split) or "whole"
 
-    def _label(self, group: _Group) -> str:
-        first = group.members[0]
+    def _texts(self, group: _Group) -> tuple[str, str]:
+        """The label of a box and what stands below it."""
+        names = [operator_name(node) for node in group.members]
         if group.kind == "collective":
-            return f"{_COLLECTIVES[operator_name(first)]} over {self._mesh_dim(first)}"
+            dim = group.members[0].args[1]
+            over = str(dim.target) if isinstance(dim, fx.Node) else str(dim)
+            return f"{_COLLECTIVES[names[0]]} over {over}", f"{self.plan.mesh.degree_of(over)} ranks"
         if group.kind in ("input", "output"):
-            return group.kind
-        if group.kind == "attention":
-            return "attention"
-        return group.module or ", ".join(dict.fromkeys(operator_name(n) for n in group.members[:MOST_WORDS]))
-
-    def _mesh_dim(self, node: fx.Node) -> str:
-        dim = node.args[1]
-        return str(dim.target) if isinstance(dim, fx.Node) else str(dim)
-
-    def _detail(self, group: _Group) -> str:
-        if group.kind == "collective":
-            return f"{self.plan.mesh.degree_of(self._mesh_dim(group.members[0]))} ranks"
-        if group.kind in ("input", "output"):
-            return ""
-        names = list(dict.fromkeys(operator_name(n) for n in group.members))
-        shown = ", ".join(names[:MOST_WORDS]) + (", …" if len(names) > MOST_WORDS else "")
-        if names == [self._label(group)]:
-            return ""
-        return shown if len(group.members) == 1 else f"{len(group.members)} operators: {shown}"
+            return group.kind, ""
+        label = "attention" if group.kind == "attention" else group.module
+        label = label or ", ".join(dict.fromkeys(names[:MOST_WORDS]))
+        every = list(dict.fromkeys(names))
+        if every == [label]:
+            return label, ""
+        shown = ", ".join(every[:MOST_WORDS]) + (", …" if len(every) > MOST_WORDS else "")
+        return label, shown if len(names) == 1 else f"{len(names)} operators: {shown}"
 
     def _placement(self, node: fx.Node) -> str:
         """The placement of a node's value on the ranks."""
