@@ -21,7 +21,7 @@ def keep_tuned(folder: Path, cluster: ClusterSpec, kind: str, plan: Plan, about:
     """Keep a measured plan for these devices and this class of model."""
     file = _file(folder, cluster, kind)
     entry = {"plan": plan.to_dict(), **about}
-    others = [each for each in _entries(file) if not _is_same(each, entry)]
+    others = [each for each in _entries(file) if _question(each) != _question(entry)]
     file.write(json.dumps([entry, *others][:_MOST]))
 
 
@@ -44,10 +44,6 @@ def _entries(file: KeptFile) -> list[dict[str, Any]]:
     return file.read(parse, lambda _: None) or []
 
 
-def _is_same(entry: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two plans are of the same model, batch and objective."""
-
-    def key(each: dict[str, Any]) -> tuple[Any, ...]:
-        return each.get("model"), each.get("global_batch"), each.get("objective"), each["plan"].get("sequence")
-
-    return key(entry) == key(other)
+def _question(entry: dict[str, Any]) -> tuple[Any, ...]:
+    """The model, the batch and the objective of a plan."""
+    return entry.get("model"), entry.get("global_batch"), entry.get("objective"), entry["plan"].get("sequence")

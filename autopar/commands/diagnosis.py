@@ -146,10 +146,8 @@ def _figure(
     unit: Unit = "s" if is_latency else "FLOP/s" if kind == "flops" else "B/s"
     # the bandwidth that a ring all-reduce of n ranks needs of every link, as NCCL's tests state it
     moved = 2 * (len(ranks) - 1) / len(ranks) * amount if kind == "all-reduce" else amount
-    speeds: dict[int, float] = {}
-    for rank, speed in measured.items():
-        seconds = median(speed.rounds_s)
-        speeds[rank] = seconds if is_latency else moved / seconds
+    seconds = {rank: median(speed.rounds_s) for rank, speed in measured.items()}
+    speeds = seconds if is_latency else {rank: moved / usual for rank, usual in seconds.items()}
     every = range(len(ranks))
     compared = kind != "all-reduce" and not is_latency  # all ranks of a collective take as long as the slowest
     return _Figure(

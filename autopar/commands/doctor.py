@@ -124,13 +124,10 @@ class _Together:
 
 def _checked(name: str, run: Callable[[], Iterable[Difference]]) -> Check:
     """The worst difference, relative to its tolerance."""
-    worst, count = Difference(name="", error=0.0), 0
-    for diff in run():
-        count += 1
-        if diff.error - diff.tolerance > worst.error - worst.tolerance or count == 1:
-            worst = diff
+    differences = list(run())
+    worst = max(differences, key=lambda diff: diff.error - diff.tolerance, default=Difference(name="", error=0.0))
     error = worst.error if isfinite(worst.error) else None
-    return Check(name=name, error=error, tolerance=worst.tolerance, where=worst.name, num_compared=count)
+    return Check(name=name, error=error, tolerance=worst.tolerance, where=worst.name, num_compared=len(differences))
 
 
 class TwoLayers(nn.Module):

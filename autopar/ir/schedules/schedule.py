@@ -34,14 +34,6 @@ class PassSeconds:
     messages: Any  # from the first stage to the last and back
 
 
-def _takes_any(pp: int, micro_batches: int) -> None:
-    return None
-
-
-def _always_exact(pp: int, virtual_stages: int, micro_batches: int, is_balanced: bool) -> bool:
-    return True
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
     """A schedule: its name, the order of its passes, and closed forms of its idle time and its memory."""
@@ -60,11 +52,11 @@ class Schedule:
     # (rank, p, v, n) -> the numbers of a rank's actions (`autopar.ir.schedules.action`), in the order in which they run
     rank_order: Callable[[int, int, int, int], Sequence[int]]
     # (p, n) -> why the schedule does not run n micro-batches, and what to use instead; None if it does
-    refusal: Callable[[int, int], tuple[str, str] | None] = _takes_any
+    refusal: Callable[[int, int], tuple[str, str] | None] = lambda pp, micro_batches: None
     # (p, v, n) -> the paths that can be the longest, in passes beyond the n·v of each kind that every rank runs
     critical_paths: Callable[[Any, Any, Any], Sequence[PassCounts]]
     # whether the longest of these paths is the idle time exactly, else a lower bound; balanced means F = I = W
-    is_exact: Callable[[int, int, int, bool], bool] = _always_exact
+    is_exact: Callable[[int, int, int, bool], bool] = lambda pp, virtual_stages, micro_batches, is_balanced: True
     # (p, v, n, r) -> the most (stage, micro-batch) pairs that a rank holds from F to B or W; at most n·v are counted
     in_flight: Callable[[Any, Any, Any, Any], Any]
     # (p, v, n, r) -> forward passes before the first backward pass of a rank; at most n·v are counted
