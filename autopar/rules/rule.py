@@ -293,15 +293,7 @@ def make_rule(inputs: tuple[Spec, ...], output: Spec, sizes: Mapping[str, int], 
 
 def whole_rule(call: Call) -> Rule:
     """The rule of an operator that has none: every dimension its own factor, nothing splittable."""
-    sizes: dict[str, int] = {}
-
-    def name(prefix: str, shape: Sequence[int]) -> Spec:
-        spec = []
-        for d, size in enumerate(shape):
-            sizes[f"{prefix}{d}"] = size
-            spec.append((f"{prefix}{d}",))
-        return tuple(spec)
-
-    inputs = tuple(name(f"x{k}.", operand.shape) for k, operand in enumerate(call.operands))
-    output = name("y.", call.output.shape)
-    return Rule(inputs=inputs, output=output, sizes=sizes, whole=frozenset(sizes), known=False)
+    shapes = {f"x{k}.": operand.shape for k, operand in enumerate(call.operands)} | {"y.": call.output.shape}
+    sizes = {f"{prefix}{d}": size for prefix, shape in shapes.items() for d, size in enumerate(shape)}
+    *inputs, output = (tuple((f"{prefix}{d}",) for d in range(len(shape))) for prefix, shape in shapes.items())
+    return Rule(inputs=tuple(inputs), output=output, sizes=sizes, whole=frozenset(sizes), known=False)
