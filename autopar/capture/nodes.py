@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar._torch.private import pytree
 from autopar.ir.program import Program
 from autopar.rules.rule import TensorInfo
 
@@ -73,11 +74,8 @@ def replace_node(node: fx.Node, new: fx.Node | Sequence[fx.Node]) -> None:
 
 def numbers_of(value: Any) -> list[float]:
     """The numbers in nested arguments of an operator, in order. A bool is no number."""
-    if isinstance(value, Mapping):
-        return numbers_of(tuple(value.values()))
-    if isinstance(value, (list, tuple)):
-        return [number for each in value for number in numbers_of(each)]
-    return [value] if isinstance(value, (int, float)) and not isinstance(value, bool) else []
+    leaves = pytree.tree_leaves(value)
+    return [leaf for leaf in leaves if isinstance(leaf, (int, float)) and not isinstance(leaf, bool)]
 
 
 def value(node: Any) -> Any:

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from autopar._torch.operators import aten
-from autopar._torch.private import takes_device, watch_operators
+from autopar._torch.private import pytree, takes_device, watch_operators
 from autopar.capture.analysis import Analysis
 from autopar.cost_model.work.operator_cost import saved_operands, target_name
 from autopar.ir.program import Block
@@ -36,9 +37,8 @@ _ALIASES = frozenset(["detach", "alias", "lift_fresh", "empty_like", "empty", "n
 class Piece:
     """A tensor as a kernel or the backward pass reads it."""
 
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # in memory: an expanded dimension has size 1
     itemsize: int
-    elements: int  # counted in memory, as `shape`: an expanded dimension has size 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +161,9 @@ def _call(node: fx.Node, leaves: Mapping[str, Any], values: Mapping[str, Any]) -
     def tensor(value: Any) -> Any:
         if isinstance(value, fx.Node):
             return leaves.get(value.name, values.get(value.name))
-        if isinstance(value, (list, tuple)):
-            return type(value)(tensor(each) for each in value)
         return _META if isinstance(value, torch.device) else value
 
-    args, kwargs = tensor(node.args), {name: tensor(value) for name, value in node.kwargs.items()}
+    args, kwargs = map_aggregate(node.args, tensor), dict(map_aggregate(node.kwargs, tensor))
     if not leaves and takes_device(node.target):  # it makes a tensor, with numbers if not told otherwise
         kwargs["device"] = _META
     if node.target is aten.dropout.default and args[2] and args[1] > 0.0:
@@ -184,8 +182,7 @@ def _attention_output(node: fx.Node) -> Any:
 
 
 def _lse(out: Any) -> Piece:
-    shape = tuple(out.shape[:-1])
-    return Piece((*shape, 1), 4, out.numel() // max(1, out.shape[-1]))
+    return Piece((*out.shape[:-1], 1), 4)
 
 
 def _backward(out: Any, wanted: Sequence[Any]) -> list[tuple[Piece, ...]]:
@@ -210,7 +207,7 @@ def _recording(saved: list[Any]) -> Iterator[None]:
 @contextmanager
 def _watching(kernels: list[tuple[Piece, ...]]) -> Iterator[None]:
     def seen(name: str, arguments: dict[str, Any], out: Any) -> None:
-        inputs, outputs = _tensors(list(arguments.values())), _tensors([out])
+        inputs, outputs = _tensors(arguments), _tensors(out)
         before = {_storage(each) for each in inputs}
         is_view = outputs and all(_storage(each) in before for each in outputs) and not name.endswith("_")
         if not is_view and name.split("::")[-1] not in _ALIASES:
@@ -220,14 +217,8 @@ def _watching(kernels: list[tuple[Piece, ...]]) -> Iterator[None]:
         yield
 
 
-def _tensors(values: Sequence[Any]) -> list[Any]:
-    tensors: list[Any] = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            tensors.append(value)
-        elif isinstance(value, (list, tuple)):
-            tensors += _tensors(value)
-    return tensors
+def _tensors(values: Any) -> list[Any]:
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def _pieces(tensors: Sequence[Any]) -> tuple[Piece, ...]:
@@ -235,12 +226,8 @@ def _pieces(tensors: Sequence[Any]) -> tuple[Piece, ...]:
 
 
 def _piece(tensor: Any) -> Piece:
-    itemsize = tensor.dtype.itemsize
-    elements = 1
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        elements *= size if stride else 1
     shape = tuple(size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return Piece(shape, itemsize, elements)
+    return Piece(shape, tensor.dtype.itemsize)
 
 
 def _storage(tensor: Any) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from math import prod
+from typing import Any
 
 from autopar.capture.analysis import Analysis
 from autopar.cost_model.work.autograd_probe import NodeRun, run_block
@@ -122,23 +123,39 @@ def work_of(flow: Flow, role: str | None = None) -> SymbolicWork:
     # a product with a size of zero, such as a pruned layer's, computes nothing
     names = [n for n in flow.runs if flow.is_product(n) and 0 not in flow.sizes[n].factors().values()]
     pairs = zip(flow.groups, flow.needs_of_groups, strict=True)
-    split, whole, expert = _parameters(flow)
     products, eager = tuple(op for name in names for op in _products(flow, name)), tuple(_eager(flow))
     return BlockWork(
         role=role or flow.block.name,
         products=products,
         eager=eager,
         fused=tuple(_fused(flow, members, flow.written, needs) for members, needs in pairs),
-        sent=tuple(sent_by(flow)),
-        saved_eager_bytes=polynomial(_saved_eager(flow)),
-        saved_fused_bytes=polynomial(_saved_fused(flow)),
-        saved_operand_bytes=polynomial(_saved_operands(flow)),
         input_bytes=polynomial(_sum(flow.value_bytes(p) for p in (*_inputs(flow), *_choices(flow)))),
-        parameters_split=polynomial(split),
-        parameters_whole=polynomial(whole),
-        parameters_expert=polynomial(expert),
-        selected=selected(recomputable(flow, (*products, *eager)), keys) if (keys := flow.labels.recomputed) else None,
+        **_parameters(flow),
+        **_sent_and_saved(flow, (*products, *eager)),
     )
+
+
+def kept_work(flow: Flow, work: SymbolicWork) -> SymbolicWork:
+    """The work of a block that saves its gathered values, derived from the work of a block that gathers them again."""
+    if not flow.regathered:
+        return work
+    return replace(work, **_sent_and_saved(replace(flow, regathered={}), (*work.products, *work.eager)))
+
+
+def _sent_and_saved(flow: Flow, works: Sequence[Operator[Polynomial]]) -> dict[str, Any]:
+    """The fields of a block's work that depend on its gathered values: what is sent, saved and computed again."""
+    keys, of_groups = flow.labels.recomputed, set[Need]().union(*flow.needs_of_groups)
+    needs = {name: set(needs_of_product(flow, name)) for name in flow.runs if flow.is_product(name)}
+    of_attention = [needs[name] for name in needs if flow.is_attention(name)]
+    of_products = set[Need]().union(*needs.values())
+    only_products = of_products.difference(of_groups, *of_attention)  # they may be as narrow as products
+    return {
+        "sent": tuple(sent_by(flow)),
+        "saved_eager_bytes": polynomial(_saved_eager(flow)),
+        "saved_fused_bytes": polynomial(_saved(flow, of_products | of_groups)),
+        "saved_operand_bytes": polynomial(_saved(flow, only_products)),
+        "selected": selected(recomputable(flow, works), keys) if keys else None,
+    }
 
 
 def _sum(terms: Iterable[Expr]) -> Expr:
@@ -166,21 +183,9 @@ def _need_bytes(flow: Flow, need: Need) -> Expr:
     return whole / need.divisor * flow.info(need.value).dtype.itemsize
 
 
-def _saved_fused(flow: Flow) -> Expr:
-    """Bytes of the tensors that backward passes of products and of fused groups need."""
-    needs = {need for name in flow.runs if flow.is_product(name) for need in needs_of_product(flow, name)}
-    return _sum(
-        _need_bytes(flow, need) for need in needs.union(*flow.needs_of_groups) if not _is_in_chunks(flow, need.value)
-    )
-
-
-def _saved_operands(flow: Flow) -> Expr:
-    """Bytes of the saved tensors that nothing but matrix products needs, so that they may be as narrow as products."""
-    of_products, of_others = set[Need](), set[Need]().union(*flow.needs_of_groups)
-    for name in flow.runs:
-        if flow.is_product(name):
-            (of_others if flow.is_attention(name) else of_products).update(needs_of_product(flow, name))
-    return _sum(_need_bytes(flow, need) for need in of_products - of_others if not _is_in_chunks(flow, need.value))
+def _saved(flow: Flow, needs: Iterable[Need]) -> Expr:
+    """Bytes of the tensors that backward passes need."""
+    return _sum(_need_bytes(flow, need) for need in needs if not _is_in_chunks(flow, need.value))
 
 
 def _is_in_chunks(flow: Flow, value: str) -> bool:
@@ -353,23 +358,21 @@ def _in_chunks(flow: Flow, members: Sequence[str], work: Operator[Polynomial]) -
     )
 
 
-def _parameters(flow: Flow) -> tuple[Expr, Expr, Expr]:
-    """Parameter elements on one rank: split by some mesh dimension, whole, and of experts."""
+def _parameters(flow: Flow) -> dict[str, Polynomial]:
+    """The fields of parameter elements on one rank: split by some mesh dimension, whole, and of experts."""
     mesh = flow.naming.mesh
     expert_dims = [i for i in mesh.owning("experts") if mesh.degrees[i] > 1]
     of_experts = {flow.base(flow.operands[name][1])[0] for name in flow.runs if flow.operators[name] in EXPERT_PRODUCTS}
-    split, whole, expert = 0, 0, 0
+    totals: dict[str, Expr] = dict.fromkeys(("split", "whole", "expert"), 0)
     for port, role in flow.roles.items():
         if role != "parameter":
             continue
         types = flow.types(port)
         elements = flow.naming.local(flow.dims[port], types)
         if any(types[i].kind == "S" for i in expert_dims):
-            expert += elements * prod(flow.naming.degrees[i] for i in expert_dims)
+            totals["expert"] += elements * prod(flow.naming.degrees[i] for i in expert_dims)
         elif port in of_experts and not expert_dims:
-            expert += elements
-        elif any(t.kind == "S" for t in types):
-            split += elements
+            totals["expert"] += elements
         else:
-            whole += elements
-    return split, whole, expert
+            totals["split" if any(t.kind == "S" for t in types) else "whole"] += elements
+    return {f"parameters_{kind}": polynomial(total) for kind, total in totals.items()}

@@ -58,6 +58,7 @@ def _counted_flops(call: Call) -> float:
     torch does not count products grouped by expert. There a token is multiplied by the (k, n) matrix of its own expert.
     """
     import torch
+    from torch.fx.node import map_aggregate
     from torch.utils.flop_counter import FlopCounterMode
 
     if target_name(call.target).lstrip("_") in EXPERT_PRODUCTS:
@@ -65,11 +66,9 @@ def _counted_flops(call: Call) -> float:
     tensors = [torch.empty(info.shape, dtype=info.dtype, device="meta") for info in call.operands]
 
     def filled(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return type(value)(filled(each) for each in value)
         return tensors[value.index] if isinstance(value, Slot) else value
 
-    args, kwargs = filled(call.args), {name: filled(value) for name, value in call.kwargs.items()}
+    args, kwargs = map_aggregate(call.args, filled), map_aggregate(dict(call.kwargs), filled)
     with FlopCounterMode(display=False) as counter:
         try:
             call.target(*args, **kwargs)

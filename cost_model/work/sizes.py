@@ -187,11 +187,12 @@ class NodeSizes:
             for dim in self._local_axes(k):
                 for atom, size, local in dim:
                     atoms.setdefault(atom, (size, local))
+        elements = prod(piece.shape)
         for count in range(len(atoms) + 1):
             for chosen in combinations(atoms.values(), count):
-                if prod(size for size, _ in chosen) == piece.elements:
+                if prod(size for size, _ in chosen) == elements:
                     return prod((local for _, local in chosen), start=sympy.Integer(1))
-        return self.naming.by_size.get(piece.elements, sympy.Integer(piece.elements))
+        return self.naming.by_size.get(elements, sympy.Integer(elements))
 
     def _local_axes(self, k: int) -> list[list[tuple[int, int, Expr]]]:
         return self.naming.axes(self.dims[k], self.types(k))
@@ -200,17 +201,17 @@ class NodeSizes:
         """The elements of a tensor if each of its dimensions equals the value's, or is 1 or expanded."""
         import sympy
 
-        shape, local, elements = self.infos[k].shape, sympy.Integer(1), 1
+        shape, local = self.infos[k].shape, sympy.Integer(1)
         if len(shape) != len(piece.shape):
             return None
         if shape == piece.shape:  # most are
-            return self.elements(k) if prod(shape) == piece.elements else None
+            return self.elements(k)
         for size, full, dim in zip(piece.shape, shape, self._local_axes(k), strict=True):
             if size == full:
-                local, elements = local * prod((local for *_, local in dim), start=sympy.Integer(1)), elements * size
+                local *= prod((local for *_, local in dim), start=sympy.Integer(1))
             elif size != 1:
                 return None
-        return local if elements == piece.elements else None
+        return local
 
     def _joined_dims(self, piece: Piece, k: int) -> Expr | None:
         """The elements of a tensor if its dimensions join consecutive dimensions of the value, all or the first."""
@@ -224,7 +225,7 @@ class NodeSizes:
                 joined, local = joined * width, local * prod((local for *_, local in dim), start=sympy.Integer(1))
             if joined != size:
                 return None
-        return local if prod(piece.shape) == piece.elements else None
+        return local
 
 
 def sizes_of(

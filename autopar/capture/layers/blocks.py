@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import Any
 
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from autopar._torch.private import pytree
 from autopar.capture.nodes import operator_name
@@ -140,19 +141,13 @@ def build_block(
     position = iter(range(len(segment.floats)))
 
     def copy(value: Any) -> Any:
-        if isinstance(value, fx.Node):
-            return values[value]
         if isinstance(value, float):
-            index = next(position)
-            return scalars.get(index, value)
-        if isinstance(value, (list, tuple)):
-            return type(value)(copy(v) for v in value)
-        return value
+            return scalars.get(next(position), value)
+        return values[value] if isinstance(value, fx.Node) else value
 
     occurrences: Counter[str] = Counter()
     for node in segment.nodes:
-        args = tuple(copy(a) for a in node.args)
-        kwargs = {k: copy(v) if k not in ("device", "pin_memory") else v for k, v in node.kwargs.items()}
+        args, kwargs = map_aggregate(node.args, copy), map_aggregate(node.kwargs, copy)
         path = module_path(node)
         relative = path.removeprefix(segment.path).lstrip(".") if segment.path else path
         operator = operator_name(node)
