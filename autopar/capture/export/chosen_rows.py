@@ -9,10 +9,9 @@ import builtins
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 from unittest.mock import patch
 
 import torch
@@ -23,7 +22,6 @@ from autopar._torch import exports
 from autopar._torch.private import pytree
 from autopar.errors import CaptureError
 
-Refuse = Callable[[], Exception]
 _ROWS, _TRIALS = 6, (slice(0, 3), slice(3, 6), slice(1, 6, 2))
 _PROPERTIES = {"dtype", "device", "ndim", "requires_grad", "layout", "is_cuda", "is_cpu", "is_leaf", "is_meta"}
 _ABOUT = _PROPERTIES | {"dim", "is_floating_point", "is_complex", "get_device", "is_contiguous", "ndimension"}
@@ -38,21 +36,30 @@ DIVISIONS = ("div", "true_divide", "truediv", "divide")
 _ADDS = ("index_add", "index_add_", "scatter_add", "scatter_add_")
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Trace:
+class Trace(Protocol):
     """What a function of chosen rows asks of the trace."""
 
-    refuse: Refuse  # the error of code that needs the number or the order of rows
-    constant: Callable[[Tensor], Any]  # the value of a tensor that is a constant, or None
-    test: Callable[[Tensor, bool, Refuse], bool]  # of whether a row is chosen, and the answer if one is
-    is_tested: Callable[[Tensor], bool]  # whether the code asked if a mask is true anywhere, and ran on
+    def is_fixed(self, mask: Tensor) -> bool: ...  # whether the mask chooses a fixed number of rows
+    def constant(self, tensor: Tensor) -> Tensor | None: ...  # the value of a tensor that is a constant
+    def is_tested(self, mask: fx.Node | None) -> bool: ...  # whether the code asked if it is true anywhere, and ran on
+    def test(self, some: Tensor, answer: bool, mask: fx.Node | None, chosen: "ChosenRows | None" = None) -> bool: ...
+    def refused_rows(self, chosen: "ChosenRows") -> CaptureError: ...  # of code that needs their number or order
 
 
 class ChosenRows:
     """What data chooses among N rows: the true elements of a mask with N elements."""
 
-    def __init__(self, mask: Tensor) -> None:
-        self.mask, self.flat, self.version = mask, mask.flatten().clone(), mask._version
+    def __init__(self, mask: Tensor, trace: Trace) -> None:
+        self.mask, self.flat, self.version, self.trace = mask, mask.flatten().clone(), mask._version, trace
+
+    def divisor(self) -> Tensor:
+        """How many rows are chosen, as a divisor. Behind a test for no rows it is one instead of none."""
+        number = self.flat.sum()
+        return number.clamp(min=1) if self.trace.is_tested(exports.traced_node(self.mask)) else number
+
+    def refusal(self) -> CaptureError:
+        """The error of code that needs the number or the order of the rows."""
+        return self.trace.refused_rows(self)
 
     def is_same(self, other: "ChosenRows") -> bool:
         """Whether both are made of one mask, which did not change since."""
@@ -80,8 +87,8 @@ class ChosenRows:
 class Count(torch.SymInt):
     """A number of elements of chosen rows, with arithmetic. No `int`: Python reads the number of one without asking."""
 
-    def __init__(self, chosen: ChosenRows, times: int, trace: Trace) -> None:
-        self.chosen, self.times, self.trace = chosen, times, trace  # `times`: elements of a row
+    def __init__(self, chosen: ChosenRows, times: int) -> None:
+        self.chosen, self.times = chosen, times  # `times`: elements of a row
 
     @property
     def size(self) -> int:
@@ -94,17 +101,11 @@ class Count(torch.SymInt):
 
     def divisor(self) -> Tensor:
         """The number, and one instead of none behind a test for no rows."""
-        return number_of_rows(self.chosen, self.trace).double() * self.times
-
-
-def number_of_rows(chosen: ChosenRows, trace: Trace) -> Tensor:
-    """How many rows are chosen, as a divisor. Behind a test for no rows it is one instead of none."""
-    number = chosen.flat.sum()
-    return number.clamp(min=1) if trace.is_tested(chosen.mask) else number
+        return self.chosen.divisor().double() * self.times
 
 
 def _refused(count: Count, *_: Any) -> Any:
-    raise count.trace.refuse()
+    raise count.chosen.refusal()
 
 
 def _computed(name: str) -> Callable[..., Any]:
@@ -119,12 +120,13 @@ def _computed(name: str) -> Callable[..., Any]:
 
 def _tested(name: str) -> Callable[[Count, Any], bool]:
     def compare(count: Count, other: Any) -> bool:
-        if type(other) is Count and count.times == other.times and count.chosen.is_same(other.chosen):
+        chosen = count.chosen
+        if type(other) is Count and count.times == other.times and chosen.is_same(other.chosen):
             return bool(getattr(operator, name)(0, 0))
         answer = answer_if_some(name, other, count.times)
         if answer is None:
-            raise count.trace.refuse()
-        return count.trace.test(count.chosen.flat.any(), answer, count.trace.refuse)
+            raise chosen.refusal()
+        return chosen.trace.test(chosen.flat.any(), answer, exports.traced_node(chosen.mask), chosen)
 
     return compare
 
@@ -181,35 +183,35 @@ def chosen_of(values: Any) -> Iterator[ChosenRows]:
                 yield part.chosen
 
 
-def choose(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_fixed: Callable[[Tensor], bool]) -> Any:
-    """The result of a call that chooses rows by a mask, or NotImplemented. `is_fixed` masks choose a fixed number."""
+def choose(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], trace: Trace) -> Any:
+    """The result of a call that chooses rows by a mask, or NotImplemented."""
     name = getattr(func, "__name__", "")
     if func is Tensor.__getitem__:
         mask, *rest = args[1] if isinstance(args[1], tuple) else (args[1],)
-        if not _is_mask(mask) or any(isinstance(leaf, Tensor) for leaf in rest) or is_fixed(mask):
+        if not _is_mask(mask) or any(isinstance(leaf, Tensor) for leaf in rest) or trace.is_fixed(mask):
             return NotImplemented
         rows = args[0].flatten(0, mask.dim() - 1)
-        return ChosenRows(mask).rows(rows[(slice(None), *rest)] if rest else rows)
-    if name == "masked_select" and _is_mask((given := (*args, *kwargs.values()))[1]) and not is_fixed(given[1]):
+        return ChosenRows(mask, trace).rows(rows[(slice(None), *rest)] if rest else rows)
+    if name == "masked_select" and _is_mask((given := (*args, *kwargs.values()))[1]) and not trace.is_fixed(given[1]):
         x, mask = torch.broadcast_tensors(*given)
-        return ChosenRows(mask).rows(x.flatten())
+        return ChosenRows(mask, trace).rows(x.flatten())
     finds = name in ("nonzero", "argwhere") or (func is torch.where and len(args) == 1 and not kwargs)
-    if not finds or not args[0].dim() or exports.traced_node(args[0]) is None or is_fixed(mask := args[0] != 0):
+    if not finds or not args[0].dim() or exports.traced_node(args[0]) is None or trace.is_fixed(mask := args[0] != 0):
         return NotImplemented
-    chosen = ChosenRows(mask)
+    chosen = ChosenRows(mask, trace)
     places = _places(mask.shape, mask.device)
     return chosen.mark(tuple(places) if name == "where" or kwargs.get("as_tuple") else torch.stack(places, 1))
 
 
-def run_with_chosen(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], trace: Trace) -> Any:
-    """The result of a call with chosen rows. Raises `trace.refuse()` if it needs their number or their order."""
+def run_with_chosen(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The result of a call with chosen rows. Raises their `refusal` if it needs their number or their order."""
     first, *others = chosen_of((args, dict(kwargs)))
     name, x = getattr(func, "__name__", ""), args[0] if args else None
     name = func.__self__.__name__ if name == "__get__" else name
     if name in _ABOUT:
         return func(*args, **kwargs)
     if name in ("shape", "size", "numel", "nelement", "__len__") and x is not None:
-        return _sizes(x, name, args[1:], trace)
+        return _sizes(x, name, args[1:])
     if name.strip("_") in _WITH_COUNTS:
         divides = name.strip("_") in DIVISIONS
         args = tuple((leaf.divisor() if divides else leaf.number()) if type(leaf) is Count else leaf for leaf in args)
@@ -219,28 +221,28 @@ def run_with_chosen(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any],
     if all(map(first.is_same, others)):
         rules = partial(_selected, name), partial(_written, func, name), partial(_reduced, func, name)
         for rule in rules:
-            result = rule(*plain, first, trace)
+            result = rule(*plain, first)
             if result is not NotImplemented:
                 return result
         if name.endswith(_DRAWS) or _by_row(func, name, args, dict(kwargs)):
             return first.mark(func(*plain[0], **plain[1]))
-    raise trace.refuse()
+    raise first.refusal()
 
 
-def _sizes(x: Any, name: str, dims: tuple[Any, ...], trace: Trace) -> Any:
-    shape = (Count(x.chosen, 1, trace), *x.shape[1:])
+def _sizes(x: Any, name: str, dims: tuple[Any, ...]) -> Any:
+    shape = (Count(x.chosen, 1), *x.shape[1:])
     if name == "shape" or (name == "size" and not dims):
         return shape
     if name == "size":
         return shape[dims[0]]
     if name == "__len__":  # Python wants an integer
-        error = trace.refuse()
+        error = x.chosen.refusal()
         error.length = shape[0]  # type: ignore[attr-defined]
         raise error
-    return Count(x.chosen, prod(x.shape[1:]), trace)
+    return Count(x.chosen, prod(x.shape[1:]))
 
 
-def _selected(name: str, args: Any, _: Any, chosen: ChosenRows, trace: Trace) -> Any:
+def _selected(name: str, args: Any, _: Any, chosen: ChosenRows) -> Any:
     """Rows at the places of the chosen elements, without an index. Of chosen rows, the rows that a mask chooses."""
     if name != "__getitem__":
         return NotImplemented
@@ -250,8 +252,8 @@ def _selected(name: str, args: Any, _: Any, chosen: ChosenRows, trace: Trace) ->
         if len(items) > 1 or not _is_mask(mask) or (mask.dim() > 1 and not hasattr(mask, "chosen")):
             return NotImplemented
         here = chosen.flat.reshape(-1, *[1] * (mask.dim() - 1))
-        return ChosenRows(here & mask).rows(x.flatten(0, mask.dim() - 1))
-    dims = [_place(item, chosen, trace) for item in items if isinstance(item, Tensor)]
+        return ChosenRows(here & mask, chosen.trace).rows(x.flatten(0, mask.dim() - 1))
+    dims = [_place(item, chosen) for item in items if isinstance(item, Tensor)]
     rest = items[len(dims) :]
     shape, wide = chosen.mask.shape, chosen.mask.dim()
     if any(isinstance(leaf, Tensor) for leaf in rest) or None in dims:
@@ -265,14 +267,14 @@ def _selected(name: str, args: Any, _: Any, chosen: ChosenRows, trace: Trace) ->
     return chosen.rows(rows[(slice(None), *rest)] if rest else rows)
 
 
-def _written(func: Any, name: str, args: Any, kwargs: Any, chosen: ChosenRows, trace: Trace) -> Any:
+def _written(func: Any, name: str, args: Any, kwargs: Any, chosen: ChosenRows) -> Any:
     """Chosen rows that are written to their places in another tensor, or added there."""
     x, shape = args[0], chosen.mask.shape
     if hasattr(x, "chosen"):
         return NotImplemented
     if name in ("__setitem__", "masked_scatter", "masked_scatter_") and _is_mask(args[1]):
         mask, rows = args[1], args[2]
-        if hasattr(mask, "chosen") or not hasattr(rows, "chosen") or not chosen.is_same(ChosenRows(mask)):
+        if hasattr(mask, "chosen") or not hasattr(rows, "chosen") or not chosen.is_same(ChosenRows(mask, chosen.trace)):
             return NotImplemented
         wide = mask.reshape(*shape, *[1] * (x.dim() - mask.dim()))
         new = torch.where(wide, rows.reshape(*shape, *rows.shape[1:]), x)
@@ -281,20 +283,20 @@ def _written(func: Any, name: str, args: Any, kwargs: Any, chosen: ChosenRows, t
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
         if not all(isinstance(item, Tensor) and hasattr(item, "chosen") for item in index) or x.dtype is torch.bool:
             return NotImplemented
-        old = _selected("__getitem__", (x, index), {}, chosen, trace)
+        old = _selected("__getitem__", (x, index), {}, chosen)
         old = x[index] if old is NotImplemented else old
-        return _added(x, index, chosen.filled(args[2] - old, 0.0), chosen, trace)
+        return _added(x, index, chosen.filled(args[2] - old, 0.0), chosen)
     if name not in _ADDS or args[1] != 0 or len(args) < 4 or kwargs or not all(map(hasattr, args[2:], ["chosen"] * 2)):
         return NotImplemented
     rows = chosen.filled(args[3], 0.0)
     if name.startswith("scatter"):
         return func(*args[:3], rows)
-    return _added(x if name.endswith("_") else x.clone(), (args[2],), rows, chosen, trace)
+    return _added(x if name.endswith("_") else x.clone(), (args[2],), rows, chosen)
 
 
-def _added(x: Tensor, index: tuple[Tensor, ...], rows: Tensor, chosen: ChosenRows, trace: Trace) -> Tensor:
+def _added(x: Tensor, index: tuple[Tensor, ...], rows: Tensor, chosen: ChosenRows) -> Tensor:
     """x, to which rows at places are added."""
-    dims = [_place(item, chosen, trace) for item in index]
+    dims = [_place(item, chosen) for item in index]
     if dims == list(range(chosen.mask.dim())):
         return x.add_(rows.reshape(x.shape))
     if len(dims) > 1 or dims[0] is None:
@@ -303,9 +305,9 @@ def _added(x: Tensor, index: tuple[Tensor, ...], rows: Tensor, chosen: ChosenRow
     return x.add_(rows.reshape(*chosen.mask.shape, *rows.shape[1:]).sum(others))
 
 
-def _place(item: Any, chosen: ChosenRows, trace: Trace) -> int | None:
+def _place(item: Any, chosen: ChosenRows) -> int | None:
     """The dimension of the mask in which an index holds the places of the chosen elements. None for other indices."""
-    index = trace.constant(item) if hasattr(item, "chosen") and item.dim() == 1 else None
+    index = chosen.trace.constant(item) if hasattr(item, "chosen") and item.dim() == 1 else None
     if index is None:
         return None
     with exports.without_tracing():
@@ -319,7 +321,7 @@ def _places(shape: torch.Size, device: torch.device) -> list[Tensor]:
     return [place.flatten() for place in torch.meshgrid(*indices, indexing="ij")]
 
 
-def _reduced(func: Any, name: str, args: Any, kwargs: Any, chosen: ChosenRows, trace: Trace) -> Any:
+def _reduced(func: Any, name: str, args: Any, kwargs: Any, chosen: ChosenRows) -> Any:
     """A sum, a mean, an extreme or a loss of the chosen rows."""
     x: Any = args[0] if args else None
     if func in (F.cross_entropy, F.nll_loss) and len(args) > 1 and hasattr(args[1], "chosen") and args[1].dim() == 1:
@@ -333,8 +335,8 @@ def _reduced(func: Any, name: str, args: Any, kwargs: Any, chosen: ChosenRows, t
         if not _by_row(func, name, args, options) or (losses := func(*args, **options)).shape[:1] != chosen.flat.shape:
             return NotImplemented
         reduction = "sum" if kwargs["reduction"] == "batchmean" else kwargs["reduction"]
-        total = _reduced(None, reduction, (chosen.mark(losses),), {}, chosen, trace)
-        return total / number_of_rows(chosen, trace) if kwargs["reduction"] == "batchmean" else total
+        total = _reduced(None, reduction, (chosen.mark(losses),), {}, chosen)
+        return total / chosen.divisor() if kwargs["reduction"] == "batchmean" else total
     if not hasattr(x, "chosen") or any(isinstance(leaf, Tensor) for leaf in args[1:]):
         return NotImplemented
     if name in _LEAST and len(args) == 1 and not kwargs:
@@ -347,9 +349,7 @@ def _reduced(func: Any, name: str, args: Any, kwargs: Any, chosen: ChosenRows, t
     if 0 not in dims:
         return NotImplemented
     total = chosen.filled(x, 0.0).sum(*args[1:], **kwargs)
-    return (
-        total if name == "sum" else total / (number_of_rows(chosen, trace) * prod(x.shape[dim] for dim in dims if dim))
-    )
+    return total if name == "sum" else total / (chosen.divisor() * prod(x.shape[dim] for dim in dims if dim))
 
 
 def _by_row(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -11,7 +11,6 @@ import inspect
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -26,8 +25,6 @@ from autopar.capture.export.chosen_rows import (
     DIVISIONS,
     ChosenRows,
     Count,
-    Refuse,
-    Trace,
     choose,
     chosen_of,
     same_value,
@@ -124,13 +121,11 @@ class DataReads(TorchFunctionMode):
             args, kwargs = pytree.tree_map_only(Tensor, lambda t: self._traced.get(id(t), t), (args, kwargs))
         chosen = next(chosen_of((args, kwargs)), None)
         if chosen is not None:
-            last = exports.last_node(chosen.flat)
-            trace = self._trace(chosen)
-            return self._known(last, on_rows(func, args, kwargs, trace), trace.refuse)
-        if (rows := choose(func, args, kwargs, self._is_fixed)) is not NotImplemented:
-            line, refuse = line_that_runs(self._model), partial(self._refused_rows, next(chosen_of(rows)))
+            return self._known(exports.last_node(chosen.flat), on_rows(func, args, kwargs), chosen)
+        if (rows := choose(func, args, kwargs, self)) is not NotImplemented:
+            line = line_that_runs(self._model)
             self.notes[f"{line}: `{line.code}` keeps all rows, and what it does not choose is computed too"] = None
-            return self._known(None, rows, refuse)
+            return self._known(None, rows, next(chosen_of(rows)))
         if func in _AS_NUMBERS:
             return self._read(args[0], _AS_NUMBERS[func], lambda: func(*args, **kwargs))
         if func in _AS_ARRAYS:
@@ -194,13 +189,13 @@ class DataReads(TorchFunctionMode):
 
         return run
 
-    def _known(self, last: fx.Node | None, result: Any, refuse: Callable[[], Exception]) -> Any:
+    def _known(self, last: fx.Node | None, result: Any, chosen: ChosenRows) -> Any:
         """The result of a function of chosen rows. The nodes behind `last` belong to it."""
         while last is not None and last.next.op != "root":
             last = last.next
             self._of_rows.add(last)
         tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor) and hasattr(leaf, "chosen")]
-        self._rows |= {node: refuse() for t in tensors if (node := exports.traced_node(t)) is not None}
+        self._rows |= {node: chosen.refusal() for t in tensors if (node := exports.traced_node(t)) is not None}
         return result
 
     def check_rows(self) -> None:
@@ -209,17 +204,17 @@ class DataReads(TorchFunctionMode):
             if not self._of_rows.issuperset(node.users):
                 raise error
 
-    def _constant(self, tensor: Tensor) -> Tensor | None:
+    def constant(self, tensor: Tensor) -> Tensor | None:
         """The value of a constant."""
         known = self._of_traced(tensor)
         return known.value if isinstance(known, Known) and not known.inputs and not known.buffers else None
 
-    def _is_fixed(self, mask: Tensor) -> bool:
+    def is_fixed(self, mask: Tensor) -> bool:
         """Whether a mask has one number of true elements, or the number that the example inputs have is captured."""
         known = self._of_traced(mask)
         return known is None or (isinstance(known, Known) and (self._reading.specialise or not known.inputs))
 
-    def _refused_rows(self, chosen: ChosenRows) -> CaptureError:
+    def refused_rows(self, chosen: ChosenRows) -> CaptureError:
         """The error of code that needs the number of rows that data chooses."""
         is_known = isinstance(self._of_traced(chosen.mask), Known)
         more, option = (_SPECIALISED, "specialise") if is_known else ("", "")
@@ -291,38 +286,30 @@ class DataReads(TorchFunctionMode):
             return None
         answer = answer_of(node) if read is bool or tensor.dtype is torch.bool else None
         if answer is not None:
-            return self._test((tensor != 0) == answer, answer, tested_mask(node))
+            return self.test((tensor != 0) == answer, answer, tested_mask(node))
         mask = counted_mask(node)
         if mask is None or any(mask in written_by(user) for user in mask.users):
             return None
-        chosen = ChosenRows(exports.tensor_of(mask))
-        return Count(chosen, 1, self._trace(chosen))
+        return Count(ChosenRows(exports.tensor_of(mask), self), 1)
 
-    def _trace(self, chosen: ChosenRows) -> Trace:
-        return Trace(
-            refuse=partial(self._refused_rows, chosen),
-            constant=self._constant,
-            test=lambda some, answer, refuse: self._test(some, answer, exports.traced_node(chosen.mask), refuse),
-            is_tested=lambda mask: self._is_tested(exports.traced_node(mask)),
-        )
-
-    def _is_tested(self, mask: fx.Node | None) -> bool:
+    def is_tested(self, mask: fx.Node | None) -> bool:
+        """Whether the code asked if a mask is true anywhere, and ran on."""
         return mask is not None and any(same_value(before_views(mask), before_views(tested)) for tested in self._tested)
 
     def _divisor(self, number: Tensor) -> Tensor:
         """A divisor. Behind a test for no rows, their number is one instead of none."""
         node = exports.traced_node(number)
         mask = None if node is None else counted_mask(node)
-        return number.clamp(min=1) if self._is_tested(mask) else number
+        return number.clamp(min=1) if self.is_tested(mask) else number
 
-    def _test(self, some: Tensor, answer: bool, mask: fx.Node | None, refuse: Refuse | None = None) -> bool:
+    def test(self, some: Tensor, answer: bool, mask: fx.Node | None, chosen: ChosenRows | None = None) -> bool:
         """The answer of a test for no rows: there are some."""
         check, line = check_that_reads(), line_that_runs(self._model)
         if check is not None and check.passes is not None:
             self.notes[f"{line}: `{line.code}` is not checked, because it depends on rows that data chooses"] = None
             return check.passes
-        if refuse is not None and not self._reading.assumes:
-            raise refuse()
+        if chosen is not None and not self._reading.assumes:
+            raise chosen.refusal()
         self.notes[f"{line}: `{line.code}` takes the branch for some rows, which is right without any"] = None
         self._tested += [] if mask is None else [mask]
         self.tests.append(some.detach().clone().reshape(1))
