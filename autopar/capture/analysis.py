@@ -1,6 +1,6 @@
 """Axis analysis of a folded program: union-find over the dimensions of all values in all distinct blocks."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -18,7 +18,8 @@ from autopar.rules.rule import Call, Rule, TensorInfo, whole_rule
 from autopar.rules.variants import Bound
 
 NodeName = str
-_Key = tuple[int, NodeName]  # (block, node)
+_Operands = Mapping[NodeName, tuple[NodeName, ...]]
+_Operators = tuple[Block, Mapping[NodeName, Rule], Mapping[NodeName, Call], _Operands]  # of a block
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -30,7 +31,7 @@ class Analysis:
     dims: tuple[Mapping[NodeName, Dims], ...]
     bounds: tuple[Mapping[NodeName, Bound], ...]
     calls: tuple[Mapping[NodeName, Call], ...]
-    operands: tuple[Mapping[NodeName, tuple[NodeName, ...]], ...]
+    operands: tuple[_Operands, ...]
     outer: Mapping[str, Dims]  # inputs, parameters, constants and values that cross blocks
     batch_axes: frozenset[int]
     sequence_axes: frozenset[int]
@@ -95,7 +96,8 @@ class _Unifier:
         self.axes = Axes()
         self.outer: dict[str, list[Variable]] = {}
         self.values: list[dict[NodeName, list[Variable]]] = [{} for _ in program.blocks]
-        self.rules: list[dict[NodeName, tuple[Rule, dict[str, Variable]]]] = [{} for _ in program.blocks]
+        self.rules: list[dict[NodeName, Rule]] = [{} for _ in program.blocks]
+        self.factors: list[dict[NodeName, dict[str, Variable]]] = [{} for _ in program.blocks]
         self.calls: list[dict[NodeName, Call]] = [{} for _ in program.blocks]
         self.operands: list[dict[NodeName, tuple[NodeName, ...]]] = [{} for _ in program.blocks]
         self.known: dict[object, Rule] = {}  # by call, because many calls are equal
@@ -141,7 +143,7 @@ class _Unifier:
             if node.name not in self.program.blocks[i].outputs:
                 self.values[i][node.name] = self.variables(node.meta["info"].shape)
             assert self.bind(rule, factors, values, self.values[i][node.name]), (node, call)
-        self.rules[i][node.name] = (rule, factors)
+        self.rules[i][node.name], self.factors[i][node.name] = rule, factors
         self.calls[i][node.name] = call
         self.operands[i][node.name] = names
 
@@ -154,12 +156,8 @@ class _Unifier:
 
     def expert_atoms(self) -> set[int]:
         """The atoms of all axes of experts, before any is refined."""
-        atoms_of: dict[bool, set[int]] = {True: set(), False: set()}
-        for i, block in enumerate(self.program.blocks):
-            rules = {name: rule for name, (rule, _) in self.rules[i].items()}
-            for node, factor, is_expert in _expert_factors(block, rules, self.calls[i], self.operands[i]):
-                atoms_of[is_expert].update(self.axes.atoms(self.rules[i][node][1][factor]))
-        return atoms_of[True] - atoms_of[False]
+        pairs = zip(self.program.blocks, self.rules, self.calls, self.operands, strict=True)
+        return _of_experts(pairs, lambda i, node, factor: self.axes.atoms(self.factors[i][node][factor]))
 
     def atoms(self, variable: Variable) -> tuple[tuple[int, int], ...]:
         """The atoms of a variable with their sizes. Call this only after all variables are unified."""
@@ -249,18 +247,20 @@ def analyse(program: Program, mesh: Mesh | None = None) -> Analysis:
     sequence = set(axes.atoms(sequences))
     crossing = {r for call in program.calls for r in call.results}
     hidden = {a for name in crossing for v in state.outer[name] for a in axes.atoms(v)} - batch - sequence
-    zero_padded = [_zero_padded(b, state.rules[i], state.operands[i]) for i, b in enumerate(program.blocks)]
+    # values whose padding is zero
+    blocks = zip(program.blocks, state.rules, state.operands, strict=True)
+    zero_padded = [_of_parameters(b, names, lambda node, of=of: bool(of[node].linear)) for b, of, names in blocks]
     dims = tuple({n: state.dims(v) for n, v in block.items()} for block in state.values)
     bounds = tuple(
         {
             name: Bound(
                 rule,
-                {f: state.atoms(v) for f, v in factors.items()},
+                {f: state.atoms(v) for f, v in state.factors[i][name].items()},
                 tuple(dims[i][n] for n in state.operands[i][name]),
                 dims[i][name],
                 frozenset(k for k, n in enumerate(state.operands[i][name]) if n in zero_padded[i]),
             )
-            for name, (rule, factors) in rules.items()
+            for name, rule in rules.items()
         }
         for i, rules in enumerate(state.rules)
     )
@@ -282,23 +282,26 @@ def analyse(program: Program, mesh: Mesh | None = None) -> Analysis:
 
 def expert_axes(program: Program, analysis: Analysis) -> frozenset[int]:
     """The axes of experts, without batch and sequence."""
-    axes_of: dict[bool, set[int]] = {True: set(), False: set()}
-    for index, bounds in enumerate(analysis.bounds):
-        rules = {name: bound.rule for name, bound in bounds.items()}
-        every = _expert_factors(program.blocks[index], rules, analysis.calls[index], analysis.operands[index])
-        for name, factor, is_expert in every:
-            axes_of[is_expert].update(axis for axis, _ in bounds[name].factors[factor])
-    return frozenset(axes_of[True] - axes_of[False]) - analysis.batch_axes - analysis.sequence_axes
+    rules = ({name: bound.rule for name, bound in bounds.items()} for bounds in analysis.bounds)
+    blocks = zip(program.blocks, rules, analysis.calls, analysis.operands, strict=True)
+    axes = _of_experts(blocks, lambda i, node, factor: (a for a, _ in analysis.bounds[i][node].factors[factor]))
+    return frozenset(axes) - analysis.batch_axes - analysis.sequence_axes
+
+
+def _of_experts(blocks: Iterable[_Operators], axes_of: Callable[[int, NodeName, str], Iterable[int]]) -> set[int]:
+    """The axes of factors of experts, without the axes of any other factor of their operators."""
+    axes: dict[bool, set[int]] = {True: set(), False: set()}
+    for i, block in enumerate(blocks):
+        for node, factor, is_expert in _expert_factors(*block):
+            axes[is_expert].update(axes_of(i, node, factor))
+    return axes[True] - axes[False]
 
 
 def _expert_factors(
-    block: Block,
-    rules: Mapping[NodeName, Rule],
-    calls: Mapping[NodeName, Call],
-    operands: Mapping[NodeName, tuple[NodeName, ...]],
+    block: Block, rules: Mapping[NodeName, Rule], calls: Mapping[NodeName, Call], operands: _Operands
 ) -> Iterator[tuple[NodeName, str, bool]]:
     """Operators and their factors of experts (True): the matrices along such a factor meet rows of their own."""
-    weights = _parameters_and_views(block, operands)
+    weights = _of_parameters(block, operands)
     for name, rule in rules.items():
         if rule.expert:
             yield name, rule.expert, True
@@ -312,13 +315,14 @@ def _expert_factors(
 
 def parameter_values(program: Program, analysis: Analysis, block: int) -> set[str]:
     """Parameters of a block, and views and casts of them."""
-    return _parameters_and_views(program.blocks[block], analysis.operands[block])
+    return _of_parameters(program.blocks[block], analysis.operands[block])
 
 
-def _parameters_and_views(block: Block, operands: Mapping[NodeName, tuple[NodeName, ...]]) -> set[str]:
+def _of_parameters(block: Block, operands: _Operands, which: Callable[[NodeName], bool] = bool) -> set[NodeName]:
+    """Parameters of a block, and the results of `which` operators of such values alone."""
     known = {name for name, role in block.ports.items() if role == "parameter"}
     for node, names in operands.items():
-        if names and all(name in known for name in names):
+        if names and which(node) and known.issuperset(names):
             known.add(node)
     return known
 
@@ -332,17 +336,6 @@ def _with_ragged(analysis: Analysis) -> tuple[Mapping[NodeName, Bound], ...]:
             rows = tuple(ragged.get(value, frozenset()) for value in (*operands[name], name))
             with_rows[-1][name] = replace(bound, ragged=rows, known={}) if any(rows) else bound
     return tuple(with_rows)
-
-
-def _zero_padded(
-    block: Block, rules: Mapping[NodeName, tuple[Rule, object]], operands: Mapping[NodeName, tuple[NodeName, ...]]
-) -> set[NodeName]:
-    """Values of a block whose padding is zero: parameters, and linear functions of such values alone."""
-    padded = {name for name, role in block.ports.items() if role == "parameter"}
-    for name, (rule, _) in rules.items():
-        if operands[name] and rule.linear and all(operand in padded for operand in operands[name]):
-            padded.add(name)
-    return padded
 
 
 def with_dims(program: Program, analysis: Analysis) -> Program:
