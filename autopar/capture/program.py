@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import fx, nn
 
 from autopar.capture.axes import axes_of, with_note_on_axes
@@ -29,7 +28,7 @@ from autopar.capture.passes.loss_terms import average_terms, numbers_as_terms
 from autopar.capture.passes.normalize import normalise, remove_dead
 from autopar.capture.passes.packings import split_packings
 from autopar.capture.passes.scaled_products import scale_products
-from autopar.capture.request import Inputs, LossFunction, Request, batch_and_sequence, has_sequence, shape_at
+from autopar.capture.request import Inputs, LossFunction, Request, has_sequence, shape_at
 from autopar.capture.state import buffers_of, parameters_of
 from autopar.capture.targets import agreed, judged
 from autopar.errors import CaptureError
@@ -102,38 +101,33 @@ class Twice:
 
 def capture_twice(request: Request, batch: int | None = None) -> Twice:
     """The capture of `capture_program`, and the second capture at small sizes."""
-    named = request.named_inputs
-    if not named:
+    if not request.named_inputs:
         raise CaptureError("example_inputs hold no tensor; pass the tensors of one batch, as a dict or a tuple")
-    sizes = batch_and_sequence(named)
-    first = (batch or sizes[0], sizes[1])
-    if first[0] < sizes[0] and request.reading.specialise and request.reading.answers is None:
+    given, length = request.sizes
+    batch = batch or given
+    if batch < given and request.reading.specialise and request.reading.answers is None:
         request = request.deciding_as(
             capture_flat(request), may_fail=False, own_sizes=True
         )  # fewer rows may decide otherwise
-    big = request.at(sizes, *first)
+    big = request.at(batch, length)
     flat, stacks = _captured(big, watched_stacks(big))
-    wanted = _small_sizes(named, sizes, first[0])
-    small, length = _small_capture(request, sizes, wanted, flat, stacks)
-    sequence_varies = length is not None
-    which = Sizes(batch=first[0], sequence=first[1] if sequence_varies else None)
-    others = Sizes(batch=wanted[0], sequence=length)
+    small, others = _small_capture(request, batch, flat, stacks)
+    which = Sizes(batch=batch, sequence=None if others.sequence is None else length)
     causal: frozenset[int] = frozenset()
     if small is None:
-        mark_without_twin(flat, first[0])
+        mark_without_twin(flat, batch)
     else:
         mark_batch_powers(flat, small, which, others)
         causal = recognise_causal(flat, small)
         for graph in (flat.graph, small.graph):
             remove_dead(graph)
     masks_remain = any(attention_mask(node) is not None for node in flat.graph.nodes)
-    program = fold_program(request, flat, _inputs_at(named, sizes, first, sequence_varies), which)
+    program = fold_program(request, flat, which)
     notes, twin = program.notes, None
     if small is None:
         program = replace(program, notes=(*notes, NO_SECOND_CAPTURE))
     else:
-        at = wanted[0], others.sequence or first[1]
-        twin = fold_program(request, small, _inputs_at(named, sizes, at, sequence_varies), others)
+        twin = fold_program(request, small, others)
         program = with_note_on_axes(program, [axes_of(block) for block in twin.blocks])
         program, twin = agreed(program, twin)
     return Twice(
@@ -149,48 +143,41 @@ def capture_twice(request: Request, batch: int | None = None) -> Twice:
 
 def with_same_sequence(twice: Twice, request: Request) -> Twice:
     """The first capture with a new second one, at the small batch and the first capture's sequence length."""
-    named = request.named_inputs
-    sizes = batch_and_sequence(named)
-    at = twice.small_sizes.batch, twice.sizes.sequence
-    small_request = request.at(sizes, *at).deciding_as(twice.program)
+    others = Sizes(batch=twice.small_sizes.batch, sequence=twice.sizes.sequence)
+    small_request = request.at(others.batch, others.sequence).deciding_as(twice.program)
     flat, _ = _captured(small_request, watched_stacks(small_request))
     make_causal(flat.graph, twice.causal)  # the small masks have shown which are causal
     remove_dead(flat.graph)
-    others = Sizes(batch=at[0], sequence=at[1])
-    third = fold_program(request, flat, _inputs_at(named, sizes, at, sequence_varies=True), others)
-    program, small = agreed(twice.program, third)
+    program, small = agreed(twice.program, fold_program(request, flat, others))
     return replace(twice, program=program, small=small, small_sizes=others)
 
 
-def _inputs_at(
-    named: Mapping[str, torch.Tensor], sizes: tuple[int, int | None], at: tuple[int, int | None], sequence_varies: bool
-) -> tuple[InputInfo, ...]:
+def _inputs_at(request: Request, sizes: Sizes) -> tuple[InputInfo, ...]:
     """The inputs of a capture at other sizes."""
+    given = request.sizes
     return tuple(
         InputInfo(
             name=name,
-            shape=shape_at(t, sizes, *at),
+            shape=shape_at(t, given, sizes.batch, sizes.sequence or given[1]),
             dtype=t.dtype,
-            batch_dim=0 if t.dim() and sizes[0] == t.shape[0] else None,
-            sequence_dim=1 if sequence_varies and has_sequence(t, sizes) else None,
+            batch_dim=0 if t.dim() and given[0] == t.shape[0] else None,
+            sequence_dim=1 if sizes.sequence is not None and has_sequence(t, given) else None,
         )
-        for name, t in named.items()
+        for name, t in request.named_inputs.items()
     )
 
 
 NO_SECOND_CAPTURE = "a second capture at other sizes gave another graph, so the axes are not confirmed"
 
 
-def _small_sizes(
-    named: Mapping[str, torch.Tensor], sizes: tuple[int, int | None], batch: int
-) -> tuple[int, int | None]:
+def _small_sizes(request: Request, batch: int) -> tuple[int, int | None]:
     """The batch and sequence length of the second capture. No multiple of theirs is one of a dimension of an input."""
-    taken = {size for t in named.values() for size in t.shape} | {batch - 1, batch, batch + 1}
+    taken = {size for t in request.named_inputs.values() for size in t.shape} | {batch - 1, batch, batch + 1}
     small = next(n for n in (3, 5, 7, 2, *range(4, 100)) if n not in taken)
-    if sizes[1] is None:
+    _, length = request.sizes
+    if length is None:
         return small, None
     free = (n for n in range(6, 100) if n not in taken and n != small)
-    length = sizes[1]
     return small, next(n for n in free if n * batch != length * small and abs(length - n) != abs(batch - small))
 
 
@@ -213,28 +200,25 @@ def _normalised(model: nn.Module, flat: Flat) -> Flat:
     return changed
 
 
-def _small_capture(
-    request: Request,
-    sizes: tuple[int, int | None],
-    small: tuple[int, int | None],
-    flat: Flat,
-    stacks: tuple[Stack, ...],
-) -> tuple[Flat | None, int | None]:
-    """The second capture, and its sequence length if this varies. Half of it is tried too, for scans in chunks."""
+def _small_capture(request: Request, batch: int, flat: Flat, stacks: tuple[Stack, ...]) -> tuple[Flat | None, Sizes]:
+    """The second capture, and its sizes. Half of the sequence length is tried too, for scans in chunks."""
+    small, shorter = _small_sizes(request, batch)
+    _, length = request.sizes
     request = request.deciding_as(flat)
-    for sequence in dict.fromkeys((small[1], (sizes[1] or 0) // 2 or None, sizes[1])):
+    for sequence in dict.fromkeys((shorter, (length or 0) // 2 or None, length)):
         try:
-            other, _ = _captured(request.at(sizes, small[0], sequence), stacks)
+            other, _ = _captured(request.at(small, sequence), stacks)
         except CaptureError:
             continue
         same_graph = [n.target for n in other.graph.nodes] == [n.target for n in flat.graph.nodes]
         if same_graph and other.decisions == flat.decisions:
-            return other, sequence if sequence != sizes[1] else None
-    return None, None
+            return other, Sizes(batch=small, sequence=sequence if sequence != length else None)
+    return None, Sizes(batch=small)
 
 
-def fold_program(request: Request, flat: Flat, inputs: tuple[InputInfo, ...], sizes: Sizes) -> Program:
+def fold_program(request: Request, flat: Flat, sizes: Sizes) -> Program:
     """The program of a normalised graph: its constants, denominator, blocks and axes."""
+    inputs = _inputs_at(request, sizes)
     kinds = {n: "state" if name in flat.updates else kind for n, (kind, name) in flat.placeholders.items()}
     (loss, *_) = (node for node, name in zip(output_nodes(flat.graph), flat.outputs, strict=False) if name == "loss")
     numbers_as_terms(loss)

@@ -102,8 +102,16 @@ class Request:
 
     @property
     def sizes(self) -> tuple[int, int | None]:
-        """The batch size, and the sequence length where there is one."""
-        return batch_and_sequence(self.named_inputs)
+        """The batch size (dimension 0 of the first input) and sequence length (dimension 1 of tokens or embeddings)."""
+        named = self.named_inputs
+        first = next((t for t in named.values() if t.dim()), None)
+        if first is None:
+            raise CaptureError(
+                "example_inputs hold only scalars; the batch is read from dimension 0 of the first input"
+            )
+        tokens = [t for t in named.values() if t.dim() >= 2 and not t.dtype.is_floating_point]
+        tokens += [t for t in named.values() if t.dim() == 3]  # embedded tokens; the second capture shows if it varies
+        return int(first.shape[0]), int(tokens[0].shape[1]) if tokens else None
 
     def computing_in(self, precision: str | None) -> "Request":
         """The request with parameters and floating inputs in the dtype of a precision. None leaves them as written."""
@@ -112,12 +120,15 @@ class Request:
         checked_precision(precision)
         dtype = compute_dtype(precision)
         cast = pytree.tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, self.inputs)
-        model = in_precision(self.model, precision)
-        return replace(self, model=model, inputs=cast, products=products_of(precision))
+        if precision in EIGHT_BITS:
+            check_torchao(precision)
+        products = precision if precision in EIGHT_BITS else None
+        return replace(self, model=_in_precision(self.model, precision), inputs=cast, products=products)
 
-    def at(self, sizes: tuple[int, int | None], batch: int, sequence: int | None) -> "Request":
-        """The request with inputs of `sizes` resized."""
+    def at(self, batch: int, sequence: int | None) -> "Request":
+        """The request with its inputs resized."""
         given = self.inputs if self.reading.given is None else self.reading.given
+        sizes = self.sizes
         shapes = {name: shape_at(t, sizes, batch, sequence) for name, t in self.named_inputs.items()}
         return replace(self.with_shapes(shapes), reading=replace(self.reading, given=given))
 
@@ -135,18 +146,8 @@ def checked_precision(precision: str | None) -> str | None:
     return precision
 
 
-def products_of(precision: str | None) -> str | None:
-    """The format of linear layers under a precision with operands of eight bits; None under another one."""
-    if precision not in EIGHT_BITS:
-        return None
-    check_torchao(precision)
-    return precision
-
-
-def in_precision(model: nn.Module, precision: str | None) -> nn.Module:
+def _in_precision(model: nn.Module, precision: str) -> nn.Module:
     """A copy of a model with parameters in the dtype of a precision, and no values. The model itself if it has them."""
-    if precision is None:
-        return model
     dtype = compute_dtype(precision)
     odd = next((name for name, p in model.named_parameters() if p.is_complex()), None)
     if odd is not None:
@@ -164,16 +165,6 @@ def in_precision(model: nn.Module, precision: str | None) -> nn.Module:
             f"precision {precision!r} needs a copy of the model with {dtype} parameters, and the copy fails: "
             f"{type(error).__name__}: {error}; convert the model with model.to({dtype}) and leave the precision out"
         ) from error
-
-
-def batch_and_sequence(named: Mapping[str, torch.Tensor]) -> tuple[int, int | None]:
-    """The batch size (dimension 0 of the first input) and sequence length (dimension 1 of tokens or embeddings)."""
-    first = next((t for t in named.values() if t.dim()), None)
-    if first is None:
-        raise CaptureError("example_inputs hold only scalars; the batch is read from dimension 0 of the first input")
-    tokens = [t for t in named.values() if t.dim() >= 2 and not t.dtype.is_floating_point]
-    tokens += [t for t in named.values() if t.dim() == 3]  # embedded tokens; the second capture shows if it varies
-    return int(first.shape[0]), int(tokens[0].shape[1]) if tokens else None
 
 
 def has_sequence(t: torch.Tensor, sizes: tuple[int, int | None]) -> bool:
