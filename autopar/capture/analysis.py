@@ -247,9 +247,10 @@ def analyse(program: Program, mesh: Mesh | None = None) -> Analysis:
     sequence = set(axes.atoms(sequences))
     crossing = {r for call in program.calls for r in call.results}
     hidden = {a for name in crossing for v in state.outer[name] for a in axes.atoms(v)} - batch - sequence
-    # values whose padding is zero
-    blocks = zip(program.blocks, state.rules, state.operands, strict=True)
-    zero_padded = [_of_parameters(b, names, lambda node, of=of: bool(of[node].linear)) for b, of, names in blocks]
+    zero_padded = list[set[NodeName]]()  # values whose padding is zero
+    for block, rules, names in zip(program.blocks, state.rules, state.operands, strict=True):
+        linear = {name for name, rule in rules.items() if rule.linear}
+        zero_padded.append(_of_parameters(block, names, linear.__contains__))
     dims = tuple({n: state.dims(v) for n, v in block.items()} for block in state.values)
     bounds = tuple(
         {

@@ -163,7 +163,8 @@ def _call(node: fx.Node, leaves: Mapping[str, Any], values: Mapping[str, Any]) -
             return leaves.get(value.name, values.get(value.name))
         return _META if isinstance(value, torch.device) else value
 
-    args, kwargs = map_aggregate(node.args, tensor), dict(map_aggregate(node.kwargs, tensor))
+    given: Any = map_aggregate((node.args, node.kwargs), tensor)
+    args, kwargs = given[0], dict(given[1])
     if not leaves and takes_device(node.target):  # it makes a tensor, with numbers if not told otherwise
         kwargs["device"] = _META
     if node.target is aten.dropout.default and args[2] and args[1] > 0.0:

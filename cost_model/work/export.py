@@ -358,7 +358,7 @@ def _in_chunks(flow: Flow, members: Sequence[str], work: Operator[Polynomial]) -
     )
 
 
-def _parameters(flow: Flow) -> dict[str, Polynomial]:
+def _parameters(flow: Flow) -> dict[str, Any]:
     """The fields of parameter elements on one rank: split by some mesh dimension, whole, and of experts."""
     mesh = flow.naming.mesh
     expert_dims = [i for i in mesh.owning("experts") if mesh.degrees[i] > 1]

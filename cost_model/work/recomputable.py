@@ -93,9 +93,7 @@ class _Values:
         leaving = {self._owner(name) for name in flow.outputs}
         can = [n for n in flow.runs if self._owner(n) == n and n not in leaving and self._sends_nothing(n)]
         self.position = {name: k for k, name in enumerate(name for name in can if name in self.works)}
-        self.places: dict[tuple[str, Expr, bool], int] = {}
-        self.sizes: list[Polynomial] = []
-        self.makers: list[int | None] = []
+        self.values: dict[tuple[str, Expr, bool], tuple[int, Polynomial, int | None]] = {}  # position, bytes, maker
         self.saved: set[int] = set()
         self.own: dict[str, list[Polynomial]] = {}
 
@@ -121,7 +119,7 @@ class _Values:
             )
         values = [
             SavedValue(num_bytes=size, maker=maker, is_saved=at in self.saved)
-            for at, (size, maker) in enumerate(zip(self.sizes, self.makers, strict=True))
+            for at, size, maker in self.values.values()
         ]
         others = (size for sizes in self.own.values() for size in sizes)
         return Recomputable(
@@ -155,14 +153,11 @@ class _Values:
         flow = self.flow
         if flow.is_given(owner):
             return None
-        divisor = flow.naming.divisor(types)
-        key = owner, divisor, is_sent
-        if key not in self.places:
-            self.places[key] = len(self.sizes)
-            whole = flow.naming.whole(flow.dims[owner])
-            self.sizes.append(polynomial(whole / divisor * flow.info(owner).dtype.itemsize))
-            self.makers.append(None if is_sent else self.position.get(owner))
-        return self.places[key]
+        key = owner, flow.naming.divisor(types), is_sent
+        if key not in self.values:
+            size = polynomial(flow.naming.local(flow.dims[owner], types) * flow.info(owner).dtype.itemsize)
+            self.values[key] = len(self.values), size, None if is_sent else self.position.get(owner)
+        return self.values[key][0]
 
     def _owner(self, name: str) -> str:
         """The value whose memory a value shows."""

@@ -237,7 +237,7 @@ def _sizes(x: Any, name: str, dims: tuple[Any, ...]) -> Any:
         return shape[dims[0]]
     if name == "__len__":  # Python wants an integer
         error = x.chosen.refusal()
-        error.length = shape[0]  # type: ignore[attr-defined]
+        error.length = shape[0]
         raise error
     return Count(x.chosen, prod(x.shape[1:]))
 

@@ -47,17 +47,13 @@ def refuse_foreign_draws(model: nn.Module, before: tuple[object, ...], rerun: Ca
 def _watched(drawn: Callable[[], object]) -> Iterator[None]:
     """A context in which a function of `numpy.random` or `random` calls `drawn` before it runs."""
 
-    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            drawn()
-            return function(*args, **kwargs)
-
-        return run
+    def watched(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        drawn()
+        return function(*args, **kwargs)
 
     with contextlib.ExitStack() as stack:
         for module in (random, sys.modules.get("numpy.random")):
             for name, each in list(vars(module).items()) if module is not None else ():
                 if callable(each) and not isinstance(each, type) and not name.startswith("_"):
-                    stack.enter_context(patch.object(module, name, watched(each)))
+                    stack.enter_context(patch.object(module, name, functools.partial(watched, each)))
         yield

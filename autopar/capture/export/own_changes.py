@@ -155,13 +155,10 @@ def without_caches(model: nn.Module) -> Iterator[None]:
     """The model with `config.use_cache` off."""
     owned: Iterator[Any] = (getattr(module, "config", None) for module in model.modules())
     configs = {id(config): config for config in owned if getattr(config, "use_cache", None)}
-    for config in configs.values():
-        config.use_cache = False
-    try:
-        yield
-    finally:
+    with ExitStack() as stack:
         for config in configs.values():
-            config.use_cache = True
+            stack.enter_context(patch.object(config, "use_cache", False))
+        yield
 
 
 def converted_alike(model: nn.Module) -> AbstractContextManager[None]:
