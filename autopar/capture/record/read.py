@@ -17,7 +17,9 @@ from autopar.capture.analysis import analyse, with_dims
 from autopar.capture.forms import Form, Sizes
 from autopar.capture.layers.blocks import block_text, signature_of
 from autopar.capture.record.schema import (
+    NAMED,
     SAME,
+    STATE,
     VERDICTS,
     BlockRecord,
     ConstantsRecord,
@@ -39,7 +41,6 @@ from autopar.rules.rule import TensorInfo
 
 _T = TypeVar("_T")
 NO_OPS = (aten.expand.default, aten.reshape.default, aten.slice.Tensor)  # capture drops them if they keep the shape
-NAMED: Mapping[str, type] = {"dtype": torch.dtype, "memory_format": torch.memory_format, "layout": torch.layout}
 
 
 class OtherGraph(Exception):
@@ -73,20 +74,19 @@ def _with_verdicts(program: Program, record: ProgramRecord) -> Program:
 
 def _program(record: ProgramRecord, sizes: Sizes) -> Program:
     read = _Reader(sizes)
+    state: dict[str, Any] = {k: {p.name: _described(StateInfo, p) for p in getattr(record, k)} for k in STATE}
     return Program(
         blocks=tuple(read.block(block) for block in record.blocks),
         calls=tuple(
             CallSite(**dict(c) | {"arguments": tuple(read.value(a, {}) for a in c.arguments)}) for c in record.calls
         ),
-        parameters={p.name: _described(StateInfo, p) for p in record.parameters},
-        unused={p.name: _described(StateInfo, p) for p in record.unused},
-        buffers={buffer.name: _described(StateInfo, buffer) for buffer in record.buffers},
         notes=record.notes,
         inputs=tuple(_described(InputInfo, i, shape=read.shape(i.shape)) for i in record.inputs),
         constants=read.constants(record.constants),
         batch=sizes.batch,
         sequence=sizes.sequence,
         **{name: getattr(record, name) for name in SAME},
+        **state,
     )
 
 

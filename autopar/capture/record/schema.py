@@ -8,6 +8,7 @@ or a tagged mapping: ``{"node": "x"}``, ``{"size": [[1, 1, 1, 0]]}``, ``{"dtype"
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import Field
 
 from autopar.capture.forms import Sizes, SizeTerm
@@ -15,6 +16,12 @@ from autopar.files.strict_model import StrictModel
 from autopar.ir.program import Decision, PartOf, Role
 
 Size = int | tuple[SizeTerm, ...]
+NAMED: Mapping[str, type] = {  # values of PyTorch that are written by name
+    "dtype": torch.dtype,
+    "memory_format": torch.memory_format,
+    "layout": torch.layout,
+    "device": torch.device,
+}
 Word = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]  # torch.fx writes it into Python code
 
 
@@ -104,6 +111,7 @@ class InputRecord(StrictModel):
 
 
 # fields of a `Program`
+STATE = ("parameters", "unused", "buffers")
 SAME = ("loss", "denominators", "outputs", "updates", "decisions", "fixed", "reads")
 VERDICTS = ("loss_reduction", "mixes_batch", "ignored")  # a batch of one sequence does not show them
 

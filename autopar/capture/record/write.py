@@ -18,7 +18,9 @@ from autopar.capture.forms import Form, Sizes, SizeTerm, float_form_of, form_of
 from autopar.capture.nodes import output_nodes
 from autopar.capture.program import Twice
 from autopar.capture.record.schema import (
+    NAMED,
     SAME,
+    STATE,
     VERDICTS,
     BlockRecord,
     CallRecord,
@@ -51,17 +53,17 @@ def record_of(twice: Twice) -> ProgramRecord:
     write = _Writer(sizes, others)
     _same("blocks", len(program.blocks), len(small.blocks))
     _same("calls", *([replace(c, arguments=()) for c in each.calls] for each in (program, small)))
-    for name in ("loss", "denominators", "outputs", "updates", "parameters", "unused", "buffers", "decisions", "fixed"):
+    for name in (*STATE, *(name for name in SAME if name != "reads")):
         _same(name, getattr(program, name), getattr(small, name))
+    state: dict[str, Any] = {
+        k: tuple(_described(StateRecord, info) for info in getattr(program, k).values()) for k in STATE
+    }
     return ProgramRecord(
         sizes=sizes,
         small=others,
         sequence_is_fixed=twice.masks_remain,
         blocks=tuple(write.block(a, b) for a, b in zip(program.blocks, small.blocks, strict=True)),
         calls=tuple(write.call(a, b) for a, b in zip(program.calls, small.calls, strict=True)),
-        parameters=tuple(_described(StateRecord, info) for info in program.parameters.values()),
-        unused=tuple(_described(StateRecord, info) for info in program.unused.values()),
-        buffers=tuple(_described(StateRecord, info) for info in program.buffers.values()),
         inputs=tuple(
             _described(InputRecord, a, shape=write.shape(a.name, a.shape, b.shape))
             for a, b in zip(program.inputs, small.inputs, strict=True)
@@ -69,6 +71,7 @@ def record_of(twice: Twice) -> ProgramRecord:
         constants=write.constants(program.constants, small.constants),
         notes=twice.notes,
         **{name: getattr(program, name) for name in (*SAME, *VERDICTS)},
+        **state,
     )
 
 
@@ -223,15 +226,10 @@ def _dtype(dtype: torch.dtype) -> str:
 
 
 def _tagged(where: str, value: Any) -> dict[str, str]:
-    named: Mapping[type, str] = {
-        torch.dtype: "dtype",
-        torch.memory_format: "memory_format",
-        torch.layout: "layout",
-        torch.device: "device",
-    }
-    if type(value) not in named:
+    tag = next((tag for tag, kind in NAMED.items() if type(value) is kind), None)
+    if tag is None:
         raise Unexplained(f"{where} has an argument of type {type(value).__name__}, which a file cannot hold")
-    return {named[type(value)]: str(value).removeprefix("torch.")}
+    return {tag: str(value).removeprefix("torch.")}
 
 
 def _literal(node: fx.Node) -> LiteralRecord | None:
