@@ -16,12 +16,8 @@ from autopar.files.strict_model import StrictModel
 from autopar.ir.program import Decision, PartOf, Role
 
 Size = int | tuple[SizeTerm, ...]
-NAMED: Mapping[str, type] = {  # values of PyTorch that are written by name
-    "dtype": torch.dtype,
-    "memory_format": torch.memory_format,
-    "layout": torch.layout,
-    "device": torch.device,
-}
+# values of PyTorch that are written by name
+NAMED = {kind.__name__: kind for kind in (torch.dtype, torch.memory_format, torch.layout, torch.device)}
 Word = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]  # torch.fx writes it into Python code
 
 

@@ -5,7 +5,7 @@ A program alone is a record at its own sizes.
 
 import base64
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
@@ -226,10 +226,10 @@ def _dtype(dtype: torch.dtype) -> str:
 
 
 def _tagged(where: str, value: Any) -> dict[str, str]:
-    tag = next((tag for tag, kind in NAMED.items() if type(value) is kind), None)
-    if tag is None:
-        raise Unexplained(f"{where} has an argument of type {type(value).__name__}, which a file cannot hold")
-    return {tag: str(value).removeprefix("torch.")}
+    kind = type(value).__name__
+    if type(value) is not NAMED.get(kind):
+        raise Unexplained(f"{where} has an argument of type {kind}, which a file cannot hold")
+    return {kind: str(value).removeprefix("torch.")}
 
 
 def _literal(node: fx.Node) -> LiteralRecord | None:
