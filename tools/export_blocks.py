@@ -379,12 +379,12 @@ def exported(name: str, *, over_data: bool = False) -> Family[Polynomial]:
         degrees, analysis, labelling = choose_labels(program, cluster, degrees)
         works = tuple(
             replace(work, sent=tuple(one for one in work.sent if not one.is_once_a_step))
-            for work in block_works(program, analysis, labelling.blocks, degrees.mesh, by_size=sizes, roles=roles)
+            for work in block_works(program, analysis, labelling.blocks, degrees.mesh, by_size=sizes)
         )
         for index, role in roles.items():
             earlier = dict(found.get(role, ())).get(variant)
             if earlier is None:
-                found.setdefault(role, []).append((variant, works[index]))
+                found.setdefault(role, []).append((variant, replace(works[index], role=role)))
     blocks = tuple((role, tuple(found[role])) for role in ROLES if role in found)
     source = "llm-foundry mpt" if name == "mpt" else f"transformers {capture.model_type}"
     return Family(name=name, source=f"{source}, bfloat16", blocks=blocks)

@@ -210,7 +210,7 @@ def _block(
     from autopar.cost_model.work.export import block_runs, flow_of, naming_of, work_of  # unused if works are kept
 
     runs = memo(block_runs, program, memo(analyse, program))[index]  # equal for any labels
-    flow = flow_of(program, index, analysis, labels, memo(naming_of, analysis, mesh), runs, regather)
+    flow = flow_of(program, index, labels, memo(naming_of, analysis, mesh), runs, regather)
     return flow, work_of(flow)
 
 

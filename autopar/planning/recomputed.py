@@ -81,7 +81,7 @@ def with_recomputed(
     choose = by_flops if degrees.recompute == "selective" else fastest(speeds)
     runs, naming, changed = block_runs(program, analysis), naming_of(analysis, degrees.mesh), list(labels)
     for index in repeated_blocks(program):
-        flow = flow_of(program, index, analysis, labels[index], naming, runs[index], regather)
+        flow = flow_of(program, index, labels[index], naming, runs[index], regather)
         work = work_of(flow)
         keys = chosen_keys(recomputable_of(flow, work), work, degrees.mesh, program.sequence, choose)
         changed[index] = replace(labels[index], recomputed=keys)

@@ -39,7 +39,6 @@ def block_works(
     mesh: Mesh,
     *,
     by_size: Mapping[int, Expr] | None = None,
-    roles: Mapping[int, str] | None = None,
     runs: Sequence[Mapping[str, NodeRun]] | None = None,
     regather: bool = True,
     loss_chunks: int = 1,
@@ -47,8 +46,8 @@ def block_works(
     """The work of every distinct block, in their order. The degree of each mesh dimension is a symbol (t for `tp`)."""
     runs = block_runs(program, analysis) if runs is None else runs
     naming = naming_of(analysis, mesh, by_size)
-    flows = (flow_of(program, i, analysis, labels[i], naming, runs[i], regather) for i in range(len(program.blocks)))
-    return tuple(work_of(replace(flow, loss_chunks=loss_chunks), (roles or {}).get(i)) for i, flow in enumerate(flows))
+    flows = (flow_of(program, i, labels[i], naming, runs[i], regather) for i in range(len(program.blocks)))
+    return tuple(work_of(replace(flow, loss_chunks=loss_chunks)) for flow in flows)
 
 
 def naming_of(analysis: Analysis, mesh: Mesh, by_size: Mapping[int, Expr] | None = None) -> Naming:
@@ -62,16 +61,10 @@ def block_runs(program: Program, analysis: Analysis) -> tuple[Mapping[str, NodeR
 
 
 def flow_of(
-    program: Program,
-    index: int,
-    analysis: Analysis,
-    labels: BlockLabels,
-    naming: Naming,
-    runs: Mapping[str, NodeRun],
-    regather: bool,
+    program: Program, index: int, labels: BlockLabels, naming: Naming, runs: Mapping[str, NodeRun], regather: bool
 ) -> Flow:
     """A block under its labels, as torch's autograd runs it, without operators that only unused outputs need."""
-    block = program.blocks[index]
+    block, analysis = program.blocks[index], naming.analysis
     outputs = _used_outputs(program, index)
     needed = {node.name for node in ancestors(block, outputs)}
     names = {node.meta["key"]: node.name for node in block.graph.nodes if node.op == "call_function"}
@@ -87,8 +80,10 @@ def flow_of(
         if regather and step.is_gather and all(_is_linear(nodes, names.get(user), k) for user, k in step.users)
         for user, k in step.users
     }
-    sizes = sizes_of(block, index, analysis, labels, naming)
-    region = region_of_block(analysis, block, index, labels, naming.mesh, outputs)
+    sizes = sizes_of(block, index, labels, naming)
+    region = region_of(
+        {name: nodes[name] for name in runs if name in needed}, outputs, {n: s.chosen for n, s in sizes.items()}
+    )
     return Flow(
         block=block,
         dims=analysis.dims[index],
@@ -118,14 +113,14 @@ def _is_linear(nodes: Mapping[str, object], name: str | None, operand: int) -> b
     return name is not None and operand == 0 and target_name(getattr(nodes[name], "target", "")) == "linear"
 
 
-def work_of(flow: Flow, role: str | None = None) -> SymbolicWork:
-    """The work of a block, under the block's name or the name in `role`."""
+def work_of(flow: Flow) -> SymbolicWork:
+    """The work of a block, under the block's name."""
     # a product with a size of zero, such as a pruned layer's, computes nothing
     names = [n for n in flow.runs if flow.is_product(n) and 0 not in flow.sizes[n].factors().values()]
     pairs = zip(flow.groups, flow.needs_of_groups, strict=True)
     products, eager = tuple(op for name in names for op in _products(flow, name)), tuple(_eager(flow))
     return BlockWork(
-        role=role or flow.block.name,
+        role=flow.block.name,
         products=products,
         eager=eager,
         fused=tuple(_fused(flow, members, flow.written, needs) for members, needs in pairs),

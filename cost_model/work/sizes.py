@@ -228,11 +228,9 @@ class NodeSizes:
         return local
 
 
-def sizes_of(
-    block: Block, index: int, analysis: Analysis, labels: BlockLabels, naming: Naming
-) -> Mapping[str, NodeSizes]:
+def sizes_of(block: Block, index: int, labels: BlockLabels, naming: Naming) -> Mapping[str, NodeSizes]:
     """The sizes of every operator of a block by name."""
-    nodes = {}
+    analysis, nodes = naming.analysis, {}
     for node in block.graph.nodes:
         if node.op != "call_function":
             continue

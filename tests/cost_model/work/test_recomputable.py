@@ -92,7 +92,7 @@ def values_of_a_layer(name: str, plan: Plan) -> Recomputable[Polynomial]:
     analysis = analyse(captured, plan.mesh)
     (index,) = (i for i, one in enumerate(plan.blocks) if one.recomputed)
     runs, naming = block_runs(captured, analysis)[index], naming_of(analysis, plan.mesh)
-    flow = flow_of(captured, index, analysis, plan.blocks[index], naming, runs, True)
+    flow = flow_of(captured, index, plan.blocks[index], naming, runs, True)
     work = work_of(flow)
     return recomputable(flow, (*work.products, *work.eager))
 
