@@ -162,8 +162,7 @@ def capture_flat(request: Request) -> Flat:
     )
     changeable = {node: name for node, (kind, name) in placeholders.items() if kind in ("buffer", "input")}
     if needs_decomposition(exported.graph_module, changeable):
-        with warnings.catch_warnings(), ctc_loss_traced():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"), ctc_loss_traced():
             detach_regions(exported.graph_module)
             change_views_by_copies(exported.graph_module.graph)
             try:
@@ -215,8 +214,7 @@ def _difference(request: Request, exported: Any) -> str | None:
     model, inputs = request.model, tuple(request.named_inputs)
 
     def run(copied: nn.Module, given: Any) -> Mapping[str, torch.Tensor]:
-        with _in_mode(copied, request.training), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with _in_mode(copied, request.training), warnings.catch_warnings(action="ignore"):
             return outputs_of(copied, given, request.loss_fn)
 
     return difference(model, request.inputs, inputs, exported, run)
@@ -273,8 +271,7 @@ def run_on_meta(request: Request) -> None:
     """Call a model on meta as an export does. Raises any exception of the model."""
     args, kwargs = split_inputs(request.inputs)
     in_mode = _in_mode(request.model, request.training)
-    with in_mode, warnings.catch_warnings(), as_exported(), _no_collection():
-        warnings.simplefilter("ignore")
+    with in_mode, warnings.catch_warnings(action="ignore"), as_exported(), _no_collection():
         _Outputs(request.model, request.loss_fn)(*args, **kwargs)
 
 
@@ -290,13 +287,12 @@ def _export(request: Request, model: nn.Module, inputs: Inputs, lines: bool, tes
         stack.enter_context(_in_mode(model, request.training))
         # torch's log of an operator that fails in a trace: the error says it, and another trace may follow
         stack.enter_context(patch.object(logging.getLogger(FAKE_TENSOR_LOG), "disabled", True))
-        stack.enter_context(warnings.catch_warnings())
+        stack.enter_context(warnings.catch_warnings(action="ignore"))
         speed = contextlib.nullcontext() if lines else quick_export()
         replaced = unchecked_distributions(), flex_attention_by(flexible_attention)
         gradients = own_gradients(model, training=request.training)
         for context in (speed, _no_collection(), ctc_loss_traced(), *replaced, gradients):
             stack.enter_context(context)
-        warnings.simplefilter("ignore")
 
         def export() -> Any:
             return torch.export.export(_Outputs(model, request.loss_fn, traced=traced), args, kwargs, strict=False)

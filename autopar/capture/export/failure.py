@@ -51,8 +51,7 @@ def capture_error(
     """The error of a capture that `failed`, if calls on one device show no other. `resized` says how inputs differ."""
 
     def error_of(run: Callable[[], object]) -> Exception | None:
-        with _as_it_was(model), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with _as_it_was(model), warnings.catch_warnings(action="ignore"):
             try:
                 run()
             except Exception as error:
