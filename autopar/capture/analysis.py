@@ -224,9 +224,8 @@ def analyse(program: Program, mesh: Mesh | None = None) -> Analysis:
     state = _Unifier(program)
     state.boundaries()
     for i, block in enumerate(program.blocks):
-        for node in block.graph.nodes:
-            if node.op == "call_function":
-                state.node(i, node)
+        for node in block.operators:
+            state.node(i, node)
     axes = state.axes
     inputs = [(state.outer[info.name], info) for info in program.inputs if info.name in state.outer]
     batches = [dims[info.batch_dim] for dims, info in inputs if info.batch_dim is not None]

@@ -118,9 +118,7 @@ def _block_statuses(
 ) -> list[Status]:
     known: dict[str, Status] = dict(zip(block.ports, given, strict=True))
     buffers, decides = _added_to(program, block, call), _deciding(program, block, call)
-    for node in block.graph.nodes:
-        if node.op != "call_function":
-            continue
+    for node in block.operators:
         operands = [known[n] for n in analysis.operands[call.block][node.name]]
         where = f"{call.path}: {node.meta['key']} ({node.target})"
         if node.name in buffers and (SUM in operands or ADDED in operands):

@@ -110,6 +110,11 @@ class Block:
         infos = ((node.name, node.meta.get("info")) for node in self.graph.nodes if node.op == "placeholder")
         return tuple(name for name, info in infos if info is not None and info.differentiable)
 
+    @property
+    def operators(self) -> "list[fx.Node]":
+        """The calls of operators, in order."""
+        return [node for node in self.graph.nodes if node.op == "call_function"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallSite:

@@ -46,9 +46,7 @@ def conversion_steps(
         if target != types[name]:
             wanted.setdefault((name, target), []).append((user, operand))
 
-    for node in block.graph.nodes:
-        if node.op != "call_function":
-            continue
+    for node in block.operators:
         bound, key = analysis.bounds[index][node.name], node.meta["key"]
         chosen = chosen_variants(bound, labels.labels[key], mesh.degrees)
         for k, name in enumerate(analysis.operands[index][node.name]):

@@ -116,9 +116,7 @@ def works_of(
     bandwidth = memory_bytes_per_s(cluster)
     for index, block in enumerate(program.blocks):
         times = len(program.uses_of_block(index))
-        for node in block.graph.nodes:
-            if node.op != "call_function":
-                continue
+        for node in block.operators:
             bound, call = analysis.bounds[index][node.name], analysis.calls[index][node.name]
             each = chosen_variants(bound, labels[index].labels[node.meta["key"]], mesh.degrees)
             chosen = dict(zip(mesh.names, each, strict=True))

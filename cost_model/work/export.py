@@ -67,7 +67,7 @@ def flow_of(
     block, analysis = program.blocks[index], naming.analysis
     outputs = _used_outputs(program, index)
     needed = {node.name for node in ancestors(block, outputs)}
-    names = {node.meta["key"]: node.name for node in block.graph.nodes if node.op == "call_function"}
+    names = {node.meta["key"]: node.name for node in block.operators}
     nodes = {node.name: node for node in block.graph.nodes if "info" in node.meta}
     steps = []
     for step in conversion_steps(block, analysis, index, labels, naming.mesh):

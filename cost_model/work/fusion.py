@@ -147,7 +147,7 @@ class Flow:
 
 def _sent_edges(block: Block, steps: tuple[ConversionStep, ...]) -> frozenset[Edge]:
     """Edges with a collective in the forward pass."""
-    names = {node.meta["key"]: node.name for node in block.graph.nodes if node.op == "call_function"}
+    names = {node.meta["key"]: node.name for node in block.operators}
     edges = set()
     for step in steps:
         i = step.indices[0]

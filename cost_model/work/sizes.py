@@ -231,9 +231,7 @@ class NodeSizes:
 def sizes_of(block: Block, index: int, labels: BlockLabels, naming: Naming) -> Mapping[str, NodeSizes]:
     """The sizes of every operator of a block by name."""
     analysis, nodes = naming.analysis, {}
-    for node in block.graph.nodes:
-        if node.op != "call_function":
-            continue
+    for node in block.operators:
         bound = analysis.bounds[index][node.name]
         nodes[node.name] = NodeSizes(
             naming=naming,

@@ -42,9 +42,7 @@ def _block(analysis: Analysis, block: Block, index: int, labels: BlockLabels, me
     ):
         unknown = sorted(given.keys() - allowed)
         problems += [Problem(path=f"{where}, {name}", rule="the block has no such value") for name in unknown]
-    for node in block.graph.nodes:
-        if node.op != "call_function":
-            continue
+    for node in block.operators:
         bound, key = analysis.bounds[index][node.name], node.meta["key"]
         chosen = labels.labels.get(key, ())
         if len(chosen) != len(mesh.degrees):

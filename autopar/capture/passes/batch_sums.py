@@ -87,8 +87,7 @@ def _statuses(
     analysis = analyse(program)
     levels = dict.fromkeys(statuses, 0)
     uses, coupled = dict[fx.Node, list[fx.Node]](), list[fx.Node]()
-    copies = (copy for copy in program.blocks[0].graph.nodes if copy.op == "call_function")
-    for node, copy in zip(nodes, copies, strict=True):
+    for node, copy in zip(nodes, program.blocks[0].operators, strict=True):
         operands = Call.of(node.target, node.args, node.kwargs, node.meta["info"], info_of)[1]
         if any(o not in statuses for o in operands):
             continue

@@ -121,8 +121,8 @@ def with_one_sequence(record: ProgramRecord) -> ProgramRecord:
 def _check_shapes(program: Program) -> None:
     """Raise `OtherGraph` if an operator does not give the recorded shape."""
     for block in program.blocks:
-        for node in block.graph.nodes:
-            if node.op == "call_function" and _shape_on_meta(node) != node.meta["info"].shape:
+        for node in block.operators:
+            if _shape_on_meta(node) != node.meta["info"].shape:
                 raise OtherGraph(f"{node.name} ({node.target}) would give another shape there")
 
 
