@@ -23,7 +23,7 @@ from autopar._torch.private import pytree, takes_device, watch_operators
 from autopar.capture.analysis import Analysis
 from autopar.cost_model.work.operator_cost import saved_operands, target_name
 from autopar.ir.program import Block
-from autopar.rules.rule import Call, Rule
+from autopar.rules.rule import Call, TensorInfo
 from autopar.rules.variants import Bound
 
 _META = torch.device("meta")
@@ -91,28 +91,30 @@ class _Run:
 
     def node(self, node: fx.Node) -> NodeRun:
         """The kernels and saved tensors of an operator. Its output becomes a value."""
-        call, names, rule = self.calls[node.name], self.operands[node.name], self.bounds[node.name].rule
+        call, names, info = self.calls[node.name], self.operands[node.name], node.meta["info"]
         leaves = {
-            name: self.values[name].detach().requires_grad_(info.differentiable and info.dtype.is_floating_point)
-            for name, info in zip(names, call.operands, strict=True)
+            name: self.values[name].detach().requires_grad_(each.differentiable and each.dtype.is_floating_point)
+            for name, each in zip(names, call.operands, strict=True)
         }
         saved: list[Any] = []
         kernels: list[tuple[Piece, ...]] = []
-        attention = target_name(node.target) == ATTENTION_NAME
-        try:
-            with _recording(saved), _watching(kernels):
-                out = _attention_output(node) if attention else _call(node, leaves, self.values)
-        except (RuntimeError, NotImplementedError, TypeError):  # no fake kernel: the rule gives the saved tensors
-            out, saved = torch.empty(node.meta["info"].shape, dtype=node.meta["info"].dtype, device=_META), []
-            kept = self._kept_by_rule(node, rule)
-            kernels[:] = [_pieces([*leaves.values(), out])]
-        else:
-            kept = self._kept_by_attention(node) if attention else self._kept(node, names, out, saved)
         wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
-        if attention:
-            kernels[:] = [(*_pieces([*leaves.values(), out]), _lse(out))]
+        if target_name(node.target) == ATTENTION_NAME:
+            out = _attention_output(info)
+            kernels.append((*_pieces([*leaves.values(), out]), _lse(out)))
             backward = [(*_pieces([*leaves.values(), out, out, *wanted]), _lse(out))] if wanted else []
+            kept = self._operands(names, [k for k, o in enumerate(call.operands) if o.dtype.is_floating_point])
+            kept += [Kept(node.name, -1, _piece(out)), Kept(None, -1, _lse(out))]
+            kept = kept if info.differentiable else []
         else:
+            try:
+                with _recording(saved), _watching(kernels):
+                    out = _call(node, leaves, self.values)
+                kept = self._kept(node, names, out, saved)
+            except (RuntimeError, NotImplementedError, TypeError):  # no fake kernel: the rule gives the saved tensors
+                out = torch.empty(info.shape, dtype=info.dtype, device=_META)
+                kernels[:] = [_pieces([*leaves.values(), out])]
+                kept = self._operands(names, saved_operands(call, self.bounds[node.name].rule))
             backward = _backward(out, wanted)
         if target_name(node.target) in _STATISTICS and len({info.dtype for info in call.operands}) == 1:
             kernels, backward = (_with_narrow_statistics(each, out.dtype.itemsize) for each in (kernels, backward))
@@ -135,21 +137,9 @@ class _Run:
             by_storage_of.setdefault(storage, kept)
         return list(by_storage_of.values())
 
-    def _kept_by_rule(self, node: fx.Node, rule: Rule) -> list[Kept]:
-        names, kept = self.operands[node.name], saved_operands(self.calls[node.name], rule)
-        return [Kept(self._owner(names[k]), k, _piece(self.values[names[k]])) for k in kept]
-
-    def _kept_by_attention(self, node: fx.Node) -> list[Kept]:
-        names, infos = self.operands[node.name], self.calls[node.name].operands
-        if not node.meta["info"].differentiable:
-            return []
-        floats = [(k, n) for k, (n, i) in enumerate(zip(names, infos, strict=True)) if i.dtype.is_floating_point]
-        out = _attention_output(node)
-        saved = [Kept(self._owner(name), k, _piece(self.values[name])) for k, name in floats]
-        return [*saved, Kept(node.name, -1, _piece(out)), Kept(None, -1, _lse(out))]
-
-    def _owner(self, name: str) -> str:
-        return self.owner[_storage(self.values[name])]
+    def _operands(self, names: Sequence[str], positions: Sequence[int]) -> list[Kept]:
+        values = [(k, self.values[names[k]]) for k in positions]
+        return [Kept(self.owner[_storage(value)], k, _piece(value)) for k, value in values]
 
 
 def _with_narrow_statistics(kernels: Sequence[tuple[Piece, ...]], itemsize: int) -> list[tuple[Piece, ...]]:
@@ -173,9 +163,8 @@ def _call(node: fx.Node, leaves: Mapping[str, Any], values: Mapping[str, Any]) -
     return node.target(*args, **kwargs)
 
 
-def _attention_output(node: fx.Node) -> Any:
+def _attention_output(info: TensorInfo) -> Any:
     """Contiguous as (batch, queries, heads, width), as the kernels write it."""
-    info = node.meta["info"]
     if len(info.shape) < 3:
         return torch.empty(info.shape, dtype=info.dtype, device=_META)
     *before, heads, queries, width = info.shape

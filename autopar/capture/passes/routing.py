@@ -14,7 +14,6 @@ reduced by a sum, and no operand may have it in another order. Otherwise the reg
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
 from typing import Any, Literal
 
 import torch
@@ -123,15 +122,9 @@ class Region:
         """Whether each operator between takes and untakes works on every row alone."""
         of_rows = {n: 0 for n, (use, _) in self.uses.items() if use in ("take", "rows")}  # and their dimension of rows
         given_back = {n: position for n, (_, position) in self.uses.items() if n not in of_rows}
-        seen: set[fx.Node] = set()
-        waiting: list[fx.Node] = []
-        for node in of_rows:
-            _push_users(waiting, node)
-        while waiting:
-            user = heappop(waiting)  # in the order of the graph, so that all operands are known
-            if user in seen:
+        for user in self.order.graph.nodes:  # in their order, so that all operands are known
+            if of_rows.keys().isdisjoint(user.all_input_nodes):
                 continue
-            seen.add(user)
             if user in given_back:
                 others = [a for k, a in enumerate(user.args) if k != given_back[user]]
                 if self.uses[user][0] == "sum" and any(a in of_rows for a in others if isinstance(a, fx.Node)):
@@ -144,7 +137,6 @@ class Region:
                 return False
             if dim >= 0:
                 of_rows[user] = dim
-                _push_users(waiting, user)
         return bool(given_back) and all(of_rows.get(arg(n, k)) == 0 for n, k in given_back.items())
 
     def _dim_of_result(self, user: fx.Node, of_rows: dict[fx.Node, int]) -> int | None:
@@ -206,11 +198,6 @@ class Region:
 
 
 # ---- the rows of a value ----
-
-
-def _push_users(waiting: list[fx.Node], node: fx.Node) -> None:
-    for user in node.users:
-        heappush(waiting, user)
 
 
 def _dim_of_rows(node: fx.Node, of_rows: dict[fx.Node, int]) -> int | None:
