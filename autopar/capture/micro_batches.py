@@ -77,7 +77,7 @@ def loss_over_micro_batches(program: Program, analysis: Analysis) -> tuple[Liter
             given = tuple(statuses.get(a, FREE) if isinstance(a, str) else FREE for a in call.arguments)
             key = (call.block, given)
             if key not in done:
-                done[key] = _block_statuses(program, program.blocks[call.block], call, analysis, given)
+                done[key] = _block_statuses(program, call, analysis, given)
             statuses.update(zip(call.results, done[key], strict=True))
     except Mixing as mixing:
         return "sum", str(mixing)
@@ -113,9 +113,8 @@ def constant_statuses(nodes: Iterable[fx.Node]) -> dict[fx.Node, Status]:
     return known
 
 
-def _block_statuses(
-    program: Program, block: Block, call: CallSite, analysis: Analysis, given: Sequence[Status]
-) -> list[Status]:
+def _block_statuses(program: Program, call: CallSite, analysis: Analysis, given: Sequence[Status]) -> list[Status]:
+    block = program.blocks[call.block]
     known: dict[str, Status] = dict(zip(block.ports, given, strict=True))
     buffers, decides = _added_to(program, block, call), _deciding(program, block, call)
     for node in block.operators:

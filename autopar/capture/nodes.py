@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar._torch.operators import aten
 from autopar._torch.private import pytree
 from autopar.ir.program import Program
 from autopar.rules.rule import TensorInfo
@@ -117,6 +118,11 @@ def compute(place: fx.Node, target: Any, *args: Any, like: fx.Node | None = None
     with torch.no_grad():
         result = target(*values[0], **values[1])
     return put(place, target, args, result, like, **kwargs)
+
+
+def cast_to(emit: Compute, x: Any, dtype: torch.dtype) -> Any:
+    """A value in a dtype."""
+    return x if value(x).dtype == dtype else emit(aten.to.dtype, x, dtype)
 
 
 def rewrite(graph: fx.Graph, table: Mapping[Any, Rewrite]) -> None:

@@ -26,8 +26,8 @@ from autopar.cost_model.work.sizes import Naming, sizes_of
 from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Program
 from autopar.ir.sharding import Mesh
-from autopar.ir.stages import ancestors
-from autopar.lowering.loss_region import region_of_block
+from autopar.ir.stages import ancestors, needed_results
+from autopar.lowering.loss_region import region_of
 
 SymbolicWork = BlockWork[Polynomial]
 
@@ -65,7 +65,7 @@ def flow_of(
 ) -> Flow:
     """A block under its labels, as torch's autograd runs it, without operators that only unused outputs need."""
     block, analysis = program.blocks[index], naming.analysis
-    outputs = _used_outputs(program, index)
+    outputs = tuple(needed_results(program)[index])
     needed = {node.name for node in ancestors(block, outputs)}
     names = {node.meta["key"]: node.name for node in block.operators}
     nodes = {node.name: node for node in block.graph.nodes if "info" in node.meta}
@@ -98,14 +98,6 @@ def flow_of(
         nodes=nodes,
         region=None if isinstance(region, str) else region,
     )
-
-
-def _used_outputs(program: Program, index: int) -> tuple[str, ...]:
-    """Outputs of a block that another call, the loss or its denominator reads."""
-    used = {name for call in program.calls for name in call.arguments if isinstance(name, str)} | program.invariant
-    calls = program.uses_of_block(index)
-    outputs = program.blocks[index].outputs
-    return tuple(name for k, name in enumerate(outputs) if any(call.results[k] in used for call in calls))
 
 
 def _is_linear(nodes: Mapping[str, object], name: str | None, operand: int) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from autopar._torch.operators import aten
-from autopar.capture.nodes import argument, compute, operator_name, replace_node, value
+from autopar.capture.nodes import argument, cast_to, compute, operator_name, replace_node, value
 from autopar.rules.operators import BATCH_STATISTIC
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -52,8 +52,7 @@ def normalised(node: fx.Node, *, over_batch: bool) -> tuple[fx.Node, list[fx.Nod
     new = partial(compute, node)
     x, dtype = node.args[0], value(node.args[0]).dtype
     shape = value(x).shape
-    if dtype in _HALVES:  # torch computes statistics in float32
-        x = new(aten.to.dtype, x, torch.float32)
+    x = cast_to(new, x, torch.float32 if dtype in _HALVES else dtype)  # torch computes statistics in float32
     over = [*([0] if over_batch else []), *range(2, len(shape))]
     affine = [1, shape[1], *[1] * (len(shape) - 2)]
     has_running = operator_name(node) != "_native_batch_norm_legit"
@@ -67,9 +66,7 @@ def normalised(node: fx.Node, *, over_batch: bool) -> tuple[fx.Node, list[fx.Nod
         wide = new(aten.reshape.default, running, affine)
         if over_batch is False:
             wide = new(aten.expand.default, wide, list(value(mean).shape))
-        if value(wide).dtype != value(mean).dtype:
-            wide = new(aten.to.dtype, wide, value(mean).dtype)
-        return mean, new(BATCH_STATISTIC, mean, wide)
+        return mean, new(BATCH_STATISTIC, mean, cast_to(new, wide, value(mean).dtype))
 
     mean, used_mean = statistic(x, recorded[0])
     centred = new(aten.sub.Tensor, x, used_mean)
@@ -80,16 +77,14 @@ def normalised(node: fx.Node, *, over_batch: bool) -> tuple[fx.Node, list[fx.Nod
         parameter = argument(node, name)
         if parameter is not None:
             out = new(target, out, new(aten.reshape.default, parameter, affine))
-    if dtype in _HALVES:
-        out = new(aten.to.dtype, out, dtype)
+    out = cast_to(new, out, dtype)
     count = value(x).numel() // value(mean).numel()
     statistics = []
     for running, now, factor in zip(recorded, (mean, variance), (1.0, count / max(count - 1, 1)), strict=True):
         if running is not None:
             momentum = argument(node, "momentum")
             now = new(aten.mean.dim, new(aten.detach.default, now), [0, *range(2, len(shape))], False)
-            if value(running).dtype != value(now).dtype:
-                now = new(aten.to.dtype, now, value(running).dtype)
+            now = cast_to(new, now, value(running).dtype)
             kept = new(aten.mul.Tensor, running, 1 - momentum)
             statistics.append(new(aten.add.Tensor, kept, new(aten.mul.Tensor, now, momentum * factor)))
     return out, statistics

@@ -2,13 +2,14 @@
 
 import operator
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import fx
 
 from autopar._torch.operators import aten
-from autopar.capture.nodes import Compute, Rewrite, compute, replace_node, value
+from autopar.capture.nodes import Compute, Rewrite, cast_to, compute, replace_node, value
 from autopar.capture.passes.batch_norm import replace_batch_norm
 from autopar.errors import CaptureError
 
@@ -109,8 +110,7 @@ def _functional(node: fx.Node) -> fx.Node:
 def _fitted(node: fx.Node, source: Any) -> fx.Node:
     """`source` in the shape and dtype of a node. The result is always a new node."""
     like = value(node)
-    if value(source).dtype != like.dtype:
-        source = compute(node, aten.to.dtype, source, like.dtype)
+    source = cast_to(partial(compute, node), source, like.dtype)
     if value(source).shape != like.shape:
         source = compute(node, aten.expand.default, source, list(like.shape))
     if source.op == "placeholder" or source in node.all_input_nodes:
