@@ -4,7 +4,7 @@ A value that a later stage uses is sent from stage to stage, up to the last stag
 every stage that uses it computes it anew from the inputs: masks and position tables cost less than a message.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -207,13 +207,12 @@ def sources_of(program: Program, call: CallSite, results: Sequence[str]) -> tupl
     return tuple(a for port, a in pairs if port in needed and isinstance(a, str))
 
 
-def ancestors(
-    block: Block, outputs: Sequence[str], *, through: Callable[["fx.Node"], bool] = lambda node: True
-) -> list["fx.Node"]:
-    """The nodes of a block that some of its outputs are computed from `through` others, those included, in order."""
+def ancestors(block: Block, outputs: Sequence[str], *, differentiable: bool = False) -> list["fx.Node"]:
+    """The nodes of a block that some outputs are computed from, in order. They may be `differentiable` ones alone."""
     needed: set[fx.Node] = set()
     for node in reversed(list(block.graph.nodes)):
-        if (node.name in outputs or not needed.isdisjoint(node.users)) and through(node):
+        flows = not differentiable or getattr(node.meta.get("info"), "differentiable", False)
+        if flows and (node.name in outputs or not needed.isdisjoint(node.users)):
             needed.add(node)
     return [node for node in block.graph.nodes if node in needed]
 
@@ -279,14 +278,9 @@ def separates(program: Program, stage: Stage, recomputed: Collection[int]) -> bo
             return False
         seen.update(names)
         for output, result in zip(block.outputs, call.results, strict=True):
-            needed = {node.name for node in ancestors(block, [output], through=_is_differentiable)}
+            needed = {node.name for node in ancestors(block, [output], differentiable=True)}
             if any(arguments.get(port) in reached for port in needed):
                 reached.add(result)
             elif not trained.isdisjoint(needed):
                 return False
     return True
-
-
-def _is_differentiable(node: "fx.Node") -> bool:
-    info = node.meta.get("info")
-    return info is not None and bool(info.differentiable)
