@@ -1,7 +1,7 @@
 """Named axes: every tensor dimension is an ordered product of axes.
 
 A dimension starts as one *axis variable*. `Axes.unify` states that two sequences of variables cover the same
-elements in the same order, for example ``[rows] == [kv_heads, repeat, head_dim]``. Unification refines both
+elements in the same order. An example is ``[rows] == [kv_heads, repeat, head_dim]``. Unification refines both
 sides to their common cut points, so a variable ends as an ordered product of *atoms*. A variable of size 1 is the empty
 product. Broadcasting, ``unsqueeze`` and ``keepdim`` then need no special case.
 """

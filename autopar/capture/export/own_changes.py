@@ -1,7 +1,7 @@
 """Models that change themselves in their forward pass: another mode, another submodule, a counter.
 
 A capture calls a model more than once, and `torch.export` restores only some attributes. A call of a model leaves
-numbers, flags, submodules and tensors behind: in attributes, in lists and dictionaries, in objects that the model
+numbers, flags, submodules and tensors behind. They lie in attributes, lists and dictionaries, in objects that the model
 holds, and in functions with a cache. In a trace the tensors have no values. `as_it_was` takes all of them out again.
 
 Changes of buffers are part of the model. A buffer may change in place, or the model may assign another tensor to its

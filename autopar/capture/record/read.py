@@ -273,7 +273,7 @@ def _operator(name: str) -> Callable[..., Any]:
     namespace, _, rest = name.partition(".")
     packet, _, overload = rest.partition(".")
     if namespace == "autopar":
-        define(packet, overload)
+        define_output(packet, overload)
     target = getattr(getattr(getattr(torch.ops, namespace, None), packet, None), overload, None)
     if str(target) != name or not overloads_of(target):
         raise BadRecord(f"there is no operator {name!r} here")
@@ -281,7 +281,7 @@ def _operator(name: str) -> Callable[..., Any]:
     return operator
 
 
-def define(packet: str, overload: str) -> None:
+def define_output(packet: str, overload: str) -> None:
     """Define an output of an ATen operator. Rules define the other operators of autopar."""
     load_families()
     base, _, index = overload.rpartition("_")

@@ -9,7 +9,7 @@ from suites import long
 from torch import nn
 
 from autopar.capture.program import capture_program
-from autopar.capture.record.read import define
+from autopar.capture.record.read import define_output
 from autopar.rules.operators import output_of
 from autopar.runtime.codegen.execute import run_reference
 from autopar.testing import check_equivalence
@@ -72,11 +72,11 @@ def test_an_output_has_the_name_of_its_operator() -> None:
 
 def test_a_process_that_captured_nothing_finds_every_output() -> None:
     """A list of tensors has as many outputs as a call makes, whatever the schema says."""
-    define("meshgrid", "indexing_7")
+    define_output("meshgrid", "indexing_7")
     parts = [torch.arange(2)] * 8
     found = torch.ops.autopar.meshgrid.indexing_7(parts, indexing="ij")
     assert torch.equal(found, torch.meshgrid(parts, indexing="ij")[7])
-    define("linalg_qr", "default_2")  # it has two
+    define_output("linalg_qr", "default_2")  # it has two
     assert not hasattr(torch.ops.autopar.linalg_qr, "default_2")
 
 
