@@ -107,9 +107,6 @@ class _Unifier:
     def variables(self, shape: Sequence[int]) -> list[Variable]:
         return [self.axes.new(size) for size in shape]
 
-    def join(self, left: Sequence[Variable], right: Sequence[Variable]) -> bool:
-        return all(self.axes.unify([a], [b]) for a, b in zip(left, right, strict=True))
-
     def boundaries(self) -> None:
         """Join each port and each result of a block with the value that a call binds to it."""
         for i, block in enumerate(self.program.blocks):
@@ -129,7 +126,7 @@ class _Unifier:
                 link = (tuple(mine), tuple(known))
                 if known is not mine and link not in linked:
                     linked.add(link)
-                    assert self.join(known, mine), (outer, name)
+                    assert all(self.axes.unify([a], [b]) for a, b in zip(known, mine, strict=True)), (outer, name)
 
     def node(self, i: int, node: fx.Node) -> None:
         call, operands = Call.of(node.target, node.args, node.kwargs, node.meta["info"], info_of)
@@ -353,6 +350,4 @@ def with_dims(program: Program, analysis: Analysis) -> Program:
 
 def _is_of(analysis: Analysis, program: Program) -> bool:
     """Whether an analysis belongs to the blocks and calls that a program has now."""
-    graphs = [block.graph for block in program.blocks]
-    same = len(graphs) == len(analysis.graphs) and all(a is b for a, b in zip(graphs, analysis.graphs, strict=True))
-    return same and analysis.sites is program.calls
+    return analysis.sites is program.calls and analysis.graphs == tuple(block.graph for block in program.blocks)

@@ -94,9 +94,9 @@ class Twice:
     small: Program | None
     sizes: Sizes  # without a sequence if the length does not vary
     small_sizes: Sizes
-    causal: frozenset[int]  # the places of attention nodes with a causal mask among all nodes
-    masks_remain: bool  # whether attention has any other mask
     notes: tuple[str, ...]  # of `program`, which do not depend on sizes
+    causal: frozenset[int] = frozenset()  # the places of attention nodes with a causal mask among all nodes
+    masks_remain: bool = True  # whether attention has any other mask
 
 
 def capture_twice(request: Request, batch: int | None = None) -> Twice:

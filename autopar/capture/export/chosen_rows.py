@@ -9,7 +9,6 @@ import builtins
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from math import prod
 from typing import Any, Protocol
 from unittest.mock import patch
@@ -217,15 +216,14 @@ def run_with_chosen(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
         args = tuple((leaf.divisor() if divides else leaf.number()) if type(leaf) is Count else leaf for leaf in args)
         if not any(hasattr(leaf, "chosen") for leaf in args):
             return func(*args, **kwargs)
-    plain = pytree.tree_map(lambda leaf: leaf.size if type(leaf) is Count else leaf, (args, dict(kwargs)))
+    given, named = pytree.tree_map(lambda leaf: leaf.size if type(leaf) is Count else leaf, (args, dict(kwargs)))
     if all(map(first.is_same, others)):
-        rules = partial(_selected, name), partial(_written, func, name), partial(_reduced, func, name)
-        for rule in rules:
-            result = rule(*plain, first)
+        for rule in (_selected, _written, _reduced):
+            result = rule(func, name, given, named, first)
             if result is not NotImplemented:
                 return result
         if name.endswith(_DRAWS) or _by_row(func, name, args, dict(kwargs)):
-            return first.mark(func(*plain[0], **plain[1]))
+            return first.mark(func(*given, **named))
     raise first.refusal()
 
 
@@ -242,7 +240,7 @@ def _sizes(x: Any, name: str, dims: tuple[Any, ...]) -> Any:
     return Count(x.chosen, prod(x.shape[1:]))
 
 
-def _selected(name: str, args: Any, _: Any, chosen: ChosenRows) -> Any:
+def _selected(_: Any, name: str, args: Any, __: Any, chosen: ChosenRows) -> Any:
     """Rows at the places of the chosen elements, without an index. Of chosen rows, the rows that a mask chooses."""
     if name != "__getitem__":
         return NotImplemented
@@ -283,7 +281,7 @@ def _written(func: Any, name: str, args: Any, kwargs: Any, chosen: ChosenRows) -
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
         if not all(isinstance(item, Tensor) and hasattr(item, "chosen") for item in index) or x.dtype is torch.bool:
             return NotImplemented
-        old = _selected("__getitem__", (x, index), {}, chosen)
+        old = _selected(None, "__getitem__", (x, index), {}, chosen)
         old = x[index] if old is NotImplemented else old
         return _added(x, index, chosen.filled(args[2] - old, 0.0), chosen)
     if name not in _ADDS or args[1] != 0 or len(args) < 4 or kwargs or not all(map(hasattr, args[2:], ["chosen"] * 2)):

@@ -176,16 +176,12 @@ class Region:
         order = compute(self.order, ORDER, choices)
         expert = compute(self.order, TAKE, self.keys, order, k)
         for node in self.products:
-            self._replace(node, PRODUCT, arg(node, 0), arg(node, 1), expert, k)
+            replace_node(node, compute(node, PRODUCT, arg(node, 0), arg(node, 1), expert, k))
         for node, (use, position) in self.uses.items():
             if use == "sum":
                 self._add(node, arg(node, position), order)
             else:
-                self._replace(node, _TARGETS[use], arg(node, position), order, k)
-
-    @staticmethod
-    def _replace(node: fx.Node, target: Any, *args: Any) -> None:
-        replace_node(node, compute(node, target, *args))
+                replace_node(node, compute(node, _TARGETS[use], arg(node, position), order, k))
 
     def _add(self, node: fx.Node, rows: fx.Node, order: fx.Node) -> None:
         """Replace the addition of every row to its token."""

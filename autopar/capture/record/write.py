@@ -78,12 +78,7 @@ def record_of(twice: Twice) -> ProgramRecord:
 def record_of_program(program: Program) -> ProgramRecord:
     """The record of a program at its own sizes, for `program_of`. Raises `Unexplained` if a record cannot hold it."""
     sizes = Sizes(batch=program.batch or 0, sequence=program.sequence)
-    return record_of(
-        Twice(
-            program=program, small=program, sizes=sizes, small_sizes=sizes, causal=frozenset(), masks_remain=True,
-            notes=program.notes,
-        )
-    )  # fmt: skip
+    return record_of(Twice(program=program, small=program, sizes=sizes, small_sizes=sizes, notes=program.notes))
 
 
 class _Writer:
