@@ -163,8 +163,8 @@ class DataReads(TorchFunctionMode):
                 return func(*args, **kwargs).to("meta")
         if getattr(func, "__name__", "").strip("_") in DIVISIONS and self._tested and isinstance(args[1], Tensor):
             args = (args[0], self._divisor(args[1]), *args[2:])
-        is_sized, result = known_sizes(func, args, kwargs, self._size)
-        if not is_sized:
+        result = known_sizes(func, args, kwargs, self._size)
+        if result is NotImplemented:
             result = self._inside(func)(*args, **kwargs)
         results = result if isinstance(result, (tuple, list)) else (result,)
         if not all(isinstance(size, int) for r in results if isinstance(r, Tensor) for size in r.shape):

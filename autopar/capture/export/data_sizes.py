@@ -25,34 +25,33 @@ _REPEAT = (torch.repeat_interleave, Tensor.repeat_interleave)
 _PLACES_AS_NUMBERS: Mapping[str, set[int | str]] = {"narrow": {2}}  # places of tensors whose value an operator reads
 
 
-def known_sizes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], number: _Number) -> tuple[bool, Any]:
-    """Whether data decides a size of the call, and the result of the call with numbers from `number` instead."""
+def known_sizes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], number: _Number) -> Any:
+    """The result of a call of which data decides a size, with numbers from `number` instead; or NotImplemented."""
     if func is Tensor.__getitem__ and (at := _place_of_row(args[1])) is not None:
-        return True, _row(args[0], args[1] if isinstance(args[1], tuple) else (args[1],), at, number)
+        return _row(args[0], args[1] if isinstance(args[1], tuple) else (args[1],), at, number)
     if func in (Tensor.__getitem__, Tensor.__setitem__):
         index = _index(args[1], number) if func is Tensor.__getitem__ or _is_packed(*args) else args[1]
-        return index is not args[1], func(args[0], index, *args[2:]) if index is not args[1] else None
+        return func(args[0], index, *args[2:]) if index is not args[1] else NotImplemented
     if func in _SELECT:
         x, mask = args[0], kwargs["mask"] if "mask" in kwargs else args[1]
         sizes = torch.broadcast_shapes(x.shape, mask.shape)
         is_known = _is_mask(mask) and len(sizes) > 0
-        return is_known, x.expand(sizes)[_positions(mask.expand(sizes), number)] if is_known else None
+        return x.expand(sizes)[_positions(mask.expand(sizes), number)] if is_known else NotImplemented
     finds = func in _FIND or (func is torch.where and len(args) == 1 and not kwargs)
     if finds and exports.traced_node(args[0]) is not None and args[0].dim():
         positions = _positions(args[0], number)
-        return True, positions if func is torch.where or kwargs.get("as_tuple") else torch.stack(positions, 1)
+        return positions if func is torch.where or kwargs.get("as_tuple") else torch.stack(positions, 1)
     if func in _REPEAT:
         return _repeated(func, args, kwargs, number)
     if func is F.one_hot and len(args) + len(kwargs) == 1 and exports.traced_node(args[0]) is not None:
-        return True, func(args[0], number(args[0].max() + 1))
+        return func(args[0], number(args[0].max() + 1))
     tensors, given = _places_of_tensors(getattr(func, "__name__", "")), dict[int | str, Any](enumerate(args))
     given.update(kwargs)
     others = [] if tensors is None else [k for k in given if k not in tensors]
     read = [k for k in others if any(map(_is_integer, pytree.tree_leaves(given[k])))]
     for place in read:
         given[place] = pytree.tree_map(lambda leaf: number(leaf) if _is_integer(leaf) else leaf, given[place])
-    result = func(*(given[k] for k in range(len(args))), **{k: given[k] for k in kwargs}) if read else None
-    return bool(read), result
+    return func(*(given[k] for k in range(len(args))), **{k: given[k] for k in kwargs}) if read else NotImplemented
 
 
 @cache
@@ -113,17 +112,17 @@ def _positions(mask: Tensor, number: _Number) -> tuple[Tensor, ...]:
     return torch.nonzero_static(mask, size=size).unbind(1)
 
 
-def _repeated(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], number: _Number) -> tuple[bool, Any]:
+def _repeated(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], number: _Number) -> Any:
     names = ("input", "repeats", "dim") if len(args) + ("repeats" in kwargs) > 1 else ("repeats",)
     given = dict(zip(names, args, strict=False)) | dict(kwargs)
     repeats = given.get("repeats")
     if not isinstance(repeats, Tensor) or exports.traced_node(repeats) is None or "output_size" in kwargs:
-        return False, None
+        return NotImplemented
     every = repeats
     if "input" in given:
         dim = given.get("dim")
         every = repeats.expand(given["input"].numel() if dim is None else given["input"].shape[dim])
-    return True, func(*args, **kwargs, output_size=number(every.sum()))
+    return func(*args, **kwargs, output_size=number(every.sum()))
 
 
 def _is_mask(value: Any) -> bool:

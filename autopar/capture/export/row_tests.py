@@ -7,7 +7,7 @@ parameter must have a gradient in both or in none, because an optimizer moves a 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -109,7 +109,7 @@ def _difference(
     copied: nn.Module, inputs: Any, traced: Callable[[Any, int], Mapping[str, Tensor]], run: _Run, is_wide: bool
 ) -> str | None:
     seen = Counter[tuple[bool, ...]]()  # batches by the answers of all tests: they may depend on each other
-    state = {name: tensor.detach().clone() for name, tensor in _state(copied)}
+    state = {name: tensor.detach().clone() for _, name, tensor in named_state(copied)}
     with torch.random.fork_rng(devices=()), _NoDropout(is_wide), torch.enable_grad():
         for trial in range(_TRIALS):
             torch.manual_seed(trial)
@@ -194,15 +194,10 @@ def _copied(model: nn.Module) -> nn.Module:
     return with_tensors(model, lambda t: torch.zeros_like(t, device="cpu") if t.is_meta else t.detach().clone())
 
 
-def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
-
-
 @torch.no_grad()
 def _draw(model: nn.Module, state: Mapping[str, Tensor], trial: int) -> None:
     """Other parameters, some large, so that a router prefers few rows. Numbers never initialised count as zeros."""
-    for name, tensor in _state(model):
+    for _, name, tensor in named_state(model):
         tensor.copy_(state[name])
         if isinstance(tensor, nn.Parameter) and tensor.dtype.is_floating_point:
             tensor.masked_fill_(~(tensor.abs() < _LARGEST), 0.0)

@@ -18,8 +18,8 @@ from torch import fx
 from autopar._torch.operators import aten
 from autopar.capture.flat_graph import Flat
 from autopar.capture.nodes import arg, compute, is_random, put, value
+from autopar.capture.nodes import shape as shape_of
 from autopar.ir.program import PartOf
-from autopar.rules.rule import TensorInfo
 
 _Interval = tuple[int, int]  # rows of the weight from start to stop; the stop is excluded
 
@@ -76,11 +76,6 @@ class _Packing:
     pieces: tuple[_Interval, ...]
 
 
-def _info(node: fx.Node) -> TensorInfo:
-    info: TensorInfo = node.meta["info"]
-    return info
-
-
 def _packing_of(flat: Flat, weight: fx.Node, tied: frozenset[str]) -> _Packing | None:
     """The pieces to cut a weight into. None unless all its uses are linears with the same unequal pieces."""
     linears: list[fx.Node] = []
@@ -94,11 +89,11 @@ def _packing_of(flat: Flat, weight: fx.Node, tied: frozenset[str]) -> _Packing |
     if not linears or any(weight in linear.all_input_nodes[:1] for linear in linears):
         return None
     dim = 1 if turned else 0
-    size = _info(weight).shape[dim]
+    size = shape_of(weight)[dim]
     takes: dict[fx.Node, list[_Take]] = {}
     partitions = set()
     for linear in linears:
-        taken = _takes(linear, _At(dim=len(_info(linear).shape) - 1, rows=1), ())
+        taken = _takes(linear, _At(dim=len(shape_of(linear)) - 1, rows=1), ())
         pieces = None if taken is None else _partition(taken, size)
         if taken is None or pieces is None:
             return None
@@ -140,7 +135,7 @@ def _bounds(node: fx.Node, at: _At) -> _Interval | None:
     """The interval that a node cuts out of the packed dimension. None if the node is no slice of it."""
     if node.target not in (aten.slice.Tensor, aten.narrow.default, aten.select.int) or node.kwargs:
         return None
-    shape = _info(arg(node, 0)).shape
+    shape = shape_of(arg(node, 0))
     dim, *rest = node.args[1:] or (0,)
     if not isinstance(dim, int) or dim % len(shape) != at.dim or not all(isinstance(n, int | None) for n in rest):
         return None
@@ -156,7 +151,7 @@ def _after(node: fx.Node, at: _At) -> _At | None:
     """The packed dimension after an operator that treats its pieces separately. None for any other operator."""
     if node.op != "call_function" or len(node.all_input_nodes) != 1 or "info" not in node.meta:
         return None
-    before, after = _info(node.all_input_nodes[0]).shape, _info(node).shape
+    before, after = shape_of(node.all_input_nodes[0]), shape_of(node)
     if node.target is aten.reshape.default:
         return _after_reshape(before, after, at)
     rest = [n for n in node.args[1:] if isinstance(n, int)]
@@ -213,7 +208,7 @@ def _cut(flat: Flat, packing: _Packing) -> None:
             if packing.dim == 1:
                 weight = compute(linear, aten.t.default, weight, like=arg(linear, 1))
             bias = tuple(biases[arg(linear, 2)][piece] for _ in linear.args[2:] if linear.args[2] is not None)
-            result = value(linear).narrow(-1, *_from(piece))
+            result = value(linear).narrow(-1, piece[0], piece[1] - piece[0])
             done[linear, piece] = put(linear, aten.linear.default, (linear.args[0], weight, *bias), result)
         for take in takes:
             _replace(linear, take, _piece_with(packing.pieces, take), done)
@@ -228,33 +223,28 @@ def _replace(linear: fx.Node, take: _Take, piece: _Interval, done: dict[tuple[fx
             args, kwargs = copied
             if node.target is aten.reshape.default:
                 units = (piece[1] - piece[0]) // at.rows
-                args = (source, [*_info(node).shape[: at.dim], units, *_info(node).shape[at.dim + 1 :]])
+                args = (source, [*shape_of(node)[: at.dim], units, *shape_of(node)[at.dim + 1 :]])
             done[node, piece] = compute(node, node.target, *args, **kwargs)
         source = done[node, piece]
     dim, start = take.at.dim, (take.rows[0] - piece[0]) // take.at.rows
     if take.node.target is aten.select.int:
         take.node.args = (source, dim, start)
     elif take.rows != piece:
-        end = start + _info(take.node).shape[dim]
+        end = start + shape_of(take.node)[dim]
         take.node.target, take.node.args = aten.slice.Tensor, (source, dim, start, end)
     else:
         take.node.replace_all_uses_with(source)
 
 
-def _from(piece: _Interval) -> tuple[int, int]:
-    """The first row of a piece, and the number of its rows."""
-    return piece[0], piece[1] - piece[0]
-
-
 def _pieces(flat: Flat, whole: fx.Node, dim: int, pieces: Sequence[_Interval]) -> Iterator[fx.Node]:
     """New placeholders for the pieces of a parameter, after the parameter's placeholder."""
-    name, shape = flat.placeholders[whole.name][1], _info(whole).shape
+    name, shape = flat.placeholders[whole.name][1], shape_of(whole)
     for start, stop in reversed(pieces):
         part = PartOf(name=name, dim=dim, start=start, stop=stop, shape=shape)
         with flat.graph.inserting_after(whole):
             node = flat.graph.placeholder(f"{whole.name}_{start}_{stop}")
-        rows = value(whole).narrow(dim, *_from((start, stop)))
-        node.meta = whole.meta | {"val": rows, "info": replace(_info(whole), shape=part.piece_shape)}
+        rows = value(whole).narrow(dim, start, stop - start)
+        node.meta = whole.meta | {"val": rows, "info": replace(whole.meta["info"], shape=part.piece_shape)}
         flat.placeholders[node.name] = ("parameter", part.piece_name)
         flat.parts[part.piece_name] = part
     inserted = whole
