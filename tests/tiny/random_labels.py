@@ -59,11 +59,10 @@ def random_labels(program: Program, analysis: Analysis, mesh: Mesh, seed: int) -
         results = {o: outer_types(classes.get(r, r)) for o, r in zip(block.outputs, call.results, strict=True)}
         labels = {}
         rows = _axes_of_rows(block, analysis, call.block, mesh, chooser, owners)
-        for node in block.graph.nodes:
-            if node.op == "call_function":
-                bound = analysis.bounds[call.block][node.name]
-                fits = partial(_fits_rows, analysis, call.block, node.name, rows.get(node.name))
-                labels[node.meta["key"]] = _random_label(bound, mesh, chooser, owners, fits)
+        for node in block.operators:
+            bound = analysis.bounds[call.block][node.name]
+            fits = partial(_fits_rows, analysis, call.block, node.name, rows.get(node.name))
+            labels[node.meta["key"]] = _random_label(bound, mesh, chooser, owners, fits)
         found[call.block] = BlockLabels(
             name=block.name, signature=block.signature, ports=ports, labels=labels, results=results
         )

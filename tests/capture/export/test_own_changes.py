@@ -88,10 +88,7 @@ def test_an_assigned_buffer_is_an_update() -> None:
     programs = [capture_program(Averaged(assigns=assigns), {"x": x}) for assigns in (True, False)]
     assert all(list(program.updates) == ["mean"] for program in programs)
     copies = (torch.ops.aten.detach.default, torch.ops.aten.clone.default)
-    operators = [
-        [n.target for b in program.blocks for n in b.graph.nodes if n.op == "call_function" and n.target not in copies]
-        for program in programs
-    ]
+    operators = [[n.target for b in p.blocks for n in b.operators if n.target not in copies] for p in programs]
     assert operators[0] == operators[1]
 
 

@@ -141,14 +141,13 @@ def test_row_path_is_graph_path(name: str, variant: str, tp: int) -> None:
 def flops_by_rules(program: Program, analysis: Any, labels: Any, degrees: Degrees, index: int) -> float:
     """Sums of `local_flops` over the operators of a block, which knows nothing of expressions."""
     whole = 0.0
-    for node in program.blocks[index].graph.nodes:
-        if node.op == "call_function":
-            bound, split = analysis.bounds[index][node.name], dict[str, float]()
-            for degree, label in zip(degrees.mesh.degrees, labels[index].labels[node.meta["key"]], strict=True):
-                variant = by_label(variants(bound, degree), label)
-                if variant.factor:
-                    split[variant.factor] = split.get(variant.factor, 1.0) * degree
-            whole += local_flops(bound.rule, split)
+    for node in program.blocks[index].operators:
+        bound, split = analysis.bounds[index][node.name], dict[str, float]()
+        for degree, label in zip(degrees.mesh.degrees, labels[index].labels[node.meta["key"]], strict=True):
+            variant = by_label(variants(bound, degree), label)
+            if variant.factor:
+                split[variant.factor] = split.get(variant.factor, 1.0) * degree
+        whole += local_flops(bound.rule, split)
     return whole
 
 
