@@ -101,17 +101,13 @@ class _Values:
         flow = self.flow
         for name in flow.runs:
             self._save(name)
-        views: dict[str, list[str]] = {name: [] for name in self.position}
-        for name, run in flow.runs.items():
-            if run.owner != name and run.owner in views:
-                views[run.owner].append(name)
         operators = []
         for name in self.position:
             edges = ((name, k) for k in range(len(flow.operands[name])))
             takes = dict.fromkeys(at for edge in edges if (at := self._read(edge, flow.use_types(edge))) is not None)
             operators.append(
                 RecomputableOperator(
-                    keys=tuple(flow.nodes[n].meta["key"] for n in (name, *views[name])),
+                    keys=tuple(flow.nodes[n].meta["key"] for n, run in flow.runs.items() if run.owner == name),
                     takes=tuple(takes),
                     own_bytes=sum(self.own.pop(name, ()), start=Polynomial()),
                     work=self.works[name],
