@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 Wish = Mapping[str, Any]
+_TOGETHER: Wish = {"tp": 2, "pp": 2, "dp": 2, "zero": 3, "sequence_parallel": True, "recompute": "full"}
 
 MESHES: Mapping[str, Wish] = {
     "tp=2": {"tp": 2},
@@ -33,15 +34,7 @@ PIPELINES: Mapping[str, Wish] = {
     "pp=2 × dp=2, ZeRO 1": {"pp": 2, "dp": 2, "zero": 1, "micro_batches": 3},
     "pp=2 × dp=2, ZeRO 2": {"pp": 2, "dp": 2, "zero": 2, "micro_batches": 3},
     "pp=2 × dp=2, ZeRO 3": {"pp": 2, "dp": 2, "zero": 3, "micro_batches": 3},
-    "tp=2 × pp=2 × dp=2, ZeRO 3, sequence, recompute": {
-        "tp": 2,
-        "pp": 2,
-        "dp": 2,
-        "zero": 3,
-        "sequence_parallel": True,
-        "recompute": "full",
-        "micro_batches": 2,
-    },
+    "tp=2 × pp=2 × dp=2, ZeRO 3, sequence, recompute": {**_TOGETHER, "micro_batches": 2},
 }
 
 RECOMPUTED_FAMILIES = ("llama", "gpt2", "mixtral", "t5", "convnext")
@@ -175,15 +168,7 @@ _CHUNKED: Mapping[str, Wish] = {
     "pp=2": {"pp": 2, "micro_batches": 3},
     "tp=2, sequence, recompute": {"tp": 2, "sequence_parallel": True, "recompute": "full"},
     "dp=2, accumulate 3": {"dp": 2, "accumulate": 3},
-    "tp=2 × pp=2 × dp=2, ZeRO 3, sequence, recompute": {
-        "tp": 2,
-        "pp": 2,
-        "dp": 2,
-        "zero": 3,
-        "sequence_parallel": True,
-        "recompute": "full",
-        "micro_batches": 3,
-    },
+    "tp=2 × pp=2 × dp=2, ZeRO 3, sequence, recompute": {**_TOGETHER, "micro_batches": 3},
 }
 CHUNK_PLANS: Mapping[str, Wish] = {name: {**wish, "loss_chunks": 3} for name, wish in _CHUNKED.items()}
 
@@ -195,15 +180,7 @@ _OFFLOADED: Mapping[str, Wish] = {
     "dp=2, ZeRO 3, accumulate 2, recompute": {"dp": 2, "zero": 3, "accumulate": 2, "recompute": "full"},
     "pp=2": {"pp": 2, "micro_batches": 3},
     "pp=2, zbv-zero-bubble": {"pp": 2, "schedule": "zbv-zero-bubble", "micro_batches": 6},
-    "tp=2 × pp=2 × dp=2, ZeRO 3, sequence, recompute": {
-        "tp": 2,
-        "pp": 2,
-        "dp": 2,
-        "zero": 3,
-        "sequence_parallel": True,
-        "recompute": "full",
-        "micro_batches": 3,
-    },
+    "tp=2 × pp=2 × dp=2, ZeRO 3, sequence, recompute": {**_TOGETHER, "micro_batches": 3},
 }
 OFFLOADED = ("optimizer", "parameters", "activations", "optimizer+activations", "parameters+activations")
 OFFLOAD_PLANS: Mapping[str, Wish] = {

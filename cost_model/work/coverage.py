@@ -24,7 +24,14 @@ from typing import Any
 
 from autopar.capture.analysis import Analysis
 from autopar.cost_model.work.block_work import PASSES
-from autopar.cost_model.work.operator_cost import forward_flops, is_view, local_sizes, saved_operands, target_name
+from autopar.cost_model.work.operator_cost import (
+    forward_flops,
+    info_bytes,
+    is_view,
+    local_sizes,
+    saved_operands,
+    target_name,
+)
 from autopar.ir.cluster import ClusterSpec, memory_bytes_per_s, peak_flops_per_s
 from autopar.ir.degrees import Degrees
 from autopar.ir.plan import BlockLabels
@@ -122,7 +129,7 @@ def works_of(
             chosen = dict(zip(mesh.names, each, strict=True))
             infos = () if is_view(call) else (*call.operands, call.output)
             held = [_held_bytes(info, k, chosen.values()) for k, info in enumerate((*call.operands, call.output))]
-            flops, num_bytes = _flops(bound.rule, call, ()), sum(_bytes(info) for info in infos)
+            flops, num_bytes = _flops(bound.rule, call, ()), sum(info_bytes(info) for info in infos)
             passes = PASSES if call.output.differentiable else 1.0
             seconds = _flops(bound.rule, call, chosen.values()) / peak_flops_per_s(cluster, call.output.dtype)
             seconds += sum(held) / bandwidth if infos else 0.0
@@ -205,11 +212,7 @@ def _degrees(chosen: Iterable[Variant]) -> dict[str, float]:
 
 def _held_bytes(info: TensorInfo, position: int, chosen: Iterable[Variant]) -> float:
     """One rank's bytes of an operand, or of the output: the position behind the last operand."""
-    return _bytes(info) * prod(v.share for v in chosen if (*v.operands, v.output)[position].kind == "S")
-
-
-def _bytes(info: TensorInfo) -> float:
-    return float(prod(info.shape) * info.dtype.itemsize)
+    return info_bytes(info) * prod(v.share for v in chosen if (*v.operands, v.output)[position].kind == "S")
 
 
 def _share(part: float, whole: float) -> float:

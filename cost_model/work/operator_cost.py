@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, TypeVar
 
-from autopar.rules.rule import Call, Rule, Slot
+from autopar.rules.rule import Call, Rule, Slot, TensorInfo
 
 _V = TypeVar("_V")
 VIEWS = frozenset((
@@ -24,6 +24,10 @@ EXPERT_PRODUCTS = ("grouped_mm", "expert_product")  # each row meets the matrix 
 def target_name(target: Any) -> str:
     """An operator's name without namespace and overload: ``linear`` for ``aten.linear.default``."""
     return str(target).split(".")[1] if "." in str(target) else str(target)
+
+
+def info_bytes(info: TensorInfo) -> float:
+    return float(prod(info.shape) * info.dtype.itemsize)
 
 
 def is_view(call: Call) -> bool:

@@ -6,7 +6,6 @@ out: a message starts kernels too, on two ranks.
 """
 
 from collections.abc import Sequence
-from math import prod
 
 import numpy as np
 from torch import fx
@@ -15,11 +14,10 @@ from autopar.capture.analysis import Analysis
 from autopar.capture.nodes import is_random
 from autopar.cost_model.machine.kernel_times import matmul_seconds
 from autopar.cost_model.machine.machine import Machine
-from autopar.cost_model.work.operator_cost import is_view, local_flops
+from autopar.cost_model.work.operator_cost import info_bytes, is_view, local_flops
 from autopar.ir.degrees import Degrees
 from autopar.ir.program import Program
 from autopar.ir.stages import ancestors, sources_of, stages_of
-from autopar.rules.rule import TensorInfo
 
 
 def values_to_recompute(
@@ -40,7 +38,7 @@ def values_to_recompute(
         if value == program.loss or output not in calls or not is_free or any(is_random(node) for node in nodes):
             continue
         seconds = sum(_kernel_seconds(node, analysis, call.block, machine) for node in nodes)
-        if seconds <= float(machine.links.message_s(np.asarray(_bytes(calls[output].output)), is_inside)):
+        if seconds <= float(machine.links.message_s(np.asarray(info_bytes(calls[output].output)), is_inside)):
             values.append(value)
     return tuple(values)
 
@@ -52,14 +50,10 @@ def _kernel_seconds(node: fx.Node, analysis: Analysis, block: int, machine: Mach
         return 0.0
     seconds = matmul_seconds(
         flops=local_flops(analysis.bounds[block][node.name].rule, {}),
-        moved_bytes=sum(map(_bytes, (*call.operands, call.output))),
+        moved_bytes=sum(map(info_bytes, (*call.operands, call.output))),
         part=1.0,
         peak_flops_per_s=speeds.product_flops_per_s,
         bytes_per_s=speeds.bytes_per_s,
         launch_s=0.0,
     )
     return float(seconds)
-
-
-def _bytes(info: TensorInfo) -> float:
-    return float(prod(info.shape) * info.dtype.itemsize)
