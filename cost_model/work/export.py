@@ -27,7 +27,7 @@ from autopar.ir.plan import BlockLabels
 from autopar.ir.program import Program
 from autopar.ir.sharding import Mesh
 from autopar.ir.stages import ancestors, needed_results
-from autopar.lowering.loss_region import region_of
+from autopar.lowering.loss_region import region_of_block
 
 SymbolicWork = BlockWork[Polynomial]
 
@@ -81,9 +81,7 @@ def flow_of(
         for user, k in step.users
     }
     sizes = sizes_of(block, index, labels, naming)
-    region = region_of(
-        {name: nodes[name] for name in runs if name in needed}, outputs, {n: s.chosen for n, s in sizes.items()}
-    )
+    region = region_of_block(analysis, block, index, labels, naming.mesh, outputs)
     return Flow(
         block=block,
         dims=analysis.dims[index],
@@ -118,30 +116,23 @@ def work_of(flow: Flow) -> SymbolicWork:
         fused=tuple(_fused(flow, members, flow.written, needs) for members, needs in pairs),
         input_bytes=polynomial(_sum(flow.value_bytes(p) for p in (*_inputs(flow), *_choices(flow)))),
         **_parameters(flow),
-        **_sent_and_saved(flow, (*products, *eager)),
+        **_saved_fields(flow),
+        sent=tuple(sent_by(flow)),
+        selected=selected(recomputable(flow, (*products, *eager)), keys) if (keys := flow.labels.recomputed) else None,
     )
 
 
-def kept_work(flow: Flow, work: SymbolicWork) -> SymbolicWork:
-    """The work of a block that saves its gathered values, derived from the work of a block that gathers them again."""
-    if not flow.regathered:
-        return work
-    return replace(work, **_sent_and_saved(replace(flow, regathered={}), (*work.products, *work.eager)))
-
-
-def _sent_and_saved(flow: Flow, works: Sequence[Operator[Polynomial]]) -> dict[str, Any]:
-    """The fields of a block's work that depend on its gathered values: what is sent, saved and computed again."""
-    keys, of_groups = flow.labels.recomputed, set[Need]().union(*flow.needs_of_groups)
+def _saved_fields(flow: Flow) -> dict[str, Any]:
+    """The fields of the tensors that the backward pass of a block needs."""
+    of_groups = set[Need]().union(*flow.needs_of_groups)
     needs = {name: set(needs_of_product(flow, name)) for name in flow.runs if flow.is_product(name)}
     of_attention = [needs[name] for name in needs if flow.is_attention(name)]
     of_products = set[Need]().union(*needs.values())
     only_products = of_products.difference(of_groups, *of_attention)  # they may be as narrow as products
     return {
-        "sent": tuple(sent_by(flow)),
         "saved_eager_bytes": polynomial(_saved_eager(flow)),
         "saved_fused_bytes": polynomial(_saved(flow, of_products | of_groups)),
         "saved_operand_bytes": polynomial(_saved(flow, only_products)),
-        "selected": selected(recomputable(flow, works), keys) if keys else None,
     }
 
 
