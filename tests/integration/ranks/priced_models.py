@@ -140,6 +140,7 @@ SHORT = (
     case(GPT2, tp=2, dp=2, zero=3, accumulate=2, recompute="full", recompute_blocks=1),
     case(GPT2, pp=2, dp=2, zero=3, micro_batches=4, schedule="zbv-zero-bubble"),
     case(GPT2, pp=2, tp=2, micro_batches=2, schedule="interleaved-zero-bubble", recompute="full"),
+    case(GPT2, pp=2, tp=2, micro_batches=4, schedule="dualpipev", loss_chunks=2),
     case(UNEVEN, tp=2, dp=2, zero=3),
     case(LLAMA, tp=2, dp=2, zero=1, accumulate=2, precision="bf16", sequence_parallel=True),
     case(GPT2, pp=2, tp=2, micro_batches=2, precision="bf16", reduce_dtype="bf16"),
