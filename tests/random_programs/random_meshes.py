@@ -24,7 +24,6 @@ PLANES = (
     Mesh.of(dp=2, tp=2), Mesh.of(dp=2, tp=3), Mesh.of(dp=2, tp=4), Mesh.of(dp=3, tp=2), Mesh.of(dp=4, tp=2),
     Mesh.of(tp=2, tq=2), Mesh.of(tp=2, tq=3), Mesh.of(tp=2, tq=4), Mesh.of(tp=3, tq=2), Mesh.of(dp=2, tp=2, tq=2),
 )  # fmt: skip
-ROUNDING = 1e-12  # gradients of programs with weights near 1 are larger, or zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +81,7 @@ def ill_conditioned(source: Source) -> bool:
     _, moved = unmodified(source, relative=torch.finfo(torch.float64).eps)
     scale = rms(gradients.values())
     return (
-        scale < ROUNDING
+        scale < 1e-12
         or max(floored_error(moved[name], grad, scale) for name, grad in gradients.items()) > TOLERANCE / 10
     )
 
