@@ -1,14 +1,13 @@
 """The cost of one training step of one plan: time, memory, and their parts.
 
-    step       `autopar.cost_model.step.step` over the blocks of the captured program; a plan's own pipeline stages by
-    their
-               action list (`autopar.cost_model.pipeline.stages`)
-    MFU        model FLOP / (step · devices · peak): products and attention forward, twice that backward, attention
-               counted without its mask (Chowdhery et al. 2022, "PaLM", appendix B; Narayanan et al. 2021, "Efficient
-               large-scale language model training on GPU clusters", appendix)
-    HFU        the same with what recomputation runs again (Korthikanti et al. 2022, section 6.3)
-    scaling    tokens/s of a device over those of the same plan without data parallelism, on as many devices as one
-               replica has and with the same micro-batches each
+    step       `autopar.cost_model.step.step` over the blocks of the captured program. A plan's own pipeline stages are
+               replayed by their action list (`autopar.cost_model.pipeline.stages`).
+    MFU        Model FLOP / (step · devices · peak): products and attention forward, twice that backward. Attention
+               counts without its mask (Chowdhery et al. 2022, "PaLM", appendix B; Narayanan et al. 2021, "Efficient
+               large-scale language model training on GPU clusters", appendix).
+    HFU        MFU with the recomputed FLOP too (Korthikanti et al. 2022, section 6.3).
+    scaling    Tokens/s of a device over those of the same plan without data parallelism. That plan has the devices of
+               one replica, and each device has the same micro-batches.
 
 Nothing here imports torch at module level.
 """

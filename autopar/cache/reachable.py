@@ -1,10 +1,10 @@
 """What the capture of a user's model depends on, as one hash.
 
-    files      the content of every loaded Python file that no package manager installed
-    packages   of classes and functions: the module's file, by size and time, and the version of its package
-    values     what the model holds, and the closures, defaults and globals that the functions of those files name
-    inputs     form, shapes and dtypes of tensors, and every other argument by value
-    torch      version, default dtype, autocast
+    files      The content of every loaded Python file that no package manager installed.
+    packages   For their classes and functions: size and time of the module's file, and the package's version.
+    values     The values of the model. The closures, defaults and globals that functions of those files name.
+    inputs     Form, shapes and dtypes of tensors. Every other argument by value.
+    torch      Version, default dtype, autocast.
 
 Weights count by shape and dtype, all other tensors by value. So do the buffers that a job holds for a model on meta. If
 a value hides its content, nothing is known, and the model is captured at every start.

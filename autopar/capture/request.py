@@ -33,12 +33,12 @@ LossFunction = Callable[..., torch.Tensor]  # of (output, target), as torch's lo
 class Reading:
     """The values that a model may read while it is captured."""
 
-    specialise: bool = False  # values that inputs decide may be read
-    answers: Mapping[tuple[str, int], Decision] | None = None  # decisions of an earlier capture, to be taken again
-    own_sizes: bool = False  # a size of a tensor is no answer: it counts elements, and other inputs have others
+    specialise: bool = False  # the model may read values that inputs decide
+    answers: Mapping[tuple[str, int], Decision] | None = None  # an earlier capture took them, and this one does again
+    own_sizes: bool = False  # a size of a tensor is no answer: other inputs have other sizes
     given: Any = None  # the user's own inputs, if the capture runs at other sizes
     buffers: Callable[[str], torch.Tensor] | None = None  # values of buffers of a model on meta
-    decided: Mapping[tuple[str, int], Decision] = field(default_factory=dict)  # what the batch of a step decides
+    decided: Mapping[tuple[str, int], Decision] = field(default_factory=dict)  # decisions of the batch of a step
     explains: bool = True  # a failed capture looks for the cause
     assumes: bool = True  # a test for no rows finds some; the caller tries whether this is right
 

@@ -65,9 +65,7 @@ class ClusterSpec:
                 rule = "is required for a device that is not a preset"
                 problems.append(Problem(path=f"groups[{index}].in_host", rule=rule))
         if self.num_hosts > 1 and self.inter_host is None:
-            problems.append(
-                Problem(path="inter_host", rule=f"is required: {self.num_hosts} hosts and no device preset")
-            )
+            problems.append(Problem(path="inter_host", rule=f"is required for {self.num_hosts} hosts"))
         if (self.spine is None) != (self.hosts_per_leaf is None):
             problems.append(Problem(path="spine", rule="spine and hosts_per_leaf must be given together"))
         elif self.hosts_per_leaf is not None and not 1 <= self.hosts_per_leaf <= self.num_hosts:

@@ -42,9 +42,9 @@ _KINDS = (
 READING, ENDED, FAILED, STEP, EVALUATION, LOGGING, NOT_SAVED = range(len(_KINDS))
 NUM_SAMPLED = 16  # elements of a parameter
 CHECKSUM_BYTES = 2**21  # of an input, for its checksum
-FITS, UNFIT, UNSURE, CHANGED = range(4)  # what a rank knows of its own batch, and that its model has been changed
-_Row = Sequence[int]  # kind and mode, step, what is known of the batch, sequences, scaler; per input shape and checksum
-_OTHERS = "(not in the example)"  # stands for all inputs that only this batch has
+FITS, UNFIT, UNSURE, CHANGED = range(4)  # knowledge of a rank about its batch; CHANGED: its model is another one
+_Row = Sequence[int]  # kind and mode, step, knowledge of the batch, sequences, scaler; per input shape and checksum
+_OTHERS = "(not in the example)"  # all inputs that the example has not
 
 
 class PreflightCheck:
