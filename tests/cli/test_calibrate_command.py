@@ -1,12 +1,10 @@
 """`autopar calibrate`: measures, fits, prints, and writes a file that is a profile."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from run import refused
+from run import autopar, refused
 
 from autopar.cost_model.machine.profile_io import load_profile
 from autopar.ir.cluster import ClusterSpec
@@ -15,9 +13,8 @@ FIVE_SECONDS = ("--minutes", "0.08")
 
 
 def calibrate(*options: str) -> str:
-    command = [sys.executable, "-m", "autopar", "calibrate", *FIVE_SECONDS, *options]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    result = autopar("calibrate", *FIVE_SECONDS, *options)
+    assert result.exit_code == 0, result.stderr
     return result.stdout
 
 

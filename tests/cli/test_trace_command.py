@@ -1,8 +1,6 @@
 """`autopar trace`: ranks are started, the trace is written, and the table lists its tracks."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,9 +17,8 @@ def test_trace_writes_a_file_and_says_what_is_in_it(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     sizes = ("--pp", "2", "--micro-batches", "2", "--hidden", "32", "--seq-len", "8")
     options = (*sizes, *RECOMPUTED, "--out", str(path))
-    command = [sys.executable, "-m", "autopar", "trace", "gpt2", "-n", "2", *options]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert (result.returncode, result.stderr) == (0, "")
+    result = autopar("trace", "gpt2", "-n", "2", *options)
+    assert (result.exit_code, result.stderr) == (0, "")
     assert f"written to {path}" in result.stdout and "rank 1: pp 1 dp 0 tp 0" in result.stdout
     events = json.loads(path.read_text())["traceEvents"]
     names = {(e["pid"], e["name"]) for e in events if e["ph"] == "X" and "call" not in e["args"]}

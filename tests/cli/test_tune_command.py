@@ -29,8 +29,8 @@ def command(*more: str) -> list[str]:
 def test_it_prints_trials_and_writes_plan_and_study(tmp_path: Path) -> None:
     plan, profile, study, page = (tmp_path / name for name in ("plan.json", "profile.yaml", "tune.log", "tuned.html"))
     files = ("--out", str(plan), "--profile-out", str(profile), "--study", str(study))
-    done = subprocess.run(command("--trials", "2", *files), capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
+    done = autopar("tune", *ASKED, NO_CALIBRATION, "--trials", "2", *files)
+    assert done.exit_code == 0, done.stderr
     assert re.search(r"trial 1: dp 2.*: \d+(\.\d)? .?s \(.* to .*\), predicted", done.stdout)
     assert "best" in done.stdout and f"written to {plan}" in done.stdout.replace("\n", " ").replace("  ", " ")
     assert Plan.load(plan).degrees.world_size == 2

@@ -1,14 +1,11 @@
 """`autopar verify`: ranks are started, the table and the JSON, and plans that do not fit."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from run import autopar as autopar_here
-from run import refused
+from run import autopar, refused
 
 from autopar.ir.plan import Plan
 
@@ -19,20 +16,15 @@ SMALL = ("--layers", "2", "--hidden", "64", "--seq-len", "16")
 @pytest.fixture(scope="module")
 def plan_of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("plans") / "plan.json"
-    made = autopar_here("plan", "llama3-8b", "-c", "2xcpu", "--tp", "2", "--out", str(path), *SMALL)
+    made = autopar("plan", "llama3-8b", "-c", "2xcpu", "--tp", "2", "--out", str(path), *SMALL)
     assert made.exit_code == 0, made.stderr
     return path
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own, as a user does: ranks are started from it."""
-    return subprocess.run([sys.executable, "-m", "autopar", *arguments], capture_output=True, text=True)
-
-
 def test_verify_passes_and_says_where_the_worst_is(plan_of_two: Path) -> None:
     sizes = ("--layers", "2", "--hidden", "64", "--steps", "2", "--json")
-    result = run("verify", "llama3-8b", "--world-size", "2", "--plan", str(plan_of_two), *sizes)
-    assert result.returncode == 0, result.stderr
+    result = autopar("verify", "llama3-8b", "--world-size", "2", "--plan", str(plan_of_two), *sizes)
+    assert result.exit_code == 0, result.stderr
     report: dict[str, Any] = json.loads(result.stdout)
     assert set(report) == {"passed", "world_size", "plan", "quantities", "notes"}
     assert (report["passed"], report["world_size"]) == (True, 2)
@@ -46,7 +38,7 @@ def test_verify_passes_and_says_where_the_worst_is(plan_of_two: Path) -> None:
 
 @pytest.mark.parametrize("passed", [True, False])
 def test_table_and_exit_status(monkeypatch: pytest.MonkeyPatch, plan_of_two: Path, passed: bool) -> None:
-    import autopar.commands.verify
+    from autopar.commands import verify
     from autopar.runtime.verify.error_metrics import Quantity
     from autopar.runtime.verify.verify import Report
 
@@ -55,8 +47,8 @@ def test_table_and_exit_status(monkeypatch: pytest.MonkeyPatch, plan_of_two: Pat
         worst = Quantity(name="gradients", max_error=found, where="lm_head.weight", tolerance=1e-9, limit=1e-9)
         return Report(plan=Plan.load(plan_of_two), quantities=(worst,))
 
-    monkeypatch.setattr(autopar.commands.verify, "verify", instead)
-    result = autopar_here("verify", "gpt2", "-n", "2")
+    monkeypatch.setattr(verify, "verify", instead)
+    result = autopar("verify", "gpt2", "-n", "2")
     assert result.exit_code == (0 if passed else 1)
     assert "lm_head.weight" in result.stdout
     assert ("passed" if passed else "FAILED: gradients") in result.stdout
@@ -93,9 +85,9 @@ def test_a_plan_of_a_float64_factory(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """A check in float64 takes its weights as they are. In another dtype it says why the plan does not fit."""
     monkeypatch.chdir(Path(__file__).parent)
     path = str(tmp_path / "plan.json")
-    made = autopar_here("plan", "cli_models:double", "-c", "2xcpu", "--tp", "2", "--out", path)
+    made = autopar("plan", "cli_models:double", "-c", "2xcpu", "--tp", "2", "--out", path)
     assert made.exit_code == 0, made.stderr
-    result = autopar_here("verify", "cli_models:double", "-n", "2", "--plan", path)
+    result = autopar("verify", "cli_models:double", "-n", "2", "--plan", path)
     assert result.exit_code == 0 and "passed" in result.stdout, result.stderr
     message = refused("verify", "cli_models:double", "-n", "2", "--plan", path, "--dtype", "float32")
     assert "the factory makes float64 weights, and this check takes float32 ones: give the dtype float64" in message

@@ -266,7 +266,7 @@ def test_a_hanging_trial_ends_within_its_deadline(at: int, monkeypatch: pytest.M
     usual = World.__init__
 
     def begin(world: World, job: TrialJob, num_ranks: int, *, within_s: float) -> None:
-        usual(world, job, num_ranks, within_s=TRIAL_S / 3 if job.origin == "planted_hang" else within_s)
+        usual(world, job, num_ranks, within_s=TRIAL_S / 6 if job.origin == "planted_hang" else within_s)
 
     monkeypatch.setattr(World, "__init__", begin)
     found = tuned(trial_s=TRIAL_S)

@@ -21,12 +21,13 @@ CASES = {
 }
 LAUNCHED = {
     "alone": (1, ("cpu model", "tuple inputs")),
-    "torchrun": (2, tuple(CASES)),
+    "torchrun": (2, ("path of a plan",)),
+    "two forks": (2, tuple(CASES)),
     "four forks": (4, ("safetensors, plan", "mean of squares")),
 }
 
 
-@pytest.mark.parametrize("launched", thinned(LAUNCHED, keep=("alone", "torchrun")))
+@pytest.mark.parametrize("launched", thinned(LAUNCHED, keep=("alone", "torchrun", "two forks")))
 def test_losses_equal_the_single_device(launched: str, tmp_path: Path) -> None:
     world_size, cases = LAUNCHED[launched]
     script, arguments = torchrun.HERE / "torchrun_parallelize.py", [str(world_size), *cases]

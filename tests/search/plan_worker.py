@@ -1,6 +1,7 @@
 """A search in a process of its own: writes the plan, and prints the trials."""
 
 import sys
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -32,7 +33,8 @@ class Model(nn.Module):
         return out
 
 
-if __name__ == "__main__":
+def search(path: Path) -> str:
+    """Write the plan; the trials."""
     with torch.device("meta"):
         model = Model()
     ids = torch.empty(2, 16, dtype=torch.long, device="meta")
@@ -47,5 +49,9 @@ if __name__ == "__main__":
         seed=5,
     )
     assert found.plan is not None
-    found.plan.save(sys.argv[1])
-    print(found.trials, found.best, found.others, sep="\n")
+    found.plan.save(path)
+    return f"{found.trials}\n{found.best}\n{found.others}"
+
+
+if __name__ == "__main__":
+    print(search(Path(sys.argv[1])))
