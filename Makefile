@@ -5,6 +5,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PLAN   ?= 2d
 PYTEST_ARGS ?=
+# else each of the many processes compiles autopar anew
+unexport PYTHONDONTWRITEBYTECODE
 # a file's tests share models and worlds of ranks; the order of files is that of tests/conftest.py
 WORKERS ?= --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 

@@ -28,7 +28,7 @@ MODULES = (
     "planning.estimate",
     "runtime.distributed.launch",
 )
-COLD = ("cache", "families/test_one_process.py", "test_core_only.py", "unchanged")
+COLD = ("cache", "families/test_one_process.py", "test_core_only.py")
 
 _until_it_ends = ExitStack()  # a context that nobody holds would be left at once
 
