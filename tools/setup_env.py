@@ -118,8 +118,9 @@ def wanted_versions(extras: str, versions: str) -> list[str]:
 
 
 def pip(venv: Path, constraints: Path, *what: str) -> None:
-    command = [str(venv / "bin" / "python"), "-m", "pip", "install", "-qq", "--disable-pip-version-check", "--no-compile"]
-    result = subprocess.run([*command, "--constraint", str(constraints), *what], cwd=ROOT, env=environment())
+    command = [str(venv / "bin" / "python"), "-m", "pip", "install", "--no-compile", "-qq"]
+    options = ["--disable-pip-version-check", "--constraint", str(constraints)]
+    result = subprocess.run([*command, *options, *what], cwd=ROOT, env=environment())
     if result.returncode != 0:
         sys.exit(f"setup: pip could not install {' '.join(what)}; its message is above")
 

@@ -12,7 +12,6 @@ CELLS = (
     ("meshes", "zoo:mixtral", MESH),
     ("meshes", "zoo:resnet", MESH),
     ("recomputation", "zoo:gpt2", "stages of their own, pp=2 × dp=2, ZeRO 3"),
-    ("recomputation", "zoo:convnext", "selective, tp=2 × dp=2, ZeRO 1"),
     ("recomputation", "zoo:llama", "selective, 4 chunks of the loss, tp=2"),
     ("mixtures", "mixtures:mixtral", "dp=2, accumulate 2, ZeRO 3"),
     ("empty-experts", "mixtures:mixtral", "tp=2 × dp=2"),

@@ -32,7 +32,7 @@ ALIKE = ("mistral", "qwen2", "qwen3", "phi3_grouped", "falcon_multi_query", "opt
 ALIKE += ("qwen3_moe", "encoder")
 KINDS = [family for family in zoo.FAMILIES if family not in ALIKE]
 # every kind on one mesh, and one family on every mesh
-SHORT = {*product(KINDS, ["tp=2 dp=2 sequence"]), *product(["t5"], MESHES)}
+SHORT = {*product(KINDS, ["tp=2 dp=2 sequence"]), *product(["gpt2"], MESHES)}
 # a contrastive loss pairs all samples, batch norm has statistics of them
 MIXING = ("clip", "resnet")
 

@@ -8,6 +8,7 @@ from functools import cache, partial
 import pytest
 import torch
 from equivalence import case_of, check, labelled
+from suites import long
 from tiny_models import gpt2, llama, megatron
 from torch import fx, nn
 
@@ -36,7 +37,7 @@ def some_recomputed(run: SingleDeviceRun, labels: Sequence[BlockLabels], seed: i
     return tuple(found)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, long(2), long(3)])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_any_set_of_operators_equals_one_device(name: str, mesh: Mesh, seed: int) -> None:

@@ -18,7 +18,7 @@ def the_case(model: str, degree: int, batch: int = 4) -> Case:
 
 
 @pytest.mark.parametrize("seed", [0, long(1)])
-@pytest.mark.parametrize("degree", [long(2), 3, 4])
+@pytest.mark.parametrize("degree", [long(2), 3, long(4)])
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
 def test_one_mesh_dimension(model: str, degree: int, seed: int) -> None:
     check_random(the_case(model, degree, 3 if degree == 3 else 4), Mesh.of(tp=degree), seed)
@@ -36,7 +36,7 @@ def test_two_mesh_dimensions(model: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("mesh", [long(Mesh.of(tp=2, tq=2)), Mesh.of(tp=2, tq=3), long(Mesh.of(dp=2, tp=4))], ids=str)
-@pytest.mark.parametrize("model", ["llama", "gpt2"])
+@pytest.mark.parametrize("model", [long("llama"), "gpt2"])
 def test_two_dimensions_that_both_split_activations(model: str, mesh: Mesh) -> None:
     check_random(the_case(model, 6 if 3 in mesh.degrees else 4), mesh, 0)
 

@@ -56,11 +56,12 @@ def save_and_train(rank: int, wanted: Wanted, plan: Plan, before: Batches, after
     saved = whole_everywhere(state_of(model, optimizer))
     model.save(folder, optimizer, {"schedule": schedule, "epoch": 3}, step=len(before))
     losses = trained(model, program, plan, optimizer, schedule, after)
-    return losses, saved, whole_everywhere(state_of(model, optimizer)) if rank == 0 else _end(model, optimizer)
+    return of_rank_0(rank, losses, saved, whole_everywhere(state_of(model, optimizer)))
 
 
-def _end(model: ParallelModel, optimizer: Any) -> None:
-    whole_everywhere(state_of(model, optimizer))
+def of_rank_0(rank: int, *values: Any) -> tuple[Any, ...] | None:
+    """What one rank sends: all ranks have the same, and tensors take long to send."""
+    return values if rank == 0 else None
 
 
 def load_and_train(rank: int, wanted: Wanted, plan: Plan, after: Batches, folder: str, *, spoil: bool = True) -> Any:
@@ -75,7 +76,7 @@ def load_and_train(rank: int, wanted: Wanted, plan: Plan, after: Batches, folder
     assert extra["epoch"] == 3 and extra["schedule"] == schedule.state_dict()
     loaded = whole_everywhere(state_of(model, optimizer))
     losses = trained(model, program, plan, optimizer, schedule, after)
-    return losses, loaded, whole_everywhere(state_of(model, optimizer)) if rank == 0 else _end(model, optimizer)
+    return of_rank_0(rank, losses, loaded, whole_everywhere(state_of(model, optimizer)))
 
 
 def differing(found: State, expected: State) -> list[str]:
@@ -114,7 +115,7 @@ def with_dropout(rank: int, world_size: int, wish: Mapping[str, Any], folder: st
         if not loads and step == 1:
             parallel.save(folder, optimizer, step=2, asynchronous=True)
     parallel.finish_saving()
-    return losses, whole_everywhere(state_of(parallel, optimizer))
+    return of_rank_0(rank, losses, whole_everywhere(state_of(parallel, optimizer)))
 
 
 def error_of(action: Any) -> str:

@@ -41,7 +41,7 @@ def plant(fault: str) -> None:
     elif fault == "slow":
 
         def slowly(a: torch.Tensor, b: torch.Tensor) -> None:
-            time.sleep(0.2)  # far longer than the product, however busy the machine
+            time.sleep(0.05)  # far longer than the product, however busy the machine
             torch.mm(a, b)
 
         doctor_speed.multiply = slowly

@@ -78,7 +78,7 @@ def enumerated(case: Case, fix: Mapping[str, Any]) -> list[list[PricedPlan]]:
     return [[one(i, chunks) for chunks in numbers] for i in range(len(found))]
 
 
-@pytest.mark.parametrize(("case", "fix"), thinned(CASES, keep=CASES[::13]), ids=str)
+@pytest.mark.parametrize(("case", "fix"), thinned(CASES, keep=CASES[13::13]), ids=str)
 def test_no_plan_is_better_either_way(case: Case, fix: Mapping[str, Any]) -> None:
     (_, found), every = searched(case, fix), enumerated(case, fix)
     fits = [one.seconds for ways in every for one in ways if one.fits]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from deep_models import Deep, machinery
 from search_cases import Case
-from suites import thinned
+from suites import long, thinned
 
 from autopar.cost_model.pricing import layout_of, shape_of_works
 from autopar.cost_model.step.layouts import Layouts
@@ -77,7 +77,7 @@ def test_out_of_time_the_value_that_leaves_least_on_the_device_is_searched() -> 
     assert found.best.fits
 
 
-@pytest.mark.parametrize("memory_bytes", [80e9, 6e6, 3e6])
+@pytest.mark.parametrize("memory_bytes", [long(80e9), 6e6, 3e6])
 @pytest.mark.parametrize("fix", [{}, {"offload": OFFLOADS}])
 def test_no_plan_is_better_than_the_one_found(memory_bytes: float, fix: dict[str, tuple[str, ...]]) -> None:
     """By default offload is searched only if no plan fits without it."""

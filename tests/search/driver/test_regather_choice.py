@@ -81,7 +81,7 @@ def enumerated(case: Case, fix: Mapping[str, Any]) -> list[tuple[PricedPlan, Pri
     return [(one(i, True), one(i, False)) for i in range(len(found))]
 
 
-@pytest.mark.parametrize(("case", "fix"), thinned(CASES, keep=CASES[::9]), ids=str)
+@pytest.mark.parametrize(("case", "fix"), thinned(CASES, keep=CASES[9::9]), ids=str)
 def test_no_plan_is_better_under_either_setting(case: Case, fix: Mapping[str, Any]) -> None:
     found, every = searched(case, fix), enumerated(case, fix)
     fits = [one.seconds for pair in every for one in pair if one.fits]
