@@ -1,7 +1,6 @@
 """Settings of every test: one thread, no network, reproducible draws, long files first. It does not import torch."""
 
 import gc
-import logging
 import os
 import signal
 import sys
@@ -73,10 +72,6 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
-
-# With a handler, as pytest's log capture adds one, torch records every tensor it describes, and its stack.
-if "TORCH_TRACE" not in os.environ:
-    logging.getLogger("torch.__trace").addHandler = lambda hdlr: None
 
 # Captures are kept for the next run of the tests, and not in the folder of whoever runs them.
 os.environ.setdefault(FOLDER, str(Path.home() / ".cache" / "autopar-tests"))

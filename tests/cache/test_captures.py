@@ -14,6 +14,7 @@ from autopar.cache.captures import CapturedModel, captured_model
 from autopar.cache.store import cache_folder
 from autopar.capture import any_size, program
 from autopar.errors import InputError
+from autopar.runtime.distributed.launch import Ranks
 
 SMALL = {"layers": 2, "hidden": 64, "seq_len": 16}
 
@@ -147,14 +148,17 @@ finally:
     assert plans[0] == plans[1]
 
 
-def test_a_process_that_captured_nothing_reads_operators_of_our_own(tmp_path: Path) -> None:
+def test_a_process_that_captured_nothing_reads_operators_of_our_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Experts are chosen by one output of `topk`, an operator that the capture has defined."""
-    options = {"layers": 1, "hidden": 64, "seq_len": 16}
-    made = captured_model("mixtral-8x7b", folder=tmp_path, **options)  # type: ignore[arg-type]
-    code = (
-        "from pathlib import Path; from autopar.cache.captures import captured_model; "
-        f"found = captured_model('mixtral-8x7b', folder=Path({str(tmp_path)!r}), **{options!r}); "
-        "print(found.capture.at(batch=6).fingerprint)"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.split()[-1] == made.capture.at(batch=6).fingerprint
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    made = of_experts(0, tmp_path)
+    with Ranks(1) as other:
+        assert other.run(f"{Path(__file__).stem}:of_experts", tmp_path) == [made]
+
+
+def of_experts(rank: int, folder: Path) -> str:
+    """The fingerprint of a program, captured or read."""
+    made = captured_model("mixtral-8x7b", layers=1, hidden=64, seq_len=16, folder=folder)
+    return made.capture.at(batch=6).fingerprint

@@ -26,30 +26,6 @@ def command(*more: str) -> list[str]:
     return [sys.executable, "-m", "autopar", "tune", *ASKED, NO_CALIBRATION, *more]
 
 
-def test_it_prints_trials_and_writes_plan_and_study(tmp_path: Path) -> None:
-    plan, profile, study, page = (tmp_path / name for name in ("plan.json", "profile.yaml", "tune.log", "tuned.html"))
-    files = ("--out", str(plan), "--profile-out", str(profile), "--study", str(study))
-    done = autopar("tune", *ASKED, NO_CALIBRATION, "--trials", "2", *files)
-    assert done.exit_code == 0, done.stderr
-    assert re.search(r"trial 1: dp 2.*: \d+(\.\d)? .?s \(.* to .*\), predicted", done.stdout)
-    assert "best" in done.stdout and f"written to {plan}" in done.stdout.replace("\n", " ").replace("  ", " ")
-    assert Plan.load(plan).degrees.world_size == 2
-    assert "measured by autopar tune" in profile.read_text()
-    assert autopar("plan", *ASKED, "--profile", str(profile)).exit_code == 0  # the next search starts from it
-    assert autopar("report", str(study), "-o", str(page)).exit_code == 0
-    assert "measured" in page.read_text()
-    for one in trials_of(study):
-        assert one.params["tp"] in (1, 2) and "zero" in one.params
-        outcome = one.user_attrs["outcome"]
-        low, high = one.user_attrs["predicted_interval_s"]
-        assert 0 < low < one.user_attrs["predicted_s"] < high
-        assert one.user_attrs["tokens_per_s"] == pytest.approx(4 * 16 / outcome["seconds"]["median"])
-        assert outcome["peak_bytes"] > 0
-        assert (one.state.name == "COMPLETE") == (outcome["state"] == "complete")
-        if one.state.name == "COMPLETE":
-            assert one.value == outcome["seconds"]["median"]
-
-
 def test_the_profile_stays_with_the_cluster_file(tmp_path: Path) -> None:
     cluster = tmp_path / "mine.yaml"
     cluster.write_text(CLUSTER)
@@ -85,28 +61,54 @@ def trials_of(path: Path) -> list[Any]:
 
 
 def test_sigint_ends_all_ranks_and_a_second_run_goes_on(tmp_path: Path) -> None:
-    path = tmp_path / "tune.log"
+    plan, profile, study, page = (tmp_path / name for name in ("plan.json", "profile.yaml", "tune.log", "tuned.html"))
     process = subprocess.Popen(
-        command("--trials", "4", "--study", str(path)),
+        command("--trials", "4", "--study", str(study)),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
     )
     assert process.stdout is not None
-    while "trial 1" not in process.stdout.readline():
+    while "trial 1" not in (line := process.stdout.readline()):
         assert process.poll() is None
+    assert re.search(r"trial 1: dp 2.*: \d+(\.\d)? .?s \(.* to .*\), predicted", line)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=600)
     assert process.returncode == INTERRUPTED and "Traceback" not in errors
     children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=False)
     assert not children.stdout
-    before = trials_of(path)
-    data = json_of("tune", *ASKED, NO_CALIBRATION, "--trials", "2", "--study", str(path))
+    before = trials_of(study)
+    options = ("tune", *ASKED, NO_CALIBRATION, "--trials", "2", "--study", str(study))
+    done = autopar(*options, "--out", str(plan), "--profile-out", str(profile))
+    assert done.exit_code == 0, done.stderr
+    assert "best" in done.stdout and f"written to {plan}" in done.stdout.replace("\n", " ").replace("  ", " ")
+    assert Plan.load(plan).degrees.world_size == 2
+    assert "measured by autopar tune" in profile.read_text()
+    assert autopar("plan", *ASKED, "--profile", str(profile)).exit_code == 0  # the next search starts from it
+    assert autopar("report", str(study), "-o", str(page)).exit_code == 0
+    assert "measured" in page.read_text()
+    _every_trial_is_whole(study)
+    data = json_of(*options)
     assert data["kind"] == "autopar tuning result"
     assert data["tried"][0]["number"] == before[0].number and len(data["tried"]) <= 2
     assert data["step_s"] in [trial["outcome"]["seconds"]["median"] for trial in data["tried"]]
     assert data["plan"]["degrees"]["dp_shard"] >= 1 and data["why"]
+
+
+def _every_trial_is_whole(study: Path) -> None:
+    for one in trials_of(study):
+        if "outcome" not in one.user_attrs:  # it was interrupted
+            continue
+        assert one.params["tp"] in (1, 2) and "zero" in one.params
+        outcome = one.user_attrs["outcome"]
+        low, high = one.user_attrs["predicted_interval_s"]
+        assert 0 < low < one.user_attrs["predicted_s"] < high
+        assert one.user_attrs["tokens_per_s"] == pytest.approx(4 * 16 / outcome["seconds"]["median"])
+        assert outcome["peak_bytes"] > 0
+        assert (one.state.name == "COMPLETE") == (outcome["state"] == "complete")
+        if one.state.name == "COMPLETE":
+            assert one.value == outcome["seconds"]["median"]
 
 
 @pytest.mark.long

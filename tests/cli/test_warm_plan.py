@@ -4,11 +4,11 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from unittest import mock
 
 import pytest
-from run import autopar
 from suites import long
 
 DISTRIBUTED = ("torch.distributed.pipelining", "torch.distributed.tensor")
@@ -42,16 +42,18 @@ def imported(folder: Path, unwanted: tuple[str, ...], *options: str) -> str:
     return result.stderr.splitlines()[-1]
 
 
-def planned(folder: Path, *options: str) -> None:
-    """The first plan of a folder. The second one reads what this one has kept."""
-    with mock.patch.dict(os.environ, {"AUTOPAR_CACHE_DIR": str(folder)}):
-        result = autopar(*MODEL, *options)
-    assert result.exit_code == 0, result.stderr
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A folder with what a first plan keeps. The names of the modules that it imports are known to be right."""
 
+    @cache
+    def of(*options: str) -> Path:
+        folder = tmp_path_factory.mktemp("kept")
+        wanted = ("autopar.capture.program", "autopar.search.labels.solve", "torch", "transformers")
+        assert imported(folder, wanted, *options).split() == ["imported", *wanted]
+        return folder
 
-def test_modules_of_a_first_plan_are_known_by_their_names(tmp_path: Path) -> None:
-    wanted = ("transformers", "autopar.capture.program", "autopar.search.labels.solve", "torch")
-    assert imported(tmp_path, wanted, "--fix", "pp=1").split() == ["imported", *sorted(wanted)]
+    return of
 
 
 @pytest.mark.parametrize(
@@ -63,15 +65,16 @@ def test_modules_of_a_first_plan_are_known_by_their_names(tmp_path: Path) -> Non
     ],
     ids=["zero-bubble", "no-trials", "no-pipeline"],
 )
-def test_from_a_kept_capture(tmp_path: Path, options: tuple[str, ...], unwanted: tuple[str, ...]) -> None:
-    planned(tmp_path, *options)
+def test_from_a_kept_capture(
+    kept: Callable[..., Path], tmp_path: Path, options: tuple[str, ...], unwanted: tuple[str, ...]
+) -> None:
+    shutil.copytree(kept(*options), tmp_path, dirs_exist_ok=True)
     shutil.rmtree(tmp_path / "plans")
     assert imported(tmp_path, unwanted, *options) == "imported"
 
 
-def test_from_a_kept_search(tmp_path: Path) -> None:
+def test_from_a_kept_search(kept: Callable[..., Path]) -> None:
     options = ("--fix", "pp=1")
-    planned(tmp_path, *options)
     unwanted = (
         *SLOW,
         "torch",
@@ -81,4 +84,4 @@ def test_from_a_kept_search(tmp_path: Path) -> None:
         "autopar.planning.fixed",
         "autopar.capture.record.captured",
     )
-    assert imported(tmp_path, unwanted, *options) == "imported"
+    assert imported(kept(*options), unwanted, *options) == "imported"

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from typing import Any
+from unittest import TestCase
 
 import pytest
 import torch
@@ -94,16 +95,16 @@ def test_a_plan_has_all_decisions() -> None:
         parallelized(plan=plan, precision="bf16", global_batch=4)
 
 
-def test_a_chosen_precision_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_chosen_precision_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     """The devices are CPUs, so the choice for GPUs is made for them."""
 
     def on_gpus(model: nn.Module, cluster: ClusterSpec) -> str | None:
         return "bf16"
 
     monkeypatch.setattr(precision, "usual_precision", on_gpus)
-    with caplog.at_level(logging.WARNING, logger="autopar"):
+    with TestCase().assertLogs("autopar", logging.WARNING) as logged:
         searched, given = parallelized().plan, parallelized(plan={"dp": 1}).plan
     assert searched.degrees.precision == given.degrees.precision == "bf16"
-    said = [record.getMessage() for record in caplog.records if "computes in bf16" in record.getMessage()]
+    said = [record.getMessage() for record in logged.records if "computes in bf16" in record.getMessage()]
     assert len(said) == 2 and said[0] in searched.notes and said[1] in given.notes
     assert parallelized(precision="fp32").plan.degrees.precision == "fp32"

@@ -1,9 +1,9 @@
-"""A search in a process of its own: writes the plan, and prints the trials."""
+"""A search that a test runs in two processes."""
 
-import sys
 from pathlib import Path
 
 import torch
+from kept_captures import capturing
 from torch import nn
 
 import autopar
@@ -33,25 +33,22 @@ class Model(nn.Module):
         return out
 
 
-def search(path: Path) -> str:
-    """Write the plan; the trials."""
+def searched(rank: int, path: Path) -> tuple[int, str]:
+    """Write the plan; this process's hash of a text, and the trials."""
     with torch.device("meta"):
         model = Model()
     ids = torch.empty(2, 16, dtype=torch.long, device="meta")
-    found = autopar.plan(
-        model,
-        "4xh100",
-        example_inputs={"ids": ids, "target": ids},
-        loss_fn=nn.functional.cross_entropy,
-        global_batch=8,
-        fix={"pp": {4, 2}, "schedule": {"1f1b", "gpipe", "interleaved-1f1b"}},
-        trials=15,
-        seed=5,
-    )
+    with capturing():
+        found = autopar.plan(
+            model,
+            "4xh100",
+            example_inputs={"ids": ids, "target": ids},
+            loss_fn=nn.functional.cross_entropy,
+            global_batch=8,
+            fix={"pp": {4, 2}, "schedule": {"1f1b", "gpipe", "interleaved-1f1b"}},
+            trials=15,
+            seed=5,
+        )
     assert found.plan is not None
     found.plan.save(path)
-    return f"{found.trials}\n{found.best}\n{found.others}"
-
-
-if __name__ == "__main__":
-    print(search(Path(sys.argv[1])))
+    return hash("text"), f"{found.trials}\n{found.best}\n{found.others}"

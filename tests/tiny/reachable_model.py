@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from unittest import mock
 
 import numpy as np
 import reachable_settings
@@ -65,14 +66,19 @@ class Model(nn.Module):
         return x.sum() if self.conf.width in (8, 9) and "a" in {"a", "b"} else x.mean()
 
 
-def digests() -> list[str | None]:
-    """The hashes of this model and of one of transformers."""
+def digests(rank: int) -> list[int | str | None]:
+    """This process's hash of a text, and the digests of this model and of one of transformers.
+
+    The files that a process happens to load are left out.
+    """
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from autopar.cache.reachable import request_digest
+    from autopar.cache import reachable
     from autopar.capture.request import Request
 
     ids = torch.zeros(2, 8, dtype=torch.long)
     config = GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=32)
     own = Request.of(Model(), {"x": torch.ones(4, 8)})
-    return [request_digest(own), request_digest(Request.of(GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}))]
+    other = Request.of(GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids})
+    with mock.patch.object(reachable, "own_files", tuple):
+        return [hash("text"), *map(reachable.request_digest, (own, other))]

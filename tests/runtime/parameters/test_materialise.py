@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from autopar.errors import InputError
+from autopar.runtime.distributed.launch import Ranks
 from autopar.runtime.parameters.materialise import parameter_source
 from autopar.runtime.parameters.state_loading import (
     StateSource,
@@ -170,17 +169,14 @@ def test_seed_and_name_decide() -> None:
     assert not torch.equal(first[q], first[k])
 
 
-def test_another_process_draws_the_same(tmp_path: Path) -> None:
-    code = f"""
-import importlib.util, sys
-spec = importlib.util.spec_from_file_location("here", {__file__!r})
-here = importlib.util.module_from_spec(spec); spec.loader.exec_module(here)
-print(here.fingerprint(here.on_meta(here.llama)))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[3], check=True
-    )
-    assert done.stdout.split()[-1] == fingerprint(on_meta(llama))
+def test_another_process_draws_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    with Ranks(1) as other:
+        assert other.run(f"{Path(__file__).stem}:drawn") == [drawn(0)]
+
+
+def drawn(rank: int) -> str:
+    return fingerprint(on_meta(llama))
 
 
 def test_tied_names_are_one_tensor() -> None:
