@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from itertools import islice, product
 from typing import TYPE_CHECKING, Any
 
-from autopar.search.driver.study import CUTS, StudyPlace, importance
+from autopar.search.driver.study import CUTS, StudyPlace, importance, next_trial
 from autopar.search.result.result import Trial
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class _Refining:
         from optuna.distributions import CategoricalDistribution, IntDistribution
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        texts = [start.text for start in starts]
+        texts, self.place = [start.text for start in starts], place
         self.study, choices = (optuna.create_study(), texts) if place is None else place.opened(texts, CUTS)
         self.starts, self.price, self.value = starts, price, value
         self.capacity_bytes, self.index_of = capacity_bytes, index_of
@@ -141,7 +141,7 @@ class _Refining:
 
         if self.is_repeating:
             self.enqueue_untried()
-        trial = self.study.ask(self.space)
+        trial = next_trial(self.study, self.space, self.place)
         if not self.mine:  # the numbers of first trials differ, so that no two processes sample the same
             startup = min(STARTUP, trials)
             mixed = seed + 1_000_003 * trial.number

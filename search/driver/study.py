@@ -18,12 +18,12 @@ import os
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autopar.errors import InputError, Problem
+from autopar.errors import InputError, Problem, short_repr
 from autopar.files.strict_text import values_of
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class StudyPlace:
             if name not in known and CANDIDATES in known:
                 wrong.append(Problem(path=name, rule="the study was made without it", value=value))
             elif name in known and known[name] != json.loads(json.dumps(value)):
-                wrong.append(Problem(path=name, rule=f"the study was made with {_short(known[name])}", value=value))
+                wrong.append(Problem(path=name, rule=f"the study was made with {short_repr(known[name])}", value=value))
         if wrong:
             raise InputError(f"study {self.where} is of another search; repeat that search, or name a new file", wrong)
         return known
@@ -127,8 +127,9 @@ def _as_input_errors(where: str) -> Iterator[None]:
                 f"study {where} is damaged: line {line} is no record of a study; name a new file, or remove this one, "
                 "and the search begins anew"
             ) from error
+        first = (str(error).splitlines() or [""])[0][:200]
         raise InputError(
-            f"study {where} cannot be used: {type(error).__name__}: {_first_line(error)}; name another file, or a "
+            f"study {where} cannot be used: {type(error).__name__}: {first}; name another file, or a "
             "folder that can be written"
         ) from error
 
@@ -200,6 +201,12 @@ def _text_of(where: str, known: Mapping[str, Any], name: str) -> str:
     """A text that `StudyPlace.keep` wrote."""
     with study_values(where):
         return "".join(known[f"{name}_{number}"] for number in range(known[name]))
+
+
+def next_trial(study: "optuna.Study", space: dict[str, Any], place: StudyPlace | None) -> "optuna.Trial":
+    """The study's next trial. No two processes get the same one: SQLite itself would give both a queued trial."""
+    with nullcontext() if place is None or Path(place.where).suffix in JOURNALS else _alone(place.where):
+        return study.ask(space)
 
 
 def study_values(where: str) -> AbstractContextManager[None]:
@@ -319,12 +326,3 @@ def importance(study: "optuna.Study") -> dict[str, float]:
         importances = optuna.importance.get_param_importances(study)
         return {name: float(value) for name, value in sorted(importances.items())}
     return {}
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0][:200]

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from autopar.cost_model.interval import Situation, interval_of
 from autopar.errors import Problem
 from autopar.files.plain_data import read_plain
-from autopar.search.driver.study import StudyPlace, study_values
+from autopar.search.driver.study import StudyPlace, next_trial, study_values
 from autopar.search.measured.tuning import Candidate, Outcome, value_of
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class TrialStudy:
             "predicted_bytes": plan.predicted_bytes,
         }
         self.study.enqueue_trial(params_of(plan.degrees), user_attrs=about)
-        trial = self.study.ask(self.space())
+        trial = next_trial(self.study, self.space(), self.place)
         owner = Owner(host=platform.node(), pid=os.getpid(), until=time.time() + within_s)
         trial.set_user_attr(OWNER, asdict(owner))
         place = self._places[trial.user_attrs[DEGREES]]

@@ -20,28 +20,10 @@ from autopar.cost_model.step.layouts import RECOMPUTE_MODES
 
 DATA = Path(__file__).parents[3] / "benchmarks" / "data" / "published_runs.csv"
 LLAMA = Row(
-    id="llama",
-    model="Llama 3.1 8B",
-    layers=32,
-    hidden=4096,
-    ffn_hidden=14336,
-    n_heads=32,
-    n_kv_heads=8,
-    vocab=128256,
-    gated_mlp=True,
-    attention_type="gqa",
-    seq_len=8192,
-    gpu_type="H100-SXM",
-    num_gpus=8,
-    gpus_per_node=8,
-    tp=1,
-    pp=1,
-    dp=8,
-    micro_batch=1,
-    global_batch=16,
-    precision="bf16",
-    engine="fsdp",
-)
+    id="llama", model="Llama 3.1 8B", layers=32, hidden=4096, ffn_hidden=14336, n_heads=32, n_kv_heads=8,
+    vocab=128256, gated_mlp=True, attention_type="gqa", seq_len=8192, gpu_type="H100-SXM", num_gpus=8,
+    gpus_per_node=8, tp=1, pp=1, dp=8, micro_batch=1, global_batch=16, precision="bf16", engine="fsdp",
+)  # fmt: skip
 
 MIXTRAL = replace(
     LLAMA,

@@ -30,34 +30,11 @@ from autopar.models.load import resolve_model
 from autopar.planning.fixed import capture_for
 
 MIXTRAL = Row(
-    id="mixtral",
-    model="Mixtral 8x7B",
-    layers=32,
-    hidden=4096,
-    ffn_hidden=14336,
-    n_heads=32,
-    n_kv_heads=8,
-    vocab=32000,
-    seq_len=4096,
-    gated_mlp=True,
-    moe_experts=8,
-    moe_topk=2,
-    moe_ffn_hidden=14336,
-    gpu_type="H100-SXM",
-    num_gpus=64,
-    gpus_per_node=8,
-    tp=1,
-    pp=1,
-    dp=64,
-    ep=8,
-    zero=1,
-    micro_batch=1,
-    global_batch=256,
-    recompute="none",
-    precision="bf16",
-    engine="megatron",
-    attention="fused",
-)
+    id="mixtral", model="Mixtral 8x7B", layers=32, hidden=4096, ffn_hidden=14336, n_heads=32, n_kv_heads=8,
+    vocab=32000, seq_len=4096, gated_mlp=True, moe_experts=8, moe_topk=2, moe_ffn_hidden=14336, gpu_type="H100-SXM",
+    num_gpus=64, gpus_per_node=8, tp=1, pp=1, dp=64, ep=8, zero=1, micro_batch=1, global_batch=256, recompute="none",
+    precision="bf16", engine="megatron", attention="fused",
+)  # fmt: skip
 EXPERTS, CHOICES, WIDTH = 8, 2, 4096
 LAYOUT = layouts_from(
     tp=1, pp=1, dp=64, shard=64, zero=1, micro_batch=1, micro_batches=1, sequence_parallel=0, recompute=0, ep=[1, 8]

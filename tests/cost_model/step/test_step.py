@@ -12,27 +12,10 @@ from autopar.cost_model.published.estimate import estimate_rows, prepare
 from autopar.cost_model.published.row import Row, RowEstimate
 
 GPT = Row(
-    id="gpt",
-    layers=48,
-    hidden=8192,
-    ffn_hidden=32768,
-    n_heads=64,
-    vocab=51200,
-    seq_len=2048,
-    gpu_type="A100-80",
-    num_gpus=512,
-    gpus_per_node=8,
-    tp=8,
-    pp=4,
-    dp=16,
-    zero=1,
-    micro_batch=1,
-    global_batch=512,
-    recompute="full",
-    precision="bf16",
-    engine="megatron-2021",
-    attention="materialised",
-)
+    id="gpt", layers=48, hidden=8192, ffn_hidden=32768, n_heads=64, vocab=51200, seq_len=2048, gpu_type="A100-80",
+    num_gpus=512, gpus_per_node=8, tp=8, pp=4, dp=16, zero=1, micro_batch=1, global_batch=512, recompute="full",
+    precision="bf16", engine="megatron-2021", attention="materialised",
+)  # fmt: skip
 
 
 def estimate(**changes: Any) -> RowEstimate:

@@ -5,17 +5,19 @@ import os
 import pickle
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import optuna
 import pytest
 import study_worker
+from optuna.distributions import IntDistribution
 from optuna.storages.journal import JournalFileBackend
 from study_worker import QUESTION, STARTS, refined
 from suites import long
 
 from autopar.errors import InputError
-from autopar.search.driver.study import CANDIDATES, CUTS, NAME, study_place
+from autopar.search.driver.study import CANDIDATES, CUTS, NAME, next_trial, study_place
 
 TEXTS = [one.text for one in STARTS]
 PLACES = ("plan.log", "plan.journal", "plan.db", "sqlite:///{}/plan.sqlite")
@@ -44,6 +46,17 @@ def test_a_search_goes_on_where_it_stopped(tmp_path: Path, name: str) -> None:
     assert whole.best is not None
     assert half.best is not None
     assert whole.best.seconds <= half.best.seconds
+
+
+@pytest.mark.parametrize("name", ("plan.log", "plan.db"))
+def test_no_two_processes_get_the_same_trial(tmp_path: Path, name: str) -> None:
+    place, space, count = study_place(tmp_path / name, QUESTION), {"x": IntDistribution(0, 99)}, 30
+    for x in range(count):
+        place.opened(TEXTS)[0].enqueue_trial({"x": x})
+    with ThreadPoolExecutor(3) as pool:  # with a connection each
+        opened = [place.opened(TEXTS)[0] for _ in range(3)]
+        taken = pool.map(lambda k: next_trial(opened[k % 3], space, place).params["x"], range(count))
+    assert sorted(taken) == list(range(count))
 
 
 @pytest.mark.parametrize("name", ("plan.log", long("plan.db")))
