@@ -21,13 +21,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 MIN_PYTHON = (3, 11)
 VERSIONS = ("pinned", "newest", "lowest")
+# pip would compile every module, most of which nothing imports, in half a minute. The first import compiles too, and on
+# two cores: these modules of torch while pip installs the other packages, then those that ranks and that tests import.
 IMPORTS = """
-import contextlib, importlib
-from autopar.runtime.distributed.launch import PRELOADED
-for name in PRELOADED:
-    with contextlib.suppress(ModuleNotFoundError):
+import contextlib, importlib, sys
+for name in sys.argv[1:]:
+    with contextlib.suppress(Exception):
         importlib.import_module(name)
 """
+OF_TORCH = ("torch._dynamo", "torch.export._trace", "torch.distributed.fsdp", "torch._inductor.compile_fx")
+OF_RANKS = ("autopar.commands.verify", "autopar.commands.trial", "transformers.models.auto.modeling_auto")
+OF_TESTS = ("pytest", "hypothesis", "rich.table", "typer", "optuna.storages", "sqlalchemy.orm", "matplotlib.pyplot")
 INPUTS = ("pyproject.toml", "constraints.txt", "tools/setup_env.py", "autopar/_version.py")
 
 
@@ -66,8 +70,11 @@ def set_up(venv: Path, extras: str, versions: str) -> None:
     pip(venv, constraints, torch)
     package = f".[{extras}]" if extras else "."
     say(f"installing autopar, extras: {extras or 'none'}, versions: {versions} (a minute or two)")
+    compiling = [start_importing(venv, OF_TORCH)]
     pip(venv, constraints, "--editable", package)
-    compile_imported(venv)
+    compiling += [start_importing(venv, OF_RANKS), start_importing(venv, OF_TESTS)]
+    for process in compiling:
+        process.wait()
     stamp.write_text(wanted)
     say(f"{venv.name} is ready after {time.monotonic() - started_s:.0f} s")
 
@@ -125,11 +132,10 @@ def pip(venv: Path, constraints: Path, *what: str) -> None:
         sys.exit(f"setup: pip could not install {' '.join(what)}; its message is above")
 
 
-def compile_imported(venv: Path) -> None:
-    """Compile the modules that ranks import. Nothing imports most of the others, and pip would take half a minute."""
-    result = subprocess.run([venv / "bin" / "python", "-c", IMPORTS], cwd=ROOT, env=environment())
-    if result.returncode != 0:
-        sys.exit("setup: autopar cannot be imported; the message is above")
+def start_importing(venv: Path, names: tuple[str, ...]) -> subprocess.Popen[bytes]:
+    """Import the modules that are installed, which compiles them."""
+    command = [str(venv / "bin" / "python"), "-c", IMPORTS, *names]
+    return subprocess.Popen(command, cwd=ROOT, env=environment(), stderr=subprocess.DEVNULL)
 
 
 def environment() -> dict[str, str]:

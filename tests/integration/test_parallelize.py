@@ -21,7 +21,7 @@ CASES = {
 }
 LAUNCHED = {
     "alone": (1, ("cpu model", "tuple inputs")),
-    "torchrun": (2, ("path of a plan",)),
+    "torchrun": (2, ("mean of squares",)),
     "two forks": (2, tuple(CASES)),
     "four forks": (4, ("safetensors, plan", "mean of squares")),
 }
@@ -43,4 +43,4 @@ def test_losses_equal_the_single_device(launched: str, tmp_path: Path) -> None:
     for name, (found, reference) in results[0]["losses"].items():
         assert found == pytest.approx(reference, rel=1e-5), name
         assert all(other["losses"][name][0] == found for other in results), name  # bit-equal on all ranks
-    assert results[0]["derived"] == [2 * world_size, 128]
+    assert results[0]["derived"] == ([2 * world_size, 128] if "cpu model" in cases else [])

@@ -43,9 +43,9 @@ def test_schedules(schedule: str, worlds: Worlds) -> None:
 @pytest.mark.parametrize(
     "wish",
     (
-        {"tp": 2, "sequence_parallel": True},
+        long({"tp": 2, "sequence_parallel": True}),
         long({"dp": 2, "zero": 0}),
-        {"dp": 2, "zero": 1, "recompute": "full"},
+        long({"dp": 2, "zero": 1, "recompute": "full"}),
         long({"dp": 2, "zero": 2, "accumulate": 2, "micro_batches": 2}),
         long({"dp": 2, "zero": 3, "schedule": "interleaved-1f1b", "recompute": "full", "recompute_blocks": 1}),
         {"dp": 2, "zero": 2, "schedule": "zbv-zero-bubble", "accumulate": 2, "micro_batches": 2},

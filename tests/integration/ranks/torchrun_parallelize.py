@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -116,15 +117,21 @@ def cases(folder: Path, world: int) -> dict[str, Callable[[], Case]]:
     """(parallel, single-device) losses by case."""
     tokens = token_batches()
     rows = mapped(tokens[0], lambda value: value[: GLOBAL_BATCH // world])
-    reference = alone(gpt2("cpu"), tokens)
-    state = gpt2("cpu").state_dict()
     split = {"tp": min(2, world), "dp": max(1, world // 2), "zero": 3}
     half = mapped(tokens[0], lambda value: value[: GLOBAL_BATCH // split["dp"]])
+
+    @cache
+    def state() -> dict[str, torch.Tensor]:
+        return gpt2("cpu").state_dict()
+
+    @cache
+    def reference() -> list[float]:
+        return alone(gpt2("cpu"), tokens)
 
     def weights() -> Path:
         path = folder / "model.safetensors"
         if dist.get_rank() == 0:
-            save_file({n: v.contiguous() for n, v in state.items() if n != "lm_head.weight"}, path)
+            save_file({n: v.contiguous() for n, v in state().items() if n != "lm_head.weight"}, path)
         dist.barrier()
         return path
 
@@ -138,7 +145,7 @@ def cases(folder: Path, world: int) -> dict[str, Callable[[], Case]]:
         return path
 
     def split_over(**options: Any) -> Case:
-        return together(gpt2("meta"), tokens, example_inputs=half, **options), reference
+        return together(gpt2("meta"), tokens, example_inputs=half, **options), reference()
 
     def own_initialisation() -> Case:
         meta = gpt2("meta")
@@ -147,10 +154,10 @@ def cases(folder: Path, world: int) -> dict[str, Callable[[], Case]]:
 
     named = [dict(zip(("x", "target"), batch, strict=True)) for batch in float_batches(2)]
     return {
-        "cpu model": lambda: (together(gpt2("cpu"), tokens, example_inputs=rows), reference),
-        "state dict, mapping": lambda: split_over(plan=split, state=state),
+        "cpu model": lambda: (together(gpt2("cpu"), tokens, example_inputs=rows), reference()),
+        "state dict, mapping": lambda: split_over(plan=split, state=state()),
         "safetensors, plan": lambda: split_over(plan=plan(), state=str(weights())),
-        "path of a plan": lambda: split_over(plan=saved_plan(), state=state),
+        "path of a plan": lambda: split_over(plan=saved_plan(), state=state()),
         "own initialisation": own_initialisation,
         "dict inputs": lambda: _plain(Regression, named, world),
         "tuple inputs": lambda: _plain(Regression, float_batches(2), world),
@@ -172,7 +179,7 @@ def derived_inputs(world: int) -> list[int | None]:
 
 if __name__ == "__main__":
     out, world_size, chosen = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
-    derived = derived_inputs(world_size)
+    derived = derived_inputs(world_size) if "cpu model" in chosen else []
     every = cases(out, world_size)
     result = {"losses": {name: every[name]() for name in chosen or every}, "derived": derived}
     (out / f"rank-{dist.get_rank()}.json").write_text(json.dumps(result))

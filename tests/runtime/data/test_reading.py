@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from reading import Job, StatefulStream, Stream, joined
+from suites import long
 from torch.utils.data import get_worker_info
 
 LENGTH, GLOBAL_BATCH = 41, 4
@@ -88,7 +89,8 @@ def test_the_loop_keeps_its_random_numbers() -> None:
         assert found == expected
 
 
-def test_an_error_of_the_dataset_is_raised() -> None:
+@pytest.mark.parametrize("workers", [0, long(2)])  # torch waits 5 s for a worker whose dataset has failed
+def test_an_error_of_the_dataset_is_raised(workers: int) -> None:
     class Failing(StatefulStream):
         def samples_from(self, first: int) -> Iterator[dict[str, torch.Tensor]]:
             for sample in super().samples_from(first):
@@ -96,8 +98,7 @@ def test_an_error_of_the_dataset_is_raised() -> None:
                     raise OSError("a shard cannot be read")
                 yield sample
 
-    for workers in (0, 2):
-        job = Job(lambda: Failing(LENGTH), 1, GLOBAL_BATCH, num_workers=workers)
-        with pytest.raises(OSError, match="a shard cannot be read"):
-            list(job.batches())
-        assert job.state()["offset"] == 8
+    job = Job(lambda: Failing(LENGTH), 1, GLOBAL_BATCH, num_workers=workers)
+    with pytest.raises(OSError, match="a shard cannot be read"):
+        list(job.batches())
+    assert job.state()["offset"] == 8
