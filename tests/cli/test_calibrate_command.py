@@ -9,11 +9,11 @@ from run import autopar, refused
 from autopar.cost_model.machine.profile_io import load_profile
 from autopar.ir.cluster import ClusterSpec
 
-FIVE_SECONDS = ("--minutes", "0.08")
+THREE_SECONDS = ("--minutes", "0.05")
 
 
 def calibrate(*options: str) -> str:
-    result = autopar("calibrate", *FIVE_SECONDS, *options)
+    result = autopar("calibrate", *THREE_SECONDS, *options)
     assert result.exit_code == 0, result.stderr
     return result.stdout
 

@@ -105,7 +105,7 @@ def test_a_public_loop_needs_eight_lines_for_ranks(tmp_path: Path) -> None:
     assert script.read_text().count("  # ranks\n") <= 8
     options = ["--steps", "20"]
     alone = forked.alone(script, options, tmp_path)
-    ranks = forked.run(script, [*options, "--tp", "2"], tmp_path, 4)
+    ranks = forked.run(script, options, tmp_path, 2)
     expected, found = (re.findall(r"(?:loss|evaluation) ([\d.]+)", text) for text in (alone, ranks))
     assert len(expected) == 21
     assert list(map(float, found)) == pytest.approx(list(map(float, expected)), abs=2e-4)

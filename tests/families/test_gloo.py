@@ -9,8 +9,6 @@ pytest.importorskip("transformers")
 MESH = "tp=2 × dp=2, ZeRO 3, sequence"
 CELLS = (
     ("meshes", "zoo:llama", MESH),
-    ("meshes", "zoo:mixtral", MESH),
-    ("recomputation", "zoo:gpt2", "stages of their own, pp=2 × dp=2, ZeRO 3"),
     ("recomputation", "zoo:llama", "selective, 4 chunks of the loss, tp=2"),
     ("mixtures", "mixtures:mixtral", "dp=2, accumulate 2, ZeRO 3"),
     ("empty-experts", "mixtures:mixtral", "tp=2 × dp=2"),

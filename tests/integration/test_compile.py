@@ -8,7 +8,7 @@ from suites import long
 from autopar.runtime.distributed.launch import Ranks
 
 
-@pytest.mark.parametrize(("recompute", "chunks"), (long("none", 1), long("none", 4), long("full", 1), ("selective", 4)))
+@pytest.mark.parametrize(("recompute", "chunks"), (("none", 1), long("none", 4), long("full", 1), long("selective", 4)))
 def test_compiled_blocks_compute_the_same(two_ranks: Ranks, recompute: str, chunks: int) -> None:
     """Without a graph break: gathers that backward repeats, and the vocabulary-parallel loss, also in chunks."""
     wanted = Wanted(spec="llama3-8b", float64=True)

@@ -30,7 +30,7 @@ PLANS = (
     case(GPT2, pp=2, dp=2, zero=1, micro_batches=4, precision="bf16", reduce_dtype="bf16"),
 )
 CASES = [(plan, offload) for plan in PLANS for offload in OFFLOADS[1:]]
-SHORT = [CASES[0], CASES[33], CASES[49]]  # each kind of offload, and a pipeline
+SHORT = [CASES[33], CASES[49]]  # each kind of offload, and a pipeline
 
 
 def named(value: object) -> str:
@@ -120,7 +120,7 @@ OPTIMIZERS = ("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "ASGD", "Muo
 TRAINED = [(name, offload) for name in OPTIMIZERS for offload in ("optimizer", "parameters")]
 
 
-@pytest.mark.parametrize(("name", "offload"), thinned(TRAINED, keep=[("Adafactor", "optimizer")]))
+@pytest.mark.parametrize(("name", "offload"), thinned(TRAINED, keep=[]))
 def test_every_optimizer_has_equal_bits(name: str, offload: str, worlds: Callable[[int], Ranks]) -> None:
     """Also the ones that get whole matrices, which are gathered on the host."""
     _, plan = planned_case(PLANS[3])

@@ -11,7 +11,7 @@ from program_draws import draw_source
 from program_source import Source
 from random_meshes import Checked, check_program, ill_conditioned
 
-FEW, MANY = 7, 52  # programs of each kind; the few are the first of the many
+FEW, MANY = 4, 52  # programs of each kind; the few are the first of the many
 LOGGER = "torch._subclasses.fake_tensor"  # tells at length why a capture at another sequence length failed
 Drawn = tuple[Source, int]
 

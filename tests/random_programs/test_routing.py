@@ -11,7 +11,7 @@ from suites import long
 from autopar.ir.sharding import Mesh
 from autopar.rules.routed import ORDER
 
-FEW, MANY = 8, 200
+FEW, MANY = 4, 200
 MESHES = (
     Mesh.of(tp=2), Mesh.of(tp=3), Mesh.of(tp=4), Mesh.of(dp=2), Mesh.of(dp=4), Mesh.of(dp=2, tp=2), Mesh.of(dp=3, tp=2),
     Mesh.of(dp=2, tp=4), Mesh.of(tp=2, tq=2),

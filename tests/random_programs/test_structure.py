@@ -40,7 +40,7 @@ def drawn() -> Iterator[tuple[int, Source]]:
 
 
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("num_programs", (8, long(500)))
+@pytest.mark.parametrize("num_programs", (4, long(500)))
 def test_equal_to_one_device(num_programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger(LOGGER), "disabled", True)
     labellings, plans = Counter[str](), 0

@@ -16,24 +16,9 @@ from autopar.errors import AutoparError
 
 RUNS = Path(__file__).resolve().parents[3] / "benchmarks" / "data" / "published_runs.csv"
 ROW = Row(
-    id="a",
-    source_key="one",
-    model="GPT",
-    layers=2,
-    hidden=64,
-    ffn_hidden=256,
-    n_heads=4,
-    vocab=512,
-    seq_len=128,
-    gpu_type="A100-80",
-    num_gpus=8,
-    tp=1,
-    pp=1,
-    micro_batch=1,
-    global_batch=16,
-    precision="bf16",
-    outcome="ok",
-)
+    id="a", source_key="one", model="GPT", layers=2, hidden=64, ffn_hidden=256, n_heads=4, vocab=512, seq_len=128,
+    gpu_type="A100-80", num_gpus=8, tp=1, pp=1, micro_batch=1, global_batch=16, precision="bf16", outcome="ok",
+)  # fmt: skip
 
 
 def stand_in(

@@ -33,18 +33,18 @@ def test_orders_are_equal_on_every_machine() -> None:
 
 
 def test_every_permutation_is_about_as_frequent() -> None:
-    """600 seeds over the 24 permutations of 4 samples: χ² with 23 degrees of freedom is below 49.7 in 99.9 %."""
-    found = Counter(tuple(SampleOrder(length=4, seed=s, epoch=0).at(range(4)).tolist()) for s in range(600))
+    """240 seeds over the 24 permutations of 4 samples: χ² with 23 degrees of freedom is below 49.7 in 99.9 %."""
+    found = Counter(tuple(SampleOrder(length=4, seed=s, epoch=0).at(range(4)).tolist()) for s in range(240))
     assert len(found) == 24
-    assert sum((count - 25) ** 2 / 25 for count in found.values()) < 49.7
+    assert sum((count - 10) ** 2 / 10 for count in found.values()) < 49.7
 
 
 def test_every_place_is_about_as_frequent() -> None:
-    """2,000 epochs of 50 samples: χ² with 49² degrees of freedom is below 2,619 in 99.9 %."""
+    """1,000 epochs of 50 samples: χ² with 49² degrees of freedom is below 2,619 in 99.9 %."""
     counts = np.zeros((50, 50))
-    for epoch in range(2000):
+    for epoch in range(1000):
         counts[np.arange(50), SampleOrder(length=50, seed=1, epoch=epoch).at(range(50))] += 1
-    assert float(((counts - 40) ** 2 / 40).sum()) < 2619
+    assert float(((counts - 20) ** 2 / 20).sum()) < 2619
 
 
 @pytest.mark.parametrize("other", [{"seed": 1}, {"epoch": 1}])

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from random_labels import check_random_labels
+from suites import long
 from torch import nn
 
 from autopar import testing
@@ -106,7 +107,7 @@ def network(layer: Callable[[], nn.Module]) -> nn.Module:
 BATCH = (torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0)), torch.arange(4))
 
 
-@pytest.mark.parametrize("degrees", ({"tp": 2}, {"dp": 2}, {"tp": 2, "dp": 2}), ids=str)
+@pytest.mark.parametrize("degrees", (long({"tp": 2}), long({"dp": 2}), {"tp": 2, "dp": 2}), ids=str)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_a_model_that_draws_equals_one_device(layer: Callable[[], nn.Module], degrees: dict[str, int]) -> None:
     torch.manual_seed(1)
