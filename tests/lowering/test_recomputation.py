@@ -15,7 +15,9 @@ from torch import fx, nn
 from autopar.errors import PlanError
 from autopar.ir.plan import BlockLabels
 from autopar.ir.sharding import Mesh
-from autopar.lowering.recomputation import SelectiveBlock
+from autopar.lowering.functions import conversion_of
+from autopar.lowering.local_graph import local_graph
+from autopar.lowering.recomputation import SelectiveBlock, recomputed_nodes
 from autopar.testing.equivalence import SingleDeviceRun
 
 MESHES = (Mesh.of(), Mesh.of(tp=2), Mesh.of(dp=2, tp=2))
@@ -44,6 +46,17 @@ def test_any_set_of_operators_equals_one_device(name: str, mesh: Mesh, seed: int
     run = case(name)
     labels = some_recomputed(run, labelled(run, mesh, True), seed)
     check(run, labels, mesh, fuse=True, regather=bool(seed % 2))
+
+
+def test_conversions_that_send_are_not_computed_again() -> None:
+    run, mesh, num_sends = case("llama"), Mesh.of(tp=2), 0
+    for i, labels in enumerate(labelled(run, mesh, True)):
+        graph = local_graph(run.analysis(mesh), run.program.blocks[i], i, labels, mesh).graph
+        again = recomputed_nodes(graph, {node.meta["key"] for node in graph.nodes if "key" in node.meta})
+        sends = {node for node in graph.nodes if (made := conversion_of(node.target)) and made.wire[0]}
+        assert again and not again & sends
+        num_sends += len(sends)
+    assert num_sends > 0
 
 
 class Stream:

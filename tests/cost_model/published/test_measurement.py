@@ -6,17 +6,9 @@ from autopar.cost_model.published.measurement import measured_seconds
 from autopar.cost_model.published.row import Row
 
 ROW = Row(
-    id="r",
-    layers=32,
-    hidden=4096,
-    ffn_hidden=16384,
-    n_heads=32,
-    vocab=50304,
-    seq_len=8192,
-    num_gpus=8,
-    global_batch=64,
-    tflops_per_gpu=400,
-)
+    id="r", layers=32, hidden=4096, ffn_hidden=16384, n_heads=32, vocab=50304, seq_len=8192, num_gpus=8,
+    global_batch=64, tflops_per_gpu=400,
+)  # fmt: skip
 
 
 def seconds_and_mark(attention: float | None, **changes: int) -> tuple[float, bool]:

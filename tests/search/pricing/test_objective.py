@@ -18,18 +18,11 @@ from autopar.search.space.candidates import candidates
 from autopar.search.space.dimensions import Constraints
 from autopar.search.space.subcluster import device_counts, part_of
 
-TWO_HOSTS = {
-    "groups": [
-        {
-            "num_hosts": 3,
-            "devices_per_host": 2,
-            "device": "h100-sxm",
-            "in_host": {"name": "PCIe", "bandwidth_gb_per_s": 25, "latency_us": 5},
-            "price_usd_per_device_hour": 2.0,
-        }
-    ],
-    "inter_host": {"name": "Ethernet", "bandwidth_gb_per_s": 2, "latency_us": 20},
-}
+GROUP = {
+    "num_hosts": 3, "devices_per_host": 2, "device": "h100-sxm", "price_usd_per_device_hour": 2.0,
+    "in_host": {"name": "PCIe", "bandwidth_gb_per_s": 25, "latency_us": 5},
+}  # fmt: skip
+TWO_HOSTS = {"groups": [GROUP], "inter_host": {"name": "Ethernet", "bandwidth_gb_per_s": 2, "latency_us": 20}}
 CASES = tuple(
     (objective, model, memory, local)
     for objective, (model, memory), local in product(
@@ -111,6 +104,11 @@ def test_fewer_devices_cost_less_where_links_are_slow() -> None:
     assert whole is not None
     assert whole.degrees.world_size == 6
     assert goal.value(found.best) < goal.value(whole)
+
+
+def test_a_step_of_an_hour_costs_the_price_of_an_hour() -> None:
+    goal = goal_of("cost", cluster(), lambda part: machinery_with(part, 80e9))
+    assert goal.value_of(3600.0, 0.0, Degrees(dp_shard=6)) == pytest.approx(6 * 2.0)
 
 
 def test_parts_of_a_cluster() -> None:

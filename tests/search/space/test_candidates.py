@@ -118,3 +118,8 @@ def test_no_legal_candidate() -> None:
 def test_divisors() -> None:
     for number in range(1, 200):
         assert divisors(number) == tuple(n for n in range(1, number + 1) if number % n == 0)
+
+
+def test_data_parallel_ranks_divide_the_batch() -> None:
+    found = candidates(Constraints(num_devices=6, global_batch=9, most_stages=6, tensor_degrees=(1, 2, 3, 6)))
+    assert set(found.dp) == {1, 3}
