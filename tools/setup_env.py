@@ -141,7 +141,7 @@ def start_importing(venv: Path, names: tuple[str, ...]) -> subprocess.Popen[byte
 def environment() -> dict[str, str]:
     """The caller's environment, index settings included, less what would lead pip to another interpreter or target."""
     dropped = {"PYTHONPATH", "PYTHONHOME", "PIP_TARGET", "PIP_PREFIX", "PIP_USER", "PIP_REQUIRE_VIRTUALENV"}
-    dropped.add("PYTHONDONTWRITEBYTECODE")
+    dropped |= {"PYTHONDONTWRITEBYTECODE"}  # `start_importing` is there to write it
     return {name: value for name, value in os.environ.items() if name not in dropped}
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autopar.errors import InputError, Problem, short_repr
+from autopar.errors import InputError, Problem
 from autopar.files.strict_text import values_of
 
 if TYPE_CHECKING:
@@ -107,7 +107,9 @@ class StudyPlace:
             if name not in known and CANDIDATES in known:
                 wrong.append(Problem(path=name, rule="the study was made without it", value=value))
             elif name in known and known[name] != json.loads(json.dumps(value)):
-                wrong.append(Problem(path=name, rule=f"the study was made with {short_repr(known[name])}", value=value))
+                wrong.append(
+                    Problem(path=name, rule=f"the study was made with {json.dumps(known[name])[:60]}", value=value)
+                )
         if wrong:
             raise InputError(f"study {self.where} is of another search; repeat that search, or name a new file", wrong)
         return known
@@ -127,11 +129,8 @@ def _as_input_errors(where: str) -> Iterator[None]:
                 f"study {where} is damaged: line {line} is no record of a study; name a new file, or remove this one, "
                 "and the search begins anew"
             ) from error
-        first = (str(error).splitlines() or [""])[0][:200]
-        raise InputError(
-            f"study {where} cannot be used: {type(error).__name__}: {first}; name another file, or a "
-            "folder that can be written"
-        ) from error
+        why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+        raise InputError(f"study {where} cannot be used: {why}; name a file that you may write") from error
 
 
 def _damaged_line(path: Path) -> int | None:

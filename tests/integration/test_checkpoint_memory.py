@@ -8,6 +8,7 @@ import memory_ranks
 import pytest
 import torch
 from safetensors.torch import save_file
+from suites import thinned
 
 from autopar.runtime.distributed.launch import Ranks
 from autopar.runtime.parameters.state_loading import open_state
@@ -42,8 +43,7 @@ def written(folder: Path) -> tuple[int, int]:
 WISHES: list[dict[str, Any]] = [{"dp": 4, "zero": 3}, {"tp": 2, "dp": 2, "zero": 3}, {"pp": 2, "tp": 2}]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("wish", WISHES)
+@pytest.mark.parametrize("wish", thinned(WISHES, keep=WISHES[:1]))
 def test_peaks(wish: dict[str, Any], tmp_path: Path) -> None:
     """An import takes the rank's part and one block, an export three tensors, a save and a load less than one.
 
