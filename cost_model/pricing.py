@@ -15,7 +15,7 @@ from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.memory.formula import StepMemory, cache_bytes, step_memory
 from autopar.cost_model.memory.per_stage import fullest, memory_of_ranks
 from autopar.cost_model.pipeline.stages import Stages, is_by_stage, pipelines_of, stages_at
-from autopar.cost_model.step.assembly import Pipeline, assembled, message_seconds
+from autopar.cost_model.step.assembly import assembled, message_seconds
 from autopar.cost_model.step.context import Basis, Passes
 from autopar.cost_model.step.experts import with_experts
 from autopar.cost_model.step.layouts import Layouts, Shape, layouts_from
@@ -104,7 +104,7 @@ class Pricing:
         if stages is not None:
             exposed, sharing = self.machine.mechanisms.message_exposed, self.machine.ranks_per_core
             pipeline = pipelines_of([stages], self.question.engine, exposed, sharing, every_rank=every_rank)
-        steps = [self._step(at, pipeline) for at in self.at_levels(layouts)]
+        steps = [step_seconds(self.family(at), self.basis, at, pipeline) for at in self.at_levels(layouts)]
         return step_between(self._shares(), steps)
 
     def mean_passes_and_message(self) -> tuple[dict[str, Passes], float]:
@@ -173,9 +173,6 @@ class Pricing:
         reached = model / (step_s * num_devices)
         mfu = reached / self.machine.peak_flops_per_s
         return Utilisation(flops_per_s=reached, mfu=mfu, hfu=mfu * (1 + extra / model if model else 1.0))
-
-    def _step(self, layouts: Layouts, pipeline: Pipeline | None) -> StepSeconds:
-        return step_seconds(self.family(layouts), self.basis, layouts, pipeline)
 
     def _memory(self, layouts: Layouts) -> StepMemory:
         if (stages := self.stages()) is None:

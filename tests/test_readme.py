@@ -82,7 +82,7 @@ def test_files_that_the_pages_name_exist() -> None:
 
 
 def test_the_defaults_in_the_docs_are_the_code_s() -> None:
-    from autopar.cli import options as small_model
+    from autopar.cli import verify as small_model
     from autopar.planning.degrees import DEFAULT_MICRO_BATCH
 
     text = " ".join((ROOT / "docs/cli.md").read_text().split())

@@ -216,7 +216,8 @@ def analyse(program: Program, mesh: Mesh | None = None) -> Analysis:
     """The axes of a program, refined for a mesh until at most one mesh dimension splits each axis."""
     known = program.analysis
     refines = mesh is not None and (_rivals(mesh) or _rivals_for_batch(mesh))
-    if isinstance(known, Analysis) and _is_of(known, program) and not refines:
+    graphs = tuple(block.graph for block in program.blocks)
+    if isinstance(known, Analysis) and known.sites is program.calls and known.graphs == graphs and not refines:
         return known
     state = _Unifier(program)
     state.boundaries()
@@ -346,8 +347,3 @@ def with_dims(program: Program, analysis: Analysis) -> Program:
         hidden_axes=analysis.hidden_axes,
         analysis=analysis,
     )
-
-
-def _is_of(analysis: Analysis, program: Program) -> bool:
-    """Whether an analysis belongs to the blocks and calls that a program has now."""
-    return analysis.sites is program.calls and analysis.graphs == tuple(block.graph for block in program.blocks)

@@ -32,7 +32,7 @@ def mark_without_twin(flat: Flat, batch: int) -> None:
 
 
 def _power(node: fx.Node, twin: fx.Node, sizes: Sizes, others: Sizes) -> int | None:
-    numbers, theirs = (numbers_of([n.args, n.kwargs]) for n in (node, twin))
+    numbers, theirs = (numbers_of([n.args, *n.kwargs.values()]) for n in (node, twin))
     if len(numbers) != len(theirs):
         return None
     differing = [(a, b) for a, b in zip(numbers, theirs, strict=True) if repr(a) != repr(b)]

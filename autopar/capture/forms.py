@@ -73,12 +73,12 @@ def batch_exponent(first: float, second: float, sizes: Sizes, others: Sizes) -> 
     """The power of the batch size in a number that is `first` at `sizes`, `second` at `others`. None if it has none."""
     if not (math.isfinite(first) and math.isfinite(second)) or 0 in (first, second):
         return 0 if first == second else None
-    ratio = first / second
     varies = sizes.sequence != others.sequence
+    by_b, by_s = sizes.batch / others.batch, (sizes.sequence or 1) / (others.sequence or 1)
     powers = {
         i
         for i, j in product(_EXPONENTS, _EXPONENTS if varies else (0,))
-        if math.isclose(ratio, _ratio(sizes, others, i, j), rel_tol=1e-12)
+        if math.isclose(first / second, by_b**i * by_s**j, rel_tol=1e-12)
     }
     if powers:
         return powers.pop() if len(powers) == 1 else None
@@ -90,10 +90,6 @@ def batch_exponent(first: float, second: float, sizes: Sizes, others: Sizes) -> 
     by_batch, by_sequence = sizes.batch - others.batch, (sizes.sequence or 0) - (others.sequence or 0)
     steps = {k * by_sequence for k in (-2, -1, 1, 2)} - {k * by_batch for k in (-2, -1, 1, 2)}
     return 0 if varies and first - second in steps else None  # a table's size without the sequence
-
-
-def _ratio(sizes: Sizes, others: Sizes, i: int, j: int) -> float:
-    return (sizes.batch / others.batch) ** i * ((sizes.sequence or 1) / (others.sequence or 1)) ** j
 
 
 def _products(first: int, second: int, sizes: Sizes, others: Sizes) -> Iterator[Form]:

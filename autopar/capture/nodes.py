@@ -9,7 +9,6 @@ import torch
 from torch import fx
 
 from autopar._torch.operators import aten
-from autopar._torch.private import pytree
 from autopar.ir.program import Program
 from autopar.rules.rule import TensorInfo
 
@@ -75,8 +74,9 @@ def replace_node(node: fx.Node, new: fx.Node | Sequence[fx.Node]) -> None:
 
 def numbers_of(value: Any) -> list[float]:
     """The numbers in nested arguments of an operator, in order. A bool is no number."""
-    leaves = pytree.tree_leaves(value)
-    return [leaf for leaf in leaves if isinstance(leaf, (int, float)) and not isinstance(leaf, bool)]
+    inner = value if isinstance(value, (tuple, list)) else ()
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return [value] if is_number else [number for each in inner for number in numbers_of(each)]
 
 
 def value(node: Any) -> Any:

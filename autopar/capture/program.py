@@ -186,15 +186,16 @@ def _captured(request: Request, stacks: tuple[Stack, ...]) -> tuple[Flat, tuple[
     model = request.model
     flat = None
     with contextlib.suppress(CaptureError), without_layers(model, stacks):
-        flat = with_all_layers(capture_flat(request), stacks) if stacks else None
-    return _normalised(model, flat or capture_flat(request)), stacks if flat else ()
+        flat = with_all_layers(_normalised(model, capture_flat(request)), stacks) if stacks else None
+    whole = flat or _normalised(model, capture_flat(request))
+    split_packings(whole, frozenset(n for n, p in parameters_of(model, {}).items() if p.aliases))
+    return whole, stacks if flat else ()
 
 
 def _normalised(model: nn.Module, flat: Flat) -> Flat:
     trainable = {n for n, p in model.named_parameters() if p.requires_grad}
     names = frozenset(n for n, name in flat.of_kind("parameter").items() if name in trainable)
     updates = normalise(flat.graph, flat.root, names, flat.of_kind("buffer"), len(flat.updates))
-    split_packings(flat, frozenset(n for n, p in parameters_of(model, {}).items() if p.aliases))
     changed = replace(flat, updates=(*flat.updates, *updates))
     refuse_changing(changed.decisions, changed.updates)
     return changed

@@ -5,7 +5,6 @@ from importlib import import_module
 from typing import Annotated
 
 import typer
-import typer.rich_utils
 
 from autopar._version import __version__
 from autopar.cli.command import register
@@ -37,8 +36,11 @@ COMMANDS = (
 
 def app_of(words: Sequence[str] = ()) -> typer.Typer:
     """The command line with all commands, or with that alone which `words` begin with: it need not wait for others."""
-    # else 80 columns do not hold the longest option
-    typer.rich_utils.STYLE_OPTIONS_TABLE_PADDING = (0, 1, 0, 0)  # type: ignore[assignment]
+    if not words or not {"-h", "--help"}.isdisjoint(words):
+        from typer import rich_utils  # with a parser of Markdown
+
+        # else 80 columns do not hold the longest option
+        rich_utils.STYLE_OPTIONS_TABLE_PADDING = (0, 1, 0, 0)  # type: ignore[assignment]
     app = typer.Typer(
         name="autopar",
         help=HELP,

@@ -18,13 +18,8 @@ from autopar.errors import AutoparError, CaptureError, InfeasibleError, RankErro
 from autopar.planning.options import PlanOptions, command_options, flag
 
 FAILED, BAD_INPUT, INFEASIBLE, INTERRUPTED = 1, 2, 3, 130
-_STATUS = (
-    (InfeasibleError, INFEASIBLE),
-    (RankError, FAILED),
-    (VerificationError, FAILED),
-    (SearchError, FAILED),
-    (AutoparError, BAD_INPUT),
-)
+_CHECKS = (RankError, VerificationError, SearchError)
+_STATUS = ((InfeasibleError, INFEASIBLE), (_CHECKS, FAILED), (AutoparError, BAD_INPUT))
 _PANEL = "The plan"
 _SEARCHED = f"{_PANEL} (the search chooses what is not given)"
 _Traceback = Annotated[

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from autopar.cache.captures import CapturedModel, captured_model
 from autopar.cache.store import cache_folder
@@ -89,7 +89,6 @@ def plan(
     Example: autopar plan llama3-8b -c 64xh100 --seq-len 8192 --global-batch 128 -o plan.json
     """
     from autopar.cost_model.machine.cluster import precision_on
-    from autopar.planning.measured import profile_for
 
     spec = ClusterSpec.parse(cluster)
     options = replace(options, fix=values_by_word("--fix", fix), forbid=values_by_word("--forbid", forbid))
@@ -108,7 +107,7 @@ def plan(
         timeout_s=timeout,
         study=study,
         report=report is not None,
-        profile=profile_for(profile, measured, spec, wanted),
+        profile=_corrected(profile, measured, spec, wanted),
         precision=wanted if is_named else None,
     )
     request.check_search(spec.num_devices)  # before the model is captured, which takes longer
@@ -139,6 +138,14 @@ def plan(
         print_ends([f"assumed: {assumption}" for assumption in result.assumptions], out, report)
 
 
+def _corrected(profile: Path | None, measured: Path | None, cluster: ClusterSpec, precision: str) -> Any:
+    if profile is measured is None:
+        return None
+    from autopar.planning.measured import profile_for
+
+    return profile_for(profile, measured, cluster, precision)
+
+
 def _captured_and_searched(
     capture: Callable[..., CapturedModel],
     cluster: ClusterSpec,
@@ -147,8 +154,6 @@ def _captured_and_searched(
     on_progress: Callable[[str], None],
     request: PlanOptions,
 ) -> SearchResult:
-    from autopar.planning.measured import is_trace
-
     started = time.monotonic()
     captured = capture(precision=request.precision)
     narrowed = replace(request, precision=request.precision or captured.precision)
@@ -158,7 +163,7 @@ def _captured_and_searched(
     capture_s = time.monotonic() - started
     if narrowed.timeout_s is not None:  # a capture counts too
         narrowed = replace(narrowed, timeout_s=max(0.0, narrowed.timeout_s - capture_s))
-    if is_trace(measured):
+    if measured is not None:
         from autopar.planning.search import with_trace
 
         narrowed = with_trace(narrowed, measured, captured.capture, cluster, on_progress)

@@ -14,12 +14,11 @@ from autopar.cli.options import (
     ModelArgument,
     Specialise,
     WorldSize,
-    check_numbers,
     naming,
     option,
-    wish_and_sizes,
 )
 from autopar.cli.output import console, progress, table
+from autopar.cli.verify import wish_and_sizes
 from autopar.ir.explanation import sizes_in_words
 from autopar.planning.options import PlanOptions
 
@@ -52,7 +51,6 @@ def trace(
 
     On GPUs, call `parallel.trace(path, batch)` in your own script under torchrun.
     """
-    check_numbers(world_size=world_size, batch=batch)
     wish, sizes = wish_and_sizes(model, world_size, options, plan, layers=layers, hidden=hidden, batch=batch)
     with naming(plan), progress("importing torch") as on_progress:
         from autopar.commands.verify import Job, trace_model

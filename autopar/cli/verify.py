@@ -14,26 +14,30 @@ import typer
 
 from autopar.cli.command import FAILED, Answer
 from autopar.cli.options import (
+    MAX_RANKS,
     Hidden,
     Layers,
     LocalBatch,
     ModelArgument,
     Specialise,
     WorldSize,
-    check_numbers,
     naming,
     option,
-    wish_and_sizes,
+    refuse_options,
 )
 from autopar.cli.output import console, print_ends, print_verdict, progress, table
-from autopar.errors import AutoparError, CaptureError, PlanError, RankError
+from autopar.errors import AutoparError, CaptureError, InputError, PlanError, Problem, RankError
 from autopar.ir.explanation import sizes_in_words
+from autopar.ir.plan import Plan
 from autopar.models.load import is_factory
+from autopar.planning.degrees import resolve_degrees
 from autopar.planning.options import PlanOptions, command_options
+from autopar.presets.models import model_names, model_preset
 
 if TYPE_CHECKING:
     from autopar.runtime.verify.verify import Report
 
+SMALL_LAYERS, SMALL_HIDDEN, SMALL_HIDDEN_BY_3, SMALL_SEQ_LEN = 2, 64, 96, 32
 _LEAST = "splits the batch only, which asks least of a model"
 _VERDICTS = {"equal": "ok", "different": "DIFFERS", "cannot be judged": "NOT JUDGED"}
 
@@ -68,8 +72,9 @@ def verify(
     path = None if plan is None else str(plan)
     command = VerifyCommand(model=model, world_size=world_size, specialise=specialise, plan=path)
     with suggesting_next_step(command, options), naming(plan), progress("importing torch") as on_progress:
-        check_numbers(world_size=world_size, steps=steps, batch=batch)
-        wish, sizes = wish_and_sizes(model, world_size, options, plan, layers=layers, hidden=hidden, batch=batch)
+        wish, sizes = wish_and_sizes(
+            model, world_size, options, plan, layers=layers, hidden=hidden, batch=batch, steps=steps
+        )
         from autopar.commands.verify import verify as run
 
         report = run(
@@ -105,6 +110,70 @@ def _show(report: "Report", model: str, sizes: dict[str, Any]) -> None:
     bad = [q for q in report.quantities if not q.passed]
     failed = [q.name if q.outcome == "different" else f"{q.name} ({q.outcome})" for q in bad]
     print_verdict(failed, "the parallel steps equal the single-device steps")
+
+
+# ---- sizes ----
+
+
+def wish_and_sizes(
+    model: str,
+    world_size: int,
+    options: PlanOptions,
+    plan: Path | None,
+    *,
+    layers: int | None,
+    hidden: int | None,
+    batch: int | None,
+    **numbers: int,
+) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """The degrees that were asked for, None with a plan file, and all sizes of the model; `numbers` are checked too."""
+    problems = [
+        Problem(path="--" + name.replace("_", "-"), value=value, rule="must be at least 1")
+        for name, value in (("world_size", world_size), ("batch", batch), *numbers.items())
+        if value is not None and value < 1
+    ]
+    if world_size > MAX_RANKS:
+        rule = f"must be at most {MAX_RANKS} ranks on one machine"
+        problems.append(Problem(path="--world-size", value=world_size, rule=rule))
+    refuse_options(problems)
+    given = {"layers": layers, "hidden": hidden, "seq_len": options.seq_len, "batch": batch}
+    if plan is not None:
+        return None, given | _sizes_of_plan(plan, model, world_size, options, batch)
+    return options.wish(), given | _small_sizes(model, world_size, options, given)
+
+
+def _sizes_of_plan(
+    path: Path, model: str, world_size: int, options: PlanOptions, batch: int | None
+) -> dict[str, int | None]:
+    """Batch and sequence that the plan was made for, unless they were given."""
+    options.refuse_beside_plan()
+    plan = Plan.load(path)
+    if model.lower() in model_names() and plan.model not in ("", model_preset(model).name):
+        raise PlanError(f"plan file {path} was made for model {plan.model}, not {model}; plan again for {model}")
+    if plan.degrees.world_size != world_size:
+        raise PlanError(
+            f"plan file {path} is for {plan.degrees.world_size} ranks ({sizes_in_words(plan.degrees)}), "
+            f"not {world_size}; use --world-size {plan.degrees.world_size}, or plan again for {world_size}"
+        )
+    if is_factory(model):
+        return {}
+    return {"seq_len": plan.sequence, "batch": plan.degrees.local_batch if batch is None else batch}
+
+
+def _small_sizes(model: str, world_size: int, options: PlanOptions, sizes: dict[str, Any]) -> dict[str, int]:
+    """Small sizes for the options that were left open; the degrees divide them."""
+    if is_factory(model):
+        if options.global_batch is not None:
+            raise InputError(f"--global-batch: a factory decides its own sizes; change {model} instead")
+        return {}
+    if sizes["batch"] is None:
+        degrees = options.degrees(world_size)
+    else:
+        degrees = resolve_degrees(options.wish(), world_size, sizes["batch"], global_batch=options.global_batch)
+    hidden = SMALL_HIDDEN if degrees.tp % 3 else SMALL_HIDDEN_BY_3
+    small = {"layers": SMALL_LAYERS, "hidden": hidden, "seq_len": SMALL_SEQ_LEN if degrees.tp % 3 else 48}
+    small["batch"] = degrees.local_batch
+    return {name: value for name, value in small.items() if sizes[name] is None}
 
 
 # ---- the next thing to try ----

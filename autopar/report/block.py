@@ -89,11 +89,7 @@ def _box(graph: BlockGraph, number: int, at: tuple[float, float]) -> Markup:
     label_y = y + (16 if node.detail else 24)
     left, kind = short(x - BOX / 2), f"box {node.kind}"
     rect = tag("rect", x=left, y=short(y), width=short(BOX), height=short(HIGH), rx="6", class_=kind)
-    label = tag("text", _end(node.label, _MOST_CHARS), x=short(x), y=short(label_y), class_="label")
+    shown = node.label if len(node.label) <= _MOST_CHARS else f"…{node.label[1 - _MOST_CHARS :]}"  # the end says most
+    label = tag("text", shown, x=short(x), y=short(label_y), class_="label")
     tip = f"{node.label}\n{node.detail}".strip()
     return tag("g", rect, label, detail if node.detail else Markup(""), data_t=tip, class_=f"node {node.kind}")
-
-
-def _end(text: str, most: int) -> str:
-    """Of a path, whose end says most."""
-    return text if len(text) <= most else "…" + text[len(text) - most + 1 :]

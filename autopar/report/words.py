@@ -1,16 +1,18 @@
 """Plans and reasons in sentences."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autopar.ir.explanation import recomputation_of
 from autopar.ir.offload import NO_OFFLOAD, offload_in_words
 from autopar.ir.rank_order import ORDERS
 from autopar.ir.schedules.registry import DEFAULT_SCHEDULE
-from autopar.search.measured.result import TuneResult
 from autopar.search.result.format import plan_in_words, readable_value, step_in_words
 from autopar.search.result.result import Contender, SearchResult
 from autopar.words.numbers import amount, capped, percent, readable_bytes, readable_seconds
+
+if TYPE_CHECKING:
+    from autopar.search.measured.result import TuneResult
 
 
 def degrees_in_words(degrees: Mapping[str, Any]) -> str:
@@ -77,7 +79,7 @@ def plan_sentence(result: SearchResult) -> str:
 
 
 def step_sentence(
-    result: SearchResult | TuneResult, degrees: Mapping[str, Any], devices: str, step: str, step_s: float, spent: str
+    result: "SearchResult | TuneResult", degrees: Mapping[str, Any], devices: str, step: str, step_s: float, spent: str
 ) -> str:
     """The best plan on its devices, and the time of its step, which ends the text. `spent` is its cost or energy."""
     batch, _ = step_in_words(result.global_batch, result.sequence)

@@ -143,7 +143,7 @@ def merged_works(
         merged = {role: work if role in _ENDS else _with_selected(work) for role, work in merged.items()}
     family = Family(
         name="captured",
-        source=_source(program, mesh),
+        source=f"{program.fingerprint[:12]}, labelled on {dict(mesh.as_dict())}",
         blocks=tuple((renamed[role], tuple((v, work) for v in VARIANTS)) for role, work in merged.items()),
     )
     # several calls of an end are priced with the first call
@@ -207,10 +207,6 @@ def _with_selected(work: BlockWork[Polynomial]) -> BlockWork[Polynomial]:
 def dtype_of(program: Program) -> str:
     """The dtype of the activations between blocks, such as "bfloat16"."""
     return _residual(program, _roles(program))[2]
-
-
-def _source(program: Program, mesh: Mesh) -> str:
-    return f"{program.fingerprint[:12]}, labelled on {dict(mesh.as_dict())}"
 
 
 def _roles(program: Program) -> list[str]:

@@ -43,7 +43,8 @@ def chrome_trace(ranks: Sequence[tuple[str, Sequence[Slice]]], about: Mapping[st
 def nested_tracks(slices: Iterable[Slice]) -> list[tuple[str, list[Slice]]]:
     """Slices by track, in the order of display. A track is cut into parts whose slices nest."""
     tracks: list[tuple[str, list[Slice], list[float]]] = []  # track, slices, ends of open slices
-    for event in sorted(slices, key=lambda s: (_order(s.track), s.start_us, -s.duration_us)):
+    order = {COMPUTE: 0, HOST: 3, MESSAGES: 2}
+    for event in sorted(slices, key=lambda s: (order.get(s.track, 1), s.track, s.start_us, -s.duration_us)):
         for lane in tracks:
             open_ends = lane[2]
             while open_ends and open_ends[-1] <= event.start_us + _SLACK_US:
@@ -57,10 +58,6 @@ def nested_tracks(slices: Iterable[Slice]) -> list[tuple[str, list[Slice]]]:
         lane[1].append(replace(event, duration_us=end - event.start_us))
         lane[2].append(end)
     return [(track, spans) for track, spans, _ in tracks]
-
-
-def _order(track: str) -> tuple[int, str]:
-    return ({COMPUTE: 0, HOST: 3, MESSAGES: 2}.get(track, 1), track)
 
 
 def _message(rank_label: str, span: Slice) -> tuple[Any, ...]:

@@ -24,7 +24,7 @@ from autopar.search.driver.optuna_refine import MISSING, SOURCE
 from autopar.search.driver.optuna_seeds import kinds_of
 from autopar.search.driver.search import SearchState, raised_seconds
 from autopar.search.driver.study import StudyPlace, importance
-from autopar.search.pricing.exact import AS_IT_IS, PricedPlan
+from autopar.search.pricing.exact import AS_IT_IS
 from autopar.search.space.candidates import Candidates
 from autopar.search.space.dimensions import DIMENSIONS, WORDS, Dimension
 
@@ -67,7 +67,9 @@ def _trials(search: SearchState) -> "list[FrozenTrial]":
     kinds, bounds, best_of = _bounds_of_combinations(search)
     any_part = next(iter(goal.parts.values()))
     shared: dict[str, Any] = {OFFLOAD: any_part.on.machine.engine.offload}
-    prices = _prices(search)
+    # those of the search in its order, then those of the next best plans
+    prices = dict(search.exact)
+    prices |= {index: plan for (index, cut), plan in search.together.found.items() if cut == AS_IT_IS}
     trials = [
         create_trial(
             params=_params(c, index) | {"recompute": plan.degrees.recompute},
@@ -102,11 +104,6 @@ def _trials(search: SearchState) -> "list[FrozenTrial]":
             )
         )
     return trials
-
-
-def _prices(search: SearchState) -> dict[int, PricedPlan]:
-    """Exact prices of candidates as they are: those of the search in its order, then those of the next best plans."""
-    return {**search.exact, **{index: plan for (index, cut), plan in search.together.found.items() if cut == AS_IT_IS}}
 
 
 def _bounds_of_combinations(search: SearchState) -> tuple[NDArray[np.int64], Floats, Mapping[int, int]]:

@@ -4,7 +4,7 @@ import hashlib
 import keyword
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -13,7 +13,6 @@ from typing import Any
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from autopar._torch.private import pytree
 from autopar.capture.nodes import operator_name
 from autopar.ir.program import Block, CallSite, Role
 
@@ -105,10 +104,14 @@ def describe(segment: Segment, role_of: Mapping[fx.Node, Role], used_later: set[
     segment.outputs = [
         n for n in segment.nodes if n in used_later or any(u not in inside and u.meta.get("main") for u in n.users)
     ]
-    leaves = pytree.tree_leaves([(node.args, node.kwargs) for node in segment.nodes])
-    segment.floats = [leaf for leaf in leaves if isinstance(leaf, float)]
-    block = build_block(segment, "", role_of, dict.fromkeys(segment.externals, ""), set())
-    segment.skeleton = block_text(block.graph, block.ports, block.outputs, with_floats=False)
+    occurrences: Counter[str] = Counter()
+    for node in segment.nodes:
+        path = module_path(node).removeprefix(segment.path).lstrip(".") if segment.path else module_path(node)
+        label = f"{path}:{operator_name(node)}" if path else operator_name(node)
+        node.meta["key"] = f"{label}:{occurrences[label]}"
+        occurrences[label] += 1
+    ports = {node: role_of[node] for node in segment.externals}
+    segment.skeleton = _text(ports, segment.nodes, segment.outputs, segment.floats)
 
 
 def lifted_floats(segments: Sequence[Segment]) -> set[int]:
@@ -145,19 +148,10 @@ def build_block(
             return scalars.get(next(position), value)
         return values[value] if isinstance(value, fx.Node) else value
 
-    occurrences: Counter[str] = Counter()
     for node in segment.nodes:
         args, kwargs = map_aggregate(node.args, copy), map_aggregate(node.kwargs, copy)
-        path = module_path(node)
-        relative = path.removeprefix(segment.path).lstrip(".") if segment.path else path
-        operator = operator_name(node)
-        label = f"{relative}:{operator}" if relative else operator
-        new = graph.create_node("call_function", node.target, args, kwargs, _node_name(relative, operator))
-        new.meta["info"] = node.meta["info"]
-        new.meta["batch_power"] = node.meta.get("batch_power", 0)
-        new.meta["key"] = f"{label}:{occurrences[label]}"
-        occurrences[label] += 1
-        values[node] = new
+        values[node] = graph.create_node("call_function", node.target, args, kwargs, _node_name(node.meta["key"]))
+        values[node].meta = {each: node.meta.get(each, 0) for each in ("info", "batch_power", "key")}
     outputs = tuple(values[n].name for n in segment.outputs)
     graph.output(tuple(values[n] for n in segment.outputs))
     signature = signature_of(graph, ports, outputs)
@@ -171,38 +165,49 @@ def signature_of(graph: fx.Graph, ports: Mapping[str, Role], outputs: Sequence[s
 
 def block_text(graph: fx.Graph, ports: Mapping[str, Role], outputs: Sequence[str], *, with_floats: bool = True) -> str:
     """A block as text without names of values. Without floats, blocks with the same skeleton have the same text."""
+    nodes = {node.name: node for node in graph.nodes}
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    roles = {nodes[name]: role for name, role in ports.items()}
+    return _text(roles, calls, [nodes[name] for name in outputs], None if with_floats else [])
+
+
+def _text(
+    ports: Mapping[fx.Node, Role], calls: Iterable[fx.Node], outputs: Iterable[fx.Node], floats: list[float] | None
+) -> str:
+    """Calls as text. Literal floats stand in it, or go into `floats`; then ports of scalars are literals too."""
     values: dict[fx.Node, str] = {}
     lines: list[str] = []
 
     def text(value: Any) -> str:
         if isinstance(value, fx.Node):
-            is_lifted = ports.get(value.name) == "scalar"
-            return "<float>" if is_lifted and not with_floats else values[value]
-        if isinstance(value, float):
-            return repr(value) if with_floats else "<float>"
+            return values[value]
+        if isinstance(value, float) and floats is not None:
+            floats.append(value)
+            return "<float>"
         if isinstance(value, (list, tuple)):
-            return "[" + ",".join(text(v) for v in value) + "]"
+            return "[" + ",".join(map(text, value)) + "]"
         return repr(value)
 
-    for node in graph.nodes:
-        if node.op == "output" or (not with_floats and ports.get(node.name) == "scalar"):
-            continue
-        values[node] = f"%{len(values)}"
+    def described(node: fx.Node) -> str:
         info = node.meta.get("info")
-        described = f"{tuple(info.shape)}:{info.dtype}:{info.differentiable}" if info is not None else ""
-        if node.op == "placeholder":
-            lines.append(f"@{ports[node.name]}:{described}")
-            continue
-        arguments = ",".join(text(a) for a in node.args)
+        return f"{tuple(info.shape)}:{info.dtype}:{info.differentiable}" if info is not None else ""
+
+    for node, role in ports.items():
+        values[node] = "<float>"
+        if role != "scalar" or floats is None:
+            values[node] = f"%{len(lines)}"
+            lines.append(f"@{role}:{described(node)}")
+    for node in calls:
+        arguments = ",".join(map(text, node.args))
         named = ",".join(f"{k}={text(v)}" for k, v in node.kwargs.items() if k not in ("device", "pin_memory"))
-        lines.append(f"{node.meta['key']}|{node.target}({arguments};{named})->{described}")
-    by_name = {node.name: value for node, value in values.items()}
-    lines.append(",".join(by_name[name] for name in outputs))
-    return "\n".join(lines)
+        values[node] = f"%{len(lines)}"
+        lines.append(f"{node.meta['key']}|{node.target}({arguments};{named})->{described(node)}")
+    return "\n".join([*lines, ",".join(values[node] for node in outputs)])
 
 
-def _node_name(path: str, operator: str) -> str:
-    last = path.rsplit(".", 1)[-1]
+def _node_name(key: str) -> str:
+    *path, operator, _ = key.split(":")
+    last = "".join(path).rsplit(".", 1)[-1]
     if operator in ("linear", "addmm", "embedding", "layer_norm") and last:
         return last if operator == "linear" or operator == "addmm" else f"{last}_out"
     return operator.strip("_")

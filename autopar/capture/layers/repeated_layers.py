@@ -34,7 +34,7 @@ class Stack:
 
 
 def with_all_layers(fewer: Flat, stacks: Sequence[Stack]) -> Flat | None:
-    """The capture of a whole model, written from one with the kept layers; neither is normalised. None if it fails."""
+    """The capture of a whole model, written from a normalised one with the kept layers. None if it fails."""
     repeating = _Repeating(fewer, stacks)
     return None if fewer.updates or not all(map(repeating.repeats, stacks)) else repeating.written()
 

@@ -23,9 +23,10 @@ from torch.overrides import TorchFunctionMode
 
 from autopar._torch.private import pytree
 from autopar.capture.export.export import run_on_meta
+from autopar.capture.export.own_changes import as_it_was
 from autopar.capture.layers.repeated_layers import Layer, Stack
 from autopar.capture.request import Request
-from autopar.capture.weightless import with_tensors
+from autopar.capture.weightless import plain_tensors, with_tensors
 
 Calls = Mapping[Layer | None, Sequence[str]]  # the calls in each layer; None has the calls in no layer
 _FEWEST = 7  # layers of which less than half are kept: the first one, and two periods
@@ -37,7 +38,7 @@ class _Unknown(Exception):
 
 
 def watched_stacks(request: Request) -> tuple[Stack, ...]:
-    """The stacks for which an export needs less than half of the layers. A copy of the model runs on meta."""
+    """The stacks for which an export needs less than half of the layers. The model runs on meta, or its copy does."""
     lengths = _stacks(request.model)
     if not any(length >= _FEWEST for length in lengths.values()):
         return ()
@@ -50,15 +51,15 @@ def watched_stacks(request: Request) -> tuple[Stack, ...]:
         return watch.calls
 
     try:
-        model = with_tensors(request.model, _on_meta)
+        tensors = (*request.model.parameters(), *request.model.buffers(), *plain_tensors(request.model))
+        model = request.model if all(t.is_meta for t in tensors) else with_tensors(request.model, _on_meta)
         on_meta = replace(request, model=model, inputs=pytree.tree_map_only(torch.Tensor, _on_meta, request.inputs))
-        whole = calls()
-        every = (_stack(path, length, whole, request.model.get_submodule(path)) for path, length in lengths.items())
-        stacks = tuple(stack for stack in every if stack is not None)
-        if not stacks:
-            return ()
-        with without_layers(model, stacks):
-            fewer = calls()
+        with as_it_was(model):
+            whole = calls()
+            every = (_stack(path, length, whole, request.model.get_submodule(path)) for path, length in lengths.items())
+            stacks = tuple(stack for stack in every if stack is not None)
+            with without_layers(model, stacks):
+                fewer = calls() if stacks else {}
     except Exception:  # a model may raise anything if it runs on meta outside of an export
         return ()
     return stacks if whole == _repeated(fewer, stacks) else ()

@@ -103,7 +103,7 @@ def hides_a_threshold(mask: fx.Node, twin: fx.Node) -> bool:
     """Whether a mask's code has a number, equal in both captures, that takes effect only beyond the small size."""
     large, small = _rows(mask), _rows(twin)
     pairs = zip(closure([mask]), closure([twin]), strict=True)
-    numbers = ([numbers_of([n.args, n.kwargs]) for n in pair] for pair in pairs)
+    numbers = ([numbers_of([n.args, *n.kwargs.values()]) for n in pair] for pair in pairs)
     return any(a == b and small - 1 <= abs(a) < large for two in numbers for a, b in zip(*two, strict=True))
 
 

@@ -30,6 +30,7 @@ from autopar.rules.rule import TensorInfo
 
 DROPPED = {aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten.sym_constrain_range_for_size.default}
 IDENTITY = {aten.alias.default, aten.contiguous.default, aten.lift_fresh_copy.default, aten.lift_fresh.default}
+CONVERSIONS = {getattr(op, name) for op in (aten.to, aten._to_copy, aten.type_as) for name in op.overloads()}
 RESHAPES = {aten.view.default, aten._unsafe_view.default}
 UNINITIALISED = {
     aten.empty.memory_format: aten.zeros.default,
@@ -54,13 +55,13 @@ def drop_no_ops(graph: fx.Graph) -> None:
             replace_node(node, arg(node, 0))
         elif node.target in RESHAPES:
             node.target = aten.reshape.default
-        elif str(node.target).startswith(("aten.to.", "aten._to_copy", "aten.type_as")):
+        elif node.target in CONVERSIONS:
             node.args, node.kwargs = (node.args[0], _value(node).dtype), {}
             node.target = aten.to.dtype
 
 
 def _is_no_op(node: fx.Node) -> bool:
-    if str(node.target).startswith(("aten.to.", "aten._to_copy", "aten.type_as")):
+    if node.target in CONVERSIONS:
         source, out = _value(arg(node, 0)), _value(node)
         return bool(source.dtype == out.dtype)  # all values of a rank lie on its device
     if node.target in (aten.expand.default, aten.reshape.default, aten.view.default, aten.slice.Tensor):

@@ -101,8 +101,4 @@ def loss_of_two(call: Call) -> Rule:
 def over_micro_batches(call: Call) -> Rule:
     """A term of the loss over the number of micro-batches, which is one number."""
     spec = dims(call.output.shape)
-    return rule_from(call, [spec, []], spec, linear=[{0}], emit=_emit_division)
-
-
-def _emit_division(local: Call) -> tuple[Step, ...]:
-    return (Step(aten.div.Tensor, local.args),)
+    return rule_from(call, [spec, []], spec, linear=[{0}], emit=lambda local: (Step(aten.div.Tensor, local.args),))
