@@ -167,7 +167,9 @@ def test_values_on_the_host(text: str, offload: str) -> None:
         ("MegatronLM (fork of 2023)", "megatron-2022"),
         ("NVIDIA Megatron LM", "megatron"),
         ("Megatron-DeepSpeed style", "megatron-deepspeed"),
-        ("DeepSpeed", "deepspeed-zero3"),
+        ("DeepSpeed", "deepspeed"),
+        ("LLMQ 2025 (CUDA/C++)", "llm-c"),
+        ("LLaMA-Factory 2025 (HF transformers Trainer, DDP)", "accelerate"),
         ("torchtitan FSDP2", "fsdp"),
         ("MaxText (JAX)", "jax"),
         ("our trainer on torchtitan", "fsdp"),
@@ -180,6 +182,13 @@ def test_the_longest_name_decides(framework: str, name: str) -> None:
     assert found.name == name
 
 
+@pytest.mark.parametrize("framework", ("in-house, Megatron-style", "internal FSDP2 trainer", "based on DeepSpeed, own"))
+def test_a_framework_that_is_only_like_an_engine_is_guessed(framework: str) -> None:
+    cells, unclear = published_columns.strict_cells({"framework": framework})
+    assert cells["engine"] and cells["engine_basis"] == "guessed" and "is only like engine" in unclear[0]
+    assert "engine_basis" not in published_columns.strict_cells({"framework": "NeMo/Megatron-Core 0.9"})[0]
+
+
 def test_unknown_framework_has_none() -> None:
     assert engine_of_framework("something else") is None
     assert engine_of_framework("NeMoTron's successor") is None  # a part of a word is no name
@@ -188,6 +197,7 @@ def test_unknown_framework_has_none() -> None:
 def test_the_year_of_the_source_decides_between_engines_of_one_framework() -> None:
     years = (("Megatron-LM", "arXiv 2205.05198"), ("Megatron-LM", "SC 2021"), ("Megatron-LM (2025)", "SC 2021"))
     assert [engine_of_framework(*texts).name for texts in years] == ["megatron-2022", "megatron-2021", "megatron"]
+    assert engine_of_framework("DeepSpeed", "arXiv 2104.04473").name == "deepspeed-zero3"
 
 
 @pytest.mark.parametrize(

@@ -43,9 +43,10 @@ PROFILES = ROOT / "autopar" / "presets" / "profiles"
 PART = 0.95  # the most that any kernel reaches of a figure of the data sheet
 SCALE = 0.08  # smaller errors count squared, larger ones by their size
 PULL = 0.5  # the loss of a constant that is one deviation from its prior
-GPU = ("a100", "v100", "h100", "b200", "mi300", "default")
+GPU = ("a100", "v100", "h100", "b200", "mi300", "geforce", "workstation", "default")
 # 16-bit FLOP/s of one multiprocessor over an A100's: a product's start and end cost the more of k
 RATE = {"v100": 125 / 80, "a100": 312 / 108, "b200": 2250 / 148, "h100": 989 / 132}
+RATE |= {"geforce": 165.2 / 128, "workstation": 362 / 142}  # RTX 4090, L40S
 Profiles = dict[str, DeviceProfile]
 World = tuple[Profiles, Mechanisms]
 

@@ -37,6 +37,7 @@ _PRECISIONS = (
 _WORDS = re.compile(r"[a-z]+|[0-9]+")
 _YEAR = re.compile(r"arxiv[: ]*([0-9]{2})(?:0[1-9]|1[0-2])\.[0-9]{4,5}|\b(20[12][0-9])\b", re.IGNORECASE)
 
+_LIKE = r"in-?house|\b(?:own|custom|proprietary|internal)\b|[ -](?:style|like|based|inspired)\b|\bsimilar to\b"
 _NO_COMPILE = r"\beager\b|\b(?:no|not|without)[ -](?:torch[. -]?)?compil|compile ?[:=]? ?(?:no|off|false)\b"
 _OVERLAP = r"(?:async(?:hronous)?[ -]?(?:tp\b|tensor)|\b(?:tp|tensor)[ -](?:comm[a-z]*[ -])?overlap|userbuffers)"
 _GRAPHS = r"full[ -]iteration (?:cuda )?graph|cuda[ -]?graphs?\b"
@@ -178,6 +179,9 @@ def strict_cells(old: dict[str, str]) -> tuple[dict[str, str], list[str]]:
         unclear.append(f"framework {cells['framework']!r} is not known")
     found = options_of(engine or engine_named(NEUTRAL), texts, cells["attn_impl"])
     found |= {"engine": engine.name if engine else "", "family": family_of(cells)}
+    if engine is not None and re.search(_LIKE, cells["framework"], re.IGNORECASE):
+        found["engine_basis"] = "guessed"
+        unclear.append(f"framework {cells['framework']!r} is only like engine {engine.name}")
     found |= {"precision": precision_of(cells["precision"])}
     if cells["precision"] and not found["precision"]:
         unclear.append(f"precision {cells['precision']!r} is not known")

@@ -16,6 +16,7 @@ from autopar.cli.options import (
     ModelArgument,
     Profile,
     Specialise,
+    counted,
     naming,
     option,
     problems_of_target,
@@ -46,7 +47,8 @@ _ExactMemory = Annotated[
         help="Count the tensors of a rank under autopar's engine instead of using formulas. Takes seconds more.",
     ),
 ]
-_Tokens = Annotated[float | None, option("Tokens of the whole run, such as 15e12. Adds days, money, energy.")]
+_TOKENS = "Tokens of the whole run, such as 15e12, 300B or 1.5T. Adds days, money, energy."
+_Tokens = Annotated[float | None, typer.Option(help=_TOKENS, parser=counted, metavar="NUMBER", show_default=False)]
 _Grams = Annotated[float | None, option("Grams of CO2 per kWh of electricity, with --tokens. Adds CO2.")]
 _Trace = Annotated[Path | None, option("Compare with this measured step of the same plan (see `autopar trace`).")]
 _Correct = Annotated[Path | None, option("With --trace: write the profile, corrected by the trace, to this file.")]

@@ -23,6 +23,15 @@ def option(help_text: str, *names: str, panel: str | None = None) -> Any:
     return typer.Option(*names, help=help_text, rich_help_panel=panel, show_default=False)
 
 
+def counted(text: str) -> float:
+    """A number, which may end with K, M, B or T: 300B is 300 billion."""
+    factor = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper())
+    try:
+        return float(text) if factor is None else factor * float(text[:-1])
+    except ValueError:
+        raise typer.BadParameter(f"{text[:80]!r} is no number such as 15e12, 300B or 1.5T") from None
+
+
 def positional(name: str, help_text: str) -> Any:
     return typer.Argument(metavar=name, help=help_text, show_default=False)
 

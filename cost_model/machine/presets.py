@@ -29,6 +29,9 @@ def device_profile(device: str, device_type: DeviceType = "cuda") -> DeviceProfi
             profile = _loaded(path)
             if device in profile.devices:
                 return profile
+            if device in profile.unmeasured:
+                note = f"no measured run of device {device} is known: it is priced like {', '.join(profile.devices)}"
+                return replace(profile, devices=(), notes=(note,))
         default = _loaded(Path(folder) / ("cpu.yaml" if device_type == "cpu" else "default.yaml"))
     note = (
         f"no profile describes device {device[:80]!r}: the default profile is used; run `autopar calibrate` to "

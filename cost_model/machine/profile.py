@@ -128,6 +128,7 @@ class DeviceProfile:
     description: str = ""
     device_type: DeviceType
     devices: tuple[str, ...] = ()  # the device presets that this profile describes
+    unmeasured: tuple[str, ...] = ()  # presets of the same kind, of which no measured run is known
     watts_per_tflops: float | None = None  # of the device that `efficiency` describes, in its 16-bit peak
     native_attention: bool = False  # the device has attention kernels of its own, faster than FlashAttention 2
     efficiency: Mapping[str, float] = field(hash=False)

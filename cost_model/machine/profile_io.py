@@ -24,7 +24,7 @@ from autopar.ir.device import DeviceType
 from autopar.ir.device_presets import DTYPES, ByDtype
 
 _WITHOUT_SOURCES = (
-    *("version", "name", "description", "device_type", "devices", "native_attention"),
+    *("version", "name", "description", "device_type", "devices", "unmeasured", "native_attention"),
     *("measured", "device", "fit"),
 )
 NO_SOURCE = "assumed: no source was given"
@@ -107,6 +107,7 @@ class ProfileEntry(StrictModel):
     description: _Text = ""
     device_type: DeviceType
     devices: Annotated[list[_Name], Field(max_length=100)] = Field(default_factory=list)
+    unmeasured: Annotated[list[_Name], Field(max_length=100)] = Field(default_factory=list)
     native_attention: bool = False
     watts_per_tflops: SizeFigure | None = None
     measured: MeasuredEntry | None = None

@@ -143,6 +143,8 @@ def _case(row: Row) -> _Case | NoEstimate:
         warnings.append(f"inter_link {row.inter_link!r} is text, inter_gb_per_s is empty; the preset's is used")
     if engine.name == NEUTRAL:
         warnings.append("no engine is stated; the neutral engine is used")
+    elif row.engine_basis == "guessed":
+        warnings.append(f"the framework is only like engine {engine.name}; the interval is that of a guessed engine")
     try:
         machine = row_machine(row, engine, mechanisms())
     except ClusterError as error:
@@ -240,7 +242,7 @@ def _estimates(group: RowGroup) -> list[RowEstimate]:
             parts={name: float(part[i]) for name, part in parts.items()},
             global_batch=None if case.row.global_batch else case.global_batch,
             situation=Situation(
-                is_engine_known=case.machine.engine.name != NEUTRAL,
+                is_engine_known=case.machine.engine.name != NEUTRAL and case.row.engine_basis != "guessed",
                 is_device_known=case.machine.profile.is_of_device,
                 has_experts=bool(case.row.moe_experts),
             ),

@@ -45,6 +45,7 @@ _WORDS: Mapping[str, tuple[str, ...]] = {
     "precision": ROW_PRECISIONS,
     "family": family_names(),
     "engine": engine_names(),
+    "engine_basis": ("stated", "guessed"),
     **{name: get_args(Engine.model_fields[name].annotation) for name in ENGINE_COLUMNS},
 }
 _FROM_ZERO = ("moe_shared_ffn", "moe_layers", "zero")
@@ -109,6 +110,7 @@ class Row:
     attn_impl: str | None = None
     framework: str | None = None
     engine: str | None = None
+    engine_basis: str | None = None
     attention: str | None = None
     attention_kernel: str | None = None
     pointwise: str | None = None

@@ -14,6 +14,7 @@ from autopar.cost_model.step.layouts import Layouts
 from autopar.cost_model.step.rank_parameters import RankParameters, block_parameters, first_and_last
 from autopar.cost_model.work.block_work import Family
 from autopar.ir.arrays import Floats
+from autopar.lowering.conversions import Collective
 
 RANK_FIELDS = ("tp", "pp", "cp", "ep", "etp", "dp", "shard", "data_stride")  # of layouts
 _ENDS = ("first", "last")
@@ -64,12 +65,17 @@ def gather_prices(basis: Basis, family: Family[Any], layouts: Layouts, role: str
 
 def _gather_and_scatter(basis: Basis, layouts: Layouts, elements: Any) -> tuple[Floats, Floats]:
     engine, links, element_bytes = basis.machine.engine, basis.machine.links, basis.shape.element_bytes
-    if engine.shard_gather == "blocking":  # through one port of a host
-        unit_s = elements / links.inter_host_bytes_per_s * np.where(layouts.shard > 1, 1.0, 0.0)
-        return np.asarray(element_bytes * unit_s), np.asarray(engine.shard_gradient_bytes * unit_s)
+
+    def seconds(kind: Collective, whole: Any) -> Floats:
+        usual = links.seconds(kind, whole, layouts.shard, layouts.data_stride)
+        if engine.shard_gather != "blocking":
+            return usual
+        spans = layouts.shard * layouts.data_stride > links.devices_per_host
+        return np.where(spans, whole / links.inter_host_bytes_per_s, usual)  # through one port of a host
+
     return (
-        links.seconds("all_gather", element_bytes * elements, layouts.shard, layouts.data_stride),
-        links.seconds("reduce_scatter", engine.shard_gradient_bytes * elements, layouts.shard, layouts.data_stride),
+        seconds("all_gather", element_bytes * elements),
+        seconds("reduce_scatter", engine.shard_gradient_bytes * elements),
     )
 
 

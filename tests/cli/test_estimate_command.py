@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from run import autopar, json_of, refused
 
+from autopar.cli.options import counted
 from autopar.words.numbers import readable_bytes
 
 SMALL = ("--layers", "2", "--hidden", "64", "--seq-len", "64")
@@ -62,11 +63,17 @@ def test_a_run_that_does_not_fit_has_neither_days_nor_money() -> None:
 
 
 def test_a_framework_is_a_word_for_its_engine() -> None:
-    for word, engine in (("torchtitan", "fsdp"), ("deepspeed", "deepspeed-zero3"), ("accelerate", "accelerate")):
+    for word, engine in (("torchtitan", "fsdp"), ("deepspeed", "deepspeed"), ("accelerate", "accelerate")):
         assert json_of("estimate", "gpt2", "-c", "4xh100", "--engine", word, *SMALL)["engine"] == engine
 
 
+@pytest.mark.parametrize(("text", "number"), [("300B", 3e11), ("1.5t", 1.5e12), ("15e12", 1.5e13), ("2K", 2e3)])
+def test_tokens_may_have_a_suffix(text: str, number: float) -> None:
+    assert counted(text) == number
+
+
 def test_everything_wrong_at_once() -> None:
+    assert "'12Q' is no number such as 15e12, 300B" in refused("estimate", "gpt2", "-c", "4xcpu", "--tokens", "12Q")
     message = refused("estimate", "gpt2", "-c", "4xcpu", "--tp", "3", "--dp", "3", "--zero", "7", "--seq-len", "0")
     assert "--zero: must be 0, 1, 2 or 3" in message and "--seq-len: must be a whole number" in message
     message = refused("estimate", "gpt2", "-c", "4xcpu", "--tp", "3", "--pp", "3")

@@ -109,9 +109,13 @@ def test_a_device_without_8_bit_units_computes_in_16() -> None:
     assert machine_of(Row(id="r", gpu_type="A100-80", precision="nvfp4")).speeds.narrow_flops_per_s is None
 
 
-@pytest.mark.parametrize(
-    ("device", "profile"), [("B300", "b200"), ("MI350X", "mi300"), ("H800", "h100"), ("RTX 5090", "default")]
-)
+FAMILIES = {
+    "B300": "b200", "MI350X": "mi300", "H800": "h100", "RTX 5090": "geforce", "L40S": "workstation",
+    "MI250X": "default",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("device", "profile"), FAMILIES.items())
 def test_devices_share_the_profile_of_their_family(device: str, profile: str) -> None:
     assert machine_of(Row(id="r", gpu_type=device)).profile.name == profile
 
