@@ -16,7 +16,7 @@ from autopar.cli.options import (
     ModelArgument,
     Profile,
     Specialise,
-    counted,
+    big_number,
     naming,
     option,
     problems_of_target,
@@ -48,7 +48,7 @@ _ExactMemory = Annotated[
     ),
 ]
 _TOKENS = "Tokens of the whole run, such as 15e12, 300B or 1.5T. Adds days, money, energy."
-_Tokens = Annotated[float | None, typer.Option(help=_TOKENS, parser=counted, metavar="NUMBER", show_default=False)]
+_Tokens = Annotated[float | None, typer.Option(help=_TOKENS, parser=big_number, metavar="NUMBER", show_default=False)]
 _Grams = Annotated[float | None, option("Grams of CO2 per kWh of electricity, with --tokens. Adds CO2.")]
 _Trace = Annotated[Path | None, option("Compare with this measured step of the same plan (see `autopar trace`).")]
 _Correct = Annotated[Path | None, option("With --trace: write the profile, corrected by the trace, to this file.")]

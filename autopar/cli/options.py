@@ -23,7 +23,7 @@ def option(help_text: str, *names: str, panel: str | None = None) -> Any:
     return typer.Option(*names, help=help_text, rich_help_panel=panel, show_default=False)
 
 
-def counted(text: str) -> float:
+def big_number(text: str) -> float:
     """A number, which may end with K, M, B or T: 300B is 300 billion."""
     factor = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper())
     try:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from run import autopar, json_of, refused
 
-from autopar.cli.options import counted
+from autopar.cli.options import big_number
 from autopar.words.numbers import readable_bytes
 
 SMALL = ("--layers", "2", "--hidden", "64", "--seq-len", "64")
@@ -69,7 +69,7 @@ def test_a_framework_is_a_word_for_its_engine() -> None:
 
 @pytest.mark.parametrize(("text", "number"), [("300B", 3e11), ("1.5t", 1.5e12), ("15e12", 1.5e13), ("2K", 2e3)])
 def test_tokens_may_have_a_suffix(text: str, number: float) -> None:
-    assert counted(text) == number
+    assert big_number(text) == number
 
 
 def test_everything_wrong_at_once() -> None:
