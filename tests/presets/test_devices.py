@@ -17,7 +17,9 @@ from autopar.ir.device_presets import (
 REQUIRED = (
     "v100-16gb", "v100-32gb", "a100-40gb", "a100-80gb", "a800-80gb", "h100-sxm", "h100-pcie", "h100-96gb-hbm2e", "h200",
     "h20", "h800", "b200", "b300", "gb200", "gb300", "mi250x", "mi300x", "mi325x", "mi350x", "mi355x", "l40s",
-    "rtx4090", "rtx5090", "cpu",
+    "rtx4090", "rtx5090", "cpu", "gh200", "p100-16gb", "p100-pcie-16gb", "t4", "titan-rtx", "rtx2080ti", "rtx3080",
+    "rtx3090", "rtx3090ti", "rtx4080", "rtx5060ti", "rtx5070ti", "rtx5080", "a10", "a10g", "a40", "a4000", "a5000",
+    "a6000", "l4", "rtx4000-ada", "rtx6000-ada", "rtx-pro-6000",
 )  # fmt: skip
 
 
@@ -66,6 +68,9 @@ def test_every_number_has_a_source_and_is_of_a_possible_size(name: str) -> None:
         ("B300", "b300"),
         ("MI350X", "mi350x"),
         ("RTX_5090", "rtx5090"),
+        ("RTX 3090 Ti", "rtx3090ti"),
+        ("RTX A6000", "a6000"),
+        ("p100", "p100-16gb"),
     ],
 )
 def test_aliases(alias: str, name: str) -> None:
@@ -105,13 +110,13 @@ def test_the_hbm2e_h100_is_what_its_benchmark_says() -> None:
 def test_memory_is_what_torch_reports_and_the_size_sold_is_near(name: str) -> None:
     preset = device_presets()[name]
     total, sold = preset.total_memory_gb, preset.memory_gb
-    assert 0.98 * sold.value < total.value <= 1.0738 * sold.value  # at most the size sold, read as GiB
+    assert 0.97 * sold.value < total.value <= 1.0738 * sold.value  # at most the size sold, read as GiB
     assert total.source.startswith("assumed") or "https://" in total.source
     assert device_of_preset(preset).memory_bytes == round(total.value * 1e9)
 
 
 def test_known_range() -> None:
-    assert known_range("memory_gb", accelerators_only=True) == (16, 288)
+    assert known_range("memory_gb", accelerators_only=True) == (10, 288)
     assert known_range("nothing", accelerators_only=True) is None
 
 
