@@ -103,11 +103,18 @@ def test_a_file_gives_the_profile_back(profile: DeviceProfile, tmp_path: Path) -
 
 
 def test_every_profile_describes_presets_that_exist() -> None:
-    names = [device for profile in shipped_profiles().values() for device in profile.devices]
+    names = [device for p in shipped_profiles().values() for device in (*p.devices, *p.unmeasured)]
     assert len(names) == len(set(names)) and set(names) <= set(device_presets())
     for stem, profile in shipped_profiles().items():
         assert profile.name == stem
         assert {device_presets()[name].device_type for name in profile.devices} <= {profile.device_type}
+
+
+@pytest.mark.parametrize(("device", "like"), [("rtx5080", "rtx4090"), ("rtx6000-ada", "l40s"), ("gh200", "h100-sxm")])
+def test_a_card_without_measured_runs_says_so_and_has_a_wide_interval(device: str, like: str) -> None:
+    profile, known = device_profile(device), device_profile(like)
+    assert profile.efficiency == known.efficiency and known.is_of_device and not profile.is_of_device
+    assert f"no measured run of device {device} is known" in profile.notes[0] and like in profile.notes[0]
 
 
 def test_a_device_without_a_profile_gets_the_default_and_says_so() -> None:
