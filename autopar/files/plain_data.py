@@ -34,6 +34,8 @@ def content_of(data: Any, kind: str, version: int, source: str, *, command: str,
 
 def plain_of(value: Any, writers: Mapping[type, Callable[[Any], Any]] | None = None) -> Any:
     """The plain data that `read_plain` reads back. `writers` write values of types of their own."""
+    if value is None or (type(value) in _WORDS and type(value) not in (writers or {})):
+        return value
     for kind, write in (writers or {}).items():
         if isinstance(value, kind):
             return write(value)

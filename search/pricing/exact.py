@@ -302,12 +302,13 @@ class PlanPricer:
     def _steps(self, plans: "Sequence[_OpenPlan]") -> list[tuple[StepSeconds, tuple[float, ...]]]:
         """The step of every plan, made from the steps of the levels of its blocks."""
         ones = [(k, level) for k, plan in enumerate(plans) for level in self._levels(plan)]
-        index = np.array([plans[k].index for k, _ in ones])
-        levels = np.array([float(level) for _, level in ones])
-        steps, pipeline_s = self._priced(index, levels, [plans[k].stages for k, _ in ones])
-        of_pipelines = np.broadcast_to(pipeline_s, len(ones)).tolist()
+        in_parts = _in_parts(plans)
+        index = np.array([plans[k].index for k in (*(k for k, _ in ones), *in_parts)])
+        levels = np.array([float(level) for _, level in ones] + [0.0] * len(in_parts))
+        steps, pipeline_s = self._priced(index, levels, [*(plans[k].stages for k, _ in ones), *in_parts.values()])
+        of_pipelines = np.broadcast_to(pipeline_s, len(index)).tolist()
         place = {key: at for at, key in enumerate(ones)}
-        for k, seconds in self._in_parts(plans).items():
+        for k, seconds in zip(in_parts, of_pipelines[len(ones) :], strict=True):
             of_pipelines[place[k, NONE]] = seconds
         results = []
         for k, plan in enumerate(plans):
@@ -336,18 +337,6 @@ class PlanPricer:
             return tuple(plan.shares)
         return tuple(level for level in self.levels if level <= max(plan.shares))
 
-    def _in_parts(self, plans: "Sequence[_OpenPlan]") -> dict[int, float]:
-        """Pipeline seconds of recomputing plans as if they did not recompute, if backward passes would run in parts."""
-        stages = {
-            k: replace(plan.stages, recomputes=False)
-            for k, plan in enumerate(plans)
-            if plan.stages is not None and plan.stages.recomputes and SCHEDULES[plan.stages.schedule].splits_backward
-        }
-        if not stages:
-            return {}
-        _, seconds = self._priced(np.array([plans[k].index for k in stages]), np.zeros(1), [*stages.values()])
-        return dict(zip(stages, np.broadcast_to(seconds, len(stages)).tolist(), strict=True))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OpenPlan(Placement):
@@ -356,6 +345,15 @@ class _OpenPlan(Placement):
     index: int
     stages: Stages | None
     shares: Mapping[int, float]  # the part of the blocks of each level; stages that recompute by themselves count as 0
+
+
+def _in_parts(plans: Sequence[_OpenPlan]) -> dict[int, Stages]:
+    """Stages of recomputing plans as if they did not recompute, if backward passes would run in parts."""
+    return {
+        k: replace(plan.stages, recomputes=False)
+        for k, plan in enumerate(plans)
+        if plan.stages is not None and plan.stages.recomputes and SCHEDULES[plan.stages.schedule].splits_backward
+    }
 
 
 def with_recompute(

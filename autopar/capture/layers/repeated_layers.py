@@ -105,10 +105,9 @@ class _Repeating:
         twin = self.graph.create_node(node.op, node.target, args, kwargs, name=node.name)
         twin.meta = dict(node.meta)
         if ahead and node.op == "call_function":
-            twin.meta["nn_module_stack"] = {
-                key: (_moved(at, f"{_WRAPPED}{path}.{like}", f"{_WRAPPED}{path}.{place[1]}"), kind)
-                for key, (at, kind) in node.meta["nn_module_stack"].items()
-            }
+            old, new = f"{_WRAPPED}{path}.{like}", f"{_WRAPPED}{path}.{place[1]}"
+            stack = node.meta["nn_module_stack"].items()
+            twin.meta["nn_module_stack"] = {key: (_moved(at, old, new), kind) for key, (at, kind) in stack}
         kind, name = self.fewer.placeholders.get(node.name, ("", ""))
         if node.op == "placeholder":
             twin.target = twin.name
