@@ -74,9 +74,13 @@ def replace_node(node: fx.Node, new: fx.Node | Sequence[fx.Node]) -> None:
 
 def numbers_of(value: Any) -> list[float]:
     """The numbers in nested arguments of an operator, in order. A bool is no number."""
-    inner = value if isinstance(value, (tuple, list)) else ()
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return [value] if is_number else [number for each in inner for number in numbers_of(each)]
+    numbers = list[float]()
+    for each in value if isinstance(value, (tuple, list)) else (value,):
+        if isinstance(each, (tuple, list)):
+            numbers += numbers_of(each)
+        elif isinstance(each, (int, float)) and not isinstance(each, bool):
+            numbers.append(each)
+    return numbers
 
 
 def value(node: Any) -> Any:
@@ -170,8 +174,8 @@ def computed_from(known: set[fx.Node], nodes: Iterable[fx.Node]) -> list[fx.Node
     """The operators among nodes in graph order that depend on `known` values alone. They are known then."""
     new = list[fx.Node]()
     for node in nodes:
-        is_new = node.op == "call_function" and node not in known and not is_random(node)
-        if is_new and known.issuperset(node.all_input_nodes):
+        is_new = node.op == "call_function" and node not in known
+        if is_new and known.issuperset(node.all_input_nodes) and not is_random(node):
             known.add(node)
             new.append(node)
     return new

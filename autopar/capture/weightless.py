@@ -36,8 +36,12 @@ def plain_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
         for name, value in vars(module).items():
             if name in ("_parameters", "_buffers", "_modules"):
                 continue
-            inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-            yield from (each for each in (value, *inner) if isinstance(each, torch.Tensor))
+            inner = (
+                value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+            )
+            for each in inner:
+                if isinstance(each, torch.Tensor):
+                    yield each
 
 
 def device_of_regions(module: fx.GraphModule) -> str | None:

@@ -133,7 +133,7 @@ class SearchLabels:
         return degrees, labels, works.with_state_of(self.state)
 
     def _choose(self, wanted: Degrees, chunks: int, keeps: bool) -> LabelledWorks:
-        from autopar.cost_model.work.export import work_of  # unused if works are kept
+        from autopar.cost_model.work.export import kept_work  # unused if works are kept
 
         if keeps or chunks != self.loss_chunks:
             degrees, labels, _ = self.chosen(wanted.tp, wanted.cp, wanted.ep)
@@ -142,7 +142,7 @@ class SearchLabels:
             degrees, _, labels = choose_labels(program, self.cluster, wanted, regather=self.regather, memo=self.memo)
             labels = self._selecting(labels, degrees) if self.selective else labels
         blocks = self._blocks(labels, degrees, chunks)
-        works = [work_of(replace(flow, regathered={})) if keeps and flow.regathered else work for flow, work in blocks]
+        works = [kept_work(flow, work) if keeps and flow.regathered else work for flow, work in blocks]
         merged = merged_works(
             self.program, works, labels.blocks, labels.mesh, regather=self.regather and not keeps, loss_chunks=chunks,
             optimizers=self.memo(optimizer_figures, self.program),

@@ -281,9 +281,8 @@ def run_seconds(
         free_s, there_s = free[rank], there[needs]
         start = there_s if there_s > free_s else free_s
         end = now = start + lasting[which]
-        begin = arrives = _NEVER
         if message < 0:
-            there[gives] = end
+            there[gives], begin, arrives = end, _NEVER, _NEVER
         else:
             begin = port[rank]
             begin = end if end > begin else begin

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from autopar.ir.arrays import Floats, Integers
 
 ROUNDING = 1e-9  # of a price: a bound that is smaller by less than this counts as equal
-AHEAD = 24
+AHEAD = 10
 LEAST_AHEAD = 8  # pricing several together costs little more than pricing one
 
 

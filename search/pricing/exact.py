@@ -147,10 +147,7 @@ class PlanPricer:
         stages = stages_at(self.works.calls, cuts, degrees)
         held = self._held(index, stages)
 
-        parts = [
-            {name: float(part[0]) for name, part in fullest(held.memory(*held.every_block(level))).parts.items()}
-            for level in self.levels
-        ]
+        parts = [_of_fullest(held.memory(*held.every_block(level))) for level in self.levels]
         if self._is_by_stage(cut, must_recompute=not self._fits(index, sum(parts[0].values()))):
             return self._by_stage(index, cut, cuts, held)
         return self._recomputing(index, cuts, stages, parts)
@@ -345,6 +342,11 @@ class _OpenPlan(Placement):
     index: int
     stages: Stages | None
     shares: Mapping[int, float]  # the part of the blocks of each level; stages that recompute by themselves count as 0
+
+
+def _of_fullest(memory: StepMemory) -> dict[str, float]:
+    rank = int(np.argmax(memory.peak_bytes))
+    return {name: float(part[rank]) for name, part in memory.parts.items()}
 
 
 def _in_parts(plans: Sequence[_OpenPlan]) -> dict[int, Stages]:

@@ -32,6 +32,7 @@ from autopar.errors import CaptureError
 PLAIN = (bool, int, float, str, bytes, type(None))
 _OF_EVERY_MODULE = frozenset([*vars(nn.Module()), "use_cache"])  # a capture decides `use_cache`
 _OPAQUE = (*PLAIN, torch.Tensor, torch.dtype, type, ModuleType)
+_PLAIN_TYPES = frozenset([*PLAIN, torch.Tensor, nn.Parameter])
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)
 
 
@@ -51,7 +52,7 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for content, entries in before:
-            if list(map(id, _parts(content))) != list(map(id, _parts(entries))):
+            if (content or entries) and list(map(id, _parts(content))) != list(map(id, _parts(entries))):
                 content.clear()
                 content.extend(entries) if isinstance(content, (list, deque)) else content.update(entries)
         for cached, misses in calls.items():
@@ -75,7 +76,7 @@ def _held(model: nn.Module) -> Iterator[tuple[Any, Any]]:
         if type(value) in _CONTAINERS:
             yield value, value.copy()
         if type(value) in (*_CONTAINERS, tuple):
-            waiting += _parts(value)
+            waiting += (part for part in _parts(value) if type(part) not in _PLAIN_TYPES)
         elif hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in sys.stdlib_module_names:
             waiting.append(vars(value))
 

@@ -127,4 +127,5 @@ class _Repeating:
 
 def _moved(path: str, old: str, new: str) -> Any:
     """A path inside of a layer, in another layer."""
-    return new + path.removeprefix(old) if f"{path}.".startswith(f"{old}.") else path
+    is_inside = path.startswith(old) and path[len(old) : len(old) + 1] in ("", ".")
+    return new + path[len(old) :] if is_inside else path

@@ -23,7 +23,6 @@ from torch.overrides import TorchFunctionMode
 
 from autopar._torch.private import pytree
 from autopar.capture.export.export import run_on_meta
-from autopar.capture.export.own_changes import as_it_was
 from autopar.capture.layers.repeated_layers import Layer, Stack
 from autopar.capture.request import Request
 from autopar.capture.weightless import plain_tensors, with_tensors
@@ -54,12 +53,11 @@ def watched_stacks(request: Request) -> tuple[Stack, ...]:
         tensors = (*request.model.parameters(), *request.model.buffers(), *plain_tensors(request.model))
         model = request.model if all(t.is_meta for t in tensors) else with_tensors(request.model, _on_meta)
         on_meta = replace(request, model=model, inputs=pytree.tree_map_only(torch.Tensor, _on_meta, request.inputs))
-        with as_it_was(model):
-            whole = calls()
-            every = (_stack(path, length, whole, request.model.get_submodule(path)) for path, length in lengths.items())
-            stacks = tuple(stack for stack in every if stack is not None)
-            with without_layers(model, stacks):
-                fewer = calls() if stacks else {}
+        whole = calls()
+        every = (_stack(path, length, whole, request.model.get_submodule(path)) for path, length in lengths.items())
+        stacks = tuple(stack for stack in every if stack is not None)
+        with without_layers(model, stacks):
+            fewer = calls() if stacks else {}
     except Exception:  # a model may raise anything if it runs on meta outside of an export
         return ()
     return stacks if whole == _repeated(fewer, stacks) else ()
