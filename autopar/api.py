@@ -24,6 +24,8 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.stages import stages_by_parameter, stages_of
 from autopar.ir.storage import Storage
+from autopar.ir.trained import trained_from
+from autopar.models.adapters import with_trained
 from autopar.models.example_inputs import derived_inputs
 from autopar.planning.decide import job_options, plan_of_job
 from autopar.planning.fixed import PlanLike, capture_for, label_plan
@@ -54,6 +56,7 @@ def parallelize(
     fix: Mapping[str, Any] | None = None,
     forbid: Mapping[str, Any] | None = None,
     objective: str = "time",
+    trains: str = "all",
 ) -> ParallelModel:
     """Split an unmodified model over the devices of a cluster. All ranks of a torchrun job call it.
 
@@ -65,23 +68,22 @@ def parallelize(
         model: The model. On meta, it is materialised shard by shard. If ranks hold different weights, or rank 0 alone
             holds weights, rank 0 sends every rank its parts.
         cluster_spec: The cluster, or its text, such as ``"8xh100"``.
-        example_inputs: The inputs of one rank in one step: a dict of tensors by name, or a tuple. Without it a
-            transformers config gives the shapes.
+        example_inputs: The inputs of one rank in one step, by name or a tuple. A transformers model has usual ones.
         plan: A `Plan`, the path of one, or degrees such as ``{"tp": 2, "dp": 2, "zero": 3}``; or "tuned", the plan
             that `autopar.tune` found here for this model, batch and cluster. Without degrees rank 0 searches the plan
             of most sequences a second, as `autopar.plan` does.
         state: The weights: a state dict, or the path of safetensors files. It may be given on rank 0 alone.
         loss_fn: A function of (output, target), if the model returns no loss. The target is the last element of the
             tuple, or the key ``target`` of the dict.
-        seed: The seed of initialisation on meta, and of dropout.
-        specialise: Whether branches on inputs are captured as the example inputs of rank 0 take them. A batch
-            that decides otherwise is captured again.
+        seed: Of initialisation on meta, and of dropout.
+        specialise: Whether branches are captured as rank 0's inputs take them. Another batch is captured again.
         optimizer: An optimizer of the model without state, to go on with the result's parameters.
         precision: Of computing, such as "fp32". By default float32 models on GPUs have bf16 (``docs/precision.md``).
         global_batch: Sequences of one step on all ranks. By default the inputs are one rank's step.
         fix: The values that a search gives to words of `Plan.degrees`, one or several: ``{"tp": (4, 8)}``.
         forbid: The values that a search does not give to words.
         objective: What a search makes small: "time", "memory", "cost" or "energy".
+        trains: The parameters to train, such as "lora:r=16" (`autopar.ir.trained`). `model` gets adapters in place.
 
     Returns:
         The model to train, in the mode of `model`. `ParallelModel.plan` is its plan.
@@ -97,7 +99,7 @@ def parallelize(
     """
     cluster = ClusterSpec.parse(cluster_spec) if isinstance(cluster_spec, str) else cluster_spec
     check_world(cluster)
-    model = private.unwrapped(model)
+    model = with_trained(private.unwrapped(model), trained_from(trains))
     refuse_hooks(model)
     device = start_process_group(cluster)
     inputs = example_inputs if example_inputs is not None else derived_inputs(model)

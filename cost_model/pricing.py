@@ -22,7 +22,7 @@ from autopar.cost_model.step.layouts import Layouts, Shape, layouts_from
 from autopar.cost_model.step.offload import host_bytes, is_on_host
 from autopar.cost_model.step.saved_bytes import activations
 from autopar.cost_model.step.step import StepSeconds, step_prices, step_seconds
-from autopar.cost_model.work.block_work import PASSES, VARIANTS, Family, evaluate, free_symbols
+from autopar.cost_model.work.block_work import VARIANTS, Family, evaluate, free_symbols
 from autopar.ir.arrays import Floats
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
@@ -149,16 +149,16 @@ class Pricing:
         tokens = float(self.works.sequence)
         roles = self.works.family.roles
         kinds = [self.works.family.block(role, "tp").products for role in roles]
-        products = tuple(tuple(op.flops for op in block if op.kind != "again") for block in kinds)
+        products = tuple(tuple((op.passes, op.flops) for op in block if op.kind != "again") for block in kinds)
         repeats = tuple(op.flops for block in kinds for op in block if op.kind == "again")
         of_roles, in_chunks = evaluate((products, repeats), {**ones, "s": tokens, "S": tokens})
-        forward = {role: sum(flops) for role, flops in zip(roles, of_roles, strict=True)}
-        repeated = sum(count * forward[role] for role, count in self.works.counts)
-        whole = repeated + forward["first"] + forward["last"]
+        forward = {role: sum(flops for _, flops in ops) for role, ops in zip(roles, of_roles, strict=True)}
+        of_passes = {role: sum(n * flops for n, flops in ops) for role, ops in zip(roles, of_roles, strict=True)}
+        whole = sum(count * of_passes[role] for role, count in (*self.works.counts, ("first", 1), ("last", 1)))
         shares = block_shares(self.works, self.question.degrees)
-        extra = repeated * shares["full"] + shares["selective"] * self._selected_flops(ones, tokens)
-        extra += sum(in_chunks)
-        return PASSES * float(whole) * sequences, float(extra) * sequences
+        extra = shares["full"] * sum(count * forward[role] for role, count in self.works.counts)
+        extra += shares["selective"] * self._selected_flops(ones, tokens) + sum(in_chunks)
+        return float(whole) * sequences, float(extra) * sequences
 
     def _selected_flops(self, ones: Mapping[str, float], tokens: float) -> float:
         """FLOP of selective recomputation in all blocks, of one sequence over all devices."""
@@ -201,7 +201,7 @@ def bytes_on_host(
     if is_on_host(engine, ACTIVATIONS):
         family = family_at(works, layouts, machine.mechanisms)
         saved = activations(family, shape, layouts, engine).mixed(selective, full)
-    return host_bytes(engine, shape, works.num_parameters, saved, layouts)
+    return host_bytes(engine, shape, works.num_parameters - works.num_frozen, works.num_frozen, saved, layouts)
 
 
 def block_shares(works: ProgramWorks, degrees: Degrees) -> dict[How, float]:
@@ -209,8 +209,9 @@ def block_shares(works: ProgramWorks, degrees: Degrees) -> dict[How, float]:
     every = sum(count for _, count in works.counts)
 
     def share(of_stage: Callable[[int], int | None]) -> float:
-        counts = [of_stage(stage) for stage in range(degrees.num_stages)]
-        return 1.0 if None in counts else min(1.0, sum(n for n in counts if n) / every)
+        counts = [of_stage(stage) for stage in range(degrees.num_stages if is_by_stage(degrees) else 1)]
+        each = degrees.num_stages // len(counts)  # stages that one count holds for
+        return 1.0 if None in counts else min(1.0, each * sum(n for n in counts if n) / every)
 
     full = share(degrees.full_blocks_of)
     return {"full": full, "selective": min(share(degrees.selective_blocks_of), 1.0 - full)}

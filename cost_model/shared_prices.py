@@ -131,11 +131,12 @@ class SharedPrices:
 
     def parameters(self, row: _Index) -> Family[Any]:
         """The blocks of rows with the numbers of their parameters alone."""
-        names = ("parameters_split", "parameters_whole", "parameters_expert")
+        names = ("parameters_split", "parameters_whole", "parameters_expert", "frozen_dense", "frozen_expert")
         blocks = []
         for role in self.family.roles:
             work = self.family.block(role, VARIANTS[0])
-            counts: dict[str, Any] = {name: spread(np.asarray(getattr(work, name)), row) for name in names}
+            given = {name: value for name in names if (value := getattr(work, name)) is not None}
+            counts: dict[str, Any] = {name: spread(np.asarray(value), row) for name, value in given.items()}
             bare = replace(work, products=(), eager=(), fused=(), sent=(), selected=None, **counts)
             blocks.append((role, tuple((variant, bare) for variant in VARIANTS)))
         return replace(self.family, blocks=tuple(blocks))

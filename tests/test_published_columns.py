@@ -168,7 +168,7 @@ def test_values_on_the_host(text: str, offload: str) -> None:
         ("NVIDIA Megatron LM", "megatron"),
         ("Megatron-DeepSpeed style", "megatron-deepspeed"),
         ("DeepSpeed", "deepspeed"),
-        ("LLMQ 2025 (CUDA/C++)", "llm-c"),
+        ("LLMQ 2025 (CUDA/C++)", "llmq"),
         ("LLaMA-Factory 2025 (HF transformers Trainer, DDP)", "accelerate"),
         ("torchtitan FSDP2", "fsdp"),
         ("MaxText (JAX)", "jax"),

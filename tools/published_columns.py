@@ -14,6 +14,7 @@ from pathlib import Path
 
 from autopar.cost_model.machine.engine import NEUTRAL, Engine, engine_named, engines
 from autopar.cost_model.published.row import COLUMNS, ROW_PRECISIONS
+from autopar.cost_model.work.block_work import family_names
 from autopar.errors import ClusterError
 from autopar.ir.device_presets import device_preset, device_presets
 
@@ -34,6 +35,14 @@ _PRECISIONS = (
     (r"fp-?16|float16|\bhalf\b|\bamp\b", "fp16"),
     (r"fp-?32|float32|\bsingle\b", "fp32"),
 )
+_OPTIMIZERS = (
+    (r"8[- ]?bit", "adamw8bit"),
+    (r"adafactor", "adafactor"),
+    (r"\bmuon\b", "muon"),
+    (r"\blion\b|momentum", "sgd-momentum"),
+    (r"\bsgd\b", "sgd"),
+)
+PEFT_RANK, PEFT_TARGETS = "8", ("q_proj", "v_proj")  # of `peft.LoraConfig`, for models like Llama
 _WORDS = re.compile(r"[a-z]+|[0-9]+")
 _YEAR = re.compile(r"arxiv[: ]*([0-9]{2})(?:0[1-9]|1[0-2])\.[0-9]{4,5}|\b(20[12][0-9])\b", re.IGNORECASE)
 
@@ -99,6 +108,10 @@ def engine_of_framework(framework: str, source: str = "") -> Engine | None:
         for name in engine.frameworks
         if re.search(r"\b" + " ?".join(_WORDS.findall(name.lower())) + r"\b", text)
     ]
+    if re.search(r"\bplain (?:py)?torch\b", text):  # a script that only names where it comes from
+        return None
+    if any("deepspeed" in engine.name for _, engine in matches):  # a trainer of another library runs it
+        matches = [match for match in matches if "deepspeed" in match[1].name]
     year = math.inf
     if stated := _YEAR.search(framework) or _YEAR.search(source):
         year = int(stated[2] or f"20{stated[1]}")
@@ -114,6 +127,7 @@ def options_of(engine: Engine, text: str, attention: str) -> dict[str, str]:
         found = {"pointwise": "eager", "dispatch": "eager", "loss": "eager"}
     elif re.search(r"compile|inductor", words):
         found = {"pointwise": "fused", "dispatch": "lean" if engine.dispatch == "eager" else engine.dispatch}
+        found |= {"loss": "compiled"} if engine.name == NEUTRAL else {}  # a script compiles its model with the loss
     if re.search(_OVERLAP, words):
         found["tensor_overlap"] = "none" if re.search(rf"\b(?:no|not|without) {_OVERLAP}", words) else "pipelined"
     if re.search(_GRAPHS, words) and not re.search(rf"\b(?:no|not|without|partial|some) (?:{_GRAPHS})", words):
@@ -124,10 +138,54 @@ def options_of(engine: Engine, text: str, attention: str) -> dict[str, str]:
     if on_host:  # parameters include the optimizer
         found["offload"] = "+".join(part for part in on_host if part != "optimizer" or "parameters" not in on_host)
     if attention:
-        found["attention"] = "materialised" if re.search(_IN_PIECES, attention.lower()) else "fused"
+        kernel, pieces = re.search(r"\bsdpa\b", attention.lower()), re.search(_IN_PIECES, attention.lower())
+        is_math = re.search(r"\bmath\b|eager|fused softmax", attention.lower())  # SDPA has a kernel for masks too
+        found["attention"] = "materialised" if is_math or (pieces and not kernel) else "fused"
         kernels = (word for pattern, word in _KERNELS if re.search(pattern, attention.lower()))
         found["attention_kernel"] = next(kernels, engine.attention_kernel)
     return {name: word for name, word in found.items() if word != getattr(engine, name)}
+
+
+def state_of(cells: dict[str, str], texts: str) -> dict[str, str]:
+    """The columns of what is trained and of the optimizer's state that texts state."""
+    columns, words = dict[str, str](), texts.lower()
+    method, stored = cells.get("method", ""), cells.get("model_params_dtype", "")
+    if method in ("lora", "qlora"):
+        names = re.findall(r"[a-z_]+_proj|c_attn|query_key_value|dense\w*", cells.get("lora_targets", ""))
+        every = re.search(r"\ball\b", cells.get("lora_targets", ""), re.IGNORECASE)
+        bits = cells.get("base_bits", "")
+        kind = "qlora" if method == "qlora" or bits in ("4", "8") else "lora"
+        targets = "" if every else f",targets={'+'.join(names or PEFT_TARGETS)}"
+        columns["trains"] = f"{kind}:r={cells.get('lora_r') or PEFT_RANK}{targets}" + ",bits=8" * (bits == "8")
+    elif re.search(r"on lora adapters", words):
+        columns["trains"] = f"lora:r={cells.get('lora_r') or PEFT_RANK},targets={'+'.join(PEFT_TARGETS)}"
+    elif re.search(r"bfloat16|bf16|float16|fp16", stored) and "float32" not in stored:
+        columns["stored"] = "fp16" if precision_of(stored) == "fp16" else "bf16"
+    elif re.search(r"states? in the weights dtype|pure (?:bf|fp)16|all (?:bf|fp)16|galore", words):
+        columns["stored"] = "fp16" if precision_of(cells["precision"]) == "fp16" else "bf16"
+    kernel = cells.get("loss_kernel", "").lower()
+    if re.search(_LINEAR_LOSS, kernel):
+        columns["loss"] = "linear"
+    elif re.search(r"fused|triton", kernel):
+        columns["loss"] = "fused"
+    kinds = (word for pattern, word in _OPTIMIZERS if re.search(pattern, words))
+    columns["optimizer_state"] = next(kinds, "")
+    if re.search(r"(?:in|during) (?:the )?backward|optimi[sz]er[- ]in[- ]b", words):
+        columns["gradients"] = "stepped"
+    return {name: word for name, word in columns.items() if word}
+
+
+def memory_of(cells: dict[str, str]) -> dict[str, str]:
+    """What a row's peak memory counts, and the peak in GiB."""
+    kind = cells["mem_kind"].lower()
+    if cells.get("memory_basis") or not cells["peak_mem_gb"]:
+        return {}
+    if peak := cells.get("mem_torch_peak_gib", ""):
+        return {"memory_basis": "allocated", "peak_mem_gb": peak}
+    columns = {"memory_basis": "allocated" if re.search(r"allocated|torch peak|max_memory", kind) else "device"}
+    if re.match(r"gb \((?:1e9|mb/1000)", kind):
+        columns["peak_mem_gb"] = f"{float(cells['peak_mem_gb']) * 1e9 / 2**30:.4g}"
+    return columns
 
 
 def family_of(cells: dict[str, str]) -> str:
@@ -178,7 +236,8 @@ def strict_cells(old: dict[str, str]) -> tuple[dict[str, str], list[str]]:
     if cells["framework"] and engine is None:
         unclear.append(f"framework {cells['framework']!r} is not known")
     found = options_of(engine or engine_named(NEUTRAL), texts, cells["attn_impl"])
-    found |= {"engine": engine.name if engine else "", "family": family_of(cells)}
+    found |= {"engine": engine.name if engine else "", "family": family_of(cells)} | state_of(cells, texts)
+    found |= (memory := memory_of(cells))
     if engine is not None and re.search(_LIKE, cells["framework"], re.IGNORECASE):
         found["engine_basis"] = "guessed"
         unclear.append(f"framework {cells['framework']!r} is only like engine {engine.name}")
@@ -202,7 +261,9 @@ def strict_cells(old: dict[str, str]) -> tuple[dict[str, str], list[str]]:
         rate, doubt = link_gb_per_s(cells["inter_link"], devices)
         found["inter_gb_per_s"] = "" if rate is None else f"{rate:.12g}"
         unclear += [f"{cells['inter_link']!r} {doubt}"] if doubt else []
-    read_again = ("precision", "tflops_kind", "gpu_type")
+    read_again: tuple[str, ...] = ("precision", "tflops_kind", "gpu_type")
+    read_again += () if cells["family"] in family_names() else ("family",)
+    read_again += tuple(memory)
     kept = {name: old[name] for name in found if old.get(name) and name not in read_again}
     return found | kept, unclear
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.cache.store import capture_versions, kept_file
 from autopar.errors import InputError
+from autopar.ir.trained import trained_from
 from autopar.models.load import checked_dtype, config_named, is_factory, resolve_model
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ def captured_model(
     precision: str | None = None,
     cluster: ClusterSpec | None = None,
     staged: bool = False,
+    trains: str = "all",
 ) -> CapturedModel:
     """The model that `spec` names, captured, or its capture of an earlier time in `folder` (None: keep nothing)."""
 
@@ -71,7 +73,7 @@ def captured_model(
         from autopar.planning.labels import LABELLED
         from autopar.planning.precision import in_precision_of
 
-        source = resolve_model(spec, **sizes, dtype=dtype)
+        source = resolve_model(spec, **sizes, dtype=dtype, trains=trains)
         request = replace(asked_of(source), staged=staged, folder=folder)
         once, usual, why = in_precision_of(
             precision, source.model, cluster,
@@ -84,7 +86,7 @@ def captured_model(
         )  # fmt: skip
 
     def build(batch: int) -> ResolvedModel:
-        return resolve_model(spec, **sizes, batch=batch, dtype=dtype)
+        return resolve_model(spec, **sizes, batch=batch, dtype=dtype, trains=trains)
 
     def again(batch: int) -> Program:
         from autopar.capture.program import capture_twice
@@ -93,6 +95,7 @@ def captured_model(
 
     config, name, _ = config_named(spec)
     options = {**sizes, "dtype": checked_dtype(dtype), "specialise": specialise, "precision": precision}
+    options |= {} if trained_from(trains).kind == "all" else {"trains": trains}
     file = None if folder is None else kept_file(folder, "capture", config, options, CAPTURED_BATCH, capture_versions())
     notes: list[str] = []
     if file is not None and file.path.is_file():

@@ -16,6 +16,7 @@ from autopar.cli.options import (
     ModelArgument,
     Profile,
     Specialise,
+    Trains,
     big_number,
     naming,
     option,
@@ -71,6 +72,7 @@ def estimate(
     correct: _Correct = None,
     layers: Layers = None,
     hidden: Hidden = None,
+    trains: Trains = "all",
     specialise: Specialise = False,
 ) -> Answer:
     """Predict step time and memory of MODEL under a plan on a cluster. Needs no GPU and no memory for the weights.
@@ -92,7 +94,8 @@ def estimate(
     with naming(None if plan is None else given), progress(f"building {model}") as on_progress:
         is_own = is_factory(model)
         batch, seq_len, dtype = (None, options.seq_len, None) if is_own else (degrees.local_batch, seq_len, "float32")
-        built = resolve_model(model, layers=layers, hidden=hidden, seq_len=seq_len, batch=batch, dtype=dtype)
+        sizes: dict[str, Any] = {"layers": layers, "hidden": hidden, "seq_len": seq_len, "batch": batch}
+        built = resolve_model(model, **sizes, dtype=dtype, trains=trains)
         from autopar.planning.estimate import estimate as run
         from autopar.planning.measured import is_trace
 

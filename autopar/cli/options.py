@@ -55,6 +55,13 @@ ClusterOption = Annotated[
 ]
 Layers = Annotated[int | None, option("Number of layers, for a preset or config. (default: the model's own)")]
 Hidden = Annotated[int | None, option("Hidden size, for a preset or config. (default: the model's own)")]
+Trains = Annotated[
+    str,
+    option(
+        "Parameters to train: all, lora:r=16,targets=q_proj+v_proj (adapters by peft, all linear layers without "
+        "targets), or frozen:embed_tokens (all but these modules). (default: all)"
+    ),
+]
 Specialise = Annotated[
     bool,
     typer.Option(

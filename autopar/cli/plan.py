@@ -23,6 +23,7 @@ from autopar.cli.options import (
     Profile,
     Seed,
     Specialise,
+    Trains,
     default_global_batch,
     option,
     values_by_word,
@@ -75,6 +76,7 @@ def plan(
     measured: MeasuredOption = None,
     layers: Layers = None,
     hidden: Hidden = None,
+    trains: Trains = "all",
     specialise: Specialise = False,
     out: Annotated[Path | None, option("Write the plan to this file (JSON).", "--out", "-o")] = None,
     report: Annotated[Path | None, option("Write a page about the search to this file (HTML).")] = None,
@@ -115,7 +117,7 @@ def plan(
         capture = partial(
             captured_model, model, folder=cache_folder(), specialise=specialise, cluster=spec, layers=layers,
             hidden=hidden, seq_len=options.seq_len, dtype=None if is_own else "float32",
-            staged=request.is_staged,
+            staged=request.is_staged, trains=trains,
         )  # fmt: skip
         search = partial(_captured_and_searched, capture, spec, options, measured, on_progress)
         result = search(request)

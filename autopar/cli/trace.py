@@ -13,6 +13,7 @@ from autopar.cli.options import (
     LocalBatch,
     ModelArgument,
     Specialise,
+    Trains,
     WorldSize,
     naming,
     option,
@@ -35,6 +36,7 @@ def trace(
     plan: Annotated[Path | None, option("Plan file to run.")] = None,
     layers: Layers = None,
     hidden: Hidden = None,
+    trains: Trains = "all",
     specialise: Specialise = False,
     batch: LocalBatch = None,
     dtype: Annotated[str, typer.Option(help="Dtype of the model: float64, float32 or bfloat16.")] = "float32",
@@ -55,7 +57,7 @@ def trace(
     with naming(plan), progress("importing torch") as on_progress:
         from autopar.commands.verify import Job, trace_model
 
-        job = Job(spec=model, dtype=dtype, seed=seed, specialise=specialise, **sizes)
+        job = Job(spec=model, dtype=dtype, seed=seed, specialise=specialise, trains=trains, **sizes)
         decided, times = trace_model(job, out, world_size=world_size, degrees=wish, plan=plan, on_progress=on_progress)
     data = {"trace": str(out), "plan": decided.to_dict(), "tracks": [asdict(t) for t in times]}
     return Answer(data=data, show=lambda: _show(model, decided, times, out))

@@ -3,7 +3,7 @@
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,6 +19,7 @@ from autopar.cli.options import (
     Profile,
     Seed,
     Specialise,
+    Trains,
     default_global_batch,
     option,
     positional,
@@ -78,6 +79,7 @@ def tune(
     seed: Seed = 0,
     layers: Layers = None,
     hidden: Hidden = None,
+    trains: Trains = "all",
     specialise: Specialise = False,
     out: Annotated[Path | None, option("Write the best plan to this file (JSON).", "--out", "-o")] = None,
     profile_out: Annotated[
@@ -114,7 +116,7 @@ def tune(
 
         limits = Limits(trials=trials, budget_s=budget_s, trial_s=trial_s)
         result = tune_asked(
-            lambda: _given(model, layers, hidden, options.seq_len, specialise=specialise), spec, wanted, limits,
+            lambda: _given(model, layers, hidden, options.seq_len, trains, specialise=specialise), spec, wanted, limits,
             study=study, profile=profile, calibrate=calibrate, on_progress=on_progress,
             on_trial=(lambda trial: None) if as_json else _show_trial,
         )  # fmt: skip
@@ -125,23 +127,26 @@ def tune(
     return Answer(data=result.to_dict(), show=lambda: _show(result, [out, *profiles]), status=status)
 
 
-def _given(model: str, layers: int | None, hidden: int | None, seq_len: int | None, *, specialise: bool) -> "Given":
+def _given(
+    model: str, layers: int | None, hidden: int | None, seq_len: int | None, trains: str, *, specialise: bool
+) -> "Given":
     """The model that a text names, in float32 unless a factory or a script builds it."""
     from autopar.capture.request import Request
     from autopar.commands.given import Given, given_by_script, is_script
 
     if is_script(model):
-        sizes = {"--layers": layers, "--hidden": hidden, "--seq-len": seq_len}
-        refused = [name for name, value in sizes.items() if value is not None]
+        wished = {"--layers": layers, "--hidden": hidden, "--seq-len": seq_len, "--trains": trains}
+        refused = [name for name, value in wished.items() if value not in (None, "all")]
         if refused:
-            raise InputError(f"{', '.join(refused)}: a script decides its own sizes; change {model} instead")
+            raise InputError(f"{', '.join(refused)}: a script decides its own model; change {model} instead")
         given = given_by_script(model)
         reading = given.request.reading
         reading = replace(reading, specialise=specialise or reading.specialise)
         return replace(given, request=replace(given.request, reading=reading))
     is_own = is_factory(model)
     batch, dtype = (None, None) if is_own else (_BATCH, "float32")
-    built = resolve_model(model, layers=layers, hidden=hidden, seq_len=seq_len, batch=batch, dtype=dtype)
+    sizes: dict[str, Any] = {"layers": layers, "hidden": hidden, "seq_len": seq_len, "batch": batch}
+    built = resolve_model(model, **sizes, dtype=dtype, trains=trains)
     return Given(
         request=Request.of(built.model, built.example_inputs, built.loss_fn, specialise=specialise),
         name=built.name,

@@ -20,6 +20,7 @@ from autopar.cli.options import (
     LocalBatch,
     ModelArgument,
     Specialise,
+    Trains,
     WorldSize,
     naming,
     option,
@@ -52,6 +53,7 @@ def verify(
     ] = None,
     layers: Layers = None,
     hidden: Hidden = None,
+    trains: Trains = "all",
     specialise: Specialise = False,
     batch: LocalBatch = None,
     dtype: Annotated[
@@ -70,7 +72,7 @@ def verify(
     Exit status: 0 equal, 1 different, 2 wrong input.
     """
     path = None if plan is None else str(plan)
-    command = VerifyCommand(model=model, world_size=world_size, specialise=specialise, plan=path)
+    command = VerifyCommand(model=model, world_size=world_size, specialise=specialise, plan=path, trains=trains)
     with suggesting_next_step(command, options), naming(plan), progress("importing torch") as on_progress:
         wish, sizes = wish_and_sizes(
             model, world_size, options, plan, layers=layers, hidden=hidden, batch=batch, steps=steps
@@ -86,6 +88,7 @@ def verify(
             steps=steps,
             seed=seed,
             specialise=specialise,
+            trains=trains,
             on_progress=on_progress,
             **sizes,
         )
@@ -187,6 +190,7 @@ class VerifyCommand:
     world_size: int
     specialise: bool = False
     plan: str | None = None
+    trains: str = "all"
 
     def same_words(self, degrees: Mapping[str, Any]) -> str:
         """The command with the same degrees or plan."""
@@ -196,6 +200,7 @@ class VerifyCommand:
     def words(self, world_size: int | None = None, degrees: Mapping[str, Any] | None = None) -> str:
         """The command with other degrees."""
         words = ["autopar", "verify", self.model, "--world-size", str(world_size or self.world_size)]
+        words += ["--trains", self.trains] if self.trains != "all" else []
         for name, value in (degrees or {}).items():
             option = name.replace("_", "-")
             words += [f"--{'' if value else 'no-'}{option}"] if isinstance(value, bool) else [f"--{option}", str(value)]

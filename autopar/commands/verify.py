@@ -76,12 +76,14 @@ class Job:
     seed: int = 0
     specialise: bool = False
     precision: str | None = None  # the plan's
+    trains: str = "all"  # the parameters to train (`autopar.ir.trained`)
 
 
 def resolve_job(job: Job) -> ResolvedModel:
     """The model, with equal random weights in every process. A check in float64 takes float32 weights."""
     storage = "float32" if job.dtype == "float64" else job.dtype
-    build = partial(resolve_model, job.spec, layers=job.layers, hidden=job.hidden, seq_len=job.seq_len, batch=job.batch)
+    sizes: dict[str, Any] = {name: getattr(job, name) for name in ("layers", "hidden", "seq_len", "batch")}
+    build = partial(resolve_model, job.spec, **sizes, trains=job.trains)
     with seeded(job.seed):
         if not is_factory(job.spec):
             return build(dtype=storage)

@@ -7,7 +7,8 @@ whose operands have eight bits (`autopar.rules.scaled_product`).
 
 | value                                        | without a precision     | with a precision                        |
 |----------------------------------------------|-------------------------|-----------------------------------------|
-| parameters, gradients, optimizer state       | the model's dtype       | float32 (`stored_dtype`)                |
+| trained parameters, gradients, state         | the model's dtype       | float32 (`stored_dtype`)                |
+| frozen parameters                            | the model's dtype       | the precision's dtype                   |
 | parameters in blocks, activations, inputs    | the model's dtype       | the precision's dtype (`COMPUTE_DTYPES`)|
 | sums of gradients over ranks (`summed_dtype`)| the gradient's dtype    | float32                                 |
 
@@ -36,13 +37,26 @@ class Precise(Protocol):
     def reduce_dtype(self) -> str | None: ...
 
 
+class StoredParameter(Protocol):
+    """A parameter: its dtype in the program, and whether it is trained."""
+
+    @property
+    def dtype(self) -> "torch.dtype": ...
+    @property
+    def requires_grad(self) -> bool: ...
+
+
 def compute_dtype(precision: str) -> "torch.dtype":
     """The dtype of parameters in blocks, of activations and of floating inputs."""
     return _dtype(COMPUTE_DTYPES[precision])
 
 
-def stored_dtype(dtype: "torch.dtype", degrees: Precise) -> "torch.dtype":
-    """The dtype in which a parameter is stored. `dtype` is its dtype in the program."""
+def stored_dtype(parameter: StoredParameter, degrees: Precise) -> "torch.dtype":
+    """The dtype in which a parameter is stored. A frozen one needs no master weight, and has the dtype of computing."""
+    return _master_dtype(parameter.dtype, degrees) if parameter.requires_grad else parameter.dtype
+
+
+def _master_dtype(dtype: "torch.dtype", degrees: Precise) -> "torch.dtype":
     return _dtype(MASTER_DTYPE) if degrees.precision is not None and dtype.is_floating_point else dtype
 
 
@@ -50,7 +64,7 @@ def summed_dtype(dtype: "torch.dtype", degrees: Precise) -> "torch.dtype":
     """The dtype in which ranks sum the gradient of a parameter. `dtype` is its dtype in the program."""
     if degrees.reduce_dtype is not None and dtype.is_floating_point:
         return compute_dtype(degrees.reduce_dtype)
-    return stored_dtype(dtype, degrees)
+    return _master_dtype(dtype, degrees)
 
 
 def like_kind(dtype: "torch.dtype", wanted: "torch.dtype") -> "torch.dtype":

@@ -25,9 +25,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from autopar.errors import InputError, Problem, did_you_mean
 from autopar.files.strict_text import values_of
 from autopar.ir.precision import like_kind
+from autopar.ir.trained import trained_from
 from autopar.models.example_inputs import ExampleInputs, check_sizes, example_inputs_for
 from autopar.presets.configs import check_config, cleaned, read_config, scaled_config
 from autopar.presets.models import model_names, model_preset
+from autopar.words.numbers import readable_count
 
 if TYPE_CHECKING:
     import torch
@@ -82,6 +84,7 @@ def resolve_model(
     batch: int | None = None,
     dtype: str | torch.dtype | None = None,
     device: str = "meta",
+    trains: str = "all",
 ) -> ResolvedModel:
     """The model that `spec` names, in training mode, with example inputs.
 
@@ -96,6 +99,7 @@ def resolve_model(
         batch: Sequences of the inputs; 2 by default.
         dtype: Dtype of the parameters; float32 by default, whatever dtype the config's stored weights have.
         device: Device of presets and configs; "meta" by default, which needs no memory.
+        trains: The parameters that are trained (`autopar.ir.trained`).
 
     Raises:
         InputError: An unknown preset, a bad file, a module that cannot be imported, a factory that fails, or sizes that
@@ -108,7 +112,7 @@ def resolve_model(
         refused = [name for name, value in given.items() if value is not None]
         if refused:
             raise InputError(f"{', '.join(refused)}: a factory decides its own sizes; change {spec} instead")
-        return _from_factory(spec, wanted if dtype is not None else None)
+        return _training(_from_factory(spec, wanted if dtype is not None else None), trains)
     config, name, kind = config_named(spec)
     file = Path(spec, "config.json") if os.path.isdir(spec) else Path(spec)
     with values_of(file, "compare it with a config.json of this model") if kind == "config" else nullcontext():
@@ -122,9 +126,23 @@ def resolve_model(
             notes += ("in float64 experts are computed by batched_mm, in other dtypes by grouped_mm: the same numbers",)
         model = _build(cfg, wanted, device)
         inputs = example_inputs_for(model, batch=batch, seq_len=seq_len)
-        return ResolvedModel(
+        resolved = ResolvedModel(
             name=name, kind=kind, model=model, example_inputs=inputs, config=cfg.to_dict(), notes=notes
         )
+        return _training(resolved, trains)
+
+
+def _training(resolved: ResolvedModel, trains: str) -> ResolvedModel:
+    """A model that trains these parameters, with a note of their number."""
+    trained = trained_from(trains)
+    if trained.kind == "all":
+        return resolved
+    from autopar.models.adapters import with_trained
+
+    model = with_trained(resolved.model, trained)
+    count = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    note = f"trains {trains}: {readable_count(count)} of {readable_count(resolved.num_parameters)} parameters"
+    return replace(resolved, model=model, notes=(*resolved.notes, note))
 
 
 # ---- presets and configs ----

@@ -5,6 +5,7 @@ degrees are searched (`autopar.search.driver.search`). The best plan gets its la
 run.
 """
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -15,9 +16,12 @@ from torch import nn
 
 from autopar.capture.record.captured import Capture
 from autopar.capture.request import Inputs, LossFunction, Request
+from autopar.capture.weightless import weightless
 from autopar.cost_model.machine.engine import DEFAULT, engine_named
 from autopar.cost_model.machine.profile import DeviceProfile
 from autopar.ir.cluster import ClusterSpec
+from autopar.ir.trained import trained_from
+from autopar.models.adapters import with_trained
 from autopar.planning.captured_search import search_captured
 from autopar.planning.fixed import program_for
 from autopar.planning.labels import LABELLED, LABELLED_DP
@@ -50,6 +54,7 @@ def plan(
     name: str = "",
     on_progress: Callable[[str], None] | None = None,
     specialise: bool = False,
+    trains: str = "all",
 ) -> SearchResult:
     """Search the best plan of a model on a cluster, without any device.
 
@@ -70,12 +75,12 @@ def plan(
         study: A journal (``plan.log``) or database (``plan.db``, ``sqlite:///plan.db``) of trials, perhaps shared.
         profile: A device profile or its file; by default the cluster's, else the shipped one.
         measured: Measured steps that correct the profile (``docs/estimate.md``): a CSV file, or a trace of one step.
-        precision: Of computing, such as "fp32". By default float32 models on GPUs compute in bf16
-            (``docs/precision.md``).
+        precision: Of computing, such as "fp32". By default float32 models on GPUs have bf16 (``docs/precision.md``).
         reduce_dtype: The dtype of gradient sums over ranks.
         name: The model's name in the result; by default its class.
         on_progress: A function that receives a text before each part of the work.
         specialise: Whether branches on inputs are captured as the example inputs take them.
+        trains: The parameters to train, such as "lora:r=16" (`autopar.ir.trained`), in a copy of the model.
 
     Returns:
         The best plan, the plans next to it, and the proof. `SearchResult.plan` is None if no plan fits.
@@ -102,6 +107,8 @@ def plan(
     )  # fmt: skip
     options.check_search(spec.num_devices)
     (report := on_progress or (lambda _: None))("capturing")
+    if (trained := trained_from(trains)).kind != "all":
+        model = with_trained(copy.deepcopy(weightless(model)), trained)
     request = Request.of(model, example_inputs, loss_fn, specialise=specialise)
     search = partial(_captured_and_searched, request, spec, measured, name or type(request.model).__name__, report)
     return with_bf16_beside(search(options), options, spec, search)

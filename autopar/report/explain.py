@@ -8,7 +8,7 @@ from math import prod
 from autopar.capture.analysis import Analysis
 from autopar.capture.nodes import operator_name, value_infos
 from autopar.cost_model.machine.collectives import sent_bytes
-from autopar.cost_model.work.block_work import PASSES, VARIANTS, evaluate, sizes_on
+from autopar.cost_model.work.block_work import VARIANTS, evaluate, sizes_on
 from autopar.cost_model.work.coverage import whole_on_every_rank, works_of
 from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.ir.cluster import ClusterSpec
@@ -178,7 +178,7 @@ def _selective(program: Program, plan: Plan, index: int, works: ProgramWorks) ->
         num_operators=len(work.selected.operators),
         saved_bytes=float(work.saved_eager_bytes),
         saved_selectively=float(work.selected.saved_bytes),
-        flops=PASSES * float(sum(op.flops for op in work.products if op.kind != "again")),
+        flops=float(sum(op.passes * op.flops for op in work.products if op.kind != "again")),
         more_flops=float(sum(op.flops for op in work.selected.operators)),
     )
 

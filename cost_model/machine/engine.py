@@ -69,8 +69,10 @@ class Engine(NamedModel):
     sharded_state_bytes: Literal[12, 16, 24] = 12
     optimizer_bytes: Annotated[int, Field(ge=20, le=100)]
     expert_rows: Literal["counted", "padded"] = "counted"
-    gradients: Literal["kept", "made"] = "kept"
+    gradients: Literal["kept", "made", "stepped"] = "kept"
     low_gradients: Literal["added", "beside"] = "added"
+    update: Literal["in_place", "at_once"] = "in_place"
+    accumulated: Literal["sharded", "whole"] = "sharded"
     bucket_elements: Annotated[int, Field(ge=0, le=10**10)] = 0
     zero_weights: Literal["shared", "copied"] = "shared"
     loss: Literal["fused", "eager", "in_place", "compiled", "linear"] = "fused"

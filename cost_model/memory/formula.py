@@ -77,6 +77,10 @@ def rank_memory(
     freed = activations * (1 - 1 / np.maximum(blocks, 1)) + logits
     beside = np.maximum(parts["gradients"] - freed, 0.0)
     parts["gradients"] = np.where(makes_gradients(layouts, basis.engine), beside, parts["gradients"])
+    at_update = parts.pop("at update", None)
+    if at_update is not None:  # in place of what is gone then
+        gone = sum(parts[name] for name in ("gradients", "gathered", "activations", "workspace", "logits"))
+        parts["workspace"] = workspace + np.maximum(at_update - gone, 0.0)
     parts["cache"] = cache_bytes(parts, basis.machine.mechanisms.allocator_cache)
     return StepMemory(parts=parts | {"reserve": basis.machine.reserve_bytes + 0.0 * parts["cache"]})
 
@@ -151,36 +155,48 @@ def state_bytes(
 ) -> dict[str, Floats]:
     """Bytes of the parameters of a rank with so many blocks, of their gradients and of the optimizer's state."""
     shape, engine, stage = basis.shape, basis.engine, fsdp_stage(layouts, basis.engine)
+    trained, frozen = parameters.trained, parameters.frozen
     gathered: Floats = np.zeros(1)
     if np.any(stage >= 3):
         some = shape.element_bytes * GATHERED_BLOCKS * parameters.whole / np.maximum(blocks, 1)
-        whole = np.where(has_stages, (shape.element_bytes + shape.stored_bytes) * parameters.whole, some)
+        all_step = shape.element_bytes * parameters.whole + shape.stored_bytes * trained.whole
+        whole = np.where(has_stages, all_step, some)
         gathered = np.where(stage >= 3, whole, 0.0)
     weights, gradients, master = shape.element_bytes, shape.stored_bytes, 0.0
     if shape.has_master_weights:
         divided: float = engine.sharded_state_bytes if engine.sharded_state_bytes < engine.state_bytes else 12
         gradients, master = engine.state_bytes - divided - weights, divided - ADAM_BYTES
         gradients += weights if engine.low_gradients == "beside" else 0.0
-    bucket = engine.gradient_bytes * np.minimum(engine.bucket_elements, parameters.whole) * (layouts.dp > 1)
+    bucket = engine.gradient_bytes * np.minimum(engine.bucket_elements, trained.whole) * (layouts.dp > 1)
     is_copied = engine.zero_weights == "copied"
-    of_blocks, stored = weights * parameters.sharded(layouts, 3), master * parameters.sharded(layouts, 1)
+    of_blocks, stored = weights * parameters.sharded(layouts, 3), master * trained.sharded(layouts, 1)
     if is_copied:
         is_copy = (stage >= 1) | shape.has_master_weights
-        stored = np.where(is_copy, shape.stored_bytes * parameters.sharded(layouts, 1), 0.0)
+        stored = np.where(is_copy, shape.stored_bytes * trained.sharded(layouts, 1), 0.0)
+        stored = stored + np.where(stage >= 1, weights * frozen.sharded(layouts, 1), 0.0)
         of_blocks = np.where(stage >= 3, 0.0, of_blocks)  # counted as gathered
-    moments = shape.moment_bytes * parameters.sharded(layouts, 1)
-    made = gradients * parameters.sharded(layouts, 2) + bucket
+    moments = shape.moment_bytes * trained.sharded(layouts, 1)
+    of_gradients = gradients * trained.sharded(layouts, 2) + bucket
+    if engine.accumulated == "whole":
+        of_gradients = np.where(
+            (layouts.zero >= 2) & (layouts.micro_batches > 1), weights * trained.whole, of_gradients
+        )
+    if engine.gradients == "stepped":  # the optimizer updates a block and frees its gradients during the backward pass
+        of_gradients = of_gradients / np.maximum(blocks, 1)
     if is_on_host(engine, OPTIMIZER):  # a copy of the stored weights stays, unless blocks compute with other weights
         stored, moments = stored if is_copied else 0.0 * stored, 0.0 * moments
     elif is_on_host(engine, PARAMETERS):  # gathered ones stay whole from the first forward pass to the last backward
         of_blocks = np.where(stage >= 3, 0.0, shape.element_bytes * parameters.whole)
         running = np.minimum(1.0, BLOCKS_WITH_GRADIENTS * layouts.pp / shape.blocks)
-        made = np.where(stage >= 2, shape.element_bytes * running * parameters.whole, made)
+        of_gradients = np.where(stage >= 2, shape.element_bytes * running * trained.whole, of_gradients)
         stored, moments = 0.0 * stored, 0.0 * moments
     at_rank, others = (of_blocks + stored, 0.0) if is_copied else (of_blocks, stored)
-    return {
+    of_update = {}
+    if engine.update == "at_once":  # gradients, and a value of each in the kernels that update all parameters
+        of_update["at update"] = 2 * shape.stored_bytes * trained.sharded(layouts, 1)
+    return of_update | {
         "parameters": np.asarray(at_rank),
-        "gradients": np.asarray(made),
+        "gradients": np.asarray(of_gradients),
         "optimizer state": np.asarray(others + moments),
         "gathered": gathered,
     }

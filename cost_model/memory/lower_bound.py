@@ -138,7 +138,7 @@ def _bytes_of(info: StateInfo, split: int, shards: int, degrees: Degrees, *, is_
     FSDP2 gathers a parameter on the host for a block at a time under ZeRO 3, and for the step under ZeRO 1 and 2. Under
     ZeRO 1 and 2 a whole parameter, and under ZeRO 1 its gradient, has the dtype of computing.
     """
-    item, zero = stored_dtype(info.dtype, degrees).itemsize, degrees.zero
+    item, zero = stored_dtype(info, degrees).itemsize, degrees.zero
     whole = info.num_elements * (min(item, info.dtype.itemsize) if zero in (1, 2) else item) / split
     weight = whole / (shards if zero == 3 else 1)
     if degrees.offloads(PARAMETERS):

@@ -121,12 +121,20 @@ def held_by_ranks(stages: Stages, blocks: RoleBytes, layout: Layouts, basis: Bas
     is_end, nothing = np.array([role in ENDS for role in roles]), np.zeros(1)
     no_bytes = SavedBytes(**dict.fromkeys(SavedBytes.__slots__, nothing))
     saved = [blocks.saved.get(role, no_bytes) for role in roles]
-    parameters = [blocks.parameters.get(role, RankParameters(dense=nothing, expert=nothing)) for role in roles]
+    no_parameters = RankParameters(**dict.fromkeys(RankParameters.__slots__, nothing))
+    parameters = [blocks.parameters.get(role, no_parameters) for role in roles]
     each = _stacked(parameters)
-    ends = of_ranks * (is_end * each.dense)
-    repeated = of_ranks @ (~is_end * each.dense)
-    dense = repeated + (ends.max(axis=1) if np.all(basis.shape.is_tied) else ends.sum(axis=1))
-    held = RankParameters(dense=dense, expert=of_ranks @ each.expert)
+
+    def dense(elements: Floats) -> Floats:
+        ends, repeated = of_ranks * (is_end * elements), of_ranks @ (~is_end * elements)
+        return np.asarray(repeated + (ends.max(axis=1) if np.all(basis.shape.is_tied) else ends.sum(axis=1)))
+
+    held = RankParameters(
+        dense=dense(each.dense),
+        expert=of_ranks @ each.expert,
+        frozen_dense=dense(each.frozen_dense),
+        frozen_expert=of_ranks @ each.frozen_expert,
+    )
     has_last = of_ranks @ np.array([float(role == "last") for role in roles]) > 0
     return HeldByRanks(
         stages=stages,

@@ -24,11 +24,13 @@ from autopar.cost_model.machine.engine import NEUTRAL, Engine
 from autopar.cost_model.machine.fitted_constants import Mechanisms, mechanisms
 from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.machine.profile import DeviceProfile
-from autopar.cost_model.memory.formula import StepMemory, step_memory
+from autopar.cost_model.memory.formula import BESIDE_TENSORS, StepMemory, step_memory
 from autopar.cost_model.pricing import step_between
+from autopar.cost_model.published.adapters import with_adapters
 from autopar.cost_model.published.families import (
     family_name,
     family_of,
+    in_precision,
     numbers_at,
     shape_of_rows,
     sizes_of_row,
@@ -44,6 +46,8 @@ from autopar.cost_model.step.step import StepSeconds, step_seconds
 from autopar.cost_model.work.block_work import Family, evaluate
 from autopar.errors import ClusterError
 from autopar.ir.arrays import Floats
+from autopar.ir.device_presets import device_preset
+from autopar.ir.trained import trained_from
 
 # A run without a stated recomputation is as likely to recompute as not if it would otherwise need this multiple of the
 # device's memory. A smaller excess may be an error of the memory model.
@@ -122,13 +126,14 @@ def prepare(rows: Sequence[Row]) -> tuple[list[RowGroup], dict[int, NoEstimate]]
             *(machine.device.name, machine.engine.model_dump_json()),
             *(machine.links.inter_host_bytes_per_s, machine.links.devices_per_host),
             *(case.family, row.precision, row.gpu_mem_gb, _variant(case), _is_over_data(case)),
+            *(row.trains, row.stored, row.optimizer_state, row.gated_mlp),
         )
         groups.setdefault(key, []).append((index, case))
     return [_prepare(members) for members in groups.values()], unmodelled
 
 
 def _case(row: Row) -> _Case | NoEstimate:
-    missing = [name for name in row.not_stated() if name not in ("micro_batch", "global_batch")]
+    missing = [name for name in row.not_stated() if name not in ("micro_batch", "global_batch", "precision")]
     if missing:
         return NoEstimate(id=row.id, reason=f"does not state {', '.join(missing)}")
     engine, warnings = engine_of(row), list[str]()
@@ -146,6 +151,10 @@ def _case(row: Row) -> _Case | NoEstimate:
     elif row.engine_basis == "guessed":
         warnings.append(f"the framework is only like engine {engine.name}; the interval is that of a guessed engine")
     try:
+        if row.precision is None:
+            usual = "fp16" if device_preset(row.gpu_type or "").peak_tflops.bfloat16 is None else "bf16"
+            row = replace(row, precision=usual)
+            warnings.append(f"precision is not stated; {usual} is assumed")
         machine = row_machine(row, engine, mechanisms())
     except ClusterError as error:
         return NoEstimate(id=row.id, reason=str(error))
@@ -194,6 +203,9 @@ def _prepare(members: Sequence[tuple[int, _Case]]) -> RowGroup:
         at_etp = evaluate(works, numbers_at(numbers, replace(layouts, tp=layouts.etp)))
         shares = np.array([bool(case.row.moe_shared_ffn) for case in cases])  # tensor ranks split the shared experts
         family = with_expert_ranks(family, at_etp, layouts, np.where(shares | (layouts.etp == layouts.tp), 1.0, 0.5))
+    trained = trained_from(first.row.trains or "all")
+    family = with_adapters(family, trained, numbers, layouts, is_gated=bool(first.row.gated_mlp))
+    family = in_precision(family, first.row)
     unstated = np.array([case.row.recompute is None for case in cases])
     basis = Basis(shape=shape, machine=machine)
     memory, layouts, weights = _recomputing(family, layouts, basis, machine.memory_bytes, unstated)
@@ -231,6 +243,9 @@ def _estimates(group: RowGroup) -> list[RowEstimate]:
     step, memory, count = group.step(mechanisms(), group.profile), group.memory, len(group.cases)
     needed = memory.peak_bytes - memory.parts["cache"]  # the allocator gives its cache back before it fails
     held = np.maximum(needed, np.minimum(memory.peak_bytes, group.machine.memory_bytes))
+    tensors = sum(part for name, part in memory.parts.items() if name not in BESIDE_TENSORS)
+    is_tensors = np.array([case.row.memory_basis == "allocated" for case in group.cases])
+    held = np.where(is_tensors, tensors, held)
     seconds, needed, peak = (np.broadcast_to(column, (count,)) for column in (step.seconds, needed, held))
     parts = {name: np.broadcast_to(part, (count,)) for name, part in step.parts.items()}
     return [

@@ -13,6 +13,8 @@ from autopar.cost_model.step.layouts import Layouts, Shape
 from autopar.cost_model.work import block_work as expressions
 from autopar.cost_model.work.block_work import Family
 from autopar.ir.arrays import Floats
+from autopar.ir.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OwnPart
+from autopar.ir.precision import MASTER_BYTES
 from autopar.ir.sharding import owned_by
 
 WINDOW = "swa"  # of `attention_type`: sliding windows that are shorter than the sequence
@@ -75,6 +77,28 @@ def with_expert_ranks(family: Family[Any], at_etp: Family[Any], layouts: Layouts
     )
 
 
+def in_precision(family: Family[Any], row: Row) -> Family[Any]:
+    """The family, whose bytes are of 16 bits, in the precision of a row: float32 has twice the bytes."""
+    if row.precision != "fp32":
+        return family
+
+    def wide(work: Any) -> Any:
+        moved = {
+            name: tuple(
+                replace(op, forward_bytes=2 * op.forward_bytes, backward_bytes=2 * op.backward_bytes)
+                for op in getattr(work, name)
+            )
+            for name in ("eager", "fused")
+        }
+        sent = tuple(replace(each, whole_bytes=2 * each.whole_bytes) for each in work.sent)
+        held = ("saved_eager_bytes", "saved_fused_bytes", "saved_operand_bytes", "input_bytes")
+        return replace(work, **moved, sent=sent, **{name: 2 * getattr(work, name) for name in held})
+
+    return replace(
+        family, blocks=tuple((role, tuple((name, wide(work)) for name, work in each)) for role, each in family.blocks)
+    )
+
+
 def sizes_of_row(row: Row) -> dict[str, float]:
     """Sizes of a row's model by symbol (`autopar.cost_model.work.block_work.SYMBOLS`), without sizes of its layout."""
     is_latent = row.attention_type == LATENT
@@ -118,6 +142,10 @@ def shape_of_rows(rows: Sequence[Row]) -> Shape:
     def column(value: Callable[[Row], Any]) -> Any:
         return np.array([float(value(row)) for row in rows])
 
+    first = rows[0]
+    element = _BYTES.get(first.precision or "", 2.0)
+    stored = float(MASTER_BYTES) if first.stored is None else _BYTES.get(first.stored, 2.0)
+
     def expert_blocks(row: Row) -> int:
         return (row.moe_layers or row.layers or 0) if row.moe_experts else 0
 
@@ -130,7 +158,19 @@ def shape_of_rows(rows: Sequence[Row]) -> Shape:
         sequence=column(lambda row: row.seq_len),
         experts_per_token=column(lambda row: row.moe_topk or 1),
         is_tied=column(lambda row: bool(row.tied_embeddings)) > 0,
+        element_bytes=element,
+        stored_bytes=stored,
+        moment_bytes=_moment_bytes(first.optimizer_state or DEFAULT_OPTIMIZER, int(stored)),
     )
+
+
+def _moment_bytes(optimizer: str, stored_bytes: int) -> float:
+    """Bytes of an optimizer's state of one element of a large matrix."""
+    part = OwnPart(shape=(4096, 4096), num_elements=1 << 24, element_bytes=stored_bytes, is_hidden=True)
+    return OPTIMIZERS[optimizer].state_bytes(part) / part.num_elements
+
+
+_BYTES = {"fp32": 4.0}  # of an element; 2 in all other precisions
 
 
 # No column has the ranks of latent attention. DeepSeek-V2 (arXiv 2405.04434, section 3.1.2) chose 1536 for queries and

@@ -19,9 +19,13 @@ from typing import Any, get_args
 
 from autopar.cost_model.interval import Interval, Situation, interval_of
 from autopar.cost_model.machine.engine import Engine, Module, engine_names
+from autopar.cost_model.published.adapters import known_targets
 from autopar.cost_model.work.block_work import family_names
 from autopar.errors import InputError, Problem, did_you_mean
 from autopar.files.strict_text import read_text
+from autopar.ir.optimizers import OPTIMIZERS
+from autopar.ir.precision import REDUCE_DTYPES
+from autopar.ir.trained import trained_from
 
 MAX_FILE_BYTES = 32 * 1024 * 1024
 _MAX_ROWS = 100_000
@@ -35,7 +39,9 @@ NEEDED = (
 MAY_LACK = ("id", "micro_batch", "global_batch")  # a row is named by its line, and batches are assumed
 ROW_PRECISIONS = ("bf16", "fp16", "fp8", "mxfp8", "nvfp4", "mxfp4", "fp32")
 # mechanisms of the engine that a row states, by the name of the field
-ENGINE_COLUMNS = ("attention", "attention_kernel", "pointwise", "dispatch", "tensor_overlap", "loss", "offload")
+ENGINE_COLUMNS = (
+    *("attention", "attention_kernel", "pointwise", "dispatch", "tensor_overlap", "loss", "offload", "gradients"),
+)
 TEXTS = ("framework", "attn_impl", "zero_detail", "optimizer", "inter_link")  # as sources write, and not read
 CONVERT = "python tools/published_columns.py RUNS.csv --out NEW.csv"
 _WORDS: Mapping[str, tuple[str, ...]] = {
@@ -46,6 +52,9 @@ _WORDS: Mapping[str, tuple[str, ...]] = {
     "family": family_names(),
     "engine": engine_names(),
     "engine_basis": ("stated", "guessed"),
+    "stored": REDUCE_DTYPES,
+    "memory_basis": ("device", "allocated"),
+    "optimizer_state": tuple(OPTIMIZERS),
     **{name: get_args(Engine.model_fields[name].annotation) for name in ENGINE_COLUMNS},
 }
 _FROM_ZERO = ("moe_shared_ffn", "moe_layers", "zero")
@@ -106,6 +115,9 @@ class Row:
     recompute_modules: tuple[Module, ...] | None = None
     recompute_basis: str | None = None
     precision: str | None = None
+    trains: str | None = None
+    stored: str | None = None
+    optimizer_state: str | None = None
     optimizer: str | None = None
     attn_impl: str | None = None
     framework: str | None = None
@@ -118,6 +130,8 @@ class Row:
     tensor_overlap: str | None = None
     loss: str | None = None
     offload: str | None = None
+    gradients: str | None = None
+    memory_basis: str | None = None
     outcome: str | None = None
     step_time_s: float | None = None
     tflops_per_gpu: float | None = None
@@ -323,6 +337,17 @@ def _modules(cell: str) -> tuple[str, ...]:
     return modules
 
 
+def _trains(cell: str) -> str:
+    try:
+        trained = trained_from(cell)
+    except InputError as error:
+        raise ValueError(f"must be words of --trains: {error}") from None
+    unknown = set(trained.targets) - set(known_targets())
+    if trained.kind == "frozen" or trained.also or unknown:
+        raise ValueError(f"must be all, or lora or qlora beside linear layers out of {', '.join(known_targets())}")
+    return cell
+
+
 def _truth(cell: str) -> bool:
     truth = {"true": True, "false": False}.get(cell.lower())
     if truth is None:
@@ -355,8 +380,8 @@ def _parsers() -> Iterator[tuple[str, Callable[[str], object]]]:
     of_type: dict[str, Callable[[str], object]] = {"str": _text, "bool": _truth, "float": _number}
     for each in fields(Row):
         kind = str(each.type).partition(" ")[0]
-        if each.name == "recompute_modules":
-            yield each.name, _modules
+        if each.name in ("recompute_modules", "trains"):
+            yield each.name, _modules if each.name == "recompute_modules" else _trains
         elif each.name in _WORDS:
             yield each.name, partial(_word, _WORDS[each.name])
         elif kind == "int":

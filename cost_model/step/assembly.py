@@ -185,7 +185,7 @@ def _accumulation(basis: Basis, layouts: Layouts, parameters: RankParameters) ->
     """Adding each micro-batch's weight gradients to their sum, by a kernel of its own."""
     if basis.machine.engine.accumulation == "fused":
         return np.zeros(1)
-    moved = (basis.shape.element_bytes + 2 * basis.machine.engine.gradient_bytes) * parameters.whole
+    moved = (basis.shape.element_bytes + 2 * basis.machine.engine.gradient_bytes) * parameters.trained.whole
     return np.asarray((layouts.micro_batches - 1) * moved / basis.machine.speeds.bytes_per_s)
 
 
@@ -206,5 +206,5 @@ def _optimizer(basis: Basis, layouts: Layouts, parameters: RankParameters) -> Fl
     each: float = engine.optimizer_bytes
     if engine.zero_weights == "copied" and shape.has_master_weights:
         each += 2 * (shape.stored_bytes + shape.element_bytes)  # weights are cast for blocks, and gradients back
-    moved = each * parameters.sharded(layouts, 1)
+    moved = each * parameters.trained.sharded(layouts, 1)
     return np.asarray(moved / basis.machine.speeds.bytes_per_s)

@@ -78,7 +78,7 @@ def block_prices(basis: Basis, family: Family[Any], layouts: Layouts, role: str)
     return BlockPrices(
         forward=seconds.forward + forward,
         backward=seconds.backward + backward,
-        weight=seconds.products / PASSES,
+        weight=seconds.weight,
         selective=_selective(basis, family, layouts, role, seconds, of_feed_forward),
         parts=parts,
         hidden=hidden,
@@ -127,7 +127,7 @@ def end_passes(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -
     return Passes(
         forward=seconds.forward + forward + context[0] + beside[0] + experts[0],
         backward=seconds.backward + backward + context[1] + beside[1] + experts[1],
-        weight=seconds.products / PASSES,
+        weight=seconds.weight,
     )
 
 

@@ -6,6 +6,7 @@
     host     = kernels started · host seconds of one (by the engine's way of dispatch); a collective counts as three
 
 Each forward product has two backward products: for the input's gradient, m×n·k, and for the weight's gradient, k×m·n.
+A frozen weight has no gradient, and neither has the input of the first trained layer.
 
 Attention that writes its scores runs two batched products. It also moves 9 bytes per score forward. Softmax reads 2
 and writes 2; dropout reads 2, writes 2 and writes a mask of 1. Backward moves 11 bytes. The gradients read and write
@@ -52,6 +53,7 @@ class BlockSeconds:
     attention: Floats
     memory: Floats
     waiting: Floats
+    weight: Floats  # of the products for the gradients of weights, counted as a third of a product's three
 
 
 def computing_seconds(
@@ -61,6 +63,7 @@ def computing_seconds(
     zero, fused = np.zeros(1), engine.attention == "fused"
     products, attention, memory = [zero, zero], [zero, zero], [zero, zero]
     kernels: list[Any] = [0.0, 0.0]
+    weight: Any = zero
     for sent in work.sent:
         i = 0 if sent.is_forward else 1
         times = 1.0 if sent.times is None else sent.times
@@ -69,13 +72,16 @@ def computing_seconds(
     for op in work.products:
         if op.kind == "matmul":
             price = _product(op, speeds, is_narrow=is_narrow)
-            total, count = products, (1, 2)
+            total, count = products, (1, op.passes - 1)
+            weight = weight + (price[0] + price[1]) * (0 if op.only in ("left", "none") else 1 / op.passes)
         elif op.kind == "again":
             price = (zero, _product(op, speeds, is_narrow=is_narrow)[0])
             total, count = products, (0, 1)
         else:
             price = _fused_attention(op, speeds, in_parts=in_parts) if fused else _materialised(op, speeds)
             total, count = attention, (1, 2) if fused else (5, 9)
+            if op.only == "none":
+                price, count = (price[0], zero), (count[0], 0)
         for i in (0, 1):
             total[i] = total[i] + price[i]
             kernels[i] += count[i]
@@ -99,6 +105,7 @@ def computing_seconds(
         attention=attention[0] + attention[1],
         memory=memory[0] + memory[1],
         waiting=whole[0] + whole[1] - device[0] - device[1],
+        weight=weight,
     )
 
 
@@ -106,10 +113,14 @@ def _product(op: Operator[Any], speeds: Speeds, *, is_narrow: bool) -> tuple[Flo
     m, n, k, count = op.m, op.n, op.k, op.count
     low = is_narrow and speeds.narrow_flops_per_s is not None
     forward = _matmul(m, n, k, count, speeds, low)
-    backward = _matmul(m, k, n, count, speeds, low) + _matmul(k, n, m, count, speeds, low)
+    backward = np.zeros(1)
+    if op.only in (None, "left"):
+        backward = backward + _matmul(m, k, n, count, speeds, low)
+    if op.only in (None, "right"):
+        backward = backward + _matmul(k, n, m, count, speeds, low)
     if low:
         forward = forward + count * m * k / speeds.bytes_per_s
-        backward = backward + CAST_BYTES * count * m * n / speeds.bytes_per_s
+        backward = backward + (op.only != "none") * CAST_BYTES * count * m * n / speeds.bytes_per_s
     return forward, backward
 
 

@@ -52,18 +52,18 @@ def gathers_blocks(layouts: Layouts) -> Floats:
 
 def gather_prices(basis: Basis, family: Family[Any], layouts: Layouts, role: str) -> Gathers:
     """The ZeRO collectives of a repeated block."""
-    elements = block_parameters(family, layouts, role).whole
-    gather, scatter = _gather_and_scatter(basis, layouts, elements)
+    parameters = block_parameters(family, layouts, role)
+    gather, scatter = _gather_and_scatter(basis, layouts, parameters)
     copies = 2 * basis.machine.links.seconds(
         "all_gather",
-        basis.machine.engine.shard_gradient_bytes * elements / layouts.shard,
+        basis.machine.engine.shard_gradient_bytes * parameters.trained.whole / layouts.shard,
         layouts.data_ranks / layouts.shard,
         layouts.data_stride * layouts.shard,
     )
     return Gathers(gather=gather, scatter=scatter, copies=copies)
 
 
-def _gather_and_scatter(basis: Basis, layouts: Layouts, elements: Any) -> tuple[Floats, Floats]:
+def _gather_and_scatter(basis: Basis, layouts: Layouts, parameters: RankParameters) -> tuple[Floats, Floats]:
     engine, links, element_bytes = basis.machine.engine, basis.machine.links, basis.shape.element_bytes
 
     def seconds(kind: Collective, whole: Any) -> Floats:
@@ -74,8 +74,8 @@ def _gather_and_scatter(basis: Basis, layouts: Layouts, elements: Any) -> tuple[
         return np.where(spans, whole / links.inter_host_bytes_per_s, usual)  # through one port of a host
 
     return (
-        seconds("all_gather", element_bytes * elements),
-        seconds("reduce_scatter", engine.shard_gradient_bytes * elements),
+        seconds("all_gather", element_bytes * parameters.whole),
+        seconds("reduce_scatter", engine.shard_gradient_bytes * parameters.trained.whole),
     )
 
 
@@ -111,7 +111,7 @@ def end_gathers(basis: Basis, family: Family[Any], layouts: Layouts) -> Floats:
     """Exposed seconds of embedding and head under ZeRO 3 without stages, one micro-batch."""
     total = np.zeros(1)
     for role in _ENDS:
-        gather, scatter = _gather_and_scatter(basis, layouts, block_parameters(family, layouts, role).whole)
+        gather, scatter = _gather_and_scatter(basis, layouts, block_parameters(family, layouts, role))
         total = total + (2 * gather + scatter) / (1 if basis.machine.speeds.in_one_thread else 2)
     return total
 
@@ -123,16 +123,21 @@ def data_prices(basis: Basis, family: Family[Any], layouts: Layouts, per_rank: F
     """The gradient sums of a rank with `per_rank` blocks, without ZeRO and under ZeRO 1."""
     engine, links = basis.machine.engine, basis.machine.links
     first, last = first_and_last(family, basis.shape, layouts, per_rank)
-    parameters = RankParameters(dense=np.maximum(first.dense, last.dense), expert=first.expert)
+    parameters = RankParameters(
+        **{name: np.maximum(getattr(first, name), getattr(last, name)) for name in RankParameters.__slots__}
+    )
     num_calls = basis.shape.blocks / layouts.pp + len(_ENDS)  # ZeRO 1 calls for every block by itself
     # row 0: dense parameters, over all data-parallel ranks; row 1: experts, over fewer ranks
-    elements = np.array(np.broadcast_arrays(parameters.dense, parameters.expert))
+    summed = parameters.trained
+    elements = np.array(np.broadcast_arrays(summed.dense, summed.expert))
+    held = parameters if engine.zero_weights == "copied" else summed  # FSDP2 gathers frozen parameters too
+    gathered_elements = np.array(np.broadcast_arrays(held.dense, held.expert))
     others = layouts.ep / layouts.expert_replicas  # data-parallel ranks that hold other experts
     ranks = np.maximum(np.array(np.broadcast_arrays(layouts.data_ranks, layouts.data_ranks / others)), 1)
     shard = np.minimum(layouts.shard, ranks)
     stride = layouts.data_stride * np.where(ranks < layouts.data_ranks, np.maximum(others, 1), 1)
     grads = engine.gradient_bytes * elements
-    weights = engine.parameter_bytes * basis.shape.element_bytes / HALF_BYTES * elements
+    weights = engine.parameter_bytes * basis.shape.element_bytes / HALF_BYTES * gathered_elements
     in_calls = scattered = links.seconds("reduce_scatter", grads, shard, stride)
     if links.calls is not None:
         in_calls = links.seconds("reduce_scatter", grads, shard, stride, num_calls=num_calls)

@@ -65,13 +65,16 @@ def fsdp_stage(layouts: Layouts, engine: "Engine") -> Floats:
     return np.where(layouts.data_ranks > 1, layouts.zero, 3 if is_on_host(engine, PARAMETERS) else 0)
 
 
-def host_bytes(engine: "Engine", shape: Shape, parameters: float, saved: Floats | float, layouts: Layouts) -> Floats:
-    """Bytes of host memory for one device, as the mean over ranks."""
+def host_bytes(
+    engine: "Engine", shape: Shape, trained: float, frozen: float, saved: Floats | float, layouts: Layouts
+) -> Floats:
+    """Bytes of host memory for one device, as the mean over ranks. A model has `trained` and `frozen` parameters."""
     total = np.zeros(1)
     if is_on_host(engine, OPTIMIZER) or is_on_host(engine, PARAMETERS):
         divided = np.where(layouts.zero >= 1, layouts.shard, 1.0)
         of_parameter = 2 * shape.stored_bytes + shape.moment_bytes  # stored value, gradient, and the optimizer's state
-        total = total + of_parameter * parameters / (layouts.tp * layouts.pp * divided)
+        of_all = of_parameter * trained + is_on_host(engine, PARAMETERS) * shape.element_bytes * frozen
+        total = total + of_all / (layouts.tp * layouts.pp * divided)
     if is_on_host(engine, ACTIVATIONS):
         flight = np.where(layouts.pp > 1, layouts.micro_batches, 1)
         total = total + flight * shape.blocks / layouts.pp * saved
@@ -85,8 +88,9 @@ def host_seconds(
     engine, host, n = basis.machine.engine, host_of(basis.machine), layouts.micro_batches
     if engine.offload == NO_OFFLOAD:
         return np.zeros(1), None
-    size, elements = basis.shape.stored_bytes, parameters.sharded(layouts, 1)
+    size, elements = basis.shape.stored_bytes, parameters.trained.sharded(layouts, 1)
     one_way = size * elements / host.link_bytes_per_s
+    frozen_up = basis.shape.element_bytes * parameters.frozen.sharded(layouts, 1) / host.link_bytes_per_s
     beside = 0.0 if basis.machine.speeds.in_one_thread else blocks  # on a CPU a copy takes the cores of the computation
     forward, backward = beside * mean.forward, beside * mean.backward
     copies, update = np.zeros(1), None
@@ -97,8 +101,9 @@ def host_seconds(
         copies = copies + 2 * one_way
     if is_on_host(engine, PARAMETERS):
         stage = fsdp_stage(layouts, engine)
-        behind_forward, behind_backward = np.maximum(one_way - forward, 0.0), np.maximum(one_way - backward, 0.0)
-        both = n * (behind_forward + behind_backward)
+        all_up, behind_backward = one_way + frozen_up, np.maximum(one_way - backward, 0.0)
+        behind_forward = np.maximum(all_up - forward, 0.0)
+        both = n * (behind_forward + np.maximum(all_up - backward, 0.0))
         up = np.where((stage >= 3) & (layouts.pp == 1), both, behind_forward)
         added = one_way + 3 * size * elements / host.memory_bytes_per_s  # reads gradient and sum, writes the sum
         down = behind_backward + np.where(stage >= 2, (n - 1) * added, 0.0)

@@ -58,7 +58,7 @@ _MOST_POWER = 16  # limit for symbols in a file; powers are evaluated as repeate
 _ONE_OF_TWO = re.compile(r"[tc]p\d")  # symbols of a captured model whose tensor or context degree is a product
 _Kind = Literal["matmul", "attention", "memory", "again"]
 Cause = Literal["value", "regather", "parameter", "inside", "beside"]
-PASSES = 3  # products of a step for each product of the forward pass: itself, and one for the gradient of each operand
+PASSES = 3  # products of a step for each product of the forward pass of a trained layer (`Operator.passes`)
 ROLES = ("first", "layer", "moe_layer", "last")
 VARIANTS = ("one", "tp", "sp")
 V = TypeVar("V")
@@ -68,11 +68,11 @@ V = TypeVar("V")
 class Operator(Generic[V]):
     """One operator or fused group on one rank, in one call of its block for one micro-batch.
 
-    matmul: `count` products of (m × k) · (k × n). `flops` = 2·count·m·n·k forward; backward has twice as many if both
-    operands have gradients. again: the product of this name, which backward computes again. Its `count` parts exist one
-    after the other, so `m` × `n` elements of its result exist at once. attention: `count` is sequences times heads, `m`
-    queries, `n` keys, `k` the width of a head. memory: no FLOP, m = n = k = count = 0. Bytes count reads and writes.
-    Kernels are launches.
+    matmul: `count` products of (m × k) · (k × n). `flops` = 2·count·m·n·k forward; backward has as many for the
+    gradient of each operand (`only`). again: the product of this name, which backward computes again. Its `count` parts
+    exist one after the other, so `m` × `n` elements of its result exist at once. attention: `count` is sequences times
+    heads, `m` queries, `n` keys, `k` the width of a head. memory: no FLOP, m = n = k = count = 0. Bytes count reads and
+    writes. Kernels are launches.
     """
 
     name: str
@@ -86,12 +86,18 @@ class Operator(Generic[V]):
     backward_bytes: V
     kernels_forward: int
     kernels_backward: int
+    only: Literal["left", "right", "none"] | None = None  # the operand of a product that has a gradient; None: both
+
+    @property
+    def passes(self) -> int:
+        """Products of a step for each product of the forward pass: itself, and one for the gradient of each operand."""
+        return {None: PASSES, "left": 2, "right": 2, "none": 1}[self.only]
 
 
 def memory_operator(name: str, forward: V, backward: V, kernels: tuple[int, int], nothing: V) -> Operator[V]:
     """An operator that only moves bytes. `nothing` is zero."""
-    sizes = dict.fromkeys(("flops", "m", "n", "k", "count"), nothing)
-    moved = {"forward_bytes": forward, "backward_bytes": backward}
+    sizes: dict[str, Any] = dict.fromkeys(("flops", "m", "n", "k", "count"), nothing)
+    moved: dict[str, Any] = {"forward_bytes": forward, "backward_bytes": backward}
     return Operator(name=name, kind="memory", **sizes, **moved, kernels_forward=kernels[0], kernels_backward=kernels[1])
 
 
@@ -142,6 +148,8 @@ class BlockWork(Generic[V]):
     parameters_split: V  # split over tensor ranks
     parameters_whole: V  # whole on each tensor rank
     parameters_expert: V  # of experts, before expert parallelism divides them
+    frozen_dense: V | None = None  # the part of split and whole parameters that is not trained
+    frozen_expert: V | None = None  # the part of `parameters_expert` that is not trained
     selected: SelectiveWork[V] | None = None  # selective recomputation; None if no operators are chosen
 
 

@@ -23,12 +23,12 @@ from math import prod
 from typing import Any
 
 from autopar.capture.analysis import Analysis
-from autopar.cost_model.work.block_work import PASSES
 from autopar.cost_model.work.operator_cost import (
     forward_flops,
     info_bytes,
     is_view,
     local_sizes,
+    passes_of,
     saved_operands,
     target_name,
 )
@@ -130,7 +130,7 @@ def works_of(
             infos = () if is_view(call) else (*call.operands, call.output)
             held = [_held_bytes(info, k, chosen.values()) for k, info in enumerate((*call.operands, call.output))]
             flops, num_bytes = _flops(bound.rule, call, ()), sum(info_bytes(info) for info in infos)
-            passes = PASSES if call.output.differentiable else 1.0
+            passes = passes_of(call, bound.rule)
             seconds = _flops(bound.rule, call, chosen.values()) / peak_flops_per_s(cluster, call.output.dtype)
             seconds += sum(held) / bandwidth if infos else 0.0
             extents = dict(_extents(bound.rule, call, chosen, mesh.as_dict()))

@@ -116,15 +116,26 @@ def work_of(flow: Flow) -> SymbolicWork:
         fused=tuple(_fused(flow, members, flow.written, needs) for members, needs in pairs),
         input_bytes=polynomial(_sum(flow.value_bytes(p) for p in (*_inputs(flow), *_choices(flow)))),
         **_parameters(flow),
-        **_saved_fields(flow),
+        **_saved_fields(flow, flow.needs_of_groups),
         sent=tuple(sent_by(flow)),
         selected=selected(recomputable(flow, (*products, *eager)), keys) if (keys := flow.labels.recomputed) else None,
     )
 
 
-def _saved_fields(flow: Flow) -> dict[str, Any]:
+def kept_work(flow: Flow, work: SymbolicWork) -> SymbolicWork:
+    """The work of a block that keeps its gathered values, from its work if it gathers them again."""
+    kept, operators = replace(flow, regathered={}), (*work.products, *work.eager)
+    return replace(
+        work,
+        sent=tuple(sent_by(kept)),
+        selected=selected(recomputable(kept, operators), keys) if (keys := flow.labels.recomputed) else None,
+        **_saved_fields(kept, flow.needs_of_groups),
+    )
+
+
+def _saved_fields(flow: Flow, needs_of_groups: Sequence[set[Need]]) -> dict[str, Any]:
     """The fields of the tensors that the backward pass of a block needs."""
-    of_groups = set[Need]().union(*flow.needs_of_groups)
+    of_groups = set[Need]().union(*needs_of_groups)
     needs = {name: set(needs_of_product(flow, name)) for name in flow.runs if flow.is_product(name)}
     of_attention = [needs[name] for name in needs if flow.is_attention(name)]
     of_products = set[Need]().union(*needs.values())
@@ -226,6 +237,8 @@ def _product(flow: Flow, name: str) -> Operator[Polynomial]:
     if flow.operators[name] in EXPERT_PRODUCTS:
         m = m / count  # rows of one expert if all have as many
     attention = 2 if flow.is_attention(name) else 1
+    factors_of = [k for k in range(len(rule.inputs)) if k not in rule.additive][:2]
+    flows = [sizes.call.operands[k].differentiable and sizes.call.output.differentiable for k in factors_of]
     forward, backward = _attention_bytes(flow, name) if flow.is_attention(name) else _product_bytes(flow, name)
     return Operator(
         name=name,
@@ -239,6 +252,7 @@ def _product(flow: Flow, name: str) -> Operator[Polynomial]:
         backward_bytes=polynomial(backward),
         kernels_forward=max(1, len(run.forward)),
         kernels_backward=len(run.backward),
+        only=None if all(flows) else "left" if flows[0] else "right" if any(flows) else "none",
     )
 
 
@@ -342,15 +356,21 @@ def _parameters(flow: Flow) -> dict[str, Any]:
     expert_dims = [i for i in mesh.owning("experts") if mesh.degrees[i] > 1]
     of_experts = {flow.base(flow.operands[name][1])[0] for name in flow.runs if flow.operators[name] in EXPERT_PRODUCTS}
     totals: dict[str, Expr] = dict.fromkeys(("split", "whole", "expert"), 0)
+    frozen: dict[str, Expr] = {}
     for port, role in flow.roles.items():
         if role != "parameter":
             continue
         types = flow.types(port)
         elements = flow.naming.local(flow.dims[port], types)
+        kind = "split" if any(t.kind == "S" for t in types) else "whole"
         if any(types[i].kind == "S" for i in expert_dims):
-            totals["expert"] += elements * prod(flow.naming.degrees[i] for i in expert_dims)
+            kind, elements = "expert", elements * prod(flow.naming.degrees[i] for i in expert_dims)
         elif port in of_experts and not expert_dims:
-            totals["expert"] += elements
-        else:
-            totals["split" if any(t.kind == "S" for t in types) else "whole"] += elements
-    return {f"parameters_{kind}": polynomial(total) for kind, total in totals.items()}
+            kind = "expert"
+        totals[kind] += elements
+        if not flow.info(port).differentiable:
+            part = "expert" if kind == "expert" else "dense"
+            frozen[part] = frozen.get(part, 0) + elements
+    every = {f"parameters_{kind}": total for kind, total in totals.items()}
+    every |= {f"frozen_{part}": total for part, total in frozen.items()}
+    return {name: polynomial(total) for name, total in every.items()}

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, TypeVar
 
+from autopar.ir.program import StateInfo
 from autopar.rules.rule import Call, Rule, Slot, TensorInfo
 
 _V = TypeVar("_V")
@@ -28,6 +29,13 @@ def target_name(target: Any) -> str:
 
 def info_bytes(info: TensorInfo) -> float:
     return float(prod(info.shape) * info.dtype.itemsize)
+
+
+def passes_of(call: Call, rule: Rule) -> float:
+    """The work of a step for the work of a forward pass. A product has one more for each operand with a gradient."""
+    if not call.output.differentiable:
+        return 1.0
+    return 1.0 + (sum(info.differentiable for info in call.operands[:2]) if rule.flops else 2)
 
 
 def is_view(call: Call) -> bool:
@@ -95,9 +103,12 @@ def saved_operands(call: Call, rule: Rule) -> tuple[int, ...]:
     return tuple(k for k, operand in enumerate(call.operands) if operand.dtype.is_floating_point)
 
 
-def parameter_state_bytes(dtypes: Sequence[Any]) -> float:
+def parameter_state_bytes(infos: Sequence[StateInfo]) -> float:
     """Mean bytes per element for parameter, gradient and Adam's state: 16 both in float32 and in mixed precision.
+
+    A frozen parameter has only its own bytes.
 
     Rajbhandari et al. 2020, "ZeRO", section 3.1: 2 + 2 + 12 in mixed precision; 4 + 4 + 8 in float32.
     """
-    return sum(32.0 if str(d) == "torch.float64" else 16.0 for d in dtypes) / max(1, len(dtypes))
+    each = ((2 if i.dtype.itemsize > 4 else 1) * 16.0 if i.requires_grad else float(i.dtype.itemsize) for i in infos)
+    return sum(each) / max(1, len(infos))

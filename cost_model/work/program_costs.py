@@ -55,6 +55,7 @@ class ProgramWorks:
     element_bytes: int
     dtype: str
     num_parameters: int
+    num_frozen: int  # of them
     num_experts: int
     experts_per_token: float
     is_tied: bool
@@ -164,6 +165,7 @@ def merged_works(
         element_bytes=size,
         dtype=dtype,
         num_parameters=sum(info.num_elements for info in program.parameters.values()),
+        num_frozen=sum(info.num_elements for info in program.parameters.values() if not info.requires_grad),
         num_experts=experts,
         experts_per_token=per_token,
         is_tied=_is_tied(program, roles),
@@ -247,6 +249,9 @@ def _merged(role: str, works: Sequence[BlockWork[Polynomial]]) -> BlockWork[Poly
             "parameters_expert",
         )
     }
+    for name in ("frozen_dense", "frozen_expert"):
+        parts = [part for work in works if (part := getattr(work, name)) is not None]
+        sums[name] = sum(parts, start=Polynomial()) if parts else None
     lists: dict[str, Any] = {
         name: tuple(op for work in works for op in getattr(work, name)) for name in ("products", "eager", "fused")
     }

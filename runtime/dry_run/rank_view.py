@@ -108,7 +108,7 @@ class RankView(CompiledProgram):
 
     def stored_itemsize(self, name: str) -> int:
         """Bytes of an element of a parameter between steps, of its gradient and of a moment of the optimizer."""
-        return stored_dtype(self.program.every_parameter[name].dtype, self.plan.degrees).itemsize
+        return stored_dtype(self.program.every_parameter[name], self.plan.degrees).itemsize
 
     def summed_itemsize(self, name: str) -> int:
         """Bytes of an element of a parameter's gradient while ranks sum it."""

@@ -226,7 +226,7 @@ class CheckpointedModel(RunningModel):
         """A parameter or buffer of the model without values. It may be another stage's."""
         infos = dict(by_model_parameter(self.program))
         if name in infos:
-            dtype = stored_dtype(infos[name][0].dtype, self.plan.degrees)
+            dtype = stored_dtype(infos[name][0], self.plan.degrees)
             return torch.empty(joint_of(infos[name]).shape, dtype=dtype, device="meta")
         info = self.program.buffers[name]
         return torch.empty(info.shape, dtype=info.dtype, device="meta")

@@ -153,4 +153,4 @@ class InitialParts:
         return local_shard(whole.detach(), storage.dims, storage.types, self._plan.mesh, at).to(self._dtype(name))
 
     def _dtype(self, name: str) -> torch.dtype:
-        return stored_dtype(self._program.every_parameter[name].dtype, self._plan.degrees)
+        return stored_dtype(self._program.every_parameter[name], self._plan.degrees)

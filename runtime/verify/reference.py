@@ -89,7 +89,7 @@ class _Reference:
         source = packed_source(program, source)
         self.parameters = {
             name: torch.nn.Parameter(
-                source(name).to(stored_dtype(info.dtype, degrees)).clone(), requires_grad=info.requires_grad
+                source(name).to(stored_dtype(info, degrees)).clone(), requires_grad=info.requires_grad
             )
             for name, info in program.every_parameter.items()
         }

@@ -156,12 +156,14 @@ def _of_most(keys: Sequence[Floats], values: Sequence[Floats]) -> Floats:
 
 
 def _counted(parameters: Family[Any], shape: Shape, layouts: Layouts) -> Floats:
-    """The blocks that have at least as many parameters as the mean block."""
-    each = {role: block_parameters(parameters, layouts, role).whole for role in repeated_roles(shape)}
-    mean = sum((share * each[role] for role, share in repeated_roles(shape).items()), np.zeros(1))
-    of_role = dict(shape.counts)
-    counts = (np.where(count >= mean * (1 - _ROUNDING), of_role[role], 0.0) for role, count in each.items())
-    return np.asarray(sum(counts, np.zeros(1)))
+    """The blocks that have at least as many parameters as the mean block, trained ones and all."""
+    of_role, roles = dict(shape.counts), repeated_roles(shape)
+    each = {role: block_parameters(parameters, layouts, role) for role in roles}
+    is_counted = dict.fromkeys(roles, np.full(1, True))
+    for elements in ({r: p.whole for r, p in each.items()}, {r: p.trained.whole for r, p in each.items()}):
+        mean = sum((share * elements[role] for role, share in roles.items()), np.zeros(1))
+        is_counted = {role: is_counted[role] & (n >= mean * (1 - _ROUNDING)) for role, n in elements.items()}
+    return np.asarray(sum((np.where(is_counted[role], of_role[role], 0.0) for role in roles), np.zeros(1)))
 
 
 def _own(

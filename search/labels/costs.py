@@ -16,8 +16,13 @@ from math import inf, prod
 import numpy as np
 
 from autopar.capture.analysis import parameter_values
-from autopar.cost_model.work.block_work import PASSES
-from autopar.cost_model.work.operator_cost import is_view, local_flops, parameter_state_bytes, saved_operands
+from autopar.cost_model.work.operator_cost import (
+    is_view,
+    local_flops,
+    parameter_state_bytes,
+    passes_of,
+    saved_operands,
+)
 from autopar.ir.sharding import I, Kind, Type, chunk, moves_along, owned_by
 from autopar.lowering.conversions import Wire, wire
 from autopar.memo import Memo
@@ -103,7 +108,7 @@ class DimProblem:
         infos = [self.program.parameters[m] for m in c.members]
         share = 1 / prod(s.degree for s in self.solved if s.types[c.name].kind == "S")
         elements = share * sum(info.num_elements for info in infos)
-        held = elements * parameter_state_bytes([info.dtype for info in infos])
+        held = elements * parameter_state_bytes(infos)
         summed = self.prices.ring.seconds("all_reduce", elements * c.itemsize) / self.turn.accumulate
         for t in candidates:
             is_summed = t.kind == "R" and c.differentiable
@@ -132,7 +137,7 @@ class DimProblem:
             if v.factor:
                 size = bound.factors[v.factor][v.axis][1]
                 degrees[v.factor] = degrees.get(v.factor, 1.0) * size / chunk(size, degree)
-        passes = PASSES if call.output.differentiable else 1.0
+        passes = passes_of(call, bound.rule)
         seconds = passes * local_flops(bound.rule, degrees) * self.prices.flop_s[str(call.output.dtype)]
         if moves_data:
             touched = 0.0

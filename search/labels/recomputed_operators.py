@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autopar.cost_model.machine.machine import Speeds
-from autopar.cost_model.work.block_work import PASSES, BlockWork, Operator
+from autopar.cost_model.work.block_work import BlockWork, Operator
 from autopar.cost_model.work.recomputable import Recomputable
 from autopar.search.labels.mixed_program import MixedProgram
 
@@ -68,7 +68,7 @@ def keys_of(block: Recomputable[Any], recomputed: Sequence[int]) -> tuple[str, .
 
 def by_flops(block: Recomputable[float], work: BlockWork[float]) -> tuple[str, ...]:
     """The operators that leave the fewest saved bytes for `MOST_FLOPS` more FLOP. Only products count FLOP."""
-    most = MOST_FLOPS * PASSES * sum(op.flops for op in work.products if op.kind != "again")
+    most = MOST_FLOPS * sum(op.passes * op.flops for op in work.products if op.kind != "again")
     moved = max((op.work.forward_bytes for op in block.operators), default=0.0)
     # bytes decide between operators without FLOP
     costs = [op.work.flops + (_TIE * most * op.work.forward_bytes / moved if moved else 0.0) for op in block.operators]

@@ -16,6 +16,8 @@ from autopar.errors import InputError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.program import Program
 from autopar.ir.schedules.registry import actions
+from autopar.ir.trained import trained_from
+from autopar.models.adapters import with_trained
 from autopar.planning.degrees import resolve_degrees
 from autopar.planning.exact_memory import WAITING
 from autopar.planning.fixed import capture_for, label_plan
@@ -148,3 +150,32 @@ def test_tensors_wait_for_the_part_of_the_backward_pass_that_reads_them(program:
                 live[begin:end] = [one + count for one in live[begin:end]]
     assert all(0 < run.kept_bytes < run.saved_bytes for run in runs.values())
     assert memory_of(view, runs).saved_bytes == max(live)
+
+
+TRAINED = ("lora:r=4", "lora:r=8,targets=q_proj+down_proj,also=lm_head", "frozen:embed_tokens+lm_head")
+FROZEN = [
+    (trains, zero, tp, precision)
+    for trains in TRAINED
+    for zero in range(4)
+    for tp in (1, 2)
+    for precision in ("bf16", "fp32", None)
+]
+
+
+@pytest.mark.parametrize(("trains", "zero", "tp", "precision"), thinned(FROZEN, keep=FROZEN[::5]))
+def test_formulas_of_state_agree_beside_frozen_parameters(
+    trains: str, zero: int, tp: int, precision: str | None
+) -> None:
+    """A frozen parameter has no gradient, no optimizer state and no master weight, and ZeRO gathers it all the same."""
+    pytest.importorskip("peft")
+    wish = {"dp": 2, "tp": tp, "zero": zero, "micro_batch": 1, "accumulate": 2, "precision": precision}
+    degrees = resolve_degrees({word: value for word, value in wish.items() if value is not None}, 2 * tp)
+    model = with_trained(_llama(torch.float32), trained_from(trains))
+    program = capture_for(Request.of(model, _tokens()), degrees)
+    exact = _exact(program, wish, f"{2 * tp}xcpu").memory_bytes
+    priced = autopar.estimate(program, f"{2 * tp}xcpu", wish).memory_bytes
+    names = STATE if zero == 3 else (*STATE, "gathered")
+    counted = sum(exact[MEMORY[name]] for name in names)
+    if zero == 1:
+        counted += exact[WAITING] - exact[MEMORY["gradients"]]
+    assert sum(priced[MEMORY[name]] for name in names) == pytest.approx(counted, rel=0.02)

@@ -178,6 +178,7 @@ def works_of(row: Row, tp: int, sequence_parallel: bool) -> ProgramWorks:
         element_bytes=2,
         dtype="bfloat16",
         num_parameters=row.n_params or 1,
+        num_frozen=0,
         num_experts=row.moe_experts or 0,
         experts_per_token=float(shape.experts_per_token[0]),
         is_tied=bool(shape.is_tied[0]),

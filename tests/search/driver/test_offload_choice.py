@@ -146,7 +146,7 @@ def test_the_optimizer_on_the_host_by_hand() -> None:
     assert float(here.step.parts["host copies"].max()) == 0.0
     shape = shape_of_works(works)
     held = (2 * shape.stored_bytes + shape.moment_bytes) * elements
-    assert host_bytes(on.keeping("optimizer").machine.engine, shape, works.num_parameters, 0.0, layouts(
+    assert host_bytes(on.keeping("optimizer").machine.engine, shape, works.num_parameters, 0.0, 0.0, layouts(
         dp=4.0, shard=4.0, zero=3.0)) == pytest.approx(held)  # fmt: skip
     little = hosted(on, replace(HOST, memory_bytes=0.99 * held)).keeping("optimizer")
     assert there.fits

@@ -1,0 +1,73 @@
+"""A model that trains some of its parameters: adapters of `peft` beside frozen layers, or all but some modules."""
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from autopar.errors import InputError, did_you_mean
+from autopar.ir.trained import TrainedParameters
+
+
+def with_trained(model: nn.Module, trained: TrainedParameters) -> nn.Module:
+    """Change a model in place, so that it trains what `trained` says, and return it.
+
+    Args:
+        model: A module, on meta or with weights. Adapters get names as `peft` gives them.
+        trained: The parameters to train (`autopar.ir.trained.trained_from`).
+
+    Returns:
+        The model.
+
+    Raises:
+        InputError: A module is unknown, is no linear layer, or `peft` is not installed.
+
+    Example:
+        >>> from torch import nn
+        >>> from autopar.ir.trained import trained_from
+        >>> model = with_trained(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), trained_from("frozen:0"))
+        >>> [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        ['1.weight', '1.bias']
+    """
+    if trained.kind == "frozen":
+        for module in _named(model, trained.modules, "frozen", nn.Module).values():
+            module.requires_grad_(False)
+    if not trained.has_adapters:
+        return model
+    targets = _named(model, trained.targets, "targets", nn.Linear) if trained.targets else _linear_layers(model)
+    also = _named(model, trained.also, "also", nn.Module)
+    try:
+        import peft
+    except ImportError as error:
+        raise InputError(f"adapters need peft ({error}); pip install 'peft>=0.21,<1'") from None
+    config = peft.LoraConfig(
+        r=trained.rank, lora_alpha=trained.alpha, target_modules=list(targets), lora_dropout=0.0, bias="none"
+    )
+    peft.inject_adapter_in_model(config, model)
+    for module in also.values():
+        module.requires_grad_(True)
+    return model
+
+
+def _linear_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """All linear layers but the head."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    layers: dict[str, nn.Module] = {
+        name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head
+    }
+    if not layers:
+        raise InputError("the model has no linear layer for adapters; name modules with --trains lora:targets=...")
+    return layers
+
+
+def _named(model: nn.Module, names: Iterable[str], word: str, kind: type[nn.Module]) -> dict[str, nn.Module]:
+    """The modules whose paths end with these names. Each name must have a module of a kind."""
+    modules = {path: module for path, module in model.named_modules() if path and isinstance(module, kind)}
+    named = dict[str, nn.Module]()
+    for name in names:
+        of_name = {path: m for path, m in modules.items() if path == name or path.endswith(f".{name}")}
+        if not of_name:
+            known = tuple(dict.fromkeys(path.rpartition(".")[2] for path in modules))
+            what = "linear layer" if kind is nn.Linear else "module"
+            raise InputError(f"--trains {word}: the model has no {what} {name!r}; {did_you_mean(name, known)}")
+        named |= of_name
+    return named
