@@ -35,6 +35,7 @@ from autopar.cost_model.published.validation import compared_rows, timed_rows
 from autopar.files.atomic import write_text
 
 SWEEP = ROOT / "benchmarks" / "data" / "sweep_vtrain_single_a100.csv"
+USERS = tuple(DATA.with_name(f"{name}_runs.csv") for name in ("ordinary", "users", "users_lora", "lora"))
 TARGET = ROOT / "cost_model" / "prediction_intervals.yaml"
 DEFAULT_DEVICE, EXPERTS = "default device", ", experts"
 
@@ -151,12 +152,15 @@ def _of_order() -> list[Residual]:
 
 def _of_memory(rows: Sequence[Row]) -> dict[str, list[Residual]]:
     found: dict[str, list[Residual]] = {name: [] for name in SITUATIONS}  # measured steps say nothing of memory
-    known = [row for row in rows if measured_bytes(row) is not None]
-    for kind, given in (("known", known), ("guessed", [replace(row, engine=None) for row in known])):
-        for row, one in zip(known, estimate_rows([row.without_result() for row in given]), strict=True):
+    of_users = (row for path in USERS for row in read_rows(path) if row.tier == "core")
+    every = [row for row in (*rows, *of_users) if measured_bytes(row) is not None]
+    named = [row for row in every if row.engine is not None and row.engine_basis != "guessed"]
+    for kind, given, asked in (("known", named, named), ("guessed", every, [replace(r, engine=None) for r in every])):
+        for row, one in zip(given, estimate_rows([row.without_result() for row in asked]), strict=True):
             if isinstance(one, RowEstimate):
                 name = f"{kind} engine{EXPERTS if row.moe_experts else ''}"
-                found[name].append(_residual(row, measured_bytes(row) or 0.0, one.peak_bytes))
+                residual = _residual(row, measured_bytes(row) or 0.0, one.peak_bytes)
+                found[name].append(residual if row.engine else replace(residual, engine=str(row.source_key)))
     return found
 
 

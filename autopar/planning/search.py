@@ -74,7 +74,7 @@ def plan(
         timeout_s: Seconds until the search ends with the best plan so far and its gap.
         study: A journal (``plan.log``) or database (``plan.db``, ``sqlite:///plan.db``) of trials, perhaps shared.
         profile: A device profile or its file; by default the cluster's, else the shipped one.
-        measured: Measured steps that correct the profile (``docs/estimate.md``): a CSV file, or a trace of one step.
+        measured: A CSV file of measured steps, or a trace, which correct the profile (``docs/estimate.md``).
         precision: Of computing, such as "fp32". By default float32 models on GPUs have bf16 (``docs/precision.md``).
         reduce_dtype: The dtype of gradient sums over ranks.
         name: The model's name in the result; by default its class.
