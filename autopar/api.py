@@ -18,6 +18,7 @@ from autopar.capture.record.file import from_bytes, to_bytes
 from autopar.capture.record.write import Unexplained
 from autopar.capture.request import Inputs, LossFunction, Request
 from autopar.capture.weightless import weightless
+from autopar.cost_model.interval import DEFAULT_CHANCE
 from autopar.errors import InputError, PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
@@ -56,13 +57,13 @@ def parallelize(
     fix: Mapping[str, Any] | None = None,
     forbid: Mapping[str, Any] | None = None,
     objective: str = "time",
+    chance: float = DEFAULT_CHANCE,
     trains: str = "all",
 ) -> ParallelModel:
     """Split an unmodified model over the devices of a cluster. All ranks of a torchrun job call it.
 
     Rank 0 captures and plans, for all. Ranks that differ only in ``tp`` or ``pp`` must pass the same data:
-    ``rank_mesh.dims["dp"].coordinate`` numbers the parts. The model is kept without its weights, for other shapes and
-    eval mode. Delete your model to free its weights.
+    ``rank_mesh.dims["dp"].coordinate`` numbers the parts. Delete your model to free its weights.
 
     Args:
         model: The model. On meta, it is materialised shard by shard. If ranks hold different weights, or rank 0 alone
@@ -70,8 +71,7 @@ def parallelize(
         cluster_spec: The cluster, or its text, such as ``"8xh100"``.
         example_inputs: The inputs of one rank in one step, by name or a tuple. A transformers model has usual ones.
         plan: A `Plan`, the path of one, or degrees such as ``{"tp": 2, "dp": 2, "zero": 3}``; or "tuned", the plan
-            that `autopar.tune` found here for this model, batch and cluster. Without degrees rank 0 searches the plan
-            of most sequences a second, as `autopar.plan` does.
+            that `autopar.tune` found here. Without degrees rank 0 searches the plan, as `autopar.plan` does.
         state: The weights: a state dict, or the path of safetensors files. It may be given on rank 0 alone.
         loss_fn: A function of (output, target), if the model returns no loss. The target is the last element of the
             tuple, or the key ``target`` of the dict.
@@ -83,6 +83,7 @@ def parallelize(
         fix: The values that a search gives to words of `Plan.degrees`, one or several: ``{"tp": (4, 8)}``.
         forbid: The values that a search does not give to words.
         objective: What a search makes small: "time", "memory", "cost" or "energy".
+        chance: The probability with which a searched plan must fit.
         trains: The parameters to train, such as "lora:r=16" (`autopar.ir.trained`). `model` gets adapters in place.
 
     Returns:
@@ -108,7 +109,7 @@ def parallelize(
     on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     without_weights = weightless(model)
     request = replace(request, model=without_weights) if on_meta else request
-    options = job_options(request, precision, global_batch, fix or {}, forbid or {}, objective, TIMEOUT_S / 2)
+    options = job_options(request, precision, global_batch, fix or {}, forbid or {}, objective, chance, TIMEOUT_S / 2)
     decide = partial(plan_of_job, request, cluster, plan, options, derived=example_inputs is None)
     program, ours = _from_first_rank(decide, lambda plan: capture_for(request, plan.degrees))
     origin = _same_settings(OriginalModel(model, without_weights, loss_fn, program.reads))

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.cost_model.machine.fitted_constants import usable_bytes
+from autopar.cost_model.interval import usable_bytes
 from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.memory.formula import step_memory
 from autopar.cost_model.step.context import Basis

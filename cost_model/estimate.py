@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from autopar.cost_model.interval import Situation, interval_of
+from autopar.cost_model.interval import TRAINERS, Situation, chance_of_fitting, interval_of, usable_bytes
 from autopar.cost_model.machine.cluster import cluster_machine, default_precision, dtype_assumptions
 from autopar.cost_model.machine.engine import DEFAULT, NEUTRAL
-from autopar.cost_model.machine.fitted_constants import mechanisms, usable_bytes
+from autopar.cost_model.machine.fitted_constants import mechanisms
 from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.parts import COLLECTIVES, COMPUTE, MEMORY, OTHER
 from autopar.cost_model.pricing import Pricing, Question, layout_of, without_data_parallelism
@@ -72,9 +72,9 @@ class Estimate:
     """The step of one plan, predicted. Seconds, bytes and FLOP/s are SI; parts of a whole are from 0 to 1.
 
     `compute_s`, `collectives` (their exposed seconds) and `other_s` add up to `step_s`. `memory_bytes` adds up to
-    `peak_bytes`, of the fullest pipeline rank. A plan that `fits` leaves 8 % of `device_bytes` free,
-    and its host has room for `host_bytes`, which a plan with `offload` keeps there for one device. `formula_only` names
-    the parts that autopar prices and does not run. `assumptions` names figures that nobody measured.
+    `peak_bytes`, of the fullest pipeline rank. A plan `fits` if `chance_of_fitting` is at least 0.9, and its host has
+    room for `host_bytes`, which a plan with `offload` keeps there for one device. `formula_only` names the parts that
+    autopar prices and does not run. `assumptions` names figures that nobody measured.
     In four of five runs, the measured step time is between the two values of `step_interval_s`, and the measured memory
     between those of `peak_interval_bytes` (`autopar.cost_model.interval`).
     """
@@ -102,6 +102,7 @@ class Estimate:
     peak_bytes: float
     peak_interval_bytes: tuple[float, float]
     device_bytes: float
+    chance_of_fitting: float
     fits: bool
     memory_bytes: Mapping[str, float] = field(hash=False)
     scaling_efficiency: float
@@ -165,9 +166,11 @@ def estimate_works(
         collectives=_collectives(step),
         other_s=_named(OTHER, step.parts),
         peak_bytes=peak,
-        peak_interval_bytes=interval_of(peak, "memory", situation),
+        peak_interval_bytes=(room := interval_of(peak, "memory", situation)),
         device_bytes=machine.memory_bytes,
-        fits=peak <= usable_bytes(machine.memory_bytes) and on_host <= host_of(machine).memory_bytes,
+        chance_of_fitting=chance_of_fitting(peak, machine.memory_bytes, room),
+        fits=peak <= usable_bytes(machine.memory_bytes, situation=situation)
+        and on_host <= host_of(machine).memory_bytes,
         host_bytes=on_host,
         memory_bytes=parts,
         scaling_efficiency=alone / seconds,
@@ -189,6 +192,7 @@ def situation_of(machine: Machine, works: ProgramWorks) -> Situation:
     """What decides how wide the intervals of a captured model's predictions are."""
     return Situation(
         is_engine_known=machine.engine.name != NEUTRAL,
+        is_trainer=machine.engine.name in TRAINERS,
         is_device_known=machine.profile.is_of_device,
         has_experts=works.num_experts > 0,
         has_steps=machine.profile.steps > 0,

@@ -60,6 +60,7 @@ class Capture:
     symbols: str
     sizes: Mapping[str, int] = field(default_factory=dict)
     rotated: Fraction = Fraction(1)
+    is_bidirectional: bool = False  # every query meets every key, which a mask of equal values does not show
     names: tuple[tuple[str | int, ...], ...] = ()
     tp: int = 4
     device: str = "a100-80gb"
@@ -114,6 +115,20 @@ CAPTURES: Mapping[str, Capture] = {
         config={"n_embd": "h", "n_inner": "f", "n_head": "a", "vocab_size": "v", "n_positions": "l", "n_layer": 2},
         symbols="haefvl",
         sizes=_SQUARE,
+    ),
+    "bert": Capture(
+        model_type="bert",
+        config={
+            "hidden_size": "h",
+            "intermediate_size": "f",
+            "num_attention_heads": "a",
+            "vocab_size": "v",
+            "max_position_embeddings": "l",
+            "num_hidden_layers": 2,
+        },
+        symbols="haefvl",
+        sizes=_SQUARE,
+        is_bidirectional=True,
     ),
     "opt": Capture(
         model_type="opt",
@@ -378,7 +393,14 @@ def exported(name: str, *, over_data: bool = False) -> Family[Polynomial]:
         cluster = ClusterSpec.parse(f"{tp * dp}x{capture.device}")
         degrees, analysis, labelling = choose_labels(program, cluster, degrees)
         works = tuple(
-            replace(work, sent=tuple(one for one in work.sent if not one.is_once_a_step))
+            replace(
+                work,
+                sent=tuple(one for one in work.sent if not one.is_once_a_step),
+                products=tuple(
+                    replace(op, sees="all") if capture.is_bidirectional and op.kind == "attention" else op
+                    for op in work.products
+                ),
+            )
             for work in block_works(program, analysis, labelling.blocks, degrees.mesh, by_size=sizes)
         )
         for index, role in roles.items():

@@ -125,7 +125,12 @@ def residuals(rows: Sequence[Row]) -> dict[str, dict[str, list[Residual]]]:
             row = whole.rows[index]
             own = float(np.broadcast_to(usual, len(group.indices))[place])
             time[DEFAULT_DEVICE].append(_residual(row, own, float(seconds[place])))
-    return {"time": time, "memory": _of_memory(rows), PLAN_ORDER: {PLAN_ORDER: _of_order()}}
+    memory = _of_memory(rows)
+    users = of_users()
+    time["trainer"] += users["time"]["trainer"]  # guessed ones are inside the interval that all vendors' engines give
+    for name, more in users["memory"].items():
+        memory[name] += more
+    return {"time": time, "memory": memory, PLAN_ORDER: {PLAN_ORDER: _of_order()}}
 
 
 def _own(row: Row) -> tuple[str | None, ...]:
@@ -152,15 +157,31 @@ def _of_order() -> list[Residual]:
 
 def _of_memory(rows: Sequence[Row]) -> dict[str, list[Residual]]:
     found: dict[str, list[Residual]] = {name: [] for name in SITUATIONS}  # measured steps say nothing of memory
-    of_users = (row for path in USERS for row in read_rows(path) if row.tier == "core")
-    every = [row for row in (*rows, *of_users) if measured_bytes(row) is not None]
-    named = [row for row in every if row.engine is not None and row.engine_basis != "guessed"]
-    for kind, given, asked in (("known", named, named), ("guessed", every, [replace(r, engine=None) for r in every])):
-        for row, one in zip(given, estimate_rows([row.without_result() for row in asked]), strict=True):
+    known = [row for row in rows if measured_bytes(row) is not None]
+    for kind, given in (("known", known), ("guessed", [replace(row, engine=None) for row in known])):
+        for row, one in zip(known, estimate_rows([row.without_result() for row in given]), strict=True):
             if isinstance(one, RowEstimate):
                 name = f"{kind} engine{EXPERTS if row.moe_experts else ''}"
-                residual = _residual(row, measured_bytes(row) or 0.0, one.peak_bytes)
-                found[name].append(residual if row.engine else replace(residual, engine=str(row.source_key)))
+                found[name].append(_residual(row, measured_bytes(row) or 0.0, one.peak_bytes))
+    return found
+
+
+def of_users() -> dict[str, dict[str, list[Residual]]]:
+    """Residuals of users' runs, whose publishers count as engines: of trainers, and of frameworks that are guessed."""
+    found: dict[str, dict[str, list[Residual]]] = {"time": {}, "memory": {}}
+    rows = [row for path in USERS for row in read_rows(path) if row.tier == "core"]
+    for one in compared_rows(rows, estimate_rows):
+        if one.predicted is None or one.predicted.situation.name not in ("trainer", "guessed engine"):
+            continue
+        pairs = {
+            "time": (None if one.time is None else one.time.seconds, one.predicted.seconds),
+            "memory": (one.memory_bytes, one.predicted.peak_bytes),
+        }
+        for figure, (measured, predicted) in pairs.items():
+            if measured is not None:
+                value = math.log(measured / predicted)
+                residual = Residual(engine=str(one.row.source_key), value=value)
+                found[figure].setdefault(one.predicted.situation.name, []).append(residual)
     return found
 
 

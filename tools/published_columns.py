@@ -42,6 +42,7 @@ _OPTIMIZERS = (
     (r"\blion\b|momentum", "sgd-momentum"),
     (r"\bsgd\b", "sgd"),
 )
+_SMALL_HEAD = r"squad|classif|head on [^;]*positions only"
 PEFT_RANK, PEFT_TARGETS = "8", ("q_proj", "v_proj")  # of `peft.LoraConfig`, for models like Llama
 _WORDS = re.compile(r"[a-z]+|[0-9]+")
 _YEAR = re.compile(r"arxiv[: ]*([0-9]{2})(?:0[1-9]|1[0-2])\.[0-9]{4,5}|\b(20[12][0-9])\b", re.IGNORECASE)
@@ -78,9 +79,9 @@ _WHOLE = (
 _FAMILIES = {
     "gpt-neox": "gpt-neox", "nemotron": "nemotron", "mixtral": "mixtral", "mistral": "mistral", "falcon": "falcon",
     "pythia": "pythia", "qwen3": "qwen3", "phi-3": "phi3", "gemma": "gemma2", "qwen": "qwen2", "mpt": "mpt",
-    "opt": "opt",
+    "opt": "opt", "bert": "bert", "roberta": "bert",
 }  # fmt: skip
-_NOT_GATED = ("mpt", "nemotron", "opt", "gpt-neox", "pythia", "falcon")
+_NOT_GATED = ("bert", "mpt", "nemotron", "opt", "gpt-neox", "pythia", "falcon")
 
 
 def precision_of(text: str) -> str:
@@ -237,6 +238,8 @@ def strict_cells(old: dict[str, str]) -> tuple[dict[str, str], list[str]]:
         unclear.append(f"framework {cells['framework']!r} is not known")
     found = options_of(engine or engine_named(NEUTRAL), texts, cells["attn_impl"])
     found |= {"engine": engine.name if engine else "", "family": family_of(cells)} | state_of(cells, texts)
+    if re.search(_SMALL_HEAD, f"{cells['framework']}; {cells['notes']}", re.IGNORECASE):
+        found["head"] = "small"
     found |= (memory := memory_of(cells))
     if engine is not None and re.search(_LIKE, cells["framework"], re.IGNORECASE):
         found["engine_basis"] = "guessed"

@@ -24,7 +24,7 @@ from autopar.cli.options import (
     refuse_options,
 )
 from autopar.cli.output import console, print_ends, progress, table
-from autopar.cost_model.machine.fitted_constants import usable_in_words
+from autopar.cost_model.interval import DEFAULT_CHANCE
 from autopar.errors import InputError, Problem
 from autopar.files.strict_text import read_text, values_of
 from autopar.ir.cluster import ClusterSpec
@@ -32,7 +32,7 @@ from autopar.ir.plan import MAX_PLAN_BYTES, Plan
 from autopar.models.load import is_factory, resolve_model
 from autopar.planning.options import PlanOptions
 from autopar.presets.models import model_names
-from autopar.search.result.format import plan_in_words, step_in_words
+from autopar.search.result.format import chance_in_words, plan_in_words, step_in_words
 from autopar.words.numbers import readable_bytes, readable_count, readable_rate, readable_seconds
 
 if TYPE_CHECKING:
@@ -198,6 +198,7 @@ def _show(price: "Estimate") -> None:
         ("TFLOP/s of a device", readable_rate(price.tflops_per_device)),
         ("MFU, HFU", f"{price.mfu:.1%}, {price.hfu:.1%}"),
         ("peak memory", f"{peak} ({_between(price.peak_interval_bytes, readable_bytes)})"),
+        ("", chance_in_words(price.chance_of_fitting)),
     ]
     if price.host_bytes:
         rows.append(("host memory of a device", readable_bytes(price.host_bytes)))
@@ -206,7 +207,7 @@ def _show(price: "Estimate") -> None:
         rows.append(("scaling efficiency", f"{price.scaling_efficiency:.1%} of {devices}"))
     out.print(table(("", ""), rows))
     if not price.fits:
-        text = f"does not fit: {usable_in_words(price.device_bytes)}; `autopar plan` searches a plan that fits"
+        text = f"does not fit with {DEFAULT_CHANCE:.0%}; `autopar plan` searches a plan that does"
         out.print(text, style="bold red")
     least = 1e-9 * step_s  # less is the rounding of a part that is 0
     times = [

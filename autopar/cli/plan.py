@@ -29,18 +29,26 @@ from autopar.cli.options import (
     values_by_word,
 )
 from autopar.cli.output import console, print_ends, print_json, print_sections, progress
-from autopar.cost_model.machine.fitted_constants import usable_in_words
+from autopar.cost_model.interval import DEFAULT_CHANCE, chance_of_fitting
 from autopar.errors import InfeasibleError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.explanation import Section
 from autopar.ir.plan import sections
 from autopar.models.load import is_factory
 from autopar.planning.options import TOP, TRIALS, PlanOptions
-from autopar.search.result.format import nothing_fits, plan_in_words, readable_value, step_in_words, what_does_not_fit
+from autopar.search.result.format import (
+    chance_in_words,
+    nothing_fits,
+    plan_in_words,
+    readable_value,
+    step_in_words,
+    what_does_not_fit,
+)
 from autopar.search.result.result import Contender, SearchResult
 from autopar.words.numbers import readable_bytes, readable_rate, readable_seconds
 
 MOST_MEASURED = 2  # plans beside the best plan
+SAFER = 4  # a safer plan fails so many times less
 _Top = Annotated[int, option("Number of other plans to show. (default: 5)", panel=SEARCH)]
 _Trials = Annotated[
     int,
@@ -49,6 +57,10 @@ _Trials = Annotated[
 _Timeout = Annotated[
     float | None,
     option("Seconds after which the search ends with the best plan so far and its gap. (default: none)", panel=SEARCH),
+]
+_Chance = Annotated[
+    float,
+    option("Probability with which a plan must fit, by the interval of its memory. (default: 0.9)", panel=SEARCH),
 ]
 _Study = Annotated[
     str | None,
@@ -70,6 +82,7 @@ def plan(
     top: _Top = TOP,
     trials: _Trials = TRIALS,
     timeout: _Timeout = None,
+    chance: _Chance = DEFAULT_CHANCE,
     seed: Seed = 0,
     study: _Study = None,
     profile: Profile = None,
@@ -107,6 +120,7 @@ def plan(
         trials=trials,
         seed=seed,
         timeout_s=timeout,
+        chance=chance,
         study=study,
         report=report is not None,
         profile=_corrected(profile, measured, spec, wanted),
@@ -207,8 +221,9 @@ def _best(result: SearchResult) -> Section:
         *([] if result.unit == "s" else [f"{result.objective} {readable_value(best.value, result.unit)}"]),
         f"{readable_seconds(best.step_s)} a step of {of_a_step}: {readable_rate(per_s)} {rate}, "
         f"{readable_rate(per_s / best.num_devices)} of a device",
-        f"{readable_bytes(best.peak_bytes)} of {readable_bytes(result.device_bytes)} on the fullest device",
-        usable_in_words(result.device_bytes),
+        f"{readable_bytes(best.peak_bytes)} of {readable_bytes(result.device_bytes)} on the fullest device: "
+        f"{chance_in_words(result.chance_of_fitting or 0.0)}",
+        *_safer(result),
     ]
     if result.step_interval_s is not None and result.peak_interval_bytes is not None:
         step = " to ".join(map(readable_seconds, result.step_interval_s))
@@ -223,6 +238,20 @@ def _best(result: SearchResult) -> Section:
     where = f"{some}{result.num_devices:,} device{'s' * (result.num_devices > 1)}, {result.precision}"
     title = f"{result.model} on {result.cluster}, {where}: the best of {result.counted.candidates:,} candidates"
     return Section(title=title, lines=tuple(lines))
+
+
+def _safer(result: SearchResult) -> list[str]:
+    """Near the limit, the fastest plan that is safer, and what it costs."""
+    best, interval = result.best, result.peak_interval_bytes
+    if best is None or interval is None or (result.chance_of_fitting or 1.0) > 1 - (1 - result.chance) / SAFER:
+        return []
+    for plan in sorted(result.front, key=lambda plan: plan.value):
+        room = [bound * plan.peak_bytes / best.peak_bytes for bound in interval]
+        chance = chance_of_fitting(plan.peak_bytes, result.device_bytes, (room[0], room[1]))
+        if chance >= 1 - (1 - result.chance) / SAFER:
+            more = plan.value / best.value - 1
+            return [f"safer: {plan_in_words(plan.degrees)}, {chance_in_words(chance)} and takes {more:.1%} more"]
+    return []
 
 
 def _others(result: SearchResult) -> Section:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from autopar.capture.record.file import from_bytes
 from autopar.capture.record.read import BadRecord
 from autopar.commands.given import given_by_script, is_script
-from autopar.cost_model.machine.fitted_constants import usable_bytes
+from autopar.cost_model.interval import usable_bytes
 from autopar.errors import InputError
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program

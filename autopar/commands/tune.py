@@ -29,7 +29,7 @@ from autopar.commands.trial import CROWDED
 from autopar.commands.trial_world import Incumbent, World, beside, is_crowded, measured
 from autopar.commands.tune_candidates import COMPUTE, Subject, opened_study, subject_of
 from autopar.cost_model.fit.measured_steps import slowed
-from autopar.cost_model.machine.fitted_constants import usable_bytes
+from autopar.cost_model.interval import usable_bytes
 from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.machine.profile import DeviceProfile
 from autopar.errors import AutoparError, InputError, Problem

@@ -14,8 +14,8 @@ from autopar.commands.calibrate import calibrate_cluster
 from autopar.commands.given import Given
 from autopar.commands.trial import TrialJob
 from autopar.cost_model.fit.profile_comparison import tiers_of
+from autopar.cost_model.interval import usable_bytes
 from autopar.cost_model.machine.cluster import precision_of
-from autopar.cost_model.machine.fitted_constants import usable_bytes
 from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.machine.profile import DeviceProfile
 from autopar.cost_model.machine.profile_io import profile_from_dict, profile_to_dict

@@ -1,6 +1,6 @@
 """A model that trains some of its parameters: adapters of `peft` beside frozen layers, or all but some modules."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from torch import nn
 
@@ -29,12 +29,12 @@ def with_trained(model: nn.Module, trained: TrainedParameters) -> nn.Module:
         ['1.weight', '1.bias']
     """
     if trained.kind == "frozen":
-        for module in _named(model, trained.modules, "frozen", nn.Module).values():
+        for module in _named(model, trained.modules, "frozen").values():
             module.requires_grad_(False)
     if not trained.has_adapters:
         return model
-    targets = _named(model, trained.targets, "targets", nn.Linear) if trained.targets else _linear_layers(model)
-    also = _named(model, trained.also, "also", nn.Module)
+    targets = _named(model, trained.targets, "targets", _is_linear) if trained.targets else _linear_layers(model)
+    also = _named(model, trained.also, "also")
     try:
         import peft
     except ImportError as error:
@@ -51,23 +51,28 @@ def with_trained(model: nn.Module, trained: TrainedParameters) -> nn.Module:
 def _linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     """All linear layers but the head."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    layers: dict[str, nn.Module] = {
-        name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head
-    }
+    layers = {name: m for name, m in model.named_modules() if _is_linear(m) and m is not head}
     if not layers:
         raise InputError("the model has no linear layer for adapters; name modules with --trains lora:targets=...")
     return layers
 
 
-def _named(model: nn.Module, names: Iterable[str], word: str, kind: type[nn.Module]) -> dict[str, nn.Module]:
-    """The modules whose paths end with these names. Each name must have a module of a kind."""
-    modules = {path: module for path, module in model.named_modules() if path and isinstance(module, kind)}
+def _is_linear(module: nn.Module) -> bool:
+    """A layer that `peft` has adapters for: torch's, or the one of transformers' GPT-2."""
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def _named(
+    model: nn.Module, names: Iterable[str], word: str, is_kind: Callable[[nn.Module], bool] | None = None
+) -> dict[str, nn.Module]:
+    """The modules whose paths end with these names. Each name must have a module of the kind, if one is given."""
+    modules = {path: m for path, m in model.named_modules() if path and (is_kind is None or is_kind(m))}
     named = dict[str, nn.Module]()
     for name in names:
         of_name = {path: m for path, m in modules.items() if path == name or path.endswith(f".{name}")}
         if not of_name:
             known = tuple(dict.fromkeys(path.rpartition(".")[2] for path in modules))
-            what = "linear layer" if kind is nn.Linear else "module"
+            what = "module" if is_kind is None else "linear layer"
             raise InputError(f"--trains {word}: the model has no {what} {name!r}; {did_you_mean(name, known)}")
         named |= of_name
     return named

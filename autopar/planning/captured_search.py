@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from autopar.capture.record.captured import Capture
+from autopar.cost_model.estimate import situation_of
 from autopar.cost_model.machine.cluster import precision_of
 from autopar.errors import PlanError
 from autopar.ir.cluster import ClusterSpec
@@ -84,7 +85,10 @@ def search_captured(
         precision = options.precision or precision_of(works_of(1).dtype, cluster)
         machine = machine_of(part, options.profile, precision, sums, works_of(1).stored_bytes)
         blocks, most_level = recompute_blocks_of(fix), most_level_of(fix)
-        return Machinery(machine=machine, recompute_blocks=blocks, most_level=most_level, cuts=cuts)
+        return Machinery(
+            machine=machine, recompute_blocks=blocks, most_level=most_level, cuts=cuts, chance=options.chance,
+            situation=situation_of(machine, works_of(1)),
+        )  # fmt: skip
 
     goal = goal_of(options.objective, cluster, machinery, per_sequence=options.local_batch is not None)
     on = goal.parts[cluster.num_devices].on

@@ -41,12 +41,13 @@ def job_options(
     fix: Mapping[str, Any],
     forbid: Mapping[str, Any],
     objective: str,
+    chance: float,
     timeout_s: float,
 ) -> PlanOptions:
     """What a search is asked for. It ends after `timeout_s`, because the other ranks wait in a collective."""
     return PlanOptions(
         precision=checked_precision(precision), fix=fix, forbid=forbid, objective=objective, global_batch=global_batch,
-        local_batch=request.sizes[0] if global_batch is None else None, timeout_s=timeout_s,
+        local_batch=request.sizes[0] if global_batch is None else None, chance=chance, timeout_s=timeout_s,
     )  # fmt: skip
 
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from autopar.cost_model.estimate import Estimate
-from autopar.cost_model.machine.fitted_constants import mechanisms, usable_bytes
+from autopar.cost_model.interval import DEFAULT_CHANCE, chance_of_fitting
+from autopar.cost_model.machine.fitted_constants import mechanisms
 from autopar.cost_model.parts import MEMORY
 from autopar.errors import InputError
 from autopar.ir.plan import Plan
@@ -64,7 +65,8 @@ def with_exact_memory(estimate: Estimate, held: "RankMemory") -> Estimate:
         memory_bytes=parts,
         peak_bytes=peak,
         peak_interval_bytes=(low, high),
-        fits=peak <= usable_bytes(estimate.device_bytes),
+        chance_of_fitting=(chance := chance_of_fitting(peak, estimate.device_bytes, (low, high))),
+        fits=chance >= DEFAULT_CHANCE,
         host_bytes=float(held.host_bytes),
         assumptions=(*estimate.assumptions, KERNELS),
     )

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from autopar.cost_model.interval import DEFAULT_CHANCE, LEAST_CHANCE, MOST_CHANCE
 from autopar.errors import InputError, PlanError, Problem, did_you_mean
 from autopar.ir.degrees import Degrees, degrees_from
 from autopar.ir.offload import NO_OFFLOAD, OFFLOADS
@@ -134,6 +135,7 @@ class PlanOptions:
     trials: int = TRIALS
     seed: int = 0  # of Optuna's sampler
     timeout_s: float | None = None
+    chance: float = DEFAULT_CHANCE  # with which a plan must fit
     study: str | None = None
     report: bool = False  # also collect the curves and the graph that only a report draws
     profile: "DeviceProfile | None" = None
@@ -236,6 +238,9 @@ class PlanOptions:
         if self.timeout_s is not None and not 0 <= self.timeout_s < float("inf"):
             rule = "must be a number of seconds, at least 0"
             problems.append(Problem(path="timeout_s", value=self.timeout_s, rule=rule))
+        if not isinstance(self.chance, (int, float)) or not LEAST_CHANCE <= self.chance <= MOST_CHANCE:
+            rule = f"must be from {LEAST_CHANCE} to {MOST_CHANCE}"
+            problems.append(Problem(path="chance", value=self.chance, rule=rule))
         if problems:
             raise InputError("the options of the search cannot be used", problems)
         if self.objective not in ON_FEWER_DEVICES:  # for these some part of the cluster may have as many devices

@@ -17,6 +17,7 @@ from torch import nn
 from autopar.capture.record.captured import Capture
 from autopar.capture.request import Inputs, LossFunction, Request
 from autopar.capture.weightless import weightless
+from autopar.cost_model.interval import DEFAULT_CHANCE
 from autopar.cost_model.machine.engine import DEFAULT, engine_named
 from autopar.cost_model.machine.profile import DeviceProfile
 from autopar.ir.cluster import ClusterSpec
@@ -46,6 +47,7 @@ def plan(
     trials: int = TRIALS,
     seed: int = 0,
     timeout_s: float | None = None,
+    chance: float = DEFAULT_CHANCE,
     study: str | Path | None = None,
     profile: DeviceProfile | str | Path | None = None,
     measured: str | Path | None = None,
@@ -72,6 +74,7 @@ def plan(
         trials: The variations of stage cuts that Optuna tries, if a pipeline is among the best plans.
         seed: The seed of Optuna's sampler.
         timeout_s: Seconds until the search ends with the best plan so far and its gap.
+        chance: The probability with which a plan must fit, by the interval of its memory.
         study: A journal (``plan.log``) or database (``plan.db``, ``sqlite:///plan.db``) of trials, perhaps shared.
         profile: A device profile or its file; by default the cluster's, else the shipped one.
         measured: A CSV file of measured steps, or a trace, which correct the profile (``docs/estimate.md``).
@@ -80,7 +83,7 @@ def plan(
         name: The model's name in the result; by default its class.
         on_progress: A function that receives a text before each part of the work.
         specialise: Whether branches on inputs are captured as the example inputs take them.
-        trains: The parameters to train, such as "lora:r=16" (`autopar.ir.trained`), in a copy of the model.
+        trains: The parameters to train, such as "lora:r=16" (`autopar.ir.trained`).
 
     Returns:
         The best plan, the plans next to it, and the proof. `SearchResult.plan` is None if no plan fits.
@@ -102,16 +105,20 @@ def plan(
     spec = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
     options = PlanOptions(
         global_batch=global_batch, local_batch=local_batch, objective=objective, fix=fix or {}, forbid=forbid or {},
-        top=top, trials=trials, seed=seed, timeout_s=timeout_s, study=None if study is None else str(study),
-        profile=profile_for(profile, measured, spec, precision), precision=precision, reduce_dtype=reduce_dtype,
+        top=top, trials=trials, seed=seed, timeout_s=timeout_s, chance=chance, precision=precision,
+        study=study and str(study), profile=profile_for(profile, measured, spec, precision), reduce_dtype=reduce_dtype,
     )  # fmt: skip
     options.check_search(spec.num_devices)
     (report := on_progress or (lambda _: None))("capturing")
-    if (trained := trained_from(trains)).kind != "all":
-        model = with_trained(copy.deepcopy(weightless(model)), trained)
-    request = Request.of(model, example_inputs, loss_fn, specialise=specialise)
+    request = Request.of(_training(model, trains), example_inputs, loss_fn, specialise=specialise)
     search = partial(_captured_and_searched, request, spec, measured, name or type(request.model).__name__, report)
     return with_bf16_beside(search(options), options, spec, search)
+
+
+def _training(model: nn.Module, trains: str) -> nn.Module:
+    """The model, or a copy of it that trains other parameters."""
+    trained = trained_from(trains)
+    return model if trained.kind == "all" else with_trained(copy.deepcopy(weightless(model)), trained)
 
 
 def _captured_and_searched(

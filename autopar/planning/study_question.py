@@ -46,6 +46,7 @@ def question_about(options: PlanOptions, cluster: "ClusterSpec", machine: "Machi
         "profile_sha256": _sha256(profile),
         "batch": f"global {options.global_batch}" if options.local_batch is None else f"local {options.local_batch}",
         "objective": options.objective,
+        "chance": f"{options.chance:g}",
         "fix": words(fix),
         "forbid": words(forbid),
     }

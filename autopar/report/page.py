@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from autopar.cost_model.machine.fitted_constants import FREE
+from autopar.cost_model.interval import usable_bytes
 from autopar.report.block import drawing
 from autopar.report.curves import history, panel
 from autopar.report.page_tools import render
@@ -39,7 +39,7 @@ def html_report(result: SearchResult) -> str:
         timeline=timeline,
         terms=_terms(result),
         closest=_closest(result),
-        full=1 - FREE,
+        full=usable_bytes(1.0),
         panels=[panel(curve) for curve in result.what_if],
         trials=history(result, MOST_DRAWN_TRIALS),
         drawing=None if result.block is None else drawing(result.block),

@@ -15,9 +15,6 @@ from typing import Any
 
 from autopar.errors import InputError
 from autopar.files.strict_yaml import read_yaml
-from autopar.words.numbers import readable_bytes
-
-FREE = 0.08  # part of a device's memory that a plan leaves free, for fragmentation and for errors of the prediction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,13 +74,3 @@ def _entries() -> Mapping[str, Any]:
             "fitted_constants.yaml must have a value and a source for each of " + ", ".join(names), problems
         )
     return content
-
-
-def usable_bytes(memory_bytes: float) -> float:
-    """The largest peak of a plan that fits a device."""
-    return (1 - FREE) * memory_bytes
-
-
-def usable_in_words(memory_bytes: float) -> str:
-    """What a plan leaves of a device."""
-    return f"a plan may use {readable_bytes(usable_bytes(memory_bytes))}: {FREE:.0%} of a device stays free"

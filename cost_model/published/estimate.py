@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost_model.interval import Situation
+from autopar.cost_model.interval import FILLED, TRAINERS, Situation
 from autopar.cost_model.machine.engine import NEUTRAL, Engine
 from autopar.cost_model.machine.fitted_constants import Mechanisms, mechanisms
 from autopar.cost_model.machine.machine import Machine
@@ -35,6 +35,7 @@ from autopar.cost_model.published.families import (
     shape_of_rows,
     sizes_of_row,
     with_expert_ranks,
+    with_head,
 )
 from autopar.cost_model.published.machine import engine_of, row_machine
 from autopar.cost_model.published.row import NoEstimate, Row, RowEstimate
@@ -53,7 +54,6 @@ from autopar.ir.trained import trained_from
 # device's memory. A smaller excess may be an error of the memory model.
 EVEN = 1.2
 SPREAD = 0.1  # of the logarithm of that multiple
-FILLED = 0.96  # part of a device that a run fills before it fails; a plan leaves more free (`usable_bytes`)
 _ODDS = 0.02  # a level with a smaller weight is left out
 _normal = np.vectorize(NormalDist().cdf, otypes=[float])
 
@@ -126,7 +126,7 @@ def prepare(rows: Sequence[Row]) -> tuple[list[RowGroup], dict[int, NoEstimate]]
             *(machine.device.name, machine.engine.model_dump_json()),
             *(machine.links.inter_host_bytes_per_s, machine.links.devices_per_host),
             *(case.family, row.precision, row.gpu_mem_gb, _variant(case), _is_over_data(case)),
-            *(row.trains, row.stored, row.optimizer_state, row.gated_mlp),
+            *(row.trains, row.stored, row.optimizer_state, row.gated_mlp, row.head),
         )
         groups.setdefault(key, []).append((index, case))
     return [_prepare(members) for members in groups.values()], unmodelled
@@ -205,7 +205,7 @@ def _prepare(members: Sequence[tuple[int, _Case]]) -> RowGroup:
         family = with_expert_ranks(family, at_etp, layouts, np.where(shares | (layouts.etp == layouts.tp), 1.0, 0.5))
     trained = trained_from(first.row.trains or "all")
     family = with_adapters(family, trained, numbers, layouts, is_gated=bool(first.row.gated_mlp))
-    family = in_precision(family, first.row)
+    family = in_precision(with_head(family, first.row), first.row)
     unstated = np.array([case.row.recompute is None for case in cases])
     basis = Basis(shape=shape, machine=machine)
     memory, layouts, weights = _recomputing(family, layouts, basis, machine.memory_bytes, unstated)
@@ -258,6 +258,7 @@ def _estimates(group: RowGroup) -> list[RowEstimate]:
             global_batch=None if case.row.global_batch else case.global_batch,
             situation=Situation(
                 is_engine_known=case.machine.engine.name != NEUTRAL and case.row.engine_basis != "guessed",
+                is_trainer=case.machine.engine.name in TRAINERS,
                 is_device_known=case.machine.profile.is_of_device,
                 has_experts=bool(case.row.moe_experts),
             ),

@@ -77,6 +77,25 @@ def with_expert_ranks(family: Family[Any], at_etp: Family[Any], layouts: Layouts
     )
 
 
+def with_head(family: Family[Any], row: Row) -> Family[Any]:
+    """The family with the head of a row. A small one, of classes or of a few masked tokens, counts as nothing."""
+    if row.head != "small":
+        return family
+
+    def without(work: Any) -> Any:
+        none = np.zeros(1)
+        bare = replace(work, products=(), eager=(), fused=(), sent=(), parameters_split=none, parameters_whole=none)
+        return replace(bare, saved_eager_bytes=none, saved_fused_bytes=none, saved_operand_bytes=none)
+
+    return replace(
+        family,
+        blocks=tuple(
+            (role, tuple((name, without(work) if role == "last" else work) for name, work in each))
+            for role, each in family.blocks
+        ),
+    )
+
+
 def in_precision(family: Family[Any], row: Row) -> Family[Any]:
     """The family, whose bytes are of 16 bits, in the precision of a row: float32 has twice the bytes."""
     if row.precision != "fp32":

@@ -54,6 +54,7 @@ _WORDS: Mapping[str, tuple[str, ...]] = {
     "engine_basis": ("stated", "guessed"),
     "stored": REDUCE_DTYPES,
     "memory_basis": ("device", "allocated"),
+    "head": ("vocabulary", "small"),
     "optimizer_state": tuple(OPTIMIZERS),
     **{name: get_args(Engine.model_fields[name].annotation) for name in ENGINE_COLUMNS},
 }
@@ -83,6 +84,7 @@ class Row:
     vocab: int | None = None
     tied_embeddings: bool | None = None
     gated_mlp: bool | None = None
+    head: str | None = None
     attention_type: str | None = None
     moe_experts: int | None = None
     moe_topk: int | None = None

@@ -143,7 +143,7 @@ def _matmul(m: Any, n: Any, k: Any, count: Any, speeds: Speeds, is_narrow: bool)
 def _fused_attention(op: Operator[Any], speeds: Speeds, *, in_parts: bool) -> tuple[Floats, Floats]:
     """Seconds of both passes. With `in_parts` a rank has some queries and needs more keys, which come in parts."""
     slower = np.where(np.asarray(op.m) < op.n, 1.0 / speeds.attention_in_parts, 1.0) if in_parts else 1.0
-    flops = slower * attention_flops(op.count, op.m, op.n, op.k, is_causal=True)
+    flops = slower * attention_flops(op.count, op.m, op.n, op.k, is_causal=op.sees is None)
     forward, backward = (
         attention_seconds(
             flops=flops,

@@ -87,6 +87,7 @@ class Operator(Generic[V]):
     kernels_forward: int
     kernels_backward: int
     only: Literal["left", "right", "none"] | None = None  # the operand of a product that has a gradient; None: both
+    sees: Literal["all"] | None = None  # the keys that a query of attention meets; None: those before it
 
     @property
     def passes(self) -> int:

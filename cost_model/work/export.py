@@ -14,6 +14,7 @@ from math import prod
 from typing import Any
 
 from autopar.capture.analysis import Analysis
+from autopar.capture.nodes import argument
 from autopar.cost_model.work.autograd_probe import NodeRun, run_block
 from autopar.cost_model.work.block_work import BlockWork, Operator, memory_operator
 from autopar.cost_model.work.conversion_steps import conversion_steps
@@ -252,8 +253,15 @@ def _product(flow: Flow, name: str) -> Operator[Polynomial]:
         backward_bytes=polynomial(backward),
         kernels_forward=max(1, len(run.forward)),
         kernels_backward=len(run.backward),
+        sees="all" if flow.is_attention(name) and _is_bidirectional(flow.nodes[name]) else None,
         only=None if all(flows) else "left" if flows[0] else "right" if any(flows) else "none",
     )
+
+
+def _is_bidirectional(node: Any) -> bool:
+    """Whether attention has no mask, so that every query meets every key."""
+    mask, causal = (argument(node, name) for name in ("attn_mask", "is_causal"))
+    return mask is None and not causal
 
 
 def _product_bytes(flow: Flow, name: str) -> tuple[Expr, Expr]:

@@ -5,12 +5,12 @@ of replayed. Recomputation has the least level that fits (`autopar.search.bounds
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost_model.machine.fitted_constants import usable_bytes
+from autopar.cost_model.interval import DEFAULT_CHANCE, Situation, usable_bytes
 from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.pricing import bytes_on_host
 from autopar.cost_model.shared_prices import SharedPrices
@@ -41,11 +41,13 @@ class Machinery:
     recompute_blocks: int | tuple[int, ...] | None = None  # of every stage, or of each; None: the fewest that fit
     most_level: int = 2  # the highest level of recomputation, a position in `RECOMPUTE`
     cuts: tuple[int, ...] | None = None  # calls before which stages begin; None: chosen by pricing
+    chance: float = DEFAULT_CHANCE  # with which a plan must fit
+    situation: Situation = field(default_factory=Situation)  # decides how far the memory of a plan may be off
 
     @property
     def capacity_bytes(self) -> float:
         """The largest peak that fits."""
-        return usable_bytes(self.machine.memory_bytes)
+        return usable_bytes(self.machine.memory_bytes, self.chance, self.situation)
 
     @property
     def room_bytes(self) -> float:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from autopar.cost_model.estimate import optimizer_assumption, situation_of
-from autopar.cost_model.interval import interval_of, likely_slower
+from autopar.cost_model.interval import chance_of_fitting, interval_of, likely_slower
 from autopar.cost_model.machine.cluster import dtype_assumptions
 from autopar.cost_model.step.offload import host_assumption
 from autopar.errors import AutoparError
@@ -40,7 +40,8 @@ def result_of(
         part = goal.part(best)
         details = details_of(best, works_of_best(*Split.of(best.degrees)), part.cluster, part.on)
     others = next_plans(search, top, alike=alike)
-    situation = situation_of(on.machine, works_of(1))
+    situation, device_bytes = situation_of(on.machine, works_of(1)), on.machine.memory_bytes
+    room = None if best is None else interval_of(best.peak_bytes, "memory", situation)
     degrees = replace(Degrees() if best is None else best.degrees, optimizer=works_of(1).optimizer)
     return SearchResult(
         model="",
@@ -53,10 +54,12 @@ def result_of(
         num_devices=cluster.num_devices,
         sequence=program.sequence or 1,
         global_batch=global_batch or (0 if best is None else best.degrees.global_batch),
-        device_bytes=on.machine.memory_bytes,
+        device_bytes=device_bytes,
+        chance=on.chance,
         best=None if best is None else _contender(search, search.index_of_best, best),
         step_interval_s=None if best is None else interval_of(best.seconds, "time", situation),
-        peak_interval_bytes=None if best is None else interval_of(best.peak_bytes, "memory", situation),
+        peak_interval_bytes=room,
+        chance_of_fitting=chance_of_fitting(best.peak_bytes, device_bytes, room) if best and room else None,
         refined=len(search.refined.trials),
         trials=search.refined.trials,
         importance=search.refined.importance,

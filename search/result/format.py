@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from autopar.cost_model.machine.fitted_constants import usable_in_words
 from autopar.cost_model.parts import MEMORY
 from autopar.ir.explanation import recomputation_of
 from autopar.ir.offload import NO_OFFLOAD, offload_in_words
 from autopar.ir.rank_order import ORDERS
 from autopar.words.numbers import readable_bytes, readable_seconds
+
+SURE = 0.99
 
 if TYPE_CHECKING:
     from autopar.search.result.result import CandidateCounts, SearchResult
@@ -85,6 +86,15 @@ def readable_value(value: float, unit: str) -> str:
     return f"{text} {rest}".strip()
 
 
+def chance_in_words(chance: float) -> str:
+    """The probability that a plan fits.
+
+    >>> chance_in_words(0.9042), chance_in_words(0.99999)
+    ('fits with 90%', 'fits with over 99%')
+    """
+    return "fits with over 99%" if chance > SURE else f"fits with {chance:.0%}"
+
+
 def nothing_fits(found: "SearchResult") -> str:
     """The bytes that a device lacks for the closest plan, and the changes that would help."""
     plan = found.closest
@@ -96,7 +106,7 @@ def nothing_fits(found: "SearchResult") -> str:
         f"no plan fits: {what_does_not_fit(found.counted)}. "
         f"The closest plan ({plan_in_words(plan.degrees)}) needs {readable_bytes(plan.peak_bytes)}: {made_of}. "
         f"{readable_bytes(plan.missing_bytes)} are missing on a device that has {readable_bytes(found.device_bytes)}, "
-        f"because {usable_in_words(found.device_bytes)}. "
+        f"because a plan must fit with {found.chance:.0%} (--chance). "
         f"What would help: {plan.remedy}"
     )
 

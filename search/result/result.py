@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from autopar.cost_model.interval import DEFAULT_CHANCE
 from autopar.cost_model.parts import COLLECTIVES, COMPUTE, MEMORY, OTHER
 from autopar.errors import InputError, PlanError, Problem
 from autopar.files.plain_data import content_of, plain_of, read_plain
@@ -120,6 +121,8 @@ class SearchResult:
     # the measured step time and memory of the best plan are between these in four of five runs
     step_interval_s: tuple[float, float] | None = None
     peak_interval_bytes: tuple[float, float] | None = None
+    chance: float = DEFAULT_CHANCE  # with which a plan must fit
+    chance_of_fitting: float | None = None  # of the best plan
     refined: int  # number of `trials`
     others: tuple[Contender, ...]  # the best plans of other degrees
     baselines: tuple[Contender, ...]  # plans that people choose by hand

@@ -9,7 +9,7 @@ import pytest
 from run import autopar, json_of, refused
 from suites import long
 
-from autopar.cost_model.machine.fitted_constants import usable_bytes
+from autopar.cost_model.interval import usable_bytes
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 
@@ -71,7 +71,7 @@ def test_heads_that_do_not_divide_are_noted_with_better_degrees(tmp_path: Path) 
 def test_where_nothing_fits_the_closest_plan_is_named() -> None:
     asked = ("plan", "llama3-8b", "-c", "2xcpu", "--tp", "2", "--layers", "4", "--seq-len", "64")
     message = refused(*asked, status=3)
-    said = ("no plan fits", "a device that has 8 GB", "8% of a device stays free", "are missing", "devices")
+    said = ("no plan fits", "a device that has 8 GB", "a plan must fit with 90% (--chance)", "are missing", "devices")
     assert all(words in message for words in said)
     shown = autopar(*asked, "--json")
     data = json.loads(shown.stdout)

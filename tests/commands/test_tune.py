@@ -22,7 +22,7 @@ import autopar
 from autopar.commands import tune_candidates
 from autopar.commands.trial import Trainer, TrialJob
 from autopar.commands.trial_world import World
-from autopar.cost_model.machine.fitted_constants import usable_bytes
+from autopar.cost_model.interval import usable_bytes
 from autopar.errors import InputError, PlanError
 from autopar.ir.degrees import Degrees
 from autopar.planning.machine import machine_of

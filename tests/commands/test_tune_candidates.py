@@ -10,7 +10,7 @@ import pytest
 from autopar.capture.request import Request
 from autopar.commands.given import Given
 from autopar.commands.tune_candidates import Subject, candidates_of, subject_of
-from autopar.cost_model.machine.fitted_constants import usable_bytes
+from autopar.cost_model.interval import usable_bytes
 from autopar.cost_model.machine.machine import Machine
 from autopar.ir.cluster import ClusterSpec
 from autopar.models.load import resolve_model

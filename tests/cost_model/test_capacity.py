@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from autopar.cost_model.capacity import WAYS, Largest, capacity, parameters
+from autopar.cost_model.interval import usable_bytes
 from autopar.cost_model.machine.engine import engine_named
 from autopar.cost_model.machine.fitted_constants import mechanisms
 from autopar.cost_model.published.machine import row_machine
@@ -39,10 +40,10 @@ def test_more_devices_hold_more_where_state_is_divided() -> None:
 
 def test_data_parallelism_holds_what_sixteen_bytes_a_parameter_leave() -> None:
     """16 bytes of state: 80 GB hold at most 5 billion parameters, and ZeRO 1 at most 4 + 12/d bytes' worth."""
-    found = largest([8, 512])
-    assert 0.75 * 5e9 < found["DDP", 8].parameters < 5e9
-    bound = 80 * GB / (4 + 12 / 512)
-    assert 0.7 * bound < found["ZeRO-1", 512].parameters < bound
+    found, usable = largest([8, 512]), usable_bytes(1.0)
+    assert 0.8 * usable * 5e9 < found["DDP", 8].parameters < usable * 80 * GB / 16
+    bound = usable * 80 * GB / (4 + 12 / 512)
+    assert 0.75 * bound < found["ZeRO-1", 512].parameters < bound
 
 
 def test_peaks_fit_and_a_smaller_device_holds_less() -> None:

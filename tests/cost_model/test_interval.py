@@ -7,7 +7,17 @@ from pathlib import Path
 import pytest
 
 from autopar.cost_model import interval
-from autopar.cost_model.interval import FIGURES, PLAN_ORDER, SITUATIONS, Situation, interval_of, likely_slower
+from autopar.cost_model.interval import (
+    FIGURES,
+    FILLED,
+    PLAN_ORDER,
+    SITUATIONS,
+    Situation,
+    chance_of_fitting,
+    interval_of,
+    likely_slower,
+    usable_bytes,
+)
 from autopar.cost_model.published.estimate import estimate_rows
 from autopar.cost_model.published.row import RowEstimate, read_rows
 from autopar.cost_model.published.validation import compared_rows, measures
@@ -84,3 +94,19 @@ def test_a_malformed_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="must have exactly time, memory, order"):
         interval_of(1.0, "time", Situation())
     interval._bounds.cache_clear()
+
+
+@pytest.mark.parametrize("chance", [0.5, 0.75, 0.9, 0.99])
+@pytest.mark.parametrize("situation", [Situation(), Situation(is_engine_known=False), Situation(has_experts=True)])
+def test_a_plan_that_fills_what_is_usable_fits_with_the_chance(chance: float, situation: Situation) -> None:
+    peak = usable_bytes(80e9, chance, situation)
+    assert chance_of_fitting(peak, 80e9, interval_of(peak, "memory", situation)) == pytest.approx(chance)
+    assert peak < FILLED * 80e9 * 1.2
+
+
+@pytest.mark.parametrize("peak", [10e9, 60e9, 79e9, 200e9])
+def test_more_memory_never_makes_a_plan_fit_less(peak: float) -> None:
+    chances = [chance_of_fitting(peak, gb * 1e9, interval_of(peak, "memory", Situation())) for gb in range(8, 300, 4)]
+    assert chances == sorted(chances) and 0 <= chances[0] <= chances[-1] <= 1
+    usable = [usable_bytes(gb * 1e9) for gb in range(8, 300, 4)]
+    assert usable == sorted(usable)

@@ -7,7 +7,7 @@ import torch
 
 import autopar
 from autopar.capture.request import Request
-from autopar.cost_model.machine.fitted_constants import usable_bytes
+from autopar.cost_model.interval import usable_bytes
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.program import Program
 from autopar.planning import fixed

@@ -13,7 +13,7 @@ from torch import nn
 
 import autopar
 from autopar.capture.request import Request
-from autopar.cost_model.machine.fitted_constants import usable_bytes
+from autopar.cost_model.interval import usable_bytes
 from autopar.errors import InputError, PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan

@@ -5,9 +5,10 @@ from functools import cache
 
 from label_cases import program_of
 
+from autopar.cost_model.interval import usable_bytes
 from autopar.cost_model.machine.cluster import cluster_machine
 from autopar.cost_model.machine.engine import engine_named
-from autopar.cost_model.machine.fitted_constants import mechanisms, usable_bytes
+from autopar.cost_model.machine.fitted_constants import mechanisms
 from autopar.cost_model.work.program_costs import ProgramWorks, program_works
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees

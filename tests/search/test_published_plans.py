@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from suites import thinned
 
-from autopar.cost_model.machine.fitted_constants import usable_bytes
+from autopar.cost_model.interval import usable_bytes
 from autopar.cost_model.machine.machine import Machine
 from autopar.cost_model.published.estimate import RowGroup, estimate_rows, prepare
 from autopar.cost_model.published.families import family_name, family_of, shape_of_rows, sizes_of_row

@@ -33,7 +33,8 @@ def estimate(compute_s: float = 1.0, tp_s: float = 0.3, dp_s: float = 0.2) -> Es
         collectives=tuple(
             CollectiveSeconds(mesh_dim=dim, what="", exposed_s=s, hidden_s=0.0) for dim, s in exposed.items()
         ),
-        other_s=other, peak_bytes=1.0, device_bytes=2.0, fits=True, memory_bytes=dict.fromkeys(MEMORY.values(), 0.0),
+        other_s=other, peak_bytes=1.0, device_bytes=2.0, chance_of_fitting=1.0,
+        fits=True, memory_bytes=dict.fromkeys(MEMORY.values(), 0.0),
         scaling_efficiency=1.0, least_devices=2, run=None, formula_only=(), assumptions=(),
     )  # fmt: skip
 

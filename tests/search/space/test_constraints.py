@@ -7,7 +7,7 @@ from searched_models import BATCH, model, small, tokens
 
 from autopar.capture.any_size import Capture, capture
 from autopar.capture.request import Request
-from autopar.cost_model.machine.fitted_constants import usable_bytes
+from autopar.cost_model.interval import usable_bytes
 from autopar.errors import InputError, PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.planning.captured_search import search_captured
