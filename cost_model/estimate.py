@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from autopar.cost_model.work.program_costs import ProgramWorks
 
 HOURS_PER_DAY, SECONDS_PER_HOUR = 24.0, 3600.0
+HOST_SHARE = 0.82  # of the devices' power, for hosts and their network: NVIDIA DGX H100, 10.2 kW for 8 × 700 W
+PUE = 1.56  # power of a site over that of its computers: Uptime Institute, Global Data Center Survey 2024, mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +65,8 @@ class RunCost:
     days: float
     device_hours: float
     price_usd: float | None
-    energy_kwh: float | None  # of the devices alone; hosts, switches and cooling come on top
+    energy_kwh: float | None  # of the devices alone
+    site_kwh: float | None  # with `HOST_SHARE` and `PUE`
     co2_kg: float | None
 
 
@@ -229,6 +232,7 @@ def run_cost(
         device_hours=hours * cluster.num_devices,
         price_usd=None if price is None else price * hours,
         energy_kwh=energy,
+        site_kwh=None if energy is None else energy * (1 + HOST_SHARE) * PUE,
         co2_kg=None if energy is None or grams_co2_per_kwh is None else energy * grams_co2_per_kwh / 1e3,
     )
 

@@ -16,14 +16,14 @@ from autopar.cli.options import (
     ModelArgument,
     Profile,
     Specialise,
+    Tokens,
     Trains,
-    big_number,
     naming,
     option,
     problems_of_target,
     refuse_options,
 )
-from autopar.cli.output import console, print_ends, progress, table
+from autopar.cli.output import console, print_ends, print_run, progress, table
 from autopar.cost_model.interval import DEFAULT_CHANCE
 from autopar.errors import InputError, Problem
 from autopar.files.strict_text import read_text, values_of
@@ -48,8 +48,6 @@ _ExactMemory = Annotated[
         help="Count the tensors of a rank under autopar's engine instead of using formulas. Takes seconds more.",
     ),
 ]
-_TOKENS = "Tokens of the whole run, such as 15e12, 300B or 1.5T. Adds days, money, energy."
-_Tokens = Annotated[float | None, typer.Option(help=_TOKENS, parser=big_number, metavar="NUMBER", show_default=False)]
 _Grams = Annotated[float | None, option("Grams of CO2 per kWh of electricity, with --tokens. Adds CO2.")]
 _Trace = Annotated[Path | None, option("Compare with this measured step of the same plan (see `autopar trace`).")]
 _Correct = Annotated[Path | None, option("With --trace: write the profile, corrected by the trace, to this file.")]
@@ -65,7 +63,7 @@ def estimate(
     ] = "autopar",
     profile: Profile = None,
     measured: MeasuredOption = None,
-    tokens: _Tokens = None,
+    tokens: Tokens = None,
     grams_co2_per_kwh: _Grams = None,
     exact_memory: _ExactMemory = False,
     trace: _Trace = None,
@@ -228,14 +226,7 @@ def _show(price: "Estimate") -> None:
     memory = [(what, readable_bytes(size), _part(size, price.peak_bytes)) for what, size in price.memory_bytes.items()]
     out.print(table(("memory of the fullest rank", "", "part"), [row for row in memory if row[2]], right=("", "part")))
     if price.run is not None:
-        run = price.run
-        figures = {
-            "tokens": run.tokens, "steps": run.steps, "days": run.days, "device hours": run.device_hours,
-            "US dollars": run.price_usd, "kWh of the devices": run.energy_kwh, "kg of CO2": run.co2_kg,
-        }  # fmt: skip
-        texts = [(n, f"{v:,.{2 if n == 'days' else 0}f}") for n, v in figures.items() if v is not None]
-        out.print()
-        out.print(table(("whole run", ""), texts, right=("",)))
+        print_run(price.run, out)
     for feature in price.formula_only:
         out.print(f"formula only: {feature}", style="yellow")
     print_ends([f"assumed: {assumption}" for assumption in price.assumptions])

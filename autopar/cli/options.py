@@ -53,6 +53,15 @@ ClusterOption = Annotated[
         "-c",
     ),
 ]
+Clusters = Annotated[
+    list[str],
+    option(
+        "<n>x<device> such as 64xh100 or 4xcpu (see `autopar clusters`), a YAML file (see docs/clusters.md), or "
+        "detect. Several clusters are compared.",
+        "--cluster",
+        "-c",
+    ),
+]
 Layers = Annotated[int | None, option("Number of layers, for a preset or config. (default: the model's own)")]
 Hidden = Annotated[int | None, option("Hidden size, for a preset or config. (default: the model's own)")]
 Trains = Annotated[
@@ -62,6 +71,13 @@ Trains = Annotated[
         "targets), or frozen:embed_tokens (all but these modules). (default: all)"
     ),
 ]
+Tokens = Annotated[
+    float | None,
+    typer.Option(
+        help="Tokens of the whole run, such as 15e12, 300B or 1.5T. Adds days, money, energy.",
+        parser=big_number, metavar="NUMBER", show_default=False,
+    ),
+]  # fmt: skip
 Specialise = Annotated[
     bool,
     typer.Option(

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from contextvars import ContextVar
 from pathlib import Path
 from textwrap import wrap
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.cells import cell_len
 from rich.console import Console, Group
@@ -24,6 +24,9 @@ from rich.text import Text
 
 from autopar.errors import AutoparError
 from autopar.ir.explanation import Section
+
+if TYPE_CHECKING:
+    from autopar.cost_model.estimate import RunCost
 
 WIDTH_WITHOUT_TERMINAL = 160
 _STDOUT, _STDERR = 1, 2  # their file descriptors, to which C code writes
@@ -189,3 +192,15 @@ def _quiet_logging() -> Iterator[None]:
         yield
     finally:
         logging.disable(before)
+
+
+def print_run(run: "RunCost", out: Console) -> None:
+    """The time, money and energy of a whole run."""
+    figures = {
+        "tokens": run.tokens, "steps": run.steps, "days": run.days, "device hours": run.device_hours,
+        "US dollars": run.price_usd, "kWh of the devices": run.energy_kwh, "kWh with hosts and cooling": run.site_kwh,
+        "kg of CO2": run.co2_kg,
+    }  # fmt: skip
+    texts = [(n, f"{v:,.{2 if n == 'days' else 0}f}") for n, v in figures.items() if v is not None]
+    out.print()
+    out.print(table(("whole run", ""), texts, right=("",)))

@@ -1,17 +1,17 @@
 """`autopar plan`: capture a model without memory, search how to split it, say why, and write the plan."""
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from autopar.cache.captures import CapturedModel, captured_model
 from autopar.cache.store import cache_folder
 from autopar.cli.options import (
     SEARCH,
-    ClusterOption,
+    Clusters,
     Fix,
     Forbid,
     Hidden,
@@ -23,14 +23,16 @@ from autopar.cli.options import (
     Profile,
     Seed,
     Specialise,
+    Tokens,
     Trains,
     default_global_batch,
     option,
+    refuse_options,
     values_by_word,
 )
-from autopar.cli.output import console, print_ends, print_json, print_sections, progress
+from autopar.cli.output import console, print_ends, print_json, print_run, print_sections, progress, table
 from autopar.cost_model.interval import DEFAULT_CHANCE, chance_of_fitting
-from autopar.errors import InfeasibleError
+from autopar.errors import InfeasibleError, Problem
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.explanation import Section
 from autopar.ir.plan import sections
@@ -46,6 +48,12 @@ from autopar.search.result.format import (
 )
 from autopar.search.result.result import Contender, SearchResult
 from autopar.words.numbers import readable_bytes, readable_rate, readable_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+
+    from autopar.cost_model.estimate import RunCost
 
 MOST_MEASURED = 2  # plans beside the best plan
 SAFER = 4  # a safer plan fails so many times less
@@ -74,7 +82,7 @@ _Study = Annotated[
 
 def plan(
     model: ModelArgument,
-    cluster: ClusterOption,
+    cluster: Clusters,
     options: PlanOptions,
     objective: Objective = "time",
     fix: Fix = None,
@@ -90,6 +98,7 @@ def plan(
     layers: Layers = None,
     hidden: Hidden = None,
     trains: Trains = "all",
+    tokens: Tokens = None,
     specialise: Specialise = False,
     out: Annotated[Path | None, option("Write the plan to this file (JSON).", "--out", "-o")] = None,
     report: Annotated[Path | None, option("Write a page about the search to this file (HTML).")] = None,
@@ -105,40 +114,33 @@ def plan(
     """
     from autopar.cost_model.machine.cluster import precision_on
 
-    spec = ClusterSpec.parse(cluster)
+    specs = [ClusterSpec.parse(each) for each in cluster]
+    precisions = [precision_on(options.precision, spec) for spec in specs]
+    if len(specs) > 1:
+        only_one = {"--out": out, "--report": report, "--study": study, "--profile": profile, "--measured": measured}
+        rule = "is of one cluster, and there are several"
+        refuse_options([Problem(path=name, value=str(v), rule=rule) for name, v in only_one.items() if v is not None])
     options = replace(options, fix=values_by_word("--fix", fix), forbid=values_by_word("--forbid", forbid))
-    wanted = precision_on(options.precision, spec)
     options.check()
-    is_own = is_factory(model)
-    # on CPUs a preset computes in the float32 in which it is built
-    is_named = options.precision is not None or (not is_own and wanted != "fp32")
     request = replace(
-        options,
-        global_batch=options.global_batch or default_global_batch(options, spec.num_devices, None),
-        objective=objective,
-        top=top,
-        trials=trials,
-        seed=seed,
-        timeout_s=timeout,
-        chance=chance,
-        study=study,
+        options, objective=objective, top=top, trials=trials, seed=seed, timeout_s=timeout, chance=chance, study=study,
         report=report is not None,
-        profile=_corrected(profile, measured, spec, wanted),
-        precision=wanted if is_named else None,
-    )
-    request.check_search(spec.num_devices)  # before the model is captured, which takes longer
+    )  # fmt: skip
+    sizes = {"layers": layers, "hidden": hidden, "seq_len": options.seq_len, "trains": trains, "specialise": specialise}
     with progress(f"capturing {model}") as on_progress:
-        capture = partial(
-            captured_model, model, folder=cache_folder(), specialise=specialise, cluster=spec, layers=layers,
-            hidden=hidden, seq_len=options.seq_len, dtype=None if is_own else "float32",
-            staged=request.is_staged, trains=trains,
-        )  # fmt: skip
-        search = partial(_captured_and_searched, capture, spec, options, measured, on_progress)
-        result = search(request)
-        if request.precision == "fp32":
-            from autopar.planning.precision import with_bf16_beside
-
-            result = with_bf16_beside(result, request, spec, search)
+        results = [
+            _planned(model, spec, wanted, options, request, sizes, (profile, measured), on_progress)
+            for spec, wanted in zip(specs, precisions, strict=True)
+        ]
+    runs = [
+        None if tokens is None or result.best is None else _whole_run(result, spec, tokens)
+        for result, spec in zip(results, specs, strict=True)
+    ]
+    data = [
+        result.to_dict() | ({} if run is None else {"run": asdict(run)})
+        for result, run in zip(results, runs, strict=True)
+    ]
+    result = results[0]
     if out is not None and result.plan is not None:
         result.plan.save(out)
     if report is not None:
@@ -146,12 +148,76 @@ def plan(
 
         write_report(result, report)
     if as_json:
-        print_json(result.to_dict())
-    if result.plan is None:
+        print_json(data[0] if len(data) == 1 else data)
+    if all(each.plan is None for each in results):
         raise InfeasibleError(nothing_fits(result))
-    if not as_json:
-        print_sections([*result_sections(result), *sections(result.plan)], console())
-        print_ends([f"assumed: {assumption}" for assumption in result.assumptions], out, report)
+    if as_json or result.plan is None or len(results) > 1:
+        if not as_json:
+            console().print(_side_by_side(results, runs))
+        return
+    print_sections([*result_sections(result), *sections(result.plan)], console())
+    if runs[0] is not None:
+        print_run(runs[0], console())
+    print_ends([f"assumed: {assumption}" for assumption in result.assumptions], out, report)
+
+
+def _planned(
+    model: str,
+    cluster: ClusterSpec,
+    wanted: str,
+    options: PlanOptions,
+    request: PlanOptions,
+    sizes: Mapping[str, Any],
+    corrections: tuple[Path | None, Path | None],
+    on_progress: Callable[[str], None],
+) -> SearchResult:
+    """The best plan of a model on one cluster, perhaps in the `wanted` precision of its devices.
+
+    `corrections` are a profile and measured steps.
+    """
+    is_own = is_factory(model)
+    # on CPUs a preset computes in the float32 in which it is built
+    is_named = options.precision is not None or (not is_own and wanted != "fp32")
+    request = replace(
+        request,
+        global_batch=options.global_batch or default_global_batch(options, cluster.num_devices, None),
+        profile=_corrected(*corrections, cluster, wanted),
+        precision=wanted if is_named else None,
+    )
+    request.check_search(cluster.num_devices)  # before the model is captured, which takes longer
+    capture = partial(
+        captured_model, model, folder=cache_folder(), cluster=cluster, dtype=None if is_own else "float32",
+        staged=request.is_staged, **sizes,
+    )  # fmt: skip
+    search = partial(_captured_and_searched, capture, cluster, options, corrections[1], on_progress)
+    result: SearchResult = search(request)
+    if request.precision == "fp32":
+        from autopar.planning.precision import with_bf16_beside
+
+        result = with_bf16_beside(result, request, cluster, search)
+    return result
+
+
+def _side_by_side(results: Sequence[SearchResult], runs: Sequence["RunCost | None"]) -> "Table | Group":
+    """The best plans on several clusters, the fastest first."""
+    columns = ("cluster", "plan", "step", "tokens/s", "fits with", "days", "US dollars", "kWh with hosts")
+    rows = []
+    for result, run in zip(results, runs, strict=True):
+        best = result.best
+        if best is None:
+            rows.append((0.0, (result.cluster, "no plan fits", *[""] * 6)))
+            continue
+        per_s = result.global_batch * result.sequence / best.step_s
+        cost = (
+            [""] * 3
+            if run is None
+            else [f"{run.days:,.1f}", *("" if v is None else f"{v:,.0f}" for v in (run.price_usd, run.site_kwh))]
+        )
+        chance = chance_in_words(result.chance_of_fitting or 0.0).removeprefix("fits with ")
+        cells = (plan_in_words(best.degrees), readable_seconds(best.step_s), readable_rate(per_s), chance, *cost)
+        rows.append((per_s, (result.cluster, *cells)))
+    rows.sort(key=lambda row: -row[0])
+    return table(columns, [cells for _, cells in rows], right=columns[2:])
 
 
 def _corrected(profile: Path | None, measured: Path | None, cluster: ClusterSpec, precision: str) -> Any:
@@ -238,6 +304,18 @@ def _best(result: SearchResult) -> Section:
     where = f"{some}{result.num_devices:,} device{'s' * (result.num_devices > 1)}, {result.precision}"
     title = f"{result.model} on {result.cluster}, {where}: the best of {result.counted.candidates:,} candidates"
     return Section(title=title, lines=tuple(lines))
+
+
+def _whole_run(result: SearchResult, cluster: ClusterSpec, tokens: float) -> "RunCost":
+    """The whole run under the best plan, on the devices that it uses."""
+    from autopar.cost_model.estimate import run_cost
+
+    best = result.best
+    assert best is not None
+    whole = run_cost(cluster, tokens, result.global_batch * result.sequence, best.step_s, None)
+    part = best.num_devices / result.num_devices
+    costs: dict[str, Any] = {n: getattr(whole, n) for n in ("device_hours", "price_usd", "energy_kwh", "site_kwh")}
+    return replace(whole, **{name: None if cost is None else part * cost for name, cost in costs.items()})
 
 
 def _safer(result: SearchResult) -> list[str]:

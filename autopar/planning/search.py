@@ -95,10 +95,8 @@ def plan(
         CaptureError: The model cannot be captured.
 
     >>> import torch, autopar
-    >>> class Model(torch.nn.Linear):
-    ...     def forward(self, x):
-    ...         return super().forward(x).square().mean()
-    >>> result = autopar.plan(Model(8, 8), "4xcpu", example_inputs={"x": torch.zeros(4, 8)}, global_batch=8)
+    >>> batch, loss = (torch.zeros(4, 8), torch.zeros(4, 8)), torch.nn.functional.mse_loss
+    >>> result = autopar.plan(torch.nn.Linear(8, 8), "4xcpu", example_inputs=batch, loss_fn=loss, global_batch=8)
     >>> result.is_proven, result.plan.degrees.world_size
     (True, 4)
     """
@@ -106,7 +104,8 @@ def plan(
     options = PlanOptions(
         global_batch=global_batch, local_batch=local_batch, objective=objective, fix=fix or {}, forbid=forbid or {},
         top=top, trials=trials, seed=seed, timeout_s=timeout_s, chance=chance, precision=precision,
-        study=study and str(study), profile=profile_for(profile, measured, spec, precision), reduce_dtype=reduce_dtype,
+        profile=profile_for(profile, measured, spec, precision), reduce_dtype=reduce_dtype,
+        study=None if study is None else str(study),
     )  # fmt: skip
     options.check_search(spec.num_devices)
     (report := on_progress or (lambda _: None))("capturing")

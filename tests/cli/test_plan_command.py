@@ -234,3 +234,33 @@ def test_what_took_longer_than_the_time_limit_is_said(all_s: float, said: str) -
 
     assert "".join(overtime(PlanOptions(timeout_s=2.0), 15.0, all_s)).startswith(said)
     assert not list(overtime(PlanOptions(), 15.0, all_s))
+
+
+def test_a_run_of_tokens_has_days_money_and_energy() -> None:
+    asked = ("plan", "gpt2", "-c", "4xh100", "--global-batch", "8", "--tokens", "2B", "--top", "1", *SMALL)
+    data = json.loads(autopar(*asked, "--json").stdout)
+    run, best = data["run"], data["best"]
+    assert run["steps"] == pytest.approx(2e9 / (data["global_batch"] * data["sequence"]))
+    assert run["days"] == pytest.approx(run["steps"] * best["step_s"] / 86400)
+    assert run["energy_kwh"] == pytest.approx(run["days"] * 24 * 4 * 0.7)
+    assert run["site_kwh"] == pytest.approx(run["energy_kwh"] * 1.82 * 1.56)
+    shown = autopar(*asked).stdout
+    assert "whole run" in shown and "kWh with hosts and cooling" in shown
+
+
+def test_a_plan_says_with_which_probability_it_fits() -> None:
+    asked = ("plan", "gpt2", "-c", "4xh100", "--global-batch", "8", "--top", "1", *SMALL)
+    data = json.loads(autopar(*asked, "--json", "--chance", "0.75").stdout)
+    assert data["chance"] == 0.75 and data["chance_of_fitting"] > 0.99
+    assert "fits with over 99%" in autopar(*asked).stdout
+    assert "must be from 0.5 to 0.999" in refused(*asked, "--chance", "1.5")
+
+
+def test_several_clusters_are_compared() -> None:
+    asked = ("plan", "gpt2", "-c", "4xh100", "-c", "4xa100", "--global-batch", "8", "--tokens", "2B", *SMALL)
+    shown, data = autopar(*asked).stdout, json.loads(autopar(*asked, "--json").stdout)
+    fastest = min(data, key=lambda one: one["best"]["step_s"])["cluster"]
+    assert "tokens/s" in shown and shown.index(fastest) == min(shown.index("4xh100"), shown.index("4xa100"))
+    assert [one["cluster"] for one in data] == ["4xh100", "4xa100"]
+    assert all(one["run"]["days"] > 0 and one["plan"] is not None for one in data)
+    assert "is of one cluster" in refused(*asked, "--out", "plan.json")
