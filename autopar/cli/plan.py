@@ -314,8 +314,9 @@ def _whole_run(result: SearchResult, cluster: ClusterSpec, tokens: float) -> "Ru
     assert best is not None
     whole = run_cost(cluster, tokens, result.global_batch * result.sequence, best.step_s, None)
     part = best.num_devices / result.num_devices
-    costs: dict[str, Any] = {n: getattr(whole, n) for n in ("device_hours", "price_usd", "energy_kwh", "site_kwh")}
-    return replace(whole, **{name: None if cost is None else part * cost for name, cost in costs.items()})
+    costs = {n: getattr(whole, n) for n in ("device_hours", "price_usd", "energy_kwh", "site_kwh")}
+    scaled: dict[str, Any] = {name: None if cost is None else part * cost for name, cost in costs.items()}
+    return replace(whole, **scaled)
 
 
 def _safer(result: SearchResult) -> list[str]:
