@@ -18,7 +18,8 @@ from suites import long, thinned
 from autopar.errors import InputError, RuntimeInputError
 from autopar.ir.optimizers import OPTIMIZERS, OwnPart
 from autopar.runtime.distributed.launch import Ranks
-from autopar.runtime.dry_run.memory import optimizer_bytes
+from autopar.runtime.dry_run.memory import memory_of, optimizer_bytes
+from autopar.runtime.dry_run.memory import trained as trained_names
 from autopar.runtime.dry_run.rank_view import rank_view
 from autopar.runtime.offload.state_files import keep_state_in_files, mapped_file, needed_bytes
 
@@ -39,6 +40,32 @@ def test_counted_state_is_the_predicted_state(one: Any, name: str, worlds: Calla
     for rank, counted in enumerate(worlds(RANKS).run("state_ranks:held_state", one, plan, name)):
         setting = rank_view(program, plan, rank)
         assert counted == sum(optimizer_bytes(setting, run_stages(setting)).values()), f"rank {rank}"
+
+
+ADAPTERS, FROZEN = "integration_models:adapters", "integration_models:frozen"
+BESIDE_FROZEN = [
+    case(spec, **wish, **({"precision": precision} if precision else {}))
+    for spec in (ADAPTERS, FROZEN)
+    for wish in (
+        {"dp": 4, "zero": 0}, {"dp": 4, "zero": 1}, {"dp": 4, "zero": 2}, {"dp": 4, "zero": 3}, {"tp": 4},
+        {"tp": 2, "dp": 2, "zero": 3}, {"pp": 2, "dp": 2, "zero": 1, "micro_batches": 2},
+    )
+    for precision in (None, "bf16")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "one", thinned(BESIDE_FROZEN, keep=(BESIDE_FROZEN[7], BESIDE_FROZEN[11])), ids=lambda one: one.name
+)
+def test_frozen_parameters_are_held_as_they_are_counted(one: Any, worlds: Callable[[int], Ranks]) -> None:
+    pytest.importorskip("peft")
+    program, plan = planned_case(one)
+    for rank, held in enumerate(worlds(RANKS).run("state_ranks:held_bytes", one, plan)):
+        setting = rank_view(program, plan, rank)
+        memory = memory_of(setting, run_stages(setting))
+        moments = 2 * sum(setting.gradient_bytes(name) for name in trained_names(setting, run_stages(setting)))
+        expected = (memory.parameter_bytes, memory.gradient_bytes, moments)
+        assert held == pytest.approx(expected, rel=0.02), f"rank {rank}"
 
 
 def test_every_other_optimizer_is_counted_on_whole_parameters() -> None:

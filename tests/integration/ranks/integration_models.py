@@ -15,6 +15,8 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
+from autopar.ir.trained import trained_from
+from autopar.models.adapters import with_trained
 from autopar.models.load import resolve_model
 from autopar.planning.degrees import resolve_degrees
 from autopar.planning.fixed import capture_for, label_plan
@@ -301,6 +303,18 @@ def padded_by_two() -> Any:
 def grouped() -> Any:
     """Two key heads with four queries each."""
     return _llama(8, 2, 32, 32, 64)
+
+
+def adapters() -> Any:
+    """Low-rank adapters beside all linear layers of a frozen model."""
+    model, inputs = _llama(8, 2, 32, 32, 64)
+    return with_trained(model, trained_from("lora:r=4,also=embed_tokens")), inputs
+
+
+def frozen() -> Any:
+    """A model whose embedding and head are frozen."""
+    model, inputs = _llama(8, 2, 32, 32, 64)
+    return with_trained(model, trained_from("frozen:embed_tokens+lm_head")), inputs
 
 
 class Recorded(torch.nn.Module):

@@ -47,3 +47,19 @@ def trained_in_files(
             optimizer.zero_grad()
             optimizer.load_state_dict(optimizer.state_dict())
         return whole(model), size, names
+
+
+def held_bytes(rank: int, one: Case, plan: Plan) -> tuple[int, int, int]:
+    """Bytes of stored parameters, of gradients and of AdamW's moments after a step."""
+    model, parts = made(one, plan)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    model.forward_backward(parts[0])
+    stored = [parameter for _, parameter in model.stored_parameters()]
+    gradients = [parameter.grad for parameter in stored if parameter.grad is not None]
+    optimizer.step()
+    states = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
+    parameters, of_gradients, moments = (
+        sum(num_bytes(local) for value in values for local in local_tensors(value))
+        for values in (stored, gradients, states)
+    )
+    return parameters, of_gradients, moments
