@@ -75,8 +75,8 @@ class Estimate:
     """The step of one plan, predicted. Seconds, bytes and FLOP/s are SI; parts of a whole are from 0 to 1.
 
     `compute_s`, `collectives` (their exposed seconds) and `other_s` add up to `step_s`. `memory_bytes` adds up to
-    `peak_bytes`, of the fullest pipeline rank. A plan `fits` if `chance_of_fitting` is at least 0.9, and its host has
-    room for `host_bytes`, which a plan with `offload` keeps there for one device. `formula_only` names the parts that
+    `peak_bytes`, of the fullest pipeline rank. A plan `fits` if `chance_of_fitting` is at least 0.9. Its host
+    must have room for the `host_bytes` of a plan with `offload`, for one device. `formula_only` names the parts that
     autopar prices and does not run. `assumptions` names figures that nobody measured.
     In four of five runs, the measured step time is between the two values of `step_interval_s`, and the measured memory
     between those of `peak_interval_bytes` (`autopar.cost_model.interval`).
