@@ -19,7 +19,7 @@ def with_trained(model: nn.Module, trained: TrainedParameters) -> nn.Module:
         The model.
 
     Raises:
-        InputError: A module is unknown, is no linear layer, or `peft` is not installed.
+        InputError: A module is unknown or no linear layer, weights are quantised, or `peft` is not installed.
 
     Example:
         >>> from torch import nn
@@ -31,6 +31,8 @@ def with_trained(model: nn.Module, trained: TrainedParameters) -> nn.Module:
     if trained.kind == "frozen":
         for module in _named(model, trained.modules, "frozen").values():
             module.requires_grad_(False)
+    if trained.kind == "qlora":
+        raise InputError("--trains qlora: autopar prices published runs with 4-bit weights, and trains none; use lora")
     if not trained.has_adapters:
         return model
     targets = _named(model, trained.targets, "targets", _is_linear) if trained.targets else _linear_layers(model)

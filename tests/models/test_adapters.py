@@ -49,7 +49,12 @@ def test_frozen_modules_do_not_train() -> None:
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("lora:targets=embed", "no linear layer 'embed'"), ("frozen:heat", "did you mean 'head'"), ("lora:also=x", "'x'")],
+    [
+        ("lora:targets=embed", "no linear layer 'embed'"),
+        ("frozen:heat", "did you mean 'head'"),
+        ("lora:also=x", "'x'"),
+        ("qlora", "use lora"),
+    ],
 )
 def test_what_the_model_does_not_have_is_named(text: str, words: str) -> None:
     with pytest.raises(InputError, match=words):
