@@ -79,6 +79,13 @@ _LLAMA = {
     "num_hidden_layers": 2,
     "max_position_embeddings": 64,
 }
+_LEARNED = {  # learned positions
+    "hidden_size": "h",
+    "num_attention_heads": "a",
+    "vocab_size": "v",
+    "max_position_embeddings": "l",
+    "num_hidden_layers": 2,
+}
 _SQUARE = {"h": 280}  # the heads together are as wide as the model: h = a·e
 _EQUAL = {"num_key_value_heads": "a"}  # as many key heads as heads, which nobody repeats
 _NO_WINDOW = {"sliding_window": None}
@@ -118,29 +125,14 @@ CAPTURES: Mapping[str, Capture] = {
     ),
     "bert": Capture(
         model_type="bert",
-        config={
-            "hidden_size": "h",
-            "intermediate_size": "f",
-            "num_attention_heads": "a",
-            "vocab_size": "v",
-            "max_position_embeddings": "l",
-            "num_hidden_layers": 2,
-        },
+        config={**_LEARNED, "intermediate_size": "f"},
         symbols="haefvl",
         sizes=_SQUARE,
         is_bidirectional=True,
     ),
     "opt": Capture(
         model_type="opt",
-        config={
-            "hidden_size": "h",
-            "word_embed_proj_dim": "h",
-            "ffn_dim": "f",
-            "num_attention_heads": "a",
-            "vocab_size": "v",
-            "max_position_embeddings": "l",
-            "num_hidden_layers": 2,
-        },
+        config={**_LEARNED, "word_embed_proj_dim": "h", "ffn_dim": "f"},
         symbols="haefvl",
         sizes=_SQUARE,
         names=(("l", 2),),

@@ -207,10 +207,11 @@ def _block(
     memo: Memo, program: Program, analysis: Analysis, index: int, labels: BlockLabels, mesh: Mesh, regather: bool
 ) -> "tuple[Flow, SymbolicWork]":
     """A distinct block under its labels on a mesh, and its work."""
-    from autopar.cost_model.work.export import block_runs, flow_of, naming_of, work_of  # unused if works are kept
+    from autopar.cost_model.work.export import block_runs, flow_of, work_of  # unused if works are kept
+    from autopar.cost_model.work.sizes import Naming
 
     runs = memo(block_runs, program, memo(analyse, program))[index]  # equal for any labels
-    flow = flow_of(program, index, labels, memo(naming_of, analysis, mesh), runs, regather)
+    flow = flow_of(program, index, labels, memo(Naming, analysis, mesh), runs, regather)
     return flow, work_of(flow)
 
 

@@ -31,9 +31,7 @@ Choose: TypeAlias = "Callable[[Recomputable[float], BlockWork[float]], tuple[str
 
 def without_unread(labels: Sequence[BlockLabels], degrees: Degrees) -> tuple[BlockLabels, ...]:
     """Labels that name recomputed operators only if the degrees read them."""
-    if degrees.recompute in SELECTS:
-        return tuple(labels)
-    return tuple(replace(b, recomputed=()) for b in labels)
+    return tuple(b if degrees.recompute in SELECTS else replace(b, recomputed=()) for b in labels)
 
 
 def repeated_blocks(program: Program) -> list[int]:
@@ -73,13 +71,14 @@ def with_recomputed(
     regather: bool,
 ) -> tuple[BlockLabels, ...]:
     """Labels with the recomputed operators of a wish, in every repeated block."""
-    from autopar.cost_model.work.export import block_runs, flow_of, naming_of, work_of
+    from autopar.cost_model.work.export import block_runs, flow_of, work_of
+    from autopar.cost_model.work.sizes import Naming
     from autopar.search.labels.recomputed_operators import by_flops
 
     if degrees.recompute not in SELECTS:
         return tuple(labels)
     choose = by_flops if degrees.recompute == "selective" else fastest(speeds)
-    runs, naming, changed = block_runs(program, analysis), naming_of(analysis, degrees.mesh), list(labels)
+    runs, naming, changed = block_runs(program, analysis), Naming(analysis, degrees.mesh), list(labels)
     for index in repeated_blocks(program):
         flow = flow_of(program, index, labels[index], naming, runs[index], regather)
         work = work_of(flow)

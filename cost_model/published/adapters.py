@@ -20,12 +20,13 @@ from autopar.ir.arrays import Floats
 from autopar.ir.trained import TrainedParameters
 
 ELEMENT = 2.0  # bytes
-# names of linear layers in published configurations, and the features that go in and come out: hidden, queries, keys
-# and values, feed-forward
+# names of linear layers in published configurations, and the features that go in and come out: h of attention's input
+# and of every result, x of the feed-forward's input (as many as h), a of queries, g of keys and values, f of the
+# feed-forward's inside
 _LAYERS = {
     "q_proj": "ha", "k_proj": "hg", "v_proj": "hg", "o_proj": "ah", "out_proj": "ah", "dense": "ah", "c_proj": "ah",
-    "gate_proj": "hf", "up_proj": "hf", "down_proj": "fh", "w1": "hf", "w2": "fh", "w3": "hf", "fc1": "hf", "fc2": "fh",
-    "dense_h_to_4h": "hf", "dense_4h_to_h": "fh",
+    "gate_proj": "xf", "up_proj": "xf", "down_proj": "fh", "w1": "xf", "w2": "fh", "w3": "xf", "fc1": "xf", "fc2": "fh",
+    "dense_h_to_4h": "xf", "dense_4h_to_h": "fh",
 }  # fmt: skip
 _JOINT = {
     **dict.fromkeys(("query_key_value", "qkv_proj", "Wqkv", "c_attn", "W_pack"), ("q_proj", "k_proj", "v_proj")),
@@ -48,6 +49,7 @@ def with_adapters(
         return family
     features = {
         "h": numbers["h"],
+        "x": numbers["h"],
         "a": numbers["a"] * numbers["e"],
         "g": numbers["g"] * numbers["e"],
         "f": numbers["f"],
@@ -55,7 +57,9 @@ def with_adapters(
     every = (*_ATTENTION, *(_GATED if is_gated else _PLAIN))
     targets = [name for target in trained.targets or every for name in _JOINT.get(target, (target,))]
     sides = [(features[_LAYERS[name][0]], features[_LAYERS[name][1]]) for name in targets]
-    saved_inputs = _dropped_inputs(targets, features)
+    # saved for gradients of frozen weights, and by no adapter; attention saves its own result
+    with_adapter = {_LAYERS[name][0] for name in targets}
+    dropped = sum((features[side] for side in "hxf" if side not in with_adapter), np.zeros(1))
     tokens = layouts.micro_batch * numbers["s"] / layouts.cp
     quantised, stored = trained.kind == "qlora", trained.quantised_bytes
 
@@ -82,7 +86,7 @@ def with_adapters(
         # results of the first products, a mask of the dropout, and the input in the float32 of the adapter
         more = tokens * (ELEMENT * trained.rank * len(sides) + (1 + 4) * inputs)
         saved = {
-            name: np.maximum(getattr(work, name) + more - ELEMENT * tokens * saved_inputs, work.input_bytes)
+            name: np.maximum(getattr(work, name) + more - ELEMENT * tokens * dropped, work.input_bytes)
             for name in ("saved_eager_bytes", "saved_fused_bytes")
         }
         return replace(
@@ -97,10 +101,7 @@ def with_adapters(
             **saved,
         )
 
-    return replace(
-        family,
-        blocks=tuple((r, tuple((name, of_block(r, work)) for name, work in each)) for r, each in family.blocks),
-    )
+    return family.with_works(lambda role, _, work: of_block(role, work))
 
 
 def _products(rank: int, side: tuple[Floats, Floats], tokens: Floats, layouts: Layouts) -> list[Operator[Any]]:
@@ -113,12 +114,3 @@ def _products(rank: int, side: tuple[Floats, Floats], tokens: Floats, layouts: L
         )
         for n, k in ((np.full(1, float(rank)), into), (out, np.full(1, float(rank))))
     ]  # fmt: skip
-
-
-def _dropped_inputs(targets: list[str], features: Mapping[str, Floats]) -> Floats:
-    """The features of inputs that a block saved for gradients of weights that are frozen, and that no adapter saves."""
-    inputs = {_LAYERS[name][0] if name not in ("gate_proj", "up_proj", "fc1", "w1", "w3") else "x" for name in targets}
-    dropped = np.zeros(1)
-    for side, width in (("h", "h"), ("x", "h"), ("f", "f")):
-        dropped = dropped + (0.0 if side in inputs else features[width])
-    return dropped

@@ -53,8 +53,12 @@ def with_expert_ranks(family: Family[Any], at_etp: Family[Any], layouts: Layouts
     Such ranks work on different tokens. So the products of experts have 1/(tp/etp) of the rows, and the widths of etp
     ranks. The experts of a rank are as many and tp/etp times as large.
     """
+    others = {role: dict(variants) for role, variants in at_etp.blocks}
 
-    def of_block(work: Any, other: Any) -> Any:
+    def of_block(role: str, variant: str, work: Any) -> Any:
+        if not has_experts(role):
+            return work
+        other = others[role][variant]
         products = tuple(
             replace(there, m=there.m / layouts.expert_replicas) if is_expert_product(op) else op
             for op, there in zip(work.products, other.products, strict=True)
@@ -65,16 +69,7 @@ def with_expert_ranks(family: Family[Any], at_etp: Family[Any], layouts: Layouts
         )
         return replace(work, products=products, sent=sent, parameters_expert=other.parameters_expert)
 
-    others = {role: dict(variants) for role, variants in at_etp.blocks}
-    return replace(
-        family,
-        blocks=tuple(
-            (role, tuple((name, of_block(work, others[role][name])) for name, work in variants))
-            if has_experts(role)
-            else (role, variants)
-            for role, variants in family.blocks
-        ),
-    )
+    return family.with_works(of_block)
 
 
 def with_head(family: Family[Any], row: Row) -> Family[Any]:
@@ -87,13 +82,7 @@ def with_head(family: Family[Any], row: Row) -> Family[Any]:
         bare = replace(work, products=(), eager=(), fused=(), sent=(), parameters_split=none, parameters_whole=none)
         return replace(bare, saved_eager_bytes=none, saved_fused_bytes=none, saved_operand_bytes=none)
 
-    return replace(
-        family,
-        blocks=tuple(
-            (role, tuple((name, without(work) if role == "last" else work) for name, work in each))
-            for role, each in family.blocks
-        ),
-    )
+    return family.with_works(lambda role, _, work: without(work) if role == "last" else work)
 
 
 def in_precision(family: Family[Any], row: Row) -> Family[Any]:
@@ -113,9 +102,7 @@ def in_precision(family: Family[Any], row: Row) -> Family[Any]:
         held = ("saved_eager_bytes", "saved_fused_bytes", "saved_operand_bytes", "input_bytes")
         return replace(work, **moved, sent=sent, **{name: 2 * getattr(work, name) for name in held})
 
-    return replace(
-        family, blocks=tuple((role, tuple((name, wide(work)) for name, work in each)) for role, each in family.blocks)
-    )
+    return family.with_works(lambda _role, _variant, work: wide(work))
 
 
 def sizes_of_row(row: Row) -> dict[str, float]:

@@ -38,11 +38,10 @@ def with_experts(family: Family[Any], layouts: Layouts, constants: Mechanisms) -
             return op
         return replace(op, count=op.count / layouts.ep, m=op.m * layouts.ep * constants.expert_imbalance)
 
-    def of_variants(variants: tuple[tuple[str, Any], ...]) -> tuple[tuple[str, Any], ...]:
-        return tuple((name, replace(work, products=tuple(map(divided, work.products)))) for name, work in variants)
+    def of_block(role: str, _: str, work: Any) -> Any:
+        return replace(work, products=tuple(map(divided, work.products))) if has_experts(role) else work
 
-    blocks = tuple((role, of_variants(v) if has_experts(role) else v) for role, v in family.blocks)
-    return replace(family, blocks=blocks)
+    return family.with_works(of_block)
 
 
 def has_experts(role: str) -> bool:

@@ -174,6 +174,11 @@ class Family(Generic[V]):
     def roles(self) -> tuple[str, ...]:
         return tuple(role for role, _ in self.blocks)
 
+    def with_works(self, changed: Callable[[str, str, BlockWork[V]], BlockWork[V]]) -> Family[V]:
+        """The family with ``changed(role, variant, work)`` in place of each block."""
+        blocks = ((role, tuple((n, changed(role, n, work)) for n, work in each)) for role, each in self.blocks)
+        return dataclasses.replace(self, blocks=tuple(blocks))
+
 
 # ---- values ----
 

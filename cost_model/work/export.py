@@ -46,14 +46,9 @@ def block_works(
 ) -> tuple[SymbolicWork, ...]:
     """The work of every distinct block, in their order. The degree of each mesh dimension is a symbol (t for `tp`)."""
     runs = block_runs(program, analysis) if runs is None else runs
-    naming = naming_of(analysis, mesh, by_size)
+    naming = Naming(analysis, mesh, by_size or {})
     flows = (flow_of(program, i, labels[i], naming, runs[i], regather) for i in range(len(program.blocks)))
     return tuple(work_of(replace(flow, loss_chunks=loss_chunks)) for flow in flows)
-
-
-def naming_of(analysis: Analysis, mesh: Mesh, by_size: Mapping[int, Expr] | None = None) -> Naming:
-    """The names of sizes on a mesh."""
-    return Naming(analysis=analysis, mesh=mesh, by_size=by_size or {})
 
 
 def block_runs(program: Program, analysis: Analysis) -> tuple[Mapping[str, NodeRun], ...]:

@@ -20,7 +20,7 @@ from autopar.rules.variants import Bound, Variant, chosen_variants
 Types = tuple[Type, ...]
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False)
 class Naming:
     """The names of sizes.
 
@@ -33,7 +33,7 @@ class Naming:
 
     analysis: Analysis
     mesh: Mesh
-    by_size: Mapping[int, Expr]
+    by_size: Mapping[int, Expr] = field(default_factory=dict)
     memo: Memo = field(default_factory=Memo, repr=False)  # operators share sizes
 
     @cached_property

@@ -38,6 +38,12 @@ def test_only_adapters_are_trained() -> None:
     assert sum(op.name == "adapter" for op in work.products) == 4
 
 
+@pytest.mark.parametrize("names", ["up_proj w1 fc1 dense_h_to_4h", "down_proj w2 fc2 dense_4h_to_h"])
+def test_a_layer_has_the_same_cost_under_the_name_of_another_model(names: str) -> None:
+    works = [_layer(replace(FULL, trains=f"lora:r=16,targets=q_proj+{name}"))[0] for name in names.split()]
+    assert len({(float(work.saved_eager_bytes.max()), float(work.parameters_split.max())) for work in works}) == 1
+
+
 def test_a_quantised_model_holds_a_part_of_the_bytes() -> None:
     lora, four, eight = (_estimate(replace(FULL, trains=t)) for t in ("lora:r=8", "qlora:r=8", "qlora:r=8,bits=8"))
     linear = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)

@@ -18,10 +18,11 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from autopar.capture.analysis import analyse
 from autopar.capture.program import capture_program
 from autopar.cost_model.work.block_work import BlockWork, evaluate, sizes_on
-from autopar.cost_model.work.export import block_runs, flow_of, naming_of, work_of
+from autopar.cost_model.work.export import block_runs, flow_of, work_of
 from autopar.cost_model.work.polynomials import Polynomial
 from autopar.cost_model.work.program_costs import program_works
 from autopar.cost_model.work.recomputable import Recomputable, needed, recomputable
+from autopar.cost_model.work.sizes import Naming
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.degrees import Degrees
 from autopar.ir.plan import Plan
@@ -92,7 +93,7 @@ def values_of_a_layer(name: str, plan: Plan) -> Recomputable[Polynomial]:
     captured = program(name, 3)
     analysis = analyse(captured, plan.mesh)
     (index,) = (i for i, one in enumerate(plan.blocks) if one.recomputed)
-    runs, naming = block_runs(captured, analysis)[index], naming_of(analysis, plan.mesh)
+    runs, naming = block_runs(captured, analysis)[index], Naming(analysis, plan.mesh)
     flow = flow_of(captured, index, plan.blocks[index], naming, runs, True)
     work = work_of(flow)
     return recomputable(flow, (*work.products, *work.eager))
