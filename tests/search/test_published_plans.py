@@ -30,7 +30,7 @@ from autopar.cost_model.work.block_work import VARIANTS
 from autopar.cost_model.work.polynomials import Polynomial, total
 from autopar.cost_model.work.program_costs import ProgramWorks
 from autopar.ir.sharding import Mesh
-from autopar.search.bounds.lower_bounds import Machinery, screen
+from autopar.search.bounds.lower_bounds import NO_LEVEL, Machinery, screen
 from autopar.search.space.candidates import Candidates, candidates
 from autopar.search.space.dimensions import MOST_VIRTUAL, Constraints, divisors
 
@@ -139,19 +139,20 @@ def place_of(one: Published, space: Candidates) -> int | None:
     return int(found[0]) if len(found) else None
 
 
-def bounds_of(one: Published, space: Candidates, memory_bytes: float) -> Any:
-    """The screen's seconds of every candidate, each tensor degree with the works labelled for it."""
+def bounds_of(one: Published, space: Candidates, memory_bytes: float) -> tuple[Any, Any]:
+    """The screen's seconds and level of every candidate, each tensor degree with the works labelled for it."""
     v = one.values
     on = Machinery(
         machine=replace(one.machine, memory_bytes=memory_bytes),
     )
-    found = np.full(len(space), np.inf)
+    seconds, level = np.full(len(space), np.inf), np.full(len(space), NO_LEVEL)
     for tp in set(space.tp.tolist()):
         rows = np.flatnonzero(space.tp == tp)
         unstated = one.machine.engine.unstated_sequence_parallel
         split = tp > 1 and bool(v["sequence_parallel"] if v["tp"] > 1 else unstated)
-        found[rows] = screen(works_of(one.row, tp, split), space.at(rows), on).seconds
-    return found
+        screened = screen(works_of(one.row, tp, split), space.at(rows), on)
+        seconds[rows], level[rows] = screened.seconds, screened.level
+    return seconds, level
 
 
 @cache
@@ -212,15 +213,18 @@ def check(rows: Sequence[Published]) -> None:
         assert isinstance(estimate, RowEstimate)
         reason, place = why_not_listed(one), place_of(one, space)
         assert (reason is None) == (place is not None), (one.row.id, reason, one.values)
-        room = max(one.machine.memory_bytes, one.peak_bytes / usable_bytes(1.0))
-        found = bounds_of(one, space, np.inf if one.values["recompute"] == SELECTIVE else room)
-        assert np.min(found, initial=np.inf) <= estimate.seconds * (1 + SAME), (one.row.id, reason, one.values)
+        room = max(one.machine.memory_bytes, one.peak_bytes / usable_bytes(1.0) * (1 + SAME))
+        found, level = bounds_of(one, space, np.inf if one.values["recompute"] == SELECTIVE else room)
         is_staged, recompute = one.values["pp"] > 1, one.values["recompute"]
-        # a search splits experts over tensor ranks; stages of its cuts may hold more than a row's equal ones
+        most = estimate.seconds * (1 + (CLOSED_FORM if is_staged else SAME))
+        assert np.min(found, initial=np.inf) <= most, (one.row.id, reason, one.values)
+        # a search splits experts over tensor ranks
         splits_experts = not one.row.moe_experts or one.values["etp"] == one.values["tp"]
-        if place is None or not splits_experts or (is_staged and np.isinf(found[place])):
+        if place is None or not splits_experts:
             continue
-        assert found[place] <= estimate.seconds * (1 + (CLOSED_FORM if is_staged else SAME)), (one.row.id, one.values)
+        if is_staged and level[place] > recompute:  # stages of its cuts may hold more than a row's equal ones
+            found, _ = bounds_of(one, space, np.inf)
+        assert found[place] <= most, (one.row.id, one.values)
         is_stated = one.row.recompute is not None  # else the estimate may be a mean over levels
         if not is_staged and recompute == 0 and is_stated:  # nothing is bounded: the screen's seconds are the price
             assert found[place] == pytest.approx(estimate.seconds, rel=SAME), (one.row.id, one.values)
