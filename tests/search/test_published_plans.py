@@ -142,9 +142,7 @@ def place_of(one: Published, space: Candidates) -> int | None:
 def bounds_of(one: Published, space: Candidates, memory_bytes: float) -> tuple[Any, Any]:
     """The screen's seconds and level of every candidate, each tensor degree with the works labelled for it."""
     v = one.values
-    on = Machinery(
-        machine=replace(one.machine, memory_bytes=memory_bytes),
-    )
+    on = Machinery(machine=replace(one.machine, memory_bytes=memory_bytes))
     seconds, level = np.full(len(space), np.inf), np.full(len(space), NO_LEVEL)
     for tp in set(space.tp.tolist()):
         rows = np.flatnonzero(space.tp == tp)
@@ -218,10 +216,8 @@ def check(rows: Sequence[Published]) -> None:
         is_staged, recompute = one.values["pp"] > 1, one.values["recompute"]
         most = estimate.seconds * (1 + (CLOSED_FORM if is_staged else SAME))
         assert np.min(found, initial=np.inf) <= most, (one.row.id, reason, one.values)
-        # a search splits experts over tensor ranks
-        splits_experts = not one.row.moe_experts or one.values["etp"] == one.values["tp"]
-        if place is None or not splits_experts:
-            continue
+        if place is None or (one.row.moe_experts and one.values["etp"] != one.values["tp"]):
+            continue  # a search splits experts over tensor ranks
         if is_staged and level[place] > recompute:  # stages of its cuts may hold more than a row's equal ones
             found, _ = bounds_of(one, space, np.inf)
         assert found[place] <= most, (one.row.id, one.values)
