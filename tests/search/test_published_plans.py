@@ -141,13 +141,12 @@ def place_of(one: Published, space: Candidates) -> int | None:
 
 def bounds_of(one: Published, space: Candidates, memory_bytes: float) -> tuple[Any, Any]:
     """The screen's seconds and level of every candidate, each tensor degree with the works labelled for it."""
-    v = one.values
     on = Machinery(machine=replace(one.machine, memory_bytes=memory_bytes))
     seconds, level = np.full(len(space), np.inf), np.full(len(space), NO_LEVEL)
     for tp in set(space.tp.tolist()):
         rows = np.flatnonzero(space.tp == tp)
         unstated = one.machine.engine.unstated_sequence_parallel
-        split = tp > 1 and bool(v["sequence_parallel"] if v["tp"] > 1 else unstated)
+        split = tp > 1 and bool(one.values["sequence_parallel"] if one.values["tp"] > 1 else unstated)
         screened = screen(works_of(one.row, tp, split), space.at(rows), on)
         seconds[rows], level[rows] = screened.seconds, screened.level
     return seconds, level
@@ -214,8 +213,9 @@ def check(rows: Sequence[Published]) -> None:
         room = max(one.machine.memory_bytes, one.peak_bytes / usable_bytes(1.0) * (1 + SAME))
         found, level = bounds_of(one, space, np.inf if one.values["recompute"] == SELECTIVE else room)
         is_staged, recompute = one.values["pp"] > 1, one.values["recompute"]
-        most = estimate.seconds * (1 + (CLOSED_FORM if is_staged else SAME))
-        assert np.min(found, initial=np.inf) <= most, (one.row.id, reason, one.values)
+        exact, most = (estimate.seconds * (1 + part) for part in (SAME, CLOSED_FORM if is_staged else SAME))
+        best = int(np.argmin(found))
+        assert found[best] <= (most if best == place else exact), (one.row.id, reason, one.values)
         if place is None or (one.row.moe_experts and one.values["etp"] != one.values["tp"]):
             continue  # a search splits experts over tensor ranks
         if is_staged and level[place] > recompute:  # stages of its cuts may hold more than a row's equal ones
